@@ -49,6 +49,8 @@ RENAMED: dict[str, str] = {
     "StateServed": "Gave",
     "blob": "row",
     "shard_index": "position",
+    "groups_connected_in": "rows",
+    "newcomers": "joined",
     "PageReading": "Place",
     "page": "place",
     "HOLDFAST_SHARD_INDEX": "HOLDFAST_POSITION",

@@ -10,8 +10,8 @@ from holdfast.protocol.messages import Generation, Member
 
 
 def generation(seating: Seating, shard_count: int) -> Generation:
-    complete = len(seating.rows) * shard_count
-    places = dict(seating.beside) | {w: p for row in seating.rows for p, w in enumerate(row)}
+    complete = len(seating.replicas) * shard_count
+    places = dict(seating.beside) | {w: p for row in seating.replicas for p, w in enumerate(row)}
     members = tuple(
         Member(
             rank=r,
@@ -48,7 +48,7 @@ def test_as_many_rows_as_can_be(situation):
     _, survivors, newcomers, shard_count, most = situation
     seating = seat(*situation)
     there = Counter([*survivors.values(), *newcomers.values()])
-    assert len(seating.rows) == min(most, *(there[p] for p in range(shard_count)))
+    assert len(seating.replicas) == min(most, *(there[p] for p in range(shard_count)))
 
 
 @given(situations())
@@ -57,7 +57,7 @@ def test_everyone_is_in_once_and_where_its_shard_is(situation):
     seating = seat(*situation)
     places = survivors | newcomers
     assert len(set(seating.workers)) == len(seating.workers)
-    assert all([places[w] for w in row] == list(range(shard_count)) for row in seating.rows)
+    assert all([places[w] for w in row] == list(range(shard_count)) for row in seating.replicas)
     assert dict(seating.beside).items() <= survivors.items()
     assert survivors.keys() <= set(seating.workers), "a survivor is never left out"
 
@@ -67,7 +67,7 @@ def test_survivors_are_taken_before_newcomers(situation):
     _, _, newcomers, shard_count, _ = situation
     seating = seat(*situation)
     for shard_index in range(shard_count):
-        came = any(row[shard_index] in newcomers for row in seating.rows)
+        came = any(row[shard_index] in newcomers for row in seating.replicas)
         assert not came or shard_index not in dict(seating.beside).values()
 
 
@@ -77,12 +77,12 @@ def test_rows_that_lost_nobody_stay_together(situation):
     seating = seat(*situation)
     old = [tuple(m.worker for m in before.members if m.replica == r) for r in range(before.replicas)]
     whole = [row for row in old if all(w in survivors for w in row)]
-    kept = [row for row in whole if row in seating.rows]
-    assert len(kept) == min(len(whole), len(seating.rows))
-    if len(seating.rows) == before.replicas:
-        assert all(seating.rows[old.index(row)] == row for row in kept), "each keeps its number"
+    kept = [row for row in whole if row in seating.replicas]
+    assert len(kept) == min(len(whole), len(seating.replicas))
+    if len(seating.replicas) == before.replicas:
+        assert all(seating.replicas[old.index(row)] == row for row in kept), "each keeps its number"
     else:
-        assert sorted(kept, key=seating.rows.index) == sorted(kept, key=old.index)
+        assert sorted(kept, key=seating.replicas.index) == sorted(kept, key=old.index)
 
 
 @given(situations())

@@ -164,7 +164,7 @@ def test_a_drained_member_is_replaced_by_the_spare_in_one_change():
     assert ("n1", m.Shutdown("maintenance")) in desk.sent(m.Shutdown)
     assert [desk.state.membership.restarts_used, desk.incidents()] == [0, []]
     told = describe(desk.state, desk.state.membership.changes[0])
-    assert (told.from_world, told.to_world, told.joined) == (3, 3, 1)
+    assert (told.from_world, told.to_world, told.newcomers) == (3, 3, 1)
 
 
 def test_without_a_deadline_a_node_trains_on_until_its_replacement_is_ready():

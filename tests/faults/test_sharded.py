@@ -52,13 +52,13 @@ def test_a_lost_worker_costs_its_own_shard_only(tmp_path, undisturbed, phase):
     assert not driver.left
     check(ran, undisturbed)
     first, alone, *_, full = formed(ran)
-    assert first["rows"] == [1, 1]
-    assert (alone["world"], alone["rows"]) == (
+    assert first["groups_connected_in"] == [1, 1]
+    assert (alone["world"], alone["groups_connected_in"]) == (
         2,
         [1],
     )  # the healthy replica's groups are the first ones still
     assert len(alone["workers"]) == 3  # the survivor of the other stays beside it
-    assert (full["world"], full["rows"][0]) == (4, 1)
+    assert (full["world"], full["groups_connected_in"][0]) == (4, 1)
     fetched = [worker for f in formed(ran)[1:] for worker in f["restore"]]
     assert len(fetched) == 1, fetched  # only the new one
     assert ran.report["steps"]["lost"] == 0

@@ -36,11 +36,23 @@ def test_a_ledger_of_an_older_version_is_read_event_by_event():
         assert event is not None, (kind, fields)
         assert event.kind == kind
         again = written(event)
-        assert {k: v for k, v in fields.items() if v is not None} == {
+        assert {event.RENAMED.get(k, k): v for k, v in fields.items() if v is not None} == {
             k: v for k, v in again.items() if v is not None
         }
         if "cause" in fields:
             assert causes.kind_of_text(event.cause)
+
+
+@pytest.mark.parametrize("kind", sorted(k for k, event in ledger.EVENTS.items() if event.RENAMED))
+def test_a_field_with_a_better_name_is_read_under_its_old_one(kind):
+    event = ledger.EVENTS[kind]
+    written_before = [fields for name, fields in rows() if name == kind and event.RENAMED.keys() & fields]
+    assert written_before
+    for fields in written_before:
+        known = ledger.read(kind, fields)
+        for old, new in event.RENAMED.items():
+            assert getattr(known, new) == fields[old]
+        assert ledger.read(kind, written(known)) == known
 
 
 def test_what_a_later_version_wrote_is_nothing_that_this_one_knows():

@@ -215,7 +215,7 @@ def generation(shape, rows, beside=()):
         members.append(
             Member(rank=rank, worker=f"w{rank}", node="n", slot=0, replica=-1, shard_index=shard_index)
         )
-    return Generation(number=1, members=tuple(members), start=0, shape=shape, rows=(1,) * rows)
+    return Generation(number=1, members=tuple(members), start=0, shape=shape, groups_connected_in=(1,) * rows)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

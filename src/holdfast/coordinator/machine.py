@@ -234,7 +234,7 @@ class Core(Context):
             case requests.SwapLemons():
                 lemons.advance(self)
             case requests.CompareCopies(node, hello):
-                memory_snapshots.joined(self, node, hello)
+                memory_snapshots.on_node_joined(self, node, hello)
             case requests.DropCopies(node):
                 memory_snapshots.node_lost(self, node)
             case requests.SpreadCopies():
@@ -299,7 +299,7 @@ class Core(Context):
     def _dispatch(self, event: Event) -> None:
         match event:
             case NodeJoined(hello, past):
-                nodes.joined(self, hello, past)
+                nodes.on_joined(self, hello, past)
             case NodeLost(name, session, cause):
                 node = self.state.membership.nodes.get(name)
                 if node is not None and node.alive and node.session == session:
@@ -397,14 +397,14 @@ class Core(Context):
             case m.Ready():
                 workers.ready(self, worker, message)
             case m.Joined():
-                worker.joined = message.generation
+                worker.joined_generation = message.generation
                 if (
                     self.state.membership.generation
                     and message.generation == self.state.membership.generation.number
                 ):
                     # Late news of an earlier generation must not close the incident of this one, or its
                     # report would show times that belong to no restore.
-                    incidents.joined(self.state, self.now, message)
+                    incidents.on_joined(self.state, self.now, message)
                     resize.connected(self, message)
             case m.Restoring(generation, nbytes, total_bytes):
                 if worker.phase is WorkerPhase.MEMBER and generation == self.state.membership.number:

@@ -55,7 +55,8 @@ class Group(GlooGroup):
         self._own = own
         self._replica_groups = replica if generation.shard_count > 1 else None
         self._connects_replica = (
-            self._replica_groups is not None and generation.rows[own.replica] == generation.number
+            self._replica_groups is not None
+            and generation.groups_connected_in[own.replica] == generation.number
         )
         # A worker that raised while it sends would leave the step between two collectives of its replica,
         # where the others still wait for it. What it receives next comes behind all of them, so it fails

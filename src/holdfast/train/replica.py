@@ -178,7 +178,9 @@ class Replica:
         replica = generation.members[form.rank].replica
         # Connections of a replica that came through the break whole are kept. Closing and making them again
         # would cost more than all the rest of a recovery.
-        if self.sharding and (replica < 0 or generation.number in generation.rows[replica : replica + 1]):
+        if self.sharding and (
+            replica < 0 or generation.number in generation.groups_connected_in[replica : replica + 1]
+        ):
             self.sharding.groups.renew(beside=replica < 0)
         self.state.snapshots.join(form)
         reads_for_all = form.serve and form.restore

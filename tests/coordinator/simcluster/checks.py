@@ -340,9 +340,9 @@ class Checks:
                 )
                 self.require(member.replica >= 0 or worker.plane is not None, "%s came to no replica", member)
         self.beside += len(members) - strength
-        for replica, number in enumerate(generation.rows):
-            row = [self.cluster.find_trainer(x.worker) for x in members if x.replica == replica]
-            kept = {(w.row, w.begun) for w in row if w is not None and w.alive}
+        for replica, number in enumerate(generation.groups_connected_in):
+            replica_members = [self.cluster.find_trainer(x.worker) for x in members if x.replica == replica]
+            kept = {(w.groups_since, w.begun) for w in replica_members if w is not None and w.alive}
             whole = len(kept) <= 1 and all(begun >= 0 and since == number for since, begun in kept)
             self.require(number == generation.number or whole, "replica %d is not whole: %s", replica, kept)
             self.kept += number != generation.number
@@ -395,7 +395,7 @@ class Checks:
         if record.kind == "yield":
             self.cluster.moment("yield")
         elif record.kind == "changed":
-            same = record.fields["from_world"] == record.fields["to_world"] and not record.fields["joined"]
+            same = record.fields["from_world"] == record.fields["to_world"] and not record.fields["newcomers"]
             self._idle_changes = self._idle_changes + 1 if same else 0  # the newcomer may have died
             self.require(self._idle_changes <= 3, "changes that change nothing: %s", record.fields)
         elif record.kind == "broke":

@@ -144,7 +144,7 @@ class Trainer(SimWorker):
         self.restore_s: float | None = None
         self.armed: dict[str, int | None] = {}
         self.orders: list[m.ToWorker] = []
-        self.row, self.begun = 0, -1  # when its replica was connected; how far its collectives are
+        self.groups_since, self.begun = 0, -1  # when its replica was connected; how far its collectives are
         self.halts = False
         self.later(rng.uniform(0.2, 1.0) * plan.start_s, self._attach)
 
@@ -252,7 +252,7 @@ class Trainer(SimWorker):
         self.ticket += 1
         self.seen, self.form, self.waits_for = generation.number, form, None
         self.broken = self.hurt = self.agreed = self.wanted = self.halts = False
-        if self._connects_row:
+        if self._connects_groups:
             self.begun = -1
         self.line = self.cluster.checks.line_of(generation.number)
         self.deaf_in = None
@@ -471,15 +471,19 @@ class Trainer(SimWorker):
             self.later(self.cluster.rng.uniform(0.0, 0.01), self._update)
 
     def _connected(self) -> None:
-        if self._connects_row:
-            self.row, self.begun = self.seen, -1 if self.beside else 0
+        if self._connects_groups:
+            self.groups_since, self.begun = self.seen, -1 if self.beside else 0
 
     @property
-    def _connects_row(self) -> bool:
+    def _connects_groups(self) -> bool:
         """Not so where its replica goes on with the groups that it has."""
         assert self.form is not None
         generation, replica = self.form.generation, self.form.generation.members[self.form.rank].replica
-        return replica < 0 or not generation.rows or generation.rows[replica] == generation.number
+        return (
+            replica < 0
+            or not generation.groups_connected_in
+            or generation.groups_connected_in[replica] == generation.number
+        )
 
     def collective_failed(self, key: Key) -> None:
         """A collective raised: the worker says so."""

@@ -68,7 +68,7 @@ def _is_storm(context: Context, node: Node, incident: Incident) -> bool:
         return False
     nodes, of, within_s = seen
     key = f"storm {incident.rule}"
-    if context.now - context.state.health.said.get(key, -BURST_S) >= BURST_S:
+    if context.now - context.state.health.reported_at_s.get(key, -BURST_S) >= BURST_S:
         context.record(ledger.Storm(rule=incident.rule, nodes=nodes, of=of, within_s=round(within_s, 3)))
     _say(context, key)
     reason = f"{nodes} of {of} nodes report it within {within_s:.0f} s"
@@ -250,7 +250,7 @@ def _withhold(context: Context, node: Node, incident: Incident, decision: Decisi
     if decision.after_s is not None:
         _later(context, incident, decision.after_s)
     if decision.against == "blast":
-        since_s = context.state.health.said.get("blast", -context.spec.health.blast_window_s)
+        since_s = context.state.health.reported_at_s.get("blast", -context.spec.health.blast_window_s)
         if context.now - since_s >= context.spec.health.blast_window_s:
             _say(context, "blast")
             done, size, limit = (
@@ -290,7 +290,7 @@ def _verdict(context: Context, node: Node, incident: Incident, decision: Decisio
 def on_trial(context: Context, node: Node, finding: Finding) -> None:
     """What would have been done, had the rule been believed."""
     if (
-        not context.state.health.said.get(f"trial {node.name} {finding.rule}", -BURST_S) + BURST_S
+        not context.state.health.reported_at_s.get(f"trial {node.name} {finding.rule}", -BURST_S) + BURST_S
         <= context.now
     ):
         return
@@ -313,11 +313,11 @@ def on_trial(context: Context, node: Node, finding: Finding) -> None:
 
 
 def _say(context: Context, what: str) -> None:
-    said = context.state.health.said
-    said.pop(what, None)
-    said[what] = context.now
-    while len(said) > KEPT_SIGHTINGS:
-        del said[next(iter(said))]
+    reported_at_s = context.state.health.reported_at_s
+    reported_at_s.pop(what, None)
+    reported_at_s[what] = context.now
+    while len(reported_at_s) > KEPT_SIGHTINGS:
+        del reported_at_s[next(iter(reported_at_s))]
 
 
 # ---------------------------------------------------------------- what is decided

@@ -119,7 +119,7 @@ class Slow(msgspec.Struct, kw_only=True):
 
 class Health(msgspec.Struct, omit_defaults=True, kw_only=True):
     """reports: rule to the machines that it matched on within the last minute, and when. quarantine: machine to the
-    reason why it is not used. quarantine_rules: to the rule, if that is the reason. said: what was said loudly, and when.
+    reason why it is not used. quarantine_rules: to the rule, if that is the reason. reported_at_s: what people were told, and when.
     requests: counts the orders to agents. undecided: incidents that are decided later. turned_away: nodes that were
     refused as they came, and why."""
 
@@ -128,7 +128,7 @@ class Health(msgspec.Struct, omit_defaults=True, kw_only=True):
     acts: list[Act] = []
     quarantine: dict[str, str] = {}
     quarantine_rules: dict[str, str] = {}
-    said: dict[str, float] = {}
+    reported_at_s: dict[str, float] = {}
     asks: list[Ask] = []
     undecided: list[int] = []
     requests: int = 0

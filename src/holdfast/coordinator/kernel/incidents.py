@@ -308,7 +308,7 @@ def replaced(state: CoreState, now: float) -> None:
             return
 
 
-def joined(state: CoreState, now: float, message: Joined) -> None:
+def on_joined(state: CoreState, now: float, message: Joined) -> None:
     """A member is connected, and restored if it had to be."""
     for incident in open_ones(state):
         if incident.first_commit_at_s is None or _full(state, incident):

@@ -84,7 +84,7 @@ class Node(msgspec.Struct, omit_defaults=True, kw_only=True):
 class Worker(msgspec.Struct, omit_defaults=True, kw_only=True):
     """One training process. `name` is `node.slot#incarnation` and never used twice.
 
-    joined: the newest generation that it is connected to. restored: bytes of the state that it has, and of how many;
+    joined_generation: the newest generation that it is connected to. restored: bytes of the state that it has, and of how many;
     None while that is not known. vanished_s: since when its agent no longer has it, while
     how it ended is not known yet. shard_index: which shard of the state it holds, or is built for. rebuilds: for which it
     was told to be built again; until it is, what it said before is out of date. begun: as in Parked. aside: it does work
@@ -104,7 +104,7 @@ class Worker(msgspec.Struct, omit_defaults=True, kw_only=True):
     log: str = ""
     told_to_end: bool = False
     exited: bool = False
-    joined: int = 0
+    joined_generation: int = 0
     aside: bool = False
     vanished_s: float | None = None
     digest: str | None = None
@@ -138,7 +138,7 @@ class Seat(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 class Change(msgspec.Struct, kw_only=True):
     """One planned change of the membership, from the last commit before it to the first one after.
 
-    before, after: world sizes. joined: newcomers in it. join_s, restore_s: the longest that a member needed to connect,
+    before, after: world sizes. newcomers: workers that came with it. join_s, restore_s: the longest that a member needed to connect,
     and to get the state.
     """
 
@@ -150,7 +150,7 @@ class Change(msgspec.Struct, kw_only=True):
     left_at_s: float
     formed_at_s: float
     generation: int
-    joined: int = 0
+    newcomers: int = 0
     join_s: float | None = None
     restore_s: float | None = None
     stall_s: float | None = None
@@ -245,7 +245,7 @@ class MembershipState(msgspec.Struct, kw_only=True):
     """Nodes that the engine was asked for and that have not come."""
     replaced: int = 0
     """Nodes that the engine was ever asked for."""
-    joined: int = 0
+    nodes_joined: int = 0
     """Nodes that ever came."""
     asked_at_s: float = 0.0
     """When the engine was last asked for a node."""

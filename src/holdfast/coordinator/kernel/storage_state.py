@@ -55,7 +55,7 @@ class Rewind(msgspec.Struct):
 class Storing(msgspec.Struct, kw_only=True):
     """A checkpoint on its way to a durable tier, or the last one that came there.
 
-    waiting: rank to the node that writes its shard; -1: the manifest. rows: rank to the row that it shares.
+    waiting: rank to the node that writes its shard; -1: the manifest. shared_blobs: rank to the blob of another rank with equal bytes.
     void: training went back behind it; it is only waited for, so that nothing of it is taken for a later one's.
     written: rank to the bytes that are there, and of how many, where that is known.
     moved_s: when something of it last came there. slow: people were told that nothing does.
@@ -70,7 +70,7 @@ class Storing(msgspec.Struct, kw_only=True):
     world: int = 1
     took_s: float | None = None
     waiting: dict[int, str] = {}
-    rows: dict[int, str] = {}
+    shared_blobs: dict[int, str] = {}
     shards: list[Shard] = []
     void: bool = False
     written: dict[int, tuple[int, int]] = {}

@@ -302,7 +302,7 @@ def end_stuck(context: Context) -> None:
     for worker in stuck:
         # It has not finished a step in this generation, so it may be compiling, and a compiler does not look
         # at messages.
-        if worker.median_s is None and worker.joined == s.membership.number:
+        if worker.median_s is None and worker.joined_generation == s.membership.number:
             until_s.setdefault(worker.name, s.membership.formed_at_s + context.timing.start_s)
     patient = [
         w for w in stuck if s.membership.stop_reason is None and context.now < until_s.get(w.name, 0.0)

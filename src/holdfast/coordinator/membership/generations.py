@@ -309,7 +309,7 @@ def _form(context: Context, survivors: list[Worker], kept: list[Worker], fresh: 
     before = s.membership.generation.strength if s.membership.generation else 0
     connected = (
         # From the old generation, so before `s.generation` is replaced.
-        replica_groups.connected_in(context, seating.rows, s.membership.generation)
+        replica_groups.connected_in(context, seating.replicas, s.membership.generation)
         if s.membership.shard_count > 1
         else ()
     )
@@ -317,13 +317,17 @@ def _form(context: Context, survivors: list[Worker], kept: list[Worker], fresh: 
     # is written before JoinGeneration is sent; so whatever an old generation still says can be recognized and
     # dropped.
     s.membership.number += 1
-    complete = len(seating.rows) * s.membership.shard_count
+    complete = len(seating.replicas) * s.membership.shard_count
     members = tuple(
         _member(r, s.membership.workers[w], r // s.membership.shard_count if r < complete else -1)
         for r, w in enumerate(ranks)
     )
     s.membership.generation = m.Generation(
-        number=s.membership.number, members=members, start=start, shape=s.membership.shape, rows=connected
+        number=s.membership.number,
+        members=members,
+        start=start,
+        shape=s.membership.shape,
+        groups_connected_in=connected,
     )
     live = durable is None and snapshot is None
     savers = storage.savers(context, s.membership.generation)
@@ -389,7 +393,7 @@ def _form(context: Context, survivors: list[Worker], kept: list[Worker], fresh: 
             restore=sorted(restore),
             applied=bool(outcome.apply),
             source=_source(outcome, snapshot, durable),
-            rows=list(connected) if connected else None,
+            groups_connected_in=list(connected) if connected else None,
         )
     )
 

@@ -36,7 +36,7 @@ KEPT_GONE = 32
 # ---------------------------------------------------------------- agents
 
 
-def joined(context: Context, hello: m.Hello, past: tuple[Remembered, ...] = ()) -> None:
+def on_joined(context: Context, hello: m.Hello, past: tuple[Remembered, ...] = ()) -> None:
     """An agent said hello, for the first time or again. past: what is known of the machine."""
     membership = context.state.membership
     known = membership.nodes.get(hello.node)
@@ -72,7 +72,7 @@ def joined(context: Context, hello: m.Hello, past: tuple[Remembered, ...] = ()) 
         # for it, and the engine would not be asked for another.
         context.request(RefuseAdmission(hello, reason))
         _refuse(context, hello.node, reason)
-        membership.joined += known is None
+        membership.nodes_joined += known is None
         membership.replacing = max(0, membership.replacing - 1)
         return
     node = Node(
@@ -91,7 +91,7 @@ def joined(context: Context, hello: m.Hello, past: tuple[Remembered, ...] = ()) 
     context.watch.watch(Watched.SILENT, node.name)
     if hello.leaving is not None:
         context.request(LeaveSoon(node.name, hello.leaving.reason, hello.leaving.within_s))
-    membership.joined += known is None
+    membership.nodes_joined += known is None
     membership.replacing = max(0, membership.replacing - 1)
     context.record(ledger.NodeJoined(node=hello.node, host=hello.host, slots=hello.slots))
     # After the node is in the state, because admission may hold it; before `_reconcile`, because a node that

@@ -104,7 +104,7 @@ def expected(context: Context) -> int:
     membership = context.state.membership
     if context.now >= expected_until_s(context):
         return 0
-    return max(0, context.spec.max_nodes + context.spec.spares - membership.joined)
+    return max(0, context.spec.max_nodes + context.spec.spares - membership.nodes_joined)
 
 
 def not_leaving(context: Context) -> int:

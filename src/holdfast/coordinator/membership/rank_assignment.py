@@ -1,9 +1,9 @@
 """Who holds which shard in which replica: pure.
 
-A replica of several workers is a *row*, with one worker for every shard of the state; the workers that
-hold the same shard are a *column*. Survivors keep their shard, because they have its state, but not always their row:
-two replicas that lost different shards become one. A survivor for whose row workers are missing stays beside the rows:
-it computes nothing, but it makes every update, so its shard stays current and only what was lost is fetched.
+A replica of several workers has one worker for every shard of the state. The workers that hold the same shard are a
+*column*. Survivors keep their shard, because they have its state, but not always their replica: two replicas that lost
+different shards become one. A survivor whose replica lacks workers stays beside the complete replicas: it computes
+nothing, but it makes every update, so its shard stays current and only what was lost is fetched.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from holdfast.protocol.messages import Generation
 
 
 class Seating(msgspec.Struct, frozen=True):
-    """Complete rows, each in the order of the shards; and the survivors beside them, with their shards."""
+    """Complete replicas, each in the order of the shards; and the survivors beside them, with their shards."""
 
-    rows: tuple[tuple[str, ...], ...] = ()
+    replicas: tuple[tuple[str, ...], ...] = ()
     beside: tuple[tuple[str, int], ...] = ()
 
     @property
     def workers(self) -> tuple[str, ...]:
         """In the order of their ranks."""
-        return (*(w for row in self.rows for w in row), *(w for w, _ in self.beside))
+        return (*(w for replica in self.replicas for w in replica), *(w for w, _ in self.beside))
 
 
 def seat(
@@ -34,9 +34,9 @@ def seat(
     shard_count: int,
     most: int,
 ) -> Seating:
-    """As many complete rows as can be, at most `most`.
+    """As many complete replicas as can be, at most `most`.
 
-    At an unchanged number of rows each keeps its number, so that the order of every reduction stays what it was.
+    At an unchanged number of replicas each keeps its number, so that the order of every reduction stays what it was.
 
     Args:
         previous: the generation before, for who sat where.
@@ -53,44 +53,44 @@ def seat(
     for member in previous.members if previous else ():
         if member.worker in survivors and member.replica >= 0:
             old.setdefault(member.replica, {})[member.shard_index] = member.worker
-    # The rows that lost least are kept, since a row whose workers all survive keeps its process groups and
+    # The replicas that lost least are kept, since one whose workers all survive keeps its process groups and
     # connects to nobody. Ties go to the lower number, so that every coordinator decides alike.
     fullest = sorted(old, key=lambda r: (-len(old[r]), r))[:count]
     unchanged = previous is not None and count == previous.replicas
-    rows: list[dict[int, str]] = [{} for _ in range(count)]
-    # Equal count and no number beyond it: rows stay where they are. Each row is one summand of the gradient,
-    # so a row that moved would change the order of the sum and the last bits of the loss.
+    replicas: list[dict[int, str]] = [{} for _ in range(count)]
+    # Equal count and no number beyond it: replicas keep their numbers. Each is one summand of the gradient,
+    # so one that moved would change the order of the sum and the last bits of the loss.
     if unchanged and all(r < count for r in fullest):
         for number in fullest:
-            rows[number] = dict(old[number])
+            replicas[number] = dict(old[number])
     else:
-        # Otherwise rows close up, in their old order. The order changes, but the number of summands has
+        # Otherwise the numbers close up, in their old order. The order changes, but the number of summands has
         # changed as well, so the bits could not have stayed.
-        for place, number in enumerate(sorted(fullest)):
-            rows[place] = dict(old[number])
-    seated = {w for row in rows for w in row.values()}
+        for new_number, number in enumerate(sorted(fullest)):
+            replicas[new_number] = dict(old[number])
+    seated = {w for replica in replicas for w in replica.values()}
     for q in range(shard_count):
         # Survivors before newcomers in every column: they have the state, and a newcomer that is seated has
         # to be restored before the step can begin.
         waiting = iter([w for w in (*columns[q], *fresh[q]) if w not in seated])
-        for row in rows:
-            if q not in row:
-                row[q] = next(waiting)
-                seated.add(row[q])
-    # They compute nothing, because their row lacks a shard, yet they are not sent home: each makes every
-    # update, so its shard stays current. When one newcomer completes the row, only that one shard is fetched,
-    # not the whole row.
+        for replica in replicas:
+            if q not in replica:
+                replica[q] = next(waiting)
+                seated.add(replica[q])
+    # They compute nothing, because their replica lacks a shard, yet they are not sent home: each makes every
+    # update, so its shard stays current. When one newcomer completes the replica, only that one shard is fetched,
+    # not the state of all its workers.
     beside = tuple((w, p) for w, p in survivors.items() if w not in seated)
-    return Seating(tuple(tuple(row[q] for q in range(shard_count)) for row in rows), beside)
+    return Seating(tuple(tuple(replica[q] for q in range(shard_count)) for replica in replicas), beside)
 
 
-def wanted(there: Sequence[int], shard_count: int, rows: int) -> list[int]:
+def wanted(there: Sequence[int], shard_count: int, replicas: int) -> list[int]:
     """The shards for which workers are missing, the scarcest first; `there`: the shard of every worker."""
     counts = [sum(p == q for p in there) for q in range(shard_count)]
     missing = []
     # One at a time for the scarcest, counting it as there: so two missing workers of different shards are
     # asked for as one of each, not as two of the first.
-    while min(counts) < rows:
+    while min(counts) < replicas:
         scarce = counts.index(min(counts))
         missing.append(scarce)
         counts[scarce] += 1

@@ -49,14 +49,14 @@ def halted(context: Context, worker: Worker, message: m.Halted) -> None:
     if membership.generation is None or message.generation != membership.generation.number:
         return
     replica = next((x.replica for x in membership.generation.members if x.worker == worker.name), -1)
-    said = membership.halting.get(replica)
-    if said is None:
+    begun = membership.halting.get(replica)
+    if begun is None:
         return
-    said[worker.name] = message.begun
-    row = members(context, replica)
-    if len(said) == len(row):
-        furthest = max(said.values())
-        for other in row:
+    begun[worker.name] = message.begun
+    replica_members = members(context, replica)
+    if len(begun) == len(replica_members):
+        furthest = max(begun.values())
+        for other in replica_members:
             context.tell(other, m.RunTo(membership.generation.number, furthest))
 
 
@@ -65,15 +65,15 @@ def give_up(context: Context) -> None:
     the others leave it at once."""
     membership = context.state.membership
     for replica in list(membership.halting):
-        row = members(context, replica)
-        gone = [w for w in row if w.phase not in (WorkerPhase.MEMBER, WorkerPhase.PARKED)]
-        said = membership.halting[replica]
-        furthest = max(said.values(), default=0) if len(said) == len(row) else None
-        parked = [w for w in row if w.phase is WorkerPhase.PARKED]
-        left = [w for w in parked if w.begun < 0 or w.name not in said or furthest not in (None, w.begun)]
+        replica_members = members(context, replica)
+        gone = [w for w in replica_members if w.phase not in (WorkerPhase.MEMBER, WorkerPhase.PARKED)]
+        begun = membership.halting[replica]
+        furthest = max(begun.values(), default=0) if len(begun) == len(replica_members) else None
+        parked = [w for w in replica_members if w.phase is WorkerPhase.PARKED]
+        left = [w for w in parked if w.begun < 0 or w.name not in begun or furthest not in (None, w.begun)]
         if (gone or left) and membership.generation is not None:
             del membership.halting[replica]
-            for worker in row:
+            for worker in replica_members:
                 if worker.phase is WorkerPhase.MEMBER:
                     context.tell(worker, m.Break(membership.generation.number, "its replica lost a worker"))
 
@@ -85,8 +85,8 @@ def connected_in(
     the same workers come from it with their groups whole, else the next one."""
     membership = context.state.membership
     known: dict[tuple[str, ...], int] = {}
-    for replica, number in enumerate(before.rows if before else ()):
-        row = members(context, replica)
-        if len({w.begun for w in row}) == 1 and row[0].begun >= 0:
-            known[tuple(w.name for w in row)] = number
-    return tuple(known.get(row, membership.number + 1) for row in seated)
+    for replica, number in enumerate(before.groups_connected_in if before else ()):
+        replica_members = members(context, replica)
+        if len({w.begun for w in replica_members}) == 1 and replica_members[0].begun >= 0:
+            known[tuple(w.name for w in replica_members)] = number
+    return tuple(known.get(replica_members, membership.number + 1) for replica_members in seated)

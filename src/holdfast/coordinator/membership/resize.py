@@ -158,7 +158,7 @@ def _fit(context: Context, reason: str, within_s: float | None, cause: NoticeCau
     members = sorted((n for n in there if n.name in ranks), key=lambda n: (n.failures, ranks[n.name]))
     others = [n for n in there if n.name not in ranks]
     if s.membership.shard_count > 1:
-        members = _whole_rows_first(context, members)
+        members = _complete_replicas_first(context, members)
     # Members beyond the wanted size first, highest ranks first: the low ranks keep theirs, so that fewer
     # workers change their place in the reduction.
     going = [*reversed(members[s.wanted_nodes :]), *reversed(others)]
@@ -167,10 +167,10 @@ def _fit(context: Context, reason: str, within_s: float | None, cause: NoticeCau
         node.excess = True
 
 
-def _whole_rows_first(context: Context, members: list[Node]) -> list[Node]:
+def _complete_replicas_first(context: Context, members: list[Node]) -> list[Node]:
     """Of these nodes, the best first, those in front whose workers make up as many replicas as are wanted."""
     s = context.state
-    rows, held = s.target // s.membership.shard_count, Counter(w.shard_index for w in context.members())
+    replicas, held = s.target // s.membership.shard_count, Counter(w.shard_index for w in context.members())
     holds: dict[str, Counter[int]] = {}
     for worker in context.members():
         holds.setdefault(worker.node, Counter())[worker.shard_index] += 1
@@ -179,7 +179,9 @@ def _whole_rows_first(context: Context, members: list[Node]) -> list[Node]:
         ours = holds[node.name]
         # A node may go only if every shard that it holds is still held by as many others as replicas are
         # wanted; else a replica would break that could have been complete.
-        if len(members) - len(going) > s.wanted_nodes and all(held[p] - n >= rows for p, n in ours.items()):
+        if len(members) - len(going) > s.wanted_nodes and all(
+            held[p] - n >= replicas for p, n in ours.items()
+        ):
             held -= ours
             going.append(node)
     names = {n.name for n in going}
@@ -329,9 +331,9 @@ def _choose_rows(
     there are more than replicas are wanted go, and others are started for what is missing."""
     # First without those that leave. Only if that is too little, and they have time, are they seated again.
     plan = shard_policy.seating(context, staying, fresh)
-    if not _may_leave(context, len(plan.rows) * context.state.membership.shard_count):
+    if not _may_leave(context, len(plan.replicas) * context.state.membership.shard_count):
         plan = shard_policy.seating(context, [*staying, *(w for w in survivors if w not in staying)], fresh)
-    seated = {w for row in plan.rows for w in row}
+    seated = {w for replica in plan.replicas for w in replica}
     kept = [w for w in survivors if w.name in seated]
     most = context.state.target // context.state.membership.shard_count
     for worker in staying:
@@ -351,10 +353,10 @@ def seating(context: Context, kept: list[Worker], fresh: list[Worker]) -> Seatin
     staying = [w for w in kept if not queries.leaves(context, w)]
     without, full = shard_policy.seating(context, staying, fresh), shard_policy.seating(context, kept, fresh)
     # It is kept in its seat only if a replica would be missing without it.
-    if len(without.rows) < len(full.rows):
+    if len(without.replicas) < len(full.replicas):
         return full
     donors = tuple((w.name, w.shard_index) for w in kept if queries.leaves(context, w))
-    return Seating(without.rows, (*without.beside, *donors))
+    return Seating(without.replicas, (*without.beside, *donors))
 
 
 def let_go(context: Context, workers: list[Worker]) -> None:
@@ -440,7 +442,7 @@ def _release(context: Context, node: Node) -> None:
 # ---------------------------------------------------------------- what it cost
 
 
-def formed(context: Context, before: int, after: int, joined: int) -> None:
+def formed(context: Context, before: int, after: int, newcomers: int) -> None:
     """A generation was formed after one that ended as planned."""
     membership = context.state.membership
     reason, membership.change_reason = membership.change_reason, None
@@ -448,7 +450,7 @@ def formed(context: Context, before: int, after: int, joined: int) -> None:
         return
     # When newcomers came is remembered for the pace of joining (`join_after_s`); the stall that they cost
     # follows at the first commit.
-    if joined:
+    if newcomers:
         membership.grew_at_s = context.now
     number = membership.changes[-1].id + 1 if membership.changes else 1
     change = Change(
@@ -461,7 +463,7 @@ def formed(context: Context, before: int, after: int, joined: int) -> None:
         formed_at_s=context.now,
         generation=membership.number,
     )
-    change.joined = joined
+    change.newcomers = newcomers
     membership.changes.append(change)
     del membership.changes[:-KEPT]
 
@@ -487,7 +489,7 @@ def committed(context: Context, now: float) -> None:
         s.membership.changed.count + 1,
         s.membership.changed.stall_s + change.stall_s,
     )
-    if change.joined:
+    if change.newcomers:
         s.membership.join_cost_s = change.stall_s
     context.record(describe(s, change))
 
@@ -501,7 +503,7 @@ def describe(state: CoreState, change: Change) -> ledger.Changed:
         at_step=change.at_step,
         from_world=change.before,
         to_world=change.after,
-        joined=change.joined,
+        newcomers=change.newcomers,
         join_s=change.join_s,
         restore_s=change.restore_s,
         stall_s=None if change.stall_s is None else round(change.stall_s, 4),

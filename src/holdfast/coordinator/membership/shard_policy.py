@@ -67,10 +67,10 @@ def strength(context: Context, survivors: list[Worker], newcomers: list[Worker])
     if membership.shard_count == 1:
         return len(survivors) + len(newcomers)
     there = len(survivors) + len(newcomers)
-    rows = seat(
+    replicas = seat(
         membership.generation, shards_of(survivors), shards_of(newcomers), membership.shard_count, there
-    ).rows
-    return len(rows) * membership.shard_count
+    ).replicas
+    return len(replicas) * membership.shard_count
 
 
 def next_shard(context: Context, rank: int) -> int:
@@ -80,17 +80,17 @@ def next_shard(context: Context, rank: int) -> int:
     if s.membership.shard_count == 1:
         return rank
     there = [w.shard_index for w in context.alive_workers() if s.membership.nodes[w.node].leaving is None]
-    rows = max(s.target // s.membership.shard_count, len(there) // s.membership.shard_count + 1)
-    return wanted(there, s.membership.shard_count, rows)[0]
+    replicas = max(s.target // s.membership.shard_count, len(there) // s.membership.shard_count + 1)
+    return wanted(there, s.membership.shard_count, replicas)[0]
 
 
-def _rows_within_reach(context: Context, there: list[int], others: int) -> int:
-    """So many complete rows there can be, of workers that hold a shard and `others` that may be built for any."""
+def _replicas_within_reach(context: Context, there: list[int], others: int) -> int:
+    """So many complete replicas there can be, of workers that hold a shard and `others` that may be built for any."""
     s = context.state
-    rows = max(1, s.target // s.membership.shard_count)
-    while rows > 1 and len(wanted(there, s.membership.shard_count, rows)) > others:
-        rows -= 1
-    return rows
+    replicas = max(1, s.target // s.membership.shard_count)
+    while replicas > 1 and len(wanted(there, s.membership.shard_count, replicas)) > others:
+        replicas -= 1
+    return replicas
 
 
 def rebuild(context: Context) -> None:
@@ -103,15 +103,15 @@ def rebuild(context: Context) -> None:
         for phases in ((WorkerPhase.READY,), SEATED, COMING)
     )
     there = [w.shard_index for w in seated]
-    rows = _rows_within_reach(context, there, len(ready) + len(coming))
+    replicas = _replicas_within_reach(context, there, len(ready) + len(coming))
     expected = [w.shard_index for w in coming]
     spare: list[Worker] = []
     for worker in ready:
-        if there.count(worker.shard_index) < rows:
+        if there.count(worker.shard_index) < replicas:
             there.append(worker.shard_index)
         else:
             spare.append(worker)
-    for shard_index in wanted(there, membership.shard_count, rows):
+    for shard_index in wanted(there, membership.shard_count, replicas):
         if shard_index in expected:
             expected.remove(shard_index)
         elif spare:

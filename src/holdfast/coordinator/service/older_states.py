@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -33,14 +34,38 @@ _TIMERS = {
 def state_of(snapshot: bytes) -> CoreState:
     """A snapshot of this or of an older version. Raises msgspec.ValidationError for anything else."""
     written = msgspec.msgpack.decode(snapshot)
-    if isinstance(written, dict) and "membership" not in written:
-        written = _divided(_with_causes(written))
     if isinstance(written, dict):
+        _rename(written)
+        if "membership" not in written:
+            written = _divided(_with_causes(written))
         for node in written.get("membership", {}).get("nodes", {}).values():
             _give_phase(node)
-    # Only after the state of this version failed to decode: so the usual start costs nothing, and an unknown
-    # error is raised as it is.
     return msgspec.convert(written, type=CoreState)
+
+
+# msgspec skips names that it does not know, and every field below has a default. So an old name that is not mapped
+# raises nothing: a job would go on with shard 0 for every worker, or connect groups again that are connected.
+def _rename(state: dict[str, Any]) -> None:
+    """Up to version 0.1 some fields had other names. A field that is not there keeps its default."""
+    # Before the state is divided: what is flat there is taken by its name in this version.
+    membership, storage = state.get("membership", state), state.get("storage", state)
+    generation = membership.get("generation") or {}
+    checkpoints = [*storage.get("storing", []), *storage.get("stored", {}).values()]
+    checkpoints += storage.get("doubtful", {}).values()
+    workers = membership.get("workers", {}).values()
+    renamed: list[tuple[str, str, Iterable[dict[str, Any]]]] = [
+        ("joined", "nodes_joined", [membership]),
+        ("rows", "groups_connected_in", [generation]),
+        ("position", "shard_index", [*generation.get("members", []), *workers]),
+        ("joined", "joined_generation", workers),
+        ("joined", "newcomers", membership.get("changes", [])),
+        ("rows", "shared_blobs", checkpoints),
+        ("said", "reported_at_s", [state.get("health", {})]),
+    ]
+    for old, new, holders in renamed:
+        for holder in holders:
+            if old in holder:
+                holder.setdefault(new, holder.pop(old))
 
 
 def _give_phase(node: dict[str, Any]) -> None:

@@ -175,7 +175,7 @@ def _restoring(state: CoreState, worker: Worker) -> bool:
     if not state.membership.counts_steps:
         return worker.restored is not None and worker.restored[0] < worker.restored[1]
     seat = state.membership.seats.get(worker.name)
-    return worker.joined < state.membership.number and seat is not None and seat.restore
+    return worker.joined_generation < state.membership.number and seat is not None and seat.restore
 
 
 def _saving(state: CoreState, now: float) -> dict[str, Any]:

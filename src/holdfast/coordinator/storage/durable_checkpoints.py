@@ -134,14 +134,14 @@ def _store(context: Context, tier: DurableTier, snapshot: Snapshot, last: bool =
     )
     current.moved_s = current.seen_s = context.now
     current.seen_step = snapshot.step
-    rows: dict[str, Shard] = {}
+    by_content: dict[str, Shard] = {}
     for rank in range(snapshot.world):
         copy, holders = queries.sources(context, snapshot, rank, "")
         # Ranks with equal bytes share a blob: one of them writes it and the others only their heads.
         # Data-parallel replicas would otherwise write the same bytes once for each.
-        first = rows.setdefault(copy.shard.blob.xxh3, copy.shard)
+        first = by_content.setdefault(copy.shard.blob.xxh3, copy.shard)
         if first is not copy.shard:
-            current.rows[rank] = first.blob.name
+            current.shared_blobs[rank] = first.blob.name
         # Spread over the holders, so that the node of rank 0 does not write everything in a job of equal
         # replicas.
         current.waiting[rank] = holders[rank % len(holders)].node
@@ -161,7 +161,7 @@ def _order(context: Context, current: Storing, name: str) -> None:
             context.send(name, m.Publish(tier, current.step, shards))
         else:
             key = Key(current.step, current.generation, rank, current.world)
-            context.send(name, m.StoreShard(current.tier, key, current.rows.get(rank, "")))
+            context.send(name, m.StoreShard(current.tier, key, current.shared_blobs.get(rank, "")))
 
 
 def _answered(context: Context, current: Storing, node: Node, rank: int | None = None) -> None:
@@ -441,7 +441,7 @@ def node_lost(context: Context, node: Node) -> None:
             context.state.storage.storing.remove(current)
 
 
-def joined(context: Context, node: Node, hello: m.Hello) -> None:
+def on_node_joined(context: Context, node: Node, hello: m.Hello) -> None:
     """A node may have missed what it was asked for, or its answer was."""
     context.state.storage.summing = [x for x in context.state.storage.summing if x[0] != node.name]
     summing(context, node.name, hello.summing)

@@ -200,7 +200,7 @@ def node_lost(context: Context, node: Node) -> None:
     durable_checkpoints.node_lost(context, node)
 
 
-def joined(context: Context, node: Node, hello: m.Hello) -> None:
+def on_node_joined(context: Context, node: Node, hello: m.Hello) -> None:
     """A node says what it holds: a new agent that adopted its memory, or one that knows a coordinator before this.
 
     Either side may have missed messages of the other, so what was asked of it is asked again, and what it must have
@@ -232,7 +232,7 @@ def joined(context: Context, node: Node, hello: m.Hello) -> None:
     ]
     if missed and node.snapshot_port:
         context.send(node.name, m.ForgetSnapshots(missed[0].start))
-    durable_checkpoints.joined(context, node, hello)
+    durable_checkpoints.on_node_joined(context, node, hello)
     for copy in hello.copies:
         _take(context, node, copy)
     # Compared afterwards: if the node's copies completed a newer snapshot, `_retire` has told all agents
@@ -614,10 +614,10 @@ def _tell_whole(context: Context, snapshot: Snapshot) -> None:
         for r in range(snapshot.world)
     )
     # By content, so that equal replicas count once: the size of the state, not what all nodes hold together.
-    rows = {h.copy.shard.blob.xxh3: h.copy.shard.blob.nbytes for h in snapshot.shards}
+    blobs = {h.copy.shard.blob.xxh3: h.copy.shard.blob.nbytes for h in snapshot.shards}
     totals = storage.totals
     totals.snapshots += 1
-    totals.nbytes += sum(rows.values())
+    totals.nbytes += sum(blobs.values())
     totals.took_s += context.now - snapshot.began_s
     totals.stall_s += snapshot.stall_s
     context.record(
@@ -625,7 +625,7 @@ def _tell_whole(context: Context, snapshot: Snapshot) -> None:
             step=snapshot.step,
             generation=snapshot.generation,
             world=snapshot.world,
-            nbytes=sum(rows.values()),
+            nbytes=sum(blobs.values()),
             nodes=copies,
             took_s=round(context.now - snapshot.began_s, 4),
         )

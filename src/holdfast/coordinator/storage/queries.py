@@ -155,7 +155,9 @@ def may_be_in_memory(context: Context) -> bool:
     """The job ended before all nodes had said what a killed run left in their memory: it may be newer than any tier's."""
     s = context.state
     newest = s.storage.durable.step if s.storage.durable is not None else 0
-    missed = not s.membership.number and s.membership.joined < context.spec.max_nodes + context.spec.spares
+    missed = (
+        not s.membership.number and s.membership.nodes_joined < context.spec.max_nodes + context.spec.spares
+    )
     return missed or any(x.generation < 1 and x.step > newest for x in s.storage.snapshots)
 
 

@@ -1,7 +1,7 @@
 """The events of a job's ledger: one frozen struct for each kind.
 
 A kind never changes its meaning, and its fields never change theirs: a kind gains a field with a default, or another kind
-begins. So every version reads what older ones wrote, and shows what later ones wrote as it is.
+begins. A field that gets a better name is read under its old one too (`LedgerEvent.RENAMED`). So every version reads what older ones wrote, and shows what later ones wrote as it is.
 """
 
 from __future__ import annotations
@@ -179,8 +179,9 @@ __all__ = [
     "read",
 ]
 
-VERSION = 1
-"""Of these structs, kept as SQLite's `user_version` of a ledger. It grows when a kind or a field is added."""
+VERSION = 2
+"""Of these structs, kept as SQLite's `user_version` of a ledger. It grows when a kind or a field is added or
+renamed."""
 
 
 def _kinds(event: type[LedgerEvent]) -> Iterator[type[LedgerEvent]]:
@@ -208,7 +209,8 @@ def read(kind: str, fields: Mapping[str, Any]) -> LedgerEvent | None:
     try:
         # Strict about types and lenient about what is missing: an older version did not know a field, so it
         # reads as None if it may be None. Everything else that does not fit is shown raw instead of wrongly.
-        return msgspec.convert({**_unknown(event), **fields}, event)
+        named = {event.RENAMED.get(name, name): value for name, value in fields.items()}
+        return msgspec.convert({**_unknown(event), **named}, event)
     except msgspec.ValidationError:
         return None
 

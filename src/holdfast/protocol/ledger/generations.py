@@ -65,6 +65,8 @@ _RESTORED_FROM = {"disk": "the checkpoint on disk", "memory": "a snapshot in mem
 class Formed(LedgerEvent, frozen=True, kw_only=True):
     """A generation was formed."""
 
+    RENAMED = {"rows": "groups_connected_in"}
+
     generation: int
     """Its number."""
     start: int
@@ -79,7 +81,7 @@ class Formed(LedgerEvent, frozen=True, kw_only=True):
     """The step in flight was committed first."""
     source: str
     """Where the state comes from: `live`, `memory`, `disk` or `fresh`."""
-    rows: list[int] | None = None
+    groups_connected_in: list[int] | None = None
     """Of each replica, the generation in which its process groups were connected; None: one worker each."""
 
     def sentence(self) -> str:
@@ -157,6 +159,8 @@ class Capacity(LedgerEvent, frozen=True, kw_only=True):
 class Changed(LedgerEvent, frozen=True, kw_only=True):
     """A planned change of the membership is complete."""
 
+    RENAMED = {"joined": "newcomers"}
+
     id: int
     """Its number."""
     reason: str
@@ -169,8 +173,8 @@ class Changed(LedgerEvent, frozen=True, kw_only=True):
     """Workers before."""
     to_world: int
     """Workers after."""
-    joined: int
-    """Newcomers."""
+    newcomers: int
+    """Workers that came with it."""
     join_s: float | None
     """The longest that a member needed to connect."""
     restore_s: float | None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from holdfast.protocol.causes import CauseKind
 from holdfast.protocol.ledger.base import LINE_WIDTH, LedgerEvent
 from holdfast.protocol.units import clip_path
@@ -158,13 +156,14 @@ class StallJudged(LedgerEvent, frozen=True, kw_only=True):
         return f"held up by {', '.join(self.workers)}: {self.reason}{where}"
 
 
-# The field keeps its name on disk: ledgers of jobs that still run were written with it.
 class Rebuild(LedgerEvent, frozen=True, kw_only=True):
     """A spare worker is built for another shard."""
 
+    RENAMED = {"position": "shard_index"}
+
     worker: str
     """Its name."""
-    shard_index: int = msgspec.field(name="position")
+    shard_index: int
     """The shard that it is built for now."""
     before: int
     """The shard that it was built for."""

@@ -31,15 +31,15 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     """One version of the membership. Members are in the order of their ranks: replica by replica, in each by shard,
     then those whose replica is not complete.
 
-    shape: workers of a replica: shard degree, and tensor degree. rows: for every complete replica, the number of the
-    generation in which its own process groups were connected; empty where a replica is one worker.
+    shape: workers of a replica: shard degree, and tensor degree. groups_connected_in: for every complete
+    replica, the number of the generation in which its own process groups were connected; empty where a replica is one worker.
     """
 
     number: int
     members: tuple[Member, ...]
     start: int = 0
     shape: tuple[int, int] = (1, 1)
-    rows: tuple[int, ...] = ()
+    groups_connected_in: tuple[int, ...] = ()
 
     @property
     def shard_count(self) -> int:
