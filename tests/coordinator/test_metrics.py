@@ -19,21 +19,21 @@ DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 EVERY_WHOLE = Saving(tiers=(DurableTier(TIER.url, "1"), DurableTier("s3://bucket/run", "1")))
 
 
-def figures(desk: Desk, steps: int = 0, productive_s: float = 0.0) -> dict[tuple[str, ...], float]:
+def figures(desk: Desk, steps: int = 0) -> dict[tuple[str, ...], float]:
     """Every sample by its name and its labels' values."""
-    text = metrics_text(desk.state, steps, productive_s, desk.now).decode()
+    text = metrics_text(desk.state, steps, desk.now).decode()
     samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
     return {(s.name, *s.labels.values()): s.value for s in samples}
 
 
 def test_training():
     desk = running(3, spares=1, committed=7)
-    seen = figures(desk, steps=7, productive_s=0.7)
+    seen = figures(desk, steps=7)
     expected = {
         ("holdfast_phase", "running"): 1, ("holdfast_phase", "ended"): 0, ("holdfast_step",): 7,
         ("holdfast_steps_committed_total",): 7, ("holdfast_world_size",): 3, ("holdfast_target_world_size",): 3,
         ("holdfast_nodes",): 4, ("holdfast_ready_workers",): 1, ("holdfast_generations_total",): 1,
-        ("holdfast_productive_seconds_total",): 0.7, ("holdfast_job_info", "local", "job"): 1,
+        ("holdfast_job_info", "local", "job"): 1,
     }  # fmt: skip
     assert {k: seen[k] for k in expected} == expected
     assert seen[("holdfast_wall_seconds_total",)] == pytest.approx(desk.now - desk.state.began_s)
@@ -117,7 +117,7 @@ def test_counters_outlive_the_coordinator():
 def test_the_table_in_the_documentation_names_every_figure_with_its_type():
     desk = running(2, saving=EVERY_WHOLE)
     desk.snapshot(6, "n0", "n1")
-    said = re.findall(r"^# TYPE (\S+) (\S+)$", metrics_text(desk.state, 1, 1.0, desk.now).decode(), re.M)
+    said = re.findall(r"^# TYPE (\S+) (\S+)$", metrics_text(desk.state, 1, desk.now).decode(), re.M)
     documented = re.findall(r"^\| `(holdfast_\S+)` \| (\w+) \|", DOCS.read_text(), re.M)
     assert sorted(documented) == sorted(said)
 

@@ -107,7 +107,17 @@ def ended(process: subprocess.Popen[str], home: Path, job: str, output: str) -> 
     if left:
         end_leftovers(home)
     assert not left, f"left behind: {left}\n{output[-3000:]}"
-    return Ran(process.returncode, output, json.loads(report.read_text()) if report.exists() else {}, job_dir)
+    ran = Ran(process.returncode, output, json.loads(report.read_text()) if report.exists() else {}, job_dir)
+    if ran.report:
+        adds_up(ran.report["goodput"])
+    return ran
+
+
+def adds_up(goodput: dict) -> None:
+    """Every second of the wall time is in exactly one class, and of a job that tells of its steps nearly all is explained."""
+    assert abs(sum(goodput["classes"].values()) - goodput["wall_s"]) < 1e-3, goodput
+    if goodput["computed_s"]:
+        assert goodput["classes"].get("unexplained", 0.0) <= 0.01 * goodput["wall_s"], goodput
 
 
 def run(home: Path, *args: object, job: str = "job", timeout: float = 100) -> Ran:

@@ -115,7 +115,13 @@ def test_where_only_the_script_knows_where_it_went_on_lost_steps_are_not_known(t
     # Each start goes back to a multiple of five steps, by up to five.
     assert 60 <= steps["computed"] <= 60 + 6 * (starts - 1)
     assert {i["lost_steps"] for i in ran.report["incidents"]} == {None}
-    assert ran.report["goodput"]["share"] is None
+    goodput = ran.report["goodput"]
+    assert (goodput["share"], goodput["productive_s"], goodput["recomputed_s"]) == (None, None, None)
+    assert goodput["unknown"] == ["productive", "recomputed"]
+    assert goodput["computed_s"] == goodput["classes"]["computed"] > 0
+    assert {"start", "restart", "interrupted", "saving"} <= goodput["classes"].keys()
+    assert "unexplained" not in goodput["classes"]
+    assert "only the script knows which it did again" in " ".join(ran.output.split())
     assert "– committed, – lost of" in ran.output
     assert "what now" not in ran.output
 

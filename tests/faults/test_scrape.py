@@ -33,7 +33,7 @@ def test_a_running_job_is_scraped(tmp_path):
     assert 60 <= seen[("holdfast_step",)] <= 65
     # Rank 0 tells the losses of its steps 20 times a second, so those of the last 50 ms may still be on their way.
     assert 50 <= seen[("holdfast_steps_committed_total",)] <= seen[("holdfast_step",)]
-    assert seen[("holdfast_productive_seconds_total",)] > 0
+    assert seen[("holdfast_time_seconds", "productive")] > 0
     assert seen[("holdfast_saved_step", "peer")] >= 65 - 2 * EVERY
     assert 0 < seen[("holdfast_saved_age_seconds", "peer")] < 100
     assert seen[("holdfast_saved_step", str(tier))] >= EVERY

@@ -179,6 +179,12 @@ def test_two_lines_at_level_0_go_on_from_memory(tmp_path, tiers_undisturbed, fau
     assert steps["lost"] == steps["computed"] - LENGTH == ran.report["incidents"][0]["lost_steps"]
     # Nobody asks the lost node how far it was, and the survivor may be one step behind it.
     assert 619 - again <= steps["lost"] <= 622 - again
+    goodput = ran.report["goodput"]
+    assert goodput["unknown"] == []
+    # Of the steps' time as much was spent twice as of the steps, but that not all of them take the same time.
+    again_s = goodput["computed_s"] * steps["lost"] / steps["computed"]
+    assert again_s / 4 < goodput["recomputed_s"] < 4 * again_s
+    assert {"productive", "recomputed", "restart"} <= goodput["classes"].keys()
 
 
 def test_a_rack_that_is_lost_takes_no_shard_with_it(tmp_path):

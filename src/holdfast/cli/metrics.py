@@ -41,4 +41,4 @@ def _stored(folder: Path) -> bytes:
 
     with ledger(folder) as store:
         state = kept_state(store, folder)
-        return metrics_text(state, *store.productive(), state.began_s + store.last_t_s())
+        return metrics_text(state, store.count_steps(), state.began_s + store.last_t_s())

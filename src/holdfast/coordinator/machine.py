@@ -56,6 +56,7 @@ from holdfast.coordinator.membership import (
     resize,
     shutdown,
     step_accounting,
+    wall_time,
     workers,
 )
 from holdfast.coordinator.membership.in_process import InProcess
@@ -101,6 +102,7 @@ class Core(Context):
         self.now = now
         if self.state.began_s == 0.0:
             self.state.began_s = now
+            wall_time.begins(self.state, now)
         if self.state.membership.phase is not JobPhase.ENDED:
             # Each event is taken in by itself, but what comes next is looked at once, after the last. In a
             # node's loss dozens of events arrive together; a look between them would form a generation from
@@ -406,6 +408,7 @@ class Core(Context):
                     # report would show times that belong to no restore.
                     incidents.on_joined(self.state, self.now, message)
                     resize.connected(self, message)
+                    wall_time.joined(self.state, message)
             case m.Restoring(generation, nbytes, total_bytes):
                 if worker.phase is WorkerPhase.MEMBER and generation == self.state.membership.number:
                     worker.restored = nbytes, total_bytes

@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from holdfast.observe.goodput import goodput_line
 from holdfast.protocol import units
 
 Status = Mapping[str, Any]
@@ -52,6 +53,8 @@ def board(status: Status, rate: float | None = None, rows: int = 40) -> Renderab
     saved = saved_line(status)
     if saved is not None:
         parts.append(saved)
+    if (goodput := status.get("goodput") or {}).get("classes"):
+        parts.append(goodput_line(goodput))
     if logged := units.figures(status.get("figures") or {}):
         parts.append(Text(f"logged  {logged}", style="dim", overflow="ellipsis", no_wrap=True))
     for slow in (status.get("slow") or [])[-SLOW_SHOWN:]:

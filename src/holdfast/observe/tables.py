@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from holdfast.observe.blame import closing
+from holdfast.observe.goodput import goodput_table, goodput_words
 from holdfast.protocol import units
 
 WIDTH = 100
@@ -61,8 +62,10 @@ def draw_report(report: Report, job_dir: Path, path: Path) -> None:
 
 
 def report_view(report: Report, job_dir: Path) -> RenderableType:
-    """Header, incidents, where their time went, planned changes, slow ranks; the closing error last."""
+    """Header, the wall time, incidents, where their time went, planned changes, slow ranks; the closing error last."""
     parts: list[RenderableType] = [_header(report, job_dir)]
+    if (goodput := report.get("goodput") or {}).get("classes"):
+        parts += [Text(), goodput_table(goodput)]
     incidents = report.get("incidents") or []
     if incidents:
         parts += [Text(), _incidents(incidents), Text(), _durations(incidents)]
@@ -92,9 +95,7 @@ def _header(report: Report, job_dir: Path) -> Table:
         f"median {units.seconds(steps.get('median_s'))}",
     )
     goodput = report.get("goodput") or {}
-    table.add_row(
-        "goodput", f"{units.share(goodput.get('share'))} of {units.seconds(goodput.get('wall_s'))} wall time"
-    )
+    table.add_row("goodput", goodput_words(goodput))
     world = report.get("world") or {}
     table.add_row("workers", _world(world))
     if idle := _idle(world):

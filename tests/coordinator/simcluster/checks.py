@@ -14,7 +14,7 @@ from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.kernel.validate import validate
 from holdfast.coordinator.machine import Core
-from holdfast.coordinator.membership import nodes, notices, queries
+from holdfast.coordinator.membership import nodes, notices, queries, wall_time
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import Durable
 from holdfast.protocol.phases import Phase
@@ -112,6 +112,7 @@ class Checks:
         self.require(not wrong, "after %s the state is not valid: %s", event, wrong)
         self._check_watch(core)
         self._check_notices(actions, core)
+        self._check_wall_time(core)
         self.saved.handled(event, actions, state)
         cluster.ailments.handled(event, actions, core)
         lost = state.membership.lost_steps - self._lost
@@ -128,6 +129,17 @@ class Checks:
             if state.membership.generation is not None and state.membership.level == 2:
                 self._check_formed(core)
         self.require(sum(isinstance(a, e.End) for a in actions) <= 1, "two ends at once")
+
+    def _check_wall_time(self, core: Core) -> None:
+        """Every second since the job's start is in one class."""
+        found = wall_time.classes(core.state, core.now)
+        wall_s = core.now - core.state.began_s
+        self.require(
+            abs(sum(found.values()) - wall_s) < 1e-3 and min(found.values(), default=0.0) >= 0.0,
+            "the wall time is %.6f s, and the classes are %s",
+            wall_s,
+            found,
+        )
 
     def _check_notices(self, actions: list[e.Action], core: Core) -> None:
         """What an agent was told last is what stands. A session that was never told anything knows of nothing."""

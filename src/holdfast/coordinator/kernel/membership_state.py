@@ -12,6 +12,7 @@ from holdfast.protocol.job import Durable
 from holdfast.protocol.messages import Generation, Ready, Stop
 from holdfast.protocol.notices import NoticeCause
 from holdfast.protocol.snapshots import Copy, Holder
+from holdfast.protocol.time_classes import TimeClass
 
 
 class Standing(msgspec.Struct, frozen=True):
@@ -202,6 +203,27 @@ class Counted(msgspec.Struct, omit_defaults=True, kw_only=True):
     known: bool = True
 
 
+class WallTime(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """Where the job's wall time went, each second in one class. The newest stretch is open: its class is `doing`. Written by
+    `wall_time`."""
+
+    spent_s: dict[TimeClass, float] = {}
+    """Seconds of each class, without the open stretch."""
+    doing: TimeClass = TimeClass.UNEXPLAINED
+    since_s: float | None = None
+    """When the open stretch began; None: an older version wrote this state, and all until now is unexplained."""
+    torn: tuple[float, float] | None = None
+    """The newest stretch that a fault ended, until it is divided at the time of the fault."""
+    join_s: float | None = None
+    """The longest that a member of the newest generation needed to connect; None: none has."""
+    restore_s: float = 0.0
+    """The longest that one needed to get the state."""
+    rolled_back_s: float = 0.0
+    """Seconds of steps that had to be done again."""
+    told: list[tuple[int, float]] = msgspec.field(default_factory=lambda: [(0, 0.0)])
+    """Of some positions (committed steps), rising, the seconds of the steps before it that stayed; thinner the older they are."""
+
+
 class MembershipState(msgspec.Struct, kw_only=True):
     """Nodes, workers and generations, and how the job goes on. Written by `membership`; phases by `transitions` alone."""
 
@@ -228,6 +250,7 @@ class MembershipState(msgspec.Struct, kw_only=True):
     generation_committed: int = 0
     """Steps that the newest generation was seen to have committed; its start while it has committed none."""
     counted: Counted = msgspec.field(default_factory=Counted)
+    wall: WallTime = msgspec.field(default_factory=WallTime)
     lost_steps: int = 0
     """Steps that were committed and had to be done again, at level 2."""
     last_step: int | None = None

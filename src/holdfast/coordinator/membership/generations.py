@@ -19,6 +19,7 @@ from holdfast.coordinator.membership import (
     replica_groups,
     resize,
     shard_policy,
+    wall_time,
 )
 from holdfast.coordinator.membership.rank_assignment import Seating
 from holdfast.coordinator.storage import queries as storage
@@ -58,6 +59,7 @@ def break_generation(context: Context, cause: causes.Cause) -> None:
     # The phase first: what follows records and sends, and a failure reported by one of these requests must
     # find the job breaking already, or it would break it a second time.
     transitions.enter_job(context, JobPhase.BREAKING)
+    wall_time.broke(s, context.now)
     s.membership.yielding, s.membership.change_reason = False, None
     s.membership.broke_cause, s.membership.broke_at_s, s.membership.unheard_s = cause, context.now, 0.0
     s.deadlines.set(Timer.LEAVE, context.now + context.timing.stall_s(context.median_s()))
@@ -122,6 +124,11 @@ def parked(context: Context, worker: Worker, message: m.Parked) -> None:
     # The first one to park shows that the planned end has come. From here the others have the time of a stall
     # to follow; one that does not is stuck in the last step.
     if s.membership.yielding:
+        # The last step of a generation that ends as planned may be told by this word alone.
+        if (message.committed or 0) > s.membership.generation_committed:
+            wall_time.stepped(s, context.now)
+        if s.membership.stop_reason is None:
+            wall_time.planned(s, context.now)
         transitions.enter_job(context, JobPhase.BREAKING)
         s.membership.broke_at_s, s.membership.unheard_s = context.now, 0.0
         s.deadlines.set(Timer.LEAVE, context.now + context.timing.stall_s(context.median_s()))
@@ -133,6 +140,7 @@ def gather(context: Context) -> None:
     """Everyone has left the generation."""
     s = context.state
     transitions.enter_job(context, JobPhase.GATHERING)
+    wall_time.gathered(s, context.now)
     s.membership.yielding = False
     s.deadlines.clear(Timer.LEAVE)
     # Members in a step were expected to bring their own copies of a snapshot. Now that they have left it some
@@ -379,6 +387,7 @@ def _form(context: Context, survivors: list[Worker], kept: list[Worker], fresh: 
     s.deadlines.clear(Timer.FORM, Timer.WAIT, Timer.FORM_AFTER)
     s.membership.waiting = False
     s.membership.formed_at_s = context.now
+    wall_time.formed(s, context.now)
     s.membership.history.append((round(context.now - s.began_s, 4), complete))
     resize.formed(context, before, complete, len(fresh))
     for _ in fresh:
@@ -466,6 +475,7 @@ def _count_lost(context: Context, start: int) -> None:
     lost = max(0, s.membership.committed - start)
     s.membership.lost_steps += lost
     s.membership.committed = min(s.membership.committed, start)
+    wall_time.went_back(s, start)
     for incident in incidents.open_ones(s):
         if incident.first_commit_at_s is None:
             incident.lost_steps = (incident.lost_steps or 0) + lost

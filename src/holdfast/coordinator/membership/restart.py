@@ -24,6 +24,7 @@ from holdfast.coordinator.membership import (
     queries,
     shutdown,
     step_accounting,
+    wall_time,
 )
 from holdfast.coordinator.storage import queries as storage
 from holdfast.protocol import causes, ledger
@@ -49,6 +50,7 @@ class Restart:
         # so nothing of the level-0 start may look like a commit.
         s.membership.level, s.membership.generation, s.membership.number = 2, None, 0
         s.membership.history.clear()
+        wall_time.attached(s)
         transitions.enter_job(context, JobPhase.GATHERING)
         s.membership.committed, s.membership.generation_committed = 0, 0
         for worker in context.alive_workers():
@@ -170,6 +172,7 @@ class Restart:
             shutdown.end_when_saved(context)
         elif membership.stop_reason is not None:
             transitions.enter_job(context, JobPhase.STOPPING)
+            wall_time.stops(context.state, context.now)
             # Half of the time for the scripts to end by themselves, half for what they gave to be stored.
             processes.ask_all_to_end(context, grace_s=context.timing.stop_s / 2)
             shutdown.end_when_saved(context)
@@ -178,11 +181,13 @@ class Restart:
             # fail.
             if not context.alive_workers():
                 transitions.enter_job(context, JobPhase.GATHERING)
+                wall_time.gathered(context.state, context.now)
                 self.advance(context)
         elif membership.phase is JobPhase.GATHERING:
             self._launch(context)
         elif membership.phase is JobPhase.RUNNING and not context.alive_workers():
             transitions.enter_job(context, JobPhase.STOPPING)
+            wall_time.stops(context.state, context.now)
             membership.outcome = "finished"
             shutdown.end_when_saved(context)
 
@@ -256,6 +261,7 @@ def _start_all(context: Context, chosen: list[Node]) -> None:
     )
     s.membership.generation_committed = 0
     s.membership.committed = 0
+    wall_time.launched(s, context.now)
     transitions.enter_job(context, JobPhase.RUNNING)
     s.membership.history.append((round(context.now - s.began_s, 4), world))
     incidents.decided(s, context.now, "restart of all workers")
@@ -325,6 +331,7 @@ def _restart(context: Context, reason: str, counts: bool = True) -> None:
     s = context.state
     s.membership.restarts_used += counts
     transitions.enter_job(context, JobPhase.BREAKING)
+    wall_time.broke(s, context.now) if counts else wall_time.planned(s, context.now)
     s.deadlines.clear(Timer.LEAVE)
     context.record(ledger.Restart(generation=s.membership.number, reason=reason))
     processes.ask_all_to_end(context, grace_s=TERM_GRACE_S)

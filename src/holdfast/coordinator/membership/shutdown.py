@@ -13,6 +13,7 @@ from holdfast.coordinator.membership import (
     notices,
     policy,
     processes,
+    wall_time,
 )
 from holdfast.coordinator.storage import queries as storage
 from holdfast.protocol import causes, ledger
@@ -203,6 +204,7 @@ def begin(context: Context) -> None:
     """Everyone has left its generation: the newest state is saved, then all leave."""
     s = context.state
     transitions.enter_job(context, JobPhase.STOPPING)
+    wall_time.stops(s, context.now)
     # Nothing is waited for or formed any more; a deadline left behind would fire in a job that is stopping,
     # and fail it.
     s.deadlines.clear(Timer.WAIT, Timer.FORM)

@@ -12,6 +12,7 @@ from typing import Any
 from holdfast.coordinator.kernel import incidents
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.state import CoreState
+from holdfast.coordinator.membership import wall_time
 
 NOTHING = -1
 """Stands for the state of a script that found nothing to load."""
@@ -78,6 +79,7 @@ def loaded(context: Context, generation: int, step: int | None, steps: int) -> N
         return
     lost = max(0, before - after)
     counted.lost += lost
+    wall_time.went_back(s, after)
     counted.base = after - steps
     for incident in incidents.open_ones(s):
         if incident.generation < s.membership.number and incident.first_commit_at_s is None:

@@ -7,7 +7,7 @@ from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.membership_state import Worker
 from holdfast.coordinator.kernel.phases import WorkerPhase
 from holdfast.coordinator.kernel.requests import CompareSteps
-from holdfast.coordinator.membership import failures, resize, script_metrics, shard_policy
+from holdfast.coordinator.membership import failures, resize, script_metrics, shard_policy, wall_time
 from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
 
@@ -55,6 +55,7 @@ def progress(context: Context, worker: Worker, message: m.Progress, age_s: float
         return
     s.membership.generation_committed = message.committed
     s.membership.stall_rounds = s.membership.fruitless = 0
+    wall_time.stepped(s, context.now - age_s)
     for record in incidents.committed(s, context.now - age_s):
         context.act(record)
     resize.committed(context, context.now - age_s)

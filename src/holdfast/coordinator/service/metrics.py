@@ -17,29 +17,29 @@ from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.kernel.storage_state import Snapshot
 from holdfast.coordinator.membership import step_accounting
+from holdfast.coordinator.service import goodput
+from holdfast.protocol.time_classes import TimeClass
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def metrics_text(
-    state: CoreState, steps: int, productive_s: float, now: float, writable: bool = True
-) -> bytes:
+def metrics_text(state: CoreState, steps: int, now: float, writable: bool = True) -> bytes:
     """The figures in Prometheus' text format.
 
     Args:
-        steps: committed steps that the ledger has. productive_s: the seconds that they took.
+        steps: committed steps that the ledger has.
         writable: the ledger takes what is written.
     """
     # A registry per scrape. The global one would keep series of workers that are long gone, and mix two jobs
     # in one test process.
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Job(state, steps, productive_s, now, writable))
+    registry.register(_Job(state, steps, now, writable))
     return generate_latest(registry)
 
 
 class _Job(Collector):
-    def __init__(self, state: CoreState, steps: int, productive_s: float, now: float, writable: bool) -> None:
-        self._state, self._steps, self._productive_s, self._now = state, steps, productive_s, now
+    def __init__(self, state: CoreState, steps: int, now: float, writable: bool) -> None:
+        self._state, self._steps, self._now = state, steps, now
         self._writable = writable
 
     def collect(self) -> Iterator[Metric]:
@@ -91,14 +91,22 @@ class _Job(Collector):
         )
         wall_s = max(0.0, self._now - s.began_s)
         yield _counter("holdfast_wall_seconds", "Time since the job's start.", wall_s)
-        # At level 0 nobody counts productive time, and 0 would look like a job that makes no progress.
-        # Unknown is left out.
-        if s.membership.counts_steps or self._steps:
-            yield _counter(
-                "holdfast_productive_seconds",
-                "Time spent on committed steps; over holdfast_wall_seconds_total it is the goodput.",
-                self._productive_s,
-            )
+        yield self._time()
+
+    def _time(self) -> Metric:
+        # A gauge: a restart from an older state moves seconds from one class to another. What is unknown is
+        # left out, for 0 would look like a job that makes no progress.
+        told = goodput.shown(self._state, self._now)
+        time = GaugeMetricFamily(
+            "holdfast_time_seconds",
+            "Time since the job's start by what it was spent on; the classes add up to the wall time.",
+            labels=["class"],
+        )
+        for kind, seconds in told["classes"].items():
+            time.add_metric([kind], seconds)
+        if told["productive_s"] == 0.0:
+            time.add_metric([TimeClass.PRODUCTIVE.value], 0.0)
+        return time
 
     def _figures(self) -> Iterator[Metric]:
         value = GaugeMetricFamily(

@@ -13,6 +13,7 @@ from holdfast.coordinator.kernel.membership_state import Blame, Worker
 from holdfast.coordinator.kernel.phases import WorkerPhase
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.membership import resize, script_metrics, step_accounting
+from holdfast.coordinator.service import goodput
 from holdfast.coordinator.service.store import StepRow
 from holdfast.coordinator.storage.queries import has_all, how_far
 from holdfast.plan.division import idle_share
@@ -23,9 +24,7 @@ INCIDENTS_SHOWN = 20
 
 def build_report(state: CoreState, steps: list[StepRow], now: float) -> dict[str, Any]:
     """The report as `--report` writes it. Unknown is None, never 0. Durations in seconds."""
-    wall_s = now - state.began_s
     took = [s.took_s for s in steps if s.took_s is not None]
-    productive_s = sum(took) if took else None
     ended = [w for w in state.membership.workers.values() if w.digest is not None]
     # By shard: replicas are equal if all holders of each shard agree. A digest over all workers would differ
     # between shards by design.
@@ -55,11 +54,7 @@ def build_report(state: CoreState, steps: list[StepRow], now: float) -> dict[str
         "changes": [msgspec.structs.asdict(resize.describe(state, c)) for c in state.membership.changes],
         "slow": [stragglers.shown(x) for x in state.health.slow],
         "figures": script_metrics.shown(state),
-        "goodput": {
-            "wall_s": round(wall_s, 3),
-            "productive_s": None if productive_s is None else round(productive_s, 3),
-            "share": None if productive_s is None else round(min(1.0, productive_s / max(wall_s, 1e-9)), 4),
-        },
+        "goodput": goodput.shown(state, now),
         "final": {
             "loss": losses[-1] if losses else None,
             "params_xxh3": ":".join(d[0] for d in digests) if all(len(d) == 1 for d in digests) else None,
@@ -127,6 +122,7 @@ def build_status(state: CoreState, now: float) -> dict[str, Any]:
         "target": state.target,
         "step": state.step,
         "steps": step_accounting.shown(state),
+        "goodput": goodput.shown(state, now),
         "loss": losses[-1] if losses else None,
         "median_s": max(medians, default=None),
         "t_s": round(now - state.began_s, 3),

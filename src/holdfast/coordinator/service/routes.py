@@ -40,7 +40,7 @@ class Routes:
     ) -> None:
         self._loop, self._ledger, self._checks = loop, ledger_file, checks
         self._watchers, self._gone = watchers, gone
-        self._productive = (0, 0.0)
+        self._steps = 0
 
     def all(self) -> list[web.RouteDef]:
         """For `web.Application.add_routes`."""
@@ -97,14 +97,12 @@ class Routes:
 
     async def _metrics_page(self, request: web.Request) -> web.StreamResponse:
         try:
-            self._productive = await self._ledger.read(Store.productive)
+            self._steps = await self._ledger.read(Store.count_steps)
         # A scrape must not fail because of the disk: the metric that alerts on the disk is on the same page.
         except Unreadable:
             pass
-        steps, productive_s = self._productive
-        text = metrics_text(
-            self._loop.core.state, steps, productive_s, self._loop.clock(), self._ledger.why is None
-        )
+        writable = self._ledger.why is None
+        text = metrics_text(self._loop.core.state, self._steps, self._loop.clock(), writable)
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
     async def _ledger_page(self, request: web.Request) -> web.StreamResponse:

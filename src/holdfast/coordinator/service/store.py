@@ -294,10 +294,9 @@ class Store:
         rows = [dict(zip(names, row, strict=True)) for row in self._db.execute(query)]
         return [msgspec.convert(row, StepRow, strict=False) for row in rows]
 
-    def productive(self) -> tuple[int, float]:
-        """How many committed steps the ledger has, and the seconds that they took together."""
-        row = self._db.execute("select count(*), coalesce(sum(took_s), 0) from steps").fetchone()
-        return int(row[0]), float(row[1])
+    def count_steps(self) -> int:
+        """How many committed steps the ledger has."""
+        return int(self._db.execute("select count(*) from steps").fetchone()[0])
 
     def copy(self) -> bytes:
         """The whole file, as it is now: for those who cannot open it themselves."""

@@ -1,0 +1,248 @@
+"""Where the wall time goes: every second since the job's start is in exactly one class.
+
+There is one open stretch of time. Whoever changes what the job does ends it here, and the next one begins at the same
+moment, so the classes add up to the wall time whatever happens. What is learned later only moves seconds from one class to
+another: at which moment a fault struck, and which steps a restart rolled back.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+from holdfast.coordinator.kernel import incidents
+from holdfast.coordinator.kernel.membership_state import WallTime
+from holdfast.coordinator.kernel.phases import JobPhase
+from holdfast.coordinator.kernel.state import CoreState
+from holdfast.protocol import messages as m
+from holdfast.protocol.time_classes import TimeClass
+
+KEPT = 64
+"""Positions whose seconds are remembered, see `WallTime.told`."""
+
+_SILENT = (TimeClass.LAUNCH, TimeClass.RESTART)
+"""What an unmodified script does until it makes a step. One that never tells of any may have trained all the while."""
+
+
+# ---------------------------------------------------------------- what happens
+
+
+def begins(state: CoreState, now: float) -> None:
+    """The job's first event."""
+    state.membership.wall.doing, state.membership.wall.since_s = TimeClass.START, now
+
+
+def stepped(state: CoreState, at_s: float) -> None:
+    """A step was committed, or at levels 0 and 1 made."""
+    wall = state.membership.wall
+    # A late word of a generation that has ended. What follows the end is counted already, and a step in the
+    # middle of it would turn the rest of a recovery into training.
+    if state.membership.phase not in (JobPhase.RUNNING, JobPhase.STOPPING):
+        return
+    _close(state, at_s)
+    wall.doing = TimeClass.COMPUTED
+    if state.step is not None:
+        _note(wall, state.step)
+
+
+def broke(state: CoreState, now: float) -> None:
+    """Training stands because of a fault."""
+    wall = state.membership.wall
+    if wall.doing is TimeClass.COMPUTED:
+        wall.torn = (_since(state), now)
+        wall.doing = TimeClass.INTERRUPTED
+    _change(state, now, TimeClass.DECIDE)
+
+
+def gathered(state: CoreState, now: float) -> None:
+    """All workers have left what was ended."""
+    _divide_torn(state)
+    if state.membership.wall.doing is TimeClass.DECIDE:
+        _change(state, now, TimeClass.REPLACE)
+
+
+def planned(state: CoreState, now: float) -> None:
+    """A generation ends as planned. Seconds since its last step belong to the change."""
+    wall = state.membership.wall
+    if wall.doing is TimeClass.COMPUTED:
+        wall.doing = TimeClass.PLANNED
+    _change(state, now, TimeClass.PLANNED)
+
+
+def launched(state: CoreState, now: float) -> None:
+    """All workers of an unmodified script start (again)."""
+    wall = state.membership.wall
+    if state.membership.number == 1:
+        _change(state, now, TimeClass.LAUNCH)
+    # The restart of a planned change is part of it, if its end can be seen.
+    elif wall.doing is not TimeClass.PLANNED or not _counts(state):
+        _change(state, now, TimeClass.RESTART)
+
+
+def attached(state: CoreState) -> None:
+    """The script that was started is one of level 2."""
+    wall = state.membership.wall
+    wall.spent_s[TimeClass.START] = wall.spent_s.get(TimeClass.START, 0.0) + sum(
+        wall.spent_s.pop(kind, 0.0) for kind in _SILENT
+    )
+    if wall.doing in _SILENT:
+        wall.doing = TimeClass.START
+
+
+def formed(state: CoreState, now: float) -> None:
+    """A generation of level 2 begins."""
+    wall = state.membership.wall
+    wall.join_s, wall.restore_s = None, 0.0
+    if wall.doing not in (TimeClass.START, TimeClass.PLANNED):
+        _change(state, now, TimeClass.JOIN)
+
+
+def joined(state: CoreState, message: m.Joined) -> None:
+    """A member of the newest generation is connected, and has the state."""
+    wall = state.membership.wall
+    wall.join_s = max(wall.join_s or 0.0, message.join_s)
+    wall.restore_s = max(wall.restore_s, message.restore_s or 0.0)
+
+
+def went_back(state: CoreState, start: int) -> None:
+    """Training goes on at `start`: the steps after it are done again."""
+    wall = state.membership.wall
+    there_s, now_s = _seconds_at(wall, start), _stayed_s(wall)
+    wall.rolled_back_s += max(0.0, now_s - there_s)
+    wall.told = [(step, s) for step, s in wall.told if step < start]
+    wall.told.append((start, there_s))
+
+
+def stops(state: CoreState, now: float) -> None:
+    """The job comes to its end. Steps may still be made at levels 0 and 1."""
+    _divide_torn(state)
+    if state.membership.wall.doing is not TimeClass.COMPUTED:
+        _change(state, now, TimeClass.SAVING)
+
+
+# ---------------------------------------------------------------- what is known
+
+
+def classes(state: CoreState, now: float) -> dict[TimeClass, float]:
+    """Seconds of each class that has any; together they are the wall time. PRODUCTIVE and RECOMPUTED are there once a step
+    was made, unless only the script knows which steps stayed: then there is COMPUTED, for both."""
+    wall = state.membership.wall
+    found = dict(wall.spent_s)
+    for kind, seconds in _open(state, max(now, _since(state))):
+        found[kind] = found.get(kind, 0.0) + seconds
+    if _counts(state):
+        found[TimeClass.START] = found.get(TimeClass.START, 0.0) + found.pop(TimeClass.LAUNCH, 0.0)
+    else:
+        silent_s = sum(found.pop(kind, 0.0) for kind in _SILENT)
+        found[TimeClass.UNEXPLAINED] = found.get(TimeClass.UNEXPLAINED, 0.0) + silent_s
+    computed_s = found.pop(TimeClass.COMPUTED, None)
+    if computed_s is not None and is_divided(state):
+        found[TimeClass.RECOMPUTED] = min(wall.rolled_back_s, computed_s)
+        found[TimeClass.PRODUCTIVE] = computed_s - found[TimeClass.RECOMPUTED]
+    elif computed_s is not None:
+        found[TimeClass.COMPUTED] = computed_s
+    return {kind: found[kind] for kind in TimeClass if found.get(kind)}
+
+
+def is_divided(state: CoreState) -> bool:
+    """It is known which steps stayed, and how long they took."""
+    counted, wall = state.membership.counted, state.membership.wall
+    if wall.since_s is None or wall.spent_s.get(TimeClass.UNEXPLAINED):
+        return False
+    if state.membership.counts_steps or not state.membership.number:
+        return True
+    return counted.known and counted.base is not None and _counts(state)
+
+
+def _counts(state: CoreState) -> bool:
+    """A step was made since the job's start."""
+    return state.membership.counts_steps or bool(
+        state.membership.counted.earlier + state.membership.committed
+    )
+
+
+# ---------------------------------------------------------------- stretches
+
+
+def _since(state: CoreState) -> float:
+    since_s = state.membership.wall.since_s
+    return state.began_s if since_s is None else since_s
+
+
+def _open(state: CoreState, until_s: float) -> list[tuple[TimeClass, float]]:
+    """The open stretch, as it is divided if it ends now."""
+    wall = state.membership.wall
+    left_s = until_s - _since(state)
+    # At levels 0 and 1 a script that was asked to end may still make steps; then this was one.
+    ended = state.membership.phase is JobPhase.ENDED
+    ended = ended or (state.membership.phase is JobPhase.STOPPING and state.membership.counts_steps)
+    if wall.doing is TimeClass.COMPUTED and ended:
+        return [(TimeClass.SAVING, left_s)]
+    if wall.doing is not TimeClass.JOIN or wall.join_s is None:
+        return [(wall.doing, left_s)]
+    join_s = min(left_s, wall.join_s)
+    restore_s = min(left_s - join_s, wall.restore_s)
+    first_s = left_s - join_s - restore_s
+    return [(TimeClass.JOIN, join_s), (TimeClass.RESTORE, restore_s), (TimeClass.FIRST_STEP, first_s)]
+
+
+def _close(state: CoreState, at_s: float) -> None:
+    """The open stretch ends, and another of the same class begins."""
+    wall = state.membership.wall
+    # Words wait in agents while there is no coordinator, and arrive in any order: no stretch has less than
+    # no time.
+    at_s = max(at_s, _since(state))
+    for kind, seconds in _open(state, at_s):
+        wall.spent_s[kind] = wall.spent_s.get(kind, 0.0) + seconds
+    wall.since_s = at_s
+
+
+def _change(state: CoreState, now: float, doing: TimeClass) -> None:
+    _close(state, now)
+    state.membership.wall.doing = doing
+
+
+def _divide_torn(state: CoreState) -> None:
+    """The time of a fault is often learned after its effect: only now is known how long it was not noticed."""
+    wall = state.membership.wall
+    if wall.torn is None:
+        return
+    (since_s, broke_s), wall.torn = wall.torn, None
+    struck = [
+        i.began_s
+        for i in incidents.open_ones(state)
+        if i.generation == state.membership.number and i.first_commit_at_s is None
+    ]
+    unseen_s = broke_s - max(since_s, min(broke_s, *struck)) if struck else 0.0
+    wall.spent_s[TimeClass.INTERRUPTED] -= unseen_s
+    wall.spent_s[TimeClass.DETECT] = wall.spent_s.get(TimeClass.DETECT, 0.0) + unseen_s
+
+
+# ---------------------------------------------------------------- positions
+
+
+def _stayed_s(wall: WallTime) -> float:
+    """Seconds of the steps before the newest position."""
+    return wall.spent_s.get(TimeClass.COMPUTED, 0.0) - wall.rolled_back_s
+
+
+def _note(wall: WallTime, step: int) -> None:
+    """So many seconds lead to this position."""
+    if wall.told and step <= wall.told[-1][0]:
+        return
+    wall.told.append((step, _stayed_s(wall)))
+    # What is gone back to is recent as a rule, or the very beginning, which stays.
+    if len(wall.told) > KEPT:
+        del wall.told[2 : KEPT // 2 : 2]
+
+
+def _seconds_at(wall: WallTime, step: int) -> float:
+    """Between two that are known, as if all steps took the same time. What lies before all of them was not computed in this
+    job: a run before saved it."""
+    after = bisect_right(wall.told, step, key=lambda told: told[0])
+    if after == 0:
+        return 0.0
+    before_step, before_s = wall.told[after - 1]
+    if after == len(wall.told):
+        return before_s
+    next_step, next_s = wall.told[after]
+    return before_s + (next_s - before_s) * (step - before_step) / (next_step - before_step)

@@ -1,0 +1,54 @@
+"""Goodput: which part of the wall time went into steps that stayed, and what became of the rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from holdfast.coordinator.kernel.state import CoreState
+from holdfast.coordinator.membership import wall_time
+from holdfast.protocol.time_classes import TimeClass
+
+DIGITS = 6
+"""Of seconds: the classes, each rounded by itself, still add up to the wall time to a millisecond."""
+
+
+def shown(state: CoreState, now: float) -> dict[str, Any]:
+    """Over all starts of the job, in seconds. Unknown is None, and `unknown` names the classes that it hides.
+
+    productive_s: steps that stayed; share: of wall_s. recomputed_s: steps that were rolled back and done again. computed_s:
+    both. classes: every class that has any time; their sum is wall_s.
+    """
+    found = wall_time.classes(state, now)
+    wall_s = sum(found.values())
+    unknown = _unknown(state, found)
+    productive_s = _known(found, unknown, TimeClass.PRODUCTIVE)
+    recomputed_s = _known(found, unknown, TimeClass.RECOMPUTED)
+    computed_s = found.get(TimeClass.COMPUTED)
+    if productive_s is not None and recomputed_s is not None:
+        computed_s = productive_s + recomputed_s
+    return {
+        "wall_s": round(wall_s, DIGITS),
+        "productive_s": _rounded(productive_s),
+        "share": None if productive_s is None else round(productive_s / max(wall_s, 1e-9), 4),
+        "recomputed_s": _rounded(recomputed_s),
+        "computed_s": _rounded(computed_s),
+        "classes": {kind.value: round(seconds, DIGITS) for kind, seconds in found.items()},
+        "unknown": [kind.value for kind in unknown],
+    }
+
+
+def _unknown(state: CoreState, found: dict[TimeClass, float]) -> list[TimeClass]:
+    """Classes whose time, or a part of it, cannot be told from that of others."""
+    if TimeClass.UNEXPLAINED in found:
+        return [TimeClass.START, TimeClass.PRODUCTIVE, TimeClass.RECOMPUTED, TimeClass.RESTART]
+    if wall_time.is_divided(state):
+        return []
+    return [TimeClass.PRODUCTIVE, TimeClass.RECOMPUTED]
+
+
+def _known(found: dict[TimeClass, float], unknown: list[TimeClass], kind: TimeClass) -> float | None:
+    return None if kind in unknown else found.get(kind, 0.0)
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, DIGITS)

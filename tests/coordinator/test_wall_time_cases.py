@@ -1,0 +1,280 @@
+"""Every second of the wall time is in one class, over all starts; what cannot be known is None."""
+
+import random
+
+import msgspec
+import pytest
+from desk import Desk, running
+from test_generation_cases import end, launched
+from test_step_accounting_cases import fails, gives, loads
+
+from holdfast.coordinator.kernel import events as e
+from holdfast.coordinator.kernel.state import CoreState
+from holdfast.coordinator.machine import Core
+from holdfast.coordinator.membership import step_accounting, wall_time
+from holdfast.coordinator.service import goodput
+from holdfast.coordinator.service.metrics import metrics_text
+from holdfast.protocol import messages as m
+from holdfast.protocol.time_classes import TimeClass
+
+T = TimeClass
+AFTER_S = 0.01
+"""Between two events of a desk."""
+GIVEN_S = 3 * AFTER_S
+"""For `gives`: its three words arrive between two steps."""
+
+
+def spent(desk: Desk) -> dict[TimeClass, float]:
+    """The classes, which add up."""
+    found = wall_time.classes(desk.state, desk.now)
+    assert sum(found.values()) == pytest.approx(desk.now - desk.state.began_s, abs=1e-9)
+    assert min(found.values()) > 0
+    return found
+
+
+def told(desk: Desk) -> tuple[float | None, float | None, float | None]:
+    """Productive, recomputed, computed: as the report has them; the metrics leave out what is unknown."""
+    shown = goodput.shown(desk.state, desk.now)
+    assert sum(shown["classes"].values()) == pytest.approx(shown["wall_s"], abs=1e-3)
+    known = shown["productive_s"] is not None
+    assert known == (shown["share"] is not None) == ("productive" not in shown["unknown"])
+    text = metrics_text(desk.state, 0, desk.now).decode()
+    assert known == ('holdfast_time_seconds{class="productive"}' in text)
+    return shown["productive_s"], shown["recomputed_s"], shown["computed_s"]
+
+
+def steps(desk: Desk, *took_s: float, since: int = 0) -> None:
+    """Rank 0 makes steps that take so long, after `since` steps of this start."""
+    for count, seconds in enumerate(took_s, since + 1):
+        desk.wait(seconds - AFTER_S)
+        word = m.Progress(generation=desk.state.membership.number, committed=count, median_s=0.1)
+        desk.says(desk.members()[0], word)
+
+
+def near(*values: float) -> tuple[object, ...]:
+    return tuple(pytest.approx(v, abs=1e-5) for v in values)
+
+
+# ---------------------------------------------------------------- levels 0 and 1
+
+
+def test_one_start():
+    desk = launched(2)
+    launch_s = desk.now
+    steps(desk, 3.0, 0.5, 0.25)
+    found = spent(desk)
+    assert found[T.START] == pytest.approx(launch_s - desk.state.began_s + 3.0)
+    assert told(desk) == near(0.75, 0.0, 0.75)
+    desk.exits(desk.members()[0], 0)
+    desk.wait(5.0)
+    desk.exits(desk.members()[1], 0)
+    assert desk.state.membership.outcome == "finished"
+    assert told(desk) == near(0.75, 0.0, 0.75)
+    assert spent(desk)[T.SAVING] == pytest.approx(5.0 + 2 * AFTER_S)
+
+
+def test_steps_that_a_restart_rolled_back_are_not_productive():
+    desk = launched(2)
+    loads(desk, None)
+    steps(desk, 1.0, 0.5, 0.5)
+    gives(desk, 3, 3)
+    steps(desk, 0.4, 0.3, since=3)
+    began_s = desk.now
+    fails(desk)
+    found = spent(desk)
+    assert (found[T.INTERRUPTED], found[T.DECIDE]) == near(AFTER_S, desk.now - began_s - AFTER_S)
+    assert told(desk)[0] is None  # nobody knows yet where the script goes on
+    loads(desk, 3)
+    assert told(desk) == near(1.0, 0.7 + GIVEN_S, 1.7 + GIVEN_S)
+    steps(desk, 2.0, 0.4, 0.3)
+    assert spent(desk)[T.RESTART] == pytest.approx(2.0 + AFTER_S)
+    assert told(desk) == near(1.7, 0.7 + GIVEN_S, 2.4 + GIVEN_S)
+    fails(desk)
+    loads(desk, 3)  # what it gave then is rolled back to once more
+    assert told(desk) == near(1.0, 1.4 + GIVEN_S, 2.4 + GIVEN_S)
+
+
+def test_a_script_that_never_says_where_it_went_on():
+    desk = launched(2)
+    steps(desk, 1.0, 0.5, 0.5)
+    assert told(desk) == near(1.0, 0.0, 1.0)
+    fails(desk)
+    steps(desk, 2.0, 0.5)
+    assert told(desk) == (None, None, pytest.approx(1.5))
+    assert spent(desk)[T.COMPUTED] == pytest.approx(1.5)
+    assert goodput.shown(desk.state, desk.now)["unknown"] == ["productive", "recomputed"]
+
+
+def test_a_script_without_optimizer_steps():
+    desk = launched(2)
+    desk.wait(40.0)
+    assert told(desk) == (None, None, None)
+    fails(desk)
+    desk.wait(20.0)
+    assert told(desk) == (None, None, None)
+    found = spent(desk)
+    assert found[T.UNEXPLAINED] == pytest.approx(60.0 + AFTER_S)
+    assert T.RESTART not in found
+
+
+def test_a_fault_before_it_was_noticed():
+    """The time of an injected fault is known, also if it is heard of after its effect."""
+    desk = launched(2)
+    steps(desk, 1.0, 0.5)
+    worker = desk.members()[1]
+    desk.do(e.Injected("kill-worker:rank=1", "kill-worker", worker.partition(".")[0], worker), 0.2)
+    desk.do(e.NodeSays(worker.partition(".")[0], m.Exited(worker=worker, code=-9, steps=2)), 0.3)
+    assert spent(desk)[T.INTERRUPTED] == pytest.approx(0.5)
+    end(desk)
+    found = spent(desk)
+    assert (found[T.INTERRUPTED], found[T.DETECT]) == near(0.2, 0.3)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_random_schedules_of_starts(seed):
+    """Against an account of its own: one entry for each step that stayed, with its seconds."""
+    rng = random.Random(seed)
+    desk = launched(2)
+    stayed: list[float] = []
+    again_s = 0.0
+    saved: dict[int | None, int] = {None: 0}
+    tells = rng.random() < 0.8
+    for start in range(last := rng.randint(1, 6)):
+        if tells:
+            # Of states that it can have: what was given after the one that it went back to may be given again.
+            saved = {k: at for k, at in saved.items() if at <= len(stayed)}
+            name = rng.choice(list(saved)) if len(saved) > 1 else None
+            loads(desk, name)
+            again_s += sum(stayed[saved[name] :])
+            del stayed[saved[name] :]
+        began_s: float | None = None
+        made = rng.randint(0, 8)
+        for count in range(1, made + 1):
+            steps(desk, rng.uniform(0.02, 3.0), since=count - 1)
+            stayed.append(desk.now - began_s if began_s is not None else 0.0)
+            began_s = desk.now
+            spent(desk)
+            if tells and rng.random() < 0.3:
+                number = rng.randint(0, 20)  # the script's own, which may be that of a state before
+                saved[number] = len(stayed)
+                desk.says(desk.members()[0], m.StateServed(desk.state.membership.number, number, count))
+        if start + 1 < last:
+            desk.wait(rng.uniform(0.0, 2.0))
+            fails(desk, last=made)
+            desk.wait(rng.uniform(0.0, 2.0))
+            spent(desk)
+    if (step_accounting.shown(desk.state)["computed"] or 0) == 0:
+        assert told(desk) == (None, None, None)
+    elif (not tells and last > 1) or desk.state.step is None:
+        assert told(desk)[:2] == (None, None)
+    else:
+        open_s = desk.now - began_s if began_s is not None else 0.0
+        assert told(desk)[:2] == near(sum(stayed) + open_s, again_s)
+
+
+def test_what_is_gone_back_to_far_is_known_too():
+    """Few of many steps are remembered, and between them they are as long as their mean."""
+    desk = launched(2)
+    loads(desk, None)
+    steps(desk, *[0.1] * 50)
+    desk.says(desk.members()[0], m.StateServed(1, 50, 50))
+    steps(desk, *[0.1] * 950, since=50)
+    assert len(desk.state.membership.wall.told) <= wall_time.KEPT
+    fails(desk)
+    loads(desk, 50)
+    assert told(desk)[:2] == (pytest.approx(4.9, abs=2e-3), pytest.approx(95.01, abs=2e-3))
+
+
+# ---------------------------------------------------------------- level 2
+
+
+def test_the_phases_of_a_recovery():
+    desk = running(3, spares=1, committed=5)
+    desk.do(e.Tick(), 0.5)
+    desk.commit(6)
+    before = spent(desk)
+    desk.lose("n1")
+    for worker in ("n0.0#1", "n2.0#3"):
+        desk.parks(worker, 6)
+    desk.do(e.Tick(), 0.5)
+    for worker in desk.members():
+        desk.says(worker, m.Joined(desk.state.membership.number, 0.1, 0.3))
+    desk.do(e.Tick(), 0.2)
+    desk.commit(7)
+    found = spent(desk)
+    assert found.keys() - before.keys() == {T.INTERRUPTED, T.DECIDE, T.JOIN, T.RESTORE, T.FIRST_STEP}
+    assert (found[T.JOIN], found[T.RESTORE]) == near(0.1, 0.3)
+    assert found[T.FIRST_STEP] == pytest.approx(0.3 + 4 * AFTER_S)
+    assert (found[T.INTERRUPTED], found[T.DECIDE]) == near(AFTER_S + 2 * AFTER_S, 2 * AFTER_S)
+    assert told(desk)[1] == 0.0
+
+
+def test_a_change_of_the_membership_that_was_planned():
+    desk = running(3, committed=5)
+    first_s = desk.now - 2 * AFTER_S
+    desk.do(e.ResizeRequested(2, "night"))
+    desk.do(e.Tick(), 0.5)
+    first, *others = desk.members()
+    desk.parks(first, 6)  # nobody told of this step before
+    left_s = desk.now
+    assert told(desk)[2] == pytest.approx(left_s - first_s)
+    for worker in others:
+        desk.parks(worker, 6)
+    desk.do(e.Tick(), 0.5)
+    assert desk.state.membership.number == 2
+    desk.commit(7)
+    found = spent(desk)
+    assert found[T.PLANNED] == pytest.approx(desk.now - AFTER_S - left_s)
+    assert T.INTERRUPTED not in found
+
+
+def test_steps_that_were_lost_at_level_2():
+    desk = running(1, committed=0)
+    desk.commit(1)
+    for step in range(2, 11):
+        desk.do(e.Tick(), 0.5 - AFTER_S)
+        desk.commit(step)
+        if step == 6:
+            desk.snapshot(6, "n0")
+    desk.stores()
+    assert told(desk)[1] == 0.0
+    desk.exits(desk.members()[0], -9)
+    desk.ready(desk.workers()[0])
+    assert desk.state.membership.lost_steps == 4
+    # Those after the sixth; the word of its snapshot came in the middle of one.
+    assert told(desk)[:2] == near(5 * 0.5, 4 * 0.5 + AFTER_S)
+    spent(desk)
+
+
+# ---------------------------------------------------------------- successors
+
+
+def test_a_successor_goes_on_counting():
+    desk = running(2, committed=5)
+    desk.do(e.Tick(), 1.0)
+    desk.commit(6)
+    desk.crash(away_s=3.0)
+    spent(desk)
+    desk.back()
+    desk.commit(8)
+    productive_s, again_s, _ = told(desk)
+    assert productive_s == pytest.approx(4.0, abs=0.1)
+    assert again_s == 0.0
+
+
+def test_of_a_state_without_times_they_are_not_known():
+    """An older version wrote it: what it did until now nobody can tell, and what follows is counted."""
+    desk = running(2, committed=5)
+    written = msgspec.msgpack.decode(msgspec.msgpack.encode(desk.state))
+    del written["membership"]["wall"]
+    desk.core = Core(desk.state.spec, msgspec.convert(written, CoreState))
+    assert told(desk) == (None, None, None)
+    taken_s = desk.now
+    desk.do(e.Tick(), 1.0)
+    desk.commit(6)
+    desk.do(e.Tick(), 1.0)
+    desk.commit(7)
+    found = spent(desk)
+    assert found[T.UNEXPLAINED] == pytest.approx(taken_s + 1.0 + AFTER_S - desk.state.began_s)
+    assert told(desk)[:2] == (None, None)
+    assert told(desk)[2] == pytest.approx(1.0 + 3 * AFTER_S)

@@ -1,0 +1,66 @@
+"""Goodput in words and as a table."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from holdfast.observe.goodput import WORDS, goodput_line, goodput_table, goodput_words
+from holdfast.protocol.time_classes import TimeClass
+
+KNOWN = {
+    "wall_s": 100.0,
+    "productive_s": 80.0,
+    "share": 0.8,
+    "recomputed_s": 5.0,
+    "computed_s": 85.0,
+    "classes": {"start": 9.0, "productive": 80.0, "recomputed": 5.0, "restart": 4.0, "first_step": 2.0},
+    "unknown": [],
+}
+UNTOLD = KNOWN | {
+    "productive_s": None,
+    "share": None,
+    "recomputed_s": None,
+    "classes": {"start": 9.0, "computed": 85.0, "restart": 6.0},
+    "unknown": ["productive", "recomputed"],
+}
+SILENT = UNTOLD | {"computed_s": None, "classes": {"start": 1.0, "unexplained": 99.0}}
+EARLY = KNOWN | {"productive_s": 0.0, "share": 0.0, "classes": {"start": 100.0}}
+
+
+@pytest.mark.parametrize(
+    ("goodput", "words"),
+    [
+        (KNOWN, "80.0% of 100.0 s wall time"),
+        (EARLY, "0.0% of 100.0 s wall time"),
+        (UNTOLD, "– of 100.0 s wall time: of 85.0 s of steps only the script knows which it did again"),
+        (SILENT, "– of 100.0 s wall time: the script has told of no step, or an older version began the job"),
+        ({"wall_s": None, "productive_s": None, "share": None}, "– of – wall time"),  # a report of before
+    ],
+)
+def test_what_is_known_and_what_is_not(goodput, words):
+    assert goodput_words(goodput) == words
+
+
+def test_the_line_has_the_largest_losses():
+    assert goodput_line(KNOWN).plain == (
+        "goodput  80.0% of 100.0 s wall time; 9.00 s start, 5.00 s recomputed, 4.00 s restart"
+    )
+    assert "computed" not in goodput_line(UNTOLD).plain.partition(";")[2]
+
+
+def test_the_table_has_every_class():
+    stream = io.StringIO()
+    Console(file=stream, width=100).print(goodput_table(KNOWN))
+    rows = [line.split() for line in stream.getvalue().splitlines()]
+    assert [row[-3:] for row in rows if row and row[-1].endswith("%")] == [
+        ["9.00", "s", "9.0%"],
+        ["80.0", "s", "80.0%"],
+        ["5.00", "s", "5.0%"],
+        ["4.00", "s", "4.0%"],
+        ["2.00", "s", "2.0%"],
+    ]
+
+
+def test_every_class_that_a_report_may_have_has_words():
+    assert WORDS.keys() == set(TimeClass) - {TimeClass.LAUNCH}
