@@ -4,7 +4,7 @@ import random
 
 import msgspec
 import pytest
-from desk import Desk, running
+from desk import Desk, copy_of, running
 from test_generation_cases import end, launched
 from test_step_accounting_cases import fails, gives, loads
 
@@ -15,6 +15,7 @@ from holdfast.coordinator.membership import step_accounting, wall_time
 from holdfast.coordinator.service import goodput
 from holdfast.coordinator.service.metrics import metrics_text
 from holdfast.protocol import messages as m
+from holdfast.protocol.phases import Spent
 from holdfast.protocol.time_classes import TimeClass
 
 T = TimeClass
@@ -244,6 +245,135 @@ def test_steps_that_were_lost_at_level_2():
     # Those after the sixth; the word of its snapshot came in the middle of one.
     assert told(desk)[:2] == near(5 * 0.5, 4 * 0.5 + AFTER_S)
     spent(desk)
+
+
+def test_work_of_the_script_s_own_is_no_training():
+    desk = running(2, committed=5)
+    first, second = desk.members()
+    desk.says(first, m.OffStep(True))
+    computed_s = told(desk)[2]
+    desk.do(e.Tick(), 0.4)
+    desk.says(second, m.Progress(generation=1, committed=6, median_s=0.1))  # a late word
+    desk.says(second, m.OffStep(True))
+    desk.do(e.Tick(), 0.4)
+    desk.says(first, m.OffStep(False))
+    desk.says(first, m.OffStep(False))  # its agent repeats it
+    assert told(desk)[2] == computed_s
+    desk.says(second, m.OffStep(False))
+    assert spent(desk)[T.PAUSED] == pytest.approx(0.8 + 5 * AFTER_S)
+    desk.do(e.Tick(), 0.3)
+    assert told(desk)[2] == pytest.approx(computed_s + 0.3)
+    desk.says(second, m.OffStep(True))
+    desk.lose("n1")
+    desk.parks(first, 6)
+    desk.commit(7)
+    desk.do(e.Tick(), 0.3)
+    assert told(desk)[2] > computed_s + 0.5  # nobody waits for who is gone
+
+
+def test_steps_with_fewer_workers_than_wanted():
+    desk = running(4, committed=5, min_nodes=1, max_restarts=0)
+    desk.lose("n3")
+    for worker in desk.members()[:3]:
+        desk.parks(worker, 5)
+    assert desk.state.membership.generation.strength == 3
+    desk.commit(6)
+    began_s = desk.now - 2 * AFTER_S  # the first one's word
+    desk.do(e.Tick(), 1.0)
+    desk.commit(7)
+    steps_s = desk.now - 2 * AFTER_S - began_s
+    open_s = 2 * AFTER_S
+    assert spent(desk)[T.FEWER_WORKERS] == pytest.approx(steps_s / 4)
+    assert told(desk)[0] == pytest.approx(steps_s * 3 / 4 + open_s)
+
+
+def test_steps_that_do_not_divide_evenly():
+    desk = running(3, committed=0)
+    desk.state.membership.micro_batches = 4  # 2, 1, 1: a third of the time of three workers
+    desk.commit(1)
+    desk.do(e.Tick(), 1.0)
+    desk.commit(2)
+    steps_s = 1.0 + 3 * AFTER_S
+    assert spent(desk)[T.IDLE_DIVISION] == pytest.approx(steps_s / 3)
+
+
+def waits(desk: Desk, data_s: dict[str, float], forward_s: dict[str, float], first: int) -> None:
+    """A block of steps, as each worker spent it."""
+    for worker in desk.members():
+        block = Spent(
+            first=first,
+            micros=1,
+            data_s=data_s.get(worker, 0.0),
+            forward_s=forward_s.get(worker, 0.1),
+            backward_s=0.0,
+            wait_s=0.0,
+            update_s=0.0,
+            aside_s=0.0,
+        )
+        word = m.Progress(generation=1, committed=first + 5, median_s=0.1, spent=(block,))
+        desk.says(worker, word)
+
+
+def test_waits_for_data_and_for_slow_ranks():
+    desk = running(3, committed=0)
+    desk.commit(1)
+    desk.do(e.Tick(), 1.0)
+    worker = desk.members()[1]
+    waits(desk, {worker: 0.04}, {}, first=5)
+    assert spent(desk)[T.DATA_WAIT] == pytest.approx(0.2)
+    # Its data is late, but another computes for longer: without the wait the steps would take as long.
+    waits(desk, {worker: 0.04}, {desk.members()[0]: 0.2}, first=10)
+    assert spent(desk)[T.DATA_WAIT] == pytest.approx(0.2)
+    first = 15
+    while not desk.state.health.slow:
+        waits(desk, {}, {worker: 0.15}, first)
+        first += 5
+    before_s = spent(desk).get(T.SLOW_RANKS, 0.0)
+    desk.do(e.Tick(), 1.0)
+    waits(desk, {}, {worker: 0.15}, first)
+    assert spent(desk)[T.SLOW_RANKS] == pytest.approx(before_s + 0.25)
+    productive_s = told(desk)[0]
+    assert sum(spent(desk).values()) - spent(desk)[T.START] == pytest.approx(
+        productive_s + spent(desk)[T.SLOW_RANKS] + 0.2
+    )
+
+
+def test_what_was_lost_in_steps_is_never_more_than_they_took():
+    desk = running(1, committed=0)
+    desk.commit(1)
+    desk.do(e.Tick(), 0.1)
+    desk.commit(2)
+    waits(desk, {desk.members()[0]: 9.0}, {}, first=5)
+    desk.snapshot(2, "n0")
+    desk.state.storage.totals.stall_s = 5.0
+    assert told(desk)[:2] == (0.0, 0.0)
+    assert spent(desk).keys() == {T.START, T.DATA_WAIT}
+
+
+def test_what_was_lost_in_steps_that_are_done_again_is_forgotten():
+    desk = running(1, committed=0)
+    desk.commit(1)
+    desk.snapshot(1, "n0")
+    desk.stores()
+    desk.do(e.Tick(), 1.0)
+    waits(desk, {desk.members()[0]: 0.1}, {}, first=5)
+    assert spent(desk)[T.DATA_WAIT] == pytest.approx(0.5)
+    desk.exits(desk.members()[0], -9)
+    desk.ready(desk.workers()[0])
+    assert T.DATA_WAIT not in spent(desk)
+    assert told(desk)[0] == 0.0
+    assert told(desk)[1] > 1.0
+
+
+def test_time_in_which_the_state_was_copied():
+    desk = running(1, committed=0)
+    desk.commit(1)
+    desk.do(e.Tick(), 1.0)
+    desk.commit(2)
+    desk.do(e.NodeSays("n0", m.SnapshotStored(copy_of(2), 0.3)))
+    assert spent(desk)[T.SNAPSHOT_STALL] == pytest.approx(0.3)
+    assert told(desk)[2] == pytest.approx(1.0 + 2 * AFTER_S)
+    assert told(desk)[0] == pytest.approx(0.7 + 2 * AFTER_S)
 
 
 # ---------------------------------------------------------------- successors

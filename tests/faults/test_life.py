@@ -146,6 +146,8 @@ def test_an_evaluation_between_two_steps_is_no_hang(tmp_path, undisturbed):
     assert ran.report["final"] == undisturbed.report["final"]
     assert ran.losses() == undisturbed.losses()
     assert [i["cause"] for i in ran.report["incidents"]] == ["killed by signal 9 (SIGKILL)"]
+    # The first one; in the second a worker is killed.
+    assert ran.report["goodput"]["classes"]["paused"] > 2.5
 
 
 EVALUATE = """        run.log(loss=step.loss)

@@ -3,8 +3,11 @@
 import msgspec
 import pytest
 
+from holdfast.coordinator.membership import wall_time
 from holdfast.errors import UsageError
+from holdfast.protocol.time_classes import TimeClass
 from holdfast.simulate import trial as trials
+from holdfast.simulate.cluster import BEGIN_S, Cluster
 from holdfast.simulate.scenario import Scenario, check, read
 from holdfast.simulate.trial import run
 
@@ -70,6 +73,22 @@ def test_every_second_is_accounted_for(seed, fields):
     assert found.done == 1.0
     assert 0 < found.goodput <= 1
     assert all(part >= -1e-6 for part in msgspec.structs.astuple(found.spent))
+
+
+@pytest.mark.parametrize("fields", [{"detection": "10s"}, {"failures": [*MIXED, ALL_AT_ONCE]}])
+def test_the_coordinator_counts_as_the_simulator_does(fields):
+    """Two books of one trial: of what the core was told, and of what happened. Nobody tells the core who is slow, nor how
+    much of a stall its first step is."""
+    kept: list[Cluster] = []
+    found = run(scenario(days=1.5, **fields), 0, keep=kept.append)
+    (cluster,) = kept
+    counted = wall_time.classes(cluster.core.state, BEGIN_S + found.wall_s)
+    assert sum(counted.values()) == pytest.approx(found.wall_s, abs=1e-3)
+    assert TimeClass.UNEXPLAINED not in counted
+    steps_s = counted[TimeClass.PRODUCTIVE] + counted[TimeClass.FIRST_STEP]
+    assert steps_s == pytest.approx(found.spent.training + found.spent.slow, rel=3e-3)
+    lost_s = counted.get(TimeClass.RECOMPUTED, 0.0)
+    assert lost_s == pytest.approx(found.lost_steps * cluster.steps.ideal_s, rel=0.1)
 
 
 def test_without_failures_nothing_is_lost():

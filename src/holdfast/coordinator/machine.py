@@ -233,6 +233,8 @@ class Core(Context):
                 generations.break_generation(self, cause)
             case requests.StopJob(reason, outcome, blame):
                 shutdown.request(self, reason, outcome, blame)
+            case requests.NoteWaits(data_s, slow_s):
+                wall_time.waited(self.state, data_s, slow_s)
             case requests.SwapLemons():
                 lemons.advance(self)
             case requests.CompareCopies(node, hello):
@@ -416,6 +418,7 @@ class Core(Context):
                 workers.progress(self, worker, message, age_s)
             case m.OffStep(on):
                 worker.aside = on
+                wall_time.aside(self.state, worker, self.now - age_s, on)
             case m.Parked():
                 generations.parked(self, worker, message)
             case m.Halted():

@@ -18,6 +18,7 @@ from holdfast.coordinator.membership import nodes, notices, queries, wall_time
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import Durable
 from holdfast.protocol.phases import Phase
+from holdfast.protocol.time_classes import TimeClass
 from simcluster.plan import FOREVER
 from simcluster.saved import SavedChecks
 
@@ -140,6 +141,14 @@ class Checks:
             wall_s,
             found,
         )
+        # At level 2 the core is told everything that it needs to explain all of it.
+        if core.state.membership.counts_steps:
+            self.require(TimeClass.UNEXPLAINED not in found, "nobody knows of a part of %s", found)
+            self.require(
+                TimeClass.RECOMPUTED not in found or core.state.membership.lost_steps > 0,
+                "no step was lost, and %s were done again",
+                found,
+            )
 
     def _check_notices(self, actions: list[e.Action], core: Core) -> None:
         """What an agent was told last is what stands. A session that was never told anything knows of nothing."""

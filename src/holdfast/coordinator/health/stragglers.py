@@ -13,6 +13,7 @@ from holdfast.coordinator.health import findings, silent_corruption
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.health_state import Slow
 from holdfast.coordinator.kernel.membership_state import Worker
+from holdfast.coordinator.kernel.requests import NoteWaits
 from holdfast.health import reductions
 from holdfast.health.reductions import Reductions
 from holdfast.health.stragglers import Change, Stragglers
@@ -109,11 +110,30 @@ def _look(context: Context, first: int, said: dict[str, Spent]) -> None:
         for slow in context.state.health.slow:
             if slow.until_step is None and slow.worker in group:
                 _cost(context, slow, group, test.ratio(slow.worker))
+    _waits(context, by_load)
     for change in changes:
         if change.slow:
             _found(context, change, by_load[said[change.worker].micros])
         else:
             _over(context, change)
+
+
+def _waits(context: Context, by_load: dict[int, dict[str, Spent]]) -> None:
+    """By how much the block's steps would have been shorter without any wait for data, and then without the slow ones."""
+    own = [spent for group in by_load.values() for spent in group.values()]
+    if not own:
+        return
+    # Only the slowest counts: while it computes, the others' data comes for nothing.
+    data_s = max(x.own_s for x in own) - max(x.own_s - x.data_s for x in own)
+    excess = [
+        group[slow.worker].own_s - _median(group, slow.worker)
+        for slow in context.state.health.slow
+        for group in by_load.values()
+        if slow.until_step is None and slow.worker in group and len(group) > 1
+    ]
+    slow_s = max(0.0, max(excess, default=0.0) - data_s)
+    if data_s > 0 or slow_s > 0:
+        context.request(NoteWaits(data_s * BLOCK_STEPS, slow_s * BLOCK_STEPS))
 
 
 def _cost(context: Context, slow: Slow, group: dict[str, Spent], ratio: float | None) -> None:

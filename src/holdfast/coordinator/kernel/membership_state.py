@@ -203,7 +203,7 @@ class Counted(msgspec.Struct, omit_defaults=True, kw_only=True):
     known: bool = True
 
 
-class WallTime(msgspec.Struct, omit_defaults=True, kw_only=True):
+class TimeAccount(msgspec.Struct, omit_defaults=True, kw_only=True):
     """Where the job's wall time went, each second in one class. The newest stretch is open: its class is `doing`. Written by
     `wall_time`."""
 
@@ -220,6 +220,10 @@ class WallTime(msgspec.Struct, omit_defaults=True, kw_only=True):
     """The longest that one needed to get the state."""
     rolled_back_s: float = 0.0
     """Seconds of steps that had to be done again."""
+    within_s: dict[TimeClass, float] = {}
+    """Of the steps that stayed, the seconds that were lost in them, by class."""
+    away: list[str] = []
+    """Workers that do work of the script's own between two steps."""
     told: list[tuple[int, float]] = msgspec.field(default_factory=lambda: [(0, 0.0)])
     """Of some positions (committed steps), rising, the seconds of the steps before it that stayed; thinner the older they are."""
 
@@ -250,7 +254,7 @@ class MembershipState(msgspec.Struct, kw_only=True):
     generation_committed: int = 0
     """Steps that the newest generation was seen to have committed; its start while it has committed none."""
     counted: Counted = msgspec.field(default_factory=Counted)
-    wall: WallTime = msgspec.field(default_factory=WallTime)
+    wall: TimeAccount = msgspec.field(default_factory=TimeAccount)
     lost_steps: int = 0
     """Steps that were committed and had to be done again, at level 2."""
     last_step: int | None = None

@@ -270,6 +270,14 @@ class NoteStrike(Request[None]):
 
 
 @dataclass(frozen=True)
+class NoteWaits(Request[None]):
+    """For so many seconds of the newest steps all waited for the data of one, and for those that are slow."""
+
+    data_s: float
+    slow_s: float
+
+
+@dataclass(frozen=True)
 class SwapLemons(Request[None]):
     """The job trains and lacks nobody: a machine with a bad history may be replaced by a better one."""
 

@@ -7,6 +7,7 @@ from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.membership_state import Node, Worker
 from holdfast.coordinator.kernel.phases import NodePhase, WorkerPhase
 from holdfast.coordinator.kernel.state import CoreState
+from holdfast.plan.division import idle_share
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import Remedy
 
@@ -17,6 +18,14 @@ next one waits until 10 s have passed."""
 
 GAIN_SHARE = 0.5
 """And so much of what they add, where that is more: to go on with half of the workers for 10 s costs more than the stall."""
+
+
+def idle(state: CoreState, world: int) -> float:
+    """The share of the workers' time that nobody can use, with so many: their micro-batches do not divide evenly."""
+    # A replica computes as many at a time as its shard degree.
+    count = (state.membership.micro_batches or 0) // state.membership.shape[0]
+    replicas = world // state.membership.shard_count
+    return idle_share(count, replicas) if 0 < replicas <= count else 0.0
 
 
 def leaves(context: Context, worker: Worker) -> bool:

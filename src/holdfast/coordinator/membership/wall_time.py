@@ -10,14 +10,15 @@ from __future__ import annotations
 from bisect import bisect_right
 
 from holdfast.coordinator.kernel import incidents
-from holdfast.coordinator.kernel.membership_state import WallTime
-from holdfast.coordinator.kernel.phases import JobPhase
+from holdfast.coordinator.kernel.membership_state import TimeAccount, Worker
+from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
 from holdfast.coordinator.kernel.state import CoreState
+from holdfast.coordinator.membership import queries
 from holdfast.protocol import messages as m
 from holdfast.protocol.time_classes import TimeClass
 
 KEPT = 64
-"""Positions whose seconds are remembered, see `WallTime.told`."""
+"""Positions whose seconds are remembered, see `TimeAccount.told`."""
 
 _SILENT = (TimeClass.LAUNCH, TimeClass.RESTART)
 """What an unmodified script does until it makes a step. One that never tells of any may have trained all the while."""
@@ -39,14 +40,35 @@ def stepped(state: CoreState, at_s: float) -> None:
     if state.membership.phase not in (JobPhase.RUNNING, JobPhase.STOPPING):
         return
     _close(state, at_s)
-    wall.doing = TimeClass.COMPUTED
+    # Late words of steps before arrive while somebody is away.
+    wall.doing = TimeClass.PAUSED if wall.away else TimeClass.COMPUTED
     if state.step is not None:
         _note(wall, state.step)
+
+
+def aside(state: CoreState, worker: Worker, at_s: float, on: bool) -> None:
+    """A worker begins or ends work of the script's own between two steps. The others wait for it in the next."""
+    wall = state.membership.wall
+    if on and worker.phase is WorkerPhase.MEMBER and worker.name not in wall.away:
+        wall.away.append(worker.name)
+    elif not on and worker.name in wall.away:
+        wall.away.remove(worker.name)
+    if wall.doing is TimeClass.COMPUTED and wall.away:
+        _change(state, at_s, TimeClass.PAUSED)
+    elif wall.doing is TimeClass.PAUSED and not wall.away:
+        _change(state, at_s, TimeClass.COMPUTED)
+
+
+def waited(state: CoreState, data_s: float, slow_s: float) -> None:
+    """In steps that were committed, for data and for slow workers."""
+    _within(state.membership.wall, TimeClass.DATA_WAIT, data_s)
+    _within(state.membership.wall, TimeClass.SLOW_RANKS, slow_s)
 
 
 def broke(state: CoreState, now: float) -> None:
     """Training stands because of a fault."""
     wall = state.membership.wall
+    wall.away = []
     if wall.doing is TimeClass.COMPUTED:
         wall.torn = (_since(state), now)
         wall.doing = TimeClass.INTERRUPTED
@@ -63,6 +85,7 @@ def gathered(state: CoreState, now: float) -> None:
 def planned(state: CoreState, now: float) -> None:
     """A generation ends as planned. Seconds since its last step belong to the change."""
     wall = state.membership.wall
+    wall.away = []
     if wall.doing is TimeClass.COMPUTED:
         wall.doing = TimeClass.PLANNED
     _change(state, now, TimeClass.PLANNED)
@@ -107,7 +130,10 @@ def went_back(state: CoreState, start: int) -> None:
     """Training goes on at `start`: the steps after it are done again."""
     wall = state.membership.wall
     there_s, now_s = _seconds_at(wall, start), _stayed_s(wall)
-    wall.rolled_back_s += max(0.0, now_s - there_s)
+    back_s = max(0.0, now_s - there_s)
+    wall.rolled_back_s += back_s
+    # Nobody knows in which of the steps it was: in all alike.
+    wall.within_s = {kind: s * (1.0 - back_s / now_s) for kind, s in wall.within_s.items() if back_s < now_s}
     wall.told = [(step, s) for step, s in wall.told if step < start]
     wall.told.append((start, there_s))
 
@@ -123,8 +149,8 @@ def stops(state: CoreState, now: float) -> None:
 
 
 def classes(state: CoreState, now: float) -> dict[TimeClass, float]:
-    """Seconds of each class that has any; together they are the wall time. PRODUCTIVE and RECOMPUTED are there once a step
-    was made, unless only the script knows which steps stayed: then there is COMPUTED, for both."""
+    """Seconds of each class that has any; together they are the wall time. Where only the script knows which steps stayed
+    there is COMPUTED, instead of PRODUCTIVE and RECOMPUTED."""
     wall = state.membership.wall
     found = dict(wall.spent_s)
     for kind, seconds in _open(state, max(now, _since(state))):
@@ -135,11 +161,16 @@ def classes(state: CoreState, now: float) -> dict[TimeClass, float]:
         silent_s = sum(found.pop(kind, 0.0) for kind in _SILENT)
         found[TimeClass.UNEXPLAINED] = found.get(TimeClass.UNEXPLAINED, 0.0) + silent_s
     computed_s = found.pop(TimeClass.COMPUTED, None)
-    if computed_s is not None and is_divided(state):
-        found[TimeClass.RECOMPUTED] = min(wall.rolled_back_s, computed_s)
-        found[TimeClass.PRODUCTIVE] = computed_s - found[TimeClass.RECOMPUTED]
-    elif computed_s is not None:
-        found[TimeClass.COMPUTED] = computed_s
+    if computed_s is not None:
+        steps = TimeClass.PRODUCTIVE if is_divided(state) else TimeClass.COMPUTED
+        if steps is TimeClass.PRODUCTIVE:
+            found[TimeClass.RECOMPUTED] = min(wall.rolled_back_s, computed_s)
+        left_s = computed_s - found.get(TimeClass.RECOMPUTED, 0.0)
+        lost = wall.within_s | {TimeClass.SNAPSHOT_STALL: state.storage.totals.stall_s}
+        for kind, seconds in lost.items():
+            found[kind] = min(seconds, left_s)
+            left_s -= found[kind]
+        found[steps] = left_s
     return {kind: found[kind] for kind in TimeClass if found.get(kind)}
 
 
@@ -193,7 +224,28 @@ def _close(state: CoreState, at_s: float) -> None:
     at_s = max(at_s, _since(state))
     for kind, seconds in _open(state, at_s):
         wall.spent_s[kind] = wall.spent_s.get(kind, 0.0) + seconds
+        if kind is TimeClass.COMPUTED:
+            _note_size(state, seconds)
     wall.since_s = at_s
+
+
+def _note_size(state: CoreState, computed_s: float) -> None:
+    """Of steps with fewer workers than wanted, and with workers that have nothing to do, a share is not training."""
+    generation = state.membership.generation
+    if generation is None or not state.target:
+        return
+    here = min(1.0, generation.strength / state.target)
+    _within(state.membership.wall, TimeClass.FEWER_WORKERS, (1.0 - here) * computed_s)
+    _within(
+        state.membership.wall,
+        TimeClass.IDLE_DIVISION,
+        here * queries.idle(state, generation.strength) * computed_s,
+    )
+
+
+def _within(wall: TimeAccount, kind: TimeClass, seconds: float) -> None:
+    if seconds > 0:
+        wall.within_s[kind] = wall.within_s.get(kind, 0.0) + seconds
 
 
 def _change(state: CoreState, now: float, doing: TimeClass) -> None:
@@ -220,12 +272,12 @@ def _divide_torn(state: CoreState) -> None:
 # ---------------------------------------------------------------- positions
 
 
-def _stayed_s(wall: WallTime) -> float:
+def _stayed_s(wall: TimeAccount) -> float:
     """Seconds of the steps before the newest position."""
     return wall.spent_s.get(TimeClass.COMPUTED, 0.0) - wall.rolled_back_s
 
 
-def _note(wall: WallTime, step: int) -> None:
+def _note(wall: TimeAccount, step: int) -> None:
     """So many seconds lead to this position."""
     if wall.told and step <= wall.told[-1][0]:
         return
@@ -235,7 +287,7 @@ def _note(wall: WallTime, step: int) -> None:
         del wall.told[2 : KEPT // 2 : 2]
 
 
-def _seconds_at(wall: WallTime, step: int) -> float:
+def _seconds_at(wall: TimeAccount, step: int) -> float:
     """Between two that are known, as if all steps took the same time. What lies before all of them was not computed in this
     job: a run before saved it."""
     after = bisect_right(wall.told, step, key=lambda told: told[0])

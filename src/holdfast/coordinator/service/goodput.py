@@ -8,6 +8,17 @@ from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.membership import wall_time
 from holdfast.protocol.time_classes import TimeClass
 
+_STEPS = (
+    TimeClass.COMPUTED,
+    TimeClass.PRODUCTIVE,
+    TimeClass.RECOMPUTED,
+    TimeClass.SLOW_RANKS,
+    TimeClass.DATA_WAIT,
+    TimeClass.SNAPSHOT_STALL,
+    TimeClass.FEWER_WORKERS,
+    TimeClass.IDLE_DIVISION,
+)
+
 DIGITS = 6
 """Of seconds: the classes, each rounded by itself, still add up to the wall time to a millisecond."""
 
@@ -15,17 +26,17 @@ DIGITS = 6
 def shown(state: CoreState, now: float) -> dict[str, Any]:
     """Over all starts of the job, in seconds. Unknown is None, and `unknown` names the classes that it hides.
 
-    productive_s: steps that stayed; share: of wall_s. recomputed_s: steps that were rolled back and done again. computed_s:
-    both. classes: every class that has any time; their sum is wall_s.
+    productive_s: steps that stayed, without what was lost in them; share: of wall_s. recomputed_s: steps that were rolled back
+    and done again. computed_s: all steps, with what was lost in them. classes: every class that has any time; their sum is
+    wall_s.
     """
     found = wall_time.classes(state, now)
     wall_s = sum(found.values())
     unknown = _unknown(state, found)
     productive_s = _known(found, unknown, TimeClass.PRODUCTIVE)
     recomputed_s = _known(found, unknown, TimeClass.RECOMPUTED)
-    computed_s = found.get(TimeClass.COMPUTED)
-    if productive_s is not None and recomputed_s is not None:
-        computed_s = productive_s + recomputed_s
+    silent = productive_s is None and TimeClass.COMPUTED not in found
+    computed_s = None if silent else sum(found.get(kind, 0.0) for kind in _STEPS)
     return {
         "wall_s": round(wall_s, DIGITS),
         "productive_s": _rounded(productive_s),

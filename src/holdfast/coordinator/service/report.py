@@ -12,11 +12,10 @@ from holdfast.coordinator.kernel import incidents
 from holdfast.coordinator.kernel.membership_state import Blame, Worker
 from holdfast.coordinator.kernel.phases import WorkerPhase
 from holdfast.coordinator.kernel.state import CoreState
-from holdfast.coordinator.membership import resize, script_metrics, step_accounting
+from holdfast.coordinator.membership import queries, resize, script_metrics, step_accounting
 from holdfast.coordinator.service import goodput
 from holdfast.coordinator.service.store import StepRow
 from holdfast.coordinator.storage.queries import has_all, how_far
-from holdfast.plan.division import idle_share
 
 SCHEMA = 1
 INCIDENTS_SHOWN = 20
@@ -77,14 +76,8 @@ def _in_memory(state: CoreState) -> dict[str, int | None] | None:
 
 def _idle(state: CoreState) -> list[tuple[int, float]]:
     """World sizes that the job had and that do not divide its micro-batches, and the share that each leaves idle."""
-    count = (state.membership.micro_batches or 0) // state.membership.shape[
-        0
-    ]  # a replica computes so many at a time
-    sizes = {
-        world: world // state.membership.shard_count
-        for _, world in sorted(state.membership.history, key=lambda h: h[1])
-    }
-    return [(w, round(idle_share(count, n), 4)) for w, n in sizes.items() if n and n <= count and count % n]
+    sizes = sorted({world for _, world in state.membership.history})
+    return [(world, round(idle, 4)) for world in sizes if (idle := queries.idle(state, world))]
 
 
 def _skipped(steps: list[StepRow]) -> int | None:
