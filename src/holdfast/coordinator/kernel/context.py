@@ -202,17 +202,14 @@ class Context(ABC):
 class Mode(Protocol):
     """What an exit, a lost worker, a lost node or a stall means.
 
-    At level 0 and 1 the script is unmodified: all workers end, and all start again. At level 2 the survivors keep their
-    processes, and one worker is replaced.
-
-    Attributes:
-        replaces_one: a worker can be replaced while the others stay.
-        saves_together: all shards of a snapshot are copied at one commit of one generation. Scripts at level 0 and 1 save at
-            their own times.
-    """
+    At level 0 and 1 the script is unmodified: all workers end, and all start again. At level 2 the survivors
+    keep their processes, and one worker is replaced."""
 
     replaces_one: bool
+    """A worker can be replaced while the others stay."""
     saves_together: bool
+    """All shards of a snapshot are copied at one commit of one generation. Scripts at level 0 and 1 save at
+    their own times."""
 
     def on_attached(self, context: Context) -> None:
         """A worker's script called `holdfast.start`."""

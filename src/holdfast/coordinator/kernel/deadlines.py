@@ -53,7 +53,7 @@ class Timers(msgspec.Struct):
     """The job's own timers. Written through these methods alone, by `membership`."""
 
     at_s: dict[Timer, float] = {}
-    """On the core's clock; one that is not here is not set."""
+    """When each is due, on the core's clock; one that is not set is absent."""
 
     def set(self, timer: Timer, at_s: float) -> None:
         """It is due at this time, whenever it was before."""

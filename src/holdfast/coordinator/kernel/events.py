@@ -23,10 +23,11 @@ from holdfast.protocol.notices import NoticeCause
 
 
 class NodeJoined(msgspec.Struct, frozen=True):
-    """An agent connected, for the first time or again. past: what is known of the machine and its devices, oldest first."""
+    """An agent connected, for the first time or again."""
 
     hello: Hello
     past: tuple[Remembered, ...] = ()
+    """What is known of the machine and its devices, oldest first."""
 
 
 # The session says which agent is meant. An old connection may be reported closed after a new agent of the
@@ -36,6 +37,7 @@ class NodeLost(msgspec.Struct, frozen=True):
 
     node: str
     session: str
+    """Of the agent that it was: a newer one of the same node goes on."""
     cause: Cause = ConnectionClosed()
 
 
@@ -47,10 +49,11 @@ class NodeSays(msgspec.Struct, frozen=True):
 
 
 class StopRequested(msgspec.Struct, frozen=True):
-    """A person or the cluster asks the job to stop, keeping its state. cause: None counts as `stop`."""
+    """A person or the cluster asks the job to stop, keeping its state."""
 
     reason: str
     cause: NoticeCause | None = None
+    """None counts as `stop`."""
 
 
 class ResizeRequested(msgspec.Struct, frozen=True):
@@ -64,24 +67,31 @@ class Injected(msgspec.Struct, frozen=True):
     """A fault is being injected now: lets the incident that follows know when it really began."""
 
     fault: str
+    """As it was written, with its options."""
     kind: str
+    """The fault's name alone."""
     node: str | None = None
+    """None: it names no node."""
     worker: str | None = None
+    """None: it hits no worker in particular."""
 
 
 class Recovered(msgspec.Struct, frozen=True):
-    """A new coordinator process took over from a snapshot; the old one was last heard of at `last_s`."""
+    """A new coordinator process took over from a snapshot of the state."""
 
     last_s: float
+    """When the old one was last heard of, on the core's clock."""
 
 
 class DurableFound(msgspec.Struct, frozen=True):
-    """A whole checkpoint lies in a durable tier (None: none does). older: those to take if it proves to be damaged,
-    newest first. passed_over: why others will not do."""
+    """What the durable tiers have, as a job starts."""
 
     durable: Durable | None
+    """The newest whole checkpoint; None: there is none."""
     older: tuple[Durable, ...] = ()
+    """Those to take if it proves to be damaged, newest first."""
     passed_over: tuple[str, ...] = ()
+    """Why others will not do, for people."""
 
 
 # The service measures this, because the core has no clock. Without it a coordinator that was stopped for five
@@ -100,10 +110,12 @@ class Starved(msgspec.Struct, frozen=True):
 
 
 class MachineCleared(msgspec.Struct, frozen=True):
-    """A person says that a machine is well; rule: that was wrong about it."""
+    """A person says that a machine is well."""
 
     machine: str
+    """Its lasting identity; its node's name where it has none."""
     rule: str = ""
+    """The one that was wrong about it; empty: whatever was said of it is over."""
 
 
 # Nothing is in it: what is due is found by comparing times of the state with `now`. So a Tick too many, or
@@ -164,11 +176,12 @@ class ProvideNode(msgspec.Struct, frozen=True):
 
 
 class ReleaseNode(msgspec.Struct, frozen=True):
-    """The job went on without this node: the engine makes sure that nothing of it runs on. planned: it was not lost."""
+    """The job went on without this node: the engine makes sure that nothing of it runs on."""
 
     node: str
     reason: str
     planned: bool = False
+    """It was not lost."""
 
 
 class MarkNode(msgspec.Struct, frozen=True):
@@ -189,6 +202,7 @@ class Remember(msgspec.Struct, frozen=True, kw_only=True):
     """Keep this in the history of a machine. Fields as in `history.Remembered`."""
 
     machine: str
+    """Its lasting identity, else its node's name."""
     kind: Kind
     node: str
     rule: str = ""

@@ -37,28 +37,40 @@ class Kind(StrEnum):
 
 
 class Remembered(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """One record. device: what it concerns, if that is not the whole machine. remedy: that was begun."""
+    """One record of a machine."""
 
     kind: Kind
     age_s: float
+    """Wall time since it was written."""
     job: str = ""
+    """Name of the job that wrote it; empty: no job did."""
     rule: str = ""
+    """Empty: it is about no rule."""
     device: str = ""
+    """Lasting identity of what it concerns; empty: the whole machine."""
     text: str = ""
+    """For people."""
     remedy: str = ""
+    """The one that was begun; else empty."""
 
 
 class Standing(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """What follows. quarantine, lemon: why; empty: it is not. by_rule: what it is in quarantine for, if a rule. trial:
-    rules that are not believed on it. acts: remedies that count for the next one."""
+    """What follows from a machine's records."""
 
     quarantine: str = ""
+    """Why it is not used; empty: it may be."""
     by_rule: str = ""
+    """The rule that it is in quarantine for; empty: it is in none, or for something else."""
     lemon: str = ""
+    """Why others are taken first; empty: it is no lemon."""
     trial: tuple[str, ...] = ()
+    """Rules that are not believed on it, sorted."""
     acts: tuple[Remembered, ...] = ()
+    """Remedies that count for the next one, oldest first."""
     incidents: int = 0
+    """Incidents and losses that count, within `LEMON_WINDOW_S`."""
     jobs: int = 0
+    """In how many jobs those were."""
 
 
 def standing(records: Sequence[Remembered], devices: Sequence[str] = ()) -> Standing:

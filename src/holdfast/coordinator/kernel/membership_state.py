@@ -16,60 +16,81 @@ from holdfast.protocol.time_classes import TimeClass
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """A notice that the scripts were told and that was not withdrawn. until_s: when what it is about goes away, at the latest."""
+    """A notice that the scripts were told and that was not withdrawn."""
 
     number: int
+    """Counts the job's notices from 1 on."""
     cause: NoticeCause
     reason: str
+    """For people."""
     until_s: float | None
+    """When what it is about goes away, at the latest; None: nobody said."""
 
 
 class Node(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """One machine: an agent process, known by its session.
-
-    used: slots that had a worker already. strikes: volleys of workers in a row that died before they were ready.
-    fenced: it was told that the job went on without it. refused: why it may not come back, if it may not.
-    leaving: why it is to leave, if it is; leaves_until_s: how long it has, if that is limited; excess: only because
-    the job is to be smaller. refused_steps: per shard the newest
-    step of which it could not keep it. identity, devices: what
-    lasts of the machine. held: why it has no workers for now. then: what is done when it has left. checking: its deep
-    checks are under way. lemon: it failed in several jobs, and others are taken first. boots_until_s: until when it is to be back
-    from a reboot, and for which incident it was ordered. trial: rules that are not
-    believed on it. unknown: rule to since when it could not be told. notice: what its scripts were told of its leaving.
-    """
+    """One machine: an agent process, known by its session."""
 
     name: str
     session: str
+    """New for every agent process: another one under this name is a node that starts anew."""
     host: str
     slots: int
+    """How many workers it has room for."""
     last_seen_s: float
+    """When its agent was last heard of."""
     phase: NodePhase = NodePhase.IN_SERVICE
     ports: tuple[int, ...] = ()
+    """On which the masters of starts at level 0 may listen, if this is the job's first node."""
     failures: int = 0
+    """Failures of its workers so far, under this name; of two nodes, the one with fewer is taken first."""
     used: list[int] = []
+    """Slots that had a worker already."""
     strikes: int = 0
+    """Volleys of workers in a row that died before they were ready."""
     struck_at_s: float = 0.0
+    """When the last volley counted: a worker that was started before is of that volley."""
     fenced: bool = False
+    """It was told that the job went on without it."""
     refused: str | None = None
+    """Why it may not come back; None: it may."""
     rack: str | None = None
+    """None: not known."""
     snapshot_port: int = 0
+    """Where its agent serves snapshot memory to other nodes; 0: nowhere."""
     snapshot_server: str = ""
+    """The name that whoever listens at that port must prove."""
     leaving: str | None = None
+    """Why it is to leave; None: it stays."""
     leaves_since_s: float = 0.0
+    """When that was decided."""
     leaves_until_s: float | None = None
+    """When it goes away at the latest; None: no limit is known."""
     excess: bool = False
+    """It is to leave only because the job is to be smaller: it is kept if the job grows again meanwhile."""
     refused_steps: dict[int, int] = {}
+    """Per shard (the rank of its key) the newest step of which it could not keep that shard."""
     identity: str = ""
+    """What lasts of the machine, whatever its name is; empty: nothing is known."""
     devices: tuple[str, ...] = ()
+    """Lasting identities of its devices."""
     held: str | None = None
+    """Why it has no workers for now; None: it may have some."""
     then: Remedy | None = None
+    """The remedy that is begun once nothing of the job runs on it; None: none."""
     checking: Checking | None = None
+    """Its deep checks are under way, or still to be begun; None: neither."""
     lemon: str = ""
+    """Why others are taken first: it failed in several jobs. Empty: it did not."""
     boots_until_s: float | None = None
+    """When it should be back from a reboot, at the latest; None: none was ordered."""
     boots_for: int = 0
+    """Number of the incident for which that reboot was ordered; 0: for none."""
     trial: tuple[str, ...] = ()
+    """Rules that are not believed on this machine: their findings are only recorded."""
     unknown: dict[str, float] = {}
+    """Rule to since when it could not be told whether it matches."""
     notice: Standing | None = None
+    """What its scripts were told of its leaving; None: nothing that still stands."""
 
     @property
     def alive(self) -> bool:
@@ -83,51 +104,63 @@ class Node(msgspec.Struct, omit_defaults=True, kw_only=True):
 
 
 class Worker(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """One training process. `name` is `node.slot#incarnation` and never used twice.
-
-    joined_generation: the newest generation that it is connected to. restored: bytes of the state that it has, and of how many;
-    None while that is not known. vanished_s: since when its agent no longer has it, while
-    how it ended is not known yet. shard_index: which shard of the state it holds, or is built for. rebuilds: for which it
-    was told to be built again; until it is, what it said before is out of date. begun: as in Parked. aside: it does work
-    of the script's own between two steps.
-    """
+    """One training process."""
 
     name: str
+    """`node.slot#incarnation`, never used twice."""
     node: str
     slot: int
     started_s: float
     phase: WorkerPhase = WorkerPhase.STARTING
     ready: Ready | None = None
+    """What it said when it was ready last; None: it has not been, or is being built again."""
     ready_at_s: float = 0.0
     committed: int | None = None
+    """Committed steps that its state has; None: no usable state, or it has not said."""
     prepared: bool = False
+    """As it parked, it held the complete reduced gradient of step `committed`."""
     median_s: float | None = None
+    """Its median time of a step; None: not known."""
     log: str = ""
+    """Path on its node; empty: it is not known to have been started."""
     told_to_end: bool = False
+    """It was ordered to leave or was killed, so its end is no fault."""
     exited: bool = False
+    """Its end was handled: agents may report it again."""
     joined_generation: int = 0
+    """The newest generation that it is connected to; 0: none."""
     aside: bool = False
+    """It does work of the script's own between two steps."""
     vanished_s: float | None = None
+    """Since when its agent no longer has it, while how it ended is not known yet; None: its agent has it."""
     digest: str | None = None
+    """xxh3 of the parameters after its last step; None: it has not done all steps."""
     loss: float | None = None
+    """The last one that it told of; None: none yet."""
     restored: tuple[int, int] | None = None
+    """Bytes of the state that it has, and of how many; None while that is not known."""
     shard_index: int = 0
+    """Which shard of the state it holds, or is built for; 0 where a replica is one worker."""
     begun: int = -1
+    """As in Parked."""
     rebuilds: int | None = None
+    """The shard for which it was told to be built again. Until it is, what it said before is out of date.
+    None: it was not told."""
 
 
 class Seat(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """A member's own part of the newest generation: what its JoinGeneration says beside the generation itself, fields as there.
+    """A member's own part of the newest generation: what its JoinGeneration says beside the generation
+    itself, fields as there.
 
-    The generation is kept once, in the state. In every seat it would make the state grow with the square of the workers.
-    fetches: its donors are those of its shard, `CoreState.givers`.
-    """
+    The generation is kept once, in the state. In every seat it would make the state grow with the square of
+    the workers."""
 
     rank: int
     apply: bool = False
     restore: bool = False
     serve: bool = False
     fetches: bool = False
+    """Its donors are those of its shard, `MembershipState.givers`."""
     copy: Copy | None = None
     holders: tuple[Holder, ...] = ()
     durable: Durable | None = None
@@ -137,24 +170,30 @@ class Seat(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 
 class Change(msgspec.Struct, kw_only=True):
-    """One planned change of the membership, from the last commit before it to the first one after.
-
-    before, after: world sizes. newcomers: workers that came with it. join_s, restore_s: the longest that a member needed to connect,
-    and to get the state.
-    """
+    """One planned change of the membership, from the last commit before it to the first one after."""
 
     id: int
     reason: str
     at_step: int
+    """Committed steps when it was made."""
     before: int
+    """World size before it."""
     after: int
+    """World size after it."""
     left_at_s: float
+    """When the last commit before it was."""
     formed_at_s: float
+    """When the generation after it was formed."""
     generation: int
+    """The number of the generation after it."""
     newcomers: int = 0
+    """Workers that came with it."""
     join_s: float | None = None
+    """The longest that a member needed to connect; None: none has."""
     restore_s: float | None = None
+    """The longest that a member needed to get the state; None: none had to."""
     stall_s: float | None = None
+    """Between the two commits, less the time of a usual step; None: the second has not come."""
 
 
 class ChangeTotals(msgspec.Struct, omit_defaults=True):
@@ -168,7 +207,9 @@ class Failure(msgspec.Struct, kw_only=True):
     """One failure of user code or of a worker process, for telling the script's faults from the machine's."""
 
     step: int | None
+    """Committed steps before the one that failed; None: it was outside of a step."""
     signature: str
+    """Equal for two failures at the same place of the script, whatever numbers their messages have."""
     worker: str
     node: str
     generation: int
@@ -179,28 +220,34 @@ class Blame(msgspec.Struct, kw_only=True):
 
     cause: Cause
     rank: int | None = None
+    """The first that failed; None: nobody in particular."""
     node: str | None = None
     step: int | None = None
     traceback: str = ""
+    """Of the worker; empty: it left none."""
     tail: list[str] = []
+    """The last lines of the log."""
     log: str = ""
+    """Path on the node; empty: not known."""
 
 
 class Counted(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """Optimizer steps at level 0 and 1; positions are committed steps since the job's start.
-
-    earlier: steps of the starts before this one. base: the position that this start's count begins at; None: not known (yet).
-    left_at: where the start before ended. given: the script's own number of a state that it gave to its position. gives:
-    it has given one. lost: steps that were done again, as far as is known; known: there are no others.
-    """
+    """Optimizer steps at level 0 and 1; positions are committed steps since the job's start."""
 
     earlier: int = 0
+    """Steps of the starts before this one, those that were done again included."""
     base: int | None = 0
+    """The position that this start's count begins at; None: not known (yet)."""
     left_at: int | None = 0
+    """The position at which the start before ended; None: not known."""
     given: dict[int, int] = {}
+    """The script's own number of a state that it gave, to its position."""
     gives: bool = False
+    """It has given one."""
     lost: int = 0
+    """Steps that were done again, as far as is known."""
     known: bool = True
+    """No others were."""
 
 
 class TimeAccount(msgspec.Struct, omit_defaults=True, kw_only=True):

@@ -76,6 +76,7 @@ class LeaveSoon(Request[None]):
     node: str
     reason: str
     within_s: float | None
+    """None: without a limit."""
 
 
 @dataclass(frozen=True)
@@ -95,14 +96,13 @@ class EndGeneration(Request[None]):
 
 @dataclass(frozen=True)
 class StopJob(Request[None]):
-    """The job ends at the next commit, with what was committed.
-
-    outcome: "stopped" or "failed". blame: who or what is at fault, if nobody is named yet.
-    """
+    """The job ends at the next commit, with what was committed."""
 
     reason: str
     outcome: str
+    """"stopped" or "failed"."""
     blame: Blame | None = None
+    """Who or what is at fault, if nobody is named yet; None: nobody."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,7 @@ class PauseRequests(Request[None]):
     """The engine is asked for no node before this time."""
 
     until_s: float
+    """On the core's clock."""
 
 
 # ---------------------------------------------------------------- of storage
@@ -159,6 +160,7 @@ class RewindTo(Request[None]):
     """The next generation goes on from this step, and not from live state: what was saved later is void."""
 
     start: int
+    """Committed steps."""
 
 
 @dataclass(frozen=True)
@@ -212,15 +214,14 @@ class RefuseAdmission(Request[None]):
 
 @dataclass(frozen=True)
 class AdmitNode(Request[None]):
-    """A node joins as a new one.
-
-    past: what is remembered of the machine. known: the node that had its name before.
-    """
+    """A node joins as a new one."""
 
     node: Node
     hello: m.Hello
     past: tuple[Remembered, ...]
+    """What is remembered of the machine and its devices, oldest first."""
     known: Node | None
+    """The node that had its name before; None: none had."""
 
 
 @dataclass(frozen=True)
@@ -232,10 +233,11 @@ class RepeatOrders(Request[None]):
 
 @dataclass(frozen=True)
 class NoteNodeLost(Request[None]):
-    """A node is gone. incident: what it was lost with, if it was in use."""
+    """A node is gone."""
 
     node: Node
     incident: Incident | None
+    """What it was lost with; None: it was not in use."""
 
 
 @dataclass(frozen=True)
@@ -259,7 +261,9 @@ class Escalate(Request[None]):
     node: Node
     incident: Incident
     does: Remedy
+    """The remedy that is taken."""
     reason: str
+    """For people."""
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from holdfast.protocol.job import JobSpec
 class CoreState(msgspec.Struct, kw_only=True):
     """Everything that the core remembers. Its size is linear in the number of workers.
 
-    Each part is written by the folder that it is named after, and read by all. `spec` never changes.
-    """
+    Each part is written by the folder that it is named after, and read by all."""
 
     spec: JobSpec
+    """Never changes."""
     membership: MembershipState = msgspec.field(default_factory=MembershipState)
     storage: StorageState = msgspec.field(default_factory=StorageState)
     health: Health = msgspec.field(default_factory=Health)
@@ -33,6 +33,7 @@ class CoreState(msgspec.Struct, kw_only=True):
     closed: int = 0
     """So many of the oldest incidents are closed."""
     injections: list[Injection] = []
+    """Injected faults that no incident has claimed yet, oldest first."""
 
     @property
     def step(self) -> int | None:

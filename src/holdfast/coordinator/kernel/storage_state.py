@@ -9,107 +9,134 @@ from holdfast.protocol.snapshots import Copy, Key, Shard
 
 
 class HeldShard(msgspec.Struct):
-    """A shard of a snapshot, the nodes that hold it, and those that were asked to hold it too."""
+    """One shard of a snapshot, and where it is."""
 
     copy: Copy
     nodes: list[str] = []
+    """Those that hold it."""
     asked: list[str] = []
+    """Those that were asked to hold it too, and have not answered."""
 
 
 class Snapshot(msgspec.Struct, kw_only=True):
-    """What workers copied at one step. Replicas whose bytes differ (in buffers) give several of one rank.
-
-    refused: nodes that could not keep a shard of it, and which. busy: those that had no slot for one at that moment; passed:
-    of which that was their own worker's, so nobody saves it there any more. no_room: a copy is missing because memory is
-    short. lost: shards that went with the nodes that held them, which
-    may come back. given_up: a shard is missing and nobody will bring it.
-    unread: generations in a row that could not be restored from it. whole_s: when it was whole for the first time.
-    stall_s: of the worker that it held up longest.
-    """
+    """What workers copied at one step. Replicas whose bytes differ (in buffers) give several shards of one
+    rank."""
 
     step: int
     generation: int
+    """Of the workers that took it."""
     world: int
+    """How many ranks it has shards of."""
     began_s: float
+    """When its first shard was heard of."""
     shards: list[HeldShard] = []
+    """Those that some node holds, or was asked to."""
     refused: list[tuple[str, int]] = []
+    """Nodes that could not keep a shard of it, and the shard's rank. They are not asked again."""
     busy: list[tuple[str, int]] = []
+    """Nodes that had no slot for a shard at that moment, and its rank. They are asked again when one is
+    free."""
     passed: list[tuple[str, int]] = []
+    """Nodes whose own worker could not leave its shard there, and its rank: that worker will not bring it any
+    more."""
     no_room: bool = False
+    """A copy is missing because memory is short."""
     lost: list[int] = []
+    """Ranks of shards that went with the nodes that held them, which may come back."""
     whole: bool = False
+    """Every shard is held by a node that is alive."""
     given_up: bool = False
+    """A shard is missing, and nobody will bring it."""
     unread: int = 0
+    """Generations in a row that could not be restored from it."""
     whole_s: float | None = None
+    """When it was whole for the first time; None: it never was."""
     stall_s: float = 0.0
+    """For how long it held up the worker that it held up longest."""
 
 
 class Rewind(msgspec.Struct):
-    """Generation `number` did not go on from live state but from step `start`: later steps of those before it never
-    happened."""
+    """A generation that did not go on from live state: later steps of those before it never happened."""
 
     number: int
+    """The generation's."""
     start: int
+    """The committed steps that it went on from."""
 
 
 class Storing(msgspec.Struct, kw_only=True):
-    """A checkpoint on its way to a durable tier, or the last one that came there.
-
-    waiting: rank to the node that writes its shard; -1: the manifest. shared_blobs: rank to the blob of another rank with equal bytes.
-    void: training went back behind it; it is only waited for, so that nothing of it is taken for a later one's.
-    written: rank to the bytes that are there, and of how many, where that is known.
-    moved_s: when something of it last came there. slow: people were told that nothing does.
-    last: nobody has steps to do any more, so a tier that does not take it is not tried again.
-    skipped: checkpoints that were due meanwhile; seen_step, seen_s: the newest of them, or this one.
-    """
+    """A checkpoint on its way to a durable tier, or the last one that came there."""
 
     tier: str
+    """Its URL."""
     step: int
     began_s: float
     generation: int = 0
+    """Of the workers that took the snapshot."""
     world: int = 1
+    """How many ranks it has shards of."""
     took_s: float | None = None
+    """From its begin until its manifest was written; None: it is on its way."""
     waiting: dict[int, str] = {}
+    """Rank to the node that writes its shard; -1 to the node that writes the manifest."""
     shared_blobs: dict[int, str] = {}
+    """Rank to the name of the blob of another rank with equal bytes."""
     shards: list[Shard] = []
+    """Those that are written."""
     void: bool = False
+    """Training went back behind it. It is only waited for, so that nothing of it is taken for a later
+    one's."""
     written: dict[int, tuple[int, int]] = {}
+    """Rank to the bytes of its shard that are there, and of how many, where that is known."""
     moved_s: float = 0.0
+    """When something of it last came there."""
     slow: bool = False
+    """People were told that nothing comes there."""
     skipped: int = 0
+    """Checkpoints that were due meanwhile."""
     seen_step: int = 0
+    """Step of the newest of those; its own without any."""
     seen_s: float = 0.0
+    """When that was due; when this one began without any."""
     last: bool = False
+    """Nobody has steps to do any more, so a tier that does not take it is not tried again."""
 
 
 class TierTotals(msgspec.Struct, kw_only=True):
-    """What came to a durable tier since the job's start. failures: checkpoints that it did not take. skipped: those
-    that were due while an older one was on its way."""
+    """What came to a durable tier since the job's start."""
 
     checkpoints: int = 0
     nbytes: int = 0
+    """Each blob once, however many ranks share it."""
     took_s: float = 0.0
+    """All checkpoints together, from the begin of each until its manifest was written."""
     failures: int = 0
+    """Checkpoints that it did not take."""
     skipped: int = 0
+    """Checkpoints that were due while an older one was on its way."""
 
 
 class SavingTotals(msgspec.Struct, kw_only=True):
-    """What was saved since the job's start.
-
-    took_s: from the first worker's copy until each snapshot was whole. stall_s: for which training stood still.
-    copies, copied_bytes: of shards, in the memory of nodes that did not save them. skipped: shards that a node could
-    not keep. unread: snapshots and checkpoints that proved to be unreadable.
-    """
+    """What was saved since the job's start."""
 
     snapshots: int = 0
+    """Those that were whole."""
     nbytes: int = 0
+    """Theirs, without copies on other nodes."""
     took_s: float = 0.0
+    """From the first worker's copy until each snapshot was whole, all together."""
     stall_s: float = 0.0
+    """For which training stood still."""
     copies: int = 0
+    """Shards that came into the memory of nodes that did not save them."""
     copied_bytes: int = 0
+    """Theirs."""
     skipped: int = 0
+    """Shards that a node could not keep."""
     unread: int = 0
+    """Snapshots and checkpoints that proved to be unreadable."""
     tiers: dict[str, TierTotals] = {}
+    """By URL."""
 
 
 class StorageState(msgspec.Struct, kw_only=True):
