@@ -131,6 +131,38 @@ def test_a_fault_before_it_was_noticed():
     assert (found[T.INTERRUPTED], found[T.DETECT]) == near(0.2, 0.3)
 
 
+def test_a_restart_that_was_planned():
+    desk = launched(2)
+    loads(desk, None)
+    steps(desk, 1.0, 0.5)
+    desk.wait(0.3)
+    desk.do(e.ResizeRequested(1, "night"))
+    end(desk)
+    assert desk.state.membership.number == 2
+    loads(desk, None)
+    found = spent(desk)
+    planned_s = desk.now - desk.state.began_s - found[T.START] - 0.5
+    assert found[T.PLANNED] == pytest.approx(planned_s)
+    steps(desk, 2.0, 0.5)
+    assert spent(desk)[T.PLANNED] == pytest.approx(planned_s + 2.0)
+    assert {T.RESTART, T.INTERRUPTED, T.DECIDE}.isdisjoint(spent(desk))
+
+
+def test_words_that_were_long_on_their_way():
+    """They waited in an agent, and tell of steps before those that are known."""
+    desk = launched(2)
+    steps(desk, 1.0, 0.5)
+    desk.says(desk.members()[0], m.Progress(generation=1, committed=3, median_s=0.1), age_s=30.0)
+    assert told(desk)[0] == pytest.approx(0.5 + AFTER_S)
+    spent(desk)
+    desk.exits(desk.members()[1], -9)
+    steps(desk, 0.4, since=3)  # all are to end, and one has not yet
+    desk.wait(0.2)
+    found = spent(desk)
+    assert found[T.DECIDE] == pytest.approx(0.6)
+    assert told(desk)[2] == pytest.approx(0.5)
+
+
 @pytest.mark.parametrize("seed", range(100))
 def test_random_schedules_of_starts(seed):
     """Against an account of its own: one entry for each step that stayed, with its seconds."""
@@ -358,11 +390,16 @@ def test_what_was_lost_in_steps_that_are_done_again_is_forgotten():
     desk.do(e.Tick(), 1.0)
     waits(desk, {desk.members()[0]: 0.1}, {}, first=5)
     assert spent(desk)[T.DATA_WAIT] == pytest.approx(0.5)
+    desk.snapshot(10, "n0")
+    desk.stores()
+    desk.do(e.Tick(), 1.0 - 7 * AFTER_S)
+    desk.commit(20)
+    assert told(desk)[2] == pytest.approx(2.0, abs=0.1)
     desk.exits(desk.members()[0], -9)
     desk.ready(desk.workers()[0])
-    assert T.DATA_WAIT not in spent(desk)
-    assert told(desk)[0] == 0.0
-    assert told(desk)[1] > 1.0
+    assert desk.state.membership.lost_steps == 10
+    assert told(desk)[1] == pytest.approx(1.0, abs=0.1)
+    assert spent(desk)[T.DATA_WAIT] == pytest.approx(0.5 / 2, abs=0.02)
 
 
 def test_time_in_which_the_state_was_copied():
