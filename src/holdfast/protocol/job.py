@@ -23,16 +23,25 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A path, or a module's name when `module` is set."""
     args: tuple[str, ...] = ()
     module: bool = False
+    """`script` names a module."""
     min_nodes: int = 1
+    """Fewest nodes to train on."""
     max_nodes: int = 1
+    """Nodes at full strength."""
     nproc: int = 1
+    """Workers of a node."""
     spares: int = 0
+    """Nodes beside `max_nodes` that wait to replace others."""
     wait_for_spare: bool = False
+    """Train only at full strength; otherwise on fewer nodes, `min_nodes` or more, until others come."""
     engine: str = "local"
     preload: tuple[str, ...] = ("torch",)
+    """Modules that warm processes import before a worker is needed."""
     faults: tuple[FaultSpec, ...] = ()
     max_restarts: int = 100
+    """Workers that may be started again, or at level 0 and 1 starts of all, before the job fails."""
     cwd: str = "."
+    """Of the workers."""
     timing: Timing = Timing()
     saving: Saving = Saving()
     racks: int = 0
@@ -59,10 +68,12 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Durable(msgspec.Struct, frozen=True):
-    """A checkpoint in the durable tier `url`, of `step` committed steps."""
+    """A checkpoint in a durable tier."""
 
     step: int
+    """Committed steps."""
     url: str
+    """The tier's."""
 
     @property
     def where(self) -> str:
@@ -73,8 +84,9 @@ class Durable(msgspec.Struct, frozen=True):
 # All candidates and not only the newest: a checkpoint can prove to be damaged when it is read, and then
 # nobody lists the tiers again in the middle of a fault.
 class Resume(msgspec.Struct, frozen=True):
-    """What a start found in the durable tiers. checkpoints: newest first, each to be taken if those before it prove to
-    be damaged. passed_over: why others are not among them."""
+    """What a start found in the durable tiers."""
 
     checkpoints: tuple[Durable, ...] = ()
+    """Newest first, each to be taken if those before it prove to be damaged."""
     passed_over: tuple[str, ...] = ()
+    """Why others are not among them, for people."""

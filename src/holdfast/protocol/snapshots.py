@@ -24,21 +24,26 @@ class Lack(StrEnum):
 # The generation is part of the key. After a fault the same step is computed again, and its shards have other
 # bytes than those that were taken before: mixing them would give a state that never existed.
 class Key(msgspec.Struct, frozen=True, order=True):
-    """Which snapshot of which shard. generation: of the workers that took it; below 1 for one that an agent adopted from a
-    run before, and another for every generation of every run."""
+    """Which snapshot of which shard."""
 
     step: int
+    """Committed steps of the state; at level 0 and 1 the script's own number."""
     generation: int
+    """Of the workers that took it; below 1 for one that an agent adopted from a run before, and another for
+    every generation of every run."""
     rank: int
+    """The shard's number: at level 2 its index, the same for all replicas; at level 0 and 1 the rank."""
     world: int
+    """How many shards the snapshot has."""
 
 
 class Part(msgspec.Struct, frozen=True):
-    """A file of a checkpoint. xxh3 (128 bits, hex): of a head's bytes; for a blob, of its chunks' sums."""
+    """A file of a checkpoint."""
 
     name: str
     nbytes: int
     xxh3: str
+    """128 bits, hex: of a head's bytes; for a blob, of its chunks' sums."""
 
 
 # Head and blob are apart, because data-parallel ranks differ only in their heads: the blob, which is nearly all of the
@@ -48,6 +53,7 @@ class Shard(msgspec.Struct, frozen=True):
 
     rank: int
     head: Part
+    """What tells which tensors the blob has, and the values that are no tensors."""
     blob: Part = msgspec.field(name="row")
     """The bytes of the rank's tensors. Ranks with equal bytes share one. Manifests and the coordinator's state call it
     `row`, and go on to."""
@@ -65,24 +71,25 @@ class Copy(msgspec.Struct, frozen=True):
 # The server's name is what must be proved on the connection. An address alone may belong to another process
 # by the time that somebody calls.
 class Holder(msgspec.Struct, frozen=True):
-    """An agent that holds a shard, and where it serves it. server: the name that whoever listens there must prove."""
+    """An agent that holds a shard, and where it serves it."""
 
     node: str
     host: str
     port: int
     server: str = ""
+    """The name that whoever listens there must prove."""
 
 
 class DurableTier(msgspec.Struct, frozen=True):
-    """Where checkpoints go and which are kept. every: a cadence as `checkpoint.policy.parse_cadence` reads it.
-
-    keep: the newest so many; keep_every: and for ever the steps that it divides (0: none).
-    """
+    """Where checkpoints go and which are kept."""
 
     url: str
     every: str = "auto"
+    """A cadence as `checkpoint.policy.parse_cadence` reads it."""
     keep: int = 2
+    """The newest so many are kept."""
     keep_every: int = 0
+    """For ever are kept the steps that it divides; 0: none."""
 
 
 _tiers = msgspec.json.Decoder(list[DurableTier])
@@ -95,10 +102,12 @@ def tiers_of(environment: Mapping[str, str]) -> list[DurableTier]:
 
 
 class Saving(msgspec.Struct, frozen=True):
-    """What a job saves. memory: cadence of snapshots; copies: other nodes that keep each; budget_bytes: of every
-    node's snapshot memory, 0 for half of what is free."""
+    """What a job saves."""
 
     memory: str = "auto"
+    """Cadence of snapshots in memory."""
     copies: int = 1
+    """Other nodes that keep each."""
     budget_bytes: int = 0
+    """Of every node's snapshot memory; 0: half of what is free."""
     tiers: tuple[DurableTier, ...] = ()

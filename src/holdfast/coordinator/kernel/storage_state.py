@@ -26,7 +26,7 @@ class Snapshot(msgspec.Struct, kw_only=True):
     generation: int
     """Of the workers that took it."""
     world: int
-    """How many ranks it has shards of."""
+    """How many shards a whole one has, numbered by the `rank` of their keys."""
     began_s: float
     """When its first shard was heard of."""
     shards: list[HeldShard] = []
@@ -74,7 +74,7 @@ class Storing(msgspec.Struct, kw_only=True):
     generation: int = 0
     """Of the workers that took the snapshot."""
     world: int = 1
-    """How many ranks it has shards of."""
+    """How many shards it has."""
     took_s: float | None = None
     """From its begin until its manifest was written; None: it is on its way."""
     waiting: dict[int, str] = {}

@@ -31,23 +31,23 @@ Names = Annotated[
 # After the first step, because by then everything is imported that the next start will need, and because the
 # node's processor is needed for the start itself before.
 class Imported(msgspec.Struct, frozen=True, tag="imported"):
-    """The script has made its first optimizer step in this process. The job's rank 0 says what it imported for it.
-
-    modules: of the standard library and of installed packages, parents first. variables: of the environment, which differ
-    between starts or were changed by the script.
-    """
+    """The script has made its first optimizer step in this process. The job's rank 0 says what it imported
+    for it."""
 
     modules: Names = ()
+    """Of the standard library and of installed packages, parents first."""
     variables: Names = ()
+    """Names of environment variables that differ between starts or were changed by the script."""
 
 
 # Never leaves the node, as Warm.
 class Preloaded(msgspec.Struct, frozen=True, tag="preloaded"):
-    """The answer to Preload (agent only). without: packages that cannot be imported ahead, and why; the process that
-    found it out ends."""
+    """The answer to Preload (agent only)."""
 
     without: tuple[str, ...] = ()
+    """Packages that cannot be imported ahead; the process that found it out ends. Empty: all could be."""
     reason: str = ""
+    """Why they cannot; else empty."""
 
 
 # The first call of `holdfast.start` by any worker moves the whole job to level 2, because a job cannot be
@@ -59,19 +59,22 @@ class Attached(msgspec.Struct, frozen=True, tag="attached"):
 # The digest lets a job begin without a transfer. Workers that built the same bits from one seed hold the same
 # state, and only those that differ fetch it.
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
-    """The script reached `run.steps`: model built, nothing missing but the membership (and the state).
-
-    digest: xxh3 of the protected state as built, so that equal starts need no transfer. micro_batches: in a global
-    batch. shape: workers of a replica: shard degree, and tensor degree. shard_index: the shard that it was built for.
-    """
+    """The script reached `run.steps`: model built, nothing missing but the membership (and the state)."""
 
     digest: str
+    """xxh3 of the protected state as built, so that equal starts need no transfer."""
     host: str
+    """Where other workers reach this one."""
     vote_port: int
+    """Where it listens for the control channel."""
     data_port: int
+    """Where it serves its state to newcomers."""
     micro_batches: int = 0
+    """In a global batch."""
     shape: tuple[int, int] = (1, 1)
+    """Workers of a replica: shard degree, and tensor degree."""
     shard_index: int = 0
+    """The shard that it was built for."""
 
 
 class Joined(msgspec.Struct, frozen=True, tag="joined"):
@@ -79,8 +82,11 @@ class Joined(msgspec.Struct, frozen=True, tag="joined"):
 
     generation: int
     join_s: float
+    """How long it needed to connect."""
     restore_s: float | None = None
+    """How long it needed to get the state; None: it had it."""
     restored_bytes: int = 0
+    """How much it got."""
 
 
 # Now and then, so that a long transfer is visible; what moves is no hang.
@@ -89,6 +95,7 @@ class Restoring(msgspec.Struct, frozen=True, tag="restoring"):
 
     generation: int
     nbytes: int
+    """Fetched so far, of `total_bytes`."""
     total_bytes: int
 
 
@@ -122,35 +129,37 @@ class StepTold(NamedTuple):
 # At most 20 a second, however short a step is: with a thousand workers the coordinator would otherwise be
 # busy with good news. A generation's first commit is always reported at once, because it ends a stall.
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
-    """Steps were committed. Sent at most 20 times a second, and always for a generation's first commit.
-
-    losses: the commits since the last message (rank 0 only). figures: what the script
-    logged since then: (step, name to value), likewise. spent: blocks of steps that were completed since then.
-    """
+    """Steps were committed. Sent at most 20 times a second, and always for a generation's first commit."""
 
     generation: int
     committed: int
+    """Committed steps; at level 0 and 1 those of this start."""
     median_s: float | None = None
+    """Its median time of a step; None: not known."""
     losses: tuple[StepTold, ...] = ()
+    """The commits since the last message (rank 0 only)."""
     figures: tuple[tuple[int, dict[str, float]], ...] = ()
+    """What the script logged since the last message: (step, name to value), likewise."""
     spent: tuple[Spent, ...] = ()
+    """Blocks of steps that were completed since the last message."""
 
 
 # The only input of the vote. `committed` is what the worker holds for certain: None after an update that was
 # torn in the middle, because half an update is no state at all.
 class Parked(msgspec.Struct, frozen=True, kw_only=True, tag="parked"):
-    """The worker is out of a generation that broke or was ended, and waits for the next.
-
-    committed: None when it holds no usable state (it never had it, or an update was torn).
-    prepared: it holds the complete reduced gradient of step `committed`.
-    begun: collectives of its replica's groups since they were connected, all of them complete; -1: the groups are gone.
-    """
+    """The worker is out of a generation that broke or was ended, and waits for the next."""
 
     generation: int
     committed: int | None
+    """Committed steps of its state; None: it holds no usable state (it never had it, or an update was
+    torn)."""
     prepared: bool = False
+    """It holds the complete reduced gradient of step `committed`."""
     losses: tuple[StepTold, ...] = ()
+    """The commits since its last Progress (rank 0 only)."""
     begun: int = -1
+    """Collectives of its replica's groups since they were connected, all of them complete; -1: the groups are
+    gone."""
 
 
 # Sent while the worker is still in its step. It must not begin another collective before RunTo: its peers
@@ -164,17 +173,22 @@ class Halted(msgspec.Struct, frozen=True, tag="halted"):
 
 # Sent before the worker parks or exits, so the error is known when its end is judged.
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
-    """User code raised. In a step the worker parks next; outside of one it exits. own: this rank's own part of the gradient
-    or the loss is not finite."""
+    """User code raised. In a step the worker parks next; outside of one it exits."""
 
     generation: int
+    """The newest that it joined; 0: none."""
     step: int | None
+    """Committed steps before the one that failed; None: it was outside of a step."""
     phase: int
+    """A `Phase`."""
     error: str
+    """The exception's class."""
     message: str
     traceback: str = ""
     where: str = ""
+    """The line of the script; empty: none is in the traceback."""
     own: bool = False
+    """This rank's own part of the gradient or the loss is not finite."""
 
     @property
     def signature(self) -> str:
@@ -186,15 +200,15 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
 
 # Not a verdict: every peer of a lost worker reports one. Who is at fault is found by whoever reports nothing.
 class CollectiveError(msgspec.Struct, frozen=True, tag="collective-error"):
-    """A collective raised in this worker: evidence, not a verdict. Or it could not be restored (step -1).
-
-    lost: what it was to be restored from is damaged; another try would find the same.
-    """
+    """A collective raised in this worker: evidence, not a verdict. Or the worker could not be restored."""
 
     generation: int
     step: int
+    """Committed steps before the one that failed; -1: the worker could not be restored."""
     detail: str
+    """For people."""
     lost: bool = False
+    """What it was to be restored from is damaged; another try would find the same."""
 
 
 # The worker waits for the Ack. Otherwise it could be dead before its own fault is in the ledger, and the
@@ -210,26 +224,29 @@ class FaultFired(msgspec.Struct, frozen=True, tag="fault-fired"):
 # By the worker itself, where replicas are single workers. With shards the agents write, and report Stored and
 # Published.
 class Saved(msgspec.Struct, frozen=True, tag="saved"):
-    """A checkpoint is whole in a durable tier. error: it could not be written, and why."""
+    """A checkpoint is whole in a durable tier, or could not be written."""
 
     step: int
     url: str
+    """The tier's."""
     error: str | None = None
+    """Why it could not be written; None: it is."""
 
 
 # Comes before the process ends. So an exit after it is the end of a worker that had everything, whatever its
 # code is.
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
-    """The worker has all its steps. params_xxh3: over the parameters of every protected module.
-
-    held: its agent has the last state, and will say SnapshotStored or SnapshotRejected.
-    """
+    """The worker has all its steps."""
 
     committed: int
     params_xxh3: str
+    """Over the parameters of every protected module."""
     loss: float | None
+    """Of its last step; None: not known."""
     stopped: bool = False
+    """It was told to stop before the script's own last step."""
     held: bool = False
+    """Its agent has the last state, and will say SnapshotStored or SnapshotRejected."""
 
 
 # Announced by the script: only it knows that it is going to evaluate for ten minutes, and without this it
@@ -238,52 +255,54 @@ class OffStep(msgspec.Struct, frozen=True, tag="off-step"):
     """The script begins (or ends) work of its own between two steps, which may take long."""
 
     on: bool
+    """It begins; False: it ends."""
 
 
 # The agent owns the memory. So a copy outlives the worker that made it, which is the point of a snapshot.
 class SlotWanted(msgspec.Struct, frozen=True, tag="slot-wanted"):
-    """The worker wants to copy its shard, `nbytes` of it, into snapshot memory (agent only).
-
-    waits: until there is room, when older snapshots are still on their way to durable tiers.
-    """
+    """The worker wants to copy its shard into snapshot memory (agent only)."""
 
     key: Key
     nbytes: int
+    """Of the copy."""
     waits: bool = False
+    """Until there is room, when older snapshots are still on their way to durable tiers."""
 
 
 # With the index the agent can serve the copy to others, without torch and without knowing what it is a copy
 # of.
 class SlotFilled(msgspec.Struct, frozen=True, tag="slot-filled"):
-    """The copy is complete (agent only). index: msgpack of `tensors.index.Index`; None: it was given up.
-
-    stall_s: how long training stood still for it.
-    """
+    """The copy is complete, or was given up (agent only)."""
 
     key: Key
     index: bytes | None
+    """msgpack of `tensors.index.Index`; None: the copy was given up."""
     stall_s: float = 0.0
+    """How long training stood still for it."""
 
 
 # Only at level 0 and 1: the script numbers its states as it likes, and this is how its numbers are matched
 # with the steps that were counted.
 class StateServed(msgspec.Struct, frozen=True, tag="state-served"):
-    """Rank 0's script gave the state that it calls `step` to be saved, after `steps` optimizer steps of this start."""
+    """Rank 0's script gave a state to be saved."""
 
     generation: int
     step: int
+    """What the script calls it."""
     steps: int
+    """Optimizer steps of this start before it."""
 
 
 # Rank 0's word: all ranks load the same state, and one is enough to know from where the count of steps goes
 # on.
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
-    """Rank 0's script goes on from the state that it calls `step`, `steps` optimizer steps after this start. None: it looked
-    for the newest, and there was none."""
+    """Rank 0's script goes on from a state that it loaded."""
 
     generation: int
     step: int | None
+    """What the script calls it; None: it looked for the newest, and there was none."""
     steps: int
+    """Optimizer steps of this start before that."""
 
 
 # Asked of the coordinator, because only it knows which snapshot is complete over all nodes.
@@ -291,6 +310,7 @@ class FindSnapshot(msgspec.Struct, frozen=True, tag="find-snapshot"):
     """A script wants to load: which is the newest whole checkpoint, and who has it?"""
 
     request: int
+    """Numbers the worker's questions: the answer names it."""
 
 
 WorkerMessage = (

@@ -10,36 +10,40 @@ import msgspec
 # Complete replicas have numbers from 0 on. -1 is a worker beside them: it computes no gradient, yet takes
 # part in every update, so its shard stays current and can complete a replica at once.
 class Member(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker of a generation, and where the others reach it.
-
-    replica: its number; -1: the worker's replica is not complete, so it computes nothing but keeps its shard current.
-    shard_index: which shard of the state it holds; 0 where a replica is one worker.
-    """
+    """One worker of a generation, and where the others reach it."""
 
     rank: int
     worker: str
     node: str
     slot: int
     host: str = ""
+    """Where the two ports are."""
     vote_port: int = 0
+    """For the control channel."""
     data_port: int = 0
+    """Where it serves its state."""
     replica: int = 0
+    """Its replica's number; -1: that is not complete, so the worker computes nothing but keeps its shard
+    current."""
     shard_index: int = 0
+    """Which shard of the state it holds; 0 where a replica is one worker."""
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
-    """One version of the membership. Members are in the order of their ranks: replica by replica, in each by shard,
-    then those whose replica is not complete.
-
-    shape: workers of a replica: shard degree, and tensor degree. groups_connected_in: for every complete
-    replica, the number of the generation in which its own process groups were connected; empty where a replica is one worker.
-    """
+    """One version of the membership."""
 
     number: int
+    """Counts from 1 on."""
     members: tuple[Member, ...]
+    """In the order of their ranks: replica by replica, in each by shard, then those whose replica is not
+    complete."""
     start: int = 0
+    """Committed steps that it goes on from."""
     shape: tuple[int, int] = (1, 1)
+    """Workers of a replica: shard degree, and tensor degree."""
     groups_connected_in: tuple[int, ...] = ()
+    """For every complete replica, the number of the generation in which its own process groups were
+    connected; empty where a replica is one worker."""
 
     @property
     def shard_count(self) -> int:

@@ -18,6 +18,7 @@ class StartWorker(msgspec.Struct, frozen=True, kw_only=True, tag="start-worker")
     worker: str
     slot: int
     script: str
+    """A path, or a module's name when `module` is set."""
     args: tuple[str, ...]
     module: bool
     cwd: str
@@ -27,11 +28,12 @@ class StartWorker(msgspec.Struct, frozen=True, kw_only=True, tag="start-worker")
 # The grace is for a copy that the worker is just making: killed in the middle, it would cost the snapshot its
 # shard.
 class KillWorker(msgspec.Struct, frozen=True, tag="kill-worker"):
-    """End a worker now. grace_s > 0: SIGTERM first; before that, for as long at most, it completes the copy into snapshot
-    memory that it is at."""
+    """End a worker now, or soon."""
 
     worker: str
     grace_s: float = 0.0
+    """Above 0: SIGTERM first; before that, for as long at most, it completes the copy into snapshot memory
+    that it is at."""
 
 
 # By way of the agent, which has the only connection to the worker.
@@ -47,13 +49,15 @@ class Inspect(msgspec.Struct, frozen=True, tag="inspect"):
     """Look at every worker of the node and save its stacks."""
 
     request: int
+    """Numbers the coordinator's questions: the answer names it."""
 
 
 class RunFault(msgspec.Struct, frozen=True, tag="run-fault"):
-    """Injected from outside the worker, now. worker: None for a fault of the whole node."""
+    """Injected from outside the worker, now."""
 
     fault: ArmedFault
     worker: str | None = None
+    """None: the fault is the whole node's."""
 
 
 # Its workers may believe that they are members. They are killed first, then the agent comes back with a new
@@ -74,45 +78,53 @@ class Drain(msgspec.Struct, frozen=True, tag="drain"):
 # `keeps` only where the machine stays ours: memory on a node that goes back to a cluster belongs to the next
 # user.
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
-    """The job is over: end the workers and leave. keeps: the snapshot memory stays, for the next start of the job."""
+    """The job is over: end the workers and leave."""
 
     reason: str
     keeps: bool = False
+    """The snapshot memory stays, for the next start of the job."""
 
 
 # With all holders, so the copy can be fetched from another one if the first is lost meanwhile.
 class Replicate(msgspec.Struct, frozen=True, tag="replicate"):
-    """Keep a copy of this shard, too; `holders` have it."""
+    """Keep a copy of this shard, too."""
 
     copy: Copy
     holders: tuple[Holder, ...]
+    """Who has it."""
 
 
 # What may be forgotten, said by whoever knows all nodes. An agent that decided this by itself could drop the
 # last copy of a shard.
 class SnapshotComplete(msgspec.Struct, frozen=True, tag="snapshot-complete"):
-    """The snapshot of this step is whole: older ones are not needed, but for `kept`, of which more nodes hold each shard."""
+    """The snapshot of this step is whole: older ones are not needed."""
 
     step: int
     kept: int | None = None
+    """But for this step's, of which more nodes hold each shard; None: none is kept beside it."""
 
 
 # After a rewind. Kept, a shard of a later step could be found by the next start, and be taken for the newest
 # state of a past that never was.
 class ForgetSnapshots(msgspec.Struct, frozen=True, tag="forget-snapshots"):
-    """Training goes on from this step: what was saved of later ones never happened. until: only up to this one, of which
-    a shard is missing that nobody will bring."""
+    """Training goes on from an earlier step: what was saved of later ones never happened."""
 
     above_step: int
+    """The step that it goes on from."""
     until: int | None = None
+    """Only snapshots up to this one go: a shard of it is missing that nobody will bring. None: all later ones
+    go."""
 
 
 class StoreShard(msgspec.Struct, frozen=True, tag="store-shard"):
-    """Write a shard that is held here to a durable tier. blob: of equal bytes, written by another; only the head."""
+    """Write a shard that is held here to a durable tier."""
 
     tier: str
+    """Its URL."""
     key: Key
     blob: str = ""
+    """Name of the blob with equal bytes that another node writes: only the head is written here. Empty: both
+    are."""
 
 
 # Ordered when every shard was reported: the manifest makes the checkpoint exist, so it comes last.
@@ -133,18 +145,20 @@ class Peer(msgspec.Struct, frozen=True):
 
 
 class RunChecks(msgspec.Struct, frozen=True, kw_only=True, tag="run-checks"):
-    """Check this node and answer with Checked. only: names of checks; empty: all that concern the node alone.
-
-    peers: of checks between nodes: the other one of `pair`, the whole group of `all-reduce` in the order of ranks.
-    port: where this node listens in a `pair`; 0: it connects. seconds: about how long each check lasts; 0: as usual.
-    """
+    """Check this node and answer with Checked."""
 
     request: int
     deep: bool = False
+    """The deep checks too, which need the node to itself."""
     peers: tuple[Peer, ...] = ()
+    """Of checks between nodes: the other one of `pair`, the whole group of `all-reduce` in the order of
+    ranks."""
     only: tuple[str, ...] = ()
+    """Names of checks; empty: all that concern the node alone."""
     port: int = 0
+    """Where this node listens in a `pair`; 0: it connects."""
     seconds: float = 0.0
+    """About how long each check lasts; 0: as usual."""
 
 
 # Numbered and repeated until it is answered; the agent does each number once. A reset of a device must not
@@ -155,7 +169,9 @@ class Repair(msgspec.Struct, frozen=True, tag="repair"):
     request: int
     remedy: Remedy
     device: str = ""
+    """Lasting identity; empty: the remedy names none."""
     reason: str = ""
+    """For people."""
 
 
 ToAgent = (

@@ -18,56 +18,68 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
 
     worker: str
     script: str
+    """A path, or a module's name when `module` is set."""
     args: tuple[str, ...]
     module: bool
     env: dict[str, str]
+    """Variables that the process sets on top of those that it was forked with."""
     cwd: str
     log: str
+    """Path of the file that its output goes to."""
     page: str
+    """Path of its progress page."""
     stacks: str
+    """Path of the file that its stacks are written to."""
     token_file: str
+    """Path of the file with the job's token."""
     host: str
+    """Where other nodes reach this one."""
 
 
 # Nobody waits for the answer. A worker that is needed meanwhile comes from another process, so that an import
 # which hangs or fails keeps nobody from starting.
 class Preload(msgspec.Struct, frozen=True, kw_only=True, tag="preload"):
-    """What the script imports: a process that waits for its start is to import it ahead. To an agent: its processes are.
-
-    modules, variables: as in Imported. script, args, cwd: as in Start; empty in what the coordinator says.
-    """
+    """What the script imports: a process that waits for its start is to import it ahead. To an agent: its
+    processes are."""
 
     modules: Names
+    """As in Imported."""
     variables: Names = ()
+    """As in Imported."""
     script: str = ""
+    """As in Start; empty in what the coordinator says, as are the next two."""
     args: tuple[str, ...] = ()
     cwd: str = "."
 
 
 # All that a member needs, in one message: it may be the last one that it gets, if the coordinator dies now.
 class JoinGeneration(msgspec.Struct, frozen=True, kw_only=True, tag="join-generation"):
-    """Join this generation.
-
-    apply: apply the prepared gradient first (the step counts after all).
-    restore: fetch the state at `generation.start`: from the ranks in `donors`; when there are none from snapshot
-    memory, `copy` held by `holders`, nearest first; else from the durable checkpoint.
-    serve: be a donor, so publish the state; with `restore`, as soon as it is read from the durable checkpoint.
-    saves: copy snapshots into this node's memory; mtbf_s: what `auto` goes by.
-    shards: all shards of a snapshot that was taken with another number of shards, each with its holders.
-    """
+    """Join this generation."""
 
     generation: Generation
     rank: int
     apply: bool = False
+    """Apply the prepared gradient first (the step counts after all)."""
     restore: bool = False
+    """Fetch the state at `generation.start`: from `donors`; when there are none from snapshot memory, `copy`
+    or `shards`; else from `durable`."""
     serve: bool = False
+    """Be a donor, so publish the state; with `restore`, as soon as it is read from the durable checkpoint."""
     donors: tuple[int, ...] = ()
+    """Ranks."""
     copy: Copy | None = None
+    """The shard in snapshot memory; None: none is there to fetch."""
     holders: tuple[Holder, ...] = ()
+    """Who has `copy`, nearest first."""
     durable: Durable | None = None
+    """The checkpoint to read; None: none."""
     saves: bool = False
+    """Copy snapshots into this node's memory."""
     mtbf_s: float = 0.0
+    """The job's mean time between failures, from which the cadence `auto` follows; 0: not known, and `auto`
+    never saves."""
     shards: tuple[tuple[Copy, tuple[Holder, ...]], ...] = ()
+    """All shards of a snapshot that was taken with another number of shards, each with its holders."""
 
 
 SHARD_INDEX_VARIABLE = "HOLDFAST_SHARD_INDEX"
@@ -84,12 +96,13 @@ class Rebuild(msgspec.Struct, frozen=True, tag="rebuild"):
 # Safe to repeat and safe to miss: it names its generation, and a worker that does not hear it notices the
 # broken collective itself.
 class Break(msgspec.Struct, frozen=True, tag="break"):
-    """The generation is over: abort its collectives, leave the step, park. halt: the worker's own replica is whole; its
-    groups are not aborted, the worker says Halted and goes on until RunTo tells it where to leave the step."""
+    """The generation is over: abort its collectives, leave the step, park."""
 
     generation: int
     reason: str
     halt: bool = False
+    """The worker's own replica is whole: its groups are not aborted. The worker says Halted, and goes on
+    until RunTo tells it where to leave the step."""
 
 
 # The furthest collective that any worker of the replica has begun. Those behind go on to it, so nothing is
@@ -99,6 +112,7 @@ class RunTo(msgspec.Struct, frozen=True, tag="run-to"):
 
     generation: int
     begun: int
+    """Since the groups of the replica were connected."""
 
 
 # At the commit nothing is in flight and all hold the same state, so a planned change costs no step.
@@ -110,12 +124,14 @@ class EndAtCommit(msgspec.Struct, frozen=True, tag="end-at-commit"):
 
 # Not a kill: whoever gets it holds a state that may be the only one, and has the time to give it away.
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """Leave `run.steps`. apply: as in JoinGeneration. save_to: write a durable checkpoint there first. keep: leave the state in the
-    node's memory, from where it becomes a checkpoint."""
+    """Leave `run.steps`."""
 
     apply: bool = False
+    """As in JoinGeneration."""
     save_to: DurableTier | None = None
+    """Write a durable checkpoint there first; None: write none."""
     keep: bool = False
+    """Leave the state in the node's memory, from where it becomes a checkpoint."""
 
 
 # The complete list each time, so an empty one disarms: a worker that lost its rank must not carry out the
@@ -130,6 +146,7 @@ class Ack(msgspec.Struct, frozen=True, tag="ack"):
     """FaultFired was passed on; go ahead."""
 
     fault: str
+    """Its id, as in ArmedFault."""
 
 
 # Silence without a close is the hardest fault to notice, since no end of a connection reports it. So it can
@@ -140,11 +157,13 @@ class DropTraffic(msgspec.Struct, frozen=True, tag="drop-traffic"):
 
 # A path in shared memory, not the bytes: the copy goes from the GPU straight into the agent's memory.
 class SlotGiven(msgspec.Struct, frozen=True, tag="slot-given"):
-    """The slot for a snapshot. path: None when there is none, and why."""
+    """The slot for a snapshot, or that there is none."""
 
     key: Key
     path: str | None
+    """In shared memory; None: there is no slot."""
     reason: str = ""
+    """Why not; else empty."""
 
 
 # Every shard with all its holders: the worker chooses the nearest, and goes on to the next if one is gone by
@@ -153,16 +172,18 @@ class SnapshotFound(msgspec.Struct, frozen=True, tag="snapshot-found"):
     """The newest whole checkpoint: in memory, every shard with its holders; else the durable one; else neither."""
 
     request: int
+    """Of the FindSnapshot that it answers."""
     copies: tuple[tuple[Copy, tuple[Holder, ...]], ...] = ()
     durable: Durable | None = None
 
 
 # The complete list each time, so an empty one withdraws. Deadlines are relative, because two machines' clocks differ.
 class Notify(msgspec.Struct, frozen=True, tag="notify"):
-    """What stands of the notices: to an agent for all workers of its node, also those that start later; to a worker for its
-    script. Deadlines count from the sending."""
+    """What stands of the notices: to an agent for all workers of its node, also those that start later; to a
+    worker for its script."""
 
     notices: tuple[Notice, ...]
+    """All of them. Their deadlines count from the sending."""
 
 
 ToWorker = (
