@@ -404,7 +404,7 @@ def test_a_damaged_newest_one_is_passed_over_and_named(to, caplog):
     assert "step-15" in said
     assert "bytes 0 to" in said
     assert "step-10" in said
-    assert "is not there" in said
+    assert "does not exist" in said
 
 
 def test_nothing_whole_is_an_error_and_not_a_fresh_start(to):

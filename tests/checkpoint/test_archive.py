@@ -153,9 +153,9 @@ def test_readers_that_tell_each_other_fetch_the_heads_once(archive, monkeypatch)
     assert [find_in_archive(archive, 5, reader=r, readers=2).step for r in (0, 1)] == [5, 5]
     archive.tier.remove(archive.manifest(5).shards[3].blob.name)
     assert find_in_archive(archive, 5, reader=0, readers=2).heads[2]
-    with pytest.raises(UnreadError, match="is not there"):
+    with pytest.raises(UnreadError, match="does not exist"):
         find_in_archive(archive, 5, reader=1, readers=2)
-    with pytest.raises(UnreadError, match="is not there"):
+    with pytest.raises(UnreadError, match="does not exist"):
         find_in_archive(archive, 5, reader=0, readers=2).pieces("model.a")
 
 

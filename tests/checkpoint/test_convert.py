@@ -460,7 +460,7 @@ def test_files_that_are_something_else(tmp_path):
     refused(tmp_path / "a", tmp_path, "cannot be read|holds objects")
     (tmp_path / "b").write_bytes(pickle.dumps({"a": 1}))
     refused(tmp_path / "b", tmp_path, "cannot be read|holds objects")
-    refused(tmp_path / "nowhere", tmp_path, "nowhere is not there")
+    refused(tmp_path / "nowhere", tmp_path, "nowhere does not exist")
     (tmp_path / "folder").mkdir()
     refused(tmp_path / "folder", tmp_path, "has no .safetensors file")
 
@@ -501,7 +501,7 @@ def test_an_export_that_is_not_whole(export, tmp_path):
     refused(one, tmp_path, "is one of 3 files: give .*index.json, or the folder")
     data = one.read_bytes()
     one.unlink()
-    refused(export, tmp_path, "names model-00001-of-00003.safetensors, which is not there")
+    refused(export, tmp_path, "names model-00001-of-00003.safetensors, which does not exist")
     save_file({"m.7": torch.ones(1)}, one)
     refused(export, tmp_path, r"only one of them has m\.0, m\.7")
     one.write_bytes(data)
@@ -517,7 +517,7 @@ def test_an_export_that_is_not_whole(export, tmp_path):
     [
         (lambda d: d.clear(), "values.json names 'format'"),
         (lambda d: d.update(format=2), "update it"),
-        (lambda d: d["values"].clear(), "names 'epoch', which is not there"),
+        (lambda d: d["values"].clear(), "names 'epoch', which does not exist"),
         (lambda d: d["nesting"][0].pop("m"), r"does not name m\.0, m\.1, m\.2"),
         (lambda d: d["nesting"].clear(), "does not name"),
         (lambda d: d["nesting"][0].update(epoch=3), "was not written by an export"),

@@ -240,7 +240,7 @@ def test_an_upload_that_the_store_lost_is_no_success(server, tier):
         (301, "PermanentRedirect", "set AWS_REGION"),
         (507, "QuotaExceeded", "full: make room"),
         (429, "TooManyRequests", "overloaded"),
-        (404, "NoSuchBucket", "bucket is not there: create it"),
+        (404, "NoSuchBucket", "bucket does not exist: create it"),
         (418, "Teapot", "it failed"),
     ],
 )
@@ -264,7 +264,7 @@ def test_no_bucket(server):
     tier = tier_of(server, "s3://missing/x")
     for do in (tier.check, tier.folders, lambda: tier.read("a"), lambda: tier.publish("a", b"")):
         with pytest.raises(
-            TierError, match=r"s3://missing/x .* bucket is not there: create it, or correct the URL"
+            TierError, match=r"s3://missing/x .* bucket does not exist: create it, or correct the URL"
         ):
             do()
 
@@ -299,7 +299,7 @@ def test_a_removal_that_is_denied_for_one_of_many(server, archive):
 
 def test_a_cache_in_between(server, tier):
     server.fault("get", "status", status=404, code="NoSuchKey")
-    with pytest.raises(TierError, match="does not give back what was just written"):
+    with pytest.raises(TierError, match="does not return what was just written"):
         tier.check()
     assert server.objects == {}
 

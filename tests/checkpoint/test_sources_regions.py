@@ -93,7 +93,7 @@ def test_damage_everywhere_is_refused_with_every_reason():
     blob = Blob([Gone(), Bytes(DATA, "bad", [5])], SUMS, LENGTH)
     with pytest.raises(StateError, match=r"there: does not answer; bad: bytes 0 to 32768 were changed"):
         blob.fetch(0, 10)
-    with pytest.raises(StateError, match="no source is left"):
+    with pytest.raises(StateError, match="every source of these bytes failed"):
         blob.fetch(CHUNK_BYTES, 2 * CHUNK_BYTES)
 
 

@@ -74,9 +74,9 @@ def test_a_range_beyond_the_end_is_refused(tier, offset, nbytes):
 
 @pytest.mark.parametrize("nbytes", [0, 1, 3 * PART_BYTES])
 def test_what_is_not_there_cannot_be_read(tier, nbytes):
-    with pytest.raises(StateError, match=r"step-3/a\.bin is not there"):
+    with pytest.raises(StateError, match=r"step-3/a\.bin does not exist"):
         tier.read_into("step-3/a.bin", 0, memoryview(bytearray(nbytes)))
-    with pytest.raises(StateError, match=r"step-3/a\.bin is not there"):
+    with pytest.raises(StateError, match=r"step-3/a\.bin does not exist"):
         tier.read("step-3/a.bin")
 
 
@@ -222,7 +222,7 @@ def test_a_missing_file(archive, which):
     shard = save(archive, 5).shards[0]
     names = {"blob": shard.blob.name, "head": shard.head.name, "manifest": f"{folder_of(5)}/{MANIFEST}"}
     archive.tier.remove(names[which])
-    with pytest.raises(StateError, match="is not there"):
+    with pytest.raises(StateError, match="does not exist"):
         archive.verify(5)
     assert newest_whole(archive) == 3
 

@@ -125,7 +125,7 @@ def test_exports_that_are_refused(holdfast, tiers, tmp_path, arguments, why):
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (["nowhere", "tier", "--step", "1"], "nowhere is not there"),
+        (["nowhere", "tier", "--step", "1"], "nowhere does not exist"),
         (["out.pt", "near", "--step", "4"], "near/step-4 exists: choose another --step"),
         (["out.pt", "near/step-4", "--step", "5"], "near/step-4 is one checkpoint"),
         (["train.py", "tier", "--step", "5"], "train.py"),

@@ -82,7 +82,7 @@ def test_a_rule_that_was_wrong_twice_is_on_trial_and_shown(home, history):
 
 
 def test_a_rule_that_was_never_found_there_is_refused(home, history):
-    with pytest.raises(UsageError, match="what was found on serial:X1 is xid-79"):
+    with pytest.raises(UsageError, match="rules that matched on serial:X1: xid-79"):
         told("node", "clear", "X1", "--false-positive", "xid-97")
 
 
@@ -100,5 +100,5 @@ def test_why_lists_and_tells(home):
         "Incident 1 on n1, rank 1, at step 3: killed by signal 9"
     )
     assert json.loads(told("why", "1", "--json"))["incident"] == 1
-    with pytest.raises(UsageError, match="there are 1 to 1"):
+    with pytest.raises(UsageError, match="it has incidents 1 to 1"):
         told("why", "7")

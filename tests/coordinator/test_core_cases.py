@@ -578,7 +578,7 @@ def test_a_newcomer_whose_calls_are_not_taken_is_not_the_one_that_does_not_come(
     assert desk.records("stall-judged")[-1]["workers"] == []
     assert (
         str(desk.incidents()[-1].cause)
-        == "hang: they do not reach each other: rank 1 misses 3, rank 3 misses 1"
+        == "hang: the workers cannot connect to each other: rank 1 waits for rank 3, rank 3 waits for rank 1"
     )
     assert desk.incidents()[-1].rung == "retry in process"
     once_more(desk)
@@ -639,7 +639,7 @@ def test_work_of_the_scripts_own_is_no_hang_however_its_stack_differs():
     stacks = {"n0": "evaluate", "n1": "wait", "n2": "wait"}
     for node, view in views.items():
         desk.do(e.NodeSays(node, m.InspectReply(request, (view,), {view.worker: stacks[node]})))
-    assert desk.records("stall-judged")[-1]["reason"] == "some are at work: aside"
+    assert desk.records("stall-judged")[-1]["reason"] == "some workers are still busy: aside"
     assert desk.state.membership.phase is JobPhase.RUNNING
     assert not desk.killed()
 
@@ -763,7 +763,7 @@ def test_no_verdict_while_a_node_does_not_answer():
     desk.do(e.NodeSays("n0", m.InspectReply(1, (view,))))
     desk.do(e.NodeSays("n1", m.InspectReply(1, (at(desk, "n1.0#2", Phase.REDUCE),))))
     desk.wait(desk.core.timing.inspect_s + 0.1)
-    assert desk.records("stall-judged")[0]["reason"] == "not every worker was seen"
+    assert desk.records("stall-judged")[0]["reason"] == "not every worker reported its position"
     assert desk.state.membership.phase is JobPhase.RUNNING
 
 

@@ -88,7 +88,7 @@ def test_durable_tiers():
     assert ("holdfast_saved_step", TIER.url) not in seen
     desk.snapshot(6, "n0", "n1")
     desk.stores(tier=TIER.url)
-    desk.stores(reason="the bucket is not there", tier="s3://bucket/run")
+    desk.stores(reason="the bucket does not exist", tier="s3://bucket/run")
     seen = figures(desk)
     expected = {
         ("holdfast_saved_step", TIER.url): 6, ("holdfast_checkpoint_bytes_total", TIER.url): 1000,

@@ -107,4 +107,4 @@ def test_at_the_end_it_is_given_up_after_the_time_of_a_start():
     assert desk.state.membership.phase is not JobPhase.ENDED
     desk.wait(6)
     assert (desk.state.membership.phase, desk.state.membership.outcome) == (JobPhase.ENDED, "finished")
-    assert desk.records("tier-failed")[0]["reason"] == "nothing of it came to checkpoint for 300 s"
+    assert desk.records("tier-failed")[0]["reason"] == "no byte of it reached checkpoint for 300 s"

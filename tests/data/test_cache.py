@@ -156,7 +156,7 @@ def test_a_server_that_is_away_is_no_harm_when_there_is_a_copy(server, tmp_path,
 
 
 def test_nobody_there_and_no_copy(server, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"s3://bucket/none.npy is not there"):
+    with pytest.raises(FileNotFoundError, match=r"s3://bucket/none.npy does not exist"):
         Cache(tmp_path).get(remote(server, "s3://bucket/none.npy"))
     server.fault("head", "status", times=10**6, status=403, code="InvalidAccessKeyId")
     with pytest.raises(DataError, match="could not be asked for"):
@@ -191,7 +191,7 @@ def test_verify_finds_a_bit_that_flipped_without_a_trace(server, tmp_path):
         file.write(bytes([bytes_of(1)[0] ^ 1]))
     os.utime(path, ns=(changed_ns, changed_ns))
     troubles = {found.url: found.trouble for found in cache.verify()}
-    assert troubles == {"s3://bucket/other.npy": None, URL: "the content differs from what was fetched"}
+    assert troubles == {"s3://bucket/other.npy": None, URL: "the cached file differs from what was fetched"}
     assert cache.get(remote(server)).read_bytes() == bytes_of(1)
 
 

@@ -40,9 +40,9 @@ def hang(job_dir, number):
 @pytest.mark.parametrize(
     ("number", "why"),
     [
-        (signal.SIGSTOP, "it has been stopped"),
-        pytest.param(signal.SIGUSR2, "its loop has not turned", marks=pytest.mark.nightly),
-        pytest.param(signal.SIGUSR1, "its loop has not turned", marks=pytest.mark.nightly),
+        (signal.SIGSTOP, "its process has been stopped"),
+        pytest.param(signal.SIGUSR2, "its event loop has not run", marks=pytest.mark.nightly),
+        pytest.param(signal.SIGUSR1, "its event loop has not run", marks=pytest.mark.nightly),
     ],
     ids=["stopped", "waiting", "busy"],
 )

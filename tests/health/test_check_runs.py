@@ -138,7 +138,7 @@ def test_deep_checks_leave_alone_what_trains():
     assert [n.name for n in choose(CheckOptions(), state())] == ["n0", "n1", "n2", "n3"]
     with pytest.raises(UsageError, match="n0: deep checks would disturb"):
         choose(CheckOptions(("n0", "n1"), deep=True), state())
-    with pytest.raises(UsageError, match=r"all nodes train \(n0, n1\)"):
+    with pytest.raises(UsageError, match=r"no node is free to check \(training: n0, n1\)"):
         choose(CheckOptions(deep=True), state(training=2, spares=0))
     with pytest.raises(UsageError, match="no node 'n9' in this job: there are n0"):
         choose(CheckOptions(("n9",)), state())

@@ -54,7 +54,7 @@ def test_an_incident_that_no_rule_found():
         (4.0, "incident-opened", INCIDENT | {"rule": None, "cause": "killed by signal 9 (SIGKILL)"})
     )
     text = "\n".join(story(1, entries))
-    assert "No rule found anything" in text
+    assert "No health rule matched" in text
     assert "Not known: no step was committed after it." in text
 
 

@@ -150,7 +150,7 @@ def test_a_server_that_stalls_midway(archive, url):
 
 
 def test_refusals(url, monkeypatch):
-    with pytest.raises(TierError, match="bucket is not there: create it"):
+    with pytest.raises(TierError, match="bucket does not exist: create it"):
         ObjectTier("s3://no-such-bucket/x").check()
     with pytest.raises(TierError, match="not accepted: set AWS_ACCESS_KEY_ID"):
         ObjectTier(url, secret_access_key="wrong").check()

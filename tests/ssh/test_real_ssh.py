@@ -69,7 +69,7 @@ def test_a_run_with_a_spare_loses_hosts_and_the_curve_is_the_same(hosts, tmp_pat
     # Only a connection of ssh: nobody is lost for it, and the launcher connects again.
     (sshd,) = (pid for pid in hosts["a"].pids("^sshd: root"))
     os.kill(sshd, signal.SIGKILL)
-    job.wait_for("connected to a again; its agent has gone on")
+    job.wait_for("connected to a again; its agent kept running")
     assert job.events("node-lost") == []
 
     # A host without power: its place is taken, and when it is back it joins again.
@@ -128,7 +128,7 @@ def test_what_rank_0_prints_is_shown_once_over_a_broken_connection(hosts, tmp_pa
     job.wait_for("\nat 5\n")
     for pid in hosts["a"].pids("^sshd: root") + hosts["a"].pids(NODE):
         os.kill(pid, signal.SIGKILL)
-    job.wait_for("connected to a again; its agent has gone on")
+    job.wait_for("connected to a again; its agent kept running")
     go.touch()
     assert job.finish()["outcome"] == "finished", job.output
     said = [line for line in job.output.splitlines() if line.startswith("at ")]
@@ -180,4 +180,4 @@ def test_checkpoints_that_hosts_do_not_share_are_refused(hosts, tmp_path) -> Non
     job = hosts.start("--hosts", "a,b", "--checkpoint", hosts.home / "own", TRAIN, 10)
     job.finish()
     assert "a: the checkpoints' folder" in job.output
-    assert "is not the same there as here" in job.output
+    assert "differs from the one on the launching machine" in job.output

@@ -194,7 +194,7 @@ def test_a_donor_that_is_killed_in_the_middle_is_replaced_by_another(donors, ove
         assert digest(target) == digest(Big(0))
         assert sum(moved) == image.index.nbytes
         assert 0 < sum(over_http) < image.index.nbytes
-        assert "rank 0 on node0: not from GPU to GPU" in caplog.text
+        assert "rank 0 on node0: the direct transfer between GPUs failed" in caplog.text
     finally:
         process.kill()
         process.join()

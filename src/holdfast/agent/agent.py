@@ -203,7 +203,7 @@ class Agent:
         """Runs the checks and hooks of a node that starts, in parallel with the start of its first process."""
         # In this order: on-create may mount or load what the checks look at, and before-join may use what
         # they have found.
-        await self._hook("on-create", "the node begins")
+        await self._hook("on-create", "the agent starts")
         results = await self._checks.before_joining()
         run = await self._hook("before-join", "the node is about to join")
         if run is not None:
@@ -376,7 +376,7 @@ class Agent:
             warm=warm,
             folder=self._logs,
             timing=config.timing,
-            said=self._on_message,
+            on_message=self._on_message,
             stalled=self._on_stall,
             exited=self._on_exit,
         )
@@ -432,7 +432,7 @@ class Agent:
         try:
             self._handle(worker, message)
         except Exception as error:  # noqa: BLE001 - whatever it is, the words after it are to be heard
-            self._link.complain(f"{type(message).__name__} of {worker.name}", error)
+            self._link.complain(f"handling {type(message).__name__} of {worker.name} failed", error)
 
     def _handle(self, worker: WorkerProcess, message: m.WorkerMessage) -> None:
         if isinstance(message, m.SlotWanted):
@@ -467,7 +467,7 @@ class Agent:
         try:
             answer = await self._keeper.slot_wanted(worker.name, message)
         except Exception as error:  # noqa: BLE001 - whatever it is, the worker waits for an answer
-            reason = self._link.complain("no slot could be given", error)
+            reason = self._link.complain(f"no memory slot for the snapshot of {worker.name}", error)
             self._link.send(m.SnapshotRejected(message.key, reason))
             # The worker's step waits for an answer, so there is one for every error: without a slot it skips
             # this snapshot and trains on.
@@ -501,7 +501,7 @@ class Agent:
                 message = msgspec.structs.replace(message, summing=self._keeper.summing(worker.name))
             self._watcher.gone(worker.name)
         except Exception as error:  # noqa: BLE001 - whatever it is, the core must hear of the end
-            self._link.complain(f"the end of {worker.name}", error)
+            self._link.complain(f"handling the exit of {worker.name} failed", error)
         self._link.send(message)
 
     def _on_child_changed(self) -> None:
@@ -653,7 +653,7 @@ class Agent:
 
     def _left_alone(self) -> None:
         self._launcher_lost = True
-        _log.info("the launcher is gone", extra={"connected": self._link.connected})
+        _log.info("the launcher has ended", extra={"connected": self._link.connected})
         if not self._link.connected:
             self._over.set()
 

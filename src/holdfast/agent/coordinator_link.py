@@ -140,7 +140,9 @@ class CoordinatorLink:
         # is still the old one. The token is never sent to whoever cannot prove that it knows it.
         if self._unproven == where and not self._reported:
             self._reported = True
-            _log.warning("%s; it is sent nothing, and is tried again", why, extra={"url": where.url})
+            _log.warning(
+                "%s; nothing is sent to it, and the connection is retried", why, extra={"url": where.url}
+            )
         elif self._unproven != where:
             self._unproven, self._reported = where, False
 
@@ -181,7 +183,7 @@ class CoordinatorLink:
                 try:
                     order = _codec.decode(frame.data)
                 except ProtocolError as error:
-                    _log.warning("the coordinator sent what is not understood: %s", error)
+                    _log.warning("cannot decode a message from the coordinator: %s", error)
                 else:
                     self._carry_out(order)
 

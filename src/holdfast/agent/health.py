@@ -153,7 +153,10 @@ class Watcher:
         self._follow_logs()
         self._plan()
         self._tell_own(
-            "rules-changed", f"{', '.join(self._spec.rules)}: read again", Severity.INFO, Condition.HEALTHY
+            "rules-changed",
+            f"rules reloaded from {', '.join(self._spec.rules)}",
+            Severity.INFO,
+            Condition.HEALTHY,
         )
 
     # ------------------------------------------------------------ lines
@@ -181,7 +184,9 @@ class Watcher:
             lines = self._kernel.lines()
         except (OSError, EOFError) as error:
             self._close_kernel()
-            self._tell_own("kmsg-unreadable", f"the kernel's log cannot be followed any more: {error}")
+            self._tell_own(
+                "kmsg-unreadable", f"reading the kernel log failed, so it is no longer watched: {error}"
+            )
             return
         self._judge(lines, self._shared)
 

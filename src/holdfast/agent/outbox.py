@@ -93,9 +93,9 @@ def _worth(letter: Letter) -> int:
     if isinstance(message, m.Heartbeat | m.StoreProgress | m.Stalled):
         return 1
     if isinstance(message, m.FromWorker) and isinstance(message.message, m.Progress | m.Restoring):
-        said = message.message
+        inner = message.message
         # A row of losses is lost for the curve that a person sees. Nothing decides by it.
-        return 2 if isinstance(said, m.Progress) and (said.losses or said.figures) else 1
+        return 2 if isinstance(inner, m.Progress) and (inner.losses or inner.figures) else 1
     return 3
 
 

@@ -28,7 +28,7 @@ BUSY_SHARE = 0.03
 class WorkerProcess:
     """Owns one worker's process until it has ended and its output is read.
 
-    `said` gets every message, `stalled` a view when it stands still, `exited` its end.
+    `on_message` gets every message, `stalled` a view when it stands still, `exited` its end.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class WorkerProcess:
         warm: WarmProcess,
         folder: Path,
         timing: Timing,
-        said: Callable[[WorkerProcess, m.WorkerMessage], None],
+        on_message: Callable[[WorkerProcess, m.WorkerMessage], None],
         stalled: Callable[[WorkerProcess, m.WorkerView], None],
         exited: Callable[[WorkerProcess, m.Exited], None],
     ) -> None:
@@ -57,7 +57,7 @@ class WorkerProcess:
         self._killed = False
         self._warm = warm
         self._timing = timing
-        self._said, self._stalled, self._exited = said, stalled, exited
+        self._on_message, self._stalled, self._exited = on_message, stalled, exited
         self._loop = asyncio.get_running_loop()
         self._ending = asyncio.Event()
         self._leaving: asyncio.Task[None] | None = None
@@ -117,7 +117,9 @@ class WorkerProcess:
         try:
             await self._listen()
         except ProtocolError as error:
-            _log.warning("ending a worker that is not understood: %s", error, extra={"worker": self.name})
+            _log.warning(
+                "killing a worker whose message cannot be decoded: %s", error, extra={"worker": self.name}
+            )
             self.kill()
 
     async def _listen(self) -> None:
@@ -140,7 +142,7 @@ class WorkerProcess:
                     self._watch()
                 case _:
                     pass
-            self._said(self, message)
+            self._on_message(self, message)
 
     def _ended(self) -> None:
         """The process has ended: reads what it left in its socket, then reports the end."""

@@ -36,10 +36,10 @@ class Repairs:
             return
         self._answers[order.request] = None
         _log.info("a repair was ordered", extra={"remedy": order.remedy.value, "device": order.device})
-        said = m.Repaired(order.request, await self._repair(order))
-        _log.info("the repair ended: %s", said.error or "done", extra={"remedy": order.remedy.value})
-        self._answers[order.request] = said
-        self._send(said)
+        answer = m.Repaired(order.request, await self._repair(order))
+        _log.info("the repair ended: %s", answer.error or "done", extra={"remedy": order.remedy.value})
+        self._answers[order.request] = answer
+        self._send(answer)
 
     async def _repair(self, order: m.Repair) -> str | None:
         """What went wrong; None: nothing."""

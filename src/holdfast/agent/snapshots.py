@@ -138,7 +138,10 @@ class SnapshotKeeper:
                 while self._stores:
                     await self._freed.wait()
         except TimeoutError:
-            _log.warning("a durable tier does not answer; ending without it", extra={"stores": self._stores})
+            _log.warning(
+                "a durable tier does not answer; the agent ends without waiting for it",
+                extra={"stores": self._stores},
+            )
 
     # ------------------------------------------------------------ this node's workers
 
@@ -165,7 +168,7 @@ class SnapshotKeeper:
             return m.SlotGiven(message.key, None, str(error))
         if self._asked.get(worker) != message.key:
             self.pool.drop(slot)  # the worker ended meanwhile
-            self._send(m.SnapshotRejected(message.key, "its worker ended before it had a slot"))
+            self._send(m.SnapshotRejected(message.key, "the worker ended before it got a memory slot"))
             return m.SlotGiven(message.key, None, "taken back")
         self._filling[worker] = (message.key, slot, time.monotonic())
         self._prepare(message.key.rank, message.nbytes)
@@ -197,7 +200,7 @@ class SnapshotKeeper:
         self._summing[key] = worker
         try:
             if message.index is None:
-                raise TierError("the worker gave it up")
+                raise TierError("the worker abandoned the snapshot")
             # The index is a worker's message. It is checked before any of its offsets are used.
             index = decode_index(message.index)
             await self._run(self._own, self.pool.seal, slot, index)
@@ -233,7 +236,7 @@ class SnapshotKeeper:
         key, slot, _ = self._filling.pop(worker, (None, None, 0.0))
         if slot is not None and key is not None:
             self.pool.drop(slot)
-            self._send(m.SnapshotRejected(key, "its worker ended before the copy was complete"))
+            self._send(m.SnapshotRejected(key, "the worker ended before it had copied its state"))
 
     # ------------------------------------------------------------ the coordinator's wishes
 
@@ -255,7 +258,11 @@ class SnapshotKeeper:
         try:
             slot = await self._run(self._copying, replicate, self.pool, pull, part)
         except Exception as error:  # noqa: BLE001 - whatever it is, the coordinator waits for an answer
-            _log.info("no copy of a shard: %s", error, extra={"step": key.step, "rank": key.rank})
+            _log.info(
+                "a shard was not copied from another node: %s",
+                error,
+                extra={"step": key.step, "rank": key.rank},
+            )
             self._send(m.SnapshotRejected(key, str(error), _lack(error)))
         else:
             self._send(m.SnapshotStored(_copy_of(slot), 0.0, time.monotonic() - began_s))

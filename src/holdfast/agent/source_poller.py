@@ -39,17 +39,17 @@ class _Polled:
 
 
 class Poller:
-    """Owns the sources. `found` and `said` are called on the poller's thread; `said` gets the lines that sources have,
+    """Owns the sources. `found` and `on_lines` are called on the poller's thread; `on_lines` gets the lines that sources have,
     to be judged together with those from elsewhere: a burst is one, however it is heard of."""
 
     def __init__(
         self,
         rules: Iterable[Rule],
         found: Callable[[list[Finding]], None],
-        said: Callable[[list[Line]], None] = lambda lines: None,
+        on_lines: Callable[[list[Line]], None] = lambda lines: None,
     ) -> None:
         self._rule_engine = RuleEngine(rules)
-        self._found, self._said = found, said
+        self._found, self._on_lines = found, on_lines
         self._polled: list[_Polled] = []
         self._hung: list[_Polled] = []
         self._lock = threading.Lock()
@@ -116,7 +116,7 @@ class Poller:
         """Nothing is known of any source until it is read again. Said once, and once more when it is over."""
         if why:
             with self._lock:
-                told = f"the thread that reads it ended: {why}"
+                told = f"the thread that reads the sensors ended: {why}"
                 self._judge(
                     [Reading(source=p.source.name, name=ANSWER, value=None, why=told) for p in self._polled],
                     now_s,
@@ -124,7 +124,9 @@ class Poller:
         if bool(why) is self._reported_ended:
             return
         self._reported_ended = bool(why)
-        text = f"the machine is not watched: {why}; begun again" if why else "the machine is watched again"
+        text = (
+            f"hardware monitoring stopped: {why}; restarting it" if why else "hardware monitoring works again"
+        )
         condition = Condition.UNKNOWN if why else Condition.HEALTHY
         severity = Severity.WARNING if why else Severity.INFO
         self._found(
@@ -231,15 +233,15 @@ class Poller:
     def _judge(self, readings: Iterable[Reading | Line], now_s: float) -> None:
         findings: list[Finding] = []
         lines: list[Line] = []
-        for said in readings:
-            if isinstance(said, Line):
-                lines.append(said)
+        for item in readings:
+            if isinstance(item, Line):
+                lines.append(item)
             else:
-                findings += self._rule_engine.on_reading(said, now_s)
+                findings += self._rule_engine.on_reading(item, now_s)
         # Lines go to the loop's own rule engine. A burst that the kernel's log and the driver both report must
         # count as one burst.
         if lines:
-            self._said(lines)
+            self._on_lines(lines)
         if findings:
             self._found(findings)
 

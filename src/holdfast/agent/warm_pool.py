@@ -86,14 +86,14 @@ class WarmPool:
         try:
             while True:
                 await self._ended()
-                _log.warning("the process that forks workers is gone; starting it again")
+                _log.warning("the fork server ended; starting it again")
                 await self._open(await self._spawn())
                 # Requests that were on their way to the old process are lost with it. Each waiter needs one,
                 # and the pool is filled up again.
                 for _ in range(len(self._waiting) + max(0, self._size - len(self._ready))):
                     self._fork()
         except Exception as error:  # noqa: BLE001 - whoever waits hears it, and says so
-            _log.error("no worker can be started any more: %s", error, exc_info=error)
+            _log.error("no worker can be started on this node any more: %s", error, exc_info=error)
             # Set before the event: whoever wakes up from `take` must see it, and not wait for a process that
             # never comes.
             self._broken = error
@@ -234,9 +234,9 @@ class WarmPool:
         self._failed += 1
         if isinstance(answer, m.Preloaded):
             self._without |= set(answer.without)
-            _log.info("not imported ahead: %s (%s)", ", ".join(answer.without), answer.reason)
+            _log.info("modules not imported ahead: %s (%s)", ", ".join(answer.without), answer.reason)
         else:
-            _log.info("a process ended while it imported ahead", extra={"pid": process.pid})
+            _log.info("a warm process ended while it imported modules ahead", extra={"pid": process.pid})
 
     def _fork(self) -> None:
         task = asyncio.create_task(self._fork_one())

@@ -105,7 +105,7 @@ class Archive:
                 [t.path for t in head.index.tensors if t.offset < end and t.offset + t.nbytes > begin]
             )
             where = f"{self.tier.url}/{shard.blob.name}"
-            raise ChecksumError(f"{where}: bytes {begin} to {end}{held} were changed")
+            raise ChecksumError(f"{where}: bytes {begin} to {end}{held} do not match their checksums")
 
     def _first_damage(
         self, name: str, nbytes: int, sums: bytes, seen: Callable[[int], None] = lambda nbytes: None
@@ -141,7 +141,7 @@ class Archive:
         where, nbytes = f"{self.tier.url}/{shard.blob.name}", head.index.nbytes
         size = self.tier.size(shard.blob.name)
         if size is None:
-            raise StateError(f"{where} is not there")
+            raise StateError(f"{where} does not exist")
         if size != nbytes:
             how = "cut short" if size < nbytes else "longer"
             raise StateError(f"{where} is {how}: {size} of {nbytes} bytes")
@@ -291,16 +291,16 @@ class Archive:
 
     def _remove_unfinished(self, folder: str) -> None:
         """Writes a tombstone, looks for a manifest, and removes the folder if there is none. See `commit` for the order."""
-        said = f"{folder}/{BEING_REMOVED}"
+        tombstone = f"{folder}/{BEING_REMOVED}"
         # See `commit`: the tombstone must be durable before the manifest is looked for. With the reverse
         # order a writer could publish its manifest between the look and the removal.
-        self.tier.publish(said, b"")
+        self.tier.publish(tombstone, b"")
         if self.tier.size(f"{folder}/{MANIFEST}") is None:
             # The tombstone goes last. If it went earlier, a writer that publishes in between would find no tombstone, and
             # perhaps its own files still there, and would keep a manifest of files that go a moment later.
-            self.tier.remove_folder(folder, last=said)
+            self.tier.remove_folder(folder, last=tombstone)
         else:
-            self.tier.remove(said)
+            self.tier.remove(tombstone)
 
 
 def _named(names: Sequence[str]) -> str:

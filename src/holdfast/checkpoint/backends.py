@@ -292,7 +292,7 @@ class StandaloneBackend:
         except BaseException as error:
             if slot is not None:
                 self._pool.drop(slot)
-            job.why_not = f"its copy failed: {error!r}"
+            job.why_not = f"copying the state failed: {error!r}"
             raise
         else:
             job.slot = slot
@@ -385,13 +385,13 @@ class StandaloneBackend:
     def _store_in(self, tier: DurableTier, job: _Job) -> None:
         archive, step, about = self._archives[tier.url], job.index.step, f"{job.number}/{tier.url}"
         try:
-            said = self._savers.gather(f"{about}/shards", self._stored_shard(archive, job))
+            answers = self._savers.gather(f"{about}/shards", self._stored_shard(archive, job))
             # All shards first, then the manifest: `gather` returns only when every rank has reported that its
             # shard is durable or why it is not. So rank 0 never publishes a manifest of shards that are still
             # on their way.
-            why_not = next((f"rank {r}: {x['error']}" for r, x in enumerate(said) if "error" in x), "")
+            why_not = next((f"rank {r}: {x['error']}" for r, x in enumerate(answers) if "error" in x), "")
             if not why_not:
-                done = self._commit(archive, tier, step, said)
+                done = self._commit(archive, tier, step, answers)
                 why_not = self._savers.from_first(f"{about}/done", done)
         except TierError as error:
             why_not = str(error)
@@ -417,12 +417,12 @@ class StandaloneBackend:
             return {"error": str(error)}
         return {"shard": msgspec.to_builtins(shard)}
 
-    def _commit(self, archive: Archive, tier: DurableTier, step: int, said: list[dict[str, Any]]) -> str:
+    def _commit(self, archive: Archive, tier: DurableTier, step: int, answers: list[dict[str, Any]]) -> str:
         """On rank 0: from now on the checkpoint exists. Returns why not."""
         if self.rank:
             return ""
         try:
-            archive.commit(step, [msgspec.convert(x["shard"], Shard) for x in said])
+            archive.commit(step, [msgspec.convert(x["shard"], Shard) for x in answers])
         except HoldfastError as error:
             return str(error)
         try:

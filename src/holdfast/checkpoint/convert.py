@@ -312,7 +312,7 @@ def read_portable(source: Path) -> list[dict[str, Any]]:
         UsageError: it is not there, is none of these, is cut short, or holds objects.
     """
     if not source.exists():
-        raise UsageError(f"{source} is not there: give a folder or file of safetensors, or of torch.save")
+        raise UsageError(f"{source} does not exist: give a folder or file of safetensors, or of torch.save")
     if source.is_dir() or source.name.endswith((safetensors_io.SUFFIX, safetensors_io.INDEX_SUFFIX)):
         _need_library()
         return _with_values(safetensors_io.read_files(source), source)
@@ -469,7 +469,7 @@ def _with_values(tensors: dict[str, torch.Tensor], source: Path) -> list[dict[st
         states = [{name: build(tree, leaf) for name, tree in tree.items()} for tree in trees]
     except KeyError as error:
         raise UsageError(
-            f"{path} names {error}, which is not there: copy all files of the export, or take {VALUES} away to "
+            f"{path} names {error}, which does not exist: copy all files of the export, or take {VALUES} away to "
             "import the tensors alone"
         ) from error
     except (OSError, ValueError, TypeError, AttributeError, IndexError, StateError) as error:

@@ -47,7 +47,7 @@ class DiskTier:
     def size(self, name: str) -> int | None:
         """Bytes of a file; None when it is not there."""
         try:
-            with self._explained(f"asked for {name}"):
+            with self._explained(f"asked for the size of {name}"):
                 return (self.folder / name).stat().st_size
         except StateError:
             return None
@@ -156,7 +156,7 @@ class DiskTier:
         try:
             yield
         except FileNotFoundError as error:
-            raise StateError(f"{error.filename or self.folder} is not there") from error
+            raise StateError(f"{error.filename or self.folder} does not exist") from error
         except OSError as error:
             advice = ADVICE.get(error.errno or 0, error.strerror or str(error))
             raise TierError(f"the disk tier {self.folder} could not be {what}: {advice}") from error

@@ -158,7 +158,9 @@ class SlotPool:
                 # which nobody else may have to wait.
                 slot = self._free_slot(key, blob_bytes) or self._planned(key, blob_bytes)
             except OSError as error:
-                raise TierError(f"the snapshot memory {self.folder} is gone: {error.strerror}") from error
+                raise TierError(
+                    f"the folder {self.folder} of the snapshot memory cannot be used: {error.strerror}"
+                ) from error
             slot.state, slot.key, slot.blob_bytes = SlotState.WRITING, key, blob_bytes
             slot.run, slot.adopted = self._run, False
             # From here until `_sealed` the slot counts for nothing. A worker that dies in the middle of its

@@ -55,7 +55,7 @@ ADVICE = (
         r"169\.254\.|metadata\.google|token request|MissingToken|[Mm]issing credential",
         "no credentials were found: {credentials}",
     ),
-    (NO_BUCKET, "the bucket is not there: create it, or correct the URL"),
+    (NO_BUCKET, "the bucket does not exist: create it, or correct the URL"),
     (r"RequestTimeTooSkewed", "this machine's clock differs from the store's: set it (NTP)"),
     (r"Expired|TokenRefreshRequired", "the credentials have expired: renew them ({credentials})"),
     (
@@ -84,7 +84,7 @@ ADVICE = (
     ),
     (
         r"BrokenPipe|ConnectionReset|IncompleteBody|IncompleteMessage|kind: Interrupted|kind: Decode",
-        "the connection broke again and again: look at the network and what is between here and the store",
+        "the connection broke repeatedly: check the network and any proxy between this machine and the store",
     ),
     (
         r"kind: Connect|dns error|error sending request",
@@ -94,7 +94,7 @@ ADVICE = (
         r"SlowDown|InternalError|ServiceUnavailable|code: 429|code: 5",
         "the store is overloaded or down. {again}",
     ),
-    (r"code: 404", "the bucket is not there: create it, or correct the URL"),
+    (r"code: 404", "the bucket does not exist: create it, or correct the URL"),
 )
 
 _memory_stores: dict[str, ObjectStore] = {}  # the bytes behind a memory:// URL live as long as the process
@@ -153,7 +153,7 @@ class ObjectTier:
             self.remove(name)
         if not same:
             raise TierError(
-                f"the object tier {self.url} does not give back what was just written: a cache or proxy in between, "
+                f"the object tier {self.url} does not return what was just written: a cache or proxy in between, "
                 "or a store without read-after-write consistency; choose another one"
             )
 
@@ -164,7 +164,7 @@ class ObjectTier:
 
     def size(self, name: str) -> int | None:
         """Bytes of an object; None when it is not there."""
-        with self._explained(f"asked for {name}"):
+        with self._explained(f"asked for the size of {name}"):
             meta = self._meta(name)
             return None if meta is None else meta[0]
 
@@ -188,7 +188,7 @@ class ObjectTier:
         view = view.cast("B")
         lows = range(0, len(view), self._part_bytes)
         if not lows and self.size(name) is None:
-            raise StateError(f"{self.url}/{name} is not there")
+            raise StateError(f"{self.url}/{name} does not exist")
         if len(lows) <= 1:
             for low in lows:
                 self._read_part(name, offset + low, view)
@@ -311,7 +311,7 @@ class ObjectTier:
         except FileNotFoundError as error:
             if _is_bucket(str(error)):
                 raise
-            raise StateError(f"{self.url}/{name} is not there") from error
+            raise StateError(f"{self.url}/{name} does not exist") from error
 
     @contextmanager
     def _explained(self, what: str) -> Iterator[None]:

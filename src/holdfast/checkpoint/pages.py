@@ -68,7 +68,7 @@ def map_slot(path: Path, blob_bytes: int) -> mmap.mmap:
         with path.open("r+b") as file:
             return map_blob(file.fileno(), blob_bytes)
     except (OSError, ValueError) as error:
-        raise TierError(f"the snapshot memory {path} is gone: {error}") from error
+        raise TierError(f"the file {path} of the snapshot memory cannot be opened: {error}") from error
 
 
 class Watcher(Protocol):

@@ -213,7 +213,7 @@ def _by_index(index: Path) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for file, names in sorted(by_file.items()):
         if not (index.parent / file).is_file():
-            raise UsageError(f"{index} names {file}, which is not there: copy all files of it")
+            raise UsageError(f"{index} names {file}, which does not exist: copy all of its files")
         part = Opened(index.parent / file).tensors()
         different = sorted(part.keys() ^ names)
         if different:

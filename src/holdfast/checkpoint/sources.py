@@ -112,10 +112,10 @@ class Blob:
                 bad = next(damaged(view, low, self._sums), None)
                 if bad is None:
                     return
-                why = f"{source.where}: bytes {bad[0]} to {bad[1]} were changed"
+                why = f"{source.where}: bytes {bad[0]} to {bad[1]} do not match their checksums"
             reasons.append(why)
             self._drop(source, why)
-        raise StateError("; ".join(reasons) or "no source is left that has these bytes")
+        raise StateError("; ".join(reasons) or "every source of these bytes failed")
 
     def _usable(self) -> list[Source]:
         with self._lock:

@@ -46,8 +46,8 @@ def calibrate(
     if as_json:
         write_json(msgspec.to_builtins(found) | {"fields": made})
         return
-    said = sys.stdout
-    said.write(f"{units.plural(found.runs, 'run')}, {found.node_hours:,.1f} node-hours\n\n")
+    stdout = sys.stdout
+    stdout.write(f"{units.plural(found.runs, 'run')}, {found.node_hours:,.1f} node-hours\n\n")
     rows = [
         (
             r.kind,
@@ -58,13 +58,13 @@ def calibrate(
         )
         for r in found.rates
     ]
-    print_table(said, ("failures", "seen", "per node-hour", "95% confidence", ""), rows)
+    print_table(stdout, ("failures", "seen", "per node-hour", "95% confidence", ""), rows)
     if found.rates[-1].few:
-        said.write(f"fewer than {FEW} failures: the rate may be anything in that range\n")
+        stdout.write(f"fewer than {FEW} failures: the rate may be anything in that range\n")
     if found.injected:
-        said.write(f"{units.plural(found.injected, 'injected fault')} counted for the times only\n")
+        stdout.write(f"{units.plural(found.injected, 'injected fault')} counted for the times only\n")
     if found.times:
-        said.write("\n")
+        stdout.write("\n")
         phases = [
             (
                 t.phase.removesuffix("_s").replace("_", " "),
@@ -74,8 +74,8 @@ def calibrate(
             )
             for t in found.times
         ]
-        print_table(said, ("phase", "seen", "median", "90%"), phases)
-    said.write("\nfields for plan run\n" + "".join(f"  {k}: {v}\n" for k, v in made.items()))
+        print_table(stdout, ("phase", "seen", "median", "90%"), phases)
+    stdout.write("\nfields for plan run\n" + "".join(f"  {k}: {v}\n" for k, v in made.items()))
 
 
 def _read(name: str, per_node: int) -> Run:

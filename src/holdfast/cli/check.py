@@ -87,9 +87,9 @@ def _of_machine(folder: Path, deep: bool, seconds: float) -> Sequence[CheckResul
     async def run() -> list[CheckResult]:
         with _Doing() as doing:
 
-            def tell(said: CheckProgress) -> None:
-                if said.running:
-                    doing.now(f"checking {said.running}")
+            def tell(progress: CheckProgress) -> None:
+                if progress.running:
+                    doing.now(f"checking {progress.running}")
 
             return await doing.during(check_in_child(task, tell))
 

@@ -144,8 +144,8 @@ def verify_cache(
     troubles = 0
     for found in Cache(folder).verify():
         troubles += found.trouble is not None
-        said = f"removed: {found.trouble}" if found.trouble else "complete"
-        sys.stdout.write(f"{found.url}: {said}, {size(found.nbytes)}\n")
+        outcome = f"removed: {found.trouble}" if found.trouble else "complete"
+        sys.stdout.write(f"{found.url}: {outcome}, {size(found.nbytes)}\n")
     if troubles:
         raise typer.Exit(1)
 

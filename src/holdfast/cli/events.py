@@ -90,6 +90,6 @@ async def _follow(folder: Path, show: _Printer) -> None:
     from holdfast.engines.client import JobClient
 
     async with JobClient(folder) as client:
-        async for said in client.watch():
-            if said.kind == "event":
-                show(said.value)
+        async for announcement in client.watch():
+            if announcement.kind == "event":
+                show(announcement.value)

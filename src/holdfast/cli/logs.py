@@ -58,12 +58,14 @@ def logs(
     chosen = sources.chosen()
     if not chosen:
         raise UsageError(
-            f"the job {folder.name!r} has no log of that: {sources.known() or 'no worker was started'}"
+            f"the job {folder.name!r} has no such log: {sources.known() or 'no worker was started'}"
         )
-    said = [_print(path, label, lines, write) for path, label in chosen.items()]
-    if not any(said):
+    printed = [_print(path, label, lines, write) for path, label in chosen.items()]
+    if not any(printed):
         away = (
-            "" if all(path.exists() for path in chosen) else "; those that are not there are on their hosts"
+            ""
+            if all(path.exists() for path in chosen)
+            else "; logs that are missing there are on the hosts of their nodes"
         )
         sys.stderr.write(f"nothing was printed; the logs are in {folder / 'logs'}{away}\n")
 
@@ -92,9 +94,9 @@ async def _follow(folder: Path, sources: LogSources, seq: int, lines: int, write
         for path, label in sources.chosen().items():
             tail.add(path, label, lines)
         async with JobClient(folder) as client:
-            async for said in client.watch(seq):
-                if said.kind == "event":
-                    sources.heard(said.value["kind"], said.value["fields"])
+            async for announcement in client.watch(seq):
+                if announcement.kind == "event":
+                    sources.heard(announcement.value["kind"], announcement.value["fields"])
                     for path, label in sources.chosen().items():
                         tail.add(path, label, 0)
     finally:

@@ -101,7 +101,7 @@ def clear(
         rules = sorted({e.rule for e in entries if e.machine == machine and e.rule})
         if false_positive is not None and false_positive not in rules:
             raise UsageError(
-                f"--false-positive {false_positive!r}: what was found on {machine} is {', '.join(rules) or 'nothing'}"
+                f"--false-positive {false_positive!r}: rules that matched on {machine}: {', '.join(rules) or 'none'}"
             )
         node = next(e.node for e in reversed(entries) if e.machine == machine)
         kind = Kind.CLEARED if false_positive is None else Kind.FALSE_POSITIVE
@@ -123,7 +123,7 @@ def clear(
     wrong = sum(e.kind is Kind.FALSE_POSITIVE and e.rule == false_positive for e in mine)
     if wrong >= DOUBTED:
         sys.stdout.write(
-            f"{false_positive} was wrong here {wrong} times: it is on trial on this machine from now on\n"
+            f"{false_positive} was wrong on this machine {wrong} times: the rule is on trial here from now on\n"
         )
 
 

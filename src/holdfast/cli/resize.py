@@ -30,12 +30,12 @@ def resize(
 
     folder = jobs.existing(job)
     query = urlencode({"nodes": nodes, "reason": reason})
-    said = asyncio.run(_post(folder, f"/resize?{query}"))
-    limit = said["capacity"]
+    answer = asyncio.run(_post(folder, f"/resize?{query}"))
+    limit = answer["capacity"]
     held = (
         f", which is all there may be now (capacity {limit})" if limit is not None and limit < nodes else ""
     )
-    sys.stdout.write(f"the job {folder.name} goes from {said['before']} to {said['nodes']} nodes{held}\n")
+    sys.stdout.write(f"the job {folder.name} goes from {answer['before']} to {answer['nodes']} nodes{held}\n")
 
 
 def drain(

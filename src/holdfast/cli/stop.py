@@ -32,6 +32,6 @@ async def _stop(folder: Path) -> None:
 
     async with JobClient(folder) as client:
         await client.post("/stop?reason=holdfast%20stop")
-        async for said in client.watch():
-            if said.kind == "ended":
+        async for announcement in client.watch():
+            if announcement.kind == "ended":
                 return

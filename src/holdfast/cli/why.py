@@ -34,7 +34,7 @@ def why(
         return
     lines = story(incident, entries)
     if not lines:
-        there = f"there are 1 to {max(numbers)}" if numbers else "there was none"
+        there = f"it has incidents 1 to {max(numbers)}" if numbers else "the job has had none"
         raise UsageError(f"no incident {incident} in the job {folder.name}: {there}")
     if as_json:
         write_json({"incident": incident, "story": lines})

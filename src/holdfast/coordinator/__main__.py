@@ -29,13 +29,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="holdfast.coordinator")
     parser.add_argument("--job-dir", type=Path, required=True)
     parser.add_argument(
-        "--listen-fd", type=int, required=True, help="a socket that listens; it stays the launcher's too"
+        "--listen-fd", type=int, required=True, help="a listening socket, shared with the launcher"
     )
-    parser.add_argument("--host", default="127.0.0.1", help="by which others reach it")
-    parser.add_argument("--term", type=int, default=0, help="of office; 0: nobody else could hold it")
+    parser.add_argument("--host", default="127.0.0.1", help="the address that agents connect to")
+    parser.add_argument(
+        "--term", type=int, default=0, help="the leadership term; 0: no other machine can run the coordinator"
+    )
     parser.add_argument("--lifeline", type=int)
     parser.add_argument(
-        "--pulse", type=int, help="a pipe that does not block, by which the launcher sees it live"
+        "--pulse", type=int, help="a non-blocking pipe that tells the launcher that this process is alive"
     )
     given = parser.parse_args()
     os.umask(0o077)
@@ -73,19 +75,19 @@ async def _serve(given: argparse.Namespace, spec: JobSpec, resume: Resume) -> No
 def _take_up(given: argparse.Namespace, spec: JobSpec, resume: Resume) -> Coordinator | None:
     """The job as its ledger has it. While that cannot be opened (the disk is full, somebody holds it) this waits: training
     goes on without a coordinator, and would not without its state. None: the launcher is gone."""
-    said = False
+    logged = False
     while True:
         try:
             return Coordinator(given.job_dir, spec, resume, given.term)
         except sqlite3.OperationalError as error:
-            if not said:
+            if not logged:
                 _log.error(
-                    "the ledger in %s cannot be opened (%s); make room there, or make it writable: it is tried again "
-                    "until it can",
+                    "the ledger in %s cannot be opened (%s); make room there, or make it writable: opening it "
+                    "is retried until it succeeds",
                     given.job_dir,
                     error,
                 )
-            said = True
+            logged = True
         lifelines = [] if given.lifeline is None else [given.lifeline]
         if select.select(lifelines, [], [], RETRY_S)[0]:
             return None

@@ -156,10 +156,10 @@ class Core(Context):
         # would have to be right for every new message.
         if len(self._out) > queued or not isinstance(event, NodeSays):
             return True
-        said = event.message.message if isinstance(event.message, m.FromWorker) else event.message
-        if isinstance(said, m.Progress):
+        message = event.message.message if isinstance(event.message, m.FromWorker) else event.message
+        if isinstance(message, m.Progress):
             return not settled
-        return not isinstance(said, m.Heartbeat | m.Restoring | m.StoreProgress)
+        return not isinstance(message, m.Heartbeat | m.Restoring | m.StoreProgress)
 
     def _settled(self) -> bool:
         """The newest generation trains, and has committed a step: nothing waits for its next one."""
@@ -355,12 +355,12 @@ class Core(Context):
         # its heartbeats late.
         nodes.heard(self, node, self.now)
         match message:
-            case m.FromWorker(worker_name, said, age_s):
+            case m.FromWorker(worker_name, report, age_s):
                 worker = self.state.membership.workers.get(worker_name)
                 # Words of a worker that is gone are dropped here, once, so no handler below has to ask. They
                 # are common: a worker reports its last commit, and its exit overtakes that in the agent.
                 if worker is not None and worker.phase is not WorkerPhase.GONE:
-                    self._worker_says(worker, said, age_s)
+                    self._worker_says(worker, report, age_s)
             case m.Started(worker_name, pid, log):
                 if worker := self.state.membership.workers.get(worker_name):
                     worker.log = log

@@ -195,9 +195,9 @@ class Cache:
                 content = self._content / entry.digest
                 trouble = None
                 if not content.exists():
-                    trouble = "the content is gone"
+                    trouble = "the cached file is missing"
                 elif _digest(content) != entry.digest:
-                    trouble = "the content differs from what was fetched"
+                    trouble = "the cached file differs from what was fetched"
                 if trouble is not None:
                     self._remove(path.name, entry)
                 yield Verified(entry.url, entry.version.size, trouble)
@@ -265,7 +265,9 @@ class Cache:
                 version = remote.version()
                 continue
             return self._kept(remote, version, key, part, digest)
-        raise DataError(f"{remote.url} changes again and again while it is fetched; wait until it is written")
+        raise DataError(
+            f"{remote.url} keeps changing while it is fetched; wait until its writer has finished"
+        )
 
     def _kept(self, remote: Remote, version: Version, key: str, part: Path, digest: str) -> Entry:
         folder = xxhash.xxh3_64_hexdigest(remote.folder.encode())

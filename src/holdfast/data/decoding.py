@@ -152,9 +152,9 @@ def _make(step: int, micro: int, ids: Ids) -> bytes:
     except DataError as error:
         # The exception is pickled on its way to the worker. A cause of a class that the worker cannot import
         # would break the pool, and the user would see that instead of the error in the dataset.
-        said = DataError(str(error))
-        said.add_note("In a decoding process:\n" + "".join(traceback.format_exception(error)))
-        raise said from None
+        raised = DataError(str(error))
+        raised.add_note("In a decoding process:\n" + "".join(traceback.format_exception(error)))
+        raise raised from None
     except Exception as error:  # noqa: BLE001 - whatever a batch's own class raises when it is pickled
         raise DataError(
             f"the micro-batch {micro} of step {step} of {describe(_maker[0].dataset)} cannot be sent to the worker: "

@@ -181,7 +181,7 @@ class Remote:
         except PreconditionError as error:
             raise Changed from error
         except FileNotFoundError as error:
-            raise FileNotFoundError(f"{self.url} is not there") from error
+            raise FileNotFoundError(f"{self.url} does not exist; check the URL") from error
         except (BaseError, OSError) as error:
             advice = advice_for(str(error)).format(credentials=self._credentials, again=AGAIN)
             raise DataError(f"{self.url} could not be {what}: {advice} [{short(str(error))}]") from error

@@ -38,7 +38,7 @@ def verify(file: TokenFile, seen: Callable[[int], None] = lambda nbytes: None) -
     if description is not None:
         paths = [file.path, *([file.index.path] if file.index is not None else [])]
         for path in paths:
-            if (said := description.sums.get(path.suffix)) is not None and said != _sum(path, seen):
+            if (recorded := description.sums.get(path.suffix)) is not None and recorded != _sum(path, seen):
                 raise DataError(
                     f"{path} differs from what `holdfast data build` wrote; copy or build it again"
                 )

@@ -115,13 +115,13 @@ class JobClient:
             # Closed at once and not by the garbage collector: the coordinator keeps a queue for every watcher
             # that it believes to be there.
             async with aclosing(self._listen(after)) as heard:
-                async for said in heard:
-                    if said.kind == "event":
+                async for announcement in heard:
+                    if announcement.kind == "event":
                         # A new coordinator is asked for everything after this number, so that no event is
                         # shown twice and none is missed.
-                        after = max(after, int(said.value["seq"]))
-                    yield said
-                    if said.kind == "ended":
+                        after = max(after, int(announcement.value["seq"]))
+                    yield announcement
+                    if announcement.kind == "ended":
                         return
             # There is no event for "the coordinator listens again": try.
             await asyncio.sleep(RETRY_S)

@@ -188,54 +188,55 @@ class Launcher(ABC):
 
     async def _watch(self) -> None:
         async with JobClient(self.job_dir) as client:
-            async for said in client.watch():
-                self.on_announcement(said)
+            async for announcement in client.watch():
+                self.on_announcement(announcement)
 
-    def on_announcement(self, said: Announcement) -> None:
+    def on_announcement(self, announcement: Announcement) -> None:
         """Shows what is for people, and queues what is for the engine."""
-        if said.kind in ("event", "status", "log"):
+        if announcement.kind in ("event", "status", "log"):
             try:
-                self._show(said)
+                self._show(announcement)
             except Exception:  # noqa: BLE001 - the job needs what comes after it; it does not need to be looked at
                 if not self._blind:
                     self._blind = True
                     _log.exception(
-                        "an announcement cannot be shown; the job continues", extra={"kind": said.kind}
+                        "an announcement cannot be shown; the job continues",
+                        extra={"kind": announcement.kind},
                     )
-        elif said.kind == "ended":
-            self._told = said.value
+        elif announcement.kind == "ended":
+            self._told = announcement.value
         else:
             # Queued and not carried out here: Slurm may take seconds to answer, and the view must not stand
             # still for that.
-            self._orders.put_nowait(said)
+            self._orders.put_nowait(announcement)
 
-    def _show(self, said: Announcement) -> None:
-        match said.kind:
+    def _show(self, announcement: Announcement) -> None:
+        match announcement.kind:
             case "event":
-                self.view.event(said.value)
+                self.view.event(announcement.value)
             case "status":
-                self.view.status(said.value)
+                self.view.status(announcement.value)
             case "log":
-                self.view.note(said.value["text"])
+                self.view.note(announcement.value["text"])
 
     async def _obey(self, engine: Engine) -> None:
         """One thing after the other: a node is marked before it is released."""
         while True:
-            said = await self._orders.get()
+            announcement = await self._orders.get()
             try:
-                await self._order(engine, said)
+                await self._order(engine, announcement)
             # One order that fails must not end this task: those after it have nobody else to carry them out.
             except (HoldfastError, OSError) as error:
-                self.note(f"{said.kind}: {error}")
+                self.note(f"{announcement.kind}: {error}")
 
-    async def _order(self, engine: Engine, said: Announcement) -> None:
-        node, reason = said.value.get("node", ""), said.value["reason"]
-        _log.info("%s: %s", said.kind, reason, extra={"node": node or None})
-        match said.kind:
+    async def _order(self, engine: Engine, announcement: Announcement) -> None:
+        node, reason = announcement.value.get("node", ""), announcement.value["reason"]
+        _log.info("%s: %s", announcement.kind, reason, extra={"node": node or None})
+        match announcement.kind:
             case "provide-node":
                 await engine.provide()
             case "release-node":
-                await engine.release(node, reason, planned=said.value["planned"])
+                await engine.release(node, reason, planned=announcement.value["planned"])
             case "mark-node":
                 await engine.mark(node, reason)
             case "reboot-node":
@@ -275,9 +276,9 @@ class Launcher(ABC):
         if self._coordinator is not None and self._coordinator.returncode is None:
             self._coordinator.kill()
 
-    def post(self, said: Availability) -> None:
+    def post(self, news: Availability) -> None:
         """Tells the coordinator about capacity."""
-        self.spawn(self._ask("/engine", msgspec.json.encode(said).decode()))
+        self.spawn(self._ask("/engine", msgspec.json.encode(news).decode()))
 
     def spawn(self, coroutine: Any) -> None:
         """Runs beside everything else."""

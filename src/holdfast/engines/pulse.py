@@ -61,9 +61,9 @@ class Silence:
         """What is wrong with it; None: nothing that is known."""
         # Stopped is seen and not inferred, so a shorter time is enough for it than for silence.
         if self.stopped_s >= self._timing.detection_s:
-            return f"it has been stopped for {self.stopped_s:g} s"
+            return f"its process has been stopped for {self.stopped_s:g} s"
         if self.silent_s >= self._timing.hang_s:
-            return f"its loop has not turned for {self.silent_s:.1f} s"
+            return f"its event loop has not run for {self.silent_s:.1f} s"
         return None
 
 

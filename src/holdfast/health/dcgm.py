@@ -79,7 +79,7 @@ class Dcgm:
         # An exporter answers before it has read its first values. An empty page is Unknown, because the loop
         # below would call every GPU lost.
         if not samples and self._seen:
-            yield unknown("dcgm", "dcgm.page", f"{self._url} tells of no GPU")
+            yield unknown("dcgm", "dcgm.page", f"{self._url} lists no GPU")
             return
         yield Reading(source="dcgm", name="dcgm.silent", value=0.0)
         here: set[str] = set()

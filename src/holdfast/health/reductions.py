@@ -52,24 +52,24 @@ class Reductions:
         self._skip = WARM_UP
         self._slow = False
 
-    def look(self, said: Sequence[Spent]) -> Change | None:
+    def look(self, spent: Sequence[Spent]) -> Change | None:
         """One block of all workers."""
         # One worker alone waits for nobody.
-        if len(said) < 2:
+        if len(spent) < 2:
             return None
         if self._skip:
             self._skip -= 1
             return None
         # The minimum, because the slowest worker waits least and what it waits is communication only. Every
         # other worker's wait contains that worker's slowness.
-        least_s = min(s.wait_s for s in said)
+        least_s = min(s.wait_s for s in spent)
         # Learned anew for each generation, after the first blocks: another set of nodes has another ring, and
         # the first steps contain connection set-up and compilation.
         if len(self._first) < LEARNED:
             self._first.append(least_s)
             return None
-        step_s = statistics.median(s.step_s for s in said)
-        self._recent.append((said[0].first, least_s, step_s, _named(said)))
+        step_s = statistics.median(s.step_s for s in spent)
+        self._recent.append((spent[0].first, least_s, step_s, _named(spent)))
         if len(self._recent) < LOOKED_AT:
             return None
         return self._weigh(statistics.median(self._first))
@@ -100,11 +100,11 @@ class Reductions:
         )
 
 
-def _named(said: Sequence[Spent]) -> int | None:
+def _named(spent: Sequence[Spent]) -> int | None:
     """The rank that most of the others wait for longest."""
-    names = Counter(s.late for s in said if s.late >= 0)
+    names = Counter(s.late for s in spent if s.late >= 0)
     # Of two workers each waits for the other.
-    if not names or len(said) < 3:
+    if not names or len(spent) < 3:
         return None
     rank, times = names.most_common(1)[0]
-    return rank if times >= MOST * (len(said) - 1) else None
+    return rank if times >= MOST * (len(spent) - 1) else None

@@ -159,7 +159,7 @@ def _locate(frames: tuple[Frame, ...]) -> tuple[str, bool]:
                 return words or frame.name, waits
         if frame.line:
             return f"{frame.name} ({frame.file}:{frame.line})", False
-    return (frames[0].name if frames else "nothing of Python's"), False
+    return (frames[0].name if frames else "no Python frame"), False
 
 
 def _short(path: str) -> str:

@@ -81,8 +81,8 @@ def last_lines(tail: Sequence[str], traceback: str) -> list[str]:
 
 def advice(reason: str, blame: Mapping[str, Any]) -> str:
     """What a person can do about it."""
-    said = " ".join((blame.get("cause") or "", blame.get("traceback") or ""))
+    evidence = " ".join((blame.get("cause") or "", blame.get("traceback") or ""))
     for pattern, words in _ADVICE:
-        if re.search(pattern, reason) or re.search(pattern, said):
+        if re.search(pattern, reason) or re.search(pattern, evidence):
             return words
     return _DEFAULT_ADVICE

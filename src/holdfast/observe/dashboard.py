@@ -132,7 +132,7 @@ def slow_line(slow: Mapping[str, Any]) -> Text:
 def asks(status: Status) -> list[str]:
     """What a person is to look at."""
     asked = (status.get("health") or {}).get("asks") or []
-    return [units.clip(f"to be looked at: {a['node']}: {a['text']}", 100) for a in asked[-ASKS_SHOWN:]]
+    return [units.clip(f"to be inspected: {a['node']}: {a['text']}", 100) for a in asked[-ASKS_SHOWN:]]
 
 
 def written(tier: Mapping[str, Any]) -> str:

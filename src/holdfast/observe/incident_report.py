@@ -114,7 +114,7 @@ def _seen(mine: Sequence[Entry]) -> list[str]:
         elif entry["kind"] == "incident-explained":
             lines.append(f"  what was seen first: {f['was']}")
     if not lines:
-        return ["No rule found anything: it was known by its effect alone."]
+        return ["No health rule matched: the fault was known by its effect alone."]
     return ["What was seen:", *lines]
 
 
@@ -126,9 +126,9 @@ def _weighed(mine: Sequence[Entry]) -> list[str]:
         f = entry["fields"]
         lines.append(f"  {remedy_text(f['does'])}, because {f['reason']}")
         if f.get("against") and f["would"] != f["does"]:
-            lines.append(f"    without that: {remedy_text(f['would'])}")
+            lines.append(f"    otherwise: {remedy_text(f['would'])}")
         if f.get("again_s") is not None:
-            lines.append(f"    decided again after {units.seconds(f['again_s'])}, if it still stands")
+            lines.append(f"    decided again after {units.seconds(f['again_s'])}, if the finding still holds")
         lines += [f"    weighed: {w}" for w in f.get("weighed") or []]
     return ["", "What was decided:", *lines] if lines else []
 

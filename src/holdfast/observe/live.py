@@ -98,8 +98,8 @@ class LiveView:
         for line in lines:
             # A progress bar rewrites its line after a carriage return. Only what stood there last is shown: the returns would
             # move the cursor into the picture below.
-            said = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
-            self._console.print(Text.from_ansi(said), soft_wrap=True)
+            text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
+            self._console.print(Text.from_ansi(text), soft_wrap=True)
 
     def note(self, text: str) -> None:
         """Something about the launcher itself."""

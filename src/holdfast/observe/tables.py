@@ -122,7 +122,7 @@ def _of(steps: Report) -> str:
 
 
 def _kept(memory: Report, job: str) -> str:
-    what = "what a run before left" if memory["step"] is None else f"step {units.count(memory['step'])}"
+    what = "left by an earlier run" if memory["step"] is None else f"step {units.count(memory['step'])}"
     return f"{what} stays for the next start; `holdfast checkpoint free --job {job}` gives it back"
 
 

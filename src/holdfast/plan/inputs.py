@@ -225,10 +225,10 @@ def _rates(given: Mapping[str, Any], nodes: int) -> dict[str, float]:
     if "mtbf" in given:
         hours = quantities.time_s("mtbf", given["mtbf"]) / formulas.HOUR_S
         return {"all": 1 / (hours * nodes)}
-    said = _needed(given, "rate")
-    if not isinstance(said, Mapping):
-        return {"all": quantities.rate("rate", said)}
-    return {str(name): quantities.rate(f"rate.{name}", value) for name, value in said.items()}
+    rates = _needed(given, "rate")
+    if not isinstance(rates, Mapping):
+        return {"all": quantities.rate("rate", rates)}
+    return {str(name): quantities.rate(f"rate.{name}", value) for name, value in rates.items()}
 
 
 def _times(given: Mapping[str, Any], preset: str, report: Mapping[str, Any] | None) -> Times:

@@ -71,7 +71,7 @@ def _rates(runs: list[Mapping[str, Any]]) -> Iterator[Cell]:
 
 def _mtbf(table: Mapping[str, Any]) -> Iterator[Cell]:
     for rate, row in table["rows"].items():
-        for nodes, said in zip(table["instances"], row, strict=True):
+        for nodes, published in zip(table["instances"], row, strict=True):
             exact = formulas.mtbf_hours(nodes, float(rate) / 100)
             # The table rounds up, so 2500 computed as a little more in floating point would become 2501: exact fractions.
             up = math.ceil(1 / (nodes * Fraction(rate) / 100))
@@ -79,7 +79,7 @@ def _mtbf(table: Mapping[str, Any]) -> Iterator[Cell]:
                 table="1: MTBF of the cluster, h",
                 row=f"{rate}%",
                 column=f"{nodes} nodes",
-                published=said,
+                published=published,
                 computed=up,
                 exact=exact,
             )
@@ -114,14 +114,14 @@ def _typical(table: Mapping[str, Any]) -> Iterator[Cell]:
 
 def _saved(table: Mapping[str, Any]) -> Iterator[Cell]:
     for rate, row in table["rows"].items():
-        for nodes, said in zip(table["instances"], row, strict=True):
+        for nodes, published in zip(table["instances"], row, strict=True):
             exact = 100 * formulas.share_saved(nodes, float(rate) / 100, 40 / 60, 280 / 60)
-            note = "" if round(exact) == said else MISFIT
+            note = "" if round(exact) == published else MISFIT
             yield Cell(
                 table="4: training time saved, %",
                 row=f"{rate}%",
                 column=f"{nodes} nodes",
-                published=said,
+                published=published,
                 computed=round(exact),
                 exact=exact,
                 note=note,

@@ -147,18 +147,18 @@ class Door:
                 self._send_away(next(iter(self._hall)))
 
     def _hear(self, sock: socket.socket) -> None:
-        said, _ = self._hall[sock]
+        received, _ = self._hall[sock]
         try:
-            while (most := self._missing(said)) > 0:
+            while (most := self._missing(received)) > 0:
                 data = sock.recv(min(most, READ_BYTES))
                 if not data:
                     break
-                said += data
+                received += data
             else:
                 # Out of the hall before it is handed over: from here on the socket belongs to another thread,
                 # and this one must not read from it.
                 self._leave_hall(sock)
-                if not self._enter(sock, bytes(said)):
+                if not self._enter(sock, bytes(received)):
                     sock.close()
                 return
         except BlockingIOError:

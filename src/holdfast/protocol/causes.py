@@ -167,7 +167,7 @@ class ProcessVanished(_Cause, frozen=True):
     KIND = CauseKind.PROCESS
 
     def __str__(self) -> str:
-        return "its agent no longer knows it"
+        return "its process vanished while its agent was disconnected"
 
 
 class NeverStarted(_Cause, frozen=True):
@@ -191,7 +191,7 @@ class Hang(_Cause, frozen=True):
     """How the culprits were found; empty: no worker differs from the others."""
 
     def __str__(self) -> str:
-        return f"hang: {self.reason}" if self.reason else "hang in which nobody differs"
+        return f"hang: {self.reason}" if self.reason else "hang in which no worker differs from the others"
 
 
 class ProcessStopped(_Cause, frozen=True):
@@ -254,7 +254,7 @@ class MemberLeft(_Cause, frozen=True):
     """Its name."""
 
     def __str__(self) -> str:
-        return f"{self.worker} left it"
+        return f"{self.worker} left the generation"
 
 
 class CoordinatorLost(_Cause, frozen=True):
@@ -281,7 +281,7 @@ class LastStateIncomplete(_Cause, frozen=True):
     KIND = CauseKind.STATE
 
     def __str__(self) -> str:
-        return "nobody holds the rest of the last state"
+        return "the last state is incomplete: no worker holds some of its shards"
 
 
 class Stopping(_Cause, frozen=True):
@@ -401,16 +401,19 @@ Cause = (
 _WRITTEN = (
     (r"hang\b|its process is stopped|did not leave the broken generation", CauseKind.HANG),
     (
-        r"killed by signal \d|exit code \d|its agent no longer knows it|it was never started",
+        r"killed by signal \d|exit code \d|its agent no longer knows it|its process vanished|it was never started",
         CauseKind.PROCESS,
     ),
     (r"(its agent's|its) connection closed|silent for \d|a new agent took its place", CauseKind.NODE),
     (r"its workers (do not start|fail again and again)|its deep checks ", CauseKind.NODE),
     (r"Slurm ", CauseKind.RECLAIMED),
     (r"not ready within \d|did not save the state in time", CauseKind.TIMEOUT),
-    (r"a collective failed|\S+ left it$", CauseKind.COLLECTIVE),
+    (r"a collective failed|\S+ left (it|the generation)$", CauseKind.COLLECTIVE),
     (r"the coordinator was lost", CauseKind.COORDINATOR),
-    (r"no worker holds the state|nobody holds the rest of the last state", CauseKind.STATE),
+    (
+        r"no worker holds the state|nobody holds the rest of the last state|the last state is incomplete",
+        CauseKind.STATE,
+    ),
     (r"NonFiniteGradient\b", CauseKind.NAN),
     (r"StateChanged\b|[A-Za-z_][\w.]*(Error|Exception|Interrupt)(:|$)", CauseKind.SCRIPT),
 )

@@ -67,16 +67,16 @@ class Codec(Generic[T]):
             return None
 
 
-def missing(said: bytes | bytearray, most: int) -> int:
+def missing(received: bytes | bytearray, most: int) -> int:
     """How many bytes may be read on to the end of the first frame; 0: it is whole.
 
     Raises:
         ProtocolError: its message is to have more than `most` bytes.
     """
-    if len(said) < _HEADER.size:
-        return _HEADER.size - len(said)
-    size = _size(said[: _HEADER.size], most)
-    return _HEADER.size + size - len(said)
+    if len(received) < _HEADER.size:
+        return _HEADER.size - len(received)
+    size = _size(received[: _HEADER.size], most)
+    return _HEADER.size + size - len(received)
 
 
 def body_of(frame: bytes) -> bytes:

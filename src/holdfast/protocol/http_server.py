@@ -90,11 +90,11 @@ class _HeardFirst(io.RawIOBase):
         return count
 
 
-def head_missing(said: bytearray) -> int:
+def head_missing(received: bytearray) -> int:
     """See `authentication.Missing`: of the head of an HTTP request, with whatever came with it."""
-    if b"\r\n\r\n" in said:
+    if b"\r\n\r\n" in received:
         return 0
     # A head without end. Real ones of ours have some 300 bytes.
-    if len(said) >= HEAD_BYTES:
+    if len(received) >= HEAD_BYTES:
         raise ProtocolError(f"the head of a request has more than {HEAD_BYTES} bytes")
-    return HEAD_BYTES - len(said)
+    return HEAD_BYTES - len(received)

@@ -228,13 +228,13 @@ class Cluster:
         # training is, or it would settle on an older step.
         if self.steps.untold and (sayer := self.sayer()):
             self.steps.untold = False
-            said = m.Progress(
+            progress = m.Progress(
                 generation=self.generation, committed=self.steps.committed, median_s=self.steps.step_s
             )
             # The commit is as old as the halt. Without the age, the stall of an incident would begin when it
             # was reported.
             age_s = self.now - self.steps.halted_s if not self.steps.running else 0.0
-            events = [self.word(sayer, said, age_s), *events]
+            events = [self.word(sayer, progress, age_s), *events]
         # Only for a test that shows that batches change no result.
         if self.one_by_one and self.generation:  # who is ready first at the very start decides who is a spare
             actions = [a for event in events for a in core.handle(event, self.now)]
@@ -284,16 +284,16 @@ class Cluster:
             if type(action) is e.Send:
                 machine, message = self.machines[action.node], action.message
                 if type(message) is m.Relay:
-                    said = message.message
-                    if type(said) is m.JoinGeneration:
-                        forms.append((machine, said))
-                    elif type(said) is m.Break:
+                    order = message.message
+                    if type(order) is m.JoinGeneration:
+                        forms.append((machine, order))
+                    elif type(order) is m.Break:
                         breaks.append(machine)
-                    elif type(said) is m.EndAtCommit:
+                    elif type(order) is m.EndAtCommit:
                         if self.steps.running:
                             self.end_at_commit()
-                    elif type(said) is m.Stop:
-                        stops.append((machine, said))
+                    elif type(order) is m.Stop:
+                        stops.append((machine, order))
                 else:
                     self.obey(machine, message)
             elif type(action) is e.Record:
@@ -532,8 +532,8 @@ class Cluster:
         if not all(x.up and x.worker and x.hung_s is None for x in self.members):
             return
         self.restoring = frozenset()
-        said = m.Joined(generation, self.scenario.join_s, restore_s)
-        self.tell([self.word(x, said) for x in self.members])
+        joined = m.Joined(generation, self.scenario.join_s, restore_s)
+        self.tell([self.word(x, joined) for x in self.members])
         self.steps.account(self.now)
         self.start_steps()
         self.at(self.now + self.steps.step_s, self.first_commit, generation, self.steps.token)
@@ -561,7 +561,7 @@ class Cluster:
             if token == self.steps.token
             else self.steps.committed
         )
-        said = m.Progress(
+        progress = m.Progress(
             generation=generation,
             committed=max(self.steps.committed, self.steps.base + 1),
             median_s=self.steps.step_s,
@@ -569,9 +569,9 @@ class Cluster:
         known = self.core.state.membership.workers
         fresh = [x for x in self.members if x.worker and known[x.worker].median_s is None]
         sayer = self.sayer()
-        events: list[e.Event] = [self.word(x, said) for x in fresh if x.up]
+        events: list[e.Event] = [self.word(x, progress) for x in fresh if x.up]
         if sayer is not None and sayer not in fresh:
-            events.append(self.word(sayer, said))
+            events.append(self.word(sayer, progress))
         self.tell(events)
 
     def pace(self) -> None:

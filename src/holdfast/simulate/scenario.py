@@ -192,10 +192,10 @@ def _classes(given: Mapping[str, Any]) -> tuple[FailureClass, ...]:
         return tuple(msgspec.structs.replace(c, rate=rate * c.rate / whole) for c in LLAMA) if rate else ()
     if "rate" in given:
         raise UsageError("rate and failures: give one of them; each of the failures has a rate of its own")
-    said = given[FAILURES]
-    if not isinstance(said, list) or not all(isinstance(x, Mapping) for x in said):
+    classes = given[FAILURES]
+    if not isinstance(classes, list) or not all(isinstance(x, Mapping) for x in classes):
         raise UsageError(f"failures: a list of classes; for example {EXAMPLES[FAILURES]}")
-    return tuple(_class(i, x) for i, x in enumerate(said))
+    return tuple(_class(i, x) for i, x in enumerate(classes))
 
 
 def _class(index: int, given: Mapping[str, Any]) -> FailureClass:

@@ -197,7 +197,7 @@ def found_slow(cluster: TrialView, machine: Machine, severity: Severity, remedy:
         done = cluster.steps.base
         if cluster.steps.running:
             done += math.floor((cluster.now - cluster.steps.since_s) / cluster.steps.step_s)
-        said = m.Progress(generation=cluster.generation, committed=done, median_s=cluster.steps.step_s)
+        progress = m.Progress(generation=cluster.generation, committed=done, median_s=cluster.steps.step_s)
         finding = Finding(
             rule="slow-node",
             severity=severity,
@@ -205,7 +205,9 @@ def found_slow(cluster: TrialView, machine: Machine, severity: Severity, remedy:
             source="peers",
             evidence="slower than its peers",
         )
-        cluster.tell([cluster.word(machine, said), e.NodeSays(machine.name, m.FindingsReported((finding,)))])
+        cluster.tell(
+            [cluster.word(machine, progress), e.NodeSays(machine.name, m.FindingsReported((finding,)))]
+        )
 
 
 def fast_again(cluster: TrialView, machine: Machine) -> None:

@@ -89,7 +89,7 @@ def _core() -> Iterator[Check]:
 
 
 def _rates() -> Iterator[Check]:
-    for name, failures, nodes, hours, said in (
+    for name, failures, nodes, hours, published in (
         ("OPT-175B", 105, 124, 1440, 0.0588),
         ("Llama 3.1 405B", 417, 2000, 1296, 0.0161),
         ("MPT-7B", 4, 55, 228, 0.0319),
@@ -99,10 +99,10 @@ def _rates() -> Iterator[Check]:
         note = f"{failures} events: 95% between {low:.4f} and {high:.4f}"
         yield Check(
             name=f"{name}: failures per node-hour",
-            expected=said,
+            expected=published,
             ours=rate,
             unit="% rate",
-            reproduced=round(rate, 4) == said,
+            reproduced=round(rate, 4) == published,
             note=note,
         )
 

@@ -1,4 +1,4 @@
-"""What a row of bytes means: the tree of a state, and each tensor's shape and place. Free of torch."""
+"""What the bytes of a state mean: the tree of a state, and each tensor's shape and place. Free of torch."""
 
 from __future__ import annotations
 

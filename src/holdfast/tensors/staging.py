@@ -103,12 +103,12 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 def seen(part: torch.Tensor) -> memoryview:
     """Host memory as the rest of the program reads it."""
-    row: Any = part.numpy()
-    return memoryview(row)
+    array: Any = part.numpy()
+    return memoryview(array)
 
 
 def read(parts: Iterable[torch.Tensor], ready: Ready) -> Iterator[memoryview]:
-    """Rows of bytes in host memory, in their order. Each is there until the next one is asked for."""
+    """The bytes of these parts in host memory, in their order. Each is there until the next one is asked for."""
     lanes: dict[torch.device, tuple[Lane, list[torch.Tensor]]] = {}
     begun = 0
     ahead: tuple[torch.Tensor, Any] | None = None
@@ -142,7 +142,7 @@ def _small(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 @contextmanager
 def filling(parts: Sequence[torch.Tensor], ready: Ready) -> Iterator[list[memoryview]]:
-    """Host memory to put bytes into that are to go into these rows; on leaving they are there."""
+    """Host memory to write bytes into that belong into these parts; on leaving they have been copied there."""
     far = sum(p.numel() for p in parts if is_far(p))
     if not far:
         yield [seen(p) for p in parts]
@@ -179,13 +179,13 @@ def number(tensor: torch.Tensor) -> Callable[[], float]:
     return wait
 
 
-def copy_whole(row: torch.Tensor, parts: Iterable[torch.Tensor], ready: Ready) -> None:
-    """Copies rows of bytes one after the other into a row of pinned host memory; returns when they are there."""
+def copy_whole(target: torch.Tensor, parts: Iterable[torch.Tensor], ready: Ready) -> None:
+    """Copies the parts one after the other into pinned host memory; returns when all bytes have arrived."""
     lanes: dict[torch.device, Lane] = {}
     at = 0
     for part in parts:
         lane = lanes.get(part.device) or lanes.setdefault(part.device, Lane(part.device, ready))
-        lane.copy(row[at : at + part.numel()], part)
+        lane.copy(target[at : at + part.numel()], part)
         at += part.numel()
     for lane in lanes.values():
         Lane.wait(lane.mark())
@@ -222,12 +222,12 @@ class Pinning:
         if self._known.pop(begin, 0):
             torch.cuda.cudart().cudaHostUnregister(begin)  # type: ignore[no-untyped-call]
 
-    def covers(self, row: memoryview) -> bool:
+    def covers(self, memory: memoryview) -> bool:
         """Whether a GPU can copy into it at full speed."""
         if not self._known:
             return False
-        begin = ctypes.addressof(ctypes.c_char.from_buffer(row))
-        return any(low <= begin and begin + len(row) <= low + size for low, size in self._known.items())
+        begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        return any(low <= begin and begin + len(memory) <= low + size for low, size in self._known.items())
 
 
 def address(memory: mmap.mmap) -> int:

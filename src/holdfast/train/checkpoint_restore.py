@@ -96,7 +96,9 @@ def pull_image(objects: Protected, pull: Pull, part: Part | None, seen: Seen) ->
     """
     _, head = pull.head(part)
     if not lies_alike(objects, head.index):
-        raise StateError("the snapshot in memory was taken with another sharding of as many pieces")
+        raise StateError(
+            "the snapshot in memory was saved with another sharding over the same number of ranks"
+        )
     image = targets(objects, head.index)
     scratch = threading.local()
 

@@ -64,14 +64,16 @@ class ChannelListener:
         self._arrived: dict[tuple[int, int], socket.socket] = {}
         self._news = threading.Condition()
         self._broken = 0
-        self._door = Door(server, "holdfast-channel", lambda said: missing(said, _HELLO_BYTES), self._enter)
+        self._door = Door(
+            server, "holdfast-channel", lambda received: missing(received, _HELLO_BYTES), self._enter
+        )
 
     def _enter(self, sock: socket.socket, frame: bytes) -> bool:
         """Whoever shows in its hello that it knows the token is a member, and is shown the same."""
         hello = _hellos.decode(body_of(frame))
         answer = answer_to(hello.credential, self._token, self._name, str(hello.generation), str(hello.rank))
         if answer is None:
-            raise ProtocolError("a hello without the token")
+            raise ProtocolError("a caller did not prove that it knows the job's token")
         with self._news:
             # A slow member may still call for a generation that is over. Its socket would never be taken, and
             # would stay open until the process ends.
@@ -259,16 +261,16 @@ class ControlChannel:
     def receive_heads(self, step: int, head: Word, own: Sequence[Word]) -> list[tuple[Word, list[Word]]]:
         """What every member said for this step, in the order of the ranks: a word whose second number says how many words
         follow it, and those."""
-        said: list[tuple[Word, list[Word]]] = []
+        reports: list[tuple[Word, list[Word]]] = []
         for rank in range(self.size):
             if rank == self.rank:
-                said.append((head, list(own)))
+                reports.append((head, list(own)))
             else:
                 self.waits(rank)
                 theirs = self._receive_one(rank, step)
-                said.append((theirs, [self._receive_one(rank, step) for _ in range(int(theirs[1]))]))
+                reports.append((theirs, [self._receive_one(rank, step) for _ in range(int(theirs[1]))]))
         self.waits(-1)
-        return said
+        return reports
 
     def _receive_one(self, rank: int, step: int) -> Word:
         try:
@@ -279,8 +281,8 @@ class ControlChannel:
             raise CollectiveFailed(f"lost rank {rank}: {error}") from error
         if len(word) < _WORD.size:
             raise CollectiveFailed(f"lost rank {rank}: its connection closed")
-        said, a, b, c = _WORD.unpack(word)
-        if (said ^ step) & OF_A_SUM:
+        their_step, a, b, c = _WORD.unpack(word)
+        if (their_step ^ step) & OF_A_SUM:
             here, there = ("is", "is not") if step & OF_A_SUM else ("is not", "is")
             raise UsageError(
                 f"rank {self.rank} {here} in step.sum(), and rank {rank} {there}: call it on every worker in the same "
@@ -288,8 +290,8 @@ class ControlChannel:
             )
         # The stream has no other frame than the step's number. If two members are at different steps, one has
         # committed what the other has not, and adding their words up would hide it.
-        if said != step:
-            raise CollectiveFailed(f"rank {rank} is at step {said}, this rank at {step}")
+        if their_step != step:
+            raise CollectiveFailed(f"rank {rank} is at step {their_step}, this rank at {step}")
         return a, b, c
 
 

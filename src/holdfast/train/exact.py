@@ -95,7 +95,7 @@ class _Layout:
 
 
 class _Sum:
-    """The gradients of one bucket's parameters, summed over a subtree. `flat` is one row of them all, `views` its parts,
+    """The gradients of one bucket's parameters, summed over a subtree. `flat` is all of them in one tensor, `views` its parts,
     `grads` what autograd is given of them."""
 
     def __init__(self, parameters: list[torch.nn.Parameter], only: torch.Tensor | None = None) -> None:
@@ -130,13 +130,13 @@ class _Bucket:
         self.free: list[_Sum] = []
         self.stack, self.leaf = [], None
         self.inbox: torch.Tensor | None = None
-        self.rows: list[torch.Tensor] = []
+        self.summands: list[torch.Tensor] = []
 
     def begin(self) -> None:
         """The step before is over."""
         self.free += [] if self.direct else self.stack
         self.stack, self.leaf = [], None
-        self.works, self.rows = [], []
+        self.works, self.summands = [], []
         for p in self.parameters:
             p.grad = None
 
@@ -351,8 +351,8 @@ class ExactSum(Gradients):
             senders = [rank for rank in range(group.size) if pieces[rank] > number]
             received = bucket.inbox[at : at + len(senders) * own]
             at += len(received)
-            for row, rank in enumerate(senders):
-                found[rank, number] = received[row * own : (row + 1) * own]
+            for index, rank in enumerate(senders):
+                found[rank, number] = received[index * own : (index + 1) * own]
             counts = [own if rank in senders else 0 for rank in range(group.size)]
             if number < len(bucket.stack):
                 sent, given = bucket.stack[number].flat, [high - low for low, high in slices]
@@ -363,7 +363,7 @@ class ExactSum(Gradients):
             bucket.works.append(group.exchange(received, counts, sent, given))
         # By rank first and number second: that is the order of the leaves in the tree, for which
         # `piece_folds` was made.
-        bucket.rows = [found[index] for index in sorted(found)]
+        bucket.summands = [found[index] for index in sorted(found)]
 
     def _send_slice(self, bucket: _Bucket, group: Group) -> None:
         """Adds up this worker's slice of all subtrees and gives it to all."""
@@ -374,7 +374,7 @@ class ExactSum(Gradients):
         total = bucket.result().flat
         slices = _slices(bucket.size, group.size)
         low, high = slices[group.rank]
-        _add_up(bucket.rows, self._layout.piece_folds, total[low:high])
+        _add_up(bucket.summands, self._layout.piece_folds, total[low:high])
         if bucket.size <= SMALL:
             return
         bucket.works = [group.broadcast(total[a:b], rank) for rank, (a, b) in enumerate(slices) if a < b]
@@ -425,14 +425,14 @@ def _slices(size: int, world: int) -> list[tuple[int, int]]:
     return [(rank * size // world, (rank + 1) * size // world) for rank in range(world)]
 
 
-def _add_up(rows: list[torch.Tensor], fold: list[int], into: torch.Tensor) -> None:
-    """The sum of all subtrees, in the order of the tree. Changes the rows."""
+def _add_up(summands: list[torch.Tensor], fold: list[int], into: torch.Tensor) -> None:
+    """The sum of all subtrees, in the order of the tree. Changes the summands."""
     stack: list[torch.Tensor] = []
-    for number, (row, times) in enumerate(zip(rows, fold, strict=True)):
-        stack.append(row)
+    for number, (summand, times) in enumerate(zip(summands, fold, strict=True)):
+        stack.append(summand)
         for left in range(times, 0, -1):
             right = stack.pop()
-            whole = number == len(rows) - 1 and left == 1
+            whole = number == len(summands) - 1 and left == 1
             torch.add(stack[-1], right, out=into if whole else stack[-1])
-    if len(rows) == 1:
-        into.copy_(rows[0])
+    if len(summands) == 1:
+        into.copy_(summands[0])

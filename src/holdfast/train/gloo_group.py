@@ -115,7 +115,7 @@ class GlooGroup:
         results: list[Any] = []
 
         def build() -> None:
-            result: Any = CollectiveFailed("nothing was built")
+            result: Any = CollectiveFailed("the process group was not connected")
             try:
                 if nccl.agreed(store, self.rank, self.size, self._wanted):
                     assert self._wanted is not None

@@ -140,7 +140,7 @@ class Line(dist.Store):  # type: ignore[misc, name-defined, unused-ignore]
         with self._news:
             self._news.wait_for(lambda: self._over or all(k in self._values for k in keys))
             if not all(k in self._values for k in keys):
-                raise CollectiveFailed("the other end closed the line")
+                raise CollectiveFailed("the other rank closed the connection")
 
     def check(self, keys: list[str]) -> bool:
         """Whether the keys have arrived."""
@@ -152,16 +152,16 @@ class Line(dist.Store):  # type: ignore[misc, name-defined, unused-ignore]
 
     def hear(self) -> _Sum:
         """The newcomer: what the donor said of the next chunk."""
-        said = self._sums.get()
-        if said is None:
-            raise CollectiveFailed("the donor closed the line")
-        return said
+        checksum = self._sums.get()
+        if checksum is None:
+            raise CollectiveFailed("the donor closed the connection")
+        return checksum
 
     def _send(self, frame: bytes) -> None:
         try:
             self._sock.sendall(frame)
         except OSError as error:
-            raise CollectiveFailed(f"the other end closed the line: {error}") from error
+            raise CollectiveFailed(f"the other rank closed the connection: {error}") from error
 
     def join(self) -> None:
         """Waits until the other end has closed the line."""
@@ -185,10 +185,10 @@ def send(sock: socket.socket, image: Image, low: int, stop: int, opened: Callabl
     device = image.device
     pair = GlooGroup(DONOR, 2, sock.getsockname()[0], device)
     line = Line(sock, pair.abort)
-    said: deque[tuple[int, torch.Tensor, object]] = deque()
+    sums: deque[tuple[int, torch.Tensor, object]] = deque()
 
     def say() -> None:
-        end, words, mark = said.popleft()
+        end, words, mark = sums.popleft()
         Lane.wait(mark)
         line.say(end, words.tolist())
 
@@ -204,14 +204,14 @@ def send(sock: socket.socket, image: Image, low: int, stop: int, opened: Callabl
             for begin in range(low, stop, CHUNK_BYTES):
                 end = min(begin + CHUNK_BYTES, stop)
                 parts = [p.to(device) for p in image.parts(begin, end)]
-                row = parts[0] if len(parts) == 1 else torch.cat(parts)
+                chunk = parts[0] if len(parts) == 1 else torch.cat(parts)
                 # The sum is queued before the chunk is sent, on the same stream, so both read the same bytes.
                 # It is fetched two chunks later: waiting for it now would leave the link idle.
-                said.append((end, *_on_host(lane, fingerprint(row))))
-                _move(pair, row)
-                if len(said) > AHEAD:
+                sums.append((end, *_on_host(lane, fingerprint(chunk))))
+                _move(pair, chunk)
+                if len(sums) > AHEAD:
                     say()
-            while said:
+            while sums:
                 say()
         # The donor must not free or change its tensors while the last broadcast still reads them; that it was
         # queued does not mean that it has ended.
@@ -242,11 +242,11 @@ def receive(sock: socket.socket, image: Image, low: int, stop: int, moved: Moved
     def confirm() -> None:
         begin, end, words, mark = coming.popleft()
         Lane.wait(mark)
-        said = line.hear()
+        checksum = line.hear()
         # With NCCL an aborted kernel ends and leaves garbage behind. It is asked after the device has come to
         # its end and before the sum is believed: a stale sum could match.
         pair.intact()
-        if (said.stop, said.words) != (end, tuple(words.tolist())):
+        if (checksum.stop, checksum.words) != (end, tuple(words.tolist())):
             raise ChecksumError(f"bytes {begin} to {end} are damaged")
         moved(end - begin)
 
@@ -262,18 +262,18 @@ def receive(sock: socket.socket, image: Image, low: int, stop: int, moved: Moved
                 # The live tensor may receive directly only where no one writes into it afterwards. Elsewhere
                 # the chunk comes into memory of its own, which can be given up.
                 whole = len(parts) == 1 and parts[0].device == device and pair.queues
-                row = parts[0] if whole else torch.empty(end - begin, dtype=torch.uint8, device=device)
-                _move(pair, row)
-                coming.append((begin, end, *_on_host(lane, fingerprint(row))))
+                chunk = parts[0] if whole else torch.empty(end - begin, dtype=torch.uint8, device=device)
+                _move(pair, chunk)
+                coming.append((begin, end, *_on_host(lane, fingerprint(chunk))))
                 if not whole:
-                    for part, got in zip(parts, torch.split(row, [p.numel() for p in parts]), strict=True):
+                    for part, got in zip(parts, torch.split(chunk, [p.numel() for p in parts]), strict=True):
                         part.copy_(got)
                 if len(coming) > AHEAD:
                     confirm()
             while coming:
                 confirm()
     except (CollectiveFailed, RuntimeError) as error:
-        raise StateError(f"not from GPU to GPU: {error}") from error
+        raise StateError(f"the direct transfer between GPUs failed: {error}") from error
     finally:
         line.close()
         line.join()
@@ -306,9 +306,9 @@ _numbers = itertools.count()
 _idle: list[int] = []
 
 
-def _move(pair: GlooGroup, row: torch.Tensor) -> None:
+def _move(pair: GlooGroup, chunk: torch.Tensor) -> None:
     """One chunk, from the donor to the newcomer. With NCCL it is queued."""
-    work = pair.broadcast(row, DONOR)
+    work = pair.broadcast(chunk, DONOR)
     try:
         pair.wait(work)
     except CollectiveFailed:
@@ -322,18 +322,18 @@ def _on_host(lane: Lane, words: torch.Tensor) -> tuple[torch.Tensor, object]:
     return into, lane.copy(into, words)
 
 
-def fingerprint(row: torch.Tensor) -> torch.Tensor:
-    """Two sums over a row of bytes, modulo 2^64, computed where it is. Every changed word changes them: the weights are odd.
+def fingerprint(chunk: torch.Tensor) -> torch.Tensor:
+    """Two sums over the bytes of a chunk, modulo 2^64, computed where it is. Every changed word changes them: the weights are odd.
     The second one, of the upper halves, sees two flipped signs, which the first may not. Additions of whole numbers have no
     order, so every device finds the same."""
-    if row.data_ptr() % 8 or row.storage_offset() % 8:
-        row = row.clone()
-    count = row.numel() // 8
-    rest = torch.zeros(8, dtype=torch.uint8, device=row.device)
-    rest[: row.numel() - 8 * count] = row[8 * count :]
-    total = torch.zeros(2, dtype=torch.int64, device=row.device)
-    for words in (*torch.split(row[: 8 * count].view(torch.int64), BLOCK_WORDS), rest.view(torch.int64)):
-        weights = _weights(row.device)[: words.numel()]
+    if chunk.data_ptr() % 8 or chunk.storage_offset() % 8:
+        chunk = chunk.clone()
+    count = chunk.numel() // 8
+    rest = torch.zeros(8, dtype=torch.uint8, device=chunk.device)
+    rest[: chunk.numel() - 8 * count] = chunk[8 * count :]
+    total = torch.zeros(2, dtype=torch.int64, device=chunk.device)
+    for words in (*torch.split(chunk[: 8 * count].view(torch.int64), BLOCK_WORDS), rest.view(torch.int64)):
+        weights = _weights(chunk.device)[: words.numel()]
         sums = torch.stack([(words * weights).sum(), ((words >> 32) * weights).sum()])
         # A polynomial over the blocks, modulo 2^64. With a plain sum two blocks that changed places would not
         # be seen.

@@ -237,7 +237,7 @@ class Fetch:
                 except (OSError, http.client.HTTPException, StateError, msgspec.MsgspecError) as error:
                     reasons.append(f"rank {member.rank} on {member.node}: {error}")
             if not to_come:
-                raise StateError(f"no donor gave its state: {'; '.join(reasons)}")
+                raise StateError(f"no donor could send its state: {'; '.join(reasons)}")
             self._seen(0, 0)
 
     def _stripe(self, members: list[Member], image: Image, stripe: tuple[int, int]) -> None:
@@ -265,7 +265,7 @@ class Fetch:
                 # The last reason is kept, not all: earlier donors failed in ways that the next one made up
                 # for.
                 reason = error
-        raise StateError(f"bytes {low} to {stop} of the state: the last donor said: {reason}")
+        raise StateError(f"bytes {low} to {stop} of the state: the last donor failed: {reason}")
 
     def _directly(self, member: Member, image: Image, low: int, stop: int) -> int:
         """From GPU to GPU; returns up to where that went well."""

@@ -1,4 +1,4 @@
-"""The protected state as an image: an index (`tensors.tree`, and each tensor's shape and place in one long row of bytes)
+"""The protected state as an image: an index (`tensors.tree`, and each tensor's shape and place in one long sequence of bytes)
 and the bytes themselves, which stay where they are: in the live tensors.
 
 Peers, disk and digests all use the same image. Nothing in it is pickled.
@@ -41,21 +41,21 @@ class Image:
         # Recorded by the thread that queued the kernels. A reader on another thread waits for this event, and
         # so never reads a tensor before the update that was queued for it.
         self.ready = staging.now(tensors)
-        self._rows = [staging.flat(t) for t in tensors]
+        self._flat = [staging.flat(t) for t in tensors]
 
     def parts(self, start: int, stop: int) -> Iterator[torch.Tensor]:
-        """The bytes [start, stop) of the row, as views into the tensors, where they are."""
-        for spec, row in zip(self.index.tensors, self._rows, strict=True):
+        """The bytes [start, stop) of the image, as views into the tensors, where they are."""
+        for spec, flat in zip(self.index.tensors, self._flat, strict=True):
             low, high = max(start, spec.offset), min(stop, spec.offset + spec.nbytes)
             if low < high:
-                yield row[low - spec.offset : high - spec.offset]
+                yield flat[low - spec.offset : high - spec.offset]
 
     def pieces(self, start: int, stop: int) -> Iterator[memoryview]:
-        """The bytes [start, stop) of the row, to be read in host memory. Each is there until the next is asked for."""
+        """The bytes [start, stop) of the image, to be read in host memory. Each is there until the next is asked for."""
         return staging.read(self.parts(start, stop), self.ready)
 
     def filling(self, start: int, stop: int) -> AbstractContextManager[list[memoryview]]:
-        """Where to put the bytes [start, stop) of the row; on leaving they are in the tensors."""
+        """Where to put the bytes [start, stop) of the image; on leaving they are in the tensors."""
         return staging.filling(list(self.parts(start, stop)), self.ready)
 
 

@@ -216,7 +216,7 @@ class Step:
                     f"{channel.rank}; give the same on every worker"
                 )
         self._replica.phases.alive()
-        return own.total(said for theirs, said in heads if theirs[2])
+        return own.total(words for theirs, words in heads if theirs[2])
 
     def apply(
         self,

@@ -32,8 +32,10 @@ class Addends:
     @property
     def fingerprint(self) -> float:
         """The same on workers that sum the same names and shapes."""
-        said = repr([(name, None if shape is None else tuple(shape)) for name, shape in self.shapes.items()])
-        return float(xxhash.xxh32_intdigest(said.encode()))
+        shapes = repr(
+            [(name, None if shape is None else tuple(shape)) for name, shape in self.shapes.items()]
+        )
+        return float(xxhash.xxh32_intdigest(shapes.encode()))
 
     def words(self) -> list[Word]:
         """Counts and numbers, name by name."""
@@ -41,10 +43,10 @@ class Addends:
         row += [0.0] * (-len(row) % 3)
         return [(a, b, c) for a, b, c in zip(row[::3], row[1::3], row[2::3], strict=True)]
 
-    def total(self, said: Iterable[Sequence[Word]]) -> dict[str, Any]:
+    def total(self, reports: Iterable[Sequence[Word]]) -> dict[str, Any]:
         """The sums of what every worker said, in the order of the ranks."""
         found: dict[str, list[list[float]]] = {name: [] for name in self.numbers}
-        for words in said:
+        for words in reports:
             row = [x for word in words for x in word]
             at = 0
             for name in self.numbers:

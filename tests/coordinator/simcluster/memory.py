@@ -129,7 +129,7 @@ class SimMemory:
         elif worker.alive and self.rng.random() >= self.cluster.plan.hold_fails:
             self.cluster.clock.after(self.rng.uniform(0.0, 0.02), self._seal, slot, bits)
         else:
-            self._refuse(slot, "its worker ended before the copy was complete")
+            self._refuse(slot, "the worker ended before it had copied its state")
 
     def _seal(self, slot: Slot, bits: int) -> None:
         if slot in self._slots and self.agent.alive:

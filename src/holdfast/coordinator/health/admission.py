@@ -94,7 +94,7 @@ def _check(context: Context, node: Node, why: str) -> None:
     transitions.hold(context, node, f"deep checks: {why}")
     node.checking = Checking(s.health.requests, context.now + CHECKS_S, why)
     context.record(
-        ledger.NodeHeld(node=node.name, reason=f"not used before it has passed the deep checks: {why}")
+        ledger.NodeHeld(node=node.name, reason=f"not used until it has passed the deep checks: {why}")
     )
     repeat(context, node)
 

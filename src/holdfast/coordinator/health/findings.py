@@ -223,5 +223,5 @@ def _not_faulty(context: Context, node: Node, finding: Finding) -> None:
     # must not take it out of a job.
     if context.now - since_s >= UNKNOWN_S:
         node.unknown[finding.rule] = context.now
-        told = f"{finding.rule} could not be told for {context.now - since_s:.0f} s: {finding.evidence}"
+        told = f"{finding.rule} could not be evaluated for {context.now - since_s:.0f} s: {finding.evidence}"
         notes.ask(context, node, finding.rule, told)

@@ -48,20 +48,20 @@ def heard(context: Context, worker: Worker, losses: tuple[m.StepTold, ...]) -> N
         step, loss = told.step, told.loss
         jump = context.transient(Curves).losses.take(step, loss)
         if jump is not None:
-            what = f"the loss of step {step} is {loss:.4g}, of the steps before {jump.usual:.4g}"
+            what = f"the loss of step {step} is {loss:.4g}, against {jump.usual:.4g} in the steps before it"
             _say(context, worker, LOSS_JUMP, Severity.WARNING, Remedy.WATCH, what, shared=True)
 
 
-def compared(context: Context, said: dict[str, Spent]) -> None:
+def compared(context: Context, spent: dict[str, Spent]) -> None:
     """One block of steps of all workers."""
     apart = context.transient(Curves).parts.look(
-        {name: s.loss for name, s in said.items() if s.loss is not None}
+        {name: s.loss for name, s in spent.items() if s.loss is not None}
     )
     if apart is None:
         return
     told = (
-        f"its own part of the loss is {apart.loss:.4g}, that of most {apart.usual:.4g}; so it was {apart.times} times, and "
-        "no other's: it may compute wrongly"
+        f"its local loss is {apart.loss:.4g} against a median of {apart.usual:.4g}, {apart.times} times and on "
+        "no other rank: possible silent data corruption"
     )
     _suspect(context, context.state.membership.workers[apart.worker], PART_APART, told)
 
@@ -77,7 +77,7 @@ def brought(context: Context, worker: Worker, message: m.Failed) -> None:
         return  # the same once more: the data of that step, or the script
     steps.append(message.step)
     del steps[:-TIMES]
-    told = f"its own part of step {message.step} is not finite"
+    told = f"its local gradient or loss of step {message.step} is not finite"
     # Three different steps on one node, and nobody else's: a script that diverges gives NaN on all nodes
     # sooner or later, so a second node clears the first.
     if len(steps) < TIMES or any(
@@ -87,16 +87,17 @@ def brought(context: Context, worker: Worker, message: m.Failed) -> None:
     else:
         steps.clear()
         _suspect(
-            context, worker, NOT_FINITE, f"{told}; so it was at {TIMES} different steps, and nobody else's"
+            context,
+            worker,
+            NOT_FINITE,
+            f"{told}, at {TIMES} different steps and on no other node: possible silent data corruption",
         )
 
 
 def _suspect(context: Context, worker: Worker, rule: str, told: str) -> None:
     # Asking is the default. Nothing here proves a broken processor, and a deep check does.
     remedy = Remedy.REPLACE if context.spec.health.replace_suspect else Remedy.ASK
-    _say(
-        context, worker, rule, Severity.ERROR, remedy, f"{told}. `holdfast check --deep {worker.node}` tells"
-    )
+    _say(context, worker, rule, Severity.ERROR, remedy, f"{told}. Run `holdfast check --deep {worker.node}`")
 
 
 def _say(

@@ -91,16 +91,16 @@ def _new_members(context: Context, size: int) -> None:
             slow.until_step = context.state.membership.committed
 
 
-def _look(context: Context, first: int, said: dict[str, Spent]) -> None:
+def _look(context: Context, first: int, spent_by_worker: dict[str, Spent]) -> None:
     """One block. Workers are compared with those that compute as many micro-batches as they do; who computes none, beside
     the replicas, with nobody."""
     by_load: dict[int, dict[str, Spent]] = {}
-    for name, spent in said.items():
+    for name, spent in spent_by_worker.items():
         if spent.micros:
             # Only equal loads compare. A worker with more micro-batches is slower by design, not by fault.
             by_load.setdefault(spent.micros, {})[name] = spent
-    silent_corruption.compared(context, said)
-    reduction = context.transient(Peers).reductions.look(list(said.values()))
+    silent_corruption.compared(context, spent_by_worker)
+    reduction = context.transient(Peers).reductions.look(list(spent_by_worker.values()))
     if reduction is not None:
         _reduction(context, reduction)
     changes: list[Change] = []
@@ -113,7 +113,7 @@ def _look(context: Context, first: int, said: dict[str, Spent]) -> None:
     _waits(context, by_load)
     for change in changes:
         if change.slow:
-            _found(context, change, by_load[said[change.worker].micros])
+            _found(context, change, by_load[spent_by_worker[change.worker].micros])
         else:
             _over(context, change)
 
@@ -265,7 +265,7 @@ def _say(
 
 def describe(slow: Slow) -> str:
     """For people: how slow, where, since when, at what cost."""
-    peers = "the only other (which may be the fast one)" if slow.pair else "its peers"
+    peers = "the only other rank (which may be unusually fast)" if slow.pair else "its peers"
     return (
         f"computes {slow.ratio:.2f} times as long as {peers}, {slow.excess_s * 1e3:.3g} ms more a step, mostly in "
         f"{slow.part}, since step {slow.since_step}; the others wait {slow.share:.0%} of the time: "

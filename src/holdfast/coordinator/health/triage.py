@@ -37,7 +37,7 @@ def consider(context: Context, node: Node, incident: Incident, finding: Finding)
     # None of the nodes is to blame, so nothing is done on any of them: replacing all nodes of a failing
     # switch leaves no job.
     if finding.shared:
-        told = "many nodes have this at once: none of them is to blame"
+        told = "many nodes report this at once, so no single node is at fault"
         if incident.does is None:
             _withhold(context, node, incident, Decision(does=Remedy.WATCH, reason=told, against="shared"))
         return
@@ -144,7 +144,7 @@ def _past(context: Context, node: Node, incident: Incident) -> Decision | None:
         if act.machine == node.machine and act.at_s > incident.heard_s and helped:
             return Decision(
                 does=Remedy.WATCH,
-                reason=f"{act.remedy.value} was done since, and it was not seen again",
+                reason=f"{act.remedy.value} was done since, and the finding did not recur",
                 against="done",
             )
     silent_s = context.now - incident.heard_s
@@ -162,7 +162,7 @@ def well_again(context: Context, node: Node, rule: str) -> None:
                 context,
                 node,
                 incident,
-                Decision(does=Remedy.WATCH, reason="it is well again", against="well"),
+                Decision(does=Remedy.WATCH, reason="the finding has cleared", against="well"),
             )
 
 
@@ -176,7 +176,7 @@ def cleared(context: Context, machine: str, rule: str) -> None:
                 context,
                 node,
                 incident,
-                Decision(does=Remedy.WATCH, reason="a person says that it is well", against="cleared"),
+                Decision(does=Remedy.WATCH, reason="a person cleared the node", against="cleared"),
             )
 
 
@@ -329,9 +329,9 @@ def _decision(
     """Weighs one cause on one node. soft: one finding is not enough. trial: the rule is on trial, and this is only said."""
     s = context.state
     if asked is Remedy.WATCH:
-        return Decision(does=asked, reason="the rule asks for nothing to be done")
+        return Decision(does=asked, reason="the rule asks for no action")
     if asked is Remedy.ASK:
-        return Decision(does=asked, reason="the rule asks for a person")
+        return Decision(does=asked, reason="the rule asks for a person to inspect the node")
     # Fault before remedy: only what is this node's own fault climbs the ladder.
     not_its_own = _not_its_own(context, node, rule, soft, asked)
     if not_its_own is not None:
@@ -341,7 +341,7 @@ def _decision(
     weighed = [f"done before for {rule} on {node.machine}: {_told(before)}"]
     why = f"{rule} asks for it"
     if does is not asked:
-        why = f"{rule} asks for {asked.value}, which was tried: {_told(before)}"
+        why = f"{rule} asks for {asked.value}, which was tried before: {_told(before)}"
     if does is Remedy.RESTART_WORKER:
         if context.budget_spent():
             return Decision(
@@ -369,7 +369,7 @@ def _decision(
         f"nodes acted on in {window_s:g} s: {len(near)} of {blast_radius.limit(context)} ({blast_radius.size(context)} in all)"
     )
     if not blast_radius.may_act(context, node.machine):
-        told = f"{len(near)} of {blast_radius.size(context)} nodes were acted on within {window_s:g} s, and no more may be"
+        told = f"{len(near)} of {blast_radius.size(context)} nodes were repaired or replaced within {window_s:g} s, which is the limit"
         return Decision(
             does=does,
             reason=told,
@@ -407,7 +407,7 @@ def _not_its_own(context: Context, node: Node, rule: str, soft: bool, asked: Rem
     members = {w.node for w in context.members()}
     others = blast_radius.others_show_it(context, node, rule)
     if len(members) < 3 or others * 2 >= len(members):
-        told = f"{others} other of {len(members)} nodes show it: no majority that is well speaks against {node.name}"
+        told = f"{others} other of {len(members)} nodes show the same, so no healthy majority singles out {node.name}"
         return Decision(does=Remedy.WATCH, reason=told, against="canary")
     seen = [x for x in context.state.health.sightings if (x.rule, x.machine) == (rule, node.machine)]
     # Soft evidence (times, losses, log lines) must come twice on the same machine: any node has one bad
@@ -415,7 +415,7 @@ def _not_its_own(context: Context, node: Node, rule: str, soft: bool, asked: Rem
     if len(seen) < 2:
         return Decision(
             does=Remedy.WATCH,
-            reason=f"the first time on {node.name}: once more, and it is the node's",
+            reason=f"first occurrence on {node.name}; the node is held responsible if it recurs",
             against="canary",
         )
     return None

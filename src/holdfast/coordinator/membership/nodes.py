@@ -43,7 +43,11 @@ def on_joined(context: Context, hello: m.Hello, past: tuple[Remembered, ...] = (
     # Before anything else of the hello is believed: fields of another version may mean something else.
     if hello.version != m.PROTOCOL_VERSION:
         theirs, ours = hello.version, m.PROTOCOL_VERSION
-        _refuse(context, hello.node, f"it speaks version {theirs}, not {ours}; run one Holdfast on all nodes")
+        _refuse(
+            context,
+            hello.node,
+            f"its agent uses protocol version {theirs}, the coordinator {ours}; install the same Holdfast on all nodes",
+        )
         return
     if known is not None and known.refused is not None:
         _refuse(context, hello.node, known.refused)
@@ -374,7 +378,7 @@ def ask(context: Context) -> None:
         s.membership.replacing += 1
         s.membership.replaced += 1
         s.membership.asked_at_s = context.now
-        context.act(ProvideNode(f"{queries.count_staying(context)} of {wanted} nodes are there"))
+        context.act(ProvideNode(f"the job has {queries.count_staying(context)} of {wanted} nodes"))
 
 
 def ask_again_s(context: Context) -> float | None:

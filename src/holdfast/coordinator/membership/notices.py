@@ -66,19 +66,19 @@ def job_ends(context: Context, reason: str, cause: NoticeCause, within_s: float)
         _tell_all(context)
 
 
-def foretold(context: Context, said: JobGoing) -> None:
+def foretold(context: Context, event: JobGoing) -> None:
     """The engine says when it will end the job, or that it will not. Of a job that is stopping it says nothing new."""
     membership = context.state.membership
     if membership.stop_reason is not None:
         return
-    if said.within_s is None:
+    if event.within_s is None:
         if membership.notice is not None:
             membership.notice = None
-            context.record(ledger.JobStays(reason=said.reason))
+            context.record(ledger.JobStays(reason=event.reason))
             _tell_all(context)
-    elif _is_news(membership.notice, context.now + said.within_s):
-        context.record(ledger.JobGoing(reason=said.reason, within_s=said.within_s))
-        job_ends(context, said.reason, said.cause, said.within_s)
+    elif _is_news(membership.notice, context.now + event.within_s):
+        context.record(ledger.JobGoing(reason=event.reason, within_s=event.within_s))
+        job_ends(context, event.reason, event.cause, event.within_s)
 
 
 def _tell_all(context: Context) -> None:

@@ -131,7 +131,7 @@ def find_culprits(
     # although its peers, who wait in the connecting phase, look just as still.
     absent = tuple(v.worker for v in still if v.page.generation < v.formed)
     if absent:
-        return Verdict(absent, "does not join the generation that it was told of")
+        return Verdict(absent, "did not act on the order to join the generation")
     waiting = [v for v in views if _waits(v)]
     busy = [v for v in still if not _waits(v)]
     # One computes while others wait for it. Waiting itself is never a fault: everyone who waits has told the
@@ -142,14 +142,17 @@ def find_culprits(
     # From here on the verdict is "who is furthest behind", a comparison. If a member was not seen, it may be
     # the one that is behind, and the worst of those that were seen would be taken out for nothing.
     if not complete:
-        return Verdict((), "not every worker was seen")
+        return Verdict((), "not every worker reported its position")
     if len(busy) == len(views) == 1:
         return Verdict((busy[0].worker,), f"stands still in {Phase(busy[0].page.phase).name.lower()}")
     # Somebody still moves. What looks like a hang may be the others' wait for a slow step, and time will
     # tell: the next stall report asks again.
     at_work = {v.page.phase for v in views if v not in still and not _waits(v)}
     if at_work:
-        return Verdict((), f"some are at work: {', '.join(sorted(Phase(p).name.lower() for p in at_work))}")
+        return Verdict(
+            (),
+            f"some workers are still busy: {', '.join(sorted(Phase(p).name.lower() for p in at_work))}",
+        )
     connecting = [v for v in still if v.page.phase in _CONNECTING and _waits(v)]
     if len(connecting) == len(views) and (verdict := _unreached(connecting, ranks or {})):
         return verdict
@@ -165,7 +168,11 @@ def find_culprits(
         # other one's turn comes if the hang does.
         if pair and set(behind) >= set(pair):
             names = " and ".join(str((ranks or {})[w]) for w in pair)
-            return Verdict(pair, f"ranks {names} wait for each other: the network between them", one_of=True)
+            return Verdict(
+                pair,
+                f"ranks {names} wait for each other, so the network between them is suspect",
+                one_of=True,
+            )
         if len(behind) < len(waiting):
             return Verdict(behind, "waits at an earlier point than the others")
     # Stacks are compared only of a job that stands still as a whole. Of a job that moves they are taken at
@@ -200,10 +207,12 @@ def _unreached(connecting: Sequence[WorkerView], ranks: Mapping[str, int]) -> Ve
     if deaf := tuple(sorted(w for w in missed if not misses.get(w))):
         return Verdict(deaf, "calls nobody while others wait for it to connect")
     most = tuple(sorted(w for w in missed if missed[w] == max(missed.values())))
-    said = ", ".join(
-        f"rank {ranks[a]} misses {ranks[b]}" for a, b in sorted(misses.items()) if b and a in ranks
+    missing = ", ".join(
+        f"rank {ranks[a]} waits for rank {ranks[b]}" for a, b in sorted(misses.items()) if b and a in ranks
     )
-    return Verdict(most, f"they do not reach each other: {said}", one_of=len(most) > 1, again=True)
+    return Verdict(
+        most, f"the workers cannot connect to each other: {missing}", one_of=len(most) > 1, again=True
+    )
 
 
 def _advance(view: WorkerView) -> tuple[int, int, int, int]:

@@ -79,14 +79,14 @@ def resize(context: Context, nodes: int, reason: str) -> None:
     _resized(context, before, reason, None, NoticeCause.RESIZE)
 
 
-def capacity(context: Context, said: Capacity) -> None:
+def capacity(context: Context, event: Capacity) -> None:
     """The engine gives less room, or more again. With less than the job can train on it ends, its state saved."""
     s = context.state
     before = s.wanted_nodes
-    reason, within_s = said.reason, said.within_s
-    cause = said.cause or NoticeCause.PREEMPTION
-    s.membership.capacity_nodes = said.nodes
-    context.record(ledger.Capacity(nodes=said.nodes, before=before, reason=reason, within_s=within_s))
+    reason, within_s = event.reason, event.within_s
+    cause = event.cause or NoticeCause.PREEMPTION
+    s.membership.capacity_nodes = event.nodes
+    context.record(ledger.Capacity(nodes=event.nodes, before=before, reason=reason, within_s=within_s))
     # Below this the job cannot train at all. It stops with its state saved, because the engine will take the
     # nodes whatever the core decides.
     least = max(s.spec.min_nodes, s.least_nodes)

@@ -40,7 +40,7 @@ def fits(context: Context, worker: Worker, ready: m.Ready) -> bool:
                 StopJob(f"{reason} for a replica of {s.membership.shard_count} workers", "stopped")
             )
         return True
-    reason = f"{worker.name} made replicas of shard x tensor = {ready.shape}, other workers of {s.membership.shape}"
+    reason = f"{worker.name} made replicas of shard x tensor = {ready.shape}, other workers made {s.membership.shape}"
     advice = "call run.mesh() with the same sizes everywhere"
     blame = Blame(cause=ShapesDiffer(reason), rank=None, node=worker.node, log=worker.log)
     context.request(StopJob(f"{reason}: {advice}", "failed", blame))

@@ -146,10 +146,11 @@ class AgentConnections:
         else:
             self._loop.handle(ev.NodeSays(node, message))
 
-    def _learn(self, said: m.Imported) -> None:
+    def _learn(self, imported: m.Imported) -> None:
         """Tells all nodes what the script imports, if that is new: the spare ones as well."""
         both = m.Imported(
-            _union(self._imported.modules, said.modules), _union(self._imported.variables, said.variables)
+            _union(self._imported.modules, imported.modules),
+            _union(self._imported.variables, imported.variables),
         )
         if both == self._imported:
             return
@@ -165,5 +166,5 @@ class AgentConnections:
         return plan.struck if plan else None
 
 
-def _union(known: tuple[str, ...], said: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys((*known, *said)))[: m.MOST_MODULES]
+def _union(known: tuple[str, ...], more: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((*known, *more)))[: m.MOST_MODULES]

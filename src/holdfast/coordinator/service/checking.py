@@ -55,7 +55,7 @@ def choose(wish: CheckOptions, state: CoreState) -> list[Node]:
         idle = [n for name, n in there.items() if name not in training or wish.disturb or not wish.deep]
         if not idle:
             raise UsageError(
-                f"all nodes train ({', '.join(sorted(training)) or 'or none is here yet'}): deep checks would disturb "
+                f"no node is free to check (training: {', '.join(sorted(training)) or 'none'}): deep checks would disturb "
                 "them; name nodes and add --disturb"
             )
         return idle

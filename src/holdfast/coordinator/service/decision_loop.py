@@ -216,16 +216,16 @@ class DecisionLoop:
             records += [ev.Record(ledger.FaultNotFired(fault=f)) for f in self.injector.unfired()]
         page = Page([self._entry(r.event, now) for r in records])
         for event in events:
-            said = _with_losses(event)
+            message = _with_losses(event)
             made_in = before or state.membership.generation
-            if said is not None and made_in is not None:
+            if message is not None and made_in is not None:
                 t_s = round(now - state.began_s - _age_s(event), 4)
-                logged = script_metrics.rows(state, said) if isinstance(said, m.Progress) else ()
+                logged = script_metrics.rows(state, message) if isinstance(message, m.Progress) else ()
                 page.steps.append(
                     ReportedSteps(
                         t_s=t_s,
-                        losses=said.losses,
-                        generation=said.generation,
+                        losses=message.losses,
+                        generation=message.generation,
                         world=len(made_in.members),
                         figures=logged,
                     )
@@ -274,13 +274,13 @@ class DecisionLoop:
             self._failed_at = now_s
             where = f"{self._job_dir} ({why})"
             self._watchers.say(
-                f"the ledger cannot be written in {where}: training goes on, what has to be written first waits; make "
+                f"the ledger cannot be written in {where}: training continues, but changes of the membership wait; make "
                 "room there, or make it writable"
             )
             self.note(ledger.LedgerFailed(reason=why))
         else:
             failed_s = round(now_s - self._failed_at, 1)
-            text = f"the ledger is written again, after {failed_s:g} s; nothing is missing in it"
+            text = f"the ledger can be written again, after {failed_s:g} s; nothing is missing in it"
             self._watchers.say(text)
             self.note(ledger.LedgerBack(failed_s=failed_s))
 
@@ -375,27 +375,27 @@ def _ending(event: ev.Event) -> bool:
         return True
     if not isinstance(event, ev.NodeSays):
         return False
-    said = event.message
-    if isinstance(said, m.Exited):
-        return said.code == 0
-    return isinstance(said, m.FromWorker) and isinstance(said.message, m.Done)
+    message = event.message
+    if isinstance(message, m.Exited):
+        return message.code == 0
+    return isinstance(message, m.FromWorker) and isinstance(message.message, m.Done)
 
 
 def _with_losses(event: ev.Event) -> m.Progress | m.Parked | None:
     """The message that tells losses or figures, if it is one."""
     if isinstance(event, ev.NodeSays) and isinstance(event.message, m.FromWorker):
-        said = event.message.message
-        if isinstance(said, m.Parked) and said.losses:
-            return said
-        if isinstance(said, m.Progress) and (said.losses or said.figures):
-            return said
+        message = event.message.message
+        if isinstance(message, m.Parked) and message.losses:
+            return message
+        if isinstance(message, m.Progress) and (message.losses or message.figures):
+            return message
     return None
 
 
 def _age_s(event: ev.Event) -> float:
     """How long the news waited in the agent while there was no coordinator."""
-    said = event.message if isinstance(event, ev.NodeSays) else None
-    return said.age_s if isinstance(said, m.FromWorker) else 0.0
+    message = event.message if isinstance(event, ev.NodeSays) else None
+    return message.age_s if isinstance(message, m.FromWorker) else 0.0
 
 
 def _routine(event: ev.Event) -> bool:
@@ -404,7 +404,7 @@ def _routine(event: ev.Event) -> bool:
         return True
     if not isinstance(event, ev.NodeSays):
         return False
-    said = event.message
-    return isinstance(said, m.Heartbeat | m.StoreProgress) or (
-        isinstance(said, m.FromWorker) and isinstance(said.message, m.Progress | m.Restoring)
+    message = event.message
+    return isinstance(message, m.Heartbeat | m.StoreProgress) or (
+        isinstance(message, m.FromWorker) and isinstance(message.message, m.Progress | m.Restoring)
     )

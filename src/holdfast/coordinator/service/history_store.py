@@ -125,7 +125,7 @@ class History:
             return [_entry(*row) for row in self._run(query, values)]
         except ValueError as error:
             raise HistoryError(
-                f"the history of nodes {shown(self.where)} holds what is not known here: {error}"
+                f"the history of nodes {shown(self.where)} has a record that this version cannot read: {error}"
             ) from error
 
     def _run(self, statement: str, values: tuple[Any, ...] = ()) -> list[Any]:
@@ -167,7 +167,7 @@ def _connect_postgres(url: str) -> tuple[Any, tuple[type[Exception], ...]]:
         import psycopg
     except ImportError as error:
         raise HistoryError(
-            "the history of nodes is in PostgreSQL, and psycopg is not there: pip install 'holdfast[postgres]'"
+            "the history of nodes is in PostgreSQL, and psycopg is not installed: pip install 'holdfast[postgres]'"
         ) from error
     try:
         return psycopg.connect(url, autocommit=True, connect_timeout=CONNECT_S), (psycopg.Error, OSError)

@@ -42,18 +42,18 @@ class Memory:
             self._failed(f"the history of nodes {shown(self._where)} did not answer within {PAST_S:g} s")
         return ()
 
-    def remember(self, said: Remember) -> None:
+    def remember(self, record: Remember) -> None:
         """Keeps a record."""
         entry = Entry(
             utc_s=now_s(),
-            machine=said.machine,
-            node=said.node,
+            machine=record.machine,
+            node=record.node,
             job=self._job,
-            kind=said.kind,
-            rule=said.rule,
-            device=said.device,
-            text=said.text,
-            remedy=said.remedy,
+            kind=record.kind,
+            rule=record.rule,
+            device=record.device,
+            text=record.text,
+            remedy=record.remedy,
         )
         loop = asyncio.get_running_loop()
         writing = loop.run_in_executor(self._thread, self._write, entry)

@@ -37,13 +37,13 @@ class Waiting:
         event, waited_s = self.event, now_s - self.came_s
         if waited_s < AGED_S or not isinstance(event, ev.NodeSays):
             return event
-        said = event.message
-        if isinstance(said, m.FromWorker):
-            said = m.FromWorker(said.worker, said.message, said.age_s + waited_s)
-        elif isinstance(said, m.FindingsReported):
-            older = [msgspec.structs.replace(f, age_s=round(f.age_s + waited_s, 3)) for f in said.findings]
-            said = m.FindingsReported(tuple(older))
-        return ev.NodeSays(event.node, said)
+        message = event.message
+        if isinstance(message, m.FromWorker):
+            message = m.FromWorker(message.worker, message.message, message.age_s + waited_s)
+        elif isinstance(message, m.FindingsReported):
+            older = [msgspec.structs.replace(f, age_s=round(f.age_s + waited_s, 3)) for f in message.findings]
+            message = m.FindingsReported(tuple(older))
+        return ev.NodeSays(event.node, message)
 
 
 class Inbox:
@@ -74,10 +74,10 @@ class Inbox:
         self._waiting.append(waiting)
         if (
             isinstance(event, ev.NodeSays)
-            and isinstance(said := event.message, m.FromWorker)
-            and isinstance(said.message, m.Progress)
+            and isinstance(message := event.message, m.FromWorker)
+            and isinstance(message.message, m.Progress)
         ):
-            self._progress[said.worker] = waiting
+            self._progress[message.worker] = waiting
         self._news.set()
         return waiting
 
@@ -94,16 +94,16 @@ class Inbox:
         self._progress.clear()
         return waiting
 
-    def _adds_up(self, node: str, said: m.FromWorker) -> bool:
+    def _adds_up(self, node: str, message: m.FromWorker) -> bool:
         """Whether it became part of the same worker's last word, both being of progress in one generation."""
         # Removed first, so that whatever comes of it, a later message never merges with one that is no longer
         # the worker's last.
-        before = self._progress.pop(said.worker, None)
-        if before is None or not isinstance(said.message, m.Progress):
+        before = self._progress.pop(message.worker, None)
+        if before is None or not isinstance(message.message, m.Progress):
             return False
         assert isinstance(before.event, ev.NodeSays)
         assert isinstance(before.event.message, m.FromWorker)
-        older, newer = before.event.message.message, said.message
+        older, newer = before.event.message.message, message.message
         assert isinstance(older, m.Progress)
         # Steps of two generations may overlap after a rewind. Added up, one of them would be lost.
         if older.generation != newer.generation:
@@ -122,6 +122,6 @@ class Inbox:
         )
         age_s = before.event.message.age_s
         # In the place of the older one, so that nothing between the two is overtaken by it.
-        before.event = ev.NodeSays(node, m.FromWorker(said.worker, both, age_s))
-        self._progress[said.worker] = before
+        before.event = ev.NodeSays(node, m.FromWorker(message.worker, both, age_s))
+        self._progress[message.worker] = before
         return True

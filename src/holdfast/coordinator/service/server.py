@@ -187,7 +187,7 @@ class Coordinator:
 
     def _launcher_gone(self, lifeline: int) -> None:
         asyncio.get_running_loop().remove_reader(lifeline)
-        self._loop.handle(ev.StopRequested("the launcher is gone"))
+        self._loop.handle(ev.StopRequested("the launcher has ended"))
 
     def _take_over(self) -> None:
         if self._resumed:
@@ -219,7 +219,7 @@ class Coordinator:
         try:
             steps = await self._ledger.steps()
         except Unreadable as error:
-            self._watchers.say(f"the report lacks all steps: {error}")
+            self._watchers.say(f"the report has no steps, because they cannot be read: {error}")
             steps = []
         report = build_report(state, steps, self._clock())
         # Of faults that the job has survived the incidents tell; what is printed last is why it failed.
@@ -233,7 +233,7 @@ class Coordinator:
                 await self._folder.do(_put_report, path, report)
         except (OSError, TimeoutError) as error:
             why = str(error) or f"no answer for {LAST_S:g} s"
-            self._watchers.say(f"{path} cannot be written ({why}); what it says is shown here")
+            self._watchers.say(f"{path} cannot be written ({why}); its content follows")
         self._watchers.announce("ended", report)
 
 

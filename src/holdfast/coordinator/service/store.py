@@ -180,9 +180,9 @@ class Store:
                 "insert or ignore into events values (?, ?, ?, ?, ?)",
                 [(e.seq, e.t_s, e.utc, e.kind, _text(e.fields)) for e in page.entries],
             )
-            for said in page.steps:
-                self.add_steps(said.t_s, said.losses, said.generation, said.world)
-                self.add_figures(said.figures, said.generation)
+            for reported in page.steps:
+                self.add_steps(reported.t_s, reported.losses, reported.generation, reported.world)
+                self.add_figures(reported.figures, reported.generation)
             for name, value in page.kept.items():
                 self.keep(name, value)
             self.commit()

@@ -586,9 +586,9 @@ def _retire(context: Context) -> None:
     # up already, so telling agents of this one now would make them drop the newer's shards.
     if newest is None or (s.storage.told_whole is not None and newest.step < s.storage.told_whole[0]):
         return  # a newer one was whole, and lost a shard since: it may come back
-    said = _whole_now(context)
+    complete = _whole_now(context)
     # Agents are told only of news. This runs after every report of every shard.
-    if s.storage.told_whole == (said.step, said.kept):
+    if s.storage.told_whole == (complete.step, complete.kept):
         return
     older = [x for x in s.storage.snapshots if queries.has_all(x) and x.step <= newest.step]
     # The last two, whatever their copies: if all holders of the newest are lost at once, the one before is a
@@ -599,10 +599,10 @@ def _retire(context: Context) -> None:
     s.storage.snapshots = [
         x for x in s.storage.snapshots if x.step > newest.step or any(x is k for k in keep)
     ]
-    s.storage.told_whole = (said.step, said.kept)
+    s.storage.told_whole = (complete.step, complete.kept)
     _slots_freed(context)
     for node in context.alive_nodes():
-        context.send(node.name, said)
+        context.send(node.name, complete)
 
 
 def _tell_whole(context: Context, snapshot: Snapshot) -> None:

@@ -69,8 +69,8 @@ class Slurm:
             process.kill()  # what waits for a network is not to come true when that is back
             raise
         if process.returncode != 0:
-            said = err.decode(errors="replace") + out.decode(errors="replace")
-            raise SlurmError(f"{argv[0]}: {parse.plain_error(said)}")
+            output = err.decode(errors="replace") + out.decode(errors="replace")
+            raise SlurmError(f"{argv[0]}: {parse.plain_error(output)}")
         return out.decode(errors="replace")
 
     async def version(self) -> tuple[int, int]:
@@ -81,8 +81,8 @@ class Slurm:
 
     async def submit(self, script: str, cwd: Path) -> str:
         """Submits a batch script; returns the job's id."""
-        said = await self.run("sbatch", "--parsable", stdin=script, cwd=cwd)
-        return said.strip().partition(";")[0]
+        output = await self.run("sbatch", "--parsable", stdin=script, cwd=cwd)
+        return output.strip().partition(";")[0]
 
     async def try_submit(self, script: str, cwd: Path) -> None:
         """Whether Slurm would take it: nothing is submitted."""
@@ -91,7 +91,7 @@ class Slurm:
     async def jobs(self, *ids: str) -> dict[str, JobLine]:
         """Those that are in the queue, by their ids."""
         try:
-            said = await self.run(
+            output = await self.run(
                 "squeue", "--noheader", f"--format={parse.JOB_FORMAT}", "--jobs", ",".join(ids)
             )
         except SlurmError as error:
@@ -99,14 +99,14 @@ class Slurm:
             if "invalid job id" in str(error).lower():
                 return {}
             raise
-        return {job.id: job for job in parse.parse_jobs(said)}
+        return {job.id: job for job in parse.parse_jobs(output)}
 
     async def named(self, name: str) -> dict[str, JobLine]:
         """This user's jobs of a name, by their ids."""
-        said = await self.run(
+        output = await self.run(
             "squeue", "--noheader", f"--format={parse.JOB_FORMAT}", f"--name={name}", f"--user={os.getuid()}"
         )
-        return {job.id: job for job in parse.parse_jobs(said)}
+        return {job.id: job for job in parse.parse_jobs(output)}
 
     async def job(self, id: str) -> JobLine | None:
         """None when it is not in the queue any more."""
@@ -122,15 +122,17 @@ class Slurm:
             return {}
         # Text of `scontrol show node` has blanks in its values, so JSON is read where it exists.
         json = await self.version() >= JSON_SINCE
-        said = await self.run("scontrol", "show", "node", ",".join(names), "--json" if json else "--oneliner")
-        return {node.name: node for node in parse.parse_nodes(said)}
+        output = await self.run(
+            "scontrol", "show", "node", ",".join(names), "--json" if json else "--oneliner"
+        )
+        return {node.name: node for node in parse.parse_nodes(output)}
 
     async def steps(self, job: str) -> dict[str, str]:
         """The steps of a job by their names."""
-        said = await self.run(
+        output = await self.run(
             "squeue", "--noheader", "--steps", f"--format={parse.STEP_FORMAT}", "--jobs", job
         )
-        return parse.parse_steps(said)
+        return parse.parse_steps(output)
 
     async def config(self) -> dict[str, str]:
         """Slurm's settings."""

@@ -97,7 +97,7 @@ class SlurmEngine:
         self._own_step_of = "" if fresh else here
         job = await self.slurm.job(self._id)
         if job is None:
-            raise SlurmError(f"the Slurm job {self._id} is gone")
+            raise SlurmError(f"Slurm no longer knows the job {self._id}")
         self.batch_host = job.batch_host
         names = await self.slurm.names(job.nodes)
         # A launcher that took over finds everything running. It must not start a second agent on any node.
@@ -448,7 +448,7 @@ class SlurmEngine:
                 del self._known.follow_ups[id]
                 self._keep()
                 if where is None:
-                    self._post(NodeUnavailable(f"Slurm's job {id} ended before it began"))
+                    self._post(NodeUnavailable(f"Slurm's job {id} ended before it started"))
         if self._known.told:
             await self._readmit()
         ours = lines.get(self._id)

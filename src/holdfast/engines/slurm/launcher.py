@@ -69,16 +69,16 @@ class SlurmLauncher(Launcher):
         """Starts the agents, unless they run."""
         await self._slurm_engine.start(self.fresh, self._here.node)
 
-    def on_announcement(self, said: Announcement) -> None:
+    def on_announcement(self, announcement: Announcement) -> None:
         """See `Launcher.on_announcement`."""
-        if said.kind == "event":
-            self._slurm_engine.on_event(said.value["kind"], said.value["fields"])
+        if announcement.kind == "event":
+            self._slurm_engine.on_event(announcement.value["kind"], announcement.value["fields"])
             # Only the launcher in office writes the roster. One that is cut off takes all nodes for lost and
             # would write an empty one, by which any single node could take over.
-            changed = said.value["kind"] in ("node-joined", "node-lost", "node-left")
+            changed = announcement.value["kind"] in ("node-joined", "node-lost", "node-left")
             if changed and newest_term(self.job_dir) == self.term:
                 write_roster(self.job_dir, self._slurm_engine.alive)
-        super().on_announcement(said)
+        super().on_announcement(announcement)
 
     async def abandon(self) -> None:
         """See `Launcher.abandon`."""

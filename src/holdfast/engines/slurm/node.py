@@ -70,9 +70,9 @@ async def _run(spec: JobSpec, job_dir: Path) -> int:
 async def _grace_s(slurm: Slurm) -> float:
     """How long a node has from SIGTERM on, by Slurm's KillWait."""
     try:
-        said = (await slurm.config()).get("KillWait", "")
+        kill_wait = (await slurm.config()).get("KillWait", "")
         # Two seconds less than Slurm's own SIGKILL, so that the agent's end is still its own.
-        return max(2.0, float(said.split()[0]) - 2.0)
+        return max(2.0, float(kill_wait.split()[0]) - 2.0)
     except (SlurmError, ValueError, IndexError):
         return 28.0
 
@@ -150,10 +150,10 @@ class StandBy:
     async def _may_claim(self, term: int) -> bool:
         holder = self._holder(term)
         # A coordinator that is cut off takes the others off its roster: whoever says something is there.
-        said = {p.name for p in self._missing.iterdir()}
+        reports = {p.name for p in self._missing.iterdir()}
         # More than half of the others must miss the coordinator. Two halves of a network that is cut in two
         # can then never both have one.
-        others = {*read_roster(self._job_dir), *(n for n in said if self._misses(n, term))} - {holder}
+        others = {*read_roster(self._job_dir), *(n for n in reports if self._misses(n, term))} - {holder}
         missing = sorted(n for n in others if self._misses(n, term))
         if self._here.node not in missing or 2 * len(missing) <= len(others):
             return False

@@ -94,8 +94,10 @@ class Submitter:
         asked_s = parse.parse_limit(options.time_limit)
         if asked_s is None or not options.partition:
             return
-        said = await self._slurm.run("sinfo", "--noheader", f"--partition={options.partition}", "--format=%l")
-        limit_s = parse.parse_limit(said.split()[0]) if said.split() else None
+        output = await self._slurm.run(
+            "sinfo", "--noheader", f"--partition={options.partition}", "--format=%l"
+        )
+        limit_s = parse.parse_limit(output.split()[0]) if output.split() else None
         if limit_s is not None and asked_s > limit_s:
             raise UsageError(
                 f"--time {options.time_limit}: the partition {options.partition!r} gives {limit_s / 60:g} minutes at most"
@@ -130,7 +132,7 @@ class Submitter:
 
     async def _begun(self) -> None:
         """Waits until the job's coordinator is there, and says what Slurm waits for."""
-        said = ""
+        shown = ""
         while read_endpoint(self._folder.path) is None:
             job = await self._job()
             if job is None or job.state not in parse.LIVING:
@@ -142,8 +144,8 @@ class Submitter:
             now = f"the Slurm job {self._id} is {job.state.lower()}" + (
                 f" ({job.reason})" if job.state == "PENDING" and job.reason != "None" else ""
             )
-            if now != said:
-                said = now
+            if now != shown:
+                shown = now
                 hint = f"; it may never begin: `scancel {self._id}`" if job.reason in parse.HOPELESS else ""
                 self._view.note(now + hint)
             await asyncio.sleep(LOOK_S)
@@ -155,13 +157,13 @@ class Submitter:
             self._view.note(str(error))
 
     async def _watch(self, client: JobClient) -> None:
-        async for said in client.watch():
-            if said.kind == "event":
-                self._view.event(said.value)
-            elif said.kind == "status":
-                self._view.status(said.value)
-            elif said.kind == "log":
-                self._view.note(said.value["text"])
+        async for announcement in client.watch():
+            if announcement.kind == "event":
+                self._view.event(announcement.value)
+            elif announcement.kind == "status":
+                self._view.status(announcement.value)
+            elif announcement.kind == "log":
+                self._view.note(announcement.value["text"])
 
     async def _over(self) -> bool:
         """Waits until Slurm has ended the job; True when it is queued again."""

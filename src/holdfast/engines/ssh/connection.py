@@ -136,8 +136,8 @@ class Connection:
                 f"{self.host}: its shell prints too much at a login without a terminal; silence it"
             )
         await self.close()
-        code, said = self._process.returncode, self._stderr.decode(errors="replace")
-        raise HostError(failure(self.host, code, said, self._reach.python, self._reach.version))
+        code, stderr = self._process.returncode, self._stderr.decode(errors="replace")
+        raise HostError(failure(self.host, code, stderr, self._reach.python, self._reach.version))
 
     async def ask(self, order: ToHost) -> FromHost:
         """Sends an order; returns the next line of the host's. Only before `answers` is read.
@@ -185,13 +185,17 @@ class Connection:
         try:
             return await self._process.stdout.readline() or None
         except ValueError:  # longer than LINE_BYTES
-            raise HostError(f"{self.host}: it sends endless lines") from None
+            raise HostError(
+                f"{self.host}: it sends a line of more than {LINE_BYTES} bytes; does its shell print something at login?"
+            ) from None
 
     def _read(self, line: bytes) -> FromHost | None:
         try:
             return read_answer(line)
         except msgspec.MsgspecError:
-            raise HostError(f"{self.host}: it sends what this version does not understand") from None
+            raise HostError(
+                f"{self.host}: it sends a message that cannot be decoded; install the same Holdfast there"
+            ) from None
 
     async def _drain(self) -> None:
         """Keeps the end of what ssh prints, and reads the rest, so that ssh never waits for it."""

@@ -53,7 +53,7 @@ class SshEngine:
         self._links: dict[str, Connection] = {}
         self._connecting = asyncio.Semaphore(TOGETHER)
         self._seen: dict[str, int] = dict.fromkeys(self._ssh, 0)
-        self._said: dict[str, str] = {}
+        self._last_told: dict[str, str] = {}
         self._start = secrets.token_hex(8)
         self._coordinator = ("", 0)
         self._identity = ""
@@ -136,7 +136,9 @@ class SshEngine:
             )
         )
         if not isinstance(answer, Checked):
-            raise HostError(f"{link.host}: it does not answer what it is asked")
+            raise HostError(
+                f"{link.host}: it gave an answer to another request; install the same Holdfast there"
+            )
         if answer.problems:
             raise HostError(f"{link.host}: {'; '.join(answer.problems)}")
 
@@ -175,13 +177,13 @@ class SshEngine:
                     await self._check(link, nonce)
             await self._begin(name, link)
         except (HostError, OSError) as error:
-            self._tell(name, f"{error}; it is tried again")
+            self._tell(name, f"{error}; the connection is retried")
             self._hosts.failed(name, self._now())
             self._news.set()
             if link is not None:
                 await link.close()
             return
-        self._said.pop(name, None)
+        self._last_told.pop(name, None)
         try:
             await self._listen(name, link)
         finally:
@@ -212,11 +214,11 @@ class SshEngine:
             )
         )
         if not isinstance(answer, Begun):
-            raise HostError(f"{name}: it does not answer what it is asked")
+            raise HostError(f"{name}: it gave an answer to another request; install the same Holdfast there")
         if not self._hosts.begun(name):
             await link.send(Kill())
         elif running and answer.attached:
-            self._note(f"connected to {name} again; its agent has gone on")
+            self._note(f"connected to {name} again; its agent kept running")
         self._links[name] = link
         # One that a coordinator wrote between the reading of the file and this line.
         self._pass_on_endpoint()
@@ -226,21 +228,21 @@ class SshEngine:
         return any(h.boot == boot for h in self._hosts.all.values() if h.name != name)
 
     async def _listen(self, name: str, link: Connection) -> None:
-        async for said in link.answers():
-            if isinstance(said, Output):
-                self._seen[name] += len(said.data)
-                self._output(said.data)
-            elif isinstance(said, Ended):
+        async for answer in link.answers():
+            if isinstance(answer, Output):
+                self._seen[name] += len(answer.data)
+                self._output(answer.data)
+            elif isinstance(answer, Ended):
                 if not self._closing and self._hosts.all[name].stage is Stage.RUNNING:
-                    code = "" if said.code is None else f" with exit code {said.code}"
-                    self._note(f"the agent of {name} ended{code}; its host is tried again")
+                    code = "" if answer.code is None else f" with exit code {answer.code}"
+                    self._note(f"the agent of {name} ended{code}; its host is connected again")
                 self._hosts.ended(name, self._now())
                 return
 
     def _tell(self, name: str, text: str) -> None:
         # A host that stays away for a night would else fill the screen.
-        if self._said.get(name) != text:
-            self._said[name] = text
+        if self._last_told.get(name) != text:
+            self._last_told[name] = text
             self._note(text)
 
     def _pass_on_endpoint(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from holdfast.engines.ssh.words import Greeting
 
-_SAID = (
+_MARKS = (
     (
         ("REMOTE HOST IDENTIFICATION HAS CHANGED",),
         "its host key is not the known one; find out why, then remove the old one with `ssh-keygen -R {name}`",
@@ -48,7 +48,7 @@ def failure(name: str, code: int | None, stderr: str, python: str, version: str)
     fields = {"name": name, "python": python, "version": version, "last": last}
     if code in (126, 127):
         return f"{name}: {_NO_PYTHON.format(**fields)}"
-    for marks, told in _SAID:
+    for marks, told in _MARKS:
         if any(mark in stderr for mark in marks):
             return f"{name}: {told.format(**fields)}"
     return f"{name}: ssh ended with exit code {code}{f' ({last})' if last else ''}; try `ssh {name}`"
@@ -63,7 +63,7 @@ def mismatch(name: str, theirs: Greeting, ours: Greeting, python: str) -> str | 
     ):
         if there != here:
             return (
-                f"{name}: it has {what} {there or 'not at all'} in {python}, and this machine {here or 'not at all'}; "
+                f"{name}: {what} is {there or 'missing'} in {python} there, and {here or 'missing'} on this machine; "
                 "give both the same environment"
             )
     return None

@@ -120,7 +120,7 @@ class Hosts:
         host = self.all[name]
         host.boot = boot
         if host.old_boot and boot == host.old_boot:
-            return "it was to be rebooted, and has not been"
+            return "its reboot was requested and has not happened yet"
         host.old_boot = ""
         return ""
 

@@ -91,11 +91,13 @@ class SshLauncher(Launcher):
         identity = (self.job_dir / "identity").read_text()
         await self._ssh_engine.start(self.spec.max_nodes + self.spec.spares, identity)
 
-    def on_announcement(self, said: Announcement) -> None:
+    def on_announcement(self, announcement: Announcement) -> None:
         """See `Launcher.on_announcement`."""
-        if said.kind == "event":
-            self._ssh_engine.on_event(said.value["kind"], str(said.value["fields"].get("node", "")))
-        super().on_announcement(said)
+        if announcement.kind == "event":
+            self._ssh_engine.on_event(
+                announcement.value["kind"], str(announcement.value["fields"].get("node", ""))
+            )
+        super().on_announcement(announcement)
 
 
 def _is_ours(address: str) -> bool:

@@ -95,7 +95,7 @@ def find_problems(asked: Check, shared: bool) -> list[str]:
     if not asked.module:
         try:
             if sha256(script.read_bytes()).hexdigest() != asked.digest:
-                found.append(f"{script} is not the same there as here; copy it")
+                found.append(f"{script} differs from the one on the launching machine; copy it")
         except OSError as error:
             found.append(f"{script}: {error.strerror}; copy the script to the same place")
     for name in asked.preload:
@@ -128,7 +128,7 @@ def _tier_problem(url: str, asked: Check, shared: bool) -> str:
         return ""
     if not seen:
         return (
-            f"the checkpoints' folder {folder} is not the same there as here; name one on a file system that all hosts "
+            f"the checkpoints' folder {folder} is not shared with the launching machine; name one on a file system that all hosts "
             "share, or an object store, with --checkpoint"
         )
     return ""
@@ -210,7 +210,9 @@ class Node:
         problems = find_problems(asked, self._shared)
         if not self._shared:
             if jobs.is_running(self._folder):
-                problems.append(f"a job named {asked.job!r} was started there and runs; choose another --job")
+                problems.append(
+                    f"a job named {asked.job!r} is already running on this host; choose another --job"
+                )
             try:
                 self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             except OSError as error:

@@ -21,8 +21,8 @@ def main() -> int:
     os.dup2(2, 1)
     with os.fdopen(out, "wb", buffering=0) as results:
 
-        def say(said: CheckProgress) -> None:
-            results.write(msgspec.json.encode(said) + b"\n")
+        def say(progress: CheckProgress) -> None:
+            results.write(msgspec.json.encode(progress) + b"\n")
 
         run_checks(task, say)
     return 0

@@ -83,7 +83,7 @@ def check_shm(memory: Path) -> Iterator[CheckResult]:
     # Unknown, not faulty: it is another user's folder, or HOLDFAST_MEMORY names one, and another node would have the same
     # setting and the same user.
     if not os.access(there, os.W_OK):
-        raise CannotCheck(f"{there} is not this user's to write to; set HOLDFAST_MEMORY to a folder that is")
+        raise CannotCheck(f"{there} cannot be written by this user; set HOLDFAST_MEMORY to a folder that is")
     yield _at_least("shm", _free(there), SHM_FLOOR_BYTES, "B", f"free in {there}")
 
 
@@ -147,7 +147,11 @@ def check_clock(folder: Path) -> Iterator[CheckResult]:
     off_s = max(before_s - stamped_s, stamped_s - after_s, 0.0)
     shown = round(off_s, 3) if off_s > 0.05 else 0.0  # file times are as coarse as the kernel's tick
     far = off_s > CLOCK_OFF_S
-    detail = f"this clock and that of {folder} differ by {off_s:.0f} s: one of them is off" if far else ""
+    detail = (
+        f"this clock and that of {folder} differ by {off_s:.0f} s: one of them is wrong; set it (NTP)"
+        if far
+        else ""
+    )
     condition = Condition.UNKNOWN if far else Condition.HEALTHY
     yield CheckResult(
         name="clock", condition=condition, detail=detail, value=shown, floor=CLOCK_OFF_S, unit="s", lower=True

@@ -36,7 +36,7 @@ def limit_s(seconds: float) -> float:
 
 
 async def check_in_child(
-    task: Task, tell: Callable[[CheckProgress], None] = lambda said: None
+    task: Task, tell: Callable[[CheckProgress], None] = lambda progress: None
 ) -> list[CheckResult]:
     """Runs the checks of a task; `tell` hears of each that begins and of every result.
 
@@ -91,11 +91,11 @@ async def _listen(
             return f"it did not end within {limit:g} s"
         if not line:
             return ""
-        said = _progress.decode(line)
-        if said.result is not None:
-            results.append(said.result)
-        until_s = time.monotonic() + (TURN_S if said == CheckProgress() else limit)
-        tell(said)
+        progress = _progress.decode(line)
+        if progress.result is not None:
+            results.append(progress.result)
+        until_s = time.monotonic() + (TURN_S if progress == CheckProgress() else limit)
+        tell(progress)
 
 
 def _loop_time(monotonic_s: float) -> float:

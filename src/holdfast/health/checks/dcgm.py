@@ -52,16 +52,16 @@ def parse_diag(text: str, error: str = "") -> list[CheckResult]:
     # Warnings of the host engine may come before the JSON.
     begin = text.find("{")
     try:
-        said = msgspec.json.decode(text[begin:].encode()) if begin >= 0 else None
+        answer = msgspec.json.decode(text[begin:].encode()) if begin >= 0 else None
     except msgspec.DecodeError:
-        said = None
-    if not isinstance(said, dict):
+        answer = None
+    if not isinstance(answer, dict):
         why = next((line.strip() for line in (error + text).splitlines() if line.strip()), "it said nothing")
         raise CannotCheck(f"dcgmi diag: {why[:200]}")
     # Errors of the tool itself (no host engine, no permission) have a key of their own and say nothing about the GPU.
-    if "DCGM Diagnostic" not in said:
-        raise CannotCheck(f"dcgmi diag: {str(said.get('DCGM GPU Diagnostic Error') or said)[:200]}")
-    report = said["DCGM Diagnostic"]
+    if "DCGM Diagnostic" not in answer:
+        raise CannotCheck(f"dcgmi diag: {str(answer.get('DCGM GPU Diagnostic Error') or answer)[:200]}")
+    report = answer["DCGM Diagnostic"]
     if "runtime_error" in report:
         raise CannotCheck(f"dcgmi diag: {str(report['runtime_error'])[:200]}")
     found: list[CheckResult] = []

@@ -100,8 +100,8 @@ def _same_bits(result: CheckResult, group: Sequence[CheckResult]) -> CheckResult
         return result
     # Two that differ accuse each other, and three with a majority of two is the least that can tell.
     if most * 2 > total and total >= 3:
-        return _faulty(result, f"other bits than {most} of {total} of its model, which agree")
-    detail = f"{len(counts)} different results among {total} of its model: who is right cannot be told"
+        return _faulty(result, f"its result differs from {most} of {total} devices of its model, which agree")
+    detail = f"{len(counts)} different results among {total} devices of its model: no majority shows which is right"
     return msgspec.structs.replace(result, condition=Condition.UNKNOWN, detail=detail)
 
 

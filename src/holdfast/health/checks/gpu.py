@@ -137,10 +137,15 @@ def burn(
 
 def judge_burn(gpu: Device, rounds: int, wrong: int, digest: str) -> CheckResult:
     """A device must agree with itself; with others of its model it is compared by `fleet`."""
-    said = f"{wrong} of {rounds} products differ from the first" if wrong else f"equal in {rounds} rounds"
+    detail = f"{wrong} of {rounds} products differ from the first" if wrong else f"equal in {rounds} rounds"
     condition = Condition.FAULTY if wrong else Condition.HEALTHY
     return CheckResult(
-        name="gpu-bits", condition=condition, detail=said, subject=gpu.subject, model=gpu.model, digest=digest
+        name="gpu-bits",
+        condition=condition,
+        detail=detail,
+        subject=gpu.subject,
+        model=gpu.model,
+        digest=digest,
     )
 
 

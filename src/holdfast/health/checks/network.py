@@ -56,7 +56,7 @@ def check_pair(task: Task) -> Iterator[CheckResult]:
             try:
                 serve(server, task.token, task.seconds / 2)
             except OSError as error:
-                raise CannotCheck(f"{peer.node} did not come: {error}") from None
+                raise CannotCheck(f"{peer.node} did not connect: {error}") from None
         return
     try:
         measured = connect_and_measure(peer.host, peer.port, task.token, task.seconds / 2)
@@ -217,7 +217,7 @@ def _receive(connection: socket.socket) -> tuple[float, bool]:
     while length := _LENGTH.unpack(_exactly(connection, _LENGTH.size))[0]:
         # Before anything is received: the length is the peer's word.
         if length > BLOCK_BYTES:
-            raise ConnectionError("what came is no block of a check")
+            raise ConnectionError("the data received is not a block of this check")
         _into(connection, view[:length])
         digest.update(view[:length])
         nbytes += length

@@ -103,18 +103,23 @@ def judge(
             results[node] = [CheckResult(name=f"{over}pair", condition=Condition.UNKNOWN, detail=why)]
         elif unclear:
             results[node] = [
-                _pair(over, Condition.UNKNOWN, best[node], "all pairs are bad: the network, or all of them")
+                _pair(
+                    over,
+                    Condition.UNKNOWN,
+                    best[node],
+                    "all pairs are slow: the network or every node is at fault",
+                )
             ]
         elif mine and node in again and again[node]:
             partners = ", ".join(_other(p, node) for p in mine)
-            what = f"slow or unreachable with {partners} and with one that is fast"
+            what = f"slow or unreachable with {partners}, and also with a fast partner"
             told = dict.fromkeys(first[p].why for p in mine)
             results[node] = [
                 _pair(over, Condition.FAULTY, best[node], "; ".join(filter(None, (what, *told))))
             ]
         elif mine and node not in again:
             results[node] = [
-                _pair(over, Condition.UNKNOWN, best[node], "slow, and not measured again with a fast one")
+                _pair(over, Condition.UNKNOWN, best[node], "slow, and not measured again with a fast partner")
             ]
         else:
             results[node] = [_pair(over, Condition.HEALTHY, best[node], "")]
@@ -168,9 +173,9 @@ def _pair(over: str, condition: Condition, measured: Measured | None, detail: st
 
 def _link(over: str, other: str, measured: Measured) -> CheckResult:
     rate = measured.bytes_per_s or 0.0
-    how = "bytes came back changed" if measured.damaged else "slow with it, fast with another"
+    how = "bytes came back changed" if measured.damaged else "slow with this node, fast with another"
     if not rate:
-        how = "they do not reach each other, and both reach others"
+        how = "these two nodes cannot connect to each other, and both connect to others"
     return CheckResult(
         name=f"{over}link",
         condition=Condition.FAULTY,

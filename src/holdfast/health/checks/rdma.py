@@ -136,7 +136,7 @@ def _inactive(port: Port, kin: Sequence[Port], any_active: bool) -> CheckResult:
 
 def _rate(port: Port, kin: Sequence[Port]) -> CheckResult:
     if not port.rate_gbps:
-        return msgspec.structs.replace(unknown("rdma-rate", "the kernel tells no rate"), subject=port.name)
+        return msgspec.structs.replace(unknown("rdma-rate", "the kernel reports no rate"), subject=port.name)
     usual, ports = Counter(p.rate_gbps for p in kin).most_common(1)[0]
     slow = port.rate_gbps < usual and 2 * ports > len(kin)
     narrow = port.width == 1 and port.link_layer != ETHERNET  # Ethernet's 25 Gb/s are called 1X

@@ -85,7 +85,7 @@ def check_rdma_pair(task: Task, root: Path = Path("/")) -> Iterator[CheckResult]
             try:
                 end = _End(accept(server, task.token), peer.host, seconds, root)
             except OSError as error:
-                raise CannotCheck(f"{peer.node} did not come: {error}") from None
+                raise CannotCheck(f"{peer.node} did not connect: {error}") from None
         with end:
             end.measure(listener=True)
         return

@@ -96,7 +96,7 @@ class LedgerFailed(LedgerEvent, frozen=True, kw_only=True):
     """Why."""
 
     def sentence(self) -> str:
-        return f"the ledger cannot be written, training goes on: {self.reason}"
+        return f"the ledger cannot be written, training continues: {self.reason}"
 
 
 class LedgerBack(LedgerEvent, frozen=True, kw_only=True):
@@ -106,4 +106,4 @@ class LedgerBack(LedgerEvent, frozen=True, kw_only=True):
     """For so many seconds it could not."""
 
     def sentence(self) -> str:
-        return f"the ledger is written again, after {self.failed_s:.0f} s"
+        return f"the ledger can be written again, after {self.failed_s:.0f} s"

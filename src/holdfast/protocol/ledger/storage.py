@@ -94,7 +94,7 @@ class FewCopies(LedgerEvent, frozen=True, kw_only=True):
     """Nodes that should."""
 
     def sentence(self) -> str:
-        return f"snapshots are in the memory of {plural(self.nodes, 'node')}, not {self.wanted}: there are no more"
+        return f"snapshots are in the memory of {plural(self.nodes, 'node')}, not {self.wanted}: the job has no more nodes"
 
 
 class Saved(LedgerEvent, frozen=True, kw_only=True):
@@ -148,7 +148,7 @@ class CheckpointUnread(LedgerEvent, frozen=True, kw_only=True):
     """What is loaded instead; None: nothing."""
 
     def sentence(self) -> str:
-        then = f"using {clip_path(self.instead, 30)}" if self.instead else "there is no other"
+        then = f"using {clip_path(self.instead, 30)}" if self.instead else "and there is no older one"
         return f"step {self.step} cannot be loaded, {then}: {self.reason}"
 
 
