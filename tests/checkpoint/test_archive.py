@@ -44,7 +44,9 @@ def test_a_whole_one(archive, nbytes):
 def test_every_flipped_bit_is_found_and_named(archive, at):
     shard = save(archive, 3, world=1, nbytes=3 * CHUNK_BYTES + 5).shards[0]
     flip(archive.tier, shard.blob.name, at)
-    with pytest.raises(ChecksumError, match=r"bytes (\d+) to (\d+) \(model\.[ab].*were changed") as caught:
+    with pytest.raises(
+        ChecksumError, match=r"bytes (\d+) to (\d+) \(model\.[ab].*do not match their checksums"
+    ) as caught:
         archive.verify(3)
     begin = at // CHUNK_BYTES * CHUNK_BYTES
     assert f"bytes {begin} to {min(begin + CHUNK_BYTES, 3 * CHUNK_BYTES + 5)} " in str(caught.value)

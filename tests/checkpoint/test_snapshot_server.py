@@ -323,7 +323,7 @@ def test_a_file_that_cannot_be_seen_is_sent(nodes, monkeypatch):
 def test_the_own_nodes_memory_is_verified_too(nodes):
     part = save_on(nodes[:1])
     flip(nodes[0].pool.held()[0], 5)
-    with pytest.raises(StateError, match="memory of a: bytes 0 to 32768 were changed"):
+    with pytest.raises(StateError, match="memory of a: bytes 0 to 32768 do not match their checksums"):
         read_from_own(nodes[0], part)
 
 
@@ -355,7 +355,7 @@ def test_memory_that_went_bad_is_found_and_the_next_holder_read(nodes, at):
     why = []
     slot = replicate(c.pool, pull_from([a, b], on_skip=why.append), part)
     assert is_right(slot, LARGE)
-    assert all("memory of a: bytes" in w and "were changed" in w for w in why)
+    assert all("memory of a: bytes" in w and "do not match their checksums" in w for w in why)
     assert why or at  # half of the streams begin with the other holder
 
 
@@ -364,7 +364,9 @@ def test_memory_that_went_bad_everywhere_is_refused_and_the_slot_given_back(node
     part = save_on([a, b])
     flip(a.pool.held()[0], 5)
     flip(b.pool.held()[0], 9)
-    with pytest.raises(StateError, match=r"memory of a: bytes 0 to 32768 were changed.*memory of b"):
+    with pytest.raises(
+        StateError, match=r"memory of a: bytes 0 to 32768 do not match their checksums.*memory of b"
+    ):
         replicate(c.pool, pull_from([a, b]), part)
     assert [c.pool.held(), c.pool.writing()] == [[], []]
 

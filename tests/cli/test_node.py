@@ -75,7 +75,7 @@ def test_ls_show_and_clear(home, history):
 
 def test_a_rule_that_was_wrong_twice_is_on_trial_and_shown(home, history):
     assert "of xid-79" in told("node", "clear", "X1", "--false-positive", "xid-79")
-    assert "on trial on this machine" in told("node", "clear", "X1", "--false-positive", "xid-79")
+    assert "the rule is on trial here" in told("node", "clear", "X1", "--false-positive", "xid-79")
     text = told("node", "ls")
     assert "on trial" in text
     assert "the rule xid-79 was wrong 2 times" in text

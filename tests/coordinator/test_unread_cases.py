@@ -23,7 +23,7 @@ def started(*checkpoints: Durable, passed_over: tuple[str, ...] = (), nodes: int
     return desk
 
 
-def cannot_load(desk: Desk, lost: bool, detail: str = "bytes 0 to 9 were changed") -> None:
+def cannot_load(desk: Desk, lost: bool, detail: str = "bytes 0 to 9 do not match their checksums") -> None:
     """Every member says so; then all park without a state."""
     for worker in desk.members():
         desk.says(worker, m.CollectiveError(desk.state.membership.number, -1, detail, lost))
@@ -80,7 +80,7 @@ def test_without_another_one_the_job_stops_and_begins_nothing_anew():
         desk.exits(worker, -9)
     assert (desk.state.membership.phase, desk.state.membership.outcome) == (JobPhase.ENDED, "failed")
     assert desk.state.membership.stop_reason is not None
-    assert "near/step-9: bytes 0 to 9 were changed" in desk.state.membership.stop_reason
+    assert "near/step-9: bytes 0 to 9 do not match their checksums" in desk.state.membership.stop_reason
     assert desk.state.membership.number == 1, "no generation began from nothing"
 
 

@@ -16,7 +16,7 @@ FINDING = {
 }  # fmt: skip
 VERDICT = {
     "incident": 1, "node": "n1", "rule": "xid-79", "asked": "reboot", "does": "replace", "would": "replace",
-    "against": "", "reason": "xid-79 asks for reboot, which was tried: reboot, reboot",
+    "against": "", "reason": "xid-79 asks for reboot, which was tried before: reboot, reboot",
     "weighed": ["done before for xid-79 on M1: reboot, reboot", "nodes acted on in 600 s: 0 of 1 (4 in all)"],
 }  # fmt: skip
 
@@ -39,7 +39,7 @@ def test_a_finding_and_what_came_of_it():
     text = "\n".join(story(1, entries))
     assert text.startswith("Incident 1 on n1, rank 1, at step 12: xid-79: fallen off the bus")
     assert "the rule xid-79 (gpu 0) by kmsg: Xid (PCI:0000:18:00): 79 [fatal, asks for reboot]" in text
-    assert "it is replaced, because xid-79 asks for reboot, which was tried: reboot, reboot" in text
+    assert "it is replaced, because xid-79 asks for reboot, which was tried before: reboot, reboot" in text
     assert "weighed: nodes acted on in 600 s: 0 of 1 (4 in all)" in text
     assert "and then, on n1: killed by signal 9" in text
     assert "n1 is lost" in text
@@ -68,7 +68,7 @@ def test_a_decision_not_to_act():
     entries = ledger((4.0, "incident-opened", INCIDENT | {"quiet": True}), (4.0, "verdict", withheld))
     text = "\n".join(story(1, entries))
     assert "nothing is done, because 2 of 8 nodes were acted on" in text
-    assert "without that: it is replaced" in text
+    assert "otherwise: it is replaced" in text
     assert "Nothing: training was not disturbed." in text
 
 

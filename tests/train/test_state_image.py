@@ -128,7 +128,7 @@ def test_a_flipped_bit_is_found(tmp_path):
     data = bytearray(row.read_bytes())
     data[len(data) // 2] ^= 1
     row.write_bytes(data)
-    with pytest.raises(StateError, match="were changed"):
+    with pytest.raises(StateError, match="do not match their checksums"):
         checkpoint_restore.restore(trained(seed=1), str(tmp_path), 1)
 
 
