@@ -155,7 +155,7 @@ def test_without_a_manifest_it_does_not_exist(archive):
     save(archive, 5)
     save_rank(archive, 10, 0)
     assert [archive.steps(), newest_whole(archive)] == [[5], 5]
-    with pytest.raises(StateError, match="not there"):
+    with pytest.raises(StateError, match="does not exist"):
         archive.manifest(10)
     with pytest.raises(StateError, match="do not make a complete checkpoint"):
         archive.commit(10, [save_rank(archive, 10, 1)])

@@ -41,6 +41,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+# What a command needs it imports inside its function. All commands are imported here, so a module that one of them
+# imported at its top would be paid for by each: torch or numpy alone takes longer than `holdfast status` does.
 app.command("run", cls=RunCommand, context_settings=run.CONTEXT)(run.run)
 app.command("status")(status.status)
 app.command("events")(events.events)

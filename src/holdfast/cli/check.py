@@ -117,6 +117,8 @@ async def _ask(folder: Path, options: CheckOptions) -> Results:
             )
             while not news.over:
                 doing.now(_told(news))
+                # The answer comes when there is something newer than `version`, so this waits at the coordinator and does not
+                # poll it.
                 page = f"/check?id={news.id}&after={news.version}"
                 news = msgspec.convert(await client.get(page), CheckNews)
             return {node: list(results) for node, results in news.results.items()}
@@ -193,6 +195,7 @@ def _show(results: Results, conditions: Mapping[str, Condition], path: Path | No
         "nodes": {n: {"condition": conditions[n], "results": rs} for n, rs in results.items()},
     }
     if path is not None:
+        # With `-` nothing but the JSON goes to stdout, so that a program can read it.
         text = msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n"
         if str(path) == "-":
             sys.stdout.write(text.decode())

@@ -145,6 +145,8 @@ def _first_whole(archives: list[Archive], write: Callable[[Archive], Exported]) 
     from holdfast.errors import StateError
 
     reasons: list[str] = []
+    # A damaged copy is a StateError, and another tier may have a good one. A target without room or permission is another
+    # error: it would be the same with every copy, and each try may read terabytes.
     for archive in archives:
         try:
             return write(archive)

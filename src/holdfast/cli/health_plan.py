@@ -55,6 +55,7 @@ def _history(text: str) -> str:
     """A PostgreSQL URL as it is; a file as an absolute path, in a folder that can be written."""
     if not text:
         return ""
+    # A URL may hold a password, so a message shows its scheme and nothing else of it.
     scheme, separator, _ = text.partition("://")
     if separator:
         if scheme not in ("postgresql", "postgres"):

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from holdfast.observe.plain_view import PlainView
     from holdfast.protocol.job import JobSpec
 
+# Options behind SCRIPT belong to the script. With interspersed options its own `--report` or `--port` would be taken
+# for Holdfast's.
 CONTEXT = {"allow_interspersed_args": False, "ignore_unknown_options": False}
 EXIT_FAILED = 1
 TICK_S = 0.25
@@ -99,6 +101,8 @@ async def _launch(spec: JobSpec, folder: JobFolder, view: LiveView | PlainView, 
 
 def _view(spec: JobSpec, job_dir: Path, no_ui: bool) -> LiveView | PlainView:
     """The live view on a terminal, plain lines elsewhere. Holdfast writes to stderr; stdout belongs to the script."""
+    # Asked of stderr and not of stdout: with `holdfast run > log` the view can still draw, and the script's output goes
+    # into the file as the script wrote it.
     if not no_ui and sys.stderr.isatty():
         from holdfast.observe.live import LiveView, terminal
 

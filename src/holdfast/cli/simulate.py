@@ -91,6 +91,7 @@ def _replay(scenario: Scenario, seed: int, job: str | None, record: Trace | None
     from holdfast.engines import jobs
     from holdfast.simulate.replay import replay
 
+    # A trial follows from scenario and seed alone, so the run of a seed is the same again, this time with a ledger.
     name = jobs.check_name(job or f"simulated-{seed}")
     trial = replay(scenario, seed, jobs.job_dir(name), record)
     sys.stdout.write(

@@ -52,6 +52,7 @@ def goodput_words(goodput: Mapping[str, Any]) -> str:
 
 def goodput_line(goodput: Mapping[str, Any]) -> Text:
     """`goodput  85.8% of 93.2 s wall time; 6.10 s start, 4.20 s recomputed, 1.10 s restart`: the largest losses."""
+    # What a step took is no loss, also where only the script knows whether it did that step again.
     lost = {k: s for k, s in goodput["classes"].items() if k not in ("productive", "computed")}
     largest = sorted(lost, key=lambda kind: -lost[kind])[:LARGEST_SHOWN]
     parts = ", ".join(f"{units.seconds(lost[kind])} {_name(kind)}" for kind in largest)
@@ -73,6 +74,8 @@ def goodput_table(goodput: Mapping[str, Any]) -> Table:
     table.add_column("what it was spent on", overflow="fold", ratio=1)
     for name in ("time", "share"):
         table.add_column(name, justify="right", no_wrap=True)
+    # Every second of the wall time is in exactly one class, so the shares add up to all of it. A class that is left out
+    # here would be time that nobody accounts for.
     wall_s = max(goodput["wall_s"], 1e-9)
     for kind, seconds in goodput["classes"].items():
         table.add_row(_name(kind), WORDS.get(kind, ""), units.seconds(seconds), units.share(seconds / wall_s))

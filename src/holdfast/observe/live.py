@@ -64,6 +64,7 @@ class LiveView:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        # `output` keeps a line until its end comes. The last thing that a script printed before it was killed often has none.
         if self._rest:
             self.output(b"\n")
         self._live.stop()

@@ -91,6 +91,7 @@ class ByteCount:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # Only a terminal has a line to clear: lines in a file stay, as the record of what took so long.
         if self._open and not callable(self._to):
             self._to.write("\r\033[K")
             self._to.flush()
