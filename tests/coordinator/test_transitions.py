@@ -216,7 +216,7 @@ def test_the_state_of_a_running_job_is_valid_and_what_is_wrong_is_named():
     desk.state.membership.outcome, desk.state.membership.phase = None, JobPhase.ENDED
     assert set(validate(desk.state)) == {
         "the job has ended without an outcome",
-        "restarts_used is -1",
-        f"{one.name} is ready, and it is not known for what",
+        "the count restarts_used is negative: -1",
+        f"{one.name} is ready without a Ready report",
         f"2 workers have slot {one.slot} of {one.node}",
     }

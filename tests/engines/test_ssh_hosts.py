@@ -103,7 +103,7 @@ def test_a_host_that_is_to_be_rebooted_waits_for_its_boot() -> None:
     hosts.cut("a", 1.0)
     hosts.reboot("a", 1.0)
     assert hosts.due(100.0) == ["a"]
-    assert "rebooted" in hosts.greeted("a", "boot of a")
+    assert "reboot was requested" in hosts.greeted("a", "boot of a")
     hosts.failed("a", 100.0)
     assert hosts.due(1000.0) == ["a"]
     assert hosts.greeted("a", "the next boot") == ""

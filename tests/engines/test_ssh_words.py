@@ -55,8 +55,8 @@ def test_each_failure_names_the_host_and_what_to_do(code, stderr, told) -> None:
 def test_another_environment_is_refused(field, value) -> None:
     said = mismatch("b", msgspec.structs.replace(OURS, **{field: value}), OURS, "/p/python")
     assert said is not None
-    assert said.startswith("b: it has ")
-    assert (value or "not at all") in said
+    what = {"version": "Holdfast"}.get(field, "Python" if field == "python" else field)
+    assert said.startswith(f"b: {what} is {value or 'missing'} in /p/python there")
     assert mismatch("b", OURS, OURS, "/p/python") is None
 
 

@@ -126,7 +126,7 @@ def test_a_diagnostic_of_version_4():
         ('{"DCGM Diagnostic": {"runtime_error": "another diagnostic runs"}}', "", "another diagnostic runs"),
         ('{"DCGM Diagnostic": {"test_categories": []}}', "", "ran no test"),
         ('{"DCGM Diagnostic": {"test_', "", "DCGM"),
-        ("", "", "it said nothing"),
+        ("", "", "it printed nothing"),
     ],
 )
 def test_a_diagnostic_that_could_not_run(text, error, why):

@@ -203,15 +203,15 @@ def _reduction(context: Context, change: reductions.Change) -> None:
     node = context.state.membership.nodes.get(members[rank or 0].node)
     if node is None:
         return
-    told = f"the reduction takes {change.now_s * 1e3:.3g} ms a step, {change.usual_s * 1e3:.3g} ms as the generation began"
+    told = f"the reduction takes {change.now_s * 1e3:.3g} ms a step, {change.usual_s * 1e3:.3g} ms when the generation began"
     if change.slow:
         where = ""
         if rank is not None:
             before = _neighbour(context, rank)
             where = f"; the others wait longest for rank {rank}, which gets its part from rank {before}"
         told += (
-            f", since step {change.since}, and nobody computes so long: {change.share:.0%} of the time{where}. "
-            "`holdfast check --deep` finds a bad pair"
+            f", since step {change.since}, and no rank computes longer: the difference is {change.share:.0%} of the time{where}. "
+            "Run `holdfast check --deep` to find a bad pair of nodes"
         )
     finding = Finding(
         rule=SLOW_REDUCTION,

@@ -45,12 +45,12 @@ def _job(s: CoreState) -> Iterator[str]:
         "fruitless": s.membership.fruitless,
         "bad_starts": s.membership.bad_starts,
     }
-    yield from (f"{name} is {count}" for name, count in counts.items() if count < 0)
+    yield from (f"the count {name} is negative: {count}" for name, count in counts.items() if count < 0)
     # `happened` compares a shard's step with each of these. Falling starts would make a state count as having
     # happened that an earlier rewind had undone.
     starts = [r.start for r in s.storage.rewinds]
     if starts != sorted(set(starts)):
-        yield f"rewinds do not rise: {starts}"
+        yield f"the starts of rewinds do not rise: {starts}"
 
 
 def _workers(s: CoreState) -> Iterator[str]:
@@ -71,7 +71,7 @@ def _workers(s: CoreState) -> Iterator[str]:
         if worker.phase in _USED and name not in members:
             yield f"{name} is {worker.phase.value} and not in generation {s.membership.number}"
         if worker.phase is WorkerPhase.READY and worker.ready is None:
-            yield f"{name} is ready, and it is not known for what"
+            yield f"{name} is ready without a Ready report"
     yield from (
         f"{count} workers have slot {slot} of {node}" for (node, slot), count in slots.items() if count > 1
     )
@@ -89,11 +89,11 @@ def _nodes(s: CoreState) -> Iterator[str]:
         # `held` is what keeps workers away from a node. A node that is checked and not held would be measured
         # under the load of training, and fail.
         if node.checking is not None and node.held is None:
-            yield f"{name} is checked, and not held meanwhile"
+            yield f"{name} runs deep checks and is not held"
         # `Context.held_or_leaving` gives these alone to whoever waits for a check or a remedy.
         aside = node.phase in (NodePhase.HELD, NodePhase.LEAVING)
         if (node.checking is not None or node.then is not None) and not aside:
-            yield f"{name} is {node.phase.value}, and something is to be done about it"
+            yield f"{name} is {node.phase.value}, and a remedy is planned for it"
         why = {
             NodePhase.IN_SERVICE: node.held is None and node.leaving is None,
             NodePhase.HELD: node.held is not None and node.leaving is None,
@@ -103,13 +103,13 @@ def _nodes(s: CoreState) -> Iterator[str]:
         if not why[node.phase]:
             yield f"{name} is {node.phase.value}: held is {node.held!r}, leaving is {node.leaving!r}"
         if node.refused is not None and node.alive:
-            yield f"{name} is refused, and in the job"
+            yield f"{name} is refused and still in the job"
         # A script that believes it would save and wait for an end that does not come.
         if node.notice is not None and node.leaving is None:
-            yield f"{name} stays, and its scripts were told that it leaves"
+            yield f"{name} stays, but its scripts were told that it leaves"
     stray = set(s.health.quarantine_rules) - set(s.health.quarantine)
     if stray:
-        yield f"rules keep machines in quarantine that are not: {sorted(stray)}"
+        yield f"quarantine_rules names machines that are not in quarantine: {sorted(stray)}"
 
 
 def _incidents(s: CoreState) -> Iterator[str]:
@@ -123,11 +123,15 @@ def _incidents(s: CoreState) -> Iterator[str]:
 
 def _snapshots(s: CoreState) -> Iterator[str]:
     keys = Counter((x.step, x.generation, x.world) for x in s.storage.snapshots)
-    yield from (f"{count} snapshots of step {key[0]} are one" for key, count in keys.items() if count > 1)
+    yield from (
+        f"the snapshot of step {key[0]} is in the state {count} times"
+        for key, count in keys.items()
+        if count > 1
+    )
     for snapshot in s.storage.snapshots:
         ranks = {h.copy.key.rank for h in snapshot.shards}
         if not ranks <= set(range(snapshot.world)):
-            yield f"the snapshot of step {snapshot.step} has shards of ranks that there are not"
+            yield f"the snapshot of step {snapshot.step} has shards of ranks that do not exist"
         # The most expensive lie of all: older snapshots are given up when a newer one is whole, so a wrong
         # mark here would lose the job's only good copy.
         if snapshot.whole and ranks != set(range(snapshot.world)):
@@ -139,7 +143,7 @@ def _snapshots(s: CoreState) -> Iterator[str]:
                 if n not in s.membership.nodes or not s.membership.nodes[n].alive
             ]
             if gone:
-                yield f"nodes that are gone hold the snapshot of step {snapshot.step}: {gone}"
+                yield f"lost nodes count as holders of the snapshot of step {snapshot.step}: {gone}"
 
 
 def _tiers(s: CoreState) -> Iterator[str]:
@@ -151,8 +155,8 @@ def _tiers(s: CoreState) -> Iterator[str]:
         f"{count} checkpoints are on their way to {url}" for url, count in under_way.items() if count > 1
     )
     yield from (
-        f"a checkpoint is on its way to {url}, which the job has not" for url in set(under_way) - urls
+        f"a checkpoint is on its way to {url}, which is no tier of the job" for url in set(under_way) - urls
     )
     steps = [d.step for d in (s.storage.durable, *s.storage.older) if d is not None]
     if steps != sorted(steps, reverse=True):
-        yield f"checkpoints are not known from the newest to the oldest: {steps}"
+        yield f"checkpoints are not in order from the newest to the oldest: {steps}"

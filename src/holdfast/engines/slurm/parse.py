@@ -168,4 +168,4 @@ def plain_error(text: str) -> str:
     """The first thing that a command complained about, without its name."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     told = [line for line in lines if "error" in line.lower()] or lines
-    return re.sub(r"^\w+: (?:(?:fatal )?error: )?", "", told[0]) if told else "it said nothing"
+    return re.sub(r"^\w+: (?:(?:fatal )?error: )?", "", told[0]) if told else "it printed nothing"

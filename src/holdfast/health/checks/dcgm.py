@@ -52,16 +52,18 @@ def parse_diag(text: str, error: str = "") -> list[CheckResult]:
     # Warnings of the host engine may come before the JSON.
     begin = text.find("{")
     try:
-        answer = msgspec.json.decode(text[begin:].encode()) if begin >= 0 else None
+        parsed = msgspec.json.decode(text[begin:].encode()) if begin >= 0 else None
     except msgspec.DecodeError:
-        answer = None
-    if not isinstance(answer, dict):
-        why = next((line.strip() for line in (error + text).splitlines() if line.strip()), "it said nothing")
+        parsed = None
+    if not isinstance(parsed, dict):
+        why = next(
+            (line.strip() for line in (error + text).splitlines() if line.strip()), "it printed nothing"
+        )
         raise CannotCheck(f"dcgmi diag: {why[:200]}")
     # Errors of the tool itself (no host engine, no permission) have a key of their own and say nothing about the GPU.
-    if "DCGM Diagnostic" not in answer:
-        raise CannotCheck(f"dcgmi diag: {str(answer.get('DCGM GPU Diagnostic Error') or answer)[:200]}")
-    report = answer["DCGM Diagnostic"]
+    if "DCGM Diagnostic" not in parsed:
+        raise CannotCheck(f"dcgmi diag: {str(parsed.get('DCGM GPU Diagnostic Error') or parsed)[:200]}")
+    report = parsed["DCGM Diagnostic"]
     if "runtime_error" in report:
         raise CannotCheck(f"dcgmi diag: {str(report['runtime_error'])[:200]}")
     found: list[CheckResult] = []
@@ -70,7 +72,7 @@ def parse_diag(text: str, error: str = "") -> list[CheckResult]:
             for result in test.get("results", []):
                 if (made := _result(str(test.get("name", "?")), result)) is not None:
                     found.append(made)
-    # All tests skipped: that is an answer about the installation, not about the hardware.
+    # All tests skipped: that is an parsed about the installation, not about the hardware.
     if not found:
         raise CannotCheck("dcgmi diag ran no test")
     return found
