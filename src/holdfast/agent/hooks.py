@@ -25,12 +25,14 @@ _PR_SET_PDEATHSIG = 1
 
 
 class HookRun(msgspec.Struct, frozen=True):
-    """How a hook ended. error: what went wrong; empty if nothing did."""
+    """How a hook ended."""
 
     hook: str
     error: str = ""
+    """What went wrong; empty: nothing did."""
     took_s: float = 0.0
     log: str = ""
+    """Path of its output; empty: it has none."""
 
     def told(self, node: str) -> str:
         """Which hook, where, how it ended, and where its output is."""

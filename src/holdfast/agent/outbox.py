@@ -22,11 +22,13 @@ FREED = 1 / 8
 
 
 class Letter(NamedTuple):
-    """A message. again: it was sent before, to a coordinator that may not have written it."""
+    """A message that waits for a coordinator."""
 
     arrived_s: float
+    """When it came, on CLOCK_MONOTONIC."""
     message: m.AgentMessage
     again: bool = False
+    """It was sent before, to a coordinator that may not have written it."""
 
 
 class Outbox:

@@ -55,11 +55,14 @@ Count = Callable[[int], None]
 
 
 class Backend(Protocol):
-    """A rank's backend. rank, world: of those that save together. ranks: how they agree on what to load."""
+    """A rank's backend."""
 
     rank: int
+    """Among those that save together, from 0."""
     world: int
+    """How many save together."""
     exchange: RankExchange
+    """How they agree on what to load."""
 
     def begin(self, index: Index) -> Callable[[Copy], bool]:
         """Asks for room, so that the state counts from now on; returns `put` without its first argument."""
@@ -217,13 +220,15 @@ class AgentBackend:
 
 @dataclass(kw_only=True)
 class _Job:
-    """What the saving thread is to do. slot None: there is nothing to save, and why."""
+    """What the saving thread is to do."""
 
     number: int
     index: Index
     tiers: list[DurableTier]
     slot: Slot | None = None
+    """The memory to save into; None: there is nothing to save."""
     why_not: str = ""
+    """Why there is nothing to save; else empty."""
 
 
 class StandaloneBackend:

@@ -53,16 +53,15 @@ class Whole:
 
 @dataclass
 class Merged:
-    """A checkpoint as one state.
-
-    tensors, values: by name, in the order of the state. trees: of every rank's state, by top-level name; a single
-    one when all ranks' are alike.
-    """
+    """A checkpoint as one state."""
 
     located: Located
     tensors: dict[str, Whole]
+    """By name, in the order of the state."""
     values: dict[str, Plain]
+    """What is no tensor, by name, in the order of the state."""
     trees: list[dict[str, Tree]]
+    """Of every rank's state, by top-level name; a single one when all ranks' are alike."""
 
     @property
     def nbytes(self) -> int:
@@ -189,12 +188,16 @@ def _united(first: Tree, second: Tree) -> Tree:
 
 @dataclass(frozen=True)
 class _Leaf:
-    """A plain value; or a tensor: where it is saved (rank, spec), or itself (local) where it went with the values."""
+    """A plain value or a tensor, as one rank has it."""
 
     value: Plain = None
+    """Where it is plain."""
     rank: int = 0
+    """Whose file has the tensor."""
     spec: TensorSpec | None = None
+    """Where in that file; None: it is in no file."""
     local: torch.Tensor | None = None
+    """The tensor itself, where it went with the values; else None."""
 
     @property
     def is_tensor(self) -> bool:
@@ -203,11 +206,14 @@ class _Leaf:
 
 @dataclass
 class _State:
-    """tree: as it was saved. tensors: what its numbers mean."""
+    """One rank's state under one top-level name."""
 
     where: str
+    """For people."""
     tree: dict[str, Any]
+    """As it was saved: a tensor is a number."""
     tensors: list[_Leaf]
+    """What those numbers mean."""
 
     def leaves(self, only: str) -> dict[str, _Leaf]:
         """By dotted path."""

@@ -26,10 +26,11 @@ LARGE = "int"
 
 @dataclass
 class Flat:
-    """A flattened state. tensors: in the blob's order."""
+    """A flattened state."""
 
     index: Index
     tensors: list[torch.Tensor]
+    """In the blob's order."""
 
 
 def flatten(state: Mapping[str, Any], step: int) -> Flat:

@@ -17,17 +17,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Placement:
-    """buddies: to each node, the nodes that keep a copy of its snapshots, in the order of preference.
-
-    groups: the disjoint groups behind it.
-    short: nodes with fewer buddies than asked for, because there are too few nodes.
-    same_rack: nodes with a copy in their own rack, or two copies in one: a rack may take both.
-    """
+    """Which nodes keep copies of each other's snapshots."""
 
     buddies: Mapping[str, tuple[str, ...]]
+    """To each node, the nodes that keep a copy of its snapshots, in the order of preference."""
     groups: tuple[tuple[str, ...], ...]
+    """The disjoint groups behind it."""
     short: tuple[str, ...]
+    """Nodes with fewer buddies than asked for, because there are too few nodes."""
     same_rack: tuple[str, ...]
+    """Nodes with a copy in their own rack, or two copies in one: a rack may take both."""
 
     def survives(self, lost: Collection[str]) -> bool:
         """Whether a copy of every lost node's snapshots is left."""

@@ -11,10 +11,12 @@ from holdfast.errors import UsageError
 
 
 class Retention(msgspec.Struct, frozen=True):
-    """What a tier keeps: the newest `keep`, and for ever every step that `keep_every` divides (0: none)."""
+    """What a tier keeps."""
 
     keep: int = 2
+    """The newest so many."""
     keep_every: int = 0
+    """For ever every step that this divides; 0: none."""
 
     def superfluous(self, steps: Iterable[int], spare: int | None = None) -> list[int]:
         """The steps that need not be kept, oldest first. Never the newest one, nor `spare`."""
@@ -26,11 +28,14 @@ class Retention(msgspec.Struct, frozen=True):
 
 
 class Cadence(msgspec.Struct, frozen=True):
-    """How often: every `steps` steps, every `seconds` seconds, or `auto`; all zero and False: never."""
+    """How often something is saved: at most one of the three is given; none: never."""
 
     steps: int = 0
+    """Every so many; 0: not by steps."""
     seconds: float = 0.0
+    """Every so many; 0: not by time."""
     auto: bool = False
+    """As often as loses least."""
 
     def due(self, step: int, since_s: float, interval_s: float = math.inf) -> bool:
         """Whether step `step` (committed steps) is to be saved.

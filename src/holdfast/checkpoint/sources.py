@@ -16,9 +16,10 @@ save by being summed while they are in the cache."""
 
 
 class Source(Protocol):
-    """Someone who has a blob. where: for people."""
+    """Someone who has a blob."""
 
     where: str
+    """For people."""
 
     def read_into(self, low: int, view: memoryview) -> None:
         """Fills `view` with the blob's bytes from `low` on; raises a HoldfastError when it cannot."""

@@ -45,10 +45,12 @@ _REFUSED = {
 
 @dataclass
 class Pasted:
-    """A command line without torchrun's own options. `left_out` are those, with their values."""
+    """A command line without torchrun's own options."""
 
     kept: list[str]
+    """The script and its arguments."""
     left_out: dict[str, str | None] = field(default_factory=dict)
+    """Torchrun's options, with their values; None: one without a value."""
 
 
 def take_out(args: Sequence[str], has_value: Callable[[str], bool]) -> Pasted:

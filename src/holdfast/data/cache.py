@@ -64,11 +64,12 @@ _entries = msgspec.json.Decoder(Entry)
 
 @dataclass(frozen=True)
 class Verified:
-    """What `Cache.verify` found of one file; `trouble` is None where it is whole."""
+    """What `Cache.verify` found of one file."""
 
     url: str
     nbytes: int
     trouble: str | None
+    """For people; None: the file is whole."""
 
 
 def local(path: str | os.PathLike[str]) -> Path:

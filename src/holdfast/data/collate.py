@@ -27,18 +27,16 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Maker:
-    """Makes micro-batches of a dataset. What it makes is a function of its arguments, whichever process calls it.
-
-    Attributes:
-        dataset: has `batch(ids)`, or `__getitems__` or `__getitem__` as torch's map-style datasets do. One that draws
-            no random numbers may say so with an attribute `deterministic`, which saves seeding the generators.
-        collate: samples to batch; None for the dataset's own `batch`, or torch's default.
-        seed: of the run; `__getitem__` may draw from the global generators of Python, numpy and torch.
-    """
+    """Makes micro-batches of a dataset. What it makes is a function of its arguments, whichever process calls
+    it."""
 
     dataset: Any
+    """Has `batch(ids)`, or `__getitems__` or `__getitem__` as torch's map-style datasets do. One that draws
+    no random numbers may say so with an attribute `deterministic`, which saves seeding the generators."""
     collate: Collate | None
+    """Samples to batch; None for the dataset's own `batch`, or torch's default."""
     seed: int
+    """Of the run; `__getitem__` may draw from the global generators of Python, numpy and torch."""
 
     def make(self, step: int, micro: int, ids: Ids) -> Any:
         """Micro-batch `micro` of the step, of these samples.

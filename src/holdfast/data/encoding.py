@@ -17,19 +17,16 @@ BYTES = "bytes"
 
 
 class Encoder(Protocol):
-    """Makes token numbers of documents.
-
-    Attributes:
-        name: what it is called in a data set's description.
-        key: what tells it from others, whatever its file is called.
-        largest: the largest number that it gives.
-        needs_utf8: whether documents must be text.
-    """
+    """Makes token numbers of documents."""
 
     name: str
+    """What it is called in a data set's description."""
     key: str
+    """What tells it from others, whatever its file is called."""
     largest: int
+    """The largest number that it gives."""
     needs_utf8: bool
+    """Documents must be text."""
 
     def encode(self, documents: list[bytes]) -> list[npt.NDArray[Any]]:
         """The tokens of each document."""

@@ -53,16 +53,14 @@ class SampleOrder:
     A pure function of (samples, seed, position). Positions count samples from the start of training, across
     epochs and across workers.
 
-    Attributes:
-        samples: number of samples in the data set, 1 to 2**62.
-        seed: any integer from 0 to 2**64 - 1.
-
     Raises:
         ValueError: `samples` or `seed` is out of range.
     """
 
     samples: int
+    """Number of samples in the data set, 1 to 2**62."""
     seed: int
+    """Any integer from 0 to 2**64 - 1."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.samples <= MAX_SAMPLES:

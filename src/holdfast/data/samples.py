@@ -129,17 +129,14 @@ class SampleLedger:
 
 @dataclass(frozen=True)
 class Checked:
-    """What a job was trained on.
-
-    Attributes:
-        samples: in the data set.
-        steps: committed steps.
-        epochs: epoch to how often each sample came in it.
-    """
+    """What a job was trained on."""
 
     samples: int
+    """In the data set."""
     steps: int
+    """Committed ones."""
     epochs: dict[int, Counter[int]] = field(default_factory=dict)
+    """Epoch to how often each sample came in it."""
 
     def repeated(self) -> dict[int, list[int]]:
         """Epoch to the samples that came more than once in it; empty if none did."""

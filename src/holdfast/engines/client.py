@@ -27,9 +27,10 @@ class NoAnswer(UsageError):
 
 
 class Announcement(msgspec.Struct, frozen=True):
-    """One message of `/watch`. kind: event, status, provide-node, release-node, ended or log."""
+    """One message of `/watch`."""
 
     kind: str
+    """event, status, provide-node, release-node, ended or log."""
     value: Any
 
 

@@ -84,12 +84,14 @@ def existing(name: str | None) -> Path:
 
 
 class Allocation(msgspec.Struct, frozen=True):
-    """A job that a cluster runs somewhere else, as its folder has it. id: the cluster's. over: nothing of it runs any
-    more. Locks do not reach across machines reliably."""
+    """A job that a cluster runs somewhere else, as its folder has it. Locks do not reach across machines
+    reliably."""
 
     engine: str
     id: str
+    """The cluster's own."""
     over: bool = False
+    """Nothing of it runs any more."""
 
 
 def read_allocation(folder: Path) -> Allocation | None:

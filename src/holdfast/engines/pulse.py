@@ -19,10 +19,12 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Look(NamedTuple):
-    """What is seen of a process. state: its letter in /proc/PID/stat; 'X' when it is gone. used_s: of the processor."""
+    """What is seen of a process."""
 
     state: str
+    """Its letter in /proc/PID/stat; 'X' when it is gone."""
     used_s: float
+    """Processor time that it has used so far."""
 
 
 class Silence:

@@ -31,12 +31,14 @@ _RECORD = re.compile(r"(\d+),(\d+),(\d+),[^;]*;")
 
 
 class Record(NamedTuple):
-    """One record. uptime_s: when, on the clock that `time.monotonic` shows. facility: who wrote it, as syslog has it."""
+    """One record of the kernel's log."""
 
     sequence: int
     uptime_s: float
+    """When, on the clock that `time.monotonic` shows."""
     text: str
     facility: int = KERNEL_FACILITY
+    """Who wrote it, as syslog has it."""
 
 
 def parse_record(data: bytes) -> Record | None:

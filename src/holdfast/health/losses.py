@@ -29,11 +29,12 @@ RECENT = 100
 
 @dataclass(frozen=True)
 class Jump:
-    """A loss that its window does not explain. usual: the window's median."""
+    """A loss that its window does not explain."""
 
     step: int
     loss: float
     usual: float
+    """The window's median."""
 
 
 class Losses:

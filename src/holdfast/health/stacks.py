@@ -44,20 +44,22 @@ _LOCATIONS: tuple[tuple[str, str, str, bool], ...] = (
 
 @dataclass(frozen=True)
 class Frame:
-    """A place in a program. line: of the script's own code only, where one function may hold several collectives."""
+    """A place in a program."""
 
     file: str
     name: str
     line: int = 0
+    """Of the script's own code only, where one function may hold several collectives; elsewhere 0."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Workers that stand at the same place. waits: it is one where a worker waits for others."""
+    """Workers that stand at the same place."""
 
     location: str
     workers: tuple[str, ...]
     waits: bool
+    """It is a place where a worker waits for others."""
     frames: tuple[Frame, ...]
 
 

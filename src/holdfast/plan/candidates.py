@@ -185,12 +185,16 @@ def spread(inputs: Inputs, candidate: Candidate, trials: int, seed: int = 0) -> 
 
 
 class Sensitivity(msgspec.Struct, frozen=True):
-    """The best way if the failure rate is `factor` times the given one, and the goodput of the chosen way then."""
+    """What is best at another failure rate."""
 
     factor: float
+    """That rate over the given one."""
     best: str
+    """Name of the best way then."""
     best_goodput: float
+    """Its goodput then."""
     chosen_goodput: float
+    """The goodput of the way that was chosen, at that rate."""
 
 
 def sensitivity(inputs: Inputs, chosen: Candidate) -> list[Sensitivity]:

@@ -29,15 +29,14 @@ class NodeUnavailable(msgspec.Struct, frozen=True, tag="node-unavailable"):
 
 # A notice and no order: the core decides at which step the node leaves, and uses the time that it is given.
 class NodeGoing(msgspec.Struct, frozen=True, tag="node-going"):
-    """A node is to leave: it is given up at a step's edge, for another where there is one.
-
-    within_s: how long it has; None: no haste, it may wait for its replacement. cause: None counts as `drain`.
-    """
+    """A node is to leave: it is given up at a step's edge, for another where there is one."""
 
     node: str
     reason: str
     within_s: float | None = None
+    """How long it has; None: no haste, it may wait for its replacement."""
     cause: NoticeCause | None = None
+    """None counts as `drain`."""
 
 
 class NodeTaken(msgspec.Struct, frozen=True, tag="node-taken"):
@@ -50,24 +49,24 @@ class NodeTaken(msgspec.Struct, frozen=True, tag="node-taken"):
 # A limit, never a wish: it can only take away from what the job wants, and None gives back everything at
 # once.
 class Capacity(msgspec.Struct, frozen=True, tag="capacity"):
-    """The job may train on this many nodes at most, whatever it wants. nodes: None lifts the limit.
-
-    within_s: how long it has to shrink. cause: None counts as `preemption`.
-    """
+    """The job may train on this many nodes at most, whatever it wants."""
 
     nodes: int | None
+    """None lifts the limit."""
     reason: str
     within_s: float | None = None
+    """How long it has to shrink; None: no haste."""
     cause: NoticeCause | None = None
+    """None counts as `preemption`."""
 
 
 # Only told: the end itself comes as a capacity of 0 or as a request to stop, which may also never come.
 class JobGoing(msgspec.Struct, frozen=True, tag="job-going"):
-    """The job will be ended. Nothing is decided by it: the scripts hear of it. within_s: in how many seconds; None: it will
-    not be ended after all."""
+    """The job will be ended. Nothing is decided by it: the scripts hear of it."""
 
     reason: str
     within_s: float | None
+    """In how many seconds; None: it will not be ended after all."""
     cause: NoticeCause = NoticeCause.STOP
 
 

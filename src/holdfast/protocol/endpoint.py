@@ -11,12 +11,13 @@ FILE_NAME = "coordinator.json"
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """Address of the newest coordinator process. instance: made up by it, and by no other."""
+    """Address of the newest coordinator process."""
 
     host: str
     port: int
     pid: int
     instance: str
+    """Made up by the process: no other has it."""
 
     @property
     def url(self) -> str:

@@ -66,17 +66,25 @@ def node_name(given: int | str) -> str:
 
 
 class FaultSpec(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """One `--fault`. A rank or node left out is drawn at random (with `seed`) when the fault is due."""
+    """One `--fault`."""
 
     kind: FaultKind
     rank: int | None = None
+    """Whom it strikes; None: drawn at random when it is due, unless `node` is given."""
     node: int | str | None = None
+    """A node's name, or the number of one of the local engine's; None: drawn at random when it is due."""
     step: int | None = None
+    """It fires in the step after so many committed ones; None: by time, or at once."""
     after_s: float | None = None
+    """Due so long after the first generation was formed, or after it was asked for while the job runs."""
     every_s: float | None = None
+    """Due again and again, so far apart; None: once."""
     phase: str | None = None
+    """Name of the phase in which it fires; None: the backward pass of `step`, or where the worker is."""
     times: int = 1
+    """How often it strikes."""
     seed: int = 0
+    """Of the draws."""
     code: int | None = None
     """Of `xid`: the driver's error number."""
     factor: float | None = None
@@ -97,14 +105,18 @@ class FaultSpec(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 
 class ArmedFault(msgspec.Struct, frozen=True, kw_only=True):
-    """A fault on its way to one worker: fires at `step` (None: the next) when it enters `phase`."""
+    """A fault on its way to one worker."""
 
     id: str
     kind: FaultKind
     step: int | None = None
+    """As in FaultSpec; None: the next step."""
     phase: int | None = None
+    """It fires as the worker enters this `Phase`; None: the backward pass."""
     code: int | None = None
+    """As in FaultSpec."""
     factor: float | None = None
+    """As in FaultSpec."""
 
 
 def join_words(words: Sequence[str]) -> str:

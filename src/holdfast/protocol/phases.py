@@ -58,14 +58,14 @@ steps, and what slows all of them at once cancels."""
 
 
 class Spent(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """Where a worker's time went in the steps from `first` on, BLOCK_STEPS of them: in seconds per step, each the mean without
+    """Where a worker's time went in a block of BLOCK_STEPS steps: in seconds per step, each the mean without
     the longest one.
 
-    On an accelerator, work that the host need not wait for shows where the host waits next: a backward pass in the next
-    forward pass, the last one in `wait_s`.
-    """
+    On an accelerator, work that the host need not wait for shows where the host waits next: a backward pass
+    in the next forward pass, the last one in `wait_s`."""
 
     first: int
+    """The first step of the block."""
     micros: int
     """Micro-batches that it computes of each step."""
     data_s: float

@@ -9,16 +9,24 @@ import msgspec
 
 
 class WallTime(msgspec.Struct, kw_only=True):
-    """Where the wall time went, in seconds. training: as long as the steps that count take at full size."""
+    """Where the wall time went, in seconds."""
 
     training: float = 0.0
+    """As long as the steps that count take at full size."""
     smaller: float = 0.0
+    """More than that, because the job was smaller."""
     slow: float = 0.0
+    """More than that, because a member was slow."""
     lost_steps: float = 0.0
+    """In steps that did not count."""
     stalled: float = 0.0
+    """Standing still after a fault."""
     changes: float = 0.0
+    """Standing still for planned changes."""
     starting: float = 0.0
+    """Before the first step."""
     given_up: float = 0.0
+    """After the job had ended without success."""
 
 
 class Steps:

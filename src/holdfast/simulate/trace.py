@@ -21,19 +21,23 @@ from holdfast.errors import UsageError
 
 
 class NodeChange(msgspec.Struct, frozen=True):
-    """A node is there from a time on, or is not. t_s: seconds since the trace's start."""
+    """A node is there from a time on, or is not."""
 
     t_s: float
+    """Seconds since the trace's start."""
     node: str
     up: bool
 
 
 class Trace(msgspec.Struct, frozen=True):
-    """A record, in the order of its times. most: nodes that were there at once."""
+    """A record of which nodes were there."""
 
     changes: tuple[NodeChange, ...]
+    """In the order of their times."""
     ends_s: float
+    """Seconds since the trace's start."""
     most: int
+    """Nodes that were there at once."""
 
 
 def parse(name: str, text: str) -> Trace:

@@ -68,9 +68,10 @@ class _Key(msgspec.Struct, frozen=True, tag="key"):
 
 
 class _Sum(msgspec.Struct, frozen=True, tag="sum"):
-    """What the bytes up to `stop` of one chunk add up to."""
+    """What the bytes of one chunk up to a place add up to."""
 
     stop: int
+    """That place: bytes from the state's begin, exclusive."""
     words: tuple[int, int]
 
 

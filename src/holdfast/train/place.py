@@ -9,22 +9,19 @@ from holdfast.train.summation_order import Seat, seat, weighs, words
 
 
 class World(NamedTuple):
-    """The members of a generation, as one of them sees it.
-
-    Attributes:
-        rank: this worker's, from 0; `size` or more where `replica` is -1.
-        size: workers that compute: those of complete replicas. With replicas of several workers it is always a
-            multiple of `shard * tensor`.
-        generation: number of the generation; grows with every change.
-        micro_batches: the numbers of those micro-batches of a global batch that this worker computes.
-        replica: number of its replica; -1 while other workers of that are missing: then it computes nothing.
-    """
+    """The members of a generation, as one of them sees it."""
 
     rank: int
+    """This worker's, from 0; `size` or more where `replica` is -1."""
     size: int
+    """Workers that compute: those of complete replicas. With replicas of several workers it is always a
+    multiple of `shard * tensor`."""
     generation: int
+    """Number of the generation; grows with every change."""
     micro_batches: range
+    """The numbers of those micro-batches of a global batch that this worker computes."""
     replica: int = 0
+    """Number of its replica; -1 while other workers of that are missing: then it computes nothing."""
 
 
 class Place:

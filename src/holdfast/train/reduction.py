@@ -77,16 +77,13 @@ class _Bucket:
 class Gradients(Protocol):
     """The gradients of a set of parameters, summed over micro-batches and replicas.
 
-    Use per step: `begin`, `expect`, for every micro-batch `before_backward`, the backward pass and `after_backward`
-    (with `last(group)` before the last one), `flush(group)`, `finish(scale)`, and `clip`.
-
-    Attributes:
-        exact: the result does not depend on who computed which micro-batches.
-        poison: an injected fault: the next bucket to go has a NaN.
-    """
+    Use per step: `begin`, `expect`, for every micro-batch `before_backward`, the backward pass and
+    `after_backward` (with `last(group)` before the last one), `flush(group)`, `finish(scale)`, and `clip`."""
 
     exact: bool
+    """The result does not depend on who computed which micro-batches."""
     poison: bool
+    """An injected fault: the next bucket to go has a NaN."""
 
     def begin(self) -> None:
         """Forgets the gradients of the step before."""

@@ -24,10 +24,12 @@ MOST_NUMBERS = 1024
 
 @dataclass(frozen=True)
 class Addends:
-    """What this worker adds: for each name its numbers, and the shape where it is a tensor (None: one number)."""
+    """What this worker adds."""
 
     numbers: dict[str, list[float]]
+    """For each name its numbers, a tensor's in row-major order."""
     shapes: dict[str, torch.Size | None]
+    """For each name the tensor's; None: it is one number."""
 
     @property
     def fingerprint(self) -> float:

@@ -36,14 +36,18 @@ against it, and it must come twice; unless it is firm: a user said how much of i
 
 
 class Decision(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """does: the remedy; WATCH: nothing. against: what spoke against acting, one word; empty: nothing did. reason: for
-    people. weighed: what was looked at, in words. after_s: not before, on the core's clock; then it is decided again."""
+    """What is done about a finding, and why."""
 
     does: Remedy
+    """The remedy; WATCH: nothing."""
     reason: str
+    """For people."""
     against: str = ""
+    """What spoke against acting, one word; empty: nothing did."""
     weighed: tuple[str, ...] = ()
+    """What was looked at, in words."""
     after_s: float | None = None
+    """Not before this time on the core's clock; then it is decided again. None: it is decided."""
 
 
 def soft(source: str, firm: bool) -> bool:

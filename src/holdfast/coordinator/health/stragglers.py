@@ -36,17 +36,18 @@ REPLACEMENT_S = 10.0
 
 @dataclass(kw_only=True)
 class Peers:
-    """What was heard, and the tests: one for each number of micro-batches.
-
-    generation, size: that `blocks` are of. blocks: first step to what each worker said. looked: the newest that was
-    looked at.
-    """
+    """What was heard, and the tests."""
 
     generation: int = 0
+    """The number of the one that `blocks` are of."""
     size: int = 0
+    """How many members it has."""
     blocks: dict[int, dict[str, Spent]] = field(default_factory=dict)
+    """First step to what each worker said."""
     looked: int = -1
+    """First step of the newest block that was looked at; -1: none was."""
     tests: dict[int, Stragglers] = field(default_factory=dict)
+    """By the number of micro-batches that workers compute: only those with the same number are compared."""
     reductions: Reductions = field(default_factory=Reductions)
 
 

@@ -15,23 +15,25 @@ from holdfast.protocol.phases import WAITING_PHASES, Phase
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What a survivor of a generation holds: `committed` steps (None: no usable state), prepared or not."""
+    """What a survivor of a generation holds."""
 
     committed: int | None
+    """Committed steps of its state; None: no usable state."""
     prepared: bool = False
+    """It holds the complete reduced gradient of step `committed`."""
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What the step in flight becomes.
-
-    start: committed steps that all go on from; None when no survivor holds state.
-    apply: workers that commit their prepared step now. restore: workers that need the state from a holder.
-    """
+    """What the step in flight becomes."""
 
     start: int | None
+    """Committed steps that all go on from; None: no survivor holds state."""
     apply: frozenset[str] = frozenset()
+    """Workers that commit their prepared step now."""
     restore: frozenset[str] = frozenset()
+    """Workers that need the state from a holder."""
     holders: frozenset[str] = frozenset()
+    """Workers that have the state of `start`, those that apply first among them."""
 
 
 def settle(reports: Mapping[str, Report]) -> Outcome:
@@ -93,13 +95,16 @@ def assign_ranks(
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """Who holds the others up, and how that was told. No workers: nobody differs. one_of: one of them does, and which
-    cannot be told. again: nor whether it is any of them, before another generation has failed in the same way."""
+    """Who holds the others up, and how that was told."""
 
     workers: tuple[str, ...]
+    """Empty: nobody differs."""
     reason: str
+    """For people."""
     one_of: bool = False
+    """One of them does, and which cannot be told."""
     again: bool = False
+    """Nor can be told whether it is any of them, before another generation has failed in the same way."""
 
 
 def find_culprits(

@@ -13,13 +13,16 @@ import msgspec
 
 
 class Anchor(msgspec.Struct, frozen=True):
-    """What the core's clock showed at a moment that any machine knows. boot: of which machine's run; steady_s: what that
-    machine's own clock showed."""
+    """What the core's clock showed at a moment that any machine knows."""
 
     now_s: float
+    """The core's clock."""
     utc_s: float
+    """Seconds since 1970."""
     boot: str
+    """Of which machine's run."""
     steady_s: float = 0.0
+    """What that machine's own clock (CLOCK_MONOTONIC) showed."""
 
 
 class CoreClock:

@@ -44,10 +44,12 @@ class HistoryError(HoldfastError):
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """One record. utc_s: seconds since 1970. Other fields as in `history.Remembered`."""
+    """One record. Fields that are not described are as in `history.Remembered`."""
 
     utc_s: float
+    """When it was written, in seconds since 1970."""
     machine: str
+    """Its lasting identity, else its node's name."""
     node: str
     job: str
     kind: Kind

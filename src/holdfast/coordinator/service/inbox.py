@@ -25,12 +25,15 @@ AGED_S = 0.01
 
 @dataclass(slots=True)
 class Waiting:
-    """One event. came_s: when, on CLOCK_MONOTONIC. line: of the agent that it came by. done: set when it has had its effect."""
+    """One event that waits for the core."""
 
     event: ev.Event
     came_s: float
+    """When it came, on CLOCK_MONOTONIC."""
     line: Any = None
+    """Of the agent that it came by; None: it came by none."""
     done: asyncio.Future[None] | None = None
+    """Set when the event has had its effect; None: nobody waits for that."""
 
     def aged(self, now_s: float) -> ev.Event:
         """The event with its wait in its age, where it has one."""

@@ -103,15 +103,15 @@ class ReportedSteps(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Page(msgspec.Struct):
-    """What is written together, all or nothing. kept: small named values, of which the newest counts.
+    """What is written together, all or nothing.
 
-    A page may be written again, also when only its writer does not know that it was: events have their numbers already,
-    and steps and values replace themselves.
-    """
+    A page may be written again, also when only its writer does not know that it was: events have their
+    numbers already, and steps and values replace themselves."""
 
     entries: list[LedgerEntry] = []
     steps: list[ReportedSteps] = []
     kept: dict[str, bytes] = {}
+    """Small named values, of which the newest counts."""
 
     def add(self, later: Page) -> None:
         """Takes in what comes after it."""

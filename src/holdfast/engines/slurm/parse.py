@@ -51,11 +51,12 @@ class JobLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeLine(msgspec.Struct, frozen=True):
-    """A node as Slurm sees it. states: its state and its flags."""
+    """A node as Slurm sees it."""
 
     name: str
     address: str
     states: frozenset[str]
+    """Its state and its flags."""
     reason: str
 
     @property

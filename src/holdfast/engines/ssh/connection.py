@@ -61,11 +61,14 @@ class HostError(HoldfastError):
 
 @dataclass(frozen=True)
 class Reach:
-    """How hosts are reached. config: of ssh; empty: the user's own. python: there."""
+    """How hosts are reached."""
 
     config: str
+    """Path of ssh's configuration; empty: the user's own."""
     python: str
+    """The interpreter's path on the hosts."""
     version: str
+    """Holdfast's, which the hosts must have too."""
 
 
 def ssh_command(host: str, reach: Reach) -> list[str]:

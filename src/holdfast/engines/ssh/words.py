@@ -56,11 +56,12 @@ class Check(msgspec.Struct, frozen=True, kw_only=True, tag="check"):
 
 
 class Checked(msgspec.Struct, frozen=True, tag="checked"):
-    """shared: the job's folder is the launcher's. problems: why the job cannot run there, each a sentence without the
-    host's name."""
+    """Whether the job can run there."""
 
     shared: bool
+    """The job's folder is the launcher's."""
     problems: tuple[str, ...] = ()
+    """Why the job cannot run there, each a sentence without the host's name."""
 
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
@@ -87,10 +88,12 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
 
 
 class Begun(msgspec.Struct, frozen=True, tag="begun"):
-    """pid: of the agent. attached: it ran already."""
+    """The agent runs."""
 
     pid: int
+    """The agent's."""
     attached: bool
+    """It ran already."""
 
 
 class Coordinator(msgspec.Struct, frozen=True, tag="coordinator"):
@@ -104,10 +107,12 @@ class Kill(msgspec.Struct, frozen=True, tag="kill"):
 
 
 class Close(msgspec.Struct, frozen=True, tag="close"):
-    """The job is over: the agent has `within_s` to end in order. gives_back: its snapshot memory is given back."""
+    """The job is over."""
 
     within_s: float
+    """How long the agent has to end in order."""
     gives_back: bool
+    """Its snapshot memory is given back."""
 
 
 class Output(msgspec.Struct, frozen=True, tag="output"):
@@ -117,9 +122,10 @@ class Output(msgspec.Struct, frozen=True, tag="output"):
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
-    """The agent is gone. code: its exit code; None: it was started by an earlier connection."""
+    """The agent is gone."""
 
     code: int | None
+    """Its exit code; None: it was started by an earlier connection, so nobody knows."""
 
 
 class RequestFailed(msgspec.Struct, frozen=True, tag="failed"):

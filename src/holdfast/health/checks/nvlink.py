@@ -13,11 +13,12 @@ from holdfast.protocol.health import CheckResult, Condition
 
 
 class Links(msgspec.Struct, frozen=True):
-    """Of one GPU. states: of every link that NVML knows of; others than True are down."""
+    """The links of one GPU."""
 
     index: int
     model: str
     states: tuple[bool, ...]
+    """Of every link that NVML knows of; others than True are down."""
 
 
 def check_nvlink(task: Task) -> Iterator[CheckResult]:
