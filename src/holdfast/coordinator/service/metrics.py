@@ -54,17 +54,17 @@ class _Job(Collector):
 
     def _training(self) -> Iterator[Metric]:
         s = self._state
-        info = GaugeMetricFamily("holdfast_job_info", "1; what the job is called.", labels=["job", "engine"])
+        info = GaugeMetricFamily(
+            "holdfast_job_info", "Always 1; the labels name the job and its engine.", labels=["job", "engine"]
+        )
         info.add_metric([s.spec.name, s.spec.engine], 1)
         yield info
-        phase = GaugeMetricFamily(
-            "holdfast_phase", "1 for what the job is doing now, else 0.", labels=["phase"]
-        )
+        phase = GaugeMetricFamily("holdfast_phase", "1 for the job's phase, else 0.", labels=["phase"])
         for name in JobPhase:
             phase.add_metric([name.value], float(s.membership.phase is name))
         yield phase
         if s.step is not None:
-            yield _gauge("holdfast_step", "Committed steps of the state that training is at.", s.step)
+            yield _gauge("holdfast_step", "Committed steps of the current state.", s.step)
         steps = step_accounting.shown(s, self._steps)
         if s.membership.counts_steps or self._steps:
             steps["committed"] = self._steps
@@ -75,20 +75,18 @@ class _Job(Collector):
             text = "Committed steps that had to be computed again."
             yield _counter("holdfast_steps_lost", text, steps["lost"])
         if steps["computed"] is not None:
-            text = "Steps computed since the job's start, also those that were done again."
+            text = "Steps computed since the job's start, repeated ones included."
             yield _counter("holdfast_steps_computed", text, steps["computed"])
         world = s.membership.generation.strength if s.membership.generation else 0
         yield _gauge("holdfast_world_size", "Workers that compute in the newest generation.", world)
         yield _gauge("holdfast_target_world_size", "Workers at full strength.", s.target)
         nodes = sum(n.alive for n in s.membership.nodes.values())
-        yield _gauge("holdfast_nodes", "Nodes that are there, spares included.", nodes)
+        yield _gauge("holdfast_nodes", "Connected nodes, spares included.", nodes)
         ready = sum(w.phase is WorkerPhase.READY for w in s.membership.workers.values())
-        yield _gauge("holdfast_ready_workers", "Workers that wait, warm, to be taken in.", ready)
+        yield _gauge("holdfast_ready_workers", "Warm workers that wait to be used.", ready)
         yield _counter("holdfast_generations", "Generations that were formed.", s.membership.number)
         writable = float(self._writable)
-        yield _gauge(
-            "holdfast_ledger_writable", "1 while the ledger takes what is written, else 0.", writable
-        )
+        yield _gauge("holdfast_ledger_writable", "1 while the ledger can be written, else 0.", writable)
         wall_s = max(0.0, self._now - s.began_s)
         yield _counter("holdfast_wall_seconds", "Time since the job's start.", wall_s)
         yield self._time()
@@ -132,7 +130,7 @@ class _Job(Collector):
         )
         stall = SummaryMetricFamily(
             "holdfast_incident_stall_seconds",
-            "From each fault to the next commit by anyone.",
+            "Time from each fault to the next commit by any worker.",
             labels=["kind"],
         )
         for kind, number in sorted(count.items()):
@@ -143,44 +141,50 @@ class _Job(Collector):
         still_open = sum(i.open for i in s.incidents)
         yield _gauge("holdfast_open_incidents", "Incidents not yet back at full strength.", still_open)
         yield _counter(
-            "holdfast_restarts", "Workers (at level 0: jobs) started again.", s.membership.restarts_used
+            "holdfast_restarts",
+            "Workers that were started again; at level 0, complete jobs.",
+            s.membership.restarts_used,
         )
 
     def _slow(self) -> Iterator[Metric]:
         now = [x for x in self._state.health.slow if x.until_step is None]
         ratio = GaugeMetricFamily(
             "holdfast_slow_rank_ratio",
-            "Computing time over that of its peers, of ranks that were found to be slow.",
+            "A slow rank's computing time over that of its peers.",
             labels=["rank", "node", "part"],
         )
         for x in now:
             ratio.add_metric([str(x.rank), x.node, x.part], x.ratio)
         yield ratio
-        yield _gauge("holdfast_slow_ranks", "Ranks that all others wait for.", len(now))
+        yield _gauge(
+            "holdfast_slow_ranks",
+            "Ranks that compute longer than their peers, so that all wait for them.",
+            len(now),
+        )
         lost_s = sum(x.lost_s for x in self._state.health.slow)
-        yield _counter("holdfast_slow_seconds", "Training time that was waited for slow ranks.", lost_s)
+        yield _counter("holdfast_slow_seconds", "Training time spent waiting for slow ranks.", lost_s)
 
     def _changes(self) -> Iterator[Metric]:
         s = self._state
         done = s.membership.changed
         yield _summary(
             "holdfast_change_stall_seconds",
-            "For which planned changes of the membership stalled training.",
+            "The stall of each planned change of the membership.",
             done.count,
             done.stall_s,
         )
-        yield _gauge("holdfast_wanted_nodes", "Nodes that are wanted to train on now.", s.wanted_nodes)
+        yield _gauge("holdfast_wanted_nodes", "Nodes that the job wants to train on now.", s.wanted_nodes)
         leaving = sum(n.alive and n.leaving is not None for n in s.membership.nodes.values())
-        yield _gauge("holdfast_leaving_nodes", "Nodes that are to leave and are still there.", leaving)
+        yield _gauge("holdfast_leaving_nodes", "Nodes that are to leave and are still connected.", leaving)
 
     def _health(self) -> Iterator[Metric]:
         health = self._state.health
         tables = (
-            ("holdfast_findings", "What rules found, by rule.", "rule", health.totals.findings),
-            ("holdfast_health_actions", "What was done about findings.", "remedy", health.totals.acts),
+            ("holdfast_findings", "Findings of each rule.", "rule", health.totals.findings),
+            ("holdfast_health_actions", "Remedies that were carried out.", "remedy", health.totals.acts),
             (
                 "holdfast_health_withheld",
-                "Findings that were not acted on, by what spoke against it.",
+                "Findings without action, by the reason against it.",
                 "against",
                 health.totals.withheld,
             ),
@@ -191,34 +195,46 @@ class _Job(Collector):
                 family.add_metric([key], number)
             yield family
         yield _gauge(
-            "holdfast_quarantined_machines", "Machines not used for their health.", len(health.quarantine)
+            "holdfast_quarantined_machines",
+            "Machines that are not used until they have passed the deep checks.",
+            len(health.quarantine),
         )
         held = sum(n.alive and n.held is not None for n in self._state.membership.nodes.values())
-        yield _gauge("holdfast_held_nodes", "Nodes that are there and not used now.", held)
+        yield _gauge("holdfast_held_nodes", "Connected nodes that are not used now.", held)
         unknown = sum(n.alive and bool(n.unknown) for n in self._state.membership.nodes.values())
-        yield _gauge("holdfast_unwatched_nodes", "Nodes of which something cannot be told.", unknown)
-        yield _gauge("holdfast_health_asks", "Matters that a person is to look at.", len(health.asks))
+        yield _gauge(
+            "holdfast_unwatched_nodes",
+            "Nodes with a source of readings that does not answer or cannot be read.",
+            unknown,
+        )
+        yield _gauge("holdfast_health_asks", "Matters that a person has to inspect.", len(health.asks))
 
     def _snapshots(self) -> Iterator[Metric]:
         totals = self._state.storage.totals
         yield _counter(
-            "holdfast_snapshot_bytes", "Bytes of whole snapshots, each counted once.", totals.nbytes
+            "holdfast_snapshot_bytes", "Bytes of complete snapshots, each counted once.", totals.nbytes
         )
         yield _summary(
             "holdfast_snapshot_duration_seconds",
-            "From the first copy until a snapshot was whole.",
+            "Time from the first copy until a snapshot was complete.",
             totals.snapshots,
             totals.took_s,
         )
         yield _summary(
             "holdfast_snapshot_stall_seconds",
-            "For which training stood still for a snapshot.",
+            "How long training stood still for a snapshot.",
             totals.snapshots,
             totals.stall_s,
         )
-        yield _counter("holdfast_snapshot_copies", "Shards copied to another node's memory.", totals.copies)
-        yield _counter("holdfast_snapshot_copied_bytes", "Bytes of them.", totals.copied_bytes)
-        yield _counter("holdfast_snapshots_skipped", "Shards that a node could not keep.", totals.skipped)
+        yield _counter(
+            "holdfast_snapshot_copies", "Shards copied to the memory of another node.", totals.copies
+        )
+        yield _counter(
+            "holdfast_snapshot_copied_bytes",
+            "Bytes of shards copied to the memory of another node.",
+            totals.copied_bytes,
+        )
+        yield _counter("holdfast_snapshots_skipped", "Shards that a node had no room for.", totals.skipped)
         yield _counter("holdfast_saves_unreadable", "Snapshots and checkpoints found damaged.", totals.unread)
         yield from self._lag()
 
@@ -229,13 +245,13 @@ class _Job(Collector):
             newest = max(x.step for x in there)
             yield _gauge(
                 "holdfast_replication_lag_steps",
-                "Steps from the newest whole snapshot to the newest one.",
+                "Steps from the newest complete snapshot to the newest one.",
                 newest - whole,
             )
         waiting = [x for x in there if whole is None or x.step > whole]
         yield _gauge(
             "holdfast_replication_lag_seconds",
-            "Time for which the oldest snapshot after the newest whole one has waited for its copies.",
+            "How long the oldest snapshot after the newest complete one has waited for its copies.",
             max((self._now - x.began_s for x in waiting), default=0.0),
         )
 
@@ -254,7 +270,7 @@ class _Job(Collector):
         s = self._state
         step = GaugeMetricFamily("holdfast_saved_step", "Step of the newest save in a tier.", labels=["tier"])
         age = GaugeMetricFamily(
-            "holdfast_saved_age_seconds", "Time since the state was copied that a tier has.", labels=["tier"]
+            "holdfast_saved_age_seconds", "Time since the newest state in a tier was copied.", labels=["tier"]
         )
         for tier, nodes in (("memory", 1), ("peer", 2)):
             snapshot = self._newest(nodes)
@@ -264,11 +280,13 @@ class _Job(Collector):
         nbytes = CounterMetricFamily("holdfast_checkpoint_bytes", "Bytes written to a tier.", labels=["tier"])
         took = SummaryMetricFamily(
             "holdfast_checkpoint_duration_seconds",
-            "From a checkpoint's begin until it was in a tier.",
+            "Time from the beginning of a checkpoint until it was complete in its tier.",
             labels=["tier"],
         )
         failures = CounterMetricFamily(
-            "holdfast_checkpoint_failures", "Checkpoints that a tier did not take.", labels=["tier"]
+            "holdfast_checkpoint_failures",
+            "Checkpoints that could not be written to a tier.",
+            labels=["tier"],
         )
         skipped = CounterMetricFamily(
             "holdfast_checkpoints_skipped",
@@ -280,7 +298,7 @@ class _Job(Collector):
         )
         slow = GaugeMetricFamily(
             "holdfast_tier_slow",
-            "1 while a checkpoint is on its way and nothing of it comes.",
+            "1 while a checkpoint is on its way and no byte of it arrives.",
             labels=["tier"],
         )
         for url in (t.url for t in s.spec.saving.tiers):
