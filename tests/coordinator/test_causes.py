@@ -217,7 +217,7 @@ def test_a_worker_that_its_agent_does_not_know_is_a_lost_process():
 
 def test_a_node_that_slurm_takes_is_reclaimed():
     desk = running(3)
-    desk.do(NodeTaken("n1", "Slurm took it out of the allocation"))
+    desk.do(NodeTaken("n1", "Slurm removed the node from the allocation"))
     assert kinds(desk) == ["reclaimed"]
 
 

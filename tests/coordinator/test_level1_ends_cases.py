@@ -41,7 +41,7 @@ def ended(desk: Desk) -> str | None:
 
 STOPS = {
     "Ctrl-C, SIGTERM, holdfast stop, the time limit": e.StopRequested("interrupted"),
-    "the engine takes all nodes": Capacity(0, "Slurm takes the whole allocation", 30.0),
+    "the engine takes all nodes": Capacity(0, "Slurm ends the whole allocation", 30.0),
 }
 
 

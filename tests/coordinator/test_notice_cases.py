@@ -111,7 +111,7 @@ def test_at_level_0_the_deadline_is_when_processes_are_killed():
 
 def test_the_time_that_the_engine_leaves_counts_where_it_is_less():
     desk = running(2)
-    desk.do(e.Capacity(0, "Slurm takes the whole allocation", 8.0))
+    desk.do(e.Capacity(0, "Slurm ends the whole allocation", 8.0))
     told = only(desk, "n1")
     assert (told.going, told.cause, told.deadline_s) == (Going.JOB, NoticeCause.PREEMPTION, 8.0)
 

@@ -53,7 +53,7 @@ def test_nodes_lost_drained_and_the_coordinators_own(home: Path, undisturbed: li
         drained = next(n for n in members(status) if n != head)
         slurm("scontrol", "update", f"nodename={drained}", "state=drain", "reason=fan")
         left = job.event("node-left", node=drained)
-        assert "Slurm drains it: fan" in left["fields"]["reason"]
+        assert "Slurm drains the node: fan" in left["fields"]["reason"]
         until(
             lambda: state(drained) in ("draining", "drained"),
             "drained",
@@ -81,7 +81,7 @@ def test_a_job_that_makes_room_is_queued_again_and_goes_on(home: Path, undisturb
         until(lambda: (job.dir / "report.json").exists(), "it stopped")
         stopped = job.report()
         assert stopped["outcome"] == "stopped"
-        assert "Slurm takes the whole allocation" in stopped["reason"]
+        assert "Slurm ends the whole allocation" in stopped["reason"]
         assert stopped["saved"]["step"] >= before["step"]
         until(lambda: (job.dir / "runs" / "1" / "report.json").exists(), "it begins again")
         job.training(3, beyond=stopped["steps"]["committed"])

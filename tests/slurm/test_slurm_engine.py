@@ -204,8 +204,8 @@ def test_what_slurm_says_of_the_allocation(tmp_path: Path) -> None:
     asyncio.run(engine._look())
     asyncio.run(engine._look())  # what was said is not said again
     assert engine.posts == [
-        NodeTaken("n9", "Slurm took it out of the allocation"),
-        NodeGoing("n3", "Slurm drains it: fan"),
+        NodeTaken("n9", "Slurm removed the node from the allocation"),
+        NodeGoing("n3", "Slurm drains the node: fan"),
     ]
 
 
@@ -246,4 +246,4 @@ def test_sigterm_to_all_nodes_is_the_end_of_the_allocation(tmp_path: Path) -> No
         engine.on_event("node-leaving", {"node": node, "reason": "SIGTERM", "within_s": 8.0})
     assert not engine.posts
     engine.on_event("node-leaving", {"node": "n3", "reason": "SIGTERM", "within_s": 8.0})
-    assert engine.posts == [Capacity(0, "Slurm takes the whole allocation", 8.0)]
+    assert engine.posts == [Capacity(0, "Slurm ends the whole allocation", 8.0)]

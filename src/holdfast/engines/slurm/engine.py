@@ -425,7 +425,7 @@ class SlurmEngine:
             self._terminated.add(node)
             within_s = fields.get("within_s")
             if self.alive and self.alive <= self._terminated and isinstance(within_s, int | float):
-                self._post(Capacity(0, "Slurm takes the whole allocation", float(within_s)))
+                self._post(Capacity(0, "Slurm ends the whole allocation", float(within_s)))
 
     async def _poll(self) -> None:
         while True:
@@ -442,7 +442,7 @@ class SlurmEngine:
             if job is not None and job.state == "RUNNING" and where is None:
                 self._known.follow_ups[id] = job.nodes
                 self._keep()
-                self._note(f"Slurm gives {job.nodes}: its job {id} runs")
+                self._note(f"Slurm started the follow-up job {id} on {job.nodes}")
             # It ended, or it was cancelled. A node that it had brought is lost by its own silence.
             elif job is None or job.state not in WAITING | {"RUNNING"}:
                 del self._known.follow_ups[id]
@@ -460,13 +460,13 @@ class SlurmEngine:
             for node in self.alive - set(names) - followed - set(self._known.bad) - self._known.going:
                 self._known.going.add(node)
                 self._keep()
-                self._post(NodeTaken(node, "Slurm took it out of the allocation"))
+                self._post(NodeTaken(node, "Slurm removed the node from the allocation"))
             told = await self.slurm.nodes(sorted(self.alive))
             for name, line in told.items():
                 if line.going and name not in self._known.bad and name not in self._known.going:
                     self._known.going.add(name)
                     self._keep()
-                    self._post(NodeGoing(name, f"Slurm drains it: {line.reason or 'without a reason'}"))
+                    self._post(NodeGoing(name, f"Slurm drains the node: {line.reason or 'without a reason'}"))
             # Posted with every poll. The coordinator acts on the first, and a new coordinator has to learn it
             # as well.
             if ours.left_s is not None and ours.left_s < self._spec.slurm.warn_s:
