@@ -33,7 +33,8 @@ from holdfast.errors import HoldfastError, UsageError
 EXIT_USAGE = 2
 EXIT_FAILED = 1
 
-# `pretty_exceptions_enable=False`: Typer's own tracebacks may print local variables, and with them a job's token.
+# `pretty_exceptions_enable=False`: Typer's own tracebacks may print local variables, and with them a job's
+# token.
 app = typer.Typer(
     name="holdfast",
     help="Keeps PyTorch training running through failures and changes of capacity.",
@@ -41,8 +42,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-# What a command needs it imports inside its function. All commands are imported here, so a module that one of them
-# imported at its top would be paid for by each: torch or numpy alone takes longer than `holdfast status` does.
+# What a command needs it imports inside its function. All commands are imported here, so what one of them
+# imported at its top would be paid for by each, and by the refusal of a misspelt option.
 app.command("run", cls=RunCommand, context_settings=run.CONTEXT)(run.run)
 app.command("status")(status.status)
 app.command("events")(events.events)

@@ -98,7 +98,8 @@ def _read(name: str, per_node: int) -> Run:
         if not isinstance(found, dict) or "incidents" not in found:
             raise UsageError(f"{path} is no report of a job: it has no incidents")
         return Run(found, per_node)
-    # A name of a job last. A folder of the same name in the working folder is what a person who typed a path means.
+    # A name of a job last. A folder of the same name in the working folder is what a person who typed a
+    # path means.
     folder = path.parent if path.is_file() else path if path.is_dir() else jobs.existing(name)
     with ledger(folder) as store:
         state = store.load()

@@ -63,7 +63,8 @@ def check(
         results = {HERE: _of_machine(folder.resolve(), options.deep, options.seconds)}
     conditions = summary(results)
     _show(results, conditions, json)
-    # Both may be there at once. The fault is the one that somebody has to act on, so it decides the exit code.
+    # Both may be there at once. The fault is the one that somebody has to act on, so it decides the exit
+    # code.
     if Condition.FAULTY in conditions.values():
         raise typer.Exit(EXIT_FAULTY)
     if Condition.UNKNOWN in conditions.values():
@@ -117,8 +118,8 @@ async def _ask(folder: Path, options: CheckOptions) -> Results:
             )
             while not news.over:
                 doing.now(_told(news))
-                # The answer comes when there is something newer than `version`, so this waits at the coordinator and does not
-                # poll it.
+                # The answer comes when there is something newer than `version`, so this waits at the
+                # coordinator and does not poll it.
                 page = f"/check?id={news.id}&after={news.version}"
                 news = msgspec.convert(await client.get(page), CheckNews)
             return {node: list(results) for node, results in news.results.items()}

@@ -145,8 +145,8 @@ def _first_whole(archives: list[Archive], write: Callable[[Archive], Exported]) 
     from holdfast.errors import StateError
 
     reasons: list[str] = []
-    # A damaged copy is a StateError, and another tier may have a good one. A target without room or permission is another
-    # error: it would be the same with every copy, and each try may read terabytes.
+    # A damaged copy is a StateError, and another tier may have a good one. A target without room or
+    # permission is another error: it would be the same with every copy, and each try may read terabytes.
     for archive in archives:
         try:
             return write(archive)
@@ -177,7 +177,8 @@ def _progress() -> Iterator[Seen]:
     from holdfast.observe.transfer_progress import ByteCount
 
     with ExitStack() as stack:
-        # One line for each stage. The stack holds the current one, and clears it from the terminal when the next begins.
+        # One line for each stage. The stack holds the current one, and clears it from the terminal when the
+        # next begins.
         counts: dict[str, ByteCount] = {}
 
         def seen(what: str, nbytes: int) -> None:

@@ -93,8 +93,9 @@ async def _follow(folder: Path, sources: LogSources, seq: int, lines: int, write
     try:
         for path, label in sources.chosen().items():
             tail.add(path, label, lines)
-        # From the last event that the ledger had: the watch begins after it, so no worker that starts between the
-        # reading and the connecting is missed. A log that is chosen again with the next event is followed once (`Tail.add`).
+        # From the last event that the ledger had: the watch begins after it, so no worker that starts
+        # between the reading and the connecting is missed. A log that is chosen again with the next event
+        # is followed once (`Tail.add`).
         async with JobClient(folder) as client:
             async for announcement in client.watch(seq):
                 if announcement.kind == "event":

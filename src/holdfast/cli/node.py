@@ -117,8 +117,8 @@ def clear(
             )
         )
         mine = history.past(machine)
-    # The record first: a job that starts from now on reads it. A job that runs has read the history when the node joined,
-    # and has to be told.
+    # The record first: a job that starts from now on reads it. A job that runs has read the history when
+    # the node joined, and has to be told.
     told = asyncio.run(_tell_jobs(machine, false_positive or ""))
     sys.stdout.write(f"{machine} is cleared{f' of {false_positive}' if false_positive else ''}")
     sys.stdout.write(f", also in {', '.join(told)}\n" if told else "\n")

@@ -44,6 +44,8 @@ def run(
     from holdfast.plan import candidates as c
     from holdfast.plan.inputs import read
 
+    # An option that was not given is None and left out, so a default never overrides the file; what was given
+    # on the command line does.
     inputs = read((read_yaml(config) if config else {}) | given(options), _report(report))
     ways = c.candidates(inputs)
     best = next(w for w in ways if w.best)

@@ -65,8 +65,9 @@ def read_report(folder: Path) -> dict[str, Any]:
     from holdfast.errors import UsageError
 
     try:
-        # A start puts the report of the one before away (`JobFolder.put_away`), so a file that is here is of the newest start,
-        # and its figures are final. Without that a resumed job would show how its earlier start had ended.
+        # A start puts the report of the one before away (`JobFolder.put_away`), so a file that is here is
+        # of the newest start, and its figures are final. Without that a resumed job would show how its
+        # earlier start had ended.
         written: dict[str, Any] = msgspec.json.decode((folder / "report.json").read_bytes())
     except FileNotFoundError:
         pass

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from holdfast.observe.plain_view import PlainView
     from holdfast.protocol.job import JobSpec
 
-# Options behind SCRIPT belong to the script. With interspersed options its own `--report` or `--port` would be taken
-# for Holdfast's.
+# Options behind SCRIPT belong to the script. With interspersed options its own `--report` or `--port` would
+# be taken for Holdfast's.
 CONTEXT = {"allow_interspersed_args": False, "ignore_unknown_options": False}
 EXIT_FAILED = 1
 TICK_S = 0.25
@@ -46,13 +46,16 @@ def _run(spec: JobSpec, no_ui: bool, port: int, report: Path | None) -> str | No
     from holdfast.engines.shown import unread
     from holdfast.errors import UsageError
 
+    # Holds the job's lock from here to `close`. Two launchers of one job would each start a coordinator, and
+    # both would write the same ledger.
     folder = JobFolder(spec.name)
     view = _view(spec, folder.path, no_ui)
     try:
         with view:
             ended = asyncio.run(_launch(spec, folder, view, port))
     except UsageError:
-        # The job never started. Its folder would make the name look taken, and `holdfast status` show an empty job.
+        # The job never started. Its folder would make the name look taken, and `holdfast status` show an
+        # empty job.
         folder.discard()
         raise
     finally:
@@ -83,7 +86,8 @@ async def _launch(spec: JobSpec, folder: JobFolder, view: LiveView | PlainView, 
             from holdfast.cli.slurm import submit_and_follow
 
             return await submit_and_follow(spec, folder, Shown(view))
-        # Without other libraries' warnings: what is written before the old logs are put away is put away with them.
+        # Without other libraries' warnings: what is written before the old logs are put away is put away
+        # with them.
         close_log = logs.configure(
             spec.log, {"job": spec.name}, file=folder.path / "logs" / "launcher.log", others=False
         )
@@ -101,8 +105,8 @@ async def _launch(spec: JobSpec, folder: JobFolder, view: LiveView | PlainView, 
 
 def _view(spec: JobSpec, job_dir: Path, no_ui: bool) -> LiveView | PlainView:
     """The live view on a terminal, plain lines elsewhere. Holdfast writes to stderr; stdout belongs to the script."""
-    # Asked of stderr and not of stdout: with `holdfast run > log` the view can still draw, and the script's output goes
-    # into the file as the script wrote it.
+    # Asked of stderr and not of stdout: with `holdfast run > log` the view can still draw, and the script's
+    # output goes into the file as the script wrote it.
     if not no_ui and sys.stderr.isatty():
         from holdfast.observe.live import LiveView, terminal
 

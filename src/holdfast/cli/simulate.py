@@ -58,8 +58,8 @@ def simulate(
     if trials < 1:
         raise UsageError(f"--trials {trials}: at least 1")
     fields = (read_yaml(config) if config else {}) | given(options)
-    # A trace says when nodes come and go. So it sets size and length of the run, and there are no random failures besides,
-    # unless the flags or the file ask for them.
+    # A trace says when nodes come and go. So it sets size and length of the run, and there are no random
+    # failures besides, unless the flags or the file ask for them.
     record = _trace(trace) if trace else None
     if record is not None:
         fields = {"nodes": record.most, "days": record.ends_s / 86400, "rate": 0} | fields
@@ -91,7 +91,8 @@ def _replay(scenario: Scenario, seed: int, job: str | None, record: Trace | None
     from holdfast.engines import jobs
     from holdfast.simulate.replay import replay
 
-    # A trial follows from scenario and seed alone, so the run of a seed is the same again, this time with a ledger.
+    # A trial follows from scenario and seed alone, so the run of a seed is the same again, this time with a
+    # ledger.
     name = jobs.check_name(job or f"simulated-{seed}")
     trial = replay(scenario, seed, jobs.job_dir(name), record)
     sys.stdout.write(

@@ -42,6 +42,8 @@ class RankZero:
     def status(self, status: dict[str, Any]) -> None:
         """See `View`."""
         self._view.status(status)
+        # Inotify reports nothing of what workers on other machines write to the shared folder. A status comes
+        # often enough to look instead.
         self._tail.look()
 
     def output(self, data: bytes) -> None:

@@ -37,8 +37,8 @@ class LogSources:
             self._members = list(fields["workers"])
             for rank, worker in enumerate(self._members):
                 self._held[worker] = rank
-                # A rank may have gone from worker to worker, and the one whose log explains the fault is usually not the one
-                # that has it now. So all that ever had it are kept, in their order.
+                # A rank may have gone from worker to worker, and the one whose log explains the fault is
+                # usually not the one that has it now. So all that ever had it are kept, in their order.
                 holders = self._holders.setdefault(rank, [])
                 if worker not in holders:
                     holders.append(worker)

@@ -52,7 +52,8 @@ def stored_status(folder: Path) -> dict[str, Any]:
         state = kept_state(store, folder)
         shown = build_status(state, state.began_s + store.last_t_s())
         steps = store.steps()
-    # A coordinator that ends a job writes the outcome before it leaves. Nobody answers and there is none: it was killed.
+    # A coordinator that ends a job writes the outcome before it leaves. Nobody answers and there is none:
+    # it was killed.
     if shown["outcome"] is None:
         shown |= {"phase": "ended", "outcome": "killed"}
     # The state was stored when something happened last; the steps after that are in their own table.

@@ -63,8 +63,8 @@ def take_out(args: Sequence[str], has_value: Callable[[str], bool]) -> Pasted:
     rest = iter(args)
     for word in rest:
         if word == "--" or not word.startswith("-"):
-            # SCRIPT: everything from here on is its own. A script may have an option that is spelled like one of torchrun's,
-            # and it has to get it.
+            # SCRIPT: everything from here on is its own. A script may have an option that is spelled like
+            # one of torchrun's, and it has to get it.
             pasted.kept += [word, *rest]
             break
         # torchrun spells its options with dashes and with underscores; both are in use.
@@ -77,8 +77,8 @@ def take_out(args: Sequence[str], has_value: Callable[[str], bool]) -> Pasted:
         elif name in _NEEDLESS:
             pasted.left_out[name] = value if equals else next(rest, "")
         else:
-            # An option of Holdfast keeps the word after it, if it takes a value: otherwise that value would be read as SCRIPT,
-            # and everything behind it as arguments of the script.
+            # An option of Holdfast keeps the word after it, if it takes a value: otherwise that value would
+            # be read as SCRIPT, and everything behind it as arguments of the script.
             pasted.kept.append(word)
             if not equals and has_value(word):
                 pasted.kept += [follows] if (follows := next(rest, None)) is not None else []
@@ -95,8 +95,8 @@ def _line(pasted: Pasted) -> str:
 
 def _check(left_out: dict[str, str | None], line: str) -> None:
     rank = left_out.get("--node-rank")
-    # torchrun wants one command on each node, and of those only one may start the job. Rank 0 is taken for that one; each
-    # further one would start a job of its own, which trains the same steps again.
+    # torchrun wants one command on each node, and of those only one may start the job. Rank 0 is taken for
+    # that one; each further one would start a job of its own, which trains the same steps again.
     if rank not in (None, "0"):
         raise UsageError(
             f"--node-rank {rank}: one command starts all nodes; give this command once, without --node-rank; for "

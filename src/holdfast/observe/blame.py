@@ -14,9 +14,10 @@ from rich.text import Text
 from holdfast.protocol import units
 
 LAST_LINES = 15
-# The first pattern that is found counts, so what is certain (a module is missing) stands before what is likely (memory).
-# The patterns read words that the core writes: of a reason (`membership/`) or of a cause (`protocol/causes.py`). Whoever
-# changes those words has to change these, or people get the advice for nothing in particular.
+# The first pattern that is found counts, so what is certain (a module is missing) stands before what is
+# likely (memory). The patterns read words that the core writes: of a reason (`membership/`) or of a cause
+# (`protocol/causes.py`). Whoever changes those words has to change these, or people get the advice for
+# nothing in particular.
 _ADVICE = (
     (
         r"No ?module named|ModuleNotFoundError|ImportError",

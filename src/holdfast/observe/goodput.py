@@ -74,8 +74,8 @@ def goodput_table(goodput: Mapping[str, Any]) -> Table:
     table.add_column("what it was spent on", overflow="fold", ratio=1)
     for name in ("time", "share"):
         table.add_column(name, justify="right", no_wrap=True)
-    # Every second of the wall time is in exactly one class, so the shares add up to all of it. A class that is left out
-    # here would be time that nobody accounts for.
+    # Every second of the wall time is in exactly one class, so the shares add up to all of it. A class that
+    # is left out here would be time that nobody accounts for.
     wall_s = max(goodput["wall_s"], 1e-9)
     for kind, seconds in goodput["classes"].items():
         table.add_row(_name(kind), WORDS.get(kind, ""), units.seconds(seconds), units.share(seconds / wall_s))

@@ -55,10 +55,12 @@ def story(number: int, entries: Sequence[Entry]) -> list[str]:
         elif entry["kind"] == "incident-explained":
             told |= {k: v for k, v in entry["fields"].items() if k in ("cause", "node", "ranks")}
     last_s = max(e["t_s"] for e in mine)
-    # An incident that is opened again reports the time of its newest disturbance. Its story begins at the first.
+    # An incident that is opened again reports the time of its newest disturbance. Its story begins at the
+    # first.
     began_s = opened["fields"]["t_s"] if told.get("earlier_stalls") else told["t_s"]
-    # Only decisions carry the number of their incident. What befell the node or the job meanwhile does not, so it belongs
-    # by node and time. Two incidents that overlap may both show it; left out, neither would explain what was done.
+    # Only decisions carry the number of their incident. What befell the node or the job meanwhile does not,
+    # so it belongs by node and time. Two incidents that overlap may both show it; left out, neither would
+    # explain what was done.
     around = [
         e
         for e in entries

@@ -64,7 +64,8 @@ class LiveView:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        # `output` keeps a line until its end comes. The last thing that a script printed before it was killed often has none.
+        # `output` keeps a line until its end comes. The last thing that a script printed before it was
+        # killed often has none.
         if self._rest:
             self.output(b"\n")
         self._live.stop()
@@ -90,15 +91,16 @@ class LiveView:
 
     def output(self, data: bytes) -> None:
         """What rank 0 printed: in complete lines on a terminal, unchanged elsewhere."""
-        # If stdout goes to a file while the view is on stderr, the bytes must reach it as the script wrote them.
+        # If stdout goes to a file while the view is on stderr, the bytes must reach it as the script wrote
+        # them.
         if not sys.stdout.isatty():
             sys.stdout.buffer.write(data)
             sys.stdout.flush()
             return
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
-            # A progress bar rewrites its line after a carriage return. Only what stood there last is shown: the returns would
-            # move the cursor into the picture below.
+            # A progress bar rewrites its line after a carriage return. Only what stood there last is shown:
+            # the returns would move the cursor into the picture below.
             text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
             self._console.print(Text.from_ansi(text), soft_wrap=True)
 

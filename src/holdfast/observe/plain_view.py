@@ -87,6 +87,8 @@ class PlainView:
         """Seconds on the job's clock; unknown until the coordinator was heard."""
         if self._status is None:
             return None
+        # The job's clock is the coordinator's, and goes on when that is replaced. This process measures only
+        # the time since it last heard of it.
         return float(self._status["t_s"]) + now - self._heard_s
 
     def _say(self, text: str, t_s: float | None = None) -> None:

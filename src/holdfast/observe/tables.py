@@ -29,8 +29,8 @@ def print_report(report: Report, job_dir: Path, stream: IO[str]) -> None:
     if probe.is_terminal:
         Console(file=stream, width=min(WIDTH, probe.width)).print(report_view(report, job_dir), crop=False)
         return
-    # Always of this width, and without the blanks that rich fills lines with: the same report is the same text in every file
-    # and pipe, whatever the terminal was.
+    # Always of this width, and without the blanks that rich fills lines with: the same report is the same
+    # text in every file and pipe, whatever the terminal was.
     text = io.StringIO()
     Console(file=text, width=WIDTH).print(report_view(report, job_dir), crop=False)
     stream.write("".join(line.rstrip() + "\n" for line in text.getvalue().splitlines()))

@@ -34,6 +34,8 @@ class HowFar:
         """Adds processed bytes."""
         with self._lock:
             self._nbytes += nbytes
+            # Reported under the lock: two threads that reported one after the other without it could do so in the
+            # wrong order, and progress would go back.
             now = time.monotonic()
             if now >= self._due_s:
                 self._due_s = now + TOLD_EVERY_S
