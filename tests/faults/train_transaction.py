@@ -36,6 +36,20 @@ class Count:
         vars(self).update(state)
 
 
+class Statistics(torch.nn.Module):
+    """What a forward pass changes: running statistics, and counts of the largest of each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(WIDTH, affine=False)
+        self.register_buffer("loads", torch.zeros(WIDTH, dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.loads += x.argmax(1).bincount(minlength=WIDTH)
+        return self.norm(x)
+
+
 def main(run: hf.Run) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("steps", type=int)
@@ -44,7 +58,14 @@ def main(run: hf.Run) -> None:
     parser.add_argument("--die", action="store_true")
     args = parser.parse_args()
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU(), torch.nn.Linear(WIDTH, 8))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU(), Statistics(), torch.nn.Linear(WIDTH, 8)
+    )
+    if args.shard == 1:
+        run.buffers("mean", "model.2.norm.*")
+        run.buffers("sum", "model.2.loads")
+    else:
+        run.buffers("restore")
     if args.shard > 1:
         fully_shard(model, mesh=run.mesh(shard=args.shard)["shard"])
         run.replicate(model)
@@ -62,10 +83,12 @@ def main(run: hf.Run) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         # One sample at a time: in a batch the last bits may depend on how many there are.
         mine = [data.batch([i]) for i in range(run.rank, 12, run.world_size)]
+        model.eval()
         with torch.no_grad():
             losses = [
                 torch.nn.functional.cross_entropy(model(inputs), labels).item() for inputs, labels in mine
             ]
+        model.train()
         found = step.sum({"losses": losses, "count": len(mine)})
         assert found["count"] == 12
         count.found = found["losses"]
@@ -81,7 +104,14 @@ def main(run: hf.Run) -> None:
                     loss = loss * float("inf")
                 step.backward(scaler.scale(loss), weight=len(inputs))
             step.apply(optimizer, max_grad_norm=1.0, scaler=scaler)
-    print(f"counted {count.state_dict()} {scaler.state_dict()}", flush=True)
+    loads, norm = model[2].loads, model[2].norm
+    if args.shard == 1:
+        assert int(loads.sum()) == 48 * (count.calls - count.skipped)
+        assert int(norm.num_batches_tracked) == count.calls - count.skipped
+    print(
+        f"counted {norm.running_mean.double().sum().item()} {count.state_dict()} {scaler.state_dict()}",
+        flush=True,
+    )
 
 
 hf.start(main)

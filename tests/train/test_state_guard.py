@@ -136,7 +136,7 @@ def moments(things, step):
 
 
 CHANGES = [
-    (average_by_torch, "average.module.0.weight", "average.update_parameters(model)"),
+    (average_by_torch, "average.", "average.update_parameters(model)"),
     (average_by_data, "average.module.", "also=lambda: average.update_parameters(model)"),
     (average_through_numpy, "average.module.0.weight", "also="),
     (one_row, "model.0.weight", "also="),
@@ -239,10 +239,27 @@ class Tally(torch.nn.Module):
         (None, {}, {"before": set_rate}),
         (None, {"fused": True}, {}),
         (None, {"foreach": True}, {}),
-        (norms, {}, {"bottom": evaluate}),
-        (norms, {}, {"bottom": lambda things, step: things.model(torch.randn(5, 4))}),
-        (norms, {}, {"bottom": lambda things, step: update_bn([torch.randn(5, 4)], things.average)}),
-        (Tally, {}, {"bottom": evaluate}),
+        (norms, {}, {"bottom": evaluate, "run": lambda run: run.buffers("mean", "*.1.*")}),
+        (
+            norms,
+            {},
+            {
+                "bottom": lambda things, step: things.model(torch.randn(5, 4)),
+                "run": lambda run: run.buffers("restore", "model.1.*"),
+            },
+        ),
+        (
+            norms,
+            {},
+            {
+                "bottom": lambda things, step: update_bn([torch.randn(5, 4)], things.average),
+                "run": lambda run: (
+                    run.buffers("own", "model.*"),
+                    run.buffers("restore", "average.module.*"),
+                ),
+            },
+        ),
+        (Tally, {}, {"bottom": evaluate, "run": lambda run: run.buffers("sum", "*.seen")}),
     ],
 )
 def test_a_correct_script_is_left_alone(network, options, places):
@@ -262,14 +279,66 @@ class Rows(torch.nn.Module):
         self.row += 1
 
 
-def test_buffers_of_a_module_without_parameters_are_state_unless_steps_change_them():
+def test_buffers_of_a_module_without_parameters_are_state_unless_they_are_each_workers_own():
     things = Things()
     things.more["rows"] = Rows()
     with pytest.raises(StateChanged, match=r"rows\.row changed between step 0's commit and step 1"):
         train(things, bottom=things.more["rows"].change, until=3)
     things = Things()
     things.more["rows"] = Rows()
-    train(things, before=things.more["rows"].change, bottom=things.more["rows"].change, until=3)
+    own = things.more["rows"].change
+    train(things, before=own, bottom=own, until=3, run=lambda run: run.buffers("own", "rows.row"))
+    assert float(things.more["rows"].row[0]) == 6
+
+
+@pytest.mark.parametrize(
+    ("network", "path", "line"),
+    [
+        (norms, r"model\.1\.running_mean", r'run\.buffers\("mean", "model\.1\.\*"\)'),
+        (Tally, r"model\.seen", r'run\.buffers\("sum", "model\.seen"\)'),
+    ],
+)
+def test_a_forward_pass_that_changes_buffers_without_a_rule_is_told_the_line(network, path, line):
+    with pytest.raises(StateChanged, match=rf"{path} changed in step 0 before step\.apply.*write {line}"):
+        train(Things(network()), until=3)
+
+
+def test_buffers_of_an_average_change_in_commits_only():
+    with pytest.raises(StateChanged, match=r"average\.module\.1\.running_mean changed between"):
+        train(
+            Things(norms()),
+            run=lambda run: run.buffers("mean", "model.*"),
+            bottom=lambda things, step: update_bn([torch.randn(5, 4)], things.average),
+            until=3,
+        )
+
+
+def another_weight(things, step):
+    if step == 5:
+        things.model[0].weight = torch.nn.Parameter(things.model[0].weight.detach().clone())
+
+
+def another_buffer(things, step):
+    if step == 5:
+        things.average.n_averaged = things.average.n_averaged + 1
+
+
+def another_group(things, step):
+    if step == 5:
+        things.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+
+
+@pytest.mark.parametrize(
+    ("change", "path"),
+    [
+        (another_weight, r"model\.0\.weight"),
+        (another_buffer, r"average\.n_averaged"),
+        (another_group, r"optimizer\.param_groups"),
+    ],
+)
+def test_what_is_replaced_by_another_is_found(change, path):
+    with pytest.raises(StateChanged, match=rf"{path} changed between step [567]'s"):
+        train(Things(), bottom=change, also=lambda: None, until=10)
 
 
 def test_where_a_look_takes_longer_than_its_share_only_some_steps_are_looked_at(monkeypatch):

@@ -152,8 +152,21 @@ def _parameters(final: Report) -> RenderableType:
     if equal is None:
         return units.UNKNOWN
     if equal:
-        return Text(f"xxh3 {units.text(final.get('params_xxh3'))}, bit-equal in all replicas")
+        return Text(
+            f"xxh3 {units.text(final.get('params_xxh3'))}, bit-equal in all replicas{_covered(final)}"
+        )
     return Text("NOT equal in all replicas", style="bold red")
+
+
+def _covered(final: Report) -> str:
+    """What was compared, and what was not."""
+    covered, left_out = final.get("covered"), final.get("left_out")
+    if not covered:
+        return ""
+    names = f", like all of {', '.join(covered)}"
+    if not left_out:
+        return names
+    return f"{names}, without {units.count(len(left_out))} buffers that are each worker's own ({left_out[0]}{', …' if len(left_out) > 1 else ''})"
 
 
 def _summary(incidents: Sequence[Report]) -> str:

@@ -13,6 +13,7 @@ from holdfast.protocol import messages as m
 from holdfast.protocol.phases import Phase
 from holdfast.protocol.snapshots import DurableTier, tiers_of
 from holdfast.train import checkpoint_restore, state_image
+from holdfast.train.buffer_rules import BufferRules
 from holdfast.train.data_cursor import NAME, DataCursor
 from holdfast.train.faults import FaultPlan
 from holdfast.train.link import Link
@@ -33,6 +34,7 @@ class HeldState:
         committed: steps that count here; None while this worker holds no usable state.
         guard: whether the state is what the newest commit left.
         snapshots: copies of it, taken while training goes on.
+        buffer_rules: what becomes of buffers that forward passes change.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class HeldState:
         device: torch.device,
         sharding: Sharding | None,
         place: Place,
+        buffer_rules: BufferRules,
     ) -> None:
         """sharding: of a replica of several workers, whose state is sharded."""
         self.committed: int | None = None
@@ -52,9 +55,11 @@ class HeldState:
                 name: thing
                 for name, thing in protected.items()
                 if name != NAME and not getattr(thing, "changes_between_steps", False)
-            }
+            },
+            buffer_rules.paths,
         )
         self._link, self._faults, self._place = link, faults, place
+        self.buffer_rules = buffer_rules
         self._page = link.page
         self._protected = protected
         self._buffers = ModuleBuffers(state_image.buffers_of(protected))
@@ -71,12 +76,23 @@ class HeldState:
         return state_image.digest(self._protected)
 
     @property
+    def covered(self) -> tuple[str, ...]:
+        """What `replicated_digest` is over: the names of all that is protected."""
+        return tuple(name for name in self._protected if name != NAME)
+
+    @property
+    def replicated_digest(self) -> str:
+        """Of all that is to be the same in every replica: everything but buffers that are each worker's own."""
+        return state_image.digest(self._protected, self.buffer_rules.own)
+
+    @property
     def parameters_digest(self) -> str:
         """Of the parameters alone."""
         return state_image.parameters_digest(self._protected)
 
     def image(self) -> state_image.Image:
-        """As it is now. Training may go on while it is read; the next update may not."""
+        """As the commit left it. Training may go on while it is read; the next update may not."""
+        self.buffer_rules.put_back()
         return state_image.capture(self._protected, self.committed or 0, self._buffers.copy_of)
 
     def restore(self, form: m.JoinGeneration) -> tuple[int, float]:
@@ -95,6 +111,7 @@ class HeldState:
             cursor.adapt(self._protected)
         # The copies are of the buffers before the transfer. Rolling back to them would undo it.
         self._buffers.forget()
+        self.buffer_rules.forget()
         self.committed = form.generation.start
         return restored, time.monotonic() - began
 
@@ -102,6 +119,7 @@ class HeldState:
         """A step starts from what was committed."""
         # The snapshot begins before the step, since the state is complete now and stays as it is until the
         # update.
+        self.buffer_rules.begin(self._place.micro_batches)
         self.snapshots.begin(self.committed or 0, self.image)
         self._buffers.keep()
 
@@ -111,6 +129,16 @@ class HeldState:
         # given up: its copy would be of two steps.
         self.snapshots.before_update()
         self.guard.release()
+
+    def after_step(self) -> None:
+        """The script asks for the next step.
+
+        Raises:
+            StateChanged: something changed since the commit.
+        """
+        # Before anybody can fetch the state: an evaluation may have run forward passes.
+        self.buffer_rules.put_back()
+        self.guard.after_step()
 
     def roll_back(self) -> None:
         """The step is dropped: buffers become what they were before it."""

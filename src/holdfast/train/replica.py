@@ -14,6 +14,7 @@ import torch
 from holdfast.errors import JobStopped, NonFiniteGradient, StateLost, StepFault
 from holdfast.protocol import messages as m
 from holdfast.protocol.phases import Phase
+from holdfast.train.buffer_rules import BufferRules
 from holdfast.train.endpoint import Endpoint
 from holdfast.train.faults import FaultPlan
 from holdfast.train.generation_group import Group
@@ -68,15 +69,22 @@ class Replica:
         alone: bool = False,
         sharding: Sharding | None = None,
         endpoint: Endpoint | None = None,
+        buffer_rules: BufferRules | None = None,
     ) -> None:
         """alone: there is no job; an error of the script's ends it, as in any script. sharding: of a replica of several
-        workers, whose state is sharded. endpoint: where others reach this process, if it is known to them already."""
+        workers, whose state is sharded. endpoint: where others reach this process, if it is known to them already.
+        buffer_rules: none are declared, if left out."""
         self.link = link
         self.sharding = sharding
         self.device = device
         self.gradients = gradients
         self.place = Place()
-        self.state = HeldState(link, faults, protected, device, sharding=sharding, place=self.place)
+        rules = buffer_rules or BufferRules(
+            protected, (), sharded=sharding is not None, exact=gradients.exact
+        )
+        self.state = HeldState(
+            link, faults, protected, device, sharding=sharding, place=self.place, buffer_rules=rules
+        )
         self.checks_local = False
         self._checked = 0
         self._faults = faults
@@ -272,6 +280,7 @@ class Replica:
             self.group.abort()
             begun = self.group.leave(self.group.generation == number and self.link.broken(number))
             self.gradients.drain(self.group)
+            self.state.buffer_rules.drain(self.group)
             self.link.unguard()
             self.group.close()
         step = self._last
@@ -341,6 +350,7 @@ class Replica:
         self.phases.enter(Phase.UPDATE, prepared.index)
         self.state.before_update()
         step = prepared.finish(decided_s)
+        self.state.buffer_rules.keep()
         # From here on this worker holds the state after the step. It must be noted before anything can raise (a fault that
         # is injected at this phase does): what is reported on parking would otherwise be a state that is gone.
         self.state.committed = step.index + 1
@@ -451,11 +461,14 @@ class Replica:
         held = self.state.finish(stopped)
         self._page.enter(Phase.DONE)
         self.link.unguard()
-        digest = self.state.parameters_digest
+        state = self.state
         self.link.send(
             m.Done(
                 committed=self.state.committed or 0,
-                params_xxh3=digest,
+                params_xxh3=state.parameters_digest,
+                state_xxh3=state.replicated_digest,
+                covered=state.covered,
+                left_out=state.buffer_rules.own,
                 loss=self._progress.last_loss,
                 stopped=stopped,
                 held=held,

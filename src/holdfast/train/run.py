@@ -19,6 +19,7 @@ from holdfast.data.decoding import is_decoder
 from holdfast.errors import UsageError
 from holdfast.protocol.notices import Notice
 from holdfast.train import state_image, worker
+from holdfast.train.buffer_rules import BufferRule, BufferRules, check_rule
 from holdfast.train.data_cursor import NAME, BatchChanged, DataCursor
 from holdfast.train.exact import ExactSum, Reduction, prepare
 from holdfast.train.faults import FaultPlan
@@ -40,6 +41,7 @@ class Run:
     def __init__(self, attachment: worker.Attachment) -> None:
         self._attachment = attachment
         self._protected: dict[str, Any] = {}
+        self._buffer_rules: list[tuple[BufferRule, tuple[str, ...]]] = []
         self._replica: Replica | None = None
         self._step: Step | None = None
         self._cursor: DataCursor | None = None
@@ -197,7 +199,7 @@ class Run:
 
         From then on a step's commit alone changes them: the optimizer, the scheduler and `also` of `step.apply`. A change
         made elsewhere would be lost or made twice by a fault; it is found at the next step's edge and refused. Buffers
-        that forward passes change are each worker's own. An object with an attribute `changes_between_steps` that is true
+        that forward passes change need a rule: see `buffers`. An object with an attribute `changes_between_steps` that is true
         may change between two steps as well, if it changes alike on every worker.
 
         Raises:
@@ -211,6 +213,33 @@ class Run:
             )
         state_image.check_protected(objects)
         self._protected.update(objects)
+
+    def buffers(self, rule: BufferRule, *names: str) -> None:
+        """Says what a commit makes of buffers that forward passes change, such as running statistics or the loads of
+        experts. Every protected buffer that a forward pass changes needs a rule; a script without one is told in its first
+        step. Call it before `steps`, alike on every worker; where two calls name a buffer the later one counts.
+
+        Args:
+            rule: "mean": every micro-batch starts from the value that the last commit left, and the mean over the
+                micro-batches of the global batch is committed. "sum": in the same way, with the sum of what the
+                micro-batches change. Both give the same at any number of workers (to the last bit under
+                `reduction="exact"`), cost one more small reduction, and are refused after `run.mesh()`. "restore": the
+                value before the step is put back. "own": each worker keeps its own, and newcomers take another's; this
+                alone is left out of the comparison of all replicas at the end.
+            names: paths as in the state, `model.1.running_mean`, or patterns with `*`. None: every buffer.
+
+        A buffer with a rule other than "own" also gets the committed value back between two steps, so an evaluation leaves no
+        trace in it. The sums are there when `also` of `step.apply` and `run.on_commit` are called, which may change it
+        further. A step that is committed without an update leaves it as it was.
+
+        Raises:
+            UsageError: another rule, or a call after `steps`. `steps` raises it for a name that no buffer has, and for a
+                buffer that cannot be summed.
+        """
+        check_rule(rule)
+        if self._replica is not None:
+            raise UsageError("run.buffers() came after run.steps(); give every rule before the first step")
+        self._buffer_rules.append((rule, names))
 
     def steps(
         self,
@@ -239,8 +268,7 @@ class Run:
                 error of the gradient at most 1e-6). "exact": losses and parameters are those of a run on one worker,
                 bit by bit, at any sequence of world sizes. That needs the same kind of processor and number of threads
                 (OMP_NUM_THREADS) everywhere, and on CUDA deterministic algorithms; chance must come from torch's default
-                generators. Buffers that a forward pass changes (running statistics) stay each worker's own. It keeps up
-                to 1 + log2 of a worker's micro-batches sums of gradients in memory.
+                generators. It keeps up to 1 + log2 of a worker's micro-batches sums of gradients in memory.
             batch_changed: what becomes of the learning rates of the protected optimizers and schedulers when the job
                 goes on from a state that was made with another global batch: "keep", "linear" or "sqrt" (see
                 `holdfast.scale_lr`). "refuse": such a state is refused. The data goes on at the next sample.
@@ -287,7 +315,7 @@ class Run:
                 self._warn(replica)
                 # Before `after_commit`: a generation that ends here hands the state to newcomers, who must
                 # not get a change that the script made on its own.
-                replica.state.guard.after_step()
+                replica.state.after_step()
                 replica.after_commit()
             self._warn(replica)  # what came while this worker waited for the order to leave
             replica.done(stopped=replica.stopped)
@@ -392,6 +420,9 @@ class Run:
                 f"global_batch / micro_batch = {micro_batches} micro-batches are too few for {target} workers; "
                 "make micro_batch smaller or global_batch larger"
             )
+        rules = BufferRules(
+            self._protected, self._buffer_rules, sharded=sharding is not None, exact=reduction == "exact"
+        )
         beat: list[Replica] = []
         parameters = dict.fromkeys(p for module in modules for p in module.parameters())
         kind = ExactSum if reduction == "exact" else GradientSum
@@ -406,6 +437,7 @@ class Run:
             alone=self._attachment.alone,
             sharding=sharding,
             endpoint=self._attachment.endpoint(),
+            buffer_rules=rules,
         )
         beat.append(replica)
         self._replica = replica

@@ -18,17 +18,18 @@ from __future__ import annotations
 import ctypes
 import itertools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 import xxhash
+from torch.distributed.tensor import DTensor
 
 from holdfast.errors import StateChanged
 from holdfast.tensors import staging
 from holdfast.tensors.dtensor_shards import local_of
 from holdfast.tensors.tree import buffer_of, pack
-from holdfast.train.state_image import Protected
+from holdfast.train.state_image import BufferPlace, Protected, persistent_buffers
 
 SHARE = 0.0005
 """Of the training thread's processor time goes into this at most: where a look takes longer than that, not every step is looked at."""
@@ -45,12 +46,12 @@ WINDOW_BYTES = 4096
 class StateGuard:
     """Compares the protected objects with what the newest commit left. Local to this worker, and without collectives."""
 
-    def __init__(self, objects: Protected) -> None:
+    def __init__(self, objects: Protected, ruled: Collection[str] = ()) -> None:
+        """ruled: paths of buffers that forward passes may change, since a rule says what becomes of them."""
         self._watched: list[_Watched] = []
         for name, thing in objects.items():
             if isinstance(thing, torch.nn.Module):
-                some = next(thing.parameters(), None) is not None
-                self._watched.append(_Parameters(name, thing) if some else _Buffers(name, thing))
+                self._watched += [_Parameters(name, thing), _Buffers(name, thing, ruled)]
             elif isinstance(thing, torch.optim.Optimizer):
                 self._watched.append(_Optimizer(name, thing))
             else:
@@ -101,18 +102,13 @@ class StateGuard:
         """The step is about to be reduced.
 
         Raises:
-            StateChanged: something changed since the commit, other than buffers (the forward pass may) and what an
-                optimizer is set to (a learning rate that is set anew in every step).
+            StateChanged: something changed since the commit, other than what an optimizer is set to (a learning rate that is set anew in every step).
         """
         if not self._on:
             return
         if found := self._look(self._in_steps):
             why = "a step that a fault strikes is computed again, and would make this change twice"
             raise _error(*found, f"in step {step} before step.apply", why)
-        # After the forward pass, and before the update: what the forward pass may change is left out of the
-        # comparison from here on.
-        for watched in self._watched:
-            watched.stepped()
 
     def release(self) -> None:
         """The state is about to change, as it may."""
@@ -172,9 +168,6 @@ class _Watched:
         """What to write instead."""
         raise NotImplementedError
 
-    def stepped(self) -> None:
-        """A step's forward and backward passes are done."""
-
     def release(self) -> None:
         """Forgets what was noted. No tensor is held meanwhile: a `state_dict` may have made it for us."""
         self._digests: list[int] | None = None
@@ -217,7 +210,7 @@ class _Watched:
 
 
 class _Parameters(_Watched):
-    """A module's, without its buffers: a forward pass may change those, in an evaluation too."""
+    """A module's. Its buffers have rules of their own."""
 
     def __init__(self, name: str, thing: torch.nn.Module) -> None:
         named = list(thing.named_parameters())
@@ -225,7 +218,21 @@ class _Parameters(_Watched):
         # The local shards, found once: FSDP2 swaps a module's parameters for gathered ones during a step, and
         # swaps them back.
         self._held = [local_of(p) for _, p in named]
+        self._places = [
+            (f"{at}.{n}" if at else n, module, n, p)
+            for at, module in thing.named_modules()
+            for n, p in module._parameters.items()
+            if p is not None
+        ]
         super().__init__(name, thing)
+
+    def change(self) -> str | None:
+        # Looked for by identity, since what was replaced is still here, and as it was.
+        for path, module, name, was in self._places:
+            now = module._parameters.get(name)
+            if now is not was and (now is None or isinstance(now, DTensor) or not isinstance(was, DTensor)):
+                return f"{self.name}.{path}"  # FSDP2 puts a gathered tensor there, which is no DTensor
+        return super().change()
 
     def read(self) -> tuple[list[torch.Tensor], Any]:
         return self._held, None
@@ -240,39 +247,32 @@ class _Parameters(_Watched):
 
 
 class _Buffers(_Watched):
-    """Those of a module that has no parameters, such as an average of another's. What a step's forward pass changes stays
-    each worker's own, and is not looked at from then on."""
+    """Those of a module's state that have no rule: nothing but a commit changes them."""
 
-    in_steps = False
-
-    def __init__(self, name: str, thing: torch.nn.Module) -> None:
-        self._named = [
-            (f"{at}.{n}" if at else n, local_of(b))
-            for at, module in thing.named_modules()
-            for n, b in module.named_buffers(recurse=False)
-            if n not in module._non_persistent_buffers_set
-        ]
+    def __init__(self, name: str, thing: torch.nn.Module, ruled: Collection[str]) -> None:
+        self._places = [at for at in persistent_buffers({name: thing}) if at.path not in ruled]
+        self._changed: BufferPlace | None = None
         super().__init__(name, thing)
 
     def read(self) -> tuple[list[torch.Tensor], Any]:
-        return [b for _, b in self._named], None
-
-    def change(self) -> str | None:
-        found = super().change()
-        # Noted again, so that what changes from here to `stepped` is the forward pass's doing, and is left out.
-        self._versions = _versions(self.read()[0])
-        return found
-
-    def stepped(self) -> None:
-        now = zip(self._named, _versions(self.read()[0]), self._versions, strict=True)
-        self._named = [entry for entry, version, was in now if version == was]
+        return [at.tensor for at in self._places], None
 
     def path(self, index: int) -> str:
-        return f"{self.name}.{self._named[index][0]}"
+        self._changed = self._places[index]
+        return self._changed.path
 
     @property
     def remedy(self) -> str:
-        return _also(f"update({self.name})")
+        assert self._changed is not None
+        update = f"{self.name}.update_parameters(model)"
+        call = _also(update if hasattr(self._thing, "update_parameters") else f"update({self.name})")
+        module = self._changed.module
+        averaged = isinstance(module, torch.nn.modules.batchnorm._NormBase)
+        pattern = f"{self._changed.path.rpartition('.')[0]}.*" if averaged else self._changed.path
+        rule = "mean" if averaged else "sum"
+        return (
+            f'{call}; if a forward pass changes it, write run.buffers("{rule}", "{pattern}") before run.steps'
+        )
 
 
 class _Optimizer(_Watched):

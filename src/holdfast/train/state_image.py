@@ -6,9 +6,9 @@ Peers, disk and digests all use the same image. Nothing in it is pickled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -191,10 +191,15 @@ def give(objects: Protected, tree: Mapping[str, Any], tensors: list[torch.Tensor
             raise StateError(f"{name} cannot load its state: {error}") from error
 
 
-def digest(objects: Protected) -> str:
-    """xxh3 (64 bits) over tree and bytes: equal digests mean equal state."""
+def digest(objects: Protected, without: Collection[str] = ()) -> str:
+    """xxh3 (64 bits) over tree and bytes: equal digests mean equal state. without: paths of tensors that do not count."""
     image = capture(objects, 0)
-    return _hash(image, msgspec.msgpack.encode(image.index))
+    hasher = xxhash.xxh3_64(msgspec.msgpack.encode(image.index))
+    for spec in image.index.tensors:
+        if spec.path not in without:
+            for piece in image.pieces(spec.offset, spec.offset + spec.nbytes):
+                hasher.update(piece)
+    return hasher.hexdigest()
 
 
 def parameters_digest(objects: Protected) -> str:
@@ -213,11 +218,32 @@ def buffers_of(objects: Protected) -> list[torch.Tensor]:
     return [b for module in modules for b in module.buffers()]
 
 
-def _hash(image: Image, head: bytes) -> str:
-    hasher = xxhash.xxh3_64(head)
-    for piece in image.pieces(0, image.index.nbytes):
-        hasher.update(piece)
-    return hasher.hexdigest()
+class BufferPlace(NamedTuple):
+    """Where a protected module has a buffer."""
+
+    path: str
+    """As in the state: the name under which the module is protected, and the buffer's in its `state_dict`."""
+    module: torch.nn.Module
+    """The one that holds it."""
+    name: str
+    """There."""
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """As it is now."""
+        buffer = self.module._buffers[self.name]
+        assert buffer is not None
+        return local_of(buffer)
+
+
+def persistent_buffers(objects: Protected) -> Iterator[BufferPlace]:
+    """Those that are part of the state, of every protected module."""
+    for protected, thing in objects.items():
+        if isinstance(thing, torch.nn.Module):
+            for at, module in thing.named_modules():
+                for name, _ in module.named_buffers(recurse=False):
+                    if name not in module._non_persistent_buffers_set:
+                        yield BufferPlace(".".join(filter(None, (protected, at, name))), module, name)
 
 
 def _device_of(objects: Protected) -> torch.device:

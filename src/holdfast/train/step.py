@@ -86,6 +86,7 @@ class Step:
         self._loss_scale = 1.0
         self._lr: float | None = None
         self._words: list[Word] = []
+        self._mine = range(0)
         self._left: int | None = None
         self._sent: list[Word] | None = None
         self._waited = False
@@ -115,7 +116,7 @@ class Step:
         # Asked anew at each step and not at the start of a generation: a step that is repeated after a fault
         # is computed by fewer workers, with other shares.
         replica.gradients.expect(seat.leaves, seat.rank, seat.world, seat.idle)
-        self._left = len(mine)
+        self._mine, self._left = mine, len(mine)
         self._batches.aim(self.index, self.samples, mine)
         for done, micro in enumerate(mine):
             if replica.gradients.exact and len(mine) - self._left != done:
@@ -174,6 +175,7 @@ class Step:
             if last:
                 self._say_weight()
         gradients.after_backward()
+        replica.state.buffer_rules.after_micro(self._mine[len(self._mine) - self._left - 1])
         if last and replica.checks_local:
             self._check_local()
         replica.check()
@@ -288,6 +290,7 @@ class Step:
                 "lower the learning rate or clip",
                 own=not math.isfinite(self._own_loss() or 0.0),
             )
+        replica.state.buffer_rules.reduce(replica.group)
         if max_grad_norm is not None and not self.skipped:
             gradients.clip(norm, max_grad_norm)
         # The update is a closure over what is here. It may be called much later, while this worker waits for
@@ -350,6 +353,8 @@ class Step:
         # An optimizer or an average that draws random numbers must draw the same everywhere, or the replicas
         # would differ from here on.
         seed_generators(micro_seed(self._seed, self.index, self._batches.count()), self._replica.device)
+        # Before anything of the script's: a callback may read the sums, and begin to count anew.
+        self._replica.state.buffer_rules.commit(self.skipped)
         # Before the update: a schedule sets the next step's.
         self._lr = _learning_rate(optimizer)
         if not self.skipped:

@@ -105,6 +105,7 @@ class HoldfastMixin:
             scheduler=self.lr_scheduler,
             trainer=self._holdfast_progress,
         )
+        world.average_statistics(run, model=self.model)
         self._holdfast_steps = run.steps(
             shuffled(
                 self._holdfast_samples,

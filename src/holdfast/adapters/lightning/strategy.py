@@ -127,6 +127,7 @@ class HoldfastStrategy(SingleDeviceStrategy):
             trainer=self.progress,
             **schedulers,
         )
+        world.average_statistics(run, model=trainer.lightning_module)
         limits = [trainer.max_steps] if trainer.max_steps != -1 else []
         if trainer.fit_loop.max_epochs is not None and trainer.fit_loop.max_epochs >= 0:
             limits.append(trainer.fit_loop.max_epochs * int(trainer.num_training_batches))

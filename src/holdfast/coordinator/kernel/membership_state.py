@@ -135,6 +135,12 @@ class Worker(msgspec.Struct, omit_defaults=True, kw_only=True):
     """Since when its agent no longer has it, while how it ended is not known yet; None: its agent has it."""
     digest: str | None = None
     """xxh3 of the parameters after its last step; None: it has not done all steps."""
+    state_digest: str | None = None
+    """xxh3 of all that is to be the same in every replica after its last step; None: not said."""
+    covered: tuple[str, ...] = ()
+    """Names of the protected objects that this is over."""
+    left_out: tuple[str, ...] = ()
+    """Paths of buffers that it is not over."""
     loss: float | None = None
     """The last one that it told of; None: none yet."""
     restored: tuple[int, int] | None = None

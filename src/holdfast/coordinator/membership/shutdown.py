@@ -86,6 +86,8 @@ def done(context: Context, worker: Worker, message: m.Done) -> None:
         return
     transitions.enter(context, worker, WorkerPhase.DONE)
     worker.committed, worker.digest = message.committed, message.params_xxh3
+    worker.state_digest = message.state_xxh3
+    worker.covered, worker.left_out = message.covered, message.left_out
     worker.loss = message.loss if message.loss is not None else worker.loss
     context.state.membership.committed = max(context.state.membership.committed, message.committed)
     if message.held:

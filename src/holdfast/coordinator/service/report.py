@@ -31,6 +31,10 @@ def build_report(state: CoreState, steps: list[StepRow], now: float) -> dict[str
         sorted({str(w.digest) for w in ended if w.shard_index == p})
         for p in range(state.membership.shard_count)
     ]
+    states = [
+        sorted({str(w.state_digest) for w in ended if w.shard_index == p})
+        for p in range(state.membership.shard_count)
+    ]
     losses = [s.loss for s in steps if s.loss is not None]
     return {
         "schema": SCHEMA,
@@ -57,7 +61,12 @@ def build_report(state: CoreState, steps: list[StepRow], now: float) -> dict[str
         "final": {
             "loss": losses[-1] if losses else None,
             "params_xxh3": ":".join(d[0] for d in digests) if all(len(d) == 1 for d in digests) else None,
-            "replicas_equal": all(len(d) <= 1 for d in digests) if ended else None,
+            "replicas_equal": all(len(d) <= 1 for d in digests + states) if ended else None,
+            "state_xxh3": ":".join(d[0] for d in states)
+            if ended and all(len(d) == 1 for d in states)
+            else None,
+            "covered": list(ended[0].covered) if ended and ended[0].covered else None,
+            "left_out": list(ended[0].left_out) if ended and ended[0].covered else None,
         },
         "saved": msgspec.to_builtins(state.storage.durable) if state.storage.durable else None,
         "in_memory": _in_memory(state),

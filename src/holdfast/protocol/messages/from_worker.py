@@ -247,6 +247,12 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
     """It was told to stop before the script's own last step."""
     held: bool = False
     """Its agent has the last state, and will say SnapshotStored or SnapshotRejected."""
+    state_xxh3: str | None = None
+    """xxh3 of all that is to be the same in every replica; None: not said."""
+    covered: tuple[str, ...] = ()
+    """Names of the protected objects that this is over."""
+    left_out: tuple[str, ...] = ()
+    """Paths of buffers that it is not over."""
 
 
 # Announced by the script: only it knows that it is going to evaluate for ten minutes, and without this it
