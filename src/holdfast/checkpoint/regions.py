@@ -32,6 +32,7 @@ class Region:
     rank: int
     spec: TensorSpec
     offsets: tuple[int, ...]
+    """Of its first element, for each dimension of the piece."""
     target: torch.Tensor
 
 
@@ -47,6 +48,7 @@ class _Buffer:
     missing: int
     """Bytes still to come."""
     data: torch.Tensor | None = None
+    """None: nothing has come in."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,11 @@ class _Run:
     """Bytes of the blob, and where they go in a buffer."""
 
     low: int
+    """The first of them, from the blob's begin on."""
     nbytes: int
     buffer: _Buffer
     at: int
+    """Where the first goes."""
 
 
 def read_regions(

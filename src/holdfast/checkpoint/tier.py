@@ -20,12 +20,10 @@ TIER_EXAMPLE = "s3://bucket/run,every=10m,keep=3,keep-every=10000"
 
 
 class Tier(Protocol):
-    """Storage that keeps bytes for longer than the job lives.
-
-    url: names it to a person, and opens it again.
-    """
+    """Storage that keeps bytes for longer than the job lives."""
 
     url: str
+    """Names it to a person, and opens it again."""
 
     def check(self) -> None:
         """Raises TierError unless it can be read and written now. Leaves nothing behind."""

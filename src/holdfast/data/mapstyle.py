@@ -20,9 +20,11 @@ class Shuffled:
     workers: int
     """Decoding processes; 0: the worker decodes by itself."""
     collate: Collate | None
+    """Samples to batch; None for the dataset's own `batch`, or torch's default."""
     steps_ahead: int
+    """Batches of so many steps are made ahead."""
     most_bytes: int
-    """Of what is decoded ahead, for each worker."""
+    """Of batches that are made and not taken."""
 
     def __len__(self) -> int:
         return len(self.dataset)

@@ -11,8 +11,11 @@ class Version(msgspec.Struct, frozen=True):
     # Stores differ in what they offer: some have no e-tag, and web servers may have no exact time. All three
     # are compared, so any of them that changes shows a new version.
     size: int
+    """Bytes."""
     e_tag: str | None
+    """As the store gives it; None: it gives none."""
     modified: str
+    """As the store gives it; empty: it does not."""
 
 
 class Changed(Exception):

@@ -42,12 +42,18 @@ class PageReading(msgspec.Struct, frozen=True, kw_only=True):
     """What the progress page said at one moment. Times are CLOCK_MONOTONIC seconds of the worker's node."""
 
     generation: int = 0
+    """The newest that the worker joined; 0: none."""
     committed: int = 0
+    """Committed steps; at level 0 and 1 those of this start."""
     phase: int = Phase.STARTUP
+    """A `Phase`."""
     collectives: int = 0
+    """Collectives that the worker began since the step began."""
     step_began_s: float = 0.0
+    """When its step began."""
     phase_began_s: float = 0.0
     beat_s: float = 0.0
+    """When anything of it last moved."""
     waits_for: int = -1
     """The rank whose message the worker waits for; -1: for no rank in particular."""
 

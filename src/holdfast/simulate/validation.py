@@ -21,13 +21,15 @@ COSTS = ((30.0, 600.0), (120.0, 1800.0), (5.0, 60.0))
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """One comparison. unit `%`: both values are shares. reproduced None: the public number lacks what it would take."""
+    """One comparison."""
 
     name: str
     expected: float
     ours: float
     unit: str
+    """`%`: both values are shares."""
     reproduced: bool | None
+    """None: the public number lacks what it would take."""
     note: str = ""
 
 

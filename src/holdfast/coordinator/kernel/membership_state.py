@@ -168,8 +168,10 @@ class Seat(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     fetches: bool = False
     """Its donors are those of its shard, `MembershipState.givers`."""
     copy: Copy | None = None
+    """The shard in snapshot memory that it fetches; None: none is there to fetch."""
     holders: tuple[Holder, ...] = ()
     durable: Durable | None = None
+    """The checkpoint that it reads; None: none."""
     saves: bool = False
     mtbf_s: float = 0.0
     shards: tuple[tuple[Copy, tuple[Holder, ...]], ...] = ()
@@ -228,7 +230,9 @@ class Blame(msgspec.Struct, kw_only=True):
     rank: int | None = None
     """The first that failed; None: nobody in particular."""
     node: str | None = None
+    """None: no node in particular."""
     step: int | None = None
+    """Committed steps at that time; None: not known."""
     traceback: str = ""
     """Of the worker; empty: it left none."""
     tail: list[str] = []
@@ -296,6 +300,7 @@ class MembershipState(msgspec.Struct, kw_only=True):
     number: int = 0
     """Of the newest generation; 0: there was none."""
     generation: Generation | None = None
+    """The newest; None: there was none at this level."""
     seats: dict[str, Seat] = {}
     """Of the newest generation's members, by worker."""
     givers: tuple[tuple[int, ...], ...] = ()
@@ -341,6 +346,7 @@ class MembershipState(msgspec.Struct, kw_only=True):
     notices: int = 0
     """Notices that were ever given: numbers them."""
     outcome: str | None = None
+    """"finished", "stopped" or "failed"; None: that is not decided."""
     history: list[tuple[float, int]] = []
     """World sizes, and when they began: seconds since the job's start."""
     formed_at_s: float = 0.0

@@ -21,17 +21,25 @@ class Planned(msgspec.Struct, kw_only=True):
     id: str
     spec: FaultSpec
     left: int
+    """How often it is still to strike."""
     due_s: float | None = None
+    """When it strikes next, on the core's clock; None: it waits for a step, or for nothing any more."""
     fired: int = 0
+    """How often it struck."""
     struck: str | None = None
+    """The worker that it was sent to last, or its own `id` where it strikes a node without steps; None:
+    none."""
 
 
 class Strike(msgspec.Struct, frozen=True):
-    """What to send to an agent for a fault; no message means that it strikes the coordinator itself."""
+    """What to send to an agent for a fault."""
 
     plan: str
+    """The `id` of the fault."""
     node: str = ""
+    """Whose agent; empty: nobody's."""
     message: m.ToAgent | None = None
+    """None: it strikes the coordinator itself."""
 
 
 class Injector:

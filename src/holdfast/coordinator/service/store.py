@@ -75,7 +75,9 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True):
     t_s: float
     """When the coordinator heard of it, in seconds since the job's start."""
     loss: float | None
+    """Mean over the global batch; null: not known."""
     took_s: float | None
+    """Null: not known."""
     generation: int
     world: int
     """Workers of the generation that committed it."""

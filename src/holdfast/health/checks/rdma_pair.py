@@ -47,7 +47,9 @@ class Rail(msgspec.Struct, frozen=True):
     device: str
     port: int
     gbps: float
+    """Its link's speed."""
     gid: int | None = None
+    """Index of the address to use; None: the tool's own choice."""
 
     @property
     def name(self) -> str:
@@ -56,10 +58,11 @@ class Rail(msgspec.Struct, frozen=True):
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """What an end has; why it cannot take part, if it cannot."""
+    """What an end has."""
 
     rails: tuple[Rail, ...] = ()
     why: str = ""
+    """Why it cannot take part; empty: it can."""
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -69,10 +72,12 @@ class Ready(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What the client of a turn measured. bytes_per_s 0: nothing arrived; None: it could not be measured."""
+    """What the client of a turn measured."""
 
     bytes_per_s: float | None
+    """0: nothing arrived; None: it could not be measured."""
     why: str = ""
+    """Why it could not; else empty."""
 
 
 def check_rdma_pair(task: Task, root: Path = Path("/")) -> Iterator[CheckResult]:

@@ -217,8 +217,11 @@ class FaultFired(msgspec.Struct, frozen=True, tag="fault-fired"):
     """An injected fault is about to happen here; the worker waits for the agent's Ack before it does."""
 
     fault: str
+    """Its id, as in ArmedFault."""
     step: int | None = None
+    """Committed steps; None: its agent injects it, whatever the worker is at."""
     phase: int | None = None
+    """A `Phase`; None in the same case."""
 
 
 # By the worker itself, where replicas are single workers. With shards the agents write, and report Stored and

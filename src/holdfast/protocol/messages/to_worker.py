@@ -169,12 +169,14 @@ class SlotGiven(msgspec.Struct, frozen=True, tag="slot-given"):
 # Every shard with all its holders: the worker chooses the nearest, and goes on to the next if one is gone by
 # then.
 class SnapshotFound(msgspec.Struct, frozen=True, tag="snapshot-found"):
-    """The newest whole checkpoint: in memory, every shard with its holders; else the durable one; else neither."""
+    """The newest whole checkpoint, as a script is told of it."""
 
     request: int
     """Of the FindSnapshot that it answers."""
     copies: tuple[tuple[Copy, tuple[Holder, ...]], ...] = ()
+    """Every shard with its holders; empty: memory has none."""
     durable: Durable | None = None
+    """Where memory has none; None: there is none either."""
 
 
 # The complete list each time, so an empty one withdraws. Deadlines are relative, because two machines' clocks differ.
