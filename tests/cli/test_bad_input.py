@@ -33,7 +33,7 @@ CASES = {
     "a fault without a time": (["--fault", "raise:after=soon", "train.py"], "write 8s, 500ms or 2m"),
     "a fault of a machine that nobody watches": (
         ["--no-health", "--fault", "xid=79", "train.py"],
-        "nobody watches the nodes of this job",
+        "the health watch, which --no-health turns off",
     ),
     "an Xid on a node that is none": (["--fault", "xid=79,node=5", "train.py"], "there is no node 5"),
     "an unknown option": (["--spare", "1", "train.py"], "--spares"),

@@ -612,7 +612,7 @@ def test_who_calls_nobody_while_others_wait_for_it_is_taken_out_at_once():
     desk = running(4)
     stall(desk, "n1.0#2", **joining(desk, n0=3, n1=3, n2=3))
     assert desk.killed() == {"n3.0#4"}
-    assert str(desk.incidents()[-1].cause) == "hang: calls nobody while others wait for it to connect"
+    assert str(desk.incidents()[-1].cause) == "hang: opens no connection while others wait for it"
 
 
 def test_a_first_step_may_compile_while_others_wait():

@@ -195,7 +195,7 @@ def test_two_that_wait_for_each_other_are_a_pair_of_which_one_is_taken():
     ]
     verdict = find_culprits(views, dict.fromkeys(ranks, 3.0), {}, ranks=ranks)
     assert (verdict.workers, verdict.one_of) == (("b", "d"), True)
-    assert verdict.reason == "ranks 1 and 3 wait for each other: the network between them"
+    assert verdict.reason == "ranks 1 and 3 wait for each other, so the network between them is suspect"
     views[3] = view("d", Phase.REDUCE, waits_for=0)  # no pair: both are behind
     assert find_culprits(views, dict.fromkeys(ranks, 3.0), {}, ranks=ranks).workers == ("b", "d")
 

@@ -248,8 +248,8 @@ class Archive:
         if f"{folder}/{BEING_REMOVED}" in files or not parts.items() <= files.items():
             self.tier.remove(f"{folder}/{MANIFEST}")
             raise TierError(
-                f"{self.where(manifest.step)} was removed while it was being written: did somebody prune, or does another "
-                "job save there, too? The next checkpoint tries again"
+                f"{self.where(manifest.step)} was removed while it was being written, by `holdfast checkpoint prune` or by "
+                "another job that saves there; the next checkpoint tries again"
             )
 
     # ------------------------------------------------------------ removing

@@ -125,7 +125,7 @@ def _find(known: RuleSet, name: str) -> list[Rule]:
         family = "sxid" if plain.startswith("sxid") or len(number) > SXID_DIGITS - 1 else "xid"
         raise UsageError(
             f"{name!r} is not in the catalogue; such a code is judged by the rule {family}-unknown. "
-            f"`holdfast health explain {family}-unknown` tells more"
+            f"`holdfast health explain {family}-unknown` explains it"
         )
     near = difflib.get_close_matches(plain, [r.id for r in known], n=3)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""

@@ -168,7 +168,7 @@ def check_watched(spec: FaultSpec, watch: bool) -> None:
     """A fault of a machine that nobody watches is none. Raises UsageError."""
     if spec.kind in MACHINE_FAULTS and not watch:
         raise UsageError(
-            f"--fault {str(spec)!r}: nobody watches the nodes of this job (--no-health), so nobody would see it"
+            f"--fault {str(spec)!r}: a fault of a machine is found by the health watch, which --no-health turns off; leave --no-health out"
         )
 
 

@@ -68,7 +68,7 @@ class ReplicaGroups:
         if dist.is_initialized():
             raise UsageError(
                 "run.mesh() came after torch.distributed.init_process_group(): leave that to Holdfast, which makes "
-                "the process groups of a replica and connects them anew after a fault"
+                "the process groups of a replica and reconnects them after a fault"
             )
         if BACKEND not in dist.Backend.backend_list:
             dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])

@@ -67,7 +67,7 @@ def _workers(s: CoreState) -> Iterator[str]:
         slots[worker.node, worker.slot] += 1
         node = s.membership.nodes.get(worker.node)
         if node is None or not node.alive:
-            yield f"{name} is {worker.phase.value} on a node that is gone"
+            yield f"{name} is {worker.phase.value} on a lost node"
         if worker.phase in _USED and name not in members:
             yield f"{name} is {worker.phase.value} and not in generation {s.membership.number}"
         if worker.phase is WorkerPhase.READY and worker.ready is None:

@@ -210,7 +210,7 @@ def _unreached(connecting: Sequence[WorkerView], ranks: Mapping[str, int]) -> Ve
     # Being missed is no proof: a worker that misses others may itself be unreachable. Calling nobody is a
     # proof, because everyone starts to call at once.
     if deaf := tuple(sorted(w for w in missed if not misses.get(w))):
-        return Verdict(deaf, "calls nobody while others wait for it to connect")
+        return Verdict(deaf, "opens no connection while others wait for it")
     most = tuple(sorted(w for w in missed if missed[w] == max(missed.values())))
     missing = ", ".join(
         f"rank {ranks[a]} waits for rank {ranks[b]}" for a, b in sorted(misses.items()) if b and a in ranks
@@ -238,7 +238,9 @@ def _waiting_for_each_other(waiting: Sequence[WorkerView], ranks: Mapping[str, i
 def _odd_stack(views: Sequence[WorkerView], stacks: Mapping[str, str]) -> Verdict:
     groups = health_stacks.cluster({v.worker: stacks.get(v.worker, "") for v in views})
     odd = health_stacks.odd_ones(groups)
-    return Verdict((), "nobody differs") if odd is None else Verdict(odd.workers, odd.reason)
+    return (
+        Verdict((), "no worker differs from the others") if odd is None else Verdict(odd.workers, odd.reason)
+    )
 
 
 class NodeFault(msgspec.Struct, frozen=True):

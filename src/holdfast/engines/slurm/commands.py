@@ -63,7 +63,7 @@ class Slurm:
             process.kill()
             await process.communicate()
             raise SlurmError(
-                f"{argv[0]}: Slurm's controller did not answer within {within_s:g} s; `scontrol ping` tells more"
+                f"{argv[0]}: Slurm's controller did not answer within {within_s:g} s; `scontrol ping` shows whether it runs"
             ) from None
         except asyncio.CancelledError:
             process.kill()  # what waits for a network is not to come true when that is back
