@@ -413,6 +413,22 @@ def test_time_in_which_the_state_was_copied():
     assert told(desk)[0] == pytest.approx(0.7 + 2 * AFTER_S)
 
 
+def test_going_on_where_it_was_costs_no_step():
+    """Time after the word of the newest step is not the time of a step that is done again."""
+    desk = running(1, committed=0)
+    desk.commit(1)
+    desk.do(e.Tick(), 1.0)
+    desk.commit(2)
+    desk.snapshot(2, "n0")
+    desk.stores()
+    worker = desk.members()[0]
+    desk.says(worker, m.OffStep(True))
+    desk.exits(worker, -9)
+    desk.ready(desk.workers()[0])
+    assert (desk.state.membership.number, desk.state.membership.lost_steps) == (2, 0)
+    assert told(desk)[1] == 0.0
+
+
 # ---------------------------------------------------------------- successors
 
 

@@ -294,7 +294,8 @@ def _seconds_at(wall: TimeAccount, step: int) -> float:
     if after == 0:
         return 0.0
     before_step, before_s = wall.told[after - 1]
+    # Also what came after the word of the newest step, which is no work on a step that is done again.
     if after == len(wall.told):
-        return before_s
+        return _stayed_s(wall)
     next_step, next_s = wall.told[after]
     return before_s + (next_s - before_s) * (step - before_step) / (next_step - before_step)
