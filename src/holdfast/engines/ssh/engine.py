@@ -38,6 +38,7 @@ class SshEngine:
         self,
         spec: JobSpec,
         job_dir: Path,
+        *,
         reach: Reach,
         env: dict[str, str],
         output: Callable[[bytes], None],

@@ -36,11 +36,11 @@ class SshLauncher(Launcher):
         self._ssh_engine = SshEngine(
             spec,
             folder.path,
-            Reach(options.config, options.python or sys.executable, __version__),
-            environment_of(options.env, dict(os.environ)),
-            self.view.output,
-            self.note,
-            self.post,
+            reach=Reach(options.config, options.python or sys.executable, __version__),
+            env=environment_of(options.env, dict(os.environ)),
+            output=self.view.output,
+            note=self.note,
+            post=self.post,
         )
 
     async def run(self) -> dict[str, Any]:
