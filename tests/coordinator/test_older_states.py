@@ -40,6 +40,7 @@ def test_a_state_of_an_older_version_is_read_with_what_has_another_name_now(flat
         (older["membership"]["generation"], "groups_connected_in", "rows"),
         *((x, "shard_index", "position") for x in older["membership"]["generation"]["members"]),
         *((x, "shard_index", "position") for x in older["membership"]["workers"].values()),
+        *((x["ready"], "shard_index", "position") for x in older["membership"]["workers"].values()),
         *((x, "joined_generation", "joined") for x in older["membership"]["workers"].values()),
         *((x, "newcomers", "joined") for x in older["membership"]["changes"]),
         *((x, "shared_blobs", "rows") for x in older["storage"]["storing"]),
@@ -53,6 +54,7 @@ def test_a_state_of_an_older_version_is_read_with_what_has_another_name_now(flat
         older |= older.pop("membership") | older.pop("storage")
         older["deadlines"] = {}
     assert {w.shard_index for w in state.membership.workers.values()} == {0, 1}
+    assert {w.ready.shard_index for w in state.membership.workers.values()} == {0, 1}
     assert {w.joined_generation for w in state.membership.workers.values()} == {1}
     assert state.membership.generation.groups_connected_in == (1, 1)
     assert state.membership.nodes_joined == 4

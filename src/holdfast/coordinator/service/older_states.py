@@ -53,10 +53,11 @@ def _rename(state: dict[str, Any]) -> None:
     checkpoints = [*storage.get("storing", []), *storage.get("stored", {}).values()]
     checkpoints += storage.get("doubtful", {}).values()
     workers = membership.get("workers", {}).values()
+    ready = [w["ready"] for w in workers if w.get("ready")]
     renamed: list[tuple[str, str, Iterable[dict[str, Any]]]] = [
         ("joined", "nodes_joined", [membership]),
         ("rows", "groups_connected_in", [generation]),
-        ("position", "shard_index", [*generation.get("members", []), *workers]),
+        ("position", "shard_index", [*generation.get("members", []), *workers, *ready]),
         ("joined", "joined_generation", workers),
         ("joined", "newcomers", membership.get("changes", [])),
         ("rows", "shared_blobs", checkpoints),
