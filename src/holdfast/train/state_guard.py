@@ -407,7 +407,7 @@ def _window(tensors: list[torch.Tensor], turn: int) -> tuple[int, int, bytes] | 
 
 
 def _digest(tensor: torch.Tensor, limit: int | None) -> int:
-    row = staging.flat(tensor.detach().contiguous())[:limit]
-    if not _near(row):
-        return int(row.sum(dtype=torch.int64))  # computed where it is; the host waits for one number
-    return xxhash.xxh3_64_intdigest(buffer_of(row))
+    data = staging.flat(tensor.detach().contiguous())[:limit]
+    if not _near(data):
+        return int(data.sum(dtype=torch.int64))  # computed where it is; the host waits for one number
+    return xxhash.xxh3_64_intdigest(buffer_of(data))

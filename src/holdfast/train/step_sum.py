@@ -41,27 +41,27 @@ class Addends:
 
     def words(self) -> list[Word]:
         """Counts and numbers, name by name."""
-        row = [x for numbers in self.numbers.values() for x in (float(len(numbers)), *numbers)]
-        row += [0.0] * (-len(row) % 3)
-        return [(a, b, c) for a, b, c in zip(row[::3], row[1::3], row[2::3], strict=True)]
+        flat = [x for numbers in self.numbers.values() for x in (float(len(numbers)), *numbers)]
+        flat += [0.0] * (-len(flat) % 3)
+        return [(a, b, c) for a, b, c in zip(flat[::3], flat[1::3], flat[2::3], strict=True)]
 
     def total(self, reports: Iterable[Sequence[Word]]) -> dict[str, Any]:
         """The sums of what every worker said, in the order of the ranks."""
         found: dict[str, list[list[float]]] = {name: [] for name in self.numbers}
         for words in reports:
-            row = [x for word in words for x in word]
+            flat = [x for word in words for x in word]
             at = 0
             for name in self.numbers:
-                count = int(row[at])
-                found[name].append(row[at + 1 : at + 1 + count])
+                count = int(flat[at])
+                found[name].append(flat[at + 1 : at + 1 + count])
                 at += 1 + count
-        return {name: self._sum(name, rows) for name, rows in found.items()}
+        return {name: self._sum(name, by_rank) for name, by_rank in found.items()}
 
-    def _sum(self, name: str, rows: list[list[float]]) -> float | torch.Tensor:
+    def _sum(self, name: str, by_rank: list[list[float]]) -> float | torch.Tensor:
         shape = self.shapes[name]
         if shape is None:
-            return _fsum([x for row in rows for x in row])
-        sums = [_fsum(column) for column in zip(*rows, strict=True)]
+            return _fsum([x for numbers in by_rank for x in numbers])
+        sums = [_fsum(column) for column in zip(*by_rank, strict=True)]
         return torch.tensor(sums, dtype=torch.float64).reshape(shape)
 
 
@@ -87,7 +87,7 @@ def addends(values: Mapping[str, Any]) -> Addends:
             raise UsageError(
                 f"step.sum({name}=...): {error}; give numbers, lists of numbers, or tensors"
             ) from error
-    count = sum(1 + len(row) for row in numbers.values())
+    count = sum(1 + len(part) for part in numbers.values())
     if count > MOST_NUMBERS:
         raise UsageError(
             f"step.sum(): {count} numbers are too many for the control channel, which takes {MOST_NUMBERS} at once"
