@@ -183,8 +183,8 @@ class Core(Context):
         if s.membership.phase is JobPhase.ENDED:
             return None
         # Every time that `_check_deadlines` or `_advance` compares with `now` must appear here, as the same
-        # expression. One that is missing is a job that hangs until the next heartbeat; one that is too early
-        # is a Tick that finds nothing, and costs little.
+        # expression. If one is missing, nobody looks until some event changes something, and heartbeats change
+        # nothing: the job hangs. One that is too early is a Tick that finds nothing, and costs little.
         times = s.deadlines.next_s(self.now, gathering=s.membership.phase is JobPhase.GATHERING)
         expected_s = queries.expected_until_s(self)
         times += [expected_s] if expected_s > self.now else []

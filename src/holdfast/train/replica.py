@@ -45,7 +45,7 @@ class RunMainAgain(BaseException):
 
 
 class Replica:
-    """The worker's side of the commit protocol (design section 5).
+    """The worker's side of the commit protocol, which docs/architecture/step.md describes.
 
     Attributes:
         device: where this worker computes.

@@ -44,7 +44,8 @@ class Snapshot(msgspec.Struct, kw_only=True):
     lost: list[int] = []
     """Ranks of shards that went with the nodes that held them, which may come back."""
     whole: bool = False
-    """Every shard is held by a node that is alive."""
+    """Every shard came to be held by as many nodes as the job asks for, or as could be had, and none was lost
+    since."""
     given_up: bool = False
     """A shard is missing, and nobody will bring it."""
     unread: int = 0
@@ -70,13 +71,16 @@ class Storing(msgspec.Struct, kw_only=True):
     tier: str
     """Its URL."""
     step: int
+    """Of the snapshot; of an attempt that failed, the step of the last checkpoint that came there (0:
+    none)."""
     began_s: float
+    """When it was begun; of an attempt that failed, when it failed."""
     generation: int = 0
     """Of the workers that took the snapshot."""
     world: int = 1
     """How many shards it has."""
     took_s: float | None = None
-    """From its begin until its manifest was written; None: it is on its way."""
+    """From its begin until its manifest was written; None: that is not written."""
     waiting: dict[int, str] = {}
     """Rank to the node that writes its shard; -1 to the node that writes the manifest."""
     shared_blobs: dict[int, str] = {}

@@ -88,7 +88,7 @@ def end_at_commit(context: Context, reason: str) -> None:
 def collective_error(context: Context, worker: Worker, message: m.CollectiveError) -> None:
     """Evidence that something is wrong, not who: the generation breaks, and its members say what they hold."""
     membership = context.state.membership
-    # Reports of earlier generations are dropped at every door of this file. They arrive late as a rule, not
+    # Every handler in this file drops reports of earlier generations. They arrive late as a rule, not
     # as an exception: a parked worker's last message waits behind the queue of its agent.
     if membership.generation is None or message.generation != membership.generation.number:
         return
@@ -181,7 +181,7 @@ def try_form(context: Context) -> None:
     if s.deadlines.is_ahead(Timer.FORM_AFTER, context.now):
         return
     # Called after every batch of events while the job gathers, so it must be safe to do nothing: every exit
-    # below leaves a deadline behind (`wait_deadline_s`, `form_deadline_s`) or relies on one that a starting
+    # below leaves a timer set (`Timer.WAIT`, `Timer.FORM`) or relies on a deadline that a starting
     # worker has of its own. Without one the job would wait for an event that never comes.
     survivors = context.workers_in(WorkerPhase.PARKED)
     nothing_saved = s.storage.durable is None and storage.newest_whole(context) is None
@@ -316,7 +316,7 @@ def _form(context: Context, survivors: list[Worker], kept: list[Worker], fresh: 
         start, holders, restore = outcome.start or 0, outcome.holders, outcome.restore
     before = s.membership.generation.strength if s.membership.generation else 0
     connected = (
-        # From the old generation, so before `s.generation` is replaced.
+        # From the old generation, so before the new one takes its place in the state.
         replica_groups.connected_in(context, seating.replicas, s.membership.generation)
         if s.membership.shard_count > 1
         else ()

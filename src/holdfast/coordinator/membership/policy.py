@@ -37,7 +37,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 def settle(reports: Mapping[str, Report]) -> Outcome:
-    """Design section 5.4: commit if anyone did, or if everyone could; otherwise compute the step again."""
+    """Commit if anyone did, or if everyone could; otherwise compute the step again. docs/architecture/step.md says why."""
     # The vote. Every worker made its update only after it knew that all others could make it too
     # ("prepared"): so if anyone committed, everyone that is alive has the gradient, and the step can be
     # completed everywhere. If nobody committed, either all have it (commit together) or some do not (compute

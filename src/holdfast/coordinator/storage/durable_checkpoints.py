@@ -442,7 +442,7 @@ def node_lost(context: Context, node: Node) -> None:
 
 
 def on_node_joined(context: Context, node: Node, hello: m.Hello) -> None:
-    """A node may have missed what it was asked for, or its answer was."""
+    """Orders that a node has not answered are sent again: it may have missed them, or its answer was lost."""
     context.state.storage.summing = [x for x in context.state.storage.summing if x[0] != node.name]
     summing(context, node.name, hello.summing)
     for current in list(context.state.storage.storing):

@@ -41,14 +41,12 @@ def held(context: Context, node: Node, message: m.SnapshotStored) -> None:
     if snapshot is not None:
         # The longest, not the sum: workers copy in parallel, and training waited for the slowest.
         snapshot.stall_s = max(snapshot.stall_s, message.stall_s)
-        # Every answer is a reason to look again, because it may be the last one that a snapshot waited for,
-        # or show that a copy that was expected will not come.
-        spread(context)  # of older ones nothing more comes from this node
-    elif (
-        # The agent reports a shard of a snapshot that newer ones have replaced. It would keep it for ever;
-        # telling it what is complete now frees the slot.
-        happened(context, copy.key) and _newest_step(context) >= copy.key.step
-    ):  # a newer one has replaced it
+        # Every answer is a reason to look again. It may be the last one that a snapshot waited for. It also
+        # shows that this node's own worker brings nothing more of older snapshots (`_expected`, `_may_come`).
+        spread(context)
+    # The agent reports a shard of a snapshot that a newer whole one has replaced. It would keep it for ever;
+    # telling it what is whole now frees the slot.
+    elif happened(context, copy.key) and _newest_step(context) >= copy.key.step:
         context.send(node.name, _whole_now(context))
 
 
@@ -150,8 +148,8 @@ def spoiled(context: Context, node: Node, key: Key, reason: str) -> None:
     """What a node held went bad in its memory: it is copied anew, where another has it."""
     context.state.storage.totals.unread += 1
     context.record(ledger.SnapshotSpoiled(node=node.name, step=key.step, rank=key.rank, reason=reason))
-    # Only this node's copy of it. Others may hold the same shard undamaged, and the loop below `spread` then
-    # makes a new copy from one of those.
+    # Only this node's copy of it. Others may hold the same shard undamaged, and `spread` then makes
+    # a new copy from one of those.
     for snapshot in context.state.storage.snapshots:
         for entry in snapshot.shards:
             if entry.copy.key == key:
@@ -336,8 +334,9 @@ def _snapshot(context: Context, key: Key) -> Snapshot | None:
 
 
 def _makes_room(context: Context, key: Key) -> bool:
-    """One more snapshot is begun, which nobody holds yet. False: of those that are not whole, newer ones are kept. Of
-    which nothing is held goes first: agents that were without a coordinator say at once what they could not keep."""
+    """Makes room for one more snapshot in the list, not in any node's memory. False: it is older than `KEPT_PARTIAL` others
+    that could be restored. Those of which no shard is held go first. There may be many: an agent that was without a
+    coordinator says at once which shards it could not keep."""
     storage = context.state.storage
     partial = sorted((x for x in storage.snapshots if not x.whole), key=lambda x: (x.step, x.generation))
     # Those of which every shard is somewhere could be restored in an emergency, so they have a bound of their

@@ -169,14 +169,14 @@ class SlotGiven(msgspec.Struct, frozen=True, tag="slot-given"):
 # Every shard with all its holders: the worker chooses the nearest, and goes on to the next if one is gone by
 # then.
 class SnapshotFound(msgspec.Struct, frozen=True, tag="snapshot-found"):
-    """The newest whole checkpoint, as a script is told of it."""
+    """The newest whole checkpoint, in memory or in a durable tier."""
 
     request: int
     """Of the FindSnapshot that it answers."""
     copies: tuple[tuple[Copy, tuple[Holder, ...]], ...] = ()
-    """Every shard with its holders; empty: memory has none."""
+    """Every shard with its holders; empty: memory has none, or the durable one is newer."""
     durable: Durable | None = None
-    """Where memory has none; None: there is none either."""
+    """The newest in any durable tier, also where `copies` is taken first; None: there is none."""
 
 
 # The complete list each time, so an empty one withdraws. Deadlines are relative, because two machines' clocks differ.
