@@ -277,9 +277,11 @@ class TimeAccount(msgspec.Struct, omit_defaults=True, kw_only=True):
     """The longest that one needed to get the state."""
     rolled_back_s: float = 0.0
     """Seconds of steps that had to be done again."""
+    strength: int = 0
+    """Workers that compute in the newest generation; 0: there was none, or an older version formed it."""
     within_s: dict[TimeClass, float] = {}
     """Of the steps that stayed, the seconds that were lost in them, by class."""
-    away: list[str] = []
+    away: set[str] = set()
     """Workers that do work of the script's own between two steps."""
     told: list[tuple[int, float]] = msgspec.field(default_factory=lambda: [(0, 0.0)])
     """Of some positions (committed steps), rising, the seconds of the steps before it that stayed; thinner the older they are."""

@@ -49,10 +49,10 @@ def stepped(state: CoreState, at_s: float) -> None:
 def aside(state: CoreState, worker: Worker, at_s: float, on: bool) -> None:
     """A worker begins or ends work of the script's own between two steps. The others wait for it in the next."""
     wall = state.membership.wall
-    if on and worker.phase is WorkerPhase.MEMBER and worker.name not in wall.away:
-        wall.away.append(worker.name)
-    elif not on and worker.name in wall.away:
-        wall.away.remove(worker.name)
+    if on and worker.phase is WorkerPhase.MEMBER:
+        wall.away.add(worker.name)
+    elif not on:
+        wall.away.discard(worker.name)
     if wall.doing is TimeClass.COMPUTED and wall.away:
         _change(state, at_s, TimeClass.PAUSED)
     elif wall.doing is TimeClass.PAUSED and not wall.away:
@@ -68,7 +68,7 @@ def waited(state: CoreState, data_s: float, slow_s: float) -> None:
 def broke(state: CoreState, now: float) -> None:
     """Training stands because of a fault."""
     wall = state.membership.wall
-    wall.away = []
+    wall.away = set()
     if wall.doing is TimeClass.COMPUTED:
         wall.torn = (_since(state), now)
         wall.doing = TimeClass.INTERRUPTED
@@ -85,7 +85,7 @@ def gathered(state: CoreState, now: float) -> None:
 def planned(state: CoreState, now: float) -> None:
     """A generation ends as planned. Seconds since its last step belong to the change."""
     wall = state.membership.wall
-    wall.away = []
+    wall.away = set()
     if wall.doing is TimeClass.COMPUTED:
         wall.doing = TimeClass.PLANNED
     _change(state, now, TimeClass.PLANNED)
@@ -94,6 +94,7 @@ def planned(state: CoreState, now: float) -> None:
 def launched(state: CoreState, now: float) -> None:
     """All workers of an unmodified script start (again)."""
     wall = state.membership.wall
+    _note_strength(state)
     if state.membership.number == 1:
         _change(state, now, TimeClass.LAUNCH)
     # The restart of a planned change is part of it, if its end can be seen.
@@ -115,6 +116,7 @@ def formed(state: CoreState, now: float) -> None:
     """A generation of level 2 begins."""
     wall = state.membership.wall
     wall.join_s, wall.restore_s = None, 0.0
+    _note_strength(state)
     if wall.doing not in (TimeClass.START, TimeClass.PLANNED):
         _change(state, now, TimeClass.JOIN)
 
@@ -229,17 +231,23 @@ def _close(state: CoreState, at_s: float) -> None:
     wall.since_s = at_s
 
 
+def _note_strength(state: CoreState) -> None:
+    generation = state.membership.generation
+    state.membership.wall.strength = 0 if generation is None else generation.strength
+
+
 def _note_size(state: CoreState, computed_s: float) -> None:
     """Of steps with fewer workers than wanted, and with workers that have nothing to do, a share is not training."""
-    generation = state.membership.generation
-    if generation is None or not state.target:
+    # Kept, for a generation has to look for it among its members: every step would cost more in a larger job.
+    strength = state.membership.wall.strength
+    if not strength or not state.target:
         return
-    here = min(1.0, generation.strength / state.target)
+    here = min(1.0, strength / state.target)
     _within(state.membership.wall, TimeClass.FEWER_WORKERS, (1.0 - here) * computed_s)
     _within(
         state.membership.wall,
         TimeClass.IDLE_DIVISION,
-        here * queries.idle(state, generation.strength) * computed_s,
+        here * queries.idle(state, strength) * computed_s,
     )
 
 
