@@ -54,6 +54,7 @@ def args(folder, **options):
             {"load_best_model_at_end": True, "eval_strategy": "no", "save_strategy": "no"},
             "load_best_model_at_end",
         ),
+        ({"enable_jit_checkpoint": True}, "enable_jit_checkpoint"),
         ({"optim": "lomo"}, "optim=lomo"),
         ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"}, "lr_scheduler_type"),
         ({"lr_scheduler_type": "greedy", "eval_strategy": "epoch"}, "lr_scheduler_type=greedy"),

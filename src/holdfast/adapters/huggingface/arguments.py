@@ -95,6 +95,11 @@ def _checks(args: TrainingArguments, dataset: Any, scheduler: Any) -> list[tuple
             "auto_find_batch_size=True: the global batch is fixed for a job; set per_device_train_batch_size",
         ),
         (
+            args.enable_jit_checkpoint,
+            "enable_jit_checkpoint=True: at a SIGTERM it ends the training of this worker alone; leave it out, the job "
+            "keeps its state by itself",
+        ),
+        (
             args.load_best_model_at_end,
             "load_best_model_at_end=True: ranks change, so no worker knows all files; load state.best_model_checkpoint "
             "after the job",
