@@ -40,7 +40,10 @@ class Worker:
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         self.gradients = kind(dict.fromkeys(model.parameters()), lambda: None)
         self.norms = []
-        self.state = SimpleNamespace(guard=SimpleNamespace(before_update=self.nothing))
+        self.state = SimpleNamespace(
+            guard=SimpleNamespace(before_update=self.nothing),
+            buffer_rules=SimpleNamespace(after_micro=self.nothing, reduce=self.nothing, commit=self.nothing),
+        )
         self.phases = SimpleNamespace(enter=self.nothing)
 
     def join(self, group):
