@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import glob
 import json
 import os
 import statistics
@@ -28,13 +29,19 @@ from bench.recovery.environments import ROOT, Environment, InstallError, create,
 from bench.recovery.systems.base import worker_environment
 
 HERE = Path(__file__).parent
-SECTIONS = ("stall", "slowdown", "transfer", "reshard")
+SECTIONS = ("stall", "first", "slowdown", "transfer", "reshard")
 WIDTH = 100
 STEPS = {"wait": "accelerator's", "compute": "all cores busy"}
 """Whose host a kind of step stands for."""
 
 PLAIN = ("sockets 1", "sockets 2", "sockets 4")
 """Sockets as the system makes them: what replication is compared with."""
+
+BEFORE_FIRST_S = 8.0
+"""Of computing before a job's first snapshot: a few steps of a model whose state is as large."""
+
+FIRST_SNAPSHOTS = 5
+"""Taken by each job; from the third on they are the later ones: there are two slots for a shard."""
 
 MEMORY_PASSES = 8
 """Over a shard: read and write in the copy, into the socket and out of it (6); read for each of two checksums."""
@@ -120,9 +127,16 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _under_holdfast(
-    processes: Group, script: str, chosen: argparse.Namespace, scratch: Path, progress: Progress, *extra: str
+    processes: Group,
+    script: str,
+    chosen: argparse.Namespace,
+    scratch: Path,
+    progress: Progress,
+    *extra: str,
+    job: str = "",
 ) -> list[dict[str, Any]]:
-    """Runs a script on every rank, each on its own node. Returns the lines that they wrote and the memory used."""
+    """Runs a script on every rank, each on its own node. Returns the lines that they wrote and the memory used. job: its
+    name, by default the script's."""
     output, home = scratch / f"{script}.out", scratch / "home"
     for old in scratch.glob(f"{script}.out-*"):
         old.unlink()
@@ -132,7 +146,7 @@ def _under_holdfast(
         "holdfast.cli",
         "run",
         "--job",
-        script,
+        job or script,
         "--no-ui",
         "--nnodes",
         str(chosen.ranks),
@@ -162,7 +176,8 @@ def _slot_bytes(home: Path) -> int:
     """What the job's slots take just now, on all its nodes."""
     identities = {p.parent.name + "-" + p.read_text() for p in home.glob("jobs/*/identity")}
     total = 0
-    for folder in Path("/dev/shm").glob("holdfast-*/*/*"):
+    # Path.glob raises where a folder goes meanwhile, and other jobs on this machine have theirs beside ours.
+    for folder in map(Path, glob.glob("/dev/shm/holdfast-*/*/*")):
         if folder.name in identities:
             for slot in folder.glob("*/*.slot"):
                 try:
@@ -223,6 +238,22 @@ def _flash(
     return [json.loads(x) for path in scratch.glob("flash.out-*") for x in path.read_text().splitlines()]
 
 
+def run_first(
+    processes: Group, chosen: argparse.Namespace, scratch: Path, progress: Progress
+) -> list[dict[str, Any]]:
+    """Several jobs, because each has only one first snapshot; in turn with and without a size that is known ahead."""
+    common = ("--only", "holdfast", "--warm-up", "0", "--repetitions", str(FIRST_SNAPSHOTS))
+    common += ("--before-s", str(BEFORE_FIRST_S), "--folder", str(scratch))
+    results = []
+    for repetition in range(chosen.repetitions):
+        for known in (True, False):
+            job = f"first-{repetition}-{'known' if known else 'unknown'}"
+            extra = (*common, "--load") if known else common
+            lines = _under_holdfast(processes, "stall", chosen, scratch, progress, *extra, job=job)
+            results += [x | {"known": known, "job": job} for x in lines if "method" in x]
+    return results
+
+
 def run_slowdown(
     processes: Group, chosen: argparse.Namespace, scratch: Path, progress: Progress
 ) -> list[dict[str, Any]]:
@@ -255,7 +286,13 @@ def run_reshard(
     return results
 
 
-RUN = {"stall": run_stall, "slowdown": run_slowdown, "transfer": run_transfer, "reshard": run_reshard}
+RUN = {
+    "stall": run_stall,
+    "first": run_first,
+    "slowdown": run_slowdown,
+    "transfer": run_transfer,
+    "reshard": run_reshard,
+}
 
 
 # ---------------------------------------------------------------- showing
@@ -294,6 +331,25 @@ def show_stall(lines: list[dict[str, Any]]) -> Shown:
         f"0.5 s; its stall is the call and the wait afterwards. Slots took {memory['slot_bytes'] / memory['state_bytes']:.2f} "
         "times the state at most, on all nodes: two copies of every shard, of two snapshots, are 4. "
         f"The first snapshots of all, whose memory was brought in, stood still for {beginnings} s.",
+    )
+
+
+def show_first(lines: list[dict[str, Any]]) -> Shown:
+    table = _table("The first snapshots of a job", ("snapshot", "size known ahead", "not known"))
+    slowest: dict[tuple[bool, str, int], float] = {}
+    for x in lines:
+        key = x["known"], x["job"], x["repetition"]
+        slowest[key] = max(slowest.get(key, 0.0), x["stall_s"])
+    for name, numbers in (("first", (0,)), ("second", (1,)), ("later", range(2, FIRST_SNAPSHOTS))):
+        cells = [
+            _cell(spread(s for (k, _, number), s in slowest.items() if k is known and number in numbers))
+            for known in (True, False)
+        ]
+        table.add_row(name, *cells)
+    yield (
+        table,
+        "Stall of the slowest rank; median (min–max) over jobs, with and without in turn. Known: the script gave its state "
+        f"to hf.checkpoint.load at its start, as scripts do, {BEFORE_FIRST_S:g} s of computing before its first save.",
     )
 
 
@@ -377,7 +433,13 @@ def show_reshard(lines: list[dict[str, Any]]) -> Shown:
     yield table, "Tensors cut along their first dimension, as FSDP2 cuts them; over all readers."
 
 
-SHOW = {"stall": show_stall, "slowdown": show_slowdown, "transfer": show_transfer, "reshard": show_reshard}
+SHOW = {
+    "stall": show_stall,
+    "first": show_first,
+    "slowdown": show_slowdown,
+    "transfer": show_transfer,
+    "reshard": show_reshard,
+}
 
 
 def _table(title: str, columns: Sequence[str]) -> Table:

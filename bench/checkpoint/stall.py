@@ -51,6 +51,10 @@ def main() -> None:
     methods = _methods(state, local, given.folder, rank, given.compute_s)
     if given.only:
         methods = {name: methods[name] for name in given.only.split(",")}
+    if given.load:
+        hf.checkpoint.load(state)
+    if given.before_s:
+        _compute(given.before_s)
     with Path(f"{given.output}-{rank}").open("a") as out:
         for repetition in range(-given.warm_up, given.repetitions):
             for name, method in methods.items():
@@ -72,6 +76,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--warm-up", type=int, default=3)
     parser.add_argument("--compute-s", type=float, default=0.5)
+    parser.add_argument(
+        "--load", action="store_true", help="look for a checkpoint at the start, as scripts do"
+    )
+    parser.add_argument("--before-s", type=float, default=0.0, help="of computing before the first snapshot")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--output", required=True)
     parser.add_argument("--only", default="")

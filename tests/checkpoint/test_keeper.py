@@ -110,6 +110,51 @@ def test_the_slot_for_the_next_snapshot_is_brought_in_meanwhile():
     run(scenario())
 
 
+def test_the_first_snapshot_finds_the_memory_that_was_expected():
+    async def scenario():
+        async with nodes("a") as (a,):
+            a.keeper.expect(m.SnapshotExpected(3, 100_000))
+            a.keeper.expect(m.SnapshotExpected(3, 100_000))  # a worker that was started again says it again
+            await asyncio.to_thread(a.keeper._copying.shutdown)
+            there = set(a.folder.glob("*.slot"))
+            assert [len(there), a.keeper.copies(), a.said] == [2, (), []]
+            given = await a.keeper.slot_wanted("w0", m.SlotWanted(key_of(10, rank=3, world=8), 100_000))
+            assert Path(given.path) in there
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("expected", [40_000, 4_000_000])
+def test_a_size_that_was_wrong_costs_nothing(monkeypatch, expected):
+    async def scenario():
+        async with nodes("a") as (a,):
+            pool, there = a.keeper.pool, threading.Event()
+            prepare = pool.prepare
+            monkeypatch.setattr(pool, "prepare", lambda *args: (prepare(*args), there.set()))
+            a.keeper.expect(m.SnapshotExpected(0, expected))
+            assert await asyncio.to_thread(there.wait, 30)
+            assert {slot.capacity for slot in pool._slots} == {expected}
+            await a.held(key_of(10))
+            await asyncio.to_thread(a.keeper._copying.shutdown)
+            assert {slot.capacity for slot in pool._slots} == {100_000}
+
+    run(scenario())
+
+
+def test_memory_of_a_size_that_is_known_better_is_not_brought_in_further(monkeypatch):
+    async def scenario():
+        async with nodes("a") as (a,):
+            asked = []
+            monkeypatch.setattr(a.keeper.pool, "prepare", lambda rank, nbytes, ended: asked.append(ended))
+            a.keeper.expect(m.SnapshotExpected(0, 40_000))
+            a.keeper.expect(m.SnapshotExpected(1, 40_000))
+            await a.begin(key_of(10))
+            await asyncio.to_thread(a.keeper._copying.shutdown)
+            assert [ended() for ended in asked] == [True, False, False]
+
+    run(scenario())
+
+
 def test_a_worker_that_ends_in_between_leaves_a_free_slot():
     async def scenario():
         async with nodes("a") as (a,):

@@ -24,7 +24,7 @@ from snapshots_in_memory import (
     steps_of,
 )
 
-from holdfast.checkpoint import memory
+from holdfast.checkpoint import memory, pages
 from holdfast.checkpoint.layout import CHUNK_BYTES
 from holdfast.checkpoint.memory import SlotPool, SlotState, default_budget, hand_on
 from holdfast.checkpoint.pages import PAGE, SlotMaps, map_slot
@@ -271,6 +271,81 @@ def test_bringing_in_ends_when_the_job_does(pool, folder):
     answers = iter([False, True, True])
     pool.prepare(0, 100_000, lambda: next(answers))
     assert [slot_files(folder), pool.nbytes, pool.skipped] == [0, 0, 0]
+
+
+def held_up(monkeypatch, rank_of_caller):
+    """Bringing in waits until it is let go, in the threads of `rank_of_caller`; returns (it has begun, let it go)."""
+    begun, go = threading.Event(), threading.Event()
+    bring_in = pages.bring_in
+
+    def slowly(*args):
+        if threading.current_thread().name == rank_of_caller:
+            begun.set()
+            assert go.wait(30)
+        return bring_in(*args)
+
+    monkeypatch.setattr(pages, "bring_in", slowly)
+    return begun, go
+
+
+def test_a_slot_that_is_being_brought_in_is_waited_for(pool, folder, monkeypatch):
+    begun, go = held_up(monkeypatch, "prepares")
+    prepares = threading.Thread(
+        target=pool.prepare, args=(0, 100_000, lambda: False), name="prepares", daemon=True
+    )
+    prepares.start()
+    assert begun.wait(30)
+    given = []
+    saves = threading.Thread(target=lambda: given.append(fill(pool, key_of(10))), daemon=True)
+    saves.start()
+    # Another shard, and one of another size, do not wait.
+    fill(pool, key_of(10, rank=1))
+    fill(pool, key_of(10), 1 << 20)
+    assert given == []
+    go.set()
+    for thread in (saves, prepares):
+        thread.join(30)
+        assert not thread.is_alive()
+    assert [is_right(given[0]), slot_files(folder)] == [True, 3]
+
+
+def test_who_waits_for_a_slot_that_cannot_be_had_brings_in_its_own(pool, folder, monkeypatch):
+    begun, go = held_up(monkeypatch, "prepares")
+    prepares = threading.Thread(
+        target=pool.prepare, args=(0, 100_000, go.is_set), name="prepares", daemon=True
+    )
+    prepares.start()
+    assert begun.wait(30)
+    given = []
+    saves = threading.Thread(target=lambda: given.append(fill(pool, key_of(10))), daemon=True)
+    saves.start()
+    go.set()
+    for thread in (saves, prepares):
+        thread.join(30)
+        assert not thread.is_alive()
+    assert [is_right(given[0]), slot_files(folder), pool._coming] == [True, 1, []]
+
+
+def test_two_shards_are_not_promised_the_same_memory(folder, monkeypatch):
+    pool = SlotPool(folder, 3 << 20)
+    begun, go = held_up(monkeypatch, "prepares")
+    prepares = threading.Thread(
+        target=pool.prepare, args=(0, 2 << 20, lambda: False), name="prepares", daemon=True
+    )
+    prepares.start()
+    assert begun.wait(30)
+    pool.prepare(1, 2 << 20, lambda: False)
+    assert slot_files(folder) == 1  # not even begun
+    go.set()
+    prepares.join(30)
+    assert [pool.nbytes, slot_files(folder)] == [2 << 20, 1]
+
+
+def test_bringing_in_ends_where_the_machine_becomes_short_of_memory(pool, folder, monkeypatch):
+    left = iter([1 << 30])
+    monkeypatch.setattr(memory, "free_bytes", lambda folder: next(left, memory.RESERVE_BYTES - 1))
+    pool.prepare(0, 100_000, lambda: False)
+    assert [slot_files(folder), pool.nbytes, pool._coming] == [0, 0, []]
 
 
 def test_slots_that_the_state_has_outgrown_are_given_back(pool, folder):

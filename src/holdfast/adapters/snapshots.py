@@ -11,6 +11,7 @@ import torch
 
 from holdfast import checkpoint
 from holdfast.adapters import world
+from holdfast.checkpoint import api
 from holdfast.checkpoint.flatten import flatten
 from holdfast.errors import UsageError
 
@@ -41,6 +42,11 @@ class Saver:
     def check(self, state: Mapping[str, Any]) -> None:
         """Before anything is trained: raises UsageError for a value that cannot be saved, with its path."""
         flatten(state, 0)
+
+    def expect(self, state: Mapping[str, Any]) -> None:
+        """Before the first step: if nothing was loaded, the memory of the first snapshot is brought in beside training."""
+        if not self._step:
+            api.expect(state, api.backend_for(self._to))
 
     def due(self, step: int) -> bool:
         """Whether a state of this step is to be saved. Where several updates count as steps, a multiple may be jumped

@@ -440,6 +440,10 @@ class Agent:
             # ended.
             self._spawn(self._give_slot(worker, message))
             return
+        if isinstance(message, m.SnapshotExpected):
+            if self._keeper is not None:
+                self._keeper.expect(message)
+            return
         if isinstance(message, m.SlotFilled):
             if self._keeper is not None:
                 self._spawn(self._keeper.slot_filled(worker.name, message))

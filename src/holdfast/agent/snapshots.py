@@ -92,6 +92,7 @@ class SnapshotKeeper:
         self._asked: dict[str, Key] = {}
         self._pulls: set[Pull] = set()
         self._prepared: set[tuple[int, int]] = set()
+        self._sizes: dict[int, int] = {}
         self._archives: dict[str, Archive] = {}
         self._stores = 0
         self._freed = asyncio.Event()
@@ -145,13 +146,24 @@ class SnapshotKeeper:
 
     # ------------------------------------------------------------ this node's workers
 
+    def expect(self, message: m.SnapshotExpected) -> None:
+        """A worker will save a shard of this size: its memory is brought in beside training."""
+        self._prepare(message.rank, message.nbytes)
+
     def _prepare(self, rank: int, nbytes: int) -> None:
-        """A shard's size is known: the slot for its next snapshot is brought in before somebody waits for it."""
-        if (rank, nbytes) not in self._prepared and not self._closing.is_set():
-            # Once for each shard and size: bringing the pages of a large slot in takes seconds of a
-            # processor.
-            self._prepared.add((rank, nbytes))
-            self._copying.submit(self.pool.prepare, rank, nbytes, self._closing.is_set)
+        """A shard's size is known: the slots for its next snapshots are brought in before somebody waits for them."""
+        if (rank, nbytes) in self._prepared or self._closing.is_set():
+            return
+        # Once for each shard and size: bringing the pages of a large slot in takes seconds of a processor.
+        self._prepared.add((rank, nbytes))
+        self._sizes[rank] = nbytes
+
+        def ended() -> bool:
+            # What was expected of a shard may turn out to be wrong. Going on with that size would take memory
+            # from the right one.
+            return self._closing.is_set() or self._sizes[rank] != nbytes
+
+        self._copying.submit(self.pool.prepare, rank, nbytes, ended)
 
     async def slot_wanted(self, worker: str, message: m.SlotWanted) -> m.SlotGiven:
         """A slot for a worker's copy, its pages present."""

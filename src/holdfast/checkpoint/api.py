@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from holdfast.checkpoint import agent_link
 from holdfast.checkpoint.backends import AgentBackend, Backend, StandaloneBackend
+from holdfast.checkpoint.expectation import Expectation
 from holdfast.checkpoint.flatten import flatten
 from holdfast.checkpoint.loading import check, give, read
 from holdfast.checkpoint.located import Located
@@ -31,6 +32,7 @@ _backends: dict[tuple[str, int, int, int], Backend] = {}
 
 _copying: list[threading.Thread] = []
 _loads = itertools.count(1)
+_expectation = Expectation()
 
 
 def save(state: Mapping[str, Any], step: int, *, to: str | None = None, overlap: bool = False) -> bool:
@@ -154,6 +156,7 @@ def load(
             # Only after all ranks have read: `load_state_dict` cannot be undone.
             give(state, located, backend.rank, tensors)
             backend.loaded(located.step)
+            expect_as(located, backend)
             return located.step
         if trouble is not None:  # the others may stay with it: this rank may have it from elsewhere
             on_skip(f"{located.where}: {trouble}")
@@ -165,7 +168,20 @@ def load(
         raise StateError(f"no checkpoint could be loaded: {'; '.join(reasons)}")
     if step is None:
         backend.loaded(None)
+        expect(state, backend)
     return None
+
+
+def expect(state: Mapping[str, Any], backend: Backend) -> None:
+    """This state will be saved for the first time: as soon as its size can be known, its memory is brought in."""
+    _expectation.begin(state, backend.expect)
+
+
+def expect_as(located: Located, backend: Backend) -> None:
+    """What was loaded will be saved again: this rank's part of it has the same size."""
+    # With another number of ranks the parts are others, and nothing is known of them.
+    if located.world == backend.world:
+        backend.expect(located.heads[backend.rank].index.nbytes)
 
 
 def _agreed(

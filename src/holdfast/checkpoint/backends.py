@@ -76,6 +76,9 @@ class Backend(Protocol):
     def loading(self, where: str, total_bytes: int) -> AbstractContextManager[Count]:
         """Counts what is read from `where`; if it takes longer than two seconds, people see how far it is."""
 
+    def expect(self, nbytes: int) -> None:
+        """This rank will save a shard of about `nbytes`: its memory can be brought in."""
+
     def loaded(self, step: int | None) -> None:
         """The script goes on from this state; None: it looked for the newest, and there is none."""
 
@@ -204,6 +207,10 @@ class AgentBackend:
                 yield seen
             finally:
                 far.over(total_bytes)
+
+    def expect(self, nbytes: int) -> None:
+        """The agent brings it in, beside training."""
+        self._link.send(m.SnapshotExpected(self.rank, nbytes))
 
     def loaded(self, step: int | None) -> None:
         """The coordinator counts what is done again."""
@@ -334,6 +341,9 @@ class StandaloneBackend:
         """In the script's output."""
         with progress(self.rank, where, total_bytes) as count:
             yield count.add
+
+    def expect(self, nbytes: int) -> None:
+        """Nobody else could bring it in: it is this process's own."""
 
     def loaded(self, step: int | None) -> None:
         """Nobody counts."""

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from holdfast.checkpoint.api import backend_for, copy_tensors, wait_for_copy
+from holdfast.checkpoint.api import backend_for, copy_tensors, expect_as, wait_for_copy
 from holdfast.checkpoint.flatten import inlined
 from holdfast.checkpoint.located import Located
 from holdfast.checkpoint.regions import Region, read_regions
@@ -271,6 +271,7 @@ class TieredReader(StorageReader):
             # bytes pass torch's restricted unpickler first: see `_harmless`.
             planner.load_bytes(item, _harmless(data, item.storage_index.fqn))
         backend.loaded(located.step)
+        expect_as(located, backend)
         done: Future[None] = Future()
         done.set_result(None)
         return done

@@ -135,7 +135,9 @@ class SlotPool:
         self.skipped = 0
         self._run = run
         self._lock = threading.RLock()
+        self._arrived = threading.Condition(self._lock)
         self._slots: list[Slot] = []
+        self._coming: list[Slot] = []
         self._whole_step = -1
         self._kept_step: int | None = None
         own_folder(folder)
@@ -156,7 +158,7 @@ class SlotPool:
                 # Chosen and marked WRITING under one lock, brought in without it. Two workers that ask at
                 # once must not get the same slot, and bringing pages in takes half a second for a GiB, in
                 # which nobody else may have to wait.
-                slot = self._free_slot(key, blob_bytes) or self._planned(key, blob_bytes)
+                slot = self._ready_slot(key, blob_bytes) or self._planned(key, blob_bytes)
             except OSError as error:
                 raise TierError(
                     f"the folder {self.folder} of the snapshot memory cannot be used: {error.strerror}"
@@ -180,34 +182,59 @@ class SlotPool:
         return slot
 
     def prepare(self, rank: int, blob_bytes: int, ended: Callable[[], bool]) -> None:
-        """Brings the memory of a shard's slots in before they are wanted, unless that takes it from another snapshot.
+        """Brings the memory of a shard's slots in before they are wanted, unless that takes it from another snapshot
+        or from the machine.
 
         Args:
             ended: asked now and then; when it says so, what was begun is given back.
         """
-        need = _head_at(blob_bytes)
-        while True:
-            with self._lock:
-                # Only memory that nobody uses: preparing is a favour to the first snapshot, and must not
-                # evict a snapshot that somebody may restore.
-                if self._has_slots(rank, blob_bytes) or self._room() < need:
-                    return
-                path = self.folder / f"{uuid.uuid4().hex}.slot"
-                slot = Slot(path=path, capacity=blob_bytes, key=Key(0, 0, rank, 1))
+
+        def has_to_end() -> bool:
+            # The workers take memory meanwhile, more than was foreseen when this began. It is theirs.
+            return ended() or free_bytes(self.folder) < RESERVE_BYTES
+
+        while (slot := self._expected(rank, blob_bytes)) is not None:
+            there = False
             try:
-                self._bring_in(slot, ended)
+                self._bring_in(slot, has_to_end)
+                there = True
             except TierError:
                 return  # whoever needs the memory will say so
-            with self._lock:
-                # Everything is looked at again, because the lock was not held while pages came in. A slot
-                # that is not in the list is not in the budget, so two could have been brought in for the same
-                # memory.
-                short = self.budget_bytes - self.nbytes < need
-                if ended() or short or self._has_slots(rank, blob_bytes):
-                    slot.path.unlink(missing_ok=True)
-                    return
-                _write_header(slot)
-                self._slots.append(slot)
+            finally:
+                with self._arrived:
+                    self._coming.remove(slot)
+                    there = there and self._arrive(slot, ended())
+                    # Also after a failure: whoever waits for this slot then brings in one of its own.
+                    self._arrived.notify_all()
+            if not there:
+                return
+
+    def _expected(self, rank: int, blob_bytes: int) -> Slot | None:
+        """The next slot to bring in for a shard; None when it has enough, or there is no room."""
+        need = _head_at(blob_bytes)
+        with self._lock:
+            # Only memory that nobody uses: preparing is a favour to the first snapshot, and must not evict a
+            # snapshot that somebody may restore. What comes for other shards is not in the budget yet, so two
+            # at once could be promised the same memory.
+            taken = sum(_head_at(slot.capacity) for slot in self._coming)
+            if self._has_slots(rank, blob_bytes) or self._room() - taken < need:
+                return None
+            path = self.folder / f"{uuid.uuid4().hex}.slot"
+            slot = Slot(path=path, capacity=blob_bytes, key=Key(0, 0, rank, 1))
+            self._coming.append(slot)
+            return slot
+
+    def _arrive(self, slot: Slot, ended: bool) -> bool:
+        """A slot was brought in. Returns whether it counts: there is still use and room for it."""
+        # Looked at again, because the lock was not held while pages came in. A slot that is not in the list is
+        # not in the budget.
+        short = self.budget_bytes - self.nbytes < _head_at(slot.capacity)
+        if ended or short or self._has_slots(slot.key.rank, slot.capacity):
+            slot.path.unlink(missing_ok=True)
+            return False
+        _write_header(slot)
+        self._slots.append(slot)
+        return True
 
     def _has_slots(self, rank: int, blob_bytes: int) -> bool:
         there = [s for s in self._slots if s.key.rank == rank and s.capacity >= blob_bytes]
@@ -339,14 +366,21 @@ class SlotPool:
 
     # ------------------------------------------------------------ slots
 
+    def _ready_slot(self, key: Key, blob_bytes: int) -> Slot | None:
+        """A slot whose pages are there. One that is being brought in for this shard is waited for: to bring in another one
+        beside it would take both twice as long."""
+        while (slot := self._free_slot(key, blob_bytes)) is None and any(
+            coming.key.rank == key.rank and _fits(coming, blob_bytes) for coming in self._coming
+        ):
+            self._arrived.wait()
+        return slot
+
     def _free_slot(self, key: Key, blob_bytes: int) -> Slot | None:
         """The smallest free slot that fits; else one whose snapshot is not needed any more."""
         # A slot with readers is never reused: a peer may be copying it, or a worker may have mapped its file.
         # That is the only promise that readers get, and the reason why they need no lock.
         fitting = [s for s in self._slots if s.capacity >= blob_bytes and not s.users]
-        # Not one more than twice as large: a small shard would hold the memory that a large one needs, and
-        # the budget would not show why that one does not fit.
-        free = [s for s in fitting if s.state is SlotState.FREE and s.capacity <= 2 * blob_bytes + PAGE]
+        free = [s for s in fitting if s.state is SlotState.FREE and _fits(s, blob_bytes)]
         if free:
             return min(free, key=lambda s: s.capacity)
         return next((s for s in fitting if self._dispensable(s, key)), None)
@@ -537,6 +571,13 @@ def free_bytes(folder: Path) -> int:
 def default_budget(folder: Path) -> int:
     """Half of what the memory file system has left now: the other half is the workers'."""
     return free_bytes(folder) // 2
+
+
+def _fits(slot: Slot, blob_bytes: int) -> bool:
+    """Whether a free slot is of a size for this blob."""
+    # Not one more than twice as large: a small shard would hold the memory that a large one needs, and the
+    # budget would not show why that one does not fit.
+    return blob_bytes <= slot.capacity <= 2 * blob_bytes + PAGE
 
 
 def _head_at(blob_bytes: int) -> int:

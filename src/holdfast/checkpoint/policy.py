@@ -37,6 +37,11 @@ class Cadence(msgspec.Struct, frozen=True):
     auto: bool = False
     """As often as loses least."""
 
+    @property
+    def never(self) -> bool:
+        """Whether nothing is ever saved."""
+        return not (self.steps or self.seconds or self.auto)
+
     def due(self, step: int, since_s: float, interval_s: float = math.inf) -> bool:
         """Whether step `step` (committed steps) is to be saved.
 

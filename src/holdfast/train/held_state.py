@@ -117,10 +117,12 @@ class HeldState:
 
     def begin_step(self) -> None:
         """A step starts from what was committed."""
+        committed = self.committed or 0
+        self.snapshots.expect(committed, lambda: state_image.capture(self._protected, committed).index.nbytes)
         # The snapshot begins before the step, since the state is complete now and stays as it is until the
         # update.
         self.buffer_rules.begin(self._place.micro_batches)
-        self.snapshots.begin(self.committed or 0, self.image)
+        self.snapshots.begin(committed, self.image)
         self._buffers.keep()
 
     def before_update(self) -> None:

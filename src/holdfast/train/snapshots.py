@@ -66,6 +66,7 @@ class Snapshots:
         self._pinning = Pinning(device)
         self._maps = SlotMaps(self._pinning)
         self._wanted = False
+        self._expected: tuple[int, int] | None = None
         self._current: _Copying | None = None
 
     def join(self, form: m.JoinGeneration) -> None:
@@ -93,6 +94,16 @@ class Snapshots:
         """The vote said so: the next step begins with a snapshot."""
         self._wanted = True
         self._last_s = time.monotonic()
+
+    def expect(self, committed: int, measure: Callable[[], int]) -> None:
+        """Before a step: says once for a shard how large it is, so that the agent brings its memory in before the first
+        snapshot wants it. measure: returns the bytes of the state."""
+        if self._expected == self._shard or not self._saves or self._cadence.never:
+            return
+        # Before the first update an optimizer has no moments yet, which are most of the state.
+        if committed > 0:
+            self._expected = self._shard
+            self._link.send(m.SnapshotExpected(self._shard[0], measure()))
 
     def begin(self, step: int, capture: Callable[[], Image]) -> None:
         """Before a step: begins the copy, if one is wanted and this worker saves."""

@@ -86,6 +86,13 @@ class Snapshots(TrainerCallback):
         self._answer("_load_rng_state", lambda: set_random_state(generators.value))
         return self._folder.name
 
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any
+    ) -> None:
+        """The optimizer is there, which it was not when a snapshot was looked for."""
+        optimizer = getattr(self._trainer.optimizer, "optimizer", self._trainer.optimizer)
+        self._saver.expect({"model": self._trainer.model, "optimizer": optimizer})
+
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any
     ) -> None:

@@ -278,6 +278,16 @@ class SlotWanted(msgspec.Struct, frozen=True, tag="slot-wanted"):
     """Until there is room, when older snapshots are still on their way to durable tiers."""
 
 
+# Memory that nobody has touched takes ten times as long as the copy into it. The agent needs the size to bring
+# it in while the first steps compute, instead of while training waits for its first snapshot.
+class SnapshotExpected(msgspec.Struct, frozen=True, tag="snapshot-expected"):
+    """This worker will save a shard of about `nbytes`, as `rank` of those that save (agent only). Nothing follows from a
+    size that turns out to be another one."""
+
+    rank: int
+    nbytes: int
+
+
 # With the index the agent can serve the copy to others, without torch and without knowing what it is a copy
 # of.
 class SlotFilled(msgspec.Struct, frozen=True, tag="slot-filled"):
@@ -323,7 +333,8 @@ class FindSnapshot(msgspec.Struct, frozen=True, tag="find-snapshot"):
 
 
 WorkerMessage = (
-    SlotWanted
+    SnapshotExpected
+    | SlotWanted
     | SlotFilled
     | StateServed
     | Loaded
