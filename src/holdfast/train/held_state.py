@@ -14,6 +14,8 @@ from holdfast.protocol.phases import Phase
 from holdfast.protocol.snapshots import DurableTier, tiers_of
 from holdfast.train import checkpoint_restore, state_image
 from holdfast.train.buffer_rules import BufferRules
+from holdfast.train.constants import NAME as constants_name
+from holdfast.train.constants import Constants
 from holdfast.train.data_cursor import NAME, DataCursor
 from holdfast.train.faults import FaultPlan
 from holdfast.train.link import Link
@@ -46,6 +48,7 @@ class HeldState:
         sharding: Sharding | None,
         place: Place,
         buffer_rules: BufferRules,
+        constants: Constants,
     ) -> None:
         """sharding: of a replica of several workers, whose state is sharded."""
         self.committed: int | None = None
@@ -57,13 +60,19 @@ class HeldState:
                 if name != NAME and not getattr(thing, "changes_between_steps", False)
             },
             buffer_rules.paths,
+            constants,
         )
         self._link, self._faults, self._place = link, faults, place
         self.buffer_rules = buffer_rules
         self._page = link.page
+        if constants:
+            protected = state_image.WithConstants(
+                {**protected, constants_name: constants}, constants.left_out(protected)
+            )
         self._protected = protected
+        self._constants = constants
         self._buffers = ModuleBuffers(state_image.buffers_of(protected))
-        self._restorer = StateRestorer(link, protected, sharding)
+        self._restorer = StateRestorer(link, protected, sharding, constants)
         self._kept = False
 
     def protects(self, thing: object) -> bool:
@@ -78,7 +87,8 @@ class HeldState:
     @property
     def covered(self) -> tuple[str, ...]:
         """What `replicated_digest` is over: the names of all that is protected."""
-        return tuple(name for name in self._protected if name != NAME)
+        own = tuple(name for name in self._protected if name not in (NAME, constants_name))
+        return own + self._constants.names
 
     @property
     def replicated_digest(self) -> str:
@@ -94,6 +104,10 @@ class HeldState:
         """As the commit left it. Training may go on while it is read; the next update may not."""
         self.buffer_rules.put_back()
         return state_image.capture(self._protected, self.committed or 0, self._buffers.copy_of)
+
+    def constant_image(self) -> state_image.Image | None:
+        """What never changes, for newcomers that have other bytes; None: there is nothing of that kind."""
+        return self._constants.image() if self._constants else None
 
     def restore(self, form: m.JoinGeneration) -> tuple[int, float]:
         """Fetches the state of the generation's start; until it is whole this worker holds none."""
@@ -158,6 +172,10 @@ class HeldState:
     def finish(self, stopped: bool) -> bool:
         """After the last step: the result becomes a checkpoint, unless training was stopped. True when the agent has it."""
         return self._kept or (not stopped and bool(self.committed) and self._save_last(self.committed or 0))
+
+    def check_constants(self) -> None:
+        """Raises StateChanged where what never changes did, in a way that torch does not count."""
+        self._constants.check()
 
     def _save_last(self, step: int, ordered: bool = False) -> bool:
         """The result of training becomes a checkpoint: the agent brings it to every durable tier from its memory. True

@@ -3,7 +3,7 @@
 Donors serve plain HTTP, straight from their live tensors, to those who prove that they know the job's token; the donor
 proves it too, see `protocol.proof`. `curl` can read it with the token itself:
 
-    GET /state/index?generation=7            the index, JSON
+    GET /state/index?generation=7            the index, JSON; under /constant/ the same of what never changes
     GET /state/bytes?generation=7  Range: ...   chunks of at most CHUNK_BYTES, each followed by its xxh3_64
     GET /state/direct?generation=7  Range: ...  the same bytes from GPU to GPU, where both can (`gpu_transfer`)
 
@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from http import HTTPStatus
+from typing import Literal
 from urllib.parse import parse_qs, urlsplit
 
 import msgspec
@@ -58,6 +59,7 @@ class DonorServer(RangeServer):
         self._news = threading.Condition()
         self._generation = 0
         self._image: Image | None = None
+        self._constant: Image | None = None
         self._lines: set[gpu_transfer.Line] = set()
         super().__init__(host, token, _server_name(worker), "holdfast-donor")
 
@@ -68,10 +70,11 @@ class DonorServer(RangeServer):
         # A transfer ends with the generation that it is for, which is over with this publish.
         self.refuse_new()
 
-    def publish(self, generation: int, image: Image | None) -> None:
-        """From now on requests for this generation are answered (None: with 'gone'); older ones fail."""
+    def publish(self, generation: int, image: Image | None, constant: Image | None = None) -> None:
+        """From now on requests for this generation are answered (None: with 'gone'); older ones fail. constant: the part
+        of the state that never changes."""
         with self._news:
-            self._generation, self._image = generation, image
+            self._generation, self._image, self._constant = generation, image, constant
             self._news.notify_all()
             # Whoever is sending from the live tensors must stop before this worker changes them. The new
             # number is set first, so a line that is opened now is refused in `opened`.
@@ -81,13 +84,14 @@ class DonorServer(RangeServer):
     def _is_to_come(self, generation: int) -> bool:
         return self._generation < generation
 
-    def _wait(self, generation: int) -> Image | None:
+    def _wait(self, generation: int, constant: bool) -> Image | None:
         with self._news:
             # A newcomer is told of its generation at the same time as its donors, so it may call before they
             # have published. Holding the request costs one thread; refusing it would cost a round trip and a
             # poll.
             self._news.wait_for(lambda: self._generation >= generation, timeout=PUBLISH_WAIT_S)
-            return self._image if self._generation == generation else None
+            image = self._constant if constant else self._image
+            return image if self._generation == generation else None
 
     def _current(self, generation: int) -> bool:
         return self._generation == generation
@@ -118,18 +122,19 @@ class DonorServer(RangeServer):
         request.close_connection = True
         url = urlsplit(request.path)
         number = parse_qs(url.query).get("generation", [""])[0]
-        image = self._wait(int(number)) if number.isdecimal() else None
+        constant = url.path.startswith("/constant/")
+        image = self._wait(int(number), constant) if number.isdecimal() else None
         if image is None and number.isdecimal() and self._is_to_come(int(number)):
             request.send_error(503, "this generation is not served yet: ask again")
         # 410 and 503 mean different things to the reader: at 410 it asks the next donor, at 503 it asks this
         # one again. A donor that reads the state from a tier for all answers 503 until it has it.
         elif image is None:
             request.send_error(410, "this generation is not served here")
-        elif url.path == "/state/index":
+        elif url.path in ("/state/index", "/constant/index"):
             request.send(msgspec.json.encode(image.index))
-        elif url.path == "/state/bytes":
+        elif url.path in ("/state/bytes", "/constant/bytes"):
             self._send_range(request, image, int(number))
-        elif url.path == "/state/direct" and gpu_transfer.possible(image):
+        elif url.path in ("/state/direct", "/constant/direct") and gpu_transfer.possible(image):
             self._send_directly(request, image, int(number))
         else:
             request.send_error(404)
@@ -177,14 +182,17 @@ class Fetch:
         token: str,
         seen: Seen,
         waits: Callable[[int], None] = lambda rank: None,
+        what: Literal["state", "constant"] = "state",
     ) -> None:
         """`seen` is told after every chunk, and of 0 bytes now and then while there are none yet; it may raise to end the
-        transfer. `waits` is told the rank of a donor that was called and has not answered; -1: all have."""
+        transfer. `waits` is told the rank of a donor that was called and has not answered; -1: all have.
+        what: the state, or what of it never changes."""
         self._generation = generation.number
         self._members = [generation.members[rank] for rank in donors]
         self._token = token
         self._seen = seen
         self._waits = waits
+        self._what = what
         self._called: list[int] = []
         self._open: set[http.client.HTTPConnection] = set()
         self._lock = threading.Lock()
@@ -209,7 +217,10 @@ class Fetch:
         Raises:
             StateError: no donor could give it, with the last donor's reason.
         """
-        index = self._index()
+        return self.fill(objects, self.index())
+
+    def fill(self, objects: Protected, index: Index) -> Image:
+        """As `run`, of an index that came before."""
         image = targets(objects, index)
         # Each stripe begins at another donor and goes on to the next one where that fails. So the load is
         # spread while all are well, and one lost donor costs only its own stripe's rest.
@@ -225,12 +236,17 @@ class Fetch:
                 job.result()
         return image
 
-    def _index(self) -> Index:
+    def index(self) -> Index:
+        """The donors' index.
+
+        Raises:
+            StateError: as `run`.
+        """
         while True:
             reasons, to_come = [], False
             for member in self._members:
                 try:
-                    with self._get(member, "/state/index") as response:
+                    with self._get(member, "index") as response:
                         return decode_index_of_peer(response.read())
                 except _NotYetError:
                     to_come = True
@@ -252,7 +268,7 @@ class Fetch:
             return
         for member in members:
             try:
-                with self._get(member, "/state/bytes", (low, stop)) as response:
+                with self._get(member, "bytes", (low, stop)) as response:
                     while low < stop:
                         high = min(low + CHUNK_BYTES, stop)
                         _read_chunk(response, image, low, high, member)
@@ -277,7 +293,7 @@ class Fetch:
             self._seen(nbytes, image.index.nbytes if nbytes else 0)
 
         try:
-            with self._connected(member, "/state/direct", (low, stop)) as (connection, response):
+            with self._connected(member, "direct", (low, stop)) as (connection, response):
                 if response.status == HTTPStatus.SWITCHING_PROTOCOLS:
                     gpu_transfer.receive(connection.sock, image, low, stop, moved)
         except (OSError, http.client.HTTPException, StateError) as error:
@@ -315,7 +331,7 @@ class Fetch:
         self, member: Member, path: str, span: tuple[int, int] | None
     ) -> Iterator[tuple[http.client.HTTPConnection, http.client.HTTPResponse]]:
         connection = http.client.HTTPConnection(member.host, member.data_port, timeout=CONNECT_S)
-        path = f"{path}?generation={self._generation}"
+        path = f"/{self._what}/{path}?generation={self._generation}"
         question = Question(self._token, _server_name(member.worker), "GET", path)
         headers = {"Authorization": question.authorization, "Connection": "close"}
         if span:

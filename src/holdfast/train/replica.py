@@ -15,6 +15,7 @@ from holdfast.errors import JobStopped, NonFiniteGradient, StateLost, StepFault
 from holdfast.protocol import messages as m
 from holdfast.protocol.phases import Phase
 from holdfast.train.buffer_rules import BufferRules
+from holdfast.train.constants import Constants
 from holdfast.train.endpoint import Endpoint
 from holdfast.train.faults import FaultPlan
 from holdfast.train.generation_group import Group
@@ -70,10 +71,11 @@ class Replica:
         sharding: Sharding | None = None,
         endpoint: Endpoint | None = None,
         buffer_rules: BufferRules | None = None,
+        constants: Constants | None = None,
     ) -> None:
         """alone: there is no job; an error of the script's ends it, as in any script. sharding: of a replica of several
         workers, whose state is sharded. endpoint: where others reach this process, if it is known to them already.
-        buffer_rules: none are declared, if left out."""
+        buffer_rules, constants: none are declared, if left out."""
         self.link = link
         self.sharding = sharding
         self.device = device
@@ -83,7 +85,14 @@ class Replica:
             protected, (), sharded=sharding is not None, exact=gradients.exact
         )
         self.state = HeldState(
-            link, faults, protected, device, sharding=sharding, place=self.place, buffer_rules=rules
+            link,
+            faults,
+            protected,
+            device,
+            sharding=sharding,
+            place=self.place,
+            buffer_rules=rules,
+            constants=constants or Constants({}),
         )
         self.checks_local = False
         self._checked = 0
@@ -199,13 +208,16 @@ class Replica:
                 self.place.generation - 1, None
             )  # who asks for this one is told that it is to come
         else:
-            self._donor.publish(self.place.generation, self.state.image() if form.serve else None)
+            if form.serve:
+                self._donor.publish(self.place.generation, self.state.image(), self.state.constant_image())
+            else:
+                self._donor.publish(self.place.generation, None)
         restored = 0
         restore_s = None
         if form.restore:
             restored, restore_s = self.state.restore(form)
             if reads_for_all:
-                self._donor.publish(self.place.generation, self.state.image())
+                self._donor.publish(self.place.generation, self.state.image(), self.state.constant_image())
         elif self.state.committed is None:
             self.state.committed = generation.start
         # A fresh start for whoever watches the page: a collective count or a peer of the old generation would
@@ -458,6 +470,7 @@ class Replica:
         if self.link.failed:
             return
         self._progress.flush(self.state.committed or 0)
+        self.state.check_constants()
         held = self.state.finish(stopped)
         self._page.enter(Phase.DONE)
         self.link.unguard()

@@ -12,6 +12,7 @@ from holdfast.protocol import messages as m
 from holdfast.protocol.phases import Phase
 from holdfast.tensors.dtensor_shards import Submesh
 from holdfast.train import checkpoint_restore, reshard, state_image
+from holdfast.train.constants import Constants
 from holdfast.train.link import Link
 from holdfast.train.peer_transfer import Fetch
 
@@ -22,12 +23,15 @@ if TYPE_CHECKING:
 class StateRestorer:
     """Brings the state of a generation's start into the protected objects, as the coordinator says."""
 
-    def __init__(self, link: Link, objects: state_image.Protected, sharding: Sharding | None) -> None:
+    def __init__(
+        self, link: Link, objects: state_image.Protected, sharding: Sharding | None, constants: Constants
+    ) -> None:
         """sharding: of a replica of several workers."""
         self.link = link
         self._page = link.page
         self._objects = objects
         self._sharding = sharding
+        self._constants = constants
 
     def restore(self, form: m.JoinGeneration) -> int:
         """Returns the bytes that came.
@@ -41,7 +45,9 @@ class StateRestorer:
         # meant was decided by the coordinator; nothing here falls back, because all newcomers must load the
         # same step.
         if form.donors:
-            return self._load(form, self._fetch(form))
+            # Before the state, which has the hash of these and is refused where they have another.
+            nbytes = self._fetch_constants(form) if self._constants else 0
+            return nbytes + self._load(form, self._fetch(form))
         if form.copy is not None:
             return self._load(form, self._from_memory(form))
         return self._from_shards(form) if form.shards else self._from_tier(form)
@@ -54,6 +60,21 @@ class StateRestorer:
             return fetch.run(self._objects)
         except StateError as error:
             raise CollectiveFailed(str(error)) from error
+
+    def _fetch_constants(self, form: m.JoinGeneration) -> int:
+        seen = self._seen(form)
+        fetch = Fetch(
+            form.generation, form.donors, self.link.token, seen, self._page.wait_for, what="constant"
+        )
+        self.link.guard(form.generation.number, fetch.abort)
+        try:
+            index = fetch.index()
+            if self._constants.are_those_of(index):
+                return 0
+            self._constants.take(fetch.fill(self._constants.targets, index))
+        except StateError as error:
+            raise CollectiveFailed(str(error)) from error
+        return index.nbytes
 
     def _load(self, form: m.JoinGeneration, image: state_image.Image) -> int:
         # Before the objects are changed: if the generation is over, the next one may start from another step.

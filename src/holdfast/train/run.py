@@ -20,6 +20,7 @@ from holdfast.errors import UsageError
 from holdfast.protocol.notices import Notice
 from holdfast.train import state_image, worker
 from holdfast.train.buffer_rules import BufferRule, BufferRules, check_rule
+from holdfast.train.constants import Constants
 from holdfast.train.data_cursor import NAME, BatchChanged, DataCursor
 from holdfast.train.exact import ExactSum, Reduction, prepare
 from holdfast.train.faults import FaultPlan
@@ -41,6 +42,7 @@ class Run:
     def __init__(self, attachment: worker.Attachment) -> None:
         self._attachment = attachment
         self._protected: dict[str, Any] = {}
+        self._constant: dict[str, torch.nn.Module] = {}
         self._buffer_rules: list[tuple[BufferRule, tuple[str, ...]]] = []
         self._replica: Replica | None = None
         self._step: Step | None = None
@@ -213,6 +215,33 @@ class Run:
             )
         state_image.check_protected(objects)
         self._protected.update(objects)
+
+    def constant(self, **modules: torch.nn.Module) -> None:
+        """Names state that never changes, such as the frozen base under LoRA's adapters. Call it before `steps`, with the same
+        names on every worker. The modules may be protected, too: then what is constant in them is left out of the state.
+
+        Constant is every parameter that takes no gradient when `steps` is called; of a module of which none takes one, the
+        buffers too. It is hashed once, and is in no snapshot or checkpoint: these have its hash, and are refused by a script
+        that has other bytes. So the script builds it at every start. A newcomer with the same bytes fetches
+        none of it, and any other one fetches it from a peer.
+
+        A change is found at the edges of a step where torch counts it, otherwise after the last step, or when a newcomer
+        fetches it.
+
+        Raises:
+            UsageError: no module, or a call after `steps`. `steps` raises it for a module of which no parameter is frozen.
+        """
+        if self._replica is not None:
+            raise UsageError(
+                "run.constant() came after run.steps(); name every constant before the first step"
+            )
+        for name, module in modules.items():
+            if not isinstance(module, torch.nn.Module):
+                raise UsageError(
+                    f"run.constant({name}=...): a {type(module).__name__} is no module; give modules, and everything "
+                    "else to run.protect"
+                )
+        self._constant.update(modules)
 
     def buffers(self, rule: BufferRule, *names: str) -> None:
         """Says what a commit makes of buffers that forward passes change, such as running statistics or the loads of
@@ -423,6 +452,8 @@ class Run:
         rules = BufferRules(
             self._protected, self._buffer_rules, sharded=sharding is not None, exact=reduction == "exact"
         )
+        shards = (sharding.shard_index, sharding.size) if sharding is not None else (0, 1)
+        constants = Constants(self._constant, shards)
         beat: list[Replica] = []
         parameters = dict.fromkeys(p for module in modules for p in module.parameters())
         kind = ExactSum if reduction == "exact" else GradientSum
@@ -438,6 +469,7 @@ class Run:
             sharding=sharding,
             endpoint=self._attachment.endpoint(),
             buffer_rules=rules,
+            constants=constants,
         )
         beat.append(replica)
         self._replica = replica

@@ -29,6 +29,7 @@ from holdfast.errors import StateChanged
 from holdfast.tensors import staging
 from holdfast.tensors.dtensor_shards import local_of
 from holdfast.tensors.tree import buffer_of, pack
+from holdfast.train.constants import ADVICE, Constants
 from holdfast.train.state_image import BufferPlace, Protected, persistent_buffers
 
 SHARE = 0.0005
@@ -46,12 +47,20 @@ WINDOW_BYTES = 4096
 class StateGuard:
     """Compares the protected objects with what the newest commit left. Local to this worker, and without collectives."""
 
-    def __init__(self, objects: Protected, ruled: Collection[str] = ()) -> None:
-        """ruled: paths of buffers that forward passes may change, since a rule says what becomes of them."""
-        self._watched: list[_Watched] = []
+    def __init__(
+        self, objects: Protected, ruled: Collection[str] = (), constants: Constants | None = None
+    ) -> None:
+        """ruled: paths of buffers that forward passes may change, since a rule says what becomes of them. constants:
+        what nothing may change, not even a commit."""
+        constants = constants or Constants({})
+        left_out = constants.left_out(objects)
+        self._watched: list[_Watched] = [_Constants(constants)] if constants else []
         for name, thing in objects.items():
             if isinstance(thing, torch.nn.Module):
-                self._watched += [_Parameters(name, thing), _Buffers(name, thing, ruled)]
+                self._watched += [
+                    _Parameters(name, thing, left_out.get(name, ())),
+                    _Buffers(name, thing, {*ruled, *(f"{name}.{n}" for n in left_out.get(name, ()))}),
+                ]
             elif isinstance(thing, torch.optim.Optimizer):
                 self._watched.append(_Optimizer(name, thing))
             else:
@@ -135,6 +144,8 @@ class StateGuard:
 
 
 def _error(watched: _Watched, path: str, when: str, why: str) -> StateChanged:
+    if isinstance(watched, _Constants):
+        return StateChanged(f"{path} was found changed {when}: {watched.remedy}")
     return StateChanged(
         f"{path} changed {when}: {why}. Put it into the commit: {watched.remedy}; or leave `{watched.name}` out of "
         "run.protect if it need not survive"
@@ -212,8 +223,8 @@ class _Watched:
 class _Parameters(_Watched):
     """A module's. Its buffers have rules of their own."""
 
-    def __init__(self, name: str, thing: torch.nn.Module) -> None:
-        named = list(thing.named_parameters())
+    def __init__(self, name: str, thing: torch.nn.Module, without: Collection[str] = ()) -> None:
+        named = [(n, p) for n, p in thing.named_parameters() if n not in without]
         self._names = [n for n, _ in named]
         # The local shards, found once: FSDP2 swaps a module's parameters for gathered ones during a step, and
         # swaps them back.
@@ -315,6 +326,38 @@ class _Optimizer(_Watched):
         return (
             f"step.apply({self.name}, scheduler=scheduler) for a schedule, or {_also(f'update({self.name})')}"
         )
+
+
+class _Constants(_Watched):
+    """What `run.constant` named. Only counts of writes and addresses are compared; a sign has all content read."""
+
+    def __init__(self, constants: Constants) -> None:
+        self._constants = constants
+        # Kept over all commits: no commit may change a constant, either.
+        self._seen: tuple[list[int], list[int]] | None = None
+        super().__init__("run.constant", constants)
+
+    def read(self) -> tuple[list[torch.Tensor], Any]:
+        return self._constants.tensors, None
+
+    def note(self, turn: int, first: bool) -> None:
+        if self._seen is None:
+            self._seen = self._signs()
+
+    def change(self) -> str | None:
+        now = self._signs()
+        if now == self._seen:
+            return None
+        self._seen = now
+        return self._constants.changed()
+
+    def _signs(self) -> tuple[list[int], list[int]]:
+        tensors = self._constants.tensors
+        return _versions(tensors), [t.data_ptr() for t in tensors]
+
+    @property
+    def remedy(self) -> str:
+        return ADVICE
 
 
 class _Other(_Watched):

@@ -24,6 +24,18 @@ Protected = Mapping[str, Any]
 """Name to an object with `state_dict` and `load_state_dict`."""
 
 
+class WithConstants(dict[str, Any]):
+    """Protected objects, of which a part is no part of the state: `run.constant` says that it never changes.
+
+    Attributes:
+        left_out: by object, the names in its `state_dict`.
+    """
+
+    def __init__(self, objects: Protected, left_out: Mapping[str, Collection[str]]) -> None:
+        super().__init__(objects)
+        self.left_out = left_out
+
+
 class Image:
     """State at one step: an index and one tensor for each of its entries, in the same order.
 
@@ -85,7 +97,7 @@ def capture(
     tree: dict[str, Any] = {}
     for name, thing in objects.items():
         before = len(tensors)
-        tree[name] = pack(_state_of(thing, copy_buffer), name, tensors)
+        tree[name] = pack(_state_of(thing, copy_buffer, _left_out(objects, name)), name, tensors)
         # Parameters and moments change only in an update, which waits for readers. Buffers and objects of the
         # script's own may change in the next forward pass, so what is read later must be a copy.
         if copy_buffer is not None and not isinstance(thing, torch.nn.Module | torch.optim.Optimizer):
@@ -186,7 +198,7 @@ def give(objects: Protected, tree: Mapping[str, Any], tensors: list[torch.Tensor
         raise StateError(f"the state holds {sorted(tree)}, this script protects {sorted(objects)}")
     for name, thing in objects.items():
         try:
-            thing.load_state_dict(unpack(tree[name], tensors))
+            _load(thing, unpack(tree[name], tensors), _left_out(objects, name))
         except (RuntimeError, ValueError, KeyError) as error:
             raise StateError(f"{name} cannot load its state: {error}") from error
 
@@ -255,8 +267,26 @@ def _device_of(objects: Protected) -> torch.device:
     return torch.device("cpu")
 
 
-def _state_of(thing: Any, copy_buffer: Callable[[torch.Tensor], torch.Tensor] | None) -> Any:
+def _left_out(objects: Protected, name: str) -> Collection[str]:
+    return objects.left_out.get(name, ()) if isinstance(objects, WithConstants) else ()
+
+
+def _load(thing: Any, state: Any, left_out: Collection[str]) -> None:
+    if not left_out:
+        thing.load_state_dict(state)
+        return
+    found = thing.load_state_dict(state, strict=False)
+    wrong = sorted({*found.missing_keys, *found.unexpected_keys} - set(left_out))
+    if wrong:
+        raise ValueError(f"{wrong[0]} is in one of state and module only")
+
+
+def _state_of(
+    thing: Any, copy_buffer: Callable[[torch.Tensor], torch.Tensor] | None, left_out: Collection[str]
+) -> Any:
     state = thing.state_dict()
+    if left_out:
+        state = {name: value for name, value in state.items() if name not in left_out}
     if copy_buffer is not None and isinstance(thing, torch.nn.Module):
         buffers = {name for name, _ in thing.named_buffers()}
         return {k: copy_buffer(v) if k in buffers else v for k, v in state.items()}
