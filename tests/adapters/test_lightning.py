@@ -154,6 +154,12 @@ class Line(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
+class Later(Line):
+    def __init__(self):
+        super().__init__()
+        self.line = torch.nn.LazyLinear(1)
+
+
 class OwnStep(Line):
     def optimizer_step(self, *args, **kwargs):
         """Another update."""
@@ -195,6 +201,7 @@ def fit(folder, module, data, sampler=None, **options):
     [
         (Line, Stream, {}, "map-style"),
         (OwnStep, Four, {}, "optimizer_step"),
+        (Later, Four, {}, "has no shape"),
         (TwoOptimizers, Four, {}, "2 optimizers"),
         (Plateau, Four, {}, "ReduceLROnPlateau"),
         (Line, Four, {"max_steps": -1, "max_epochs": -1}, "an end"),

@@ -87,6 +87,14 @@ def test_a_stream_is_refused_by_train(tmp_path):
         trainer.train()
 
 
+def test_parameters_that_appear_later_are_refused(tmp_path):
+    model = Line()
+    model.line = torch.nn.LazyLinear(1)
+    trainer = adapter.Trainer(model=model, args=args(tmp_path), train_dataset=Four())
+    with pytest.raises(UsageError, match=r"line\.weight has no shape"):
+        trainer.train()
+
+
 def test_what_a_job_does_by_itself_is_refused(tmp_path):
     trainer = adapter.Trainer(model=Line(), args=args(tmp_path), train_dataset=Four())
     (tmp_path / "checkpoint-1").mkdir()

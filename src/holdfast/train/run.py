@@ -205,7 +205,7 @@ class Run:
         may change between two steps as well, if it changes alike on every worker.
 
         Raises:
-            UsageError: an object without these methods, or a call after `steps`.
+            UsageError: an object without these methods, a lazy module without its shapes, or a call after `steps`.
         """
         if self._replica is not None:
             raise UsageError("run.protect() came after run.steps(); protect everything before the first step")

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 import xxhash
+from torch.nn.parameter import is_lazy
 
 from holdfast.errors import StateError, UsageError
 from holdfast.tensors import staging
@@ -72,13 +73,24 @@ class Image:
 
 
 def check_protected(objects: Protected) -> None:
-    """Raises UsageError for an object that has no state to protect."""
+    """Raises UsageError for an object that has no state to protect, and for a module whose tensors appear later."""
     for name, thing in objects.items():
         if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
             raise UsageError(
                 f"run.protect({name}=...): a {type(thing).__name__} has no state_dict and load_state_dict; "
                 "protect modules, optimizers, schedulers or objects with these two methods"
             )
+        if isinstance(thing, torch.nn.Module) and (lazy := _without_shape(thing)):
+            raise UsageError(
+                f"run.protect({name}=...): {lazy} has no shape before the first forward pass, and workers compare their "
+                "state before it; call the module once with a sample batch before the training"
+            )
+
+
+def _without_shape(module: torch.nn.Module) -> str | None:
+    """The first parameter or buffer that a forward pass is to make, as in torch.nn.LazyLinear."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    return next((name for name, tensor in tensors if is_lazy(tensor)), None)
 
 
 def capture(
