@@ -255,6 +255,17 @@ def test_slots_that_were_brought_in_before_they_are_wanted(pool, folder):
     assert set(folder.iterdir()) == there
 
 
+def test_a_neighbours_copy_leaves_the_slots_that_were_brought_in(pool, folder):
+    pool.prepare(0, 100_000, lambda: False)
+    there = set(folder.iterdir())
+    save(pool, key_of(10))
+    save(pool, key_of(10, rank=1))
+    before = set(folder.iterdir())
+    assert len(before - there) == 1
+    save(pool, key_of(20))  # finds its second slot
+    assert set(folder.iterdir()) == before
+
+
 def test_what_is_brought_in_takes_no_memory_from_a_snapshot(folder):
     pool = SlotPool(folder, 3 << 20)
     save(pool, key_of(10), 2 << 20)

@@ -87,6 +87,8 @@ class Slot:
     """Which start of the job filled it."""
     adopted: bool = False
     """An earlier agent filled it."""
+    unused: bool = False
+    """Brought in ahead for the first snapshots of its rank, and not filled yet."""
 
     @property
     def blob(self) -> memoryview:
@@ -164,7 +166,7 @@ class SlotPool:
                     f"the folder {self.folder} of the snapshot memory cannot be used: {error.strerror}"
                 ) from error
             slot.state, slot.key, slot.blob_bytes = SlotState.WRITING, key, blob_bytes
-            slot.run, slot.adopted = self._run, False
+            slot.run, slot.adopted, slot.unused = self._run, False, False
             # From here until `_sealed` the slot counts for nothing. A worker that dies in the middle of its
             # copy leaves a slot that is WRITING, which no reader and no later agent will take for a snapshot.
             slot.head = slot.sums = b""
@@ -220,7 +222,7 @@ class SlotPool:
             if self._has_slots(rank, blob_bytes) or self._room() - taken < need:
                 return None
             path = self.folder / f"{uuid.uuid4().hex}.slot"
-            slot = Slot(path=path, capacity=blob_bytes, key=Key(0, 0, rank, 1))
+            slot = Slot(path=path, capacity=blob_bytes, key=Key(0, 0, rank, 1), unused=True)
             self._coming.append(slot)
             return slot
 
@@ -380,7 +382,15 @@ class SlotPool:
         # A slot with readers is never reused: a peer may be copying it, or a worker may have mapped its file.
         # That is the only promise that readers get, and the reason why they need no lock.
         fitting = [s for s in self._slots if s.capacity >= blob_bytes and not s.users]
-        free = [s for s in fitting if s.state is SlotState.FREE and _fits(s, blob_bytes)]
+        # One that was brought in for another rank's first snapshots is left to it: a copy of a neighbour's shard
+        # would take it, and that rank's training would wait for new pages. `_make_room` gives it back if needed.
+        free = [
+            s
+            for s in fitting
+            if s.state is SlotState.FREE
+            and _fits(s, blob_bytes)
+            and not (s.unused and s.key.rank != key.rank)
+        ]
         if free:
             return min(free, key=lambda s: s.capacity)
         return next((s for s in fitting if self._dispensable(s, key)), None)
