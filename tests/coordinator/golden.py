@@ -94,8 +94,8 @@ RECORDED_PROTOCOL = 5
 YOUNGER = (m.Notify,)
 """Messages to agents that are younger than the recording, and decide nothing: what scripts are told of what goes away."""
 
-ADDED = frozenset(["cause_kind"])
-"""Fields of the ledger that are younger than the recording: what they hold follows from others."""
+ADDED = frozenset(["cause_kind", "order_id"])
+"""Fields that are younger than the recording: what they hold follows from others."""
 
 
 def run(seed: int, lines: list[str] | None = None) -> str:

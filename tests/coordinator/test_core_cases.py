@@ -7,6 +7,7 @@ from desk import TIER, Desk, running
 from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
 from holdfast.protocol import messages as m
+from holdfast.protocol.availability import OrderDone
 from holdfast.protocol.job import Durable
 from holdfast.protocol.progress_page import PageReading, Phase
 
@@ -1054,6 +1055,10 @@ def test_a_long_run_stays_small():
         for worker in desk.members():
             desk.parks(worker, desk.state.membership.committed)
         desk.commit(desk.state.membership.committed + 1)
+        for order_id in list(
+            desk.state.orders.open
+        ):  # as an engine does; see test_engine_orders for one that does not
+            desk.do(OrderDone(order_id))
         small = msgspec.structs.replace(desk.state, incidents=[])
         small.membership = msgspec.structs.replace(desk.state.membership, history=[], changes=[])
         largest = max(largest, len(msgspec.msgpack.encode(small)))

@@ -4,6 +4,7 @@ import asyncio
 
 from holdfast.engines.client import Announcement
 from holdfast.engines.launcher import Launcher
+from holdfast.protocol.availability import OrderDone
 from holdfast.protocol.job import JobSpec
 
 
@@ -62,12 +63,20 @@ def heard(tmp_path, view, *announcements):
     asyncio.run(hear())
 
 
-PROVIDE = Announcement("provide-node", {"reason": "a node was lost"})
+PROVIDE, PROVIDE_AGAIN = (
+    Announcement("provide-node", {"reason": "a node was lost", "order_id": order_id}) for order_id in (1, 2)
+)
 
 
 def test_what_cannot_be_shown_keeps_no_order_from_the_engine(tmp_path, caplog):
     shown = [Announcement(kind, {"text": "x"}) for kind in ("event", "status", "log", "status")]
-    heard(tmp_path, type("Quiet", (Broken,), {"note": lambda self, text: None})(), *shown, PROVIDE, PROVIDE)
+    heard(
+        tmp_path,
+        type("Quiet", (Broken,), {"note": lambda self, text: None})(),
+        *shown,
+        PROVIDE,
+        PROVIDE_AGAIN,
+    )
     assert [r.getMessage() for r in caplog.records].count(
         "an announcement cannot be shown; the job continues"
     ) == 1
@@ -75,5 +84,39 @@ def test_what_cannot_be_shown_keeps_no_order_from_the_engine(tmp_path, caplog):
 
 def test_an_engine_that_fails_once_is_asked_again(tmp_path):
     view = Notes()
-    heard(tmp_path, view, PROVIDE, PROVIDE)
+    heard(tmp_path, view, PROVIDE, PROVIDE_AGAIN)
     assert view.notes == ["provide-node: no more processes"]
+
+
+def test_an_order_that_is_announced_again_is_only_acknowledged_again(tmp_path):
+    class Once:
+        asked = 0
+
+        async def provide(self):
+            self.asked += 1
+
+    class Recording(NoLauncher):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.told = asyncio.Queue()
+
+        async def _tell_done(self, done):
+            self.told.put_nowait(done)
+
+    async def hear():
+        engine, launcher = Once(), Recording(JobSpec(name="j", script="x.py"), tmp_path, Notes())
+        obeying = asyncio.create_task(launcher._obey(engine))
+        try:
+            async with asyncio.timeout(30):
+                launcher.on_announcement(PROVIDE)
+                launcher.on_announcement(PROVIDE)  # by a coordinator that took over, while it is carried out
+                first = await launcher.told.get()
+                launcher.on_announcement(PROVIDE)
+                assert [first, await launcher.told.get()] == [OrderDone(1), OrderDone(1)]
+                assert launcher.told.empty()
+        finally:
+            obeying.cancel()
+            await launcher.close()
+        assert engine.asked == 1
+
+    asyncio.run(hear())

@@ -26,6 +26,7 @@ SAMPLES = {
     "node-lost": {"node": "node1", "cause": "its agent's connection closed"},
     "node-refused": {"node": "node1", "reason": "protocol version 7"},
     "node-unavailable": {"reason": "the engine has none"},
+    "order-failed": {"order": "release-node", "node": "n2", "error": "Slurm does not answer"},
     "node-leaving": {"node": "node1", "reason": "spot interruption", "within_s": 120.0},
     "node-left": {"node": "node1", "reason": "spot interruption"},
     "node-taken": {"node": "n7", "reason": "Slurm took it away"},

@@ -71,6 +71,7 @@ from holdfast.protocol.availability import (
     NodeGoing,
     NodeTaken,
     NodeUnavailable,
+    OrderDone,
 )
 from holdfast.protocol.job import Durable, JobSpec
 from holdfast.protocol.notices import NoticeCause
@@ -148,9 +149,10 @@ class Core(Context):
         self.event = event
         self._dispatch(event)
         self.event = None
-        # It only moves a deadline of silence later. It arrives on every look at a busy machine, when a full
-        # look at all nodes is what the machine can afford least.
-        if isinstance(event, Starved):
+        # The first only moves a deadline of silence later. It arrives on every look at a busy machine, when a
+        # full look at all nodes is what the machine can afford least. The second changes nothing that is
+        # decided: the engine did what it was ordered to.
+        if isinstance(event, Starved | OrderDone):
             return False
         # Whatever queued an action has changed something by definition; asking by kind of message instead
         # would have to be right for every new message.
@@ -320,6 +322,8 @@ class Core(Context):
                 nodes.unavailable(self, reason)
             case NodeAvailable():
                 nodes.available(self)
+            case OrderDone():
+                nodes.order_done(self, event)
             case NodeGoing(name, reason, within_s, cause):
                 resize.going(self, name, reason, within_s, cause or NoticeCause.DRAIN)
             case JobGoing():

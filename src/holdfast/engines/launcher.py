@@ -20,7 +20,16 @@ from holdfast.engines.pulse import Silence, has_spoken, look
 from holdfast.engines.shown import Shown, View
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.protocol.authentication import BACKLOG
-from holdfast.protocol.availability import Availability
+from holdfast.protocol.availability import Availability, OrderDone
+from holdfast.protocol.engine_orders import (
+    EngineOrder,
+    MarkNode,
+    ProvideNode,
+    RebootNode,
+    ReleaseNode,
+    kind_of,
+    of_announcement,
+)
 from holdfast.protocol.job import JobSpec, Resume
 from holdfast.protocol.notices import NoticeCause
 from holdfast.protocol.python import python_module
@@ -62,7 +71,9 @@ class Launcher(ABC):
         self._pulse = -1
         self._told: dict[str, Any] | None = None
         self._blind = False
-        self._orders: asyncio.Queue[Announcement] = asyncio.Queue()
+        self._orders: asyncio.Queue[EngineOrder] = asyncio.Queue()
+        self._newest_order = 0
+        self._unacknowledged: dict[int, OrderDone | None] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @abstractmethod
@@ -205,10 +216,36 @@ class Launcher(ABC):
                     )
         elif announcement.kind == "ended":
             self._told = announcement.value
+        elif (order := of_announcement(announcement.kind, announcement.value)) is not None:
+            self._on_order(order)
+
+    def _on_order(self, order: EngineOrder) -> None:
+        # Open orders are announced again to whoever connects again. One that was carried out already is only
+        # acknowledged again: numbers rise, and orders are announced by number.
+        if order.order_id <= self._newest_order:
+            done = self._unacknowledged.get(order.order_id, OrderDone(order.order_id))
+            if done is not None:  # else it is still being carried out
+                self._acknowledge(done)
+            return
+        self._newest_order = order.order_id
+        self._unacknowledged[order.order_id] = None
+        # Queued and not carried out here: Slurm may take seconds to answer, and the view must not stand still
+        # for that.
+        self._orders.put_nowait(order)
+
+    def _acknowledge(self, done: OrderDone) -> None:
+        self._unacknowledged[done.order_id] = done
+        self.spawn(self._tell_done(done))
+
+    async def _tell_done(self, done: OrderDone) -> None:
+        try:
+            async with JobClient(self.job_dir) as client:
+                await client.post("/engine", msgspec.json.encode(done).decode())
+        except UsageError as error:
+            # Told again when a coordinator announces the order again. At the end of the job nobody does.
+            _log.debug("an order is not acknowledged: %s", error, extra={"order_id": done.order_id})
         else:
-            # Queued and not carried out here: Slurm may take seconds to answer, and the view must not stand
-            # still for that.
-            self._orders.put_nowait(announcement)
+            self._unacknowledged.pop(done.order_id, None)
 
     def _show(self, announcement: Announcement) -> None:
         match announcement.kind:
@@ -222,24 +259,26 @@ class Launcher(ABC):
     async def _obey(self, engine: Engine) -> None:
         """One thing after the other: a node is marked before it is released."""
         while True:
-            announcement = await self._orders.get()
+            order = await self._orders.get()
+            error = None
             try:
-                await self._order(engine, announcement)
+                await self._carry_out(engine, order)
             # One order that fails must not end this task: those after it have nobody else to carry them out.
-            except (HoldfastError, OSError) as error:
-                self.note(f"{announcement.kind}: {error}")
+            except (HoldfastError, OSError) as failure:
+                error = str(failure)
+                self.note(f"{kind_of(order)}: {error}")
+            self._acknowledge(OrderDone(order.order_id, error))
 
-    async def _order(self, engine: Engine, announcement: Announcement) -> None:
-        node, reason = announcement.value.get("node", ""), announcement.value["reason"]
-        _log.info("%s: %s", announcement.kind, reason, extra={"node": node or None})
-        match announcement.kind:
-            case "provide-node":
+    async def _carry_out(self, engine: Engine, order: EngineOrder) -> None:
+        _log.info("%s: %s", kind_of(order), order.reason, extra={"node": getattr(order, "node", None)})
+        match order:
+            case ProvideNode():
                 await engine.provide()
-            case "release-node":
-                await engine.release(node, reason, planned=announcement.value["planned"])
-            case "mark-node":
+            case ReleaseNode(node, reason, planned):
+                await engine.release(node, reason, planned=planned)
+            case MarkNode(node, reason):
                 await engine.mark(node, reason)
-            case "reboot-node":
+            case RebootNode(node, reason):
                 await engine.reboot(node, reason)
 
     def note_resume(self, resume: Resume) -> None:

@@ -5,6 +5,7 @@ makes it grow and shrink. Posted as JSON to the coordinator's `/engine`, with th
     {"type": "node-taken", "node": "node3", "reason": "Slurm gave it to another job"}
     {"type": "capacity", "nodes": 2, "within_s": 30, "reason": "preempted by job 17, priority 100"}
     {"type": "capacity", "nodes": null, "reason": "job 17 has ended"}
+    {"type": "order-done", "order_id": 7}
     {"type": "job-going", "within_s": 240, "reason": "the time limit", "cause": "time-limit"}
 
 `cause` is one of `NoticeCause`, for the scripts: see `holdfast.notice`.
@@ -46,6 +47,14 @@ class NodeTaken(msgspec.Struct, frozen=True, tag="node-taken"):
     reason: str
 
 
+class OrderDone(msgspec.Struct, frozen=True, tag="order-done"):
+    """The engine has carried out an order, or cannot. See `protocol.engine_orders`."""
+
+    order_id: int
+    error: str | None = None
+    """Why it could not; None: it is done."""
+
+
 # A limit, never a wish: it can only take away from what the job wants, and None gives back everything at
 # once.
 class Capacity(msgspec.Struct, frozen=True, tag="capacity"):
@@ -70,4 +79,4 @@ class JobGoing(msgspec.Struct, frozen=True, tag="job-going"):
     cause: NoticeCause = NoticeCause.STOP
 
 
-Availability = NodeAvailable | NodeUnavailable | NodeGoing | NodeTaken | Capacity | JobGoing
+Availability = NodeAvailable | NodeUnavailable | NodeGoing | NodeTaken | OrderDone | Capacity | JobGoing

@@ -25,6 +25,7 @@ from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.machine import Core
 from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
+from holdfast.protocol.engine_orders import ProvideNode, RebootNode, ReleaseNode
 from holdfast.protocol.health import HealthSpec
 from holdfast.protocol.job import Durable, JobSpec
 from holdfast.protocol.job_options import Timing
@@ -299,11 +300,11 @@ class Cluster:
             elif type(action) is e.Record:
                 if self.note is not None:
                     self.note(self.now - BEGIN_S, action.event)
-            elif type(action) is e.ProvideNode:
+            elif type(action) is ProvideNode:
                 pass  # see _order_nodes: a request that the core repeats is one that is still on its way
-            elif type(action) is e.ReleaseNode:
+            elif type(action) is ReleaseNode:
                 self.released(action.node)
-            elif type(action) is e.RebootNode:
+            elif type(action) is RebootNode:
                 self.at(self.now + self.scenario.start_s, self.come_back, self.machines[action.node])
             elif type(action) is e.End:
                 self.ended(action.outcome)

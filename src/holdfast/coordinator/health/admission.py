@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from holdfast.coordinator.health import blast_radius, queries
 from holdfast.coordinator.kernel import history, transitions
 from holdfast.coordinator.kernel.context import Context
-from holdfast.coordinator.kernel.events import MarkNode, Remember
+from holdfast.coordinator.kernel.events import Remember
 from holdfast.coordinator.kernel.health_state import KEPT_MACHINES, Act, Checking, count
 from holdfast.coordinator.kernel.history import Kind, Remembered
 from holdfast.coordinator.kernel.incident_state import Incident
@@ -16,6 +16,7 @@ from holdfast.coordinator.kernel.requests import PauseRequests, RefuseNode
 from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
 from holdfast.protocol.causes import ChecksFailed
+from holdfast.protocol.engine_orders import MarkNode
 from holdfast.protocol.health import Condition, Remedy
 
 CHECKS_S = 1800.0
@@ -34,7 +35,7 @@ def refuse(context: Context, hello: m.Hello, reason: str) -> None:
     """The engine is told, and asked for another; each time it waits longer, in case the check is what is wrong."""
     s = context.state
     s.health.refusals += 1
-    context.act(MarkNode(hello.node, reason))
+    context.order(MarkNode(hello.node, reason))
     pause_s = context.timing.heartbeat_s * 2.0 ** min(s.health.refusals - 1, 16)
     context.request(PauseRequests(context.now + min(pause_s, context.timing.wait_s)))
     s.health.turned_away[hello.node] = reason
@@ -138,7 +139,7 @@ def turn_away(context: Context, node: Node, reason: str) -> None:
     """A node that was held is not used; the engine is asked for another."""
     node.checking = None
     count(context.state.health.totals.withheld, "checks")
-    context.act(MarkNode(node.name, reason))
+    context.order(MarkNode(node.name, reason))
     quarantine(context, node, reason, None)
     context.record(ledger.NodeRefused(node=node.name, reason=reason))
     context.request(RefuseNode(node, ChecksFailed(reason)))

@@ -9,7 +9,6 @@ from __future__ import annotations
 from holdfast.coordinator.health import admission, blast_radius, notes, queries
 from holdfast.coordinator.kernel import incidents, transitions
 from holdfast.coordinator.kernel.context import Context
-from holdfast.coordinator.kernel.events import MarkNode, RebootNode, ReleaseNode
 from holdfast.coordinator.kernel.health_state import Act
 from holdfast.coordinator.kernel.history import Kind
 from holdfast.coordinator.kernel.incident_state import Incident
@@ -28,6 +27,7 @@ from holdfast.coordinator.kernel.requests import (
 from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
 from holdfast.protocol.causes import Cause
+from holdfast.protocol.engine_orders import MarkNode, RebootNode, ReleaseNode
 from holdfast.protocol.health import Remedy, Severity
 
 # ---------------------------------------------------------------- begun
@@ -145,14 +145,14 @@ def _end(context: Context, node: Node, workers: list[Worker], cause: Cause) -> N
 
 
 def _replace(context: Context, node: Node, incident: Incident | None, reason: str) -> None:
-    context.act(MarkNode(node.name, reason))
+    context.order(MarkNode(node.name, reason))
     admission.quarantine(context, node, reason, incident)
 
 
 def _reboot(context: Context, node: Node, incident: Incident | None, reason: str) -> None:
     """A node that has left the job. What Slurm boots it may give to others, and it watches itself that it comes back."""
     context.record(ledger.Rebooting(node=node.name, reason=reason))
-    context.act(RebootNode(node.name, reason))
+    context.order(RebootNode(node.name, reason))
     context.request(AwaitReturn())
     # Slurm decides itself whether and to whom the node returns, so there is nothing to wait for.
     if context.spec.engine != "slurm":
@@ -213,11 +213,11 @@ def left(context: Context, node: Node) -> None:
     transitions.lose_node(context, node)
     context.request(DropCopies(node))
     if remedy is Remedy.REBOOT:
-        context.act(ReleaseNode(node.name, reason))
+        context.order(ReleaseNode(node.name, reason))
         _reboot(context, node, incident, cause)
     else:
         _replace(context, node, incident, cause)
-        context.act(ReleaseNode(node.name, reason))
+        context.order(ReleaseNode(node.name, reason))
     if incident is not None:
         settle(context, incident)
 

@@ -12,11 +12,7 @@ from holdfast.coordinator.kernel.events import (
     Action,
     End,
     Event,
-    MarkNode,
-    ProvideNode,
-    RebootNode,
     Record,
-    ReleaseNode,
     Remember,
     Send,
 )
@@ -29,6 +25,7 @@ from holdfast.coordinator.kernel.state import CoreState
 from holdfast.protocol import causes, ledger
 from holdfast.protocol import messages as m
 from holdfast.protocol.causes import Cause
+from holdfast.protocol.engine_orders import EngineOrder
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.ledger import LedgerEvent
 
@@ -128,9 +125,13 @@ class Context(ABC):
             self.request(NoteStrike(incident))
         return incident
 
-    def act(
-        self, action: ProvideNode | ReleaseNode | MarkNode | RebootNode | Remember | End | Record
-    ) -> None:
+    def order(self, order: EngineOrder) -> None:
+        """Queues an order to the engine. It is open until the engine acknowledges it."""
+        # Part of the state before it leaves: an order that was only announced would be lost with this process,
+        # or while no launcher listens, and a node that was given up would train on.
+        self._out.append(self.state.orders.add(order))
+
+    def act(self, action: Remember | End | Record) -> None:
         """Queues any other action."""
         self._out.append(action)
 

@@ -14,8 +14,10 @@ from holdfast.protocol.availability import (
     NodeGoing,
     NodeTaken,
     NodeUnavailable,
+    OrderDone,
 )
 from holdfast.protocol.causes import Cause, ConnectionClosed
+from holdfast.protocol.engine_orders import MarkNode, ProvideNode, RebootNode, ReleaseNode
 from holdfast.protocol.job import Durable
 from holdfast.protocol.ledger import LedgerEvent
 from holdfast.protocol.messages import AgentMessage, Hello, ToAgent
@@ -132,6 +134,7 @@ Event = (
     | NodeUnavailable
     | NodeGoing
     | NodeTaken
+    | OrderDone
     | JobGoing
     | Capacity
     | StopRequested
@@ -167,35 +170,6 @@ class Record(msgspec.Struct, frozen=True):
     def fields(self) -> dict[str, Any]:
         """The event's fields, also those that hold a default."""
         return msgspec.structs.asdict(self.event)
-
-
-class ProvideNode(msgspec.Struct, frozen=True):
-    """Ask the engine for one more node."""
-
-    reason: str
-
-
-class ReleaseNode(msgspec.Struct, frozen=True):
-    """The job went on without this node: the engine makes sure that nothing of it runs on."""
-
-    node: str
-    reason: str
-    planned: bool = False
-    """It was not lost."""
-
-
-class MarkNode(msgspec.Struct, frozen=True):
-    """Tell the engine that a node is bad, so that it gives it to nobody (Slurm: drain; Kubernetes: a taint)."""
-
-    node: str
-    reason: str
-
-
-class RebootNode(msgspec.Struct, frozen=True):
-    """Ask the engine to boot a node that the job has released; it comes back as a new one."""
-
-    node: str
-    reason: str
 
 
 class Remember(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,6 +11,7 @@ from holdfast.coordinator.kernel.deadlines import Timers
 from holdfast.coordinator.kernel.health_state import Health
 from holdfast.coordinator.kernel.incident_state import Incident, Injection
 from holdfast.coordinator.kernel.membership_state import MembershipState
+from holdfast.coordinator.kernel.open_orders import OpenOrders
 from holdfast.coordinator.kernel.storage_state import StorageState
 from holdfast.protocol.job import JobSpec
 
@@ -26,6 +27,8 @@ class CoreState(msgspec.Struct, kw_only=True):
     storage: StorageState = msgspec.field(default_factory=StorageState)
     health: Health = msgspec.field(default_factory=Health)
     deadlines: Timers = msgspec.field(default_factory=Timers)
+    orders: OpenOrders = msgspec.field(default_factory=OpenOrders)
+    """What the engine was ordered to do and has not acknowledged."""
     began_s: float = 0.0
     """When the first event came. Written by the machine."""
     incidents: list[Incident] = []

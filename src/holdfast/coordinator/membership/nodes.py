@@ -6,7 +6,6 @@ from holdfast.coordinator.health import queries as health
 from holdfast.coordinator.kernel import incidents, transitions
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.deadlines import Timer, Watched
-from holdfast.coordinator.kernel.events import ProvideNode, ReleaseNode
 from holdfast.coordinator.kernel.history import Remembered
 from holdfast.coordinator.kernel.membership_state import Node, Worker
 from holdfast.coordinator.kernel.phases import JobPhase, NodePhase, WorkerPhase
@@ -28,6 +27,8 @@ from holdfast.coordinator.membership import (
 )
 from holdfast.protocol import causes, ledger
 from holdfast.protocol import messages as m
+from holdfast.protocol.availability import OrderDone
+from holdfast.protocol.engine_orders import ProvideNode, RebootNode, ReleaseNode, kind_of
 from holdfast.protocol.phases import Phase
 
 KEPT_GONE = 32
@@ -92,6 +93,10 @@ def on_joined(context: Context, hello: m.Hello, past: tuple[Remembered, ...] = (
     # the choice of newcomers.
     node.failures = known.failures if known else 0
     transitions.add_node(context, node)
+    # It is there, under a name that may have been given up before. An engine that reads these orders only now
+    # would end a healthy node.
+    context.state.orders.withdraw(ReleaseNode, node.name)
+    context.state.orders.withdraw(RebootNode, node.name)
     context.watch.watch(Watched.SILENT, node.name)
     if hello.leaving is not None:
         context.request(LeaveSoon(node.name, hello.leaving.reason, hello.leaving.within_s))
@@ -180,7 +185,7 @@ def lose(context: Context, node: Node, cause: causes.Cause, release: bool = True
         transitions.enter(context, worker, WorkerPhase.GONE)
     context.request(DropCopies(node))
     if release:
-        context.act(ReleaseNode(node.name, str(cause)))
+        context.order(ReleaseNode(node.name, str(cause)))
     context.mode.on_node_lost(context, part, cause)
 
 
@@ -247,7 +252,7 @@ def recovered(context: Context, last_s: float) -> None:
     s.deadlines.clear(Timer.INSPECT)
     # What was asked of the engine may never have arrived. Asking anew could give a node too many, which
     # becomes a spare; not asking could leave the job short for ever.
-    s.membership.replacing = 0
+    _forget_provisions(context)
     s.deadlines.set(Timer.ASK_AFTER, back_s)  # the engine's answers may be lost, and its ear not be open yet
     context.watch.look_again()
     incident = context.open_incident(
@@ -378,7 +383,7 @@ def ask(context: Context) -> None:
         s.membership.replacing += 1
         s.membership.replaced += 1
         s.membership.asked_at_s = context.now
-        context.act(ProvideNode(f"the job has {queries.count_staying(context)} of {wanted} nodes"))
+        context.order(ProvideNode(f"the job has {queries.count_staying(context)} of {wanted} nodes"))
 
 
 def ask_again_s(context: Context) -> float | None:
@@ -395,7 +400,23 @@ def write_off(context: Context) -> None:
     """Nodes that were asked for long ago count as lost on the way."""
     again_s = ask_again_s(context)
     if again_s is not None and context.now >= again_s:
-        context.state.membership.replacing = 0
+        _forget_provisions(context)
+
+
+def _forget_provisions(context: Context) -> None:
+    """Nodes that were asked for are not waited for any more: what is missing is asked for anew."""
+    # The open orders as well, or an engine that comes back late would provide each node twice.
+    context.state.membership.replacing = 0
+    context.state.orders.withdraw(ProvideNode)
+
+
+def order_done(context: Context, done: OrderDone) -> None:
+    """The engine acknowledges an order."""
+    order = context.state.orders.close(done.order_id)
+    # None: it was acknowledged before, or withdrawn while the engine carried it out.
+    if order is not None and done.error is not None:
+        node = None if isinstance(order, ProvideNode) else order.node
+        context.record(ledger.OrderFailed(order=kind_of(order), node=node, error=done.error))
 
 
 def unavailable(context: Context, reason: str) -> None:

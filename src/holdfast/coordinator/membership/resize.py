@@ -12,7 +12,6 @@ from holdfast.coordinator.health import queries as health
 from holdfast.coordinator.kernel import incidents, transitions
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.deadlines import Timer
-from holdfast.coordinator.kernel.events import ReleaseNode
 from holdfast.coordinator.kernel.membership_state import Change, Node, Worker
 from holdfast.coordinator.kernel.phases import JobPhase, NodePhase, WorkerPhase
 from holdfast.coordinator.kernel.requests import ApplyRemedy, DropCopies, HandOver, NoteNodeLost
@@ -31,6 +30,7 @@ from holdfast.errors import UsageError
 from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
 from holdfast.protocol.availability import Capacity
+from holdfast.protocol.engine_orders import ReleaseNode
 from holdfast.protocol.health import Remedy
 from holdfast.protocol.notices import NoticeCause
 
@@ -436,7 +436,7 @@ def _release(context: Context, node: Node) -> None:
     context.record(ledger.NodeLeft(node=node.name, reason=reason))
     context.send(node.name, m.Shutdown(reason))
     context.request(DropCopies(node))
-    context.act(ReleaseNode(node.name, reason, planned=True))
+    context.order(ReleaseNode(node.name, reason, planned=True))
 
 
 # ---------------------------------------------------------------- what it cost

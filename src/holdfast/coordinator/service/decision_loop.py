@@ -32,6 +32,16 @@ from holdfast.coordinator.service.store import SNAPSHOT, LedgerEntry, Page, Repo
 from holdfast.coordinator.service.watchers import Watchers
 from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
+from holdfast.protocol.availability import OrderDone
+from holdfast.protocol.engine_orders import (
+    EngineOrder,
+    MarkNode,
+    ProvideNode,
+    RebootNode,
+    ReleaseNode,
+    as_announced,
+    kind_of,
+)
 from holdfast.protocol.faults import NODE_FAULTS, FaultKind
 from holdfast.protocol.ledger import LedgerEvent
 
@@ -74,6 +84,7 @@ class DecisionLoop:
         self._ends: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._ends_at: float | None = None
         self._failed_at = 0.0
+        self._ordered = core.state.orders.last_id
         self.unwritten = False
         """The job has ended without its last entries, because the ledger cannot be written."""
         self.over = asyncio.Event()
@@ -308,20 +319,21 @@ class DecisionLoop:
         match action:
             case ev.Send(node, message):
                 self._lines.send(node, message)
-            case ev.ProvideNode(reason):
-                self._watchers.announce("provide-node", {"reason": reason})
-            case ev.ReleaseNode(node, reason, planned):
-                self._watchers.announce("release-node", {"node": node, "reason": reason, "planned": planned})
-            case ev.MarkNode(node, reason):
-                self._watchers.announce("mark-node", {"node": node, "reason": reason})
-            case ev.RebootNode(node, reason):
-                self._watchers.announce("reboot-node", {"node": node, "reason": reason})
+            case ProvideNode() | ReleaseNode() | MarkNode() | RebootNode():
+                self._ordered = action.order_id
+                self._watchers.announce(kind_of(action), as_announced(action))
             case ev.Remember():
                 self._memory.remember(action)
             case ev.End():
                 self.over.set()
             case _:
                 pass
+
+    def open_orders(self) -> tuple[EngineOrder, ...]:
+        """What the engine was ordered to do and has not acknowledged, oldest first."""
+        # Only what has been written: a successor of this process could give the number of an order that was not
+        # written to another one, and the engine would take that for done.
+        return tuple(o for o in self.core.state.orders.open.values() if o.order_id <= self._ordered)
 
     def plan_tick(self) -> None:
         times = [t for t in (self.core.next_deadline(), self.injector.next_due()) if t is not None]
@@ -400,7 +412,8 @@ def _age_s(event: ev.Event) -> float:
 
 def _routine(event: ev.Event) -> bool:
     """Events that come many times a second and change nothing that a successor could not learn anew."""
-    if isinstance(event, ev.Tick | ev.Starved):
+    # An acknowledgement that is forgotten is given again when the successor announces the order again.
+    if isinstance(event, ev.Tick | ev.Starved | OrderDone):
         return True
     if not isinstance(event, ev.NodeSays):
         return False

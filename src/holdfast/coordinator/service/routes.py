@@ -20,6 +20,7 @@ from holdfast.coordinator.service.store import Store
 from holdfast.coordinator.service.watchers import Watcher, Watchers, announcement
 from holdfast.errors import UsageError
 from holdfast.protocol.availability import Availability, NodeGoing
+from holdfast.protocol.engine_orders import EngineOrders, as_announced, kind_of
 from holdfast.protocol.faults import check_watched, node_name, parse_fault
 from holdfast.protocol.notices import NoticeCause
 
@@ -50,6 +51,7 @@ class Routes:
             web.get("/report", self._report_page),
             web.get("/metrics", self._metrics_page),
             web.get("/ledger", self._ledger_page),
+            web.get("/orders", self._orders_page),
             web.get("/presence", self._presence),
             web.post("/stop", self._stop),
             web.post("/fault", self._fault),
@@ -77,6 +79,9 @@ class Routes:
                 # A ledger that cannot be read is no reason to see nothing: the live events follow.
                 watcher.begin([(0, announcement("log", {"text": str(error)}))])
             watcher.tell(announcement("status", self._status()))
+            # Those that were announced while nobody listened, or that an engine before this one was given.
+            for order in self._loop.open_orders():
+                watcher.tell(announcement(kind_of(order), as_announced(order)))
             async for _ in socket:
                 pass
         finally:
@@ -113,6 +118,13 @@ class Routes:
             )
         except Unreadable as error:
             return web.Response(status=503, text=str(error))
+
+    async def _orders_page(self, request: web.Request) -> web.StreamResponse:
+        """See `protocol.engine_orders.EngineOrders`."""
+        state = self._loop.core.state
+        return _json(
+            EngineOrders(nodes=state.wanted_nodes + state.spec.spares, orders=self._loop.open_orders())
+        )
 
     async def _presence(self, request: web.Request) -> web.StreamResponse:
         """Open for as long as this process lives: its end is how those who would take over hear of it."""

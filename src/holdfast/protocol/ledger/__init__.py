@@ -71,6 +71,7 @@ from holdfast.protocol.ledger.nodes import (
     NodeTaken,
     NodeTrainsOn,
     NodeUnavailable,
+    OrderFailed,
 )
 from holdfast.protocol.ledger.storage import (
     CheckpointSkipped,
@@ -146,6 +147,7 @@ __all__ = [
     "NodeTrainsOn",
     "NodeUnavailable",
     "OnlyInMemory",
+    "OrderFailed",
     "Readmitted",
     "Rebooted",
     "Rebooting",

@@ -57,6 +57,21 @@ class NodeUnavailable(LedgerEvent, frozen=True, kw_only=True):
         return f"no further node is available: {self.reason}"
 
 
+class OrderFailed(LedgerEvent, frozen=True, kw_only=True):
+    """The engine could not carry out an order."""
+
+    order: str
+    """Its kind: provide-node, release-node, mark-node or reboot-node."""
+    node: str | None
+    """For which node; None: the order names none."""
+    error: str
+    """As the engine gave it."""
+
+    def sentence(self) -> str:
+        which = self.order if self.node is None else f"{self.order} of {self.node}"
+        return f"the engine could not carry out {which}: {self.error}"
+
+
 class NodeLeaving(LedgerEvent, frozen=True, kw_only=True):
     """A node is to leave."""
 
