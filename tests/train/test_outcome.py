@@ -41,7 +41,10 @@ class Replica:
             finish=lambda scale: 1.0,
         )
         self.group = SimpleNamespace(channel=SimpleNamespace(send=nothing))
-        self.state = SimpleNamespace(guard=SimpleNamespace(before_update=nothing))
+        self.state = SimpleNamespace(
+            guard=SimpleNamespace(before_update=nothing),
+            buffer_rules=SimpleNamespace(after_micro=nothing, reduce=nothing, commit=nothing),
+        )
         self.done = self.left = self.error = None
 
     begin_step = check = nothing
