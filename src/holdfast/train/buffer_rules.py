@@ -9,7 +9,7 @@ workers there are, nor on which of them had which micro-batch.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -76,12 +76,12 @@ class BufferRules:
         if not self._summed:
             return
         assert self._rows is not None
-        changes = []
-        for ruled in self._summed:
-            now, was = ruled.now.detach().double().flatten(), ruled.kept[0].double().flatten()
-            # An infinity that stays is no change; its difference would be NaN.
-            changes.append(torch.where(now == was, 0.0, now - was))
-        self._rows[micro if self._exact else 0] += torch.cat(changes)
+        # All buffers at once: a network has hundreds of them, each of a few hundred numbers, so the calls cost
+        # more than the sums.
+        torch._foreach_copy_(self._flat_views, [r.now for r in self._summed])
+        # An infinity that stays is no change; its difference would be NaN.
+        changed = torch.where(self._flat == self._was, 0.0, self._flat - self._was)
+        self._rows[micro if self._exact else 0] += changed
         self.put_back()
 
     def reduce(self, group: Group) -> None:
@@ -115,33 +115,55 @@ class BufferRules:
         total = self._rows[0].clone()
         for row in self._rows[1:]:
             total += row
-        at = 0
+        value = self._was + torch.where(self._is_mean, total / self._micro_batches, total)
+        torch.where(self._is_whole, value.round(), value, out=self._flat)
         with torch.no_grad():
-            for ruled in self._summed:
-                kept = ruled.kept[0]
-                change = total[at : at + kept.numel()].reshape(kept.shape)
-                at += kept.numel()
-                if ruled.rule == "mean":
-                    change = change / self._micro_batches
-                value = kept.double() + change
-                ruled.now.copy_(value if kept.is_floating_point() else value.round())
+            torch._foreach_copy_([r.now for r in self._summed], self._flat_views)
 
     def keep(self) -> None:
         """The buffers are what a commit left."""
-        for ruled in self._put:
-            ruled.kept[:] = [ruled.now.detach().clone()]
+        now = [r.now.detach() for r in self._put]
+        if not self._known:
+            for ruled, tensor in zip(self._put, now, strict=True):
+                ruled.kept[:] = [tensor.clone()]
+            self._lay_out()
+        elif now:
+            torch._foreach_copy_([r.kept[0] for r in self._put], now)
+        if self._summed:
+            torch._foreach_copy_(_views(self._was, self._summed), [r.kept[0] for r in self._summed])
         self._known = True
 
     def put_back(self) -> None:
         """Undoes what forward passes have changed since the commit, in a step or between two."""
-        if self._known:
+        if self._known and self._put:
             with torch.no_grad():
-                for ruled in self._put:
-                    ruled.now.copy_(ruled.kept[0])
+                torch._foreach_copy_([r.now for r in self._put], [r.kept[0] for r in self._put])
+
+    def _lay_out(self) -> None:
+        """Makes the flat tensors in which all summed buffers lie one after the other, as they are now."""
+        if not self._summed:
+            return
+        sizes = torch.tensor([r.now.numel() for r in self._summed])
+        device = self._summed[0].now.device
+
+        def each(is_it: Callable[[_Ruled], bool]) -> torch.Tensor:
+            return torch.tensor([is_it(r) for r in self._summed]).repeat_interleave(sizes).to(device)
+
+        self._is_mean = each(lambda ruled: ruled.rule == "mean")
+        self._is_whole = each(lambda ruled: not ruled.now.is_floating_point())
+        self._was = torch.zeros(int(sizes.sum()), dtype=torch.float64, device=device)
+        self._flat = torch.zeros_like(self._was)
+        self._flat_views = _views(self._flat, self._summed)
 
     def forget(self) -> None:
         """The buffers were filled from outside."""
         self._known = False
+
+
+def _views(flat: torch.Tensor, buffers: Sequence[_Ruled]) -> list[torch.Tensor]:
+    """The part of each buffer in a flat tensor, in its shape."""
+    parts = torch.split(flat, [r.kept[0].numel() for r in buffers])
+    return [part.view(r.kept[0].shape) for part, r in zip(parts, buffers, strict=True)]
 
 
 def check_rule(rule: str) -> None:
