@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.holdfast-ready
 
-.PHONY: setup demo test adapters-test adapters-table golden s3-test slurm-test ssh-test lint figures docs clean
+.PHONY: setup demo test long-test adapters-test adapters-table golden s3-test slurm-test ssh-test lint figures docs clean
 
 setup: $(STAMP)
 
@@ -25,6 +25,10 @@ demo: setup
 TESTERS ?= $(shell $(PYTHON) -c 'import os; print(min(4, len(os.sched_getaffinity(0)) + 1))')
 test: setup
 	$(BIN)/python -m pytest -n $(TESTERS) --dist worksteal
+
+# Those that take many seconds each, most of them jobs that lose workers and nodes. Every kind has shorter ones above.
+long-test: setup
+	$(BIN)/python -m pytest -n $(TESTERS) --dist worksteal -m "long and not nightly"
 
 # What the core decides in 5,000 random schedules, compared with what was recorded: a restructuring changes none of it.
 golden: setup

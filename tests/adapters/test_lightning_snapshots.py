@@ -49,6 +49,7 @@ def undisturbed(tmp_path_factory) -> dict:
     return end
 
 
+@pytest.mark.long
 @pytest.mark.capability("level 1")
 @pytest.mark.parametrize(
     "step", [3, *(pytest.param(s, marks=pytest.mark.nightly) for s in (2, 6, 9, STEPS - 1))]

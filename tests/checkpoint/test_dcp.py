@@ -247,6 +247,7 @@ def save_in_a_process(to):
     return Archive(to).steps()
 
 
+@pytest.mark.long
 def test_async_save_in_a_process_of_its_own(to):
     """Torch kills it in the end: whoever saves next gives its memory back."""
     assert together(save_in_a_process, 1, to) == [[5]]
@@ -393,6 +394,7 @@ def saved_by_two(tmp_path_factory):
     return to
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", [*(pytest.param(n, marks=pytest.mark.nightly) for n in (1, 2)), 3])
 def test_what_two_ranks_saved_loads_on_any_number(saved_by_two, world):
     assert together(load_any, world, saved_by_two) == [[[True] * 6] * 2] * world
@@ -452,6 +454,7 @@ def fsdp_load(to):
     return {"dcp": by_dcp, "own": full_of(model, optimizer), "step": got}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", [1, pytest.param(3, marks=pytest.mark.nightly)])
 def test_fsdp_models_and_their_optimizers_on_another_number_of_ranks(tmp_path_factory, world):
     to = str(tmp_path_factory.getbasetemp() / "fsdp")

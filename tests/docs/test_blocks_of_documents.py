@@ -69,9 +69,16 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
+LONG = ("checkpoints", "convert", "lightning", "start", "transformers")
+"""Pages in docs/ whose blocks run for many seconds."""
+
+
 def each_page(*, that_runs: bool) -> Any:
     pages = [p for p in PAGES if not that_runs or any(b.runs for b in blocks(p))]
-    return pytest.mark.parametrize("page", [pytest.param(p, id=name_of(p)) for p in pages])
+    long = {name_of(p): pytest.mark.long if that_runs and p.stem in LONG else () for p in pages}
+    return pytest.mark.parametrize(
+        "page", [pytest.param(p, id=name_of(p), marks=long[name_of(p)]) for p in pages]
+    )
 
 
 @each_page(that_runs=False)

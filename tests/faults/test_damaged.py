@@ -26,6 +26,7 @@ def damage(archive, step):
     flip(path, path.stat().st_size // 2)
 
 
+@pytest.mark.long
 def test_an_older_checkpoint_is_taken_for_one_with_a_flipped_bit(tmp_path, undisturbed):
     archive, options = saved(tmp_path)
     *_, older, newer, newest = archive.steps()
@@ -72,6 +73,7 @@ def test_a_fault_while_everybody_loads_changes_no_bit(tmp_path, undisturbed, tie
     assert ran.report["final"] == undisturbed.report["final"]
 
 
+@pytest.mark.long
 def test_nothing_is_begun_anew_when_no_checkpoint_is_whole(tmp_path):
     archive, options = saved(tmp_path)
     steps = archive.steps()

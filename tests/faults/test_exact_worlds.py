@@ -51,6 +51,7 @@ def interrupted(home) -> int:
     return stopped.report["steps"]["committed"]
 
 
+@pytest.mark.long
 def test_a_state_that_does_not_fit_is_refused_or_follows_its_rule(tmp_path, monkeypatch):
     """Of another number of threads, of another global batch; a refused start leaves it as it was."""
     done = interrupted(tmp_path)

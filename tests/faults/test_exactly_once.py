@@ -45,6 +45,7 @@ def test_kills_in_every_phase_lose_and_repeat_no_sample(tmp_path, undisturbed):
     assert ran.report["final"] == undisturbed.report["final"]
 
 
+@pytest.mark.long
 def test_smaller_and_larger_worlds_lose_and_repeat_no_sample(tmp_path):
     faults = [
         "kill-node:rank=3,phase=vote,step=20",

@@ -11,6 +11,7 @@ from test_snapshots import memory_of
 from holdfast.checkpoint.archive import Archive
 
 
+@pytest.mark.long
 def test_the_result_of_training_is_a_checkpoint_in_every_tier(tmp_path, undisturbed):
     near, far = tmp_path / "near", tmp_path / "far"
     options = ["--nnodes", 3, "--snapshot-every", 0]

@@ -132,6 +132,7 @@ def lose(home: Path, name: str) -> str:
     return sick
 
 
+@pytest.mark.long
 def test_a_machine_that_was_given_up_is_not_used_by_the_next_job_until_a_person_clears_it(folder):
     sick = lose(folder, "first")
     assert "fallen off the bus" in known(folder, sick).quarantine

@@ -98,6 +98,7 @@ def check_saved(ran, told, tier: Path) -> None:
     assert not memory_of(ran.job_dir.parents[1])
 
 
+@pytest.mark.long
 def test_an_agent_that_is_killed_in_the_middle_of_an_upload(tmp_path, gate_at, tiers_undisturbed):
     """Its third row is not of the first checkpoint, which is reported and stays."""
     gate, tier = gate_at("write:3"), tmp_path / "saved"
@@ -194,6 +195,7 @@ def test_a_node_is_killed_in_the_middle_of_a_copy(tmp_path, gate_at, tiers_undis
     assert not memory_of(tmp_path)
 
 
+@pytest.mark.long
 def test_a_disk_that_stands_still_holds_up_nothing_but_itself(tmp_path, gate_at):
     """It is said after a while, later checkpoints are skipped with a word, and snapshots go on in memory."""
     gate, tier = gate_at("write:1"), tmp_path / "saved"

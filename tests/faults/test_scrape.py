@@ -21,6 +21,7 @@ def scrape(job_dir, token):
     return {(s.name, *s.labels.values()): s.value for s in samples}
 
 
+@pytest.mark.long
 def test_a_running_job_is_scraped(tmp_path):
     tier = tmp_path / "saved"
     options = ["--snapshot-every", EVERY, "--checkpoint", f"{tier},every={EVERY}"]

@@ -40,6 +40,7 @@ def formed(ran):
     return ran.fields("formed")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("phase", ["backward", pytest.param("vote", marks=pytest.mark.nightly)])
 def test_a_lost_worker_costs_its_own_shard_only(tmp_path, undisturbed, phase):
     gate = Gate(tmp_path / "gate")  # or a slow machine would be done before the lost one is replaced
@@ -71,6 +72,7 @@ def averaged(ran):
     }
 
 
+@pytest.mark.long
 def test_what_else_belongs_to_the_commit_is_done_on_every_shard_once(tmp_path, undisturbed):
     specs = faults("kill-worker:rank=1,step=8,phase=vote", "kill-worker:rank=0,step=14,phase=update")
     ran = run(tmp_path, *ELASTIC, *specs, SCRIPT, STEPS)
@@ -88,6 +90,7 @@ def test_two_replicas_that_lost_different_shards_become_one(tmp_path, undisturbe
     assert ran.report["steps"]["lost"] == 0
 
 
+@pytest.mark.long
 def test_a_shard_that_nobody_holds_comes_from_memory(tmp_path, undisturbed):
     """Plain FSDP: no other replica has it. A snapshot in every step, at a neighbour: at most one step is lost."""
     given = ("--nnodes", 2, "--spares", 1, "--snapshot-every", 1)
@@ -97,6 +100,7 @@ def test_a_shard_that_nobody_holds_comes_from_memory(tmp_path, undisturbed):
     assert ran.report["steps"]["lost"] <= 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "flags",
     [

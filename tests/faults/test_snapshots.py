@@ -49,6 +49,7 @@ def paused_at(home, step, *options):
     return process
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tier", ["memory", pytest.param("disk", marks=NIGHTLY)])
 def test_a_job_that_is_killed_whole_goes_on_from_its_newest_snapshot(tmp_path, undisturbed, tier):
     every = f",every={EVERY}" if tier == "disk" else ",every=0"
@@ -106,6 +107,7 @@ def newest_slots(home):
     return sorted(memory_of(home), key=step, reverse=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", [4096 + 1000, *(pytest.param(at, marks=NIGHTLY) for at in (0, 20, -5))])
 def test_a_bit_that_flipped_in_memory_costs_one_copy(tmp_path, undisturbed, where):
     """In the header, its step, the row, the head: the other node has the snapshot whole."""
@@ -161,6 +163,7 @@ def begins(ran):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", [pytest.param("kill-worker", marks=NIGHTLY), "kill-node"])
 def test_two_lines_at_level_0_go_on_from_memory(tmp_path, tiers_undisturbed, fault):
     """A node takes its ranks' shards with it; its buddy has them. (Two ranks: a sum of three depends on how DDP
@@ -187,6 +190,7 @@ def test_two_lines_at_level_0_go_on_from_memory(tmp_path, tiers_undisturbed, fau
     assert {"productive", "recomputed", "restart"} <= goodput["classes"].keys()
 
 
+@pytest.mark.long
 def test_a_rack_that_is_lost_takes_no_shard_with_it(tmp_path):
     """Each rank has a shard of its own; both nodes of a rack are killed at once, their memory with them."""
     options = ["--nnodes", 4, "--racks", 2, "--spares", 2, "--detection", 60]

@@ -53,6 +53,7 @@ def check(home: Path, *args: object) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 def test_a_spare_is_checked_and_hooks_run(tmp_path):
     process = start(
         tmp_path,

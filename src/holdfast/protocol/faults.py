@@ -74,7 +74,8 @@ class FaultSpec(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     node: int | str | None = None
     """A node's name, or the number of one of the local engine's; None: drawn at random when it is due."""
     step: int | None = None
-    """It fires in the step after so many committed ones; None: by time, or at once."""
+    """It fires in the step after so many committed ones, in the phase `snapshot` at the first copy from then on; None: by
+    time, or at once."""
     after_s: float | None = None
     """Due so long after the first generation was formed, or after it was asked for while the job runs."""
     every_s: float | None = None

@@ -52,7 +52,9 @@ class FaultPlan:
         if not self._armed:
             return
         for fault in list(self._armed):
-            due = fault.step is None or fault.step == step
+            # A copy may be skipped, and not every step is copied: a fault that waited for one certain copy could
+            # never happen.
+            due = fault.step in (None, step) or (phase is Phase.SNAPSHOT and step >= (fault.step or 0))
             if due and (DEFAULT_PHASE if fault.phase is None else fault.phase) == phase:
                 self._armed.remove(fault)
                 self._fire(fault, phase, step)

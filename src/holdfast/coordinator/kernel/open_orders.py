@@ -17,6 +17,9 @@ class OpenOrders(msgspec.Struct):
     """Number of the newest order; 0: there was none."""
     open: dict[int, EngineOrder] = {}
     """By number, oldest first."""
+    newest: dict[str, int] = {}
+    """Numbers of the open orders by kind and node, of which there is one at most. Looked up and not searched: a thousand
+    nodes may be lost at once."""
 
     def add(self, order: EngineOrder) -> EngineOrder:
         """Opens an order. Returns it with its number."""
@@ -27,19 +30,32 @@ class OpenOrders(msgspec.Struct):
         self.last_id += 1
         numbered = msgspec.structs.replace(order, order_id=self.last_id)
         self.open[self.last_id] = numbered
+        if node is not None:
+            self.newest[_key(type(order), node)] = self.last_id
         # An engine that acknowledges nothing must not make the state grow: it is written with every decision.
         if len(self.open) > KEPT:
-            del self.open[next(iter(self.open))]
+            self.close(next(iter(self.open)))
         return numbered
 
     def close(self, order_id: int) -> EngineOrder | None:
         """The engine has carried it out, or cannot. None: it is not open, so this was heard before."""
-        return self.open.pop(order_id, None)
+        order = self.open.pop(order_id, None)
+        if order is not None and (node := _node_of(order)) is not None:
+            del self.newest[_key(type(order), node)]
+        return order
 
     def withdraw(self, kind: type[EngineOrder], node: str | None = None) -> None:
         """Orders of this kind are not to be carried out any more. node: for which; None where the kind names none."""
-        for order_id in [i for i, o in self.open.items() if type(o) is kind and _node_of(o) == node]:
+        if node is not None:
+            if (order_id := self.newest.get(_key(kind, node))) is not None:
+                self.close(order_id)
+            return
+        for order_id in [i for i, order in self.open.items() if type(order) is kind]:
             del self.open[order_id]
+
+
+def _key(kind: type[EngineOrder], node: str) -> str:
+    return f"{kind.__name__} {node}"
 
 
 def _node_of(order: EngineOrder) -> str | None:
