@@ -16,7 +16,7 @@ from fakeagents import serving
 from holdfast.coordinator.service.starvation import Starving
 from holdfast.protocol import messages as m
 from holdfast.protocol.frames import encode
-from holdfast.protocol.processes import kernel_id
+from holdfast.protocol.processes import ThreadTimes, kernel_id
 
 RIVALS = 8
 BUSY = """
@@ -62,6 +62,49 @@ def test_what_a_process_waits_for_a_processor_is_no_silence(starved):
     os.waitid(os.P_PID, starved.pid, os.WSTOPPED | os.WNOWAIT)
     look.look([("n0", 1000.0)], 1001.0)
     assert look.look([("n0", 1000.0)], 1002.0).get("n0", 0.0) == 0.0
+
+
+def excused_s(threads_at, until_s: float) -> float:
+    """What is excused of the silence of an agent that was heard of at 0, by looks every 0.25 s. threads_at(s): what the
+    kernel says then."""
+    now = 0.0
+    look, heard_s = Starving(0.5, lambda pid: threads_at(now)), 0.0
+    look.on_agent_joined("n0", kernel_id(), 1)
+    for quarter in range(int(until_s / 0.25) + 1):
+        now = quarter * 0.25
+        heard_s += look.look([("n0", heard_s)], now).get("n0", 0.0)
+        assert heard_s <= now
+    return heard_s
+
+
+def waits_of(length_s: float):
+    """A thread that runs for a millisecond after each wait of that length. The kernel counts a wait when it ends."""
+
+    def at(s: float) -> dict[int, ThreadTimes]:
+        ended = int(s / (length_s + 0.001))
+        return {7: ThreadTimes(ended * 0.001, ended * length_s, True)}
+
+    return at
+
+
+@pytest.mark.parametrize("length_s", [0.02, 0.6, 1.1, 30.0])
+def test_waits_are_excused_whole_however_long_each_is(length_s):
+    # All of it but what comes before the first look, and one look's time.
+    assert excused_s(waits_of(length_s), 10.0) > 10.0 - 1.25
+
+
+def test_a_thread_that_sleeps_or_computes_does_not_wait():
+    assert excused_s(lambda s: {7: ThreadTimes(s, 0.1, True), 8: ThreadTimes(0.1, 3.0, False)}, 10.0) == 0.0
+
+
+def test_a_wait_that_ended_excuses_nothing_of_the_silence_after_it():
+    stopped_s = 5.0
+
+    def at(s: float) -> dict[int, ThreadTimes]:
+        times = waits_of(0.6)(min(s, stopped_s))[7]
+        return {7: times._replace(runnable=s < stopped_s)}
+
+    assert stopped_s - 1.25 < excused_s(at, 20.0) <= stopped_s
 
 
 def test_a_node_whose_agent_only_starves_is_not_given_up_and_one_that_is_stopped_is(tmp_path, starved):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 
 def kernel_id() -> str:
@@ -17,10 +18,22 @@ def kernel_id() -> str:
         return ""
 
 
-def waits_s(pid: int) -> dict[int, float]:
-    """For how long each thread of a process has waited for a processor so far; nothing where the kernel does not tell.
+class ThreadTimes(NamedTuple):
+    """What the kernel has counted for one thread."""
 
-    That is the second number of /proc/PID/task/TID/schedstat, in nanoseconds (Documentation/scheduler/sched-stats.rst).
+    ran_s: float
+    """For how long it had a processor."""
+    waited_s: float
+    """For how long it waited for one. The kernel adds a wait when it ends, so the one that goes on now is not in it."""
+    runnable: bool
+    """It runs, or waits for a processor."""
+
+
+def thread_times(pid: int) -> dict[int, ThreadTimes]:
+    """What the kernel has counted for each thread of a process; nothing where it does not tell.
+
+    From /proc/PID/task/TID/schedstat (Documentation/scheduler/sched-stats.rst) and the state in /proc/PID/task/TID/stat
+    (proc_pid_stat(5)).
     """
     found = {}
     try:
@@ -30,8 +43,10 @@ def waits_s(pid: int) -> dict[int, float]:
     # Threads come and go while this runs. One that has ended just now is left out, and not an error.
     for thread in threads:
         try:
-            text = (thread / "schedstat").read_text()
-            found[int(thread.name)] = int(text.split()[1]) / 1e9
+            ran_ns, waited_ns = (thread / "schedstat").read_text().split()[:2]
+            # The name before the state stands in parentheses, and may contain some itself.
+            state = (thread / "stat").read_text().rpartition(")")[2].split()[0]
+            found[int(thread.name)] = ThreadTimes(int(ran_ns) / 1e9, int(waited_ns) / 1e9, state == "R")
         except (OSError, ValueError, IndexError):
             continue
     return found
