@@ -71,7 +71,9 @@ def test_a_seed_is_one_schedule():
 
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(bool(REPLAY), reason="one schedule was asked for")
-@pytest.mark.parametrize("first", [0, 120, pytest.param(240, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "first", [0, pytest.param(120, marks=pytest.mark.long), pytest.param(240, marks=pytest.mark.nightly)]
+)
 def test_random_schedules_hold_and_are_eventful(first):
     told = ran(range(first, first + 120))
     outcomes = Counter((s.level, s.outcome) for s in told)

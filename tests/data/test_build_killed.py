@@ -45,6 +45,7 @@ def kill(how, at, prefix, source, workers=1):
     return code != 0
 
 
+@pytest.mark.long
 def test_killed_at_any_change_of_the_file_system(tmp_path, source, undisturbed):
     at, killed = 0, True
     while killed:

@@ -44,6 +44,7 @@ def test_an_older_checkpoint_is_taken_for_one_with_a_flipped_bit(tmp_path, undis
     assert ran.report["final"] == undisturbed.report["final"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("tier", "kind"),
     [

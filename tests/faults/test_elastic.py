@@ -56,6 +56,7 @@ def test_a_job_shrinks_and_grows_between_steps(tmp_path):
     assert ran.kinds().count("node-left") == 2
 
 
+@pytest.mark.long
 def test_a_drained_node_and_a_preempted_one_are_replaced(tmp_path):
     deeds = [Deed(drain(1), 20, 3), Deed(fault("preempt-node:rank=0"), 20, 3), Deed(stop(), 200, 3)]
     ran = drive(tmp_path, deeds, "--nnodes", "1:3", "--spares", 1, tell=["--warn"])
@@ -81,6 +82,7 @@ def test_sigterm_to_an_agent_is_a_drain(tmp_path):
     ]
 
 
+@pytest.mark.long
 def test_less_capacity_than_the_minimum_ends_the_job_with_its_state_saved(tmp_path, undisturbed):
     body = '{"type": "capacity", "nodes": 1, "within_s": 30, "reason": "preempted by job 17"}'
     process = start(tmp_path, "--nnodes", 3, TINY, 150)

@@ -37,6 +37,7 @@ def hang(job_dir, number):
     return deed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("number", "why"),
     [

@@ -172,6 +172,7 @@ def test_everything_is_killed_while_an_object_store_takes_a_checkpoint(
         assert ends(ran) == ends(tiers_undisturbed)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("victim", ["buddy", pytest.param("owner", marks=NIGHTLY)])
 def test_a_node_is_killed_in_the_middle_of_a_copy(tmp_path, gate_at, tiers_undisturbed, victim):
     """Half of a shard is at the buddy. Either of the two is killed; what was whole before is where training goes on."""

@@ -124,6 +124,7 @@ def test_a_copy_that_is_under_way_is_completed_before_its_worker_ends(tmp_path, 
     assert [Archive(str(t)).verify(LAST).step for t in tiers] == [LAST, LAST], first.output
 
 
+@pytest.mark.long
 def test_a_state_that_no_tier_takes_stays_in_memory_for_the_next_start(tmp_path, tiers):
     process = start(tmp_path, *options(tiers), ENDS, LAST, "stand")
     wait_for(process, "rank 0 stands")

@@ -9,6 +9,7 @@ from conftest import STEPS
 from harness import HERE, TINY, finish, held, leftovers, run, start, wait_for
 
 
+@pytest.mark.long
 def test_ctrl_c_keeps_the_state_and_the_same_job_goes_on(tmp_path, undisturbed):
     process = start(tmp_path, "--nnodes", 3, "--fault", "stop-worker:rank=0,step=60", TINY, STEPS)
     wait_for(process, "injecting")
@@ -135,6 +136,7 @@ def test_files_left_open_by_the_script_are_complete(tmp_path, end):
     assert out.read_text() == "all of it"
 
 
+@pytest.mark.long
 def test_an_evaluation_between_two_steps_is_no_hang(tmp_path, undisturbed):
     """Rank 0 is away for many times the detection time; a worker that is killed meanwhile waits for it too."""
     script = tmp_path / "train_aside.py"

@@ -15,8 +15,10 @@ from holdfast.protocol.faults import MACHINE_FAULTS, FaultKind, parse_fault
 PHASES = ("forward", "backward", "reduce", "vote", "update", "commit")
 
 
-def nightly(value):
-    return pytest.param(value, marks=pytest.mark.nightly)
+def marked(row):
+    if row < BY_DEFAULT:
+        return row
+    return pytest.param(row, marks=pytest.mark.long if row < LONG else pytest.mark.nightly)
 
 
 OTHERS = {FaultKind.KILL_COORDINATOR, FaultKind.PREEMPT_NODE, FaultKind.SLOW, *MACHINE_FAULTS}
@@ -24,7 +26,7 @@ OTHERS = {FaultKind.KILL_COORDINATOR, FaultKind.PREEMPT_NODE, FaultKind.SLOW, *M
 
 KINDS = [k for k in FaultKind if k not in OTHERS]
 STRIDE = len(PHASES) + 1
-BY_DEFAULT = 5
+BY_DEFAULT, LONG = 3, 5
 
 
 def kinds(row):
@@ -36,13 +38,11 @@ def kinds(row):
 def test_the_rows_have_every_kind_in_every_phase():
     for column in zip(*(kinds(row) for row in range(len(KINDS))), strict=True):
         assert set(column) == set(KINDS)
-    often = Counter(kind for row in range(BY_DEFAULT) for kind in kinds(row))
+    often = Counter(kind for row in range(LONG) for kind in kinds(row))
     assert min(often[kind] for kind in KINDS) >= 3
 
 
-@pytest.mark.parametrize(
-    "row", [row if row < BY_DEFAULT else nightly(row) for row in range(len(KINDS))], ids=lambda r: f"row{r}"
-)
+@pytest.mark.parametrize("row", [marked(row) for row in range(len(KINDS))], ids=lambda r: f"row{r}")
 def test_a_fault_in_every_phase_changes_no_bit(row, tmp_path, undisturbed):
     *in_phase, in_transfer = kinds(row)
     faults = [
@@ -74,7 +74,9 @@ def test_a_step_that_is_committed_without_rank_0_is_in_the_curve(tmp_path, undis
     assert ran.report["steps"]["lost"] == 0
 
 
-@pytest.mark.parametrize("phase", [nightly("forward"), "reduce", nightly("vote"), nightly("update")])
+@pytest.mark.parametrize(
+    "phase", ["reduce", *(pytest.param(p, marks=pytest.mark.nightly) for p in ("forward", "vote", "update"))]
+)
 def test_the_very_first_step(phase, tmp_path, undisturbed):
     ran = run(
         tmp_path,

@@ -41,6 +41,7 @@ def test_nobody_read_that_it_is_ready(module):
         assert (process.communicate(timeout=60)[0], process.returncode) == ("", 0)
 
 
+@pytest.mark.long
 def test_a_launcher_whose_reader_went_away_obeys_a_stop(tmp_path):
     """As in `holdfast run ... | head`: what it writes then fails, and SIGTERM stops the job all the same."""
     process = start(tmp_path, "--nnodes", 1, TINY, 1_000_000)

@@ -82,6 +82,7 @@ def test_what_else_belongs_to_the_commit_is_done_on_every_shard_once(tmp_path, u
     assert averaged(ran) == averaged(undisturbed)
 
 
+@pytest.mark.long
 def test_two_replicas_that_lost_different_shards_become_one(tmp_path, undisturbed):
     both = faults("kill-worker:rank=1,step=8", "kill-worker:rank=2,step=8")
     ran = run(tmp_path, *ELASTIC, *both, SCRIPT, STEPS)

@@ -1,10 +1,12 @@
 """A worker that is really slowed, among workers that are not."""
 
+import pytest
 from harness import TINY, run
 
 STEPS = 75
 
 
+@pytest.mark.long
 def test_a_slowed_worker_is_named_within_50_steps_and_changes_nothing(tmp_path, undisturbed):
     fault = "slow=1.5x:rank=2,step=20"
     ran = run(tmp_path, "--nnodes", 3, "--fault", fault, TINY, STEPS, "--device-s", 0.015)

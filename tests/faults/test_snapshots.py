@@ -67,6 +67,7 @@ def test_a_job_that_is_killed_whole_goes_on_from_its_newest_snapshot(tmp_path, u
     assert not memory_of(tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind", ["kill-node", *(pytest.param(k, marks=NIGHTLY) for k in ("kill-worker", "deadlock", "stop-node"))]
 )
