@@ -96,8 +96,8 @@ class Faults:
             "join-node": lambda w: self._join(),
             "bad-node": self._make_bad,
             "kill-all-workers": lambda w: self._kill_all(),
-            "kill-column": lambda w: self._kill_some(w, "shard_index"),
-            "kill-row": lambda w: self._kill_some(w, "replica"),
+            "kill-shard": lambda w: self._kill_some(w, "shard_index"),
+            "kill-replica": lambda w: self._kill_some(w, "replica"),
             "silence-holders": lambda w: self._silence_holders(),
         }
         strikes[kind](worker)

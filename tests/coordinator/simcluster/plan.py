@@ -145,8 +145,8 @@ SHARDED_FAULTS = (
     "kill-worker",
     "kill-worker",
     "kill-node",
-    "kill-column",
-    "kill-row",
+    "kill-shard",
+    "kill-replica",
     "torn",
     "kill-coordinator",
 )
@@ -239,7 +239,7 @@ def _draw_shape(plan: Plan, window: float) -> None:
     for _ in range(rng.choice((0, 1, 1, 2))):
         plan.faults.append((rng.uniform(0.0, window), rng.choice(SHARDED_FAULTS)))
     if rng.random() < 0.4:
-        plan.faults.append((rng.uniform(0.6, 1.0) * window, "kill-column"))
+        plan.faults.append((rng.uniform(0.6, 1.0) * window, "kill-shard"))
     for _ in range(rng.choice((0, 1, 1, 2, 3))):
         kind = rng.choice(SHARDED_FAULTS)
         plan.triggers.append((rng.choice(SHARDED_MOMENTS), rng.randint(1, 6), kind))
