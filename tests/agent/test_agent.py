@@ -5,11 +5,13 @@ import os
 import re
 import resource
 import select
+import signal
 import sys
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
+from aiohttp import WSCloseCode
 from test_coordinator_link import serving
 
 from holdfast.protocol import messages as m
@@ -192,3 +194,20 @@ def test_a_worker_that_was_only_taken_for_rank_0_is_printed_no_further(tmp_path)
             return (await process.communicate())[0].decode().splitlines()
 
     assert [line for line in asyncio.run(printed()) if not line.startswith("time=")] == []
+
+
+def test_an_agent_that_leaves_waits_for_the_coordinator_that_follows(tmp_path):
+    """A scheduler signals agent and coordinator at once. The agent's workers have a state that is still to be saved."""
+
+    async def leaving():
+        async with agent(tmp_path, "-m", "holdfast.agent") as (process, coordinator):
+            await coordinator.hears(0, m.Hello)
+            process.send_signal(signal.SIGTERM)
+            await coordinator.hears(0, m.Hello, m.Leaving)
+            await coordinator.connection.close(code=WSCloseCode.SERVICE_RESTART)
+            hello, *_ = await coordinator.hears(1, m.Hello)
+            assert hello.leaving == m.Leaving("SIGTERM", 30.0)
+            await coordinator.connection.close()  # this one is lost
+            return await asyncio.wait_for(process.wait(), 30)
+
+    assert asyncio.run(leaving()) == 0

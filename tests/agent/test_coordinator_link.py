@@ -4,7 +4,7 @@ import asyncio
 import socket
 from contextlib import asynccontextmanager
 
-from aiohttp import WSMsgType, web
+from aiohttp import WSCloseCode, WSMsgType, web
 
 from holdfast.agent.coordinator_link import CoordinatorLink
 from holdfast.coordinator.service.authentication import authorized, give_proof
@@ -176,3 +176,18 @@ def test_an_order_that_raises_ends_neither_the_link_nor_the_waiting_for_it(tmp_p
     assert (exited.worker, exited.killed) == ("w1", True)
     assert "Read-only file system" in exited.tail[0]
     assert obeyed == [m.Inspect(3)]
+
+
+def test_a_coordinator_that_hands_over_says_that_another_one_follows(tmp_path):
+    async def heard():
+        told = []
+        async with linked(tmp_path) as (coordinator, link):
+            link._lost = lambda: told.append(link.left_to_another)
+            await coordinator.hears(0, m.Hello)
+            await coordinator.connection.close(code=WSCloseCode.SERVICE_RESTART)
+            await coordinator.hears(1, m.Hello)
+            await coordinator.connection.close()
+            await coordinator.hears(2, m.Hello)
+        return told
+
+    assert asyncio.run(heard()) == [True, False]

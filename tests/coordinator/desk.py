@@ -153,12 +153,12 @@ class Desk:
             ),
         )
 
-    def crash(self, away_s: float = 1.0) -> None:
+    def crash(self, away_s: float = 1.0, handed_over: bool = False) -> None:
         """A new coordinator process takes over from the state as it was written."""
         state = msgspec.msgpack.decode(msgspec.msgpack.encode(self.state), type=CoreState)
         last_s = self.now
         self.core = Core(state.spec, state)
-        self.do(e.Recovered(last_s), away_s)
+        self.do(e.Recovered(last_s, handed_over), away_s)
 
     def back(
         self, *nodes: str, held: dict[str, tuple[Copy, ...]] | None = None, **views: dict[str, Any]

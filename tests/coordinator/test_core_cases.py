@@ -784,6 +784,16 @@ def test_a_new_coordinator_adopts_the_running_generation():
     assert desk.state.membership.phase is JobPhase.RUNNING
 
 
+def test_a_coordinator_that_handed_over_is_no_incident():
+    desk = running(3)
+    desk.crash(handed_over=True)
+    assert desk.records("handed-over") == [{"away_s": 1.0}]
+    assert desk.incidents() == []
+    desk.back("n0", "n1")
+    desk.wait(desk.core.timing.adopt_s + 0.1, alive=("n0", "n1"))
+    assert not desk.state.membership.nodes["n2"].alive
+
+
 def test_agents_that_do_not_come_back_are_lost():
     desk = running(3)
     desk.crash()

@@ -9,7 +9,10 @@ import msgspec
 import pytest
 
 from holdfast.coordinator.service import server
+from holdfast.coordinator.service.decision_loop import DecisionLoop
 from holdfast.coordinator.service.server import Coordinator
+from holdfast.engines import jobs
+from holdfast.engines.client import JobClient
 from holdfast.protocol.endpoint import Endpoint
 from holdfast.protocol.job import JobSpec, Resume
 
@@ -47,3 +50,34 @@ def test_whoever_watches_hears_the_end_and_holds_nobody_up(tmp_path, monkeypatch
             return await watched_to_the_end(job_dir, monkeypatch)
 
     assert asyncio.run(soon())[-1] == "ended"
+
+
+async def stopped_by_one_that_comes_late(job_dir: Path) -> int:
+    """A request that a coordinator hears when it decides nothing any more; returns how often it was sent."""
+    spec = JobSpec(name="job", script="train.py", min_nodes=1, max_nodes=1)
+    coordinator = Coordinator(job_dir, spec, Resume())
+    serving = asyncio.create_task(coordinator.serve(socket.create_server(("127.0.0.1", 0)), "127.0.0.1"))
+    async with JobClient(job_dir) as client:
+        await client.post("/stop")
+    await serving
+    return coordinator._loop.looked
+
+
+def test_a_request_to_a_coordinator_that_hands_over_goes_to_the_next_one(tmp_path, monkeypatch):
+    """The same one stands for the next."""
+
+    def has_left(self: DecisionLoop) -> bool:
+        self.looked = getattr(self, "looked", 0) + 1
+        return self.looked < 3
+
+    monkeypatch.setattr(DecisionLoop, "has_left", property(has_left, lambda self, value: None), raising=False)
+    monkeypatch.setattr(jobs, "is_running", lambda job_dir: True)
+    job_dir = tmp_path / "jobs" / "job"
+    job_dir.mkdir(parents=True)
+    (job_dir / "token").write_text("secret")
+
+    async def soon() -> int:
+        async with asyncio.timeout(60):
+            return await stopped_by_one_that_comes_late(job_dir)
+
+    assert asyncio.run(soon()) == 3

@@ -2,8 +2,11 @@
 
 import asyncio
 
+import pytest
+
 from holdfast.engines.client import Announcement
-from holdfast.engines.launcher import Launcher
+from holdfast.engines.launcher import Launcher, Superseded
+from holdfast.errors import HoldfastError
 from holdfast.protocol.availability import OrderDone
 from holdfast.protocol.job import JobSpec
 
@@ -120,3 +123,51 @@ def test_an_order_that_is_announced_again_is_only_acknowledged_again(tmp_path):
         assert engine.asked == 1
 
     asyncio.run(hear())
+
+
+class Restarting(NoLauncher):
+    """Its coordinators end with these codes, one after the other."""
+
+    def __init__(self, tmp_path, *codes):
+        super().__init__(JobSpec(name="j", script="x.py"), tmp_path, Notes())
+        self.codes, self.started, self.asked = list(codes), 0, []
+        self._coordinator = object()
+
+    async def _start_coordinator(self):
+        self.started += 1
+
+    async def _end_of(self, coordinator):
+        return self.codes.pop(0)
+
+    async def _ask(self, path, body=""):
+        self.asked.append(path)
+
+    def keep(self, stopping=False):
+        async def run():
+            if stopping:
+                self.stop("test")
+            await self._keep_coordinator()
+            await asyncio.gather(*self._tasks)
+
+        asyncio.run(run())
+        return self
+
+
+def test_a_coordinator_that_hands_over_is_followed_as_often_as_it_does(tmp_path):
+    launcher = Restarting(tmp_path, *[75] * 5, 0).keep()
+    assert launcher.started == 5
+    assert launcher.asked == []
+
+
+def test_one_that_fails_is_not_started_for_ever_and_a_successor_s_is_left_alone(tmp_path):
+    with pytest.raises(HoldfastError, match="3 times"):
+        Restarting(tmp_path, 1, 1, 1).keep()
+    assert Restarting(tmp_path, 1, 1, 75, 1, 1, 0).keep().started == 5
+    with pytest.raises(Superseded):
+        Restarting(tmp_path, 4).keep()
+
+
+def test_a_stop_is_asked_of_every_coordinator(tmp_path):
+    """The one that was asked may have ended before it wrote that."""
+    launcher = Restarting(tmp_path, 75, -9, 0).keep(stopping=True)
+    assert launcher.asked == ["/stop?reason=test&cause=stop"] * 3

@@ -31,6 +31,7 @@ SAMPLES = {
     "node-left": {"node": "node1", "reason": "spot interruption"},
     "node-taken": {"node": "n7", "reason": "Slurm took it away"},
     "node-stays": {"node": "node1"},
+    "handed-over": {"away_s": 0.4},
     "job-going": {"reason": "the time limit", "within_s": 120.0},
     "job-stays": {"reason": "Slurm gives the job more time"},
     "resize": {"nodes": 2, "before": 4, "reason": "holdfast resize"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from pathlib import Path
 
 import msgspec
@@ -11,6 +12,7 @@ import pytest
 from holdfast.engines.slurm import engine as module
 from holdfast.engines.slurm.commands import SlurmError
 from holdfast.engines.slurm.engine import SlurmEngine
+from holdfast.engines.slurm.node import StandBy, _on_sigterm
 from holdfast.engines.slurm.parse import JobLine, NodeLine
 from holdfast.protocol.availability import (
     Availability,
@@ -247,3 +249,28 @@ def test_sigterm_to_all_nodes_is_the_end_of_the_allocation(tmp_path: Path) -> No
     assert not engine.posts
     engine.on_event("node-leaving", {"node": "n3", "reason": "SIGTERM", "within_s": 8.0})
     assert engine.posts == [Capacity(0, "Slurm ends the whole allocation", 8.0)]
+
+
+class Stopped:
+    """A launcher that was told of SIGTERM, or was not."""
+
+    told = 0
+
+    def on_sigterm(self) -> None:
+        self.told += 1
+
+
+def test_sigterm_to_a_step_reaches_its_agent_and_stops_the_job_where_the_coordinator_is() -> None:
+    """The coordinator itself takes it for a request to hand over."""
+
+    async def signalled() -> int:
+        stand_by, launcher = StandBy.__new__(StandBy), Stopped()
+        codes = []
+        for stand_by.launcher in (None, launcher):
+            agent = await asyncio.create_subprocess_exec("sleep", "1000")
+            _on_sigterm(agent, stand_by)
+            codes.append(await agent.wait())
+        assert codes == [-signal.SIGTERM] * 2
+        return launcher.told
+
+    assert asyncio.run(signalled()) == 1

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.engines.slurm import parse
-from holdfast.engines.slurm.launcher import wants_requeue
+from holdfast.engines.slurm.launcher import ENDED_BY_SLURM, wants_requeue
 
 SAID = Path(__file__).parent / "said"
 
@@ -92,7 +92,7 @@ def test_errors_without_their_frame() -> None:
 
 def test_what_is_queued_again() -> None:
     assert wants_requeue("stopped", "the time limit: 0 of at least 3 nodes are left")
-    assert wants_requeue("stopped", "SIGTERM")
+    assert wants_requeue("stopped", ENDED_BY_SLURM)
     assert wants_requeue("failed", "too few workers for 300 s")
     assert not wants_requeue("stopped", "holdfast stop")
     assert not wants_requeue("failed", "the script failed twice at step 7")

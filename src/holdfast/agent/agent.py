@@ -617,7 +617,9 @@ class Agent:
         now = asyncio.get_running_loop().time()
         if self._leaving is not None and now < self._terminated_at + SAME_SIGNAL_S:
             return
-        if self._leaving is not None or not self._link.connected:
+        # A scheduler signals all of the job at once, the coordinator too, which then hands over. The next one is told.
+        expected = self._link.connected or self._link.left_to_another
+        if self._leaving is not None or not expected:
             self._over.set()
             return
         _log.info("SIGTERM: leaving within the grace", extra={"grace_s": self._config.grace_s})
@@ -637,8 +639,9 @@ class Agent:
             self._draining = asyncio.create_task(self._hook("on-drain", reason))
 
     def _on_connection_lost(self) -> None:
-        """Ends a node that is leaving: it does not wait for another coordinator. Without a launcher there is none."""
-        if self._leaving is not None or self._launcher_lost:
+        """Ends a node that is leaving: it waits for another coordinator only where one is on its way. Without a launcher
+        there is none."""
+        if self._launcher_lost or (self._leaving is not None and not self._link.left_to_another):
             self._over.set()
 
     def _on_orphaned(self) -> None:

@@ -67,6 +67,8 @@ class CoordinatorLink:
         self._orphan_s, self._orphaned = orphan_s, orphaned
         self._heartbeat_s, self._lost = heartbeat_s, lost
         self.connected = False
+        self.left_to_another = False
+        """The coordinator has closed the connection because another one follows, which was not met yet."""
         self._outbox = Outbox()
         self._news = asyncio.Event()
         self._idle = asyncio.Event()
@@ -155,7 +157,7 @@ class CoordinatorLink:
                 await link.send_bytes(encode(self._hello()))
             except (OSError, aiohttp.ClientError):
                 return False
-            self.connected = True
+            self.connected, self.left_to_another = True, False
             _log.info("connected to the coordinator", extra={"waiting": len(self._outbox)})
             # Only now: what is sent again must come after the hello, or the coordinator would not know whose
             # it is.
@@ -171,6 +173,7 @@ class CoordinatorLink:
                     pulse.cancel()
             finally:
                 self.connected = False
+                self.left_to_another = link.close_code == aiohttp.WSCloseCode.SERVICE_RESTART
         return True
 
     async def _receiving(self, link: aiohttp.ClientWebSocketResponse) -> None:

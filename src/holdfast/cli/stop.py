@@ -31,7 +31,7 @@ async def _stop(folder: Path) -> None:
     from holdfast.engines.client import JobClient
 
     async with JobClient(folder) as client:
-        await client.post("/stop?reason=holdfast%20stop")
+        await client.post("/stop?reason=holdfast%20stop", repeat=True)
         async for announcement in client.watch():
             if announcement.kind == "ended":
                 return

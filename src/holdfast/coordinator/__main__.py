@@ -25,7 +25,7 @@ _log = logging.getLogger("holdfast.coordinator")
 
 
 def main() -> int:
-    """Serves until the job is over. Exit code 4: another took its place."""
+    """Serves until the job is over. Exit code 4: another took its place; 75: it hands over, see `server`."""
     parser = argparse.ArgumentParser(prog="holdfast.coordinator")
     parser.add_argument("--job-dir", type=Path, required=True)
     parser.add_argument(

@@ -339,8 +339,8 @@ class Core(Context):
                 admission.cleared(self, machine, rule)
             case DurableFound():
                 durable_checkpoints.found(self, event)
-            case Recovered(last_s):
-                nodes.recovered(self, last_s)
+            case Recovered():
+                nodes.recovered(self, event)
             case Overslept(away_s):
                 nodes.overslept(self, away_s)
             case Starved(name, waited_s):

@@ -22,6 +22,10 @@ PATIENCE_S = 10.0
 """How long an answer may take, and how long a coordinator may take that is being started again."""
 
 
+class _NotTaken(Exception):
+    """The coordinator is about to leave the job to another one, and did nothing of what was asked."""
+
+
 class NoAnswer(UsageError):
     """Nobody answers for the job: it has ended, or its coordinator was lost and nobody starts it again."""
 
@@ -71,15 +75,20 @@ class JobClient:
         """Any page. Raises NoAnswer when nobody answers."""
         return await self._request("GET", path)
 
-    async def post(self, path: str, body: str = "") -> Any:
-        """A request. Raises UsageError with the coordinator's words when it refuses, else NoAnswer."""
-        return msgspec.json.decode(await self._request("POST", path, body))
+    async def post(self, path: str, body: str = "", repeat: bool = False) -> Any:
+        """A request. repeat: asked for twice it is as good as once, so it is sent again where its answer was lost.
 
-    async def _request(self, method: str, path: str, body: str = "") -> bytes:
+        Raises:
+            UsageError: the coordinator's words when it refuses.
+            NoAnswer: nobody answers.
+        """
+        return msgspec.json.decode(await self._request("POST", path, body, repeat))
+
+    async def _request(self, method: str, path: str, body: str = "", repeat: bool = False) -> bytes:
         deadline = time.monotonic() + PATIENCE_S
         why = "it is still starting"
-        # Only requests that nobody heard are sent again. One that was sent and not answered may have been
-        # carried out, and a drain or a resize must not be done twice.
+        # Other requests are only sent again where nobody heard them. One that was sent and not answered may have
+        # been carried out, and a fault must not be injected twice.
         while time.monotonic() < deadline:
             if (where := self._where()) is not None:
                 try:
@@ -87,9 +96,14 @@ class JobClient:
                 except (
                     aiohttp.ClientConnectorError,
                     Unproven,
+                    _NotTaken,
                 ) as error:  # not heard: it may be starting again
                     why = str(error)
                 except (aiohttp.ClientError, TimeoutError) as error:
+                    if repeat:
+                        why = str(error) or type(error).__name__
+                        await asyncio.sleep(RETRY_S)
+                        continue
                     raise self._no_answer(str(error) or type(error).__name__) from error
             await asyncio.sleep(RETRY_S)
         raise self._no_answer(why)
@@ -100,6 +114,9 @@ class JobClient:
             session.request(method, f"{where.url}{path}", data=body or None) as response,
         ):
             data = await response.read()
+            # With this header alone: a coordinator that cannot write its ledger answers 503 as well, to be read by people.
+            if response.status == 503 and "Retry-After" in response.headers:
+                raise _NotTaken(data.decode(errors="replace").strip())
             if response.status >= 400:
                 raise UsageError(data.decode(errors="replace").strip())
             return data

@@ -36,6 +36,7 @@ from holdfast.protocol.python import python_module
 
 _log = logging.getLogger(__name__)
 COORDINATOR_SUPERSEDED = 4
+COORDINATOR_HANDED_OVER = 75
 ATTEMPTS = 3
 KILLED = "killed"
 """The outcome of a job whose coordinator wrote no report."""
@@ -63,6 +64,7 @@ class Launcher(ABC):
         self.engine: Engine | None = None
         self.interrupts = 0
         self._gives_back = False
+        self._stop_asked: str | None = None
         self._coordinator: asyncio.subprocess.Process | None = None
         self._listener: socket.socket | None = None
         # The write end is held by this process alone and nothing is ever written. When the process ends, in
@@ -158,13 +160,18 @@ class Launcher(ABC):
                 return
             if code == COORDINATOR_SUPERSEDED:
                 raise Superseded("another coordinator runs the job")
-            # A coordinator that was killed by a signal says nothing about the next one. One that ends by
-            # itself three times in a row would do so for ever.
-            failures = failures + 1 if code > 0 else 0
+            # A coordinator that was killed by a signal, or asked to hand over, says nothing about the next one.
+            # One that ends by itself three times in a row would do so for ever.
+            handed_over = code == COORDINATOR_HANDED_OVER
+            failures = failures + 1 if code > 0 and not handed_over else 0
             if failures >= ATTEMPTS:
                 raise HoldfastError(f"the coordinator ended {failures} times with exit code {code}")
-            self.note("the coordinator ended; starting it again", code=code)
+            how = "hands over; starting another" if handed_over else "ended; starting it again"
+            self.note(f"the coordinator {how}", code=code)
             await self._start_coordinator()
+            # The one that ended may have heard of it and not written it. The first request counts.
+            if self._stop_asked is not None:
+                self.spawn(self._ask(self._stop_asked))
 
     async def _end_of(self, coordinator: asyncio.subprocess.Process) -> int:
         """Waits for the coordinator's end. One that is stopped or hangs is killed."""
@@ -240,7 +247,7 @@ class Launcher(ABC):
     async def _tell_done(self, done: OrderDone) -> None:
         try:
             async with JobClient(self.job_dir) as client:
-                await client.post("/engine", msgspec.json.encode(done).decode())
+                await client.post("/engine", msgspec.json.encode(done).decode(), repeat=True)
         except UsageError as error:
             # Told again when a coordinator announces the order again. At the end of the job nobody does.
             _log.debug("an order is not acknowledged: %s", error, extra={"order_id": done.order_id})
@@ -308,7 +315,8 @@ class Launcher(ABC):
 
     def stop(self, reason: str, cause: NoticeCause = NoticeCause.STOP) -> None:
         """Asks the job to end in order. cause: for its scripts."""
-        self.spawn(self._ask("/stop?" + urlencode({"reason": reason, "cause": cause.value})))
+        self._stop_asked = "/stop?" + urlencode({"reason": reason, "cause": cause.value})
+        self.spawn(self._ask(self._stop_asked))
 
     def end_now(self) -> None:
         """Kills the coordinator at once."""
@@ -328,7 +336,7 @@ class Launcher(ABC):
     async def _ask(self, path: str, body: str = "") -> None:
         async with JobClient(self.job_dir) as client:
             try:
-                await client.post(path, body)
+                await client.post(path, body, repeat=True)
             except UsageError as error:
                 self.note(str(error))
 

@@ -83,6 +83,8 @@ class Recovered(msgspec.Struct, frozen=True):
 
     last_s: float
     """When the old one was last heard of, on the core's clock."""
+    handed_over: bool = False
+    """The old one was asked to hand over, and did: nothing was lost."""
 
 
 class DurableFound(msgspec.Struct, frozen=True):

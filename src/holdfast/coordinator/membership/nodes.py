@@ -6,6 +6,7 @@ from holdfast.coordinator.health import queries as health
 from holdfast.coordinator.kernel import incidents, transitions
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.deadlines import Timer, Watched
+from holdfast.coordinator.kernel.events import Recovered
 from holdfast.coordinator.kernel.history import Remembered
 from holdfast.coordinator.kernel.membership_state import Node, Worker
 from holdfast.coordinator.kernel.phases import JobPhase, NodePhase, WorkerPhase
@@ -229,8 +230,8 @@ def _later(deadline: float | None, by_s: float) -> float | None:
     return None if deadline is None else deadline + by_s
 
 
-def recovered(context: Context, last_s: float) -> None:
-    """This process replaced a coordinator that died. Agents that do not come back are lost.
+def recovered(context: Context, event: Recovered) -> None:
+    """This process replaced a coordinator that died, or that was asked to go. Agents that do not come back are lost.
 
     Time stood still meanwhile: whatever was due gets at least until every agent had its chance to reconnect.
     """
@@ -255,12 +256,15 @@ def recovered(context: Context, last_s: float) -> None:
     _forget_provisions(context)
     s.deadlines.set(Timer.ASK_AFTER, back_s)  # the engine's answers may be lost, and its ear not be open yet
     context.watch.look_again()
+    if event.handed_over:
+        context.record(ledger.HandedOver(away_s=round(max(0.0, context.now - event.last_s), 3)))
+        return
     incident = context.open_incident(
         causes.CoordinatorLost(),
         node=None,
         rung=incidents.COORDINATOR,
         kind="kill-coordinator",
-        fault_at_s=last_s,
+        fault_at_s=event.last_s,
         needs_newcomer=False,
     )
     incident.decided_at_s = context.now

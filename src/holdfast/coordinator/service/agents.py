@@ -37,6 +37,8 @@ class AgentConnections:
     ) -> None:
         self._loop, self._lines, self._checks = loop, lines, checks
         self._memory, self._watchers, self._gone = memory, watchers, gone
+        self.closes_with = WSCloseCode.OK
+        """What agents are told when their connection is closed: SERVICE_RESTART where another coordinator follows."""
         self._imported = m.Imported()
         """What scripts of this job imported, as far as rank 0 has said it since this process began."""
 
@@ -52,7 +54,7 @@ class AgentConnections:
             await socket.close(code=WSCloseCode.PROTOCOL_ERROR)
             return socket
         line = Line(hello.node, hello.session, request.transport)
-        sender = asyncio.create_task(drain(line, socket))
+        sender = asyncio.create_task(drain(line, socket, code=lambda: self.closes_with))
         try:
             await self._on_hello(line, hello)
             async for frame in socket:

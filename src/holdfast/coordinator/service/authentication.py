@@ -70,6 +70,13 @@ class Entrance:
         """Nobody is let in any more."""
         self._door.close()
 
+    async def settled(self) -> None:
+        """After `close`: returns when everybody who was let in is with the server."""
+        # The door's thread has ended, and its last calls are in the loop's queue before this one.
+        await asyncio.sleep(0)
+        if self._coming:
+            await asyncio.wait(set(self._coming))
+
     def _enter(self, sock: socket.socket, head: bytes) -> bool:
         """In the door's thread: strangers do not come as far as the loop."""
         if not self._is_proven(head):

@@ -48,8 +48,22 @@ from holdfast.protocol.ledger import LedgerEvent
 _log = logging.getLogger(__name__)
 LAST_S = 10.0
 """How long a job that ends waits for a ledger that cannot be written. What it trained is in its checkpoints."""
+HANDED_OVER = "handed-over"
+"""Under which name a coordinator that hands over says so: see `HandedOver`."""
 VALIDATE_VARIABLE = "HOLDFAST_VALIDATE"
 """With 1 the state is checked after every batch of events; what is wrong goes to the coordinator's log."""
+
+
+class HandedOver(msgspec.Struct, frozen=True):
+    """The last word of a coordinator that was asked to hand over.
+
+    It holds for the ledger as it was then: each successor adds an entry, so nobody has to take this word back.
+    """
+
+    seq: int
+    """The newest entry of the ledger then."""
+    at_s: float
+    """When, on the core's clock."""
 
 
 class DecisionLoop:
@@ -85,6 +99,9 @@ class DecisionLoop:
         self._ends_at: float | None = None
         self._failed_at = 0.0
         self._ordered = core.state.orders.last_id
+        self._leaving = False
+        self.has_left = False
+        """Nothing is decided any more: the job goes on with the next process."""
         self.unwritten = False
         """The job has ended without its last entries, because the ledger cannot be written."""
         self.over = asyncio.Event()
@@ -111,14 +128,30 @@ class DecisionLoop:
             waiting.done = asyncio.get_running_loop().create_future()
             await waiting.done
 
+    def leave(self) -> None:
+        """What has come in is still decided; then `decide_all` returns."""
+        self._leaving = True
+        self._inbox.wake()
+
+    async def write_last(self) -> bool:
+        """Writes the state as it is, for the process that this one hands over to; whether it is in the file."""
+        self.has_left = True
+        page = Page(kept=self._state_kept())
+        page.kept[HANDED_OVER] = msgspec.msgpack.encode(HandedOver(self.seq, self.clock()))
+        writing = self._ledger.write(page)
+        await asyncio.wait([writing], timeout=LAST_S)
+        return writing.done() and writing.exception() is None
+
     async def decide_all(self) -> None:
-        """The one way from what came to what is done about it, until cancelled."""
+        """The one way from what came to what is done about it, until `leave` or cancelled."""
         # Starts the beat, so that the loop turns at least twice per heartbeat even if no event comes.
         self._late_s()
         while True:
             # Everything that has gathered becomes one batch with one write. Under load batches grow, and the
             # cost of a write is shared by more events: so the loop gets faster per event just when it must.
             waiting = await self._inbox.take()
+            # Read here: what came in before `leave` is in this batch, or was in one before it.
+            last = self._leaving
             now_s = time.monotonic()
             # What waited here has aged, and the core measures stalls with these ages. Without this a slow
             # disk would look like slow training.
@@ -136,6 +169,9 @@ class DecisionLoop:
             for each in waiting:
                 if each.done is not None and not each.done.done():
                     each.done.set_result(None)
+            if last:
+                self.has_left = True
+                return
 
     def _late_s(self) -> float | None:
         """How late this look is, of which there are two for every heartbeat; None: it is not time for one."""
@@ -193,9 +229,7 @@ class DecisionLoop:
         if urgent:
             # State, clock and injector are in one page, so in one transaction: a state whose clock is older
             # than its times would run backward in the next coordinator.
-            page.kept[SNAPSHOT] = msgspec.msgpack.encode(state)
-            page.kept["clock"] = msgspec.msgpack.encode(self.clock.mark())
-            page.kept["injector"] = msgspec.msgpack.encode(self.injector.plans)
+            page.kept |= self._state_kept()
             # Written first, then carried out. If an order left before, and this process died, the next
             # coordinator would decide again, perhaps otherwise, and two workers could believe that they hold
             # the same rank.
@@ -214,6 +248,14 @@ class DecisionLoop:
         if self.core.moved or self._tick is None:
             self.plan_tick()
         self._watchers.plan_status()
+
+    def _state_kept(self) -> dict[str, bytes]:
+        """What the next coordinator goes on from."""
+        return {
+            SNAPSHOT: msgspec.msgpack.encode(self.core.state),
+            "clock": msgspec.msgpack.encode(self.clock.mark()),
+            "injector": msgspec.msgpack.encode(self.injector.plans),
+        }
 
     def _page(
         self, events: list[ev.Event], actions: list[ev.Action], now: float, before: m.Generation | None

@@ -17,17 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from aiohttp import web
+from aiohttp import WSCloseCode, web
 
 from holdfast import logs
 from holdfast.coordinator.kernel import events as ev
 from holdfast.coordinator.machine import Core
 from holdfast.coordinator.service.agent_lines import AgentLines
 from holdfast.coordinator.service.agents import AgentConnections
-from holdfast.coordinator.service.authentication import Entrance, authorized, give_proof
+from holdfast.coordinator.service.authentication import Entrance, Handler, authorized, give_proof
 from holdfast.coordinator.service.checking import CheckRuns
 from holdfast.coordinator.service.clock import Anchor, CoreClock
-from holdfast.coordinator.service.decision_loop import LAST_S, DecisionLoop
+from holdfast.coordinator.service.decision_loop import HANDED_OVER, LAST_S, DecisionLoop, HandedOver
 from holdfast.coordinator.service.drain import FAREWELL_S
 from holdfast.coordinator.service.history_store import FILE_NAME
 from holdfast.coordinator.service.history_writer import Memory
@@ -43,11 +43,13 @@ from holdfast.protocol.job import JobSpec, Resume
 from holdfast.protocol.leadership import LOOK_S, newest_term
 
 EXIT_SUPERSEDED = 4
+EXIT_HANDED_OVER = 75
+"""EX_TEMPFAIL of sysexits.h: another coordinator is to be started, and the job has not noticed."""
 _log = logging.getLogger(__name__)
 
 
 class Coordinator:
-    """One job's coordinator. `serve` returns when the job is over, or when another took its place."""
+    """One job's coordinator. `serve` returns when the job is over. The process ends there where another takes its place."""
 
     def __init__(self, job_dir: Path, spec: JobSpec, resume: Resume, term: int = 0) -> None:
         """term: of office, where coordinators on several machines could be; 0: there is one machine.
@@ -103,6 +105,9 @@ class Coordinator:
             gone=self._gone,
         )
         self.superseded = False
+        self._leaves = asyncio.Event()
+        self._launcher_lives = True
+        self._unanswered = 0
 
     @property
     def outcome(self) -> str | None:
@@ -121,7 +126,7 @@ class Coordinator:
             _log.warning("another coordinator took over before this one served", extra={"term": self._term})
             logs.exit_now(EXIT_SUPERSEDED)
         where = Endpoint(host, listener.getsockname()[1], os.getpid(), secrets.token_hex(8))
-        app = web.Application(middlewares=[authorized(self._token, where)])
+        app = web.Application(middlewares=[authorized(self._token, where), self._in_office()])
         app.on_response_prepare.append(give_proof)
         app.add_routes([web.get("/agent", self._agents.serve), *self._routes.all()])
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=FAREWELL_S)
@@ -138,16 +143,21 @@ class Coordinator:
         # Ctrl-C reaches the whole process group. The launcher decides what it means and asks for a stop; a
         # coordinator that ended by itself would take the job's state with it.
         loop.add_signal_handler(signal.SIGINT, lambda: None)
-        loop.add_signal_handler(signal.SIGTERM, lambda: self._loop.handle(ev.StopRequested("SIGTERM")))
+        # Whoever ends this process need not want the end of the job: a machine without a GPU may be drained.
+        loop.add_signal_handler(signal.SIGTERM, self._on_sigterm)
         if lifeline is not None:
             loop.add_reader(lifeline, self._launcher_gone, lifeline)
         holding = asyncio.create_task(self._hold_office()) if self._term else None
         over = asyncio.create_task(self._loop.over.wait())
+        leaves = asyncio.create_task(self._leaves.wait())
         # If the deciding task raised, this process ends with it. A coordinator that answers but decides
         # nothing would look healthy to everybody who watches it.
-        await asyncio.wait([over, deciding], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([over, deciding, leaves], return_when=asyncio.FIRST_COMPLETED)
         if deciding.done():
             deciding.result()
+        if self._leaves.is_set() and not self._loop.over.is_set():
+            await self._hand_over(entrance, deciding)
+        leaves.cancel()
         if holding is not None:
             holding.cancel()
         if self.superseded:
@@ -156,17 +166,7 @@ class Coordinator:
             logs.exit_now(EXIT_SUPERSEDED)
         _log.info("the job is over", extra={"outcome": self.outcome})
         await self._write_report()
-        for watcher in self._watchers.all:
-            watcher.tell(None)
-        try:
-            # Agents and watchers read their last messages and close by themselves; aiohttp's own cleanup
-            # would cut them off in the middle.
-            async with asyncio.timeout(FAREWELL_S):
-                while self._lines.by_node or self._watchers.all:
-                    self._gone.clear()
-                    await self._gone.wait()
-        except TimeoutError:
-            pass
+        await self._take_leave()
         entrance.close()
         await runner.cleanup()
         await self._memory.close()
@@ -185,7 +185,88 @@ class Coordinator:
         self.superseded = True
         self._loop.over.set()
 
+    async def _take_leave(self) -> None:
+        """Agents and watchers read their last messages and close by themselves; aiohttp's own cleanup would cut them off in
+        the middle."""
+        for watcher in self._watchers.all:
+            watcher.tell(None)
+        try:
+            async with asyncio.timeout(FAREWELL_S):
+                while self._lines.by_node or self._watchers.all:
+                    self._gone.clear()
+                    await self._gone.wait()
+        except TimeoutError:
+            pass
+
+    # ------------------------------------------------------------ handing over
+
+    def _on_sigterm(self) -> None:
+        if not self._launcher_lives:
+            # Nobody would start the next one, and this one ends the job in order already.
+            _log.warning("SIGTERM: not handing over, because the launcher is gone and the job ends")
+        elif not self._leaves.is_set():
+            _log.info("SIGTERM: handing over to another coordinator")
+            self._leaves.set()
+
+    async def _hand_over(self, entrance: Entrance, deciding: asyncio.Task[None]) -> None:
+        """Leaves the job to the next process, with everything written that was decided and answered everything that was
+        asked. Returns only when the job is over instead."""
+        # Who connects from here on waits in the launcher's socket for the next coordinator.
+        entrance.close()
+        await entrance.settled()
+        self._loop.leave()
+        # Only a ledger that cannot be written takes so long. What is not written was not done either, so it is left to
+        # the next process, as by one that is killed.
+        await asyncio.wait([deciding], timeout=LAST_S)
+        if deciding.done():
+            deciding.result()
+        if self._loop.over.is_set():
+            return
+        deciding.cancel()
+        whole = await self._loop.write_last()
+        try:
+            async with asyncio.timeout(FAREWELL_S):
+                while self._unanswered:
+                    self._gone.clear()
+                    await self._gone.wait()
+        except TimeoutError:
+            pass
+        # Orders that were decided still go out before the connection is closed. The code tells agents that leave, and that
+        # would else end with their coordinator, that another one follows.
+        self._agents.closes_with = WSCloseCode.SERVICE_RESTART
+        for line in self._lines.by_node.values():
+            line.put_nowait(None)
+        await self._take_leave()
+        await self._memory.close()
+        if not await self._ledger.close(0.0 if not whole else LAST_S):
+            _log.error("handing over without the ledger's last entries: %s", self._ledger.why)
+        _log.info("handed over", extra={"seq": self._loop.seq})
+        # Without aiohttp's cleanup, which would wait for those who only listen.
+        logs.exit_now(EXIT_HANDED_OVER)
+
+    def _in_office(self) -> Any:
+        """Counts requests that wait for an answer, and sends those that come too late to the next coordinator."""
+
+        @web.middleware
+        async def count(request: web.Request, handler: Handler) -> web.StreamResponse:
+            if self._loop.has_left:
+                return web.Response(
+                    status=503, text="the coordinator hands over; ask again", headers={"Retry-After": "0"}
+                )
+            # One that becomes a WebSocket has no answer to wait for.
+            if "Upgrade" in request.headers:
+                return await handler(request)
+            self._unanswered += 1
+            try:
+                return await handler(request)
+            finally:
+                self._unanswered -= 1
+                self._gone.set()
+
+        return count
+
     def _launcher_gone(self, lifeline: int) -> None:
+        self._launcher_lives = False
         asyncio.get_running_loop().remove_reader(lifeline)
         self._loop.handle(ev.StopRequested("the launcher has ended"))
 
@@ -199,7 +280,12 @@ class Coordinator:
             state = self._core.state
             # The time when the old coordinator was last known to live, from the ledger: the incident of its
             # loss begins there and not now.
-            self._loop.handle(ev.Recovered(state.began_s + self._ledger.store.last_t_s()))
+            last_s, by_intent = state.began_s + self._ledger.store.last_t_s(), False
+            kept = self._ledger.store.kept(HANDED_OVER)
+            told = msgspec.msgpack.decode(kept, type=HandedOver) if kept else None
+            if told is not None and told.seq == self._loop.seq:
+                last_s, by_intent = told.at_s, True
+            self._loop.handle(ev.Recovered(last_s, by_intent))
         else:
             self._loop.handle(ev.Tick())
             # At least one entry, None if there are none: the core must hear that nothing was found, because

@@ -25,6 +25,7 @@ from holdfast.protocol.leadership import claim_term, newest_term
 from holdfast.protocol.notices import NoticeCause
 
 ROSTER = "roster.json"
+ENDED_BY_SLURM = "Slurm ends the job"
 SCRIPT_GONE = frozenset({"JobLaunchFailure", "NonZeroExitCode"})
 """Slurm's reason for the end of a job whose batch script was killed; one that was cancelled has none."""
 
@@ -59,7 +60,7 @@ class SlurmLauncher(Launcher):
             folder.identify()
             (self.job_dir / KNOWN).unlink(missing_ok=True)
             self.note_resume(resume)
-            loop.add_signal_handler(signal.SIGTERM, self._ended_by_slurm)
+            loop.add_signal_handler(signal.SIGTERM, self.on_sigterm)
             # Slurm sends it before the time limit (`--signal`), early enough to save the state.
             loop.add_signal_handler(signal.SIGUSR1, self.stop, "the time limit", NoticeCause.TIME_LIMIT)
         loop.add_signal_handler(signal.SIGINT, lambda: None)
@@ -85,8 +86,10 @@ class SlurmLauncher(Launcher):
         await super().abandon()
         await self._slurm_engine.abandon()
 
-    def _ended_by_slurm(self) -> None:
-        self.stop("Slurm ends the job")
+    def on_sigterm(self) -> None:
+        """Slurm takes the job's processes away. It signals the coordinator as well, which takes that for a request to hand
+        over: the next one hears of the stop from here."""
+        self.stop(ENDED_BY_SLURM)
 
     # ------------------------------------------------------------ the end
 
@@ -121,7 +124,7 @@ def wants_requeue(outcome: object, reason: str) -> bool:
     """Whether the job ended for want of time or nodes, and not because it was done, broken or told to stop."""
     if outcome == "failed":
         return "too few workers" in reason
-    wanting = ("time limit", "whole allocation", "Slurm ends the job", "SIGTERM")
+    wanting = ("time limit", "whole allocation", ENDED_BY_SLURM)
     return outcome == "stopped" and any(text in reason for text in wanting)
 
 

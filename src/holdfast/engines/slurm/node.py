@@ -52,10 +52,10 @@ async def _run(spec: JobSpec, job_dir: Path) -> int:
         start_new_session=True,
     )
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, _pass_on, agent)
-    loop.add_signal_handler(signal.SIGINT, lambda: None)
     # Every node stands by, and not a chosen one, which could be lost together with the coordinator's.
     stand_by = StandBy(spec, job_dir, here, slurm)
+    loop.add_signal_handler(signal.SIGTERM, _on_sigterm, agent, stand_by)
+    loop.add_signal_handler(signal.SIGINT, lambda: None)
     standing_by = asyncio.create_task(stand_by.run())
     code = await agent.wait()
     _log.info("the agent ended", extra={"code": code, "in_office": stand_by.in_office})
@@ -77,9 +77,12 @@ async def _grace_s(slurm: Slurm) -> float:
         return 28.0
 
 
-def _pass_on(agent: asyncio.subprocess.Process) -> None:
+def _on_sigterm(agent: asyncio.subprocess.Process, stand_by: StandBy) -> None:
+    """Slurm takes this node's step away, and the coordinator with it where it is here."""
     if agent.returncode is None:
         os.kill(agent.pid, signal.SIGTERM)
+    if stand_by.launcher is not None:
+        stand_by.launcher.on_sigterm()
 
 
 class StandBy:
@@ -90,12 +93,14 @@ class StandBy:
 
     Attributes:
         in_office: this process has the coordinator.
+        launcher: what keeps it; None before and after.
     """
 
     def __init__(self, spec: JobSpec, job_dir: Path, here: ThisNode, slurm: Slurm) -> None:
         self._spec, self._job_dir, self._here, self._slurm = spec, job_dir, here, slurm
         self._missing = job_dir / "missing"
         self.in_office = False
+        self.launcher: SlurmLauncher | None = None
 
     async def run(self) -> None:
         """Returns when a job that this process took over has ended."""
@@ -192,11 +197,13 @@ class StandBy:
         await asyncio.to_thread(succeed, self._job_dir, term)
         with PlainView(self._spec, self._job_dir) as view:
             view.note(f"the coordinator's node is lost; {self._here.node} takes over")
-            launcher = SlurmLauncher(self._spec, self._job_dir, view, self._here, term)
+            self.launcher = launcher = SlurmLauncher(self._spec, self._job_dir, view, self._here, term)
             try:
                 report = await launcher.run()
             except Superseded:
                 return
+            finally:
+                self.launcher = None
         view.ended(report)
         await launcher.conclude(report)
 

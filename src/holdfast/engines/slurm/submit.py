@@ -199,7 +199,7 @@ class Submitter:
             self._view.note("stopping after this step; press Ctrl-C again to cancel the Slurm job at once")
             async with JobClient(self._folder.path) as client:
                 try:
-                    await client.post("/stop?reason=interrupted")
+                    await client.post("/stop?reason=interrupted", repeat=True)
                 except UsageError as error:
                     self._view.note(str(error))
             return

@@ -51,6 +51,16 @@ class StopRequested(LedgerEvent, frozen=True, kw_only=True):
         return f"{'giving up' if self.outcome == 'failed' else 'stopping'}: {self.reason}"
 
 
+class HandedOver(LedgerEvent, frozen=True, kw_only=True):
+    """A coordinator that was asked to go left the job to another one."""
+
+    away_s: float
+    """How long there was none."""
+
+    def sentence(self) -> str:
+        return f"another coordinator process took the job over after {seconds(self.away_s)}, as asked for"
+
+
 class JobGoing(LedgerEvent, frozen=True, kw_only=True):
     """The job will be ended; its scripts were told."""
 
