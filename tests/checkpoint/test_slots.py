@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from blobs_on_tiers import blob_of
@@ -29,6 +30,8 @@ from holdfast.checkpoint.layout import CHUNK_BYTES
 from holdfast.checkpoint.memory import SlotPool, SlotState, default_budget, hand_on
 from holdfast.checkpoint.pages import PAGE, SlotMaps, map_slot
 from holdfast.errors import ChecksumError, StateError, TierError
+from holdfast.protocol import free_memory
+from holdfast.protocol.free_memory import Room
 
 
 @pytest.fixture
@@ -518,6 +521,7 @@ def test_other_files_are_not_touched(folder):
 CHILD = """
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from snapshots_in_memory import BUDGET, fill, key_of, save
 from holdfast.checkpoint.memory import SlotPool
 from holdfast.checkpoint.pages import map_slot
@@ -675,8 +679,34 @@ def test_memory_of_nodes_that_are_not_started_again_is_handed_on(tmp_path):
 def test_memory_that_workers_have_taken_is_not_free(tmp_path, monkeypatch):
     """The memory file system says that it has room, and the machine has none."""
     meminfo = tmp_path / "meminfo"
-    monkeypatch.setattr(memory, "MEMINFO", meminfo)
+    monkeypatch.setattr(free_memory, "PROC", tmp_path)
+    monkeypatch.setattr(free_memory, "CGROUP", tmp_path)
     meminfo.write_text("MemTotal:       16000 kB\nMemFree:  10 kB\nMemAvailable:    3000 kB\n")
     assert memory.free_bytes(tmp_path) == (3000 - 1000) << 10
     meminfo.write_text("MemTotal:       16000 kB\nMemAvailable:    300 kB\nHugePages_Total:  0\n")
     assert memory.free_bytes(tmp_path) == 0
+
+
+def test_memory_beyond_the_container_s_limit_is_not_free(tmp_path, monkeypatch):
+    """Neither the machine nor the memory file system knows of the limit, and both have more."""
+    monkeypatch.setattr(free_memory, "PROC", tmp_path)
+    monkeypatch.setattr(free_memory, "CGROUP", tmp_path)
+    (tmp_path / "meminfo").write_text(f"MemTotal: {1 << 24} kB\nMemAvailable: {1 << 24} kB\n")
+    (tmp_path / "memory.max").write_text(f"{1600 << 10}\n")
+    (tmp_path / "memory.current").write_text(f"{500 << 10}\n")
+    (tmp_path / "memory.stat").write_text("shmem 5\n")
+    assert memory.free_bytes(tmp_path) == (1600 - 500 - 100) << 10
+    assert default_budget(tmp_path) == 500 << 10
+    # What an agent before this one left there is used, and half of the container is still the workers'.
+    assert default_budget(tmp_path, 400 << 10) == 700 << 10
+    assert default_budget(tmp_path, 1200 << 10) == 1200 << 10
+
+
+@pytest.mark.parametrize(("blocks", "free"), [(0, 3000 << 10), (900, 700 << 10)])
+def test_a_memory_file_system_bounds_what_is_free_by_its_size_if_it_has_one(
+    tmp_path, monkeypatch, blocks, free
+):
+    monkeypatch.setattr(memory, "rooms", lambda: [Room(0, 3000 << 10)])
+    size = SimpleNamespace(f_blocks=blocks, f_bavail=blocks and 700, f_frsize=1024)
+    monkeypatch.setattr(os, "statvfs", lambda folder: size)
+    assert memory.free_bytes(tmp_path) == free

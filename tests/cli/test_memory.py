@@ -4,7 +4,7 @@ import pytest
 
 from holdfast.cli.memory import NODE_BYTES, WORKER_BYTES, check_memory
 from holdfast.errors import UsageError
-from holdfast.health.capacity import available_bytes
+from holdfast.protocol.free_memory import available_bytes, rooms
 
 NEEDED = 5 * (NODE_BYTES + 2 * WORKER_BYTES)
 
@@ -49,3 +49,63 @@ def test_a_container_without_a_limit(machine):
 
 def test_nowhere_to_look(tmp_path):
     assert available_bytes(tmp_path, tmp_path) is None
+
+
+V2, V1 = (
+    ("memory.max", "memory.current", "inactive_file"),
+    (
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+    ),
+)
+
+
+def groups(machine, names, root, path, *limits):
+    """A process in a group, and its parents' limits in MiB, from the root on; each has used 100 and can give up 10."""
+    folder = machine / root
+    for part, limit in zip(("", *path), limits, strict=True):
+        folder = folder / part
+        folder.mkdir(exist_ok=True, parents=True)
+        (folder / names[0]).write_text(f"{limit if isinstance(limit, str) else limit << 20}\n")
+        (folder / names[1]).write_text(f"{100 << 20}\n")
+        (folder / "memory.stat").write_text(f"cache 7\n{names[2]} {10 << 20}\n")
+
+
+def in_group(machine, *lines):
+    (machine / "self").mkdir()
+    (machine / "self" / "cgroup").write_text("".join(f"{line}\n" for line in lines))
+
+
+def mebibytes(machine):
+    return sorted(room.free >> 20 for room in rooms(machine, machine))
+
+
+def test_the_limits_of_all_parents_hold(machine):
+    in_group(machine, "0::/kubepods/pod7/main")
+    groups(machine, V2, "", ["kubepods", "pod7", "main"], "max", 900, 400, "max")
+    assert mebibytes(machine) == [310, 810, 1024]
+    assert available_bytes(machine, machine) == 310 << 20
+
+
+def test_version_1_beside_version_2(machine):
+    in_group(machine, "9:name=systemd:/x", "4:cpu,memory:/docker/a", "0::/")
+    unlimited = str((1 << 63) - 4096)
+    groups(machine, V1, "memory", ["docker", "a"], unlimited, unlimited, 500)
+    assert mebibytes(machine) == [410, 1024]
+
+
+@pytest.mark.parametrize("line", ["4:memory:/docker/of-the-host", "4:memory:/../../outside", "0::/elsewhere"])
+def test_a_path_that_is_not_mounted_leaves_the_container_s_own_group(machine, line):
+    in_group(machine, line)
+    groups(machine, V1, "memory", [], 500)
+    assert mebibytes(machine) == [410, 1024]
+
+
+def test_what_cannot_be_read_is_no_limit(machine):
+    in_group(machine, "no colons here", "0::/a")
+    groups(machine, V2, "", ["a"], "max", "many")
+    assert mebibytes(machine) == [1024]
+    groups(machine, V2, "", ["a"], 200, 300)
+    (machine / "a" / "memory.stat").unlink()
+    assert mebibytes(machine) == [110, 1024]

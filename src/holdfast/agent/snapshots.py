@@ -71,7 +71,7 @@ class SnapshotKeeper:
         run = xxhash.xxh3_64_intdigest(token.encode())
         self.pool = SlotPool(folder, budget_bytes, run)
         if not budget_bytes:
-            self.pool.budget_bytes = default_budget(folder) + self.pool.nbytes
+            self.pool.budget_bytes = default_budget(folder, self.pool.nbytes)
         # Last of what may fail: a server that was left running could not be ended by anybody.
         self._server = SnapshotServer(self.pool, host, token)
         # Three pools and not one. A tier that does not answer holds its threads for minutes, and a worker

@@ -14,9 +14,9 @@ import msgspec
 
 from holdfast.agent.zygote import Zygote
 from holdfast.errors import ProtocolError
-from holdfast.health.capacity import available_bytes
 from holdfast.protocol import messages as m
 from holdfast.protocol.frames import Codec, pack
+from holdfast.protocol.free_memory import available_bytes
 from holdfast.protocol.python import python_module
 
 _log = logging.getLogger(__name__)

@@ -269,7 +269,7 @@ class StandaloneBackend:
         self._process = os.getpid()
         self._owned, folder = _own_memory()
         self._pool = SlotPool(folder, 0)
-        self._pool.budget_bytes = default_budget(folder)
+        self._pool.budget_bytes = default_budget(folder, self._pool.nbytes)
         self._todo: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Condition()
         self._numbers = itertools.count(1)

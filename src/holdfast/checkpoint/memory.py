@@ -35,6 +35,7 @@ from holdfast.checkpoint.checksums import damaged, sums_of
 from holdfast.checkpoint.layout import CHUNK_BYTES, Head, decode_head, encode_head
 from holdfast.checkpoint.pages import PAGE
 from holdfast.errors import ChecksumError, MemoryShort, SlotsTaken, StateError, TierError
+from holdfast.protocol.free_memory import rooms
 from holdfast.protocol.snapshots import Key, Part
 from holdfast.tensors.index import Index
 
@@ -50,9 +51,9 @@ RESERVE_BYTES = 64 << 20
 """Left free in the memory file system, whatever the budget says."""
 
 
-MEMINFO = Path("/proc/meminfo")
 WORKERS_PART = 16
-"""One of so many parts of the machine's memory stays free too, for what workers take later."""
+"""One of so many parts of the machine's memory, and of each limit of a container, stays free too, for what workers take
+later."""
 
 
 class SlotState(enum.IntEnum):
@@ -563,24 +564,25 @@ def _written_s(folder: Path) -> float:
 
 
 def free_bytes(folder: Path) -> int:
-    """What the memory file system of a folder has left, and the machine. The file system is often as large as half of the
-    memory, whatever the workers have taken: filling it would have the kernel kill one of them."""
+    """What the memory file system of a folder has left, and the machine, and the container. The file system is often as
+    large as half of the memory, whatever the workers have taken: filling it would have the kernel kill one of them."""
     system = os.statvfs(folder)
-    free = system.f_bavail * system.f_frsize
-    try:
-        lines = [line.split() for line in MEMINFO.read_text().splitlines()]
-        kibibytes = {line[0]: int(line[1]) for line in lines if len(line) > 1}
-        # statvfs only says how much the file system may still take. Its pages come from the same memory as
-        # the workers', so what is really available is asked as well.
-        spare = (kibibytes["MemAvailable:"] - kibibytes["MemTotal:"] // WORKERS_PART) << 10
-    except (OSError, KeyError, ValueError):
-        return free
-    return max(0, min(free, spare))
+    # statvfs only says how much the file system may still take. Its pages come from the same memory as the workers',
+    # so what is really available is asked as well.
+    spare = [room.free - room.total // WORKERS_PART for room in rooms()]
+    # A memory file system that was mounted without a size has no blocks.
+    if system.f_blocks or not spare:
+        spare.append(system.f_bavail * system.f_frsize)
+    return max(0, min(spare))
 
 
-def default_budget(folder: Path) -> int:
-    """Half of what the memory file system has left now: the other half is the workers'."""
-    return free_bytes(folder) // 2
+def default_budget(folder: Path, held_bytes: int = 0) -> int:
+    """Half of what the memory file system has left now: the other half is the workers'.
+
+    held_bytes: what lies there already and counts in the budget. It is no reason to take more of what is left: else the
+    budget would grow with every restart of the process that keeps it.
+    """
+    return max(held_bytes, (free_bytes(folder) + held_bytes) // 2)
 
 
 def _fits(slot: Slot, blob_bytes: int) -> bool:

@@ -20,8 +20,8 @@ from holdfast.cli.ssh_plan import check_ssh, plan_ssh
 from holdfast.data.cache import absolute_cache
 from holdfast.engines import jobs
 from holdfast.errors import UsageError
-from holdfast.health.capacity import available_bytes
 from holdfast.protocol.faults import FaultSpec, check_watched, parse_fault
+from holdfast.protocol.free_memory import available_bytes
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.job_options import SlurmOptions, SshOptions
 

@@ -19,8 +19,9 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.health.capacity import available_bytes, cpu_model
+from holdfast.health.capacity import cpu_model
 from holdfast.health.checks.check import CannotCheck, Task, attempt
+from holdfast.protocol.free_memory import available_bytes
 from holdfast.protocol.health import CheckResult, Condition
 from holdfast.protocol.units import size
 

@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from holdfast.health.capacity import available_bytes, cpu_model
+from holdfast.health.capacity import cpu_model
 from holdfast.health.checks.check import CannotCheck, Task
+from holdfast.protocol.free_memory import available_bytes
 from holdfast.protocol.health import CheckResult, Condition
 
 SHARE = 0.1
