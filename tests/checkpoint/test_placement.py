@@ -1,6 +1,7 @@
 """Buddies: every failure of as many nodes as there are buddies is survived, and many larger ones."""
 
 import random
+import time
 from itertools import combinations
 from math import comb
 
@@ -9,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.checkpoint.placement import Placement, place
+from holdfast.protocol.node_place import NodePlace, nearness
 
 
-def nodes(count: int, per_rack: int | None = None) -> dict[str, str | None]:
-    return {f"n{i:03}": None if per_rack is None else f"r{i // per_rack:02}" for i in range(count)}
+def nodes(count: int, per_rack: int | None = None) -> dict[str, NodePlace]:
+    return {f"n{i:03}": () if per_rack is None else (f"r{i // per_rack:02}",) for i in range(count)}
 
 
 def survived(placement: Placement, names, lost: int) -> float:
@@ -55,7 +57,7 @@ def test_large_clusters_by_sampling():
 def test_a_whole_rack_may_fail(count, per_rack, copies):
     names = nodes(count, per_rack)
     placement = place(names, copies)
-    assert placement.same_rack == ()
+    assert placement.close == ()
     for rack in set(names.values()):
         assert placement.survives({n for n, r in names.items() if r == rack})
 
@@ -63,7 +65,7 @@ def test_a_whole_rack_may_fail(count, per_rack, copies):
 def test_too_few_racks_are_said():
     names = nodes(6, per_rack=5)  # five nodes in one rack, one in another
     placement = place(names, 1)
-    assert len(placement.same_rack) >= 4
+    assert len(placement.close) >= 4
     assert survived(placement, names, 1) == 1.0
     assert place(nodes(1), 1).short == ("n000",)
     assert place(nodes(4), 0).buddies == dict.fromkeys(nodes(4), ())
@@ -85,12 +87,14 @@ def test_a_lost_node_moves_only_its_own_group():
 
 @settings(deadline=None, max_examples=300)
 @given(
-    st.lists(st.sampled_from(["a", "b", "c", "d", None]), min_size=1, max_size=24),
+    st.lists(
+        st.sampled_from([("a",), ("b",), ("c", "x"), ("c", "y"), ("d", "x"), ()]), min_size=1, max_size=24
+    ),
     st.integers(0, 4),
     st.data(),
 )
 def test_any_cluster_and_any_change(labels, copies, data):
-    names = {f"n{i}": rack for i, rack in enumerate(labels)}
+    names: dict[str, NodePlace] = {f"n{i}": rack for i, rack in enumerate(labels)}
     placement = place(names, copies)
     for _ in range(3):
         have = min(copies, len(names) - 1)
@@ -103,3 +107,44 @@ def test_any_cluster_and_any_change(labels, copies, data):
         gone = data.draw(st.sets(st.sampled_from(sorted(names)), max_size=max(0, len(names) - 1)))
         names = {n: r for n, r in names.items() if n not in gone}
         placement = place(names, copies, placement.groups)
+
+
+def cluster(zones: int, racks: int, per_rack: int) -> dict[str, NodePlace]:
+    """Names that do not follow the places."""
+    places = [(f"z{z}", f"r{r}") for z in range(zones) for r in range(racks) for _ in range(per_rack)]
+    random.Random(7).shuffle(places)
+    return {f"n{i:04}": place for i, place in enumerate(places)}
+
+
+@pytest.mark.parametrize(
+    ("zones", "racks", "copies", "shared"),
+    [(2, 4, 1, 0), (3, 4, 2, 0), (1, 8, 1, 1), (2, 8, 2, 1), (1, 1, 1, 2)],
+)
+def test_copies_are_as_far_apart_as_they_can_be(zones, racks, copies, shared):
+    """No zone is shared where there are as many zones as copies; else no rack."""
+    names = cluster(zones, racks, per_rack=8)
+    placement = place(names, copies)
+    for node, buddies in placement.buddies.items():
+        held = [names[n] for n in (node, *buddies)]
+        assert max(nearness(a, b) for a, b in combinations(held, 2)) == shared
+
+
+def test_buddies_of_4096_nodes_are_found_in_well_under_a_second():
+    names = cluster(4, 32, per_rack=32)
+    began = time.process_time()
+    first = place(names, 1)
+    assert time.process_time() - began < 1.0
+    assert all(names[n][0] != names[b][0] for n, (b,) in first.buddies.items())
+    gone = next(iter(names))
+    left = {n: p for n, p in names.items() if n != gone}
+    second = place(left, 1, first.groups)
+    assert sum(second.buddies[n] != first.buddies[n] for n in left) <= 3
+
+
+def test_groups_of_different_zones_stay_when_a_loss_makes_the_zones_unequal():
+    names = cluster(2, 2, per_rack=4)
+    first = place(names, 1)
+    gone = first.groups[0][0]
+    second = place({n: p for n, p in names.items() if n != gone}, 1, first.groups)
+    whole = {frozenset(g) for g in first.groups[1:]}
+    assert len(whole & {frozenset(g) for g in second.groups}) >= len(whole) - 1  # one takes the orphan in

@@ -70,7 +70,7 @@ class Desk:
         slots: int = 1,
         workers: tuple[m.WorkerView, ...] = (),
         copies: tuple[Copy, ...] = (),
-        rack: str | None = None,
+        place: tuple[str, ...] = (),
         port: int = 7000,
     ) -> None:
         """An agent says hello. port: of its snapshot memory; 0 when it has none."""
@@ -85,7 +85,7 @@ class Desk:
             workers=workers,
             snapshot_port=port,
             copies=copies,
-            rack=rack,
+            place=place,
         )
         self.do(e.NodeJoined(hello))
 
@@ -173,7 +173,7 @@ class Desk:
             known = self.state.membership.nodes[name]
             copies = self.held(name) if held is None else held.get(name, ())
             seen = tuple(self.view(w.name, **views.get(w.node, {})) for w in ours)
-            self.node(name, session, known.slots, seen, copies, known.rack, known.snapshot_port)
+            self.node(name, session, known.slots, seen, copies, known.place, known.snapshot_port)
 
     def view(self, worker: str, **changes: Any) -> m.WorkerView:
         """What an agent would say of a worker that is where the core thinks it is."""
@@ -326,7 +326,7 @@ def running(
     nodes: int = 3,
     spares: int = 0,
     committed: int = 5,
-    racks: tuple[str | None, ...] = (),
+    places: tuple[tuple[str, ...], ...] = (),
     shape: tuple[int, int] = (1, 1),
     **spec: Any,
 ) -> Desk:
@@ -334,7 +334,7 @@ def running(
     desk = Desk(nodes, spares=spares, **spec)
     slots = desk.core.spec.nproc
     for i in range(nodes + spares):
-        desk.node(f"n{i}", slots=slots, rack=racks[i] if i < len(racks) else None)
+        desk.node(f"n{i}", slots=slots, place=places[i] if i < len(places) else ())
     for worker in desk.workers():
         desk.started(worker)
     for worker in desk.workers():

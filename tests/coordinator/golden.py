@@ -134,6 +134,7 @@ def canonical(value: Any) -> Any:
         fields = {name: getattr(value, name) for name in value.__struct_fields__}
         if isinstance(value, Hello):
             fields["version"] = RECORDED_PROTOCOL
+            fields["rack"] = "/".join(fields.pop("place"))  # the place of a node was one name
         return [_recorded(type(value).__name__), *canonical(fields)]
     if isinstance(value, dict):
         known = {_recorded(str(k)): v for k, v in value.items()}

@@ -765,13 +765,13 @@ def test_an_agent_hears_again_which_snapshot_is_whole():
 
 
 def test_the_copy_goes_to_another_rack():
-    desk = running(1, spares=2, racks=("a", "a", "b"))
+    desk = running(1, spares=2, places=(("a",), ("a",), ("b",)))
     desk.snapshot(6, "n0")
     assert asked(desk) == [("n2", 6)]
 
 
 def test_when_the_buddy_cannot_another_rack_is_still_the_first_choice():
-    desk = running(1, spares=4, racks=("a", "a", "b", "a", "b"))
+    desk = running(1, spares=4, places=(("a",), ("a",), ("b",), ("a",), ("b",)))
     copy = desk.snapshot(6, "n0")
     first = asked(desk)[0][0]
     desk.refuses(first, copy)
@@ -779,7 +779,7 @@ def test_when_the_buddy_cannot_another_rack_is_still_the_first_choice():
 
 
 def test_those_who_save_stand_in_different_racks():
-    desk = running(3, racks=("a", "a", "b"))
+    desk = running(3, places=(("a",), ("a",), ("b",)))
     assert [desk.told(w, m.JoinGeneration)[0].saves for w in desk.members()] == [True, False, True]
 
 

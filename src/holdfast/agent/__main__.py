@@ -14,6 +14,7 @@ from holdfast import logs
 from holdfast.agent.agent import Agent, AgentConfig
 from holdfast.agent.zygote import Zygote
 from holdfast.protocol.job_options import Timing
+from holdfast.protocol.node_place import PLACE_VARIABLE, parse_place
 from holdfast.protocol.sockets import raise_descriptor_limit
 
 _log = logging.getLogger("holdfast.agent")
@@ -34,13 +35,19 @@ def main(arguments: Sequence[str] | None = None, zygote: Zygote | None = None) -
     parser.add_argument("--stall-factor", type=float, default=Timing().stall_factor)
     parser.add_argument("--memory", type=Path, required=True, help="folder of the snapshot memory")
     parser.add_argument("--memory-bytes", type=int, default=0, help="its budget; 0: half of what is free")
-    parser.add_argument("--rack", help="what fails together with this node; its snapshots go elsewhere")
+    parser.add_argument(
+        "--place", help=f"where this node stands, as zone/rack; else {PLACE_VARIABLE} says it"
+    )
     parser.add_argument("--grace", type=float, default=30.0, help="seconds from SIGTERM to the node's end")
     parser.add_argument("--shared-machine", action="store_true", help="other nodes are on this machine too")
     parser.add_argument("--lifeline", type=int)
     parser.add_argument("--log", default="", help="LEVEL[,json] of the agent's own log")
     parser.add_argument("--log-file", type=Path, help="gets the log; without it stderr does")
     given = parser.parse_args(arguments)
+    try:
+        place = parse_place(given.place or os.environ.get(PLACE_VARIABLE, ""))
+    except ValueError as error:
+        parser.error(f"{'--place' if given.place else PLACE_VARIABLE}: {error}")
     config = AgentConfig(
         node=given.node,
         job_dir=given.job_dir,
@@ -50,7 +57,7 @@ def main(arguments: Sequence[str] | None = None, zygote: Zygote | None = None) -
         timing=Timing(given.detection, given.stall_factor),
         memory=given.memory,
         budget_bytes=given.memory_bytes,
-        rack=given.rack,
+        place=place,
         grace_s=given.grace,
         shared_machine=given.shared_machine,
         log=given.log,

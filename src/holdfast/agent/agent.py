@@ -36,6 +36,7 @@ from holdfast.protocol.faults import MACHINE_FAULTS, NODE_FAULTS, ArmedFault, Fa
 from holdfast.protocol.health import CheckResult, Condition, Finding, Remedy, Severity
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.job_options import Timing
+from holdfast.protocol.node_place import NodePlace
 from holdfast.protocol.notice_board import NoticeBoard
 from holdfast.protocol.processes import kernel_id
 from holdfast.protocol.progress_page import STACKS_SIGNAL
@@ -65,8 +66,8 @@ class AgentConfig:
     """The folder of the node's snapshot memory."""
     budget_bytes: int = 0
     """Of the snapshot memory; 0: half of what is free."""
-    rack: str | None = None
-    """What fails together with this node; None: nothing is known."""
+    place: NodePlace = ()
+    """Where the node stands; empty: not known."""
     grace_s: float = 30.0
     """Seconds from SIGTERM until somebody kills this node."""
     shared_machine: bool = False
@@ -263,7 +264,7 @@ class Agent:
             workers=views,
             snapshot_port=self._port_of_snapshots,
             copies=self._keeper.copies() if self._keeper else (),
-            rack=config.rack,
+            place=config.place,
             leaving=self._leaving,
             identity=self._identity,
             devices=self._devices,

@@ -47,6 +47,14 @@ class NodeOptions:
             help="Local engine: spread the nodes over N simulated racks. No two copies of a snapshot share a rack.",
         ),
     ] = 0
+    topology: Annotated[
+        Path | None,
+        Option(
+            metavar="FILE",
+            example="topology.txt",
+            help="Where each host stands: lines `node[01-16] zone-a/rack7`, or what `scontrol show topology` prints.",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)

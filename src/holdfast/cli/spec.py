@@ -14,6 +14,7 @@ from holdfast import logs
 from holdfast.cli.health_plan import plan_health
 from holdfast.cli.memory import check_memory
 from holdfast.cli.options import flags
+from holdfast.cli.place_plan import plan_places
 from holdfast.cli.run_options import RunOptions
 from holdfast.cli.save_plan import plan_saving
 from holdfast.cli.ssh_plan import check_ssh, plan_ssh
@@ -64,6 +65,7 @@ def plan(given: RunOptions) -> JobSpec:
         cwd=str(Path.cwd()),
         timing=given.failures.timing,
         racks=given.nodes.racks,
+        places=plan_places(given.nodes, given.engine, ssh.names),
         saving=plan_saving(given.save, jobs.job_dir(name) / "checkpoint"),
         data_cache=absolute_cache(given.save.data_cache) if given.save.data_cache else "",
         slurm=given.slurm,

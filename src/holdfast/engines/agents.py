@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from holdfast.protocol.job import JobSpec
+from holdfast.protocol.node_place import NodePlace, shown
 
 
 def agent_arguments(
-    spec: JobSpec, job_dir: Path, node: str, host: str, memory: Path, rack: str = ""
+    spec: JobSpec, job_dir: Path, node: str, host: str, memory: Path, place: NodePlace = ()
 ) -> list[str]:
-    """For `python -m holdfast.agent`. host: the address that it binds. memory: its folder of snapshot memory."""
+    """For `python -m holdfast.agent`. host: the address that it binds. memory: its folder of snapshot memory. place: where the node
+    stands, as far as the engine knows."""
     # Values only, and no secret among them: a command line can be read by every user of the machine. The
     # agent reads the token from the job's folder.
     return [
@@ -23,6 +25,6 @@ def agent_arguments(
         f"--stall-factor={spec.timing.stall_factor}",
         f"--memory={memory}",
         f"--memory-bytes={spec.saving.budget_bytes}",
-        *([f"--rack={rack}"] if rack else []),
+        *([f"--place={shown(place)}"] if place else []),
         *([f"--log={spec.log}"] if spec.log else []),
     ]

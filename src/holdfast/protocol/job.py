@@ -7,6 +7,7 @@ import msgspec
 from holdfast.protocol.faults import FaultSpec
 from holdfast.protocol.health import HealthSpec
 from holdfast.protocol.job_options import SlurmOptions, SshOptions, Timing
+from holdfast.protocol.node_place import NodePlace
 from holdfast.protocol.snapshots import Saving
 
 CACHE_VARIABLE = "HOLDFAST_DATA_CACHE"
@@ -45,7 +46,9 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     timing: Timing = Timing()
     saving: Saving = Saving()
     racks: int = 0
-    """Over so many the local engine spreads its nodes; 0: no node has a rack."""
+    """Over so many the local engine spreads its nodes that have no place; 0: it gives none."""
+    places: dict[str, NodePlace] = {}
+    """Node to where it stands, as the job's topology file says; others are asked of the engine or of the node."""
     data_cache: str = ""
     """`DIR[,size=50G]`; empty: nodes have no cache."""
     health: HealthSpec = HealthSpec()

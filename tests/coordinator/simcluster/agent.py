@@ -60,7 +60,7 @@ class SimAgent:
         rng, plan = cluster.saving_rng, cluster.plan
         saves = plan.snapshot_every > 0 or plan.shard_count > 1
         self.memory = SimMemory(self, saves and rng.random() >= plan.no_memory)
-        self.rack = f"r{rng.randrange(plan.racks)}" if plan.racks else None
+        self.place = (f"r{rng.randrange(plan.racks)}",) if plan.racks else ()
         self._connect()
         self._beat()
 
@@ -115,7 +115,7 @@ class SimAgent:
             workers=views,
             snapshot_port=self.memory.port,
             copies=self.memory.copies(),
-            rack=self.rack,
+            place=self.place,
             leaving=self.leaving,
             identity=self.identity,
             checks=self.cluster.ailments.basic_checks(self),

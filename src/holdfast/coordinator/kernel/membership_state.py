@@ -10,6 +10,7 @@ from holdfast.protocol.causes import Cause
 from holdfast.protocol.health import Remedy
 from holdfast.protocol.job import Durable
 from holdfast.protocol.messages import Generation, Ready, Stop
+from holdfast.protocol.node_place import NodePlace
 from holdfast.protocol.notices import NoticeCause
 from holdfast.protocol.snapshots import Copy, Holder
 from holdfast.protocol.time_classes import TimeClass
@@ -53,8 +54,8 @@ class Node(msgspec.Struct, omit_defaults=True, kw_only=True):
     """It was told that the job went on without it."""
     refused: str | None = None
     """Why it may not come back; None: it may."""
-    rack: str | None = None
-    """None: not known."""
+    place: NodePlace = ()
+    """Where it stands; empty: not known."""
     snapshot_port: int = 0
     """Where its agent serves snapshot memory to other nodes; 0: nowhere."""
     snapshot_server: str = ""

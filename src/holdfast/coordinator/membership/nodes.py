@@ -89,7 +89,7 @@ def on_joined(context: Context, hello: m.Hello, past: tuple[Remembered, ...] = (
         last_seen_s=context.now,
         ports=hello.ports,
     )
-    node.rack = hello.rack
+    node.place = hello.place
     # A machine's failures stay with its name, so a node that crashes and returns does not come first again in
     # the choice of newcomers.
     node.failures = known.failures if known else 0

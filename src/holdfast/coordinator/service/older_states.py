@@ -40,6 +40,7 @@ def state_of(snapshot: bytes) -> CoreState:
             written = _divided(_with_causes(written))
         for node in written.get("membership", {}).get("nodes", {}).values():
             _give_phase(node)
+            _give_place(node)
     return msgspec.convert(written, type=CoreState)
 
 
@@ -79,6 +80,12 @@ def _give_phase(node: dict[str, Any]) -> None:
         node["phase"] = NodePhase.LEAVING.value
     elif node.get("held") is not None:
         node["phase"] = NodePhase.HELD.value
+
+
+def _give_place(node: dict[str, Any]) -> None:
+    """Up to version 0.1 only the rack of a node was known."""
+    if rack := node.pop("rack", None):
+        node.setdefault("place", [rack])
 
 
 def _divided(state: dict[str, Any]) -> dict[str, Any]:

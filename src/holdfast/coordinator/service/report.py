@@ -129,7 +129,7 @@ def build_status(state: CoreState, now: float) -> dict[str, Any]:
         "median_s": max(medians, default=None),
         "t_s": round(now - state.began_s, 3),
         "nodes": [
-            {"node": n.name, "host": n.host, "rack": n.rack, "alive": n.alive, "failures": n.failures}
+            {"node": n.name, "host": n.host, "place": list(n.place), "alive": n.alive, "failures": n.failures}
             | ({"held": n.held} if n.held else {})
             | ({"identity": n.identity} if n.identity else {})
             | ({"unknown": sorted(n.unknown)} if n.alive and n.unknown else {})

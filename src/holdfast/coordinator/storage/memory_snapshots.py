@@ -507,19 +507,19 @@ def _may_come(context: Context, snapshot: Snapshot, rank: int) -> bool:
 
 
 def _buddies(context: Context, entry: HeldShard, taken: list[str]) -> list[str]:
-    """Nodes that may keep another copy, the owner's own buddies first, then those in other racks."""
+    """Nodes that may keep another copy, the owner's own buddies first, then those that are far away."""
     storage = context.state.storage
     alive = [n for n in context.alive_nodes() if n.snapshot_port]
     # Groups are kept in the state and changed as little as possible: if buddies moved with every node that
     # comes or goes, each change would copy all snapshots anew.
     placed = placement.place(
-        {n.name: n.rack for n in alive}, context.spec.saving.copies, storage.buddy_groups
+        {n.name: n.place for n in alive}, context.spec.saving.copies, storage.buddy_groups
     )
     storage.buddy_groups = [list(g) for g in placed.groups]
     first = [b for n in entry.nodes for b in placed.buddies.get(n, ())]
-    # Another rack before the same one: nodes of one rack share a switch and a power supply, and are lost
-    # together.
-    others = sorted((n.name for n in alive), key=lambda n: queries.shares_rack(context, n, entry.nodes))
+    # Another zone before the same one, and another rack before the same one: nodes of one rack share a switch and a
+    # power supply, and are lost together.
+    others = sorted((n.name for n in alive), key=lambda n: queries.nearest(context, n, entry.nodes))
     return [n for n in dict.fromkeys([*first, *others]) if n not in taken]
 
 

@@ -8,6 +8,7 @@ from holdfast.coordinator.kernel.membership_state import Node
 from holdfast.coordinator.kernel.phases import JobPhase
 from holdfast.coordinator.kernel.storage_state import HeldShard, Snapshot, Storing
 from holdfast.protocol import messages as m
+from holdfast.protocol.node_place import nearness
 from holdfast.protocol.snapshots import Copy, Holder
 
 
@@ -43,8 +44,8 @@ def savers(context: Context, generation: m.Generation) -> frozenset[int]:
 
 
 def savers_of(context: Context, generation: m.Generation, shard_index: int) -> frozenset[int]:
-    """Those of one shard: enough of them, on different nodes and in different racks where there are such, so that nothing
-    needs to be sent; they hold the same."""
+    """Those of one shard: enough of them, on different nodes and far apart where they are, so that nothing needs to be
+    sent; they hold the same."""
     # One saver per node: a second one would put the same bytes into the same memory.
     first: dict[str, int] = {}
     for member in (generation.members[r] for r in generation.column(shard_index)):
@@ -52,18 +53,20 @@ def savers_of(context: Context, generation: m.Generation, shard_index: int) -> f
             first.setdefault(member.node, member.rank)
     wanted = context.spec.saving.copies + 1
     chosen: list[str] = []
-    for name in first:
-        # First from different racks, then any. Members that copy from their own GPU cost nothing on the
-        # network, so as many copies as are wanted are made in this way.
-        if len(chosen) < wanted and not shares_rack(context, name, chosen):
-            chosen.append(name)
-    chosen += [n for n in first if len(chosen) < wanted and n not in chosen][: wanted - len(chosen)]
+    # First from different places, then any. Members that copy from their own GPU cost nothing on the network, so
+    # as many copies as are wanted are made in this way.
+    while len(chosen) < min(wanted, len(first)):
+        left = [n for n in first if n not in chosen]
+        # Without places, and mostly with them, the very first is far from all: then none is compared beyond it.
+        far = next((n for n in left if not nearest(context, n, chosen)), None)
+        chosen.append(far or min(left, key=lambda n: nearest(context, n, chosen)))
     return frozenset(first[n] for n in chosen)
 
 
-def shares_rack(context: Context, name: str, others: list[str]) -> bool:
-    rack = context.state.membership.nodes[name].rack
-    return rack is not None and any(context.state.membership.nodes[n].rack == rack for n in others)
+def nearest(context: Context, name: str, others: list[str]) -> int:
+    """How many levels of its place a node shares with the nearest of others."""
+    nodes = context.state.membership.nodes
+    return max((nearness(nodes[name].place, nodes[n].place) for n in others), default=0)
 
 
 def mean_time_between_failures_s(context: Context) -> float:

@@ -24,11 +24,13 @@ from holdfast.engines.slurm.commands import Slurm, SlurmError
 from holdfast.engines.slurm.entry import enter
 from holdfast.engines.slurm.launcher import SlurmLauncher, read_roster
 from holdfast.engines.slurm.locate import ThisNode, find_this_node
+from holdfast.engines.topology import place_of_variables
 from holdfast.observe.plain_view import PlainView
 from holdfast.protocol.endpoint import read_endpoint
 from holdfast.protocol.http_client import proving
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.leadership import GRACE_S, claim_term, newest_term
+from holdfast.protocol.node_place import PLACE_VARIABLE, NodePlace
 from holdfast.protocol.python import python_module
 
 _log = logging.getLogger("holdfast.engines.slurm.node")
@@ -46,7 +48,7 @@ async def _run(spec: JobSpec, job_dir: Path) -> int:
     await asyncio.to_thread(jobs.sweep_memory)
     agent = await asyncio.create_subprocess_exec(
         *python_module("holdfast.agent"),
-        *agent_arguments(spec, job_dir, here.node, here.host, memory / here.node),
+        *agent_arguments(spec, job_dir, here.node, here.host, memory / here.node, _place(spec, here)),
         f"--grace={grace_s:g}",
         stdin=asyncio.subprocess.DEVNULL,
         start_new_session=True,
@@ -65,6 +67,13 @@ async def _run(spec: JobSpec, job_dir: Path) -> int:
         standing_by.cancel()
     await asyncio.wait([standing_by])
     return 0
+
+
+def _place(spec: JobSpec, here: ThisNode) -> NodePlace:
+    """Of the job's file; else what the agent's own environment says, and only then what Slurm knows."""
+    if here.node in spec.places or PLACE_VARIABLE in os.environ:
+        return spec.places.get(here.node, ())
+    return place_of_variables(os.environ)
 
 
 async def _grace_s(slurm: Slurm) -> float:

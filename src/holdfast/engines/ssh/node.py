@@ -277,7 +277,8 @@ class Node:
         logs = self._folder / "logs" / "agents"
         logs.mkdir(parents=True, exist_ok=True)
         self._memory = memory / order.node
-        arguments = agent_arguments(order.spec, self._folder, order.node, order.address, self._memory)
+        place = order.spec.places.get(order.node, ())
+        arguments = agent_arguments(order.spec, self._folder, order.node, order.address, self._memory, place)
         arguments.append(f"--log-file={logs / order.node}.log")
         if order.shared_machine:
             arguments.append("--shared-machine")

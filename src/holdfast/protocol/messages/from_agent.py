@@ -6,6 +6,7 @@ import msgspec
 
 from holdfast.protocol.health import CheckResult, Finding
 from holdfast.protocol.messages.from_worker import Done, FaultFired, Parked, Ready, WorkerMessage
+from holdfast.protocol.node_place import NodePlace
 from holdfast.protocol.phases import PageReading
 from holdfast.protocol.snapshots import Copy, Key, Lack, Shard
 
@@ -72,8 +73,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """Where it serves snapshot memory; 0: nowhere."""
     copies: tuple[Copy, ...] = ()
     """Shards that it holds, complete."""
-    rack: str | None = None
-    """None: not known."""
+    place: NodePlace = ()
+    """Where the node stands; empty: not known."""
     leaving: Leaving | None = None
     """None: it was not told to leave."""
     identity: str = ""

@@ -1,0 +1,188 @@
+"""Where nodes stand, from a file or from Slurm: pure but for reading the file.
+
+A file has a line for each group of hosts, `node[001-036] zone-a/block2/rack7`; or it is what `scontrol show topology`
+prints, or Slurm's topology.conf.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from holdfast.errors import UsageError
+from holdfast.protocol.node_place import MOST_LEVELS, NodePlace, parse_place, shown
+
+MOST_HOSTS = 100_000
+"""Of one file. A range with a digit too many would otherwise take the machine's memory."""
+MOST_BYTES = 16 << 20
+
+_PART = re.compile(r"[^\[\],]+|\[[^\[\]]*\]")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_PAIR = re.compile(r"(\w+)=(\S*)")
+_HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_SWITCH, _BLOCK = "switchname", "blockname"
+
+
+def read_topology(path: Path) -> dict[str, NodePlace]:
+    """Host to its place. Raises UsageError with the line and the field that is wrong."""
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise UsageError(f"--topology {path}: larger than {MOST_BYTES >> 20} MiB; is it the right file?")
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--topology {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"--topology {path}: it is no text; write lines such as {_EXAMPLE!r}") from None
+    try:
+        found = parse_topology(text)
+    except ValueError as error:
+        raise UsageError(f"--topology {path}: {error}") from None
+    if not found:
+        raise UsageError(f"--topology {path}: it names no host; write lines such as {_EXAMPLE!r}")
+    return found
+
+
+_EXAMPLE = "node[01-16] zone-a/rack7"
+
+
+def parse_topology(text: str) -> dict[str, NodePlace]:
+    """The same for the text of such a file. Raises ValueError."""
+    lines = [(n, line.partition("#")[0].strip()) for n, line in enumerate(text.splitlines(), 1)]
+    lines = [(n, line) for n, line in lines if line]
+    if any(_is_slurm(line) for _, line in lines):
+        return _of_slurm(lines)
+    found: dict[str, NodePlace] = {}
+    for number, line in lines:
+        fields = line.split()
+        if len(fields) != 2:
+            raise ValueError(
+                f"line {number}: {len(fields)} fields; write the hosts and their place, as in {_EXAMPLE!r}"
+            )
+        try:
+            place = parse_place(fields[1])
+        except ValueError as error:
+            raise ValueError(f"line {number}, field place: {error}") from None
+        _give(found, number, fields[0], place)
+    return found
+
+
+def place_of_variables(environment: Mapping[str, str]) -> NodePlace:
+    """Where Slurm says that the node of this process stands; empty: it has no topology, or none that can be used."""
+    address = environment.get("SLURM_TOPOLOGY_ADDR", "")
+    pattern = environment.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")
+    # The last part is the node, whose name may have dots in it. A node that no switch of some level leads to has an
+    # empty name there.
+    names = address.split(".", len(pattern) - 1)[:-1]
+    if len(names) != len(pattern) - 1:
+        return ()
+    try:
+        return parse_place("/".join(n for n in names if n))
+    except ValueError:
+        # Nobody can mend here what a site calls its switches, and training goes on without it.
+        return ()
+
+
+def expand(hosts: str) -> Iterator[str]:
+    """`n[1-3,7],gpu` as names, as Slurm writes lists of hosts. Raises ValueError."""
+    for word in _words(hosts):
+        parts = _PART.findall(word)
+        if "".join(parts) != word:
+            raise ValueError(f"{word!r} has brackets that do not close; write for example node[01-16]")
+        yield from map("".join, itertools.product(*map(_names, parts)))
+
+
+def _words(hosts: str) -> Iterator[str]:
+    """Split at commas that are not within brackets."""
+    depth, word = 0, ""
+    for c in hosts:
+        depth += (c == "[") - (c == "]")
+        if c == "," and depth == 0:
+            yield word
+            word = ""
+        else:
+            word += c
+    yield word
+
+
+def _names(part: str) -> list[str]:
+    if not part.startswith("["):
+        return [part]
+    names: list[str] = []
+    for text in part[1:-1].split(","):
+        match = _RANGE.fullmatch(text)
+        if match is None:
+            raise ValueError(f"{part} is no range; write for example [01-16] or [1,3,7-9]")
+        first, last = match[1], match[2] or match[1]
+        if int(last) < int(first):
+            raise ValueError(f"{part}: {last} is before {first}")
+        if int(last) - int(first) >= MOST_HOSTS:
+            raise ValueError(f"{part}: more than {MOST_HOSTS} hosts")
+        names += [f"{i:0{len(first)}}" for i in range(int(first), int(last) + 1)]
+    return names
+
+
+def _give(found: dict[str, NodePlace], number: int, hosts: str, place: NodePlace) -> None:
+    try:
+        # One more than is allowed, and not all: the product of two ranges may be more than any memory holds.
+        names = list(itertools.islice(expand(hosts), MOST_HOSTS + 1))
+    except ValueError as error:
+        raise ValueError(f"line {number}, field hosts: {error}") from None
+    if len(names) + len(found) > MOST_HOSTS:
+        raise ValueError(f"line {number}, field hosts: more than {MOST_HOSTS} hosts")
+    for name in names:
+        if not _HOST.fullmatch(name):
+            raise ValueError(f"line {number}, field hosts: {name!r} is no name of a host")
+        if found.setdefault(name, place) != place:
+            raise ValueError(
+                f"line {number}, field hosts: {name} stands in {shown(place)!r} here and in {shown(found[name])!r} before; "
+                "give each host one place"
+            )
+
+
+# ---------------------------------------------------------------- what Slurm prints
+
+
+def _is_slurm(line: str) -> bool:
+    return line.lower().startswith((f"{_SWITCH}=", f"{_BLOCK}="))
+
+
+def _of_slurm(lines: list[tuple[int, str]]) -> dict[str, NodePlace]:
+    """Of switches (`SwitchName=s1 Nodes=n[1-4]`, `SwitchName=s0 Switches=s1`) or blocks (`BlockName=b1 Nodes=...`)."""
+    above: dict[str, str] = {}
+    leaves: list[tuple[int, str, str]] = []
+    for number, line in lines:
+        fields = {key.lower(): value for key, value in _PAIR.findall(line)}
+        name = fields.get(_SWITCH) or fields.get(_BLOCK)
+        # Sizes of blocks, and blocks of blocks, which are only sums of those that have lines of their own.
+        if not name:
+            continue
+        # A switch above others lists the nodes of all of them too: its own are those of the innermost.
+        if fields.get("switches"):
+            for below in _checked(number, "Switches", fields["switches"]):
+                above.setdefault(below, name)
+        elif fields.get("nodes"):
+            leaves.append((number, name, fields["nodes"]))
+    found: dict[str, NodePlace] = {}
+    for number, name, hosts in leaves:
+        path = [name]
+        while (outer := above.get(path[-1])) is not None:
+            if outer in path or len(path) == MOST_LEVELS:
+                raise ValueError(
+                    f"line {number}, field Switches: {name} is below itself, or below more than {MOST_LEVELS} others"
+                )
+            path.append(outer)
+        try:
+            place = parse_place("/".join(reversed(path)))
+        except ValueError as error:
+            raise ValueError(f"line {number}, field SwitchName: {error}") from None
+        _give(found, number, hosts, place)
+    return found
+
+
+def _checked(number: int, field: str, names: str) -> list[str]:
+    try:
+        return list(itertools.islice(expand(names), MOST_HOSTS))
+    except ValueError as error:
+        raise ValueError(f"line {number}, field {field}: {error}") from None
