@@ -27,8 +27,11 @@ async def watched_to_the_end(job_dir: Path, monkeypatch: pytest.MonkeyPatch) -> 
     serving = asyncio.create_task(coordinator.serve(listening, "127.0.0.1"))
     where = await listens
     kinds = []
-    headers = {"Authorization": "Bearer secret"}
-    async with aiohttp.ClientSession(headers=headers) as session:
+    # As through a proxy that keeps Authorization for itself.
+    async with aiohttp.ClientSession(headers={"X-Holdfast-Token": "secret"}) as session:
+        both = {"Authorization": "Bearer of-the-proxy"}
+        async with session.post(f"{where.url}/stop", headers=both) as answer:
+            assert answer.status == 401
         async with session.ws_connect(f"{where.url}/watch") as watch:
             async with session.post(f"{where.url}/stop") as answer:
                 assert answer.status == 200

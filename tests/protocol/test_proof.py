@@ -2,7 +2,7 @@
 
 import pytest
 
-from holdfast.protocol.proof import MAX_CREDENTIAL, Question, answer_to, bears
+from holdfast.protocol.proof import MAX_CREDENTIAL, OWN_HEADER, Question, admit, answer_to
 
 ASKED = ("GET", "/status?a=1")
 
@@ -46,8 +46,9 @@ def test_a_server_cannot_answer_with_what_it_was_sent():
 def test_any_text_is_refused_and_raises_nothing(text):
     assert answer_to(text, "token", "s") is None
     assert not Question("token", "s").proves(text)
-    assert not bears(text, "token")
-    assert not bears(f"Bearer {text}", "token")
+    for header in ("Authorization", OWN_HEADER):
+        for value in (text, f"Bearer {text}", f"Holdfast {text}"):
+            assert admit([(header, value)], "token", "s") is None
 
 
 def test_credentials_are_short_and_never_twice_the_same():
@@ -57,7 +58,49 @@ def test_credentials_are_short_and_never_twice_the_same():
     assert first.isascii()
 
 
-def test_a_bearer_shows_the_token():
-    assert bears("Bearer token", "token")
-    assert not bears("Bearer token ", "token")
-    assert not bears("token", "token")
+def shown(*headers):
+    """The answer to a request with these headers."""
+    return admit(headers, "token", "s", *ASKED)
+
+
+BEARER, PLAIN = ("Authorization", "Bearer token"), (OWN_HEADER, "token")
+
+
+def test_who_shows_the_token_is_let_in():
+    assert shown(BEARER) == ""
+    assert shown(("AUTHORIZATION", "Bearer token")) == ""
+    assert shown(("Host", "x"), (OWN_HEADER.lower(), "token")) == ""
+    assert shown(BEARER, PLAIN) == ""
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        (),
+        (("Host", "token"),),
+        (("Authorization", "Bearer token "),),
+        (("Authorization", "token"),),
+        ((OWN_HEADER, "Bearer token"),),
+        ((OWN_HEADER, "token" + " " * 10_000),),
+        (BEARER, (OWN_HEADER, "another")),
+        (("Authorization", "Bearer of-the-api-server"), PLAIN),
+        (("Authorization", ""), PLAIN),
+        (BEARER, BEARER, PLAIN),
+    ],
+)
+def test_two_credentials_that_differ_are_as_good_as_none(headers):
+    assert shown(*headers) is None
+
+
+@pytest.mark.parametrize("header", ["Authorization", OWN_HEADER])
+def test_a_proof_is_answered_in_either_header(header):
+    question = Question("token", "s", *ASKED)
+    other = Question("token", "s", "GET", "/stop")
+    assert question.proves(shown((header, question.authorization)))
+    assert shown((header, other.authorization)) is None
+
+
+def test_one_of_two_proofs_cannot_be_answered():
+    first, second = Question("token", "s", *ASKED), Question("token", "s", *ASKED)
+    assert first.proves(shown(("Authorization", first.authorization), PLAIN))
+    assert shown(("Authorization", first.authorization), (OWN_HEADER, second.authorization)) is None

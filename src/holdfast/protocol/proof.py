@@ -17,10 +17,15 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
+from collections.abc import Iterable
 
 SCHEME = "Holdfast"
 ANSWER_HEADER = "Holdfast-Proof"
 """HTTP: the request has `Authorization: Holdfast NONCE CODE`, the response this header."""
+OWN_HEADER = "X-Holdfast-Token"
+"""HTTP: as good as `Authorization`, which a proxy on the way (a Kubernetes API server's) keeps for itself."""
+REFUSAL = f"send the job's token: Authorization: Bearer TOKEN, or {OWN_HEADER}: TOKEN"
+_CREDENTIAL_HEADERS = ("authorization", OWN_HEADER.lower())
 MAX_CREDENTIAL = 256
 """Characters of a credential; a longer one is refused unread."""
 ANSWER_CHARS = 2 * hashlib.sha256().digest_size
@@ -66,17 +71,33 @@ def answer_to(credential: str, token: str, server: str, *asked: str) -> str | No
     return _code(token, "server", server, asked, nonce)
 
 
-def answer_to_header(authorization: str, token: str, server: str, *asked: str) -> str | None:
-    """`answer_to` for the value of an HTTP request's `Authorization`."""
-    scheme, _, credential = authorization.partition(" ")
+def admit(headers: Iterable[tuple[str, str]], token: str, server: str, *asked: str) -> str | None:
+    """Whether the headers of an HTTP request show that the caller knows the token. Every server asks here.
+
+    Each of `Authorization` and `X-Holdfast-Token` may have a proof, `Holdfast NONCE CODE`. Or it has the token itself,
+    `Bearer TOKEN` and `TOKEN`: for people with curl and for Prometheus, who show it at their own risk. No process of the job
+    does.
+
+    Returns the value of `ANSWER_HEADER`, empty for who showed the token; None: refused. Every credential has to be good:
+    two that differ are two callers in one request, of whom a proxy on the way may have added one.
+    """
+    given = [(name.lower(), value) for name, value in headers if name.lower() in _CREDENTIAL_HEADERS]
+    if not 1 <= len(given) <= len(_CREDENTIAL_HEADERS):
+        return None
+    answers = [_answer_to_header(name, value, token, server, *asked) for name, value in given]
+    # Two proofs have two nonces, and the answer fits one of them.
+    proofs = {x for x in answers if x}
+    return None if None in answers or len(proofs) > 1 else "".join(proofs)
+
+
+def _answer_to_header(name: str, value: str, token: str, server: str, *asked: str) -> str | None:
+    if len(value) > MAX_CREDENTIAL + len(SCHEME) + 1:
+        return None
+    scheme, _, credential = value.partition(" ")
     # The scheme is public, so it may be compared as it is.
-    return answer_to(credential, token, server, *asked) if scheme == SCHEME else None
-
-
-def bears(authorization: str, token: str) -> bool:
-    """Whether an HTTP header is `Bearer TOKEN`: for people with curl and for Prometheus, who show the token at their own
-    risk. No process of the job does."""
-    return is_same(authorization, f"Bearer {token}")
+    if scheme == SCHEME:
+        return answer_to(credential, token, server, *asked)
+    return "" if is_same(value, f"Bearer {token}" if name == "authorization" else token) else None
 
 
 def _code(token: str, side: str, server: str, asked: tuple[str, ...], nonce: str) -> str:

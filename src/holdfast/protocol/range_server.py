@@ -8,10 +8,11 @@ from __future__ import annotations
 import re
 import socket
 import threading
+from collections.abc import Iterable
 from http import HTTPStatus
 
 from holdfast.protocol.http_server import Handler, HttpDoor
-from holdfast.protocol.proof import ANSWER_HEADER, answer_to_header, bears
+from holdfast.protocol.proof import ANSWER_HEADER, REFUSAL, admit
 from holdfast.protocol.sockets import shut, unpace
 
 IDLE_S = 20.0
@@ -74,11 +75,8 @@ class RangeServer:
         with self._lock:
             self._open.discard(sock)
 
-    def _proof_for(self, authorization: str, path: str) -> str | None:
-        return answer_to_header(authorization, self._token, self.name, "GET", path)
-
-    def _is_bearer(self, authorization: str) -> bool:
-        return bears(authorization, self._token)
+    def _proof_for(self, headers: Iterable[tuple[str, str]], path: str) -> str | None:
+        return admit(headers, self._token, self.name, "GET", path)
 
 
 class Request(Handler):
@@ -105,12 +103,11 @@ class Request(Handler):
 
     def do_GET(self) -> None:
         """Nothing is looked at, not even the path, before the caller has proved that it knows the token."""
-        given = self.headers.get("Authorization", "")
         # Computed anew for every request on a connection: the code covers this path, so the proof of an earlier
         # request, or of another server's, is worth nothing here.
-        self._proof = self._range_server._proof_for(given, self.path)
-        if self._proof is None and not self._range_server._is_bearer(given):
-            self.send_error(401, "send the job's token: Authorization: Bearer TOKEN")
+        self._proof = self._range_server._proof_for(self.headers.items(), self.path)
+        if self._proof is None:
+            self.send_error(401, REFUSAL)
             return
         self._range_server.answer(self)
 
@@ -145,6 +142,6 @@ class Request(Handler):
 
     def end_headers(self) -> None:
         """Every answer, a refusal too, carries the server's own proof to a caller who gave one."""
-        if self._proof is not None:
+        if self._proof:
             self.send_header(ANSWER_HEADER, self._proof)
         super().end_headers()

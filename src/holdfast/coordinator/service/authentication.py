@@ -17,14 +17,14 @@ from aiohttp import web
 from holdfast.protocol.authentication import Door
 from holdfast.protocol.endpoint import Endpoint
 from holdfast.protocol.http_server import head_missing
-from holdfast.protocol.proof import ANSWER_HEADER, answer_to_header, bears
+from holdfast.protocol.proof import ANSWER_HEADER, REFUSAL, admit
 
 _PROOF: Any = getattr(web, "RequestKey", lambda name, kind: name)("proof", str)
 """Newer versions of aiohttp warn of keys that are mere texts."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-_REFUSAL = "send the job's token: Authorization: Bearer TOKEN\n"
+_REFUSAL = f"{REFUSAL}\n"
 _REFUSED = (
     f"HTTP/1.1 401 Unauthorized\r\nContent-Length: {len(_REFUSAL)}\r\nConnection: close\r\n\r\n{_REFUSAL}"
 )
@@ -35,12 +35,11 @@ def authorized(token: str, where: Endpoint) -> Any:
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "")
         # Both ways of showing the token lead to the same rights. The proof covers method and path, so what
         # was heard for one request opens no other.
-        answer = answer_to_header(given, token, where.name, request.method, request.raw_path)
+        answer = admit(request.headers.items(), token, where.name, request.method, request.raw_path)
         # The same text for a wrong token as for none, so a stranger learns nothing from the difference.
-        if answer is None and not bears(given, token):
+        if answer is None:
             return web.Response(status=401, text=_REFUSAL)
         request[_PROOF] = answer
         return await handler(request)
@@ -94,10 +93,8 @@ class Entrance:
         method, _, rest = first.partition(" ")
         path, _, _ = rest.rpartition(" ")
         headers = (line.partition(":") for line in lines)
-        given = next((value.strip() for name, _, value in headers if name.lower() == "authorization"), "")
-        return answer_to_header(given, self._token, self._name, method, path) is not None or bears(
-            given, self._token
-        )
+        given = ((name, value.strip()) for name, _, value in headers)
+        return admit(given, self._token, self._name, method, path) is not None
 
     def _take(self, sock: socket.socket, head: bytes) -> None:
         task = self._loop.create_task(self._hand_over(sock, head))
