@@ -129,7 +129,7 @@ def test_a_users_own_loss(tmp_path):
 @pytest.mark.nightly
 @pytest.mark.framework("trl")
 @pytest.mark.capability("level 2", "kill")
-@pytest.mark.parametrize("kind", ["sft", "dpo"])
+@pytest.mark.parametrize("kind", ["sft", "dpo", "dpo-reference"])
 def test_trl_with_an_adapter_of_peft(tmp_path, kind):
     """make adapters-test installs TRL and PEFT."""
     pytest.importorskip("trl")
@@ -153,3 +153,5 @@ def test_trl_with_an_adapter_of_peft(tmp_path, kind):
     )
     assert ran.code == 0, ran.output
     assert ends(tmp_path / "out") == 2 * [wanted]
+    # What is trained and Adam's two moments of it: neither the base under an adapter nor a reference model.
+    assert ran.fields("snapshot")[-1]["nbytes"] < 3 * wanted["trained_bytes"] + 1000

@@ -68,6 +68,13 @@ def test_options_that_cannot_work_are_named(tmp_path, options, what):
         arguments.refuse(args(tmp_path, **options), Four())
 
 
+def test_a_reference_model_that_follows_the_trained_one_is_refused(tmp_path):
+    own = args(tmp_path)
+    own.sync_ref_model = True  # of TRL's DPOConfig
+    with pytest.raises(UsageError, match="sync_ref_model=True: it changes the reference model"):
+        arguments.refuse(own, Four())
+
+
 @pytest.mark.framework("transformers")
 @pytest.mark.capability("sharded", refused=True)
 def test_sharding_is_refused_with_the_way_to_it(tmp_path):

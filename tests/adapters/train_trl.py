@@ -1,5 +1,9 @@
-"""TRL's SFTTrainer or DPOTrainer with a LoRA adapter of PEFT's: train_trl.py sft|dpo FOLDER ACCUMULATE"""
+"""TRL's SFTTrainer or DPOTrainer: train_trl.py sft|dpo|dpo-reference FOLDER ACCUMULATE
 
+With a LoRA adapter of PEFT's; `dpo-reference` trains the whole model beside a reference model.
+"""
+
+import copy
 import json
 import os
 import sys
@@ -47,13 +51,18 @@ def main() -> None:
     model = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
             vocab_size=WORDS + 3,
-            hidden_size=16,
-            intermediate_size=32,
+            hidden_size=64,
+            intermediate_size=128,
             num_hidden_layers=1,
             num_attention_heads=2,
         )
     )
-    frozen = model.model.embed_tokens.weight.detach().clone()
+    if KIND == "dpo-reference":
+        more, fixed = {"ref_model": copy.deepcopy(model)}, lambda trainer: trainer.ref_model.lm_head.weight
+    else:
+        more = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")}
+        fixed = lambda trainer: model.lm_head.weight  # noqa: E731
+    before = model.lm_head.weight.detach().clone()
     trainer = holdfast.transformers.wrap(kind, reduction="exact")(
         model=model,
         args=config(
@@ -70,14 +79,20 @@ def main() -> None:
         ),
         train_dataset=Dataset.from_dict(data),
         processing_class=tokenizer(),
-        peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
+        **more,
     )
     out = trainer.train()
-    assert torch.equal(frozen, model.model.embed_tokens.weight)
+    assert torch.equal(before, fixed(trainer))
     digest = xxhash.xxh3_64()
     for parameter in trainer.model.parameters():
         digest.update(parameter.detach().numpy().tobytes())
-    end = {"parameters": digest.hexdigest(), "steps": out.global_step, "loss": out.training_loss}
+    trained = sum(p.nbytes for p in trainer.model.parameters() if p.requires_grad)
+    end = {
+        "parameters": digest.hexdigest(),
+        "steps": out.global_step,
+        "loss": out.training_loss,
+        "trained_bytes": trained,
+    }
     (FOLDER / f"end-{os.getpid()}.json").write_text(json.dumps(end))
 
 

@@ -95,9 +95,13 @@ def _checks(args: TrainingArguments, dataset: Any, scheduler: Any) -> list[tuple
             "auto_find_batch_size=True: the global batch is fixed for a job; set per_device_train_batch_size",
         ),
         (
-            args.enable_jit_checkpoint,
+            getattr(args, "enable_jit_checkpoint", False),  # not in every version that is supported
             "enable_jit_checkpoint=True: at a SIGTERM it ends the training of this worker alone; leave it out, the job "
             "keeps its state by itself",
+        ),
+        (
+            getattr(args, "sync_ref_model", False),  # of TRL's
+            "sync_ref_model=True: it changes the reference model between two steps, which a fault would undo; leave it out",
         ),
         (
             args.load_best_model_at_end,

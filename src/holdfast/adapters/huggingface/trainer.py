@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import transformers
+from accelerate.utils import is_peft_model
 from torch.utils.data import DataLoader, Dataset
 from transformers.trainer_pt_utils import find_batch_size
 
@@ -105,6 +106,7 @@ class HoldfastMixin:
             scheduler=self.lr_scheduler,
             trainer=self._holdfast_progress,
         )
+        run.constant(**self._holdfast_constants())
         world.average_statistics(run, model=self.model)
         self._holdfast_steps = run.steps(
             shuffled(
@@ -124,6 +126,19 @@ class HoldfastMixin:
         self._holdfast_before_steps = ExitStack()
         self._holdfast_before_steps.enter_context(run.relaxed_watchdog())
         return (self.state.global_step - self._holdfast_progress.outstanding) // steps_per_epoch, 0
+
+    def _holdfast_constants(self: Any) -> dict[str, torch.nn.Module]:
+        """What never changes: the base under PEFT's adapters, and the reference model of TRL's DPO. So a snapshot has the
+        adapters and their optimizer alone."""
+        found = {}
+        # Not every model with frozen parameters: a callback may train some of them from a later epoch on. PEFT
+        # freezes its base for good.
+        if is_peft_model(self.model) and not all(p.requires_grad for p in self.model.parameters()):
+            found["model"] = self.model
+        reference = getattr(self, "ref_model", None)
+        if isinstance(reference, torch.nn.Module):
+            found["ref_model"] = reference.requires_grad_(False)
+        return found
 
     def _prepare_for_training(self: Any, max_steps: int, loader: Any, resume: Any) -> tuple[Any, Any]:
         return self._holdfast_prepared, loader
