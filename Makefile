@@ -42,7 +42,7 @@ adapters-test: setup
 	  status=$$?; $(BIN)/python tests/adapters/table.py out/adapters/installed.xml; exit $$status
 
 # The table in docs/frameworks.md: the adapters' tests with the installed versions and with the oldest supported ones.
-OLDEST := transformers==5.20.0 lightning==2.6.0
+OLDEST := transformers==5.20.0 lightning==2.6.0 accelerate==1.2.0
 adapters-table:
 	rm -rf out/adapters
 	status=0; $(MAKE) adapters-test || status=1; \
