@@ -23,7 +23,7 @@ from holdfast.coordinator.kernel import incidents
 from holdfast.coordinator.kernel.history import Kind, Remembered
 from holdfast.coordinator.kernel.incident_state import Incident
 from holdfast.protocol import messages as m
-from holdfast.protocol.health import CheckResult, Condition, HealthSpec, Remedy
+from holdfast.protocol.health import CheckResult, Condition, HealthSpec, Remedy, Severity
 
 # ---------------------------------------------------------------- one incident
 
@@ -722,3 +722,23 @@ def test_a_rule_that_was_wrong_lifts_its_own_quarantine_only():
     come_back(desk, "m1", given_up, identity="M2")
     desk.do(e.MachineCleared("M2"))
     assert not desk.state.membership.nodes["m1"].held
+
+
+def test_what_a_watcher_may_not_read_in_a_container_is_written_once_for_the_job_and_asked_of_nobody():
+    desk = running(3)
+    for name in ("n0", "n1", "n2"):
+        finds(desk, name, "kmsg-unreadable", Severity.INFO, Remedy.WATCH, condition=Condition.UNKNOWN)
+    for _ in range(4):
+        desk.wait(301.0)
+    finds(desk, "n1", "kmsg-unreadable", Severity.INFO, Remedy.WATCH, condition=Condition.UNKNOWN)
+    assert [(f["node"], f["rule"]) for f in desk.records("finding")] == [("n0", "kmsg-unreadable")]
+    assert desk.state.health.asks == []
+
+
+@pytest.mark.parametrize(("identity", "kept"), [("uuid:4c4c", 3), ("k8s:gpu-7", 0), ("", 0)])
+def test_nothing_is_kept_for_other_jobs_under_a_name_that_a_cluster_gives_again(identity, kept):
+    desk = running(2, spares=1)
+    come_back(desk, "m0", identity=identity)
+    finds(desk, "m0")
+    assert [a.machine for a in desk.did(e.Remember)] == [identity] * kept
+    assert list(desk.state.health.quarantine) == [identity or "m0"]

@@ -53,6 +53,7 @@ def on_a_node(tmp_path, monkeypatch):
         raise OSError(errno.EPERM, "/dev/kmsg: Operation not permitted; journal: there is no journalctl")
 
     monkeypatch.setattr(health, "open_kernel_log", kernel)
+    monkeypatch.setattr(health, "in_container", lambda root, environ: False)
     monkeypatch.setattr(
         health, "machine_sources", lambda machine: machine_sources(machine) if machine.stand_in else []
     )
@@ -91,6 +92,15 @@ def test_a_log_that_may_not_be_read_is_said_once_and_the_rest_goes_on(on_a_node)
         node.says(OFF_THE_BUS)
         assert (await node.hears("xid-79")).remedy is Remedy.REPLACE
         assert node.told.empty()
+
+    on_a_node(test)
+
+
+def test_in_a_container_a_log_that_may_not_be_read_is_no_warning(on_a_node, monkeypatch):
+    monkeypatch.setattr(health, "in_container", lambda root, environ: True)
+
+    async def test(node):
+        assert (await node.hears("kmsg-unreadable")).severity is Severity.INFO
 
     on_a_node(test)
 

@@ -82,6 +82,7 @@ MinJobAge=300
 JobRequeue=1
 ReturnToService=1
 RebootProgram=$D/reboot.sh
+TaskProlog=$D/identity.sh
 SlurmctldParameters=reboot_from_controller
 SlurmdParameters=config_overrides
 CONF
@@ -100,7 +101,12 @@ for node in \$(SLURM_CONF=$D/slurm.conf scontrol show hostnames "\$1"); do
   HOLDFAST_SLURM_DIR=$D $SELF boot \$node
 done
 SCRIPT
-  chmod +x "$D/reboot.sh"
+  # Where this runs in a container, the nodes seem to be containers too, whose machine-id counts for nothing.
+  cat >"$D/identity.sh" <<'SCRIPT'
+#!/bin/bash
+echo "export HOLDFAST_NODE_IDENTITY=machine-id:$(</etc/machine-id)"
+SCRIPT
+  chmod +x "$D/reboot.sh" "$D/identity.sh"
 }
 
 cables() {

@@ -103,7 +103,7 @@ class Agent:
         self._health = self._spec.health
         # A node that shares its machine with others has a part of its identity, and none of its devices for itself.
         root = Path("/")
-        self._identity = identity(root, config.node if config.shared_machine else "")
+        self._identity = identity(root, config.node if config.shared_machine else "", environ=os.environ)
         self._devices = () if config.shared_machine else devices(root)
         self._watcher = Watcher(
             folder=config.job_dir / "nodes" / config.node,

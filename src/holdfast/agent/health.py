@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -17,6 +18,7 @@ import msgspec
 
 from holdfast.agent.source_poller import Poller
 from holdfast.errors import UsageError
+from holdfast.health.container import in_container
 from holdfast.health.identity import gpu_uuids
 from holdfast.health.kmsg import Journal, Kmsg, KmsgFile, open_kernel_log
 from holdfast.health.logs import LogTail
@@ -174,7 +176,10 @@ class Watcher:
             self._kernel = open_kernel_log(self._folder / "kmsg.left")
         except OSError as error:
             if self._first_to_say("kmsg-unreadable"):
-                self._tell_own("kmsg-unreadable", str(error.strerror))
+                # A container without privileges never may, and nothing is wrong with it.
+                usual = in_container(Path("/"), os.environ)
+                severity = Severity.INFO if usual else Severity.WARNING
+                self._tell_own("kmsg-unreadable", str(error.strerror), severity)
             return
         self._loop.add_reader(self._kernel.fileno(), self._kernel_spoke)
 

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 
+from holdfast.errors import UsageError
+from holdfast.health.container import in_container
 from holdfast.health.files import keyed, names, quiet
+from holdfast.protocol.health import CLUSTER_NAME
+
+IDENTITY_VARIABLE = "HOLDFAST_NODE_IDENTITY"
+"""The machine's identity as whoever starts the agent knows it. It comes before all that can be read."""
+MACHINE_VARIABLE = "HOLDFAST_MACHINE"
+"""What the cluster calls the machine on which this container is: the downward API's `spec.nodeName`."""
+_GIVEN = re.compile(r"[a-z][a-z0-9-]{0,15}:[!-~]{1,200}")
 
 PLACEHOLDERS = {
     "",
@@ -28,6 +39,9 @@ PLACEHOLDERS = {
 }
 """What makers leave in these fields; many machines have the same."""
 
+IN_IMAGE = {"instance", "machine-id"}
+"""Kinds that are files of the installation: in a container they are the image's, the same on every machine, or none."""
+
 _FILES = (
     # From what belongs to the machine to what belongs to its installation: a serial number survives a new
     # image and a cloud's instance id does not survive a new instance. Files of one kind are two ways to the
@@ -42,20 +56,42 @@ _FILES = (
 )
 
 
-def identity(root: Path, part: str = "") -> str:
-    """The machine's lasting identity, the most lasting that can be read: `serial:...`, `uuid:...` (both mostly for root
-    only), `instance:...` (a cloud's), `machine-id:...`; empty when it has none. part: for nodes that are only a part of
-    the machine, as the local engine's are: `machine-id:.../node1`."""
+def identity(root: Path, part: str = "", *, environ: Mapping[str, str]) -> str:
+    """The machine's lasting identity, the most lasting that can be known; empty when it has none.
+
+    It is what `HOLDFAST_NODE_IDENTITY` says, else `serial:...`, `uuid:...` (both mostly for root only), `instance:...` (a
+    cloud's), `machine-id:...`. In a container it is none of the last two, but `k8s:NAME` by `HOLDFAST_MACHINE`.
+
+    Args:
+        part: for nodes that are only a part of the machine, as the local engine's are: `machine-id:.../node1`.
+        environ: variables of this process.
+
+    Raises:
+        UsageError: `HOLDFAST_NODE_IDENTITY` is not KIND:VALUE.
+    """
+    if given := environ.get(IDENTITY_VARIABLE, ""):
+        if _GIVEN.fullmatch(given) is None:
+            raise UsageError(
+                f"{IDENTITY_VARIABLE}={given[:80]!r} is not KIND:VALUE, for example serial:J7XK9: a kind of at most 16 "
+                "small letters, digits and hyphens, a value of at most 200 ASCII characters without spaces"
+            )
+        return f"{given}/{part}" if part else given
+    contained = in_container(root, environ)
     # Parts of a machine share its serial number; they are told apart by their names, and only the machine id
     # is readable by every user, so it does not depend on who runs the job.
     files = _FILES if not part else [file for file in _FILES if file[0] == "machine-id"]
     for kind, file in files:
+        if contained and kind in IN_IMAGE:
+            continue
         value = quiet(root / file).strip()
         # A placeholder taken for an identity would merge the histories of all machines of a maker, and one
         # lemon would bar them all.
         if value.casefold() not in PLACEHOLDERS and not _placeholder_pattern(value):
             return f"{kind}:{value}/{part}" if part else f"{kind}:{value}"
-    return ""
+    name = environ.get(MACHINE_VARIABLE, "") if contained else ""
+    if _GIVEN.fullmatch(f"{CLUSTER_NAME}{name}") is None:  # none, or none that a cluster gives
+        return ""
+    return f"{CLUSTER_NAME}{name}/{part}" if part else f"{CLUSTER_NAME}{name}"
 
 
 def _placeholder_pattern(value: str) -> bool:

@@ -20,6 +20,11 @@ class Condition(StrEnum):
     UNKNOWN = "unknown"
 
 
+CLUSTER_NAME = "k8s:"
+"""Identities that begin so are names of a cluster's nodes. A cloud gives such a name to another machine later: it tells
+machines apart within a job, and nothing is kept under it for other jobs."""
+
+
 class Severity(StrEnum):
     """How bad it is for the job. fatal: what runs on the device or node now is lost, or cannot be trusted."""
 

@@ -124,10 +124,10 @@ def checked(context: Context, node: Node, message: m.Checked) -> None:
     transitions.use(context, node)
     was = _take_back(context, node.machine)
     context.record(ledger.Readmitted(node=node.name, checks=took, was=was))
-    if was and node.identity:
+    if was and node.lasting:
         context.act(
             Remember(
-                machine=node.identity,
+                machine=node.lasting,
                 kind=Kind.READMITTED,
                 node=node.name,
                 text=f"passed {len(took)} deep checks",
@@ -149,10 +149,10 @@ def quarantine(context: Context, node: Node, reason: str, incident: Incident | N
     """The machine is not used again, in this job and in others, before it has passed the deep checks."""
     rule, device = (incident.rule, incident.device) if incident else ("", "")
     _give_up(context, node.machine, reason[:400], rule)
-    if node.identity and not (incident and incident.injected):
+    if node.lasting and not (incident and incident.injected):
         context.act(
             Remember(
-                machine=node.identity,
+                machine=node.lasting,
                 kind=Kind.QUARANTINED,
                 node=node.name,
                 rule=rule,
@@ -180,9 +180,9 @@ def _take_back(context: Context, machine: str) -> str | None:
 
 def lost(context: Context, node: Node, incident: Incident) -> None:
     """A node was lost while it was used, and no rule says why: that counts, too."""
-    if node.identity and context.spec.engine != "local" and not incident.rule and not incident.injected:
+    if node.lasting and context.spec.engine != "local" and not incident.rule and not incident.injected:
         context.act(
-            Remember(machine=node.identity, kind=Kind.LOST, node=node.name, text=str(incident.cause)[:400])
+            Remember(machine=node.lasting, kind=Kind.LOST, node=node.name, text=str(incident.cause)[:400])
         )
 
 

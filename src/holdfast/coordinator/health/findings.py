@@ -45,6 +45,12 @@ def _hear(context: Context, node: Node, finding: Finding) -> None:
     trial = finding.dry_run or finding.rule in node.trial
     # Unknown is neither well nor faulty, and must not act as either: it is written down and waits for ten
     # minutes.
+    if finding.condition is Condition.UNKNOWN and finding.severity is Severity.INFO:
+        # How a watcher is placed (a container that may not read the kernel's log), and not how a machine is. All nodes of
+        # a job are placed alike, so it is written once, and nobody is asked to mend it.
+        if context.state.health.totals.findings[finding.rule] == 1:
+            _write(context, node, finding, None)
+        return
     if finding.condition is not Condition.FAULTY:
         _write(context, node, finding, None)
         _not_faulty(context, node, finding)

@@ -15,11 +15,11 @@ def remember(context: Context, node: Node, kind: Kind, incident: Incident, remed
     """For later jobs, of machines that can be told again."""
     # Only machines that can be told again. A name is given to another machine tomorrow, and would carry this
     # one's record.
-    if node.identity:
+    if node.lasting:
         text = str(incident.cause)[:TEXT_CHARS]
         context.act(
             Remember(
-                machine=node.identity,
+                machine=node.lasting,
                 kind=kind,
                 node=node.name,
                 rule=incident.rule,

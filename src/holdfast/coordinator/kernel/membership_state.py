@@ -7,7 +7,7 @@ import msgspec
 from holdfast.coordinator.kernel.health_state import Checking
 from holdfast.coordinator.kernel.phases import JobPhase, NodePhase, WorkerPhase
 from holdfast.protocol.causes import Cause
-from holdfast.protocol.health import Remedy
+from holdfast.protocol.health import CLUSTER_NAME, Remedy
 from holdfast.protocol.job import Durable
 from holdfast.protocol.messages import Generation, Ready, Stop
 from holdfast.protocol.node_place import NodePlace
@@ -100,8 +100,13 @@ class Node(msgspec.Struct, omit_defaults=True, kw_only=True):
 
     @property
     def machine(self) -> str:
-        """What its history is kept under."""
+        """What its history within this job is kept under."""
         return self.identity or self.name
+
+    @property
+    def lasting(self) -> str:
+        """What its history is kept under for other jobs; empty: it cannot be told again."""
+        return "" if self.identity.startswith(CLUSTER_NAME) else self.identity
 
 
 class Worker(msgspec.Struct, omit_defaults=True, kw_only=True):

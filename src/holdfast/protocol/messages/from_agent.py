@@ -78,7 +78,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     leaving: Leaving | None = None
     """None: it was not told to leave."""
     identity: str = ""
-    """Of the machine, the same whenever it comes back (its serial number, else its machine-id)."""
+    """Of the machine, the same whenever it comes back (see `health.identity`); empty: unknown."""
     devices: tuple[str, ...] = ()
     """Lasting identities of its devices."""
     checks: tuple[CheckResult, ...] = ()
