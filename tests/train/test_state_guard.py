@@ -323,22 +323,91 @@ def another_buffer(things, step):
         things.average.n_averaged = things.average.n_averaged + 1
 
 
-def another_group(things, step):
-    if step == 5:
-        things.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
-
-
 @pytest.mark.parametrize(
     ("change", "path"),
     [
         (another_weight, r"model\.0\.weight"),
         (another_buffer, r"average\.n_averaged"),
-        (another_group, r"optimizer\.param_groups"),
     ],
 )
 def test_what_is_replaced_by_another_is_found(change, path):
     with pytest.raises(StateChanged, match=rf"{path} changed between step [567]'s"):
         train(Things(), bottom=change, also=lambda: None, until=10)
+
+
+def add_module(things):
+    things.model.add_module("late", torch.nn.Linear(3, 3))
+
+
+def add_parameter(things):
+    things.model[0].register_parameter("late", torch.nn.Parameter(torch.zeros(3)))
+
+
+def put_where_none_was(things):
+    things.model[1].bias = torch.nn.Parameter(torch.zeros(3))
+
+
+def put_another_module(things):
+    things.model[1] = torch.nn.Sequential(torch.nn.Linear(8, 3))
+
+
+def add_buffer(things):
+    things.average.module[0].register_buffer("late", torch.zeros(3))
+
+
+def add_group(things):
+    things.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
+
+
+def add_to_group(things):
+    things.optimizer.param_groups[0]["params"].append(torch.nn.Parameter(torch.zeros(3)))
+
+
+@pytest.mark.parametrize("place", ["before", "bottom"])
+@pytest.mark.parametrize(
+    ("add", "path"),
+    [
+        (add_module, "model.late.weight"),
+        (add_parameter, "model.0.late"),
+        (put_where_none_was, "model.1.bias"),
+        (put_another_module, "model.1.0.weight"),
+        (add_buffer, "average.module.0.late"),
+        (add_group, "optimizer.param_groups.1"),
+        (add_to_group, "optimizer.param_groups.0.params.3"),
+    ],
+    ids=lambda x: getattr(x, "__name__", None),
+)
+def test_what_is_added_after_the_first_step_is_named(add, path, place):
+    things = Things(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3, bias=False)))
+    when = {"before": "in step 4 before step.apply", "bottom": "between step 4's commit and step 5"}[place]
+    with pytest.raises(StateChanged, match=f"^{path} was added {when}"):
+        train(things, **{place: lambda things, step: add(things) if step == 4 else None})
+
+
+def test_what_is_added_without_state_is_left_alone():
+    """A metric, say, and what a module keeps for itself."""
+
+    def add(things, step):
+        things.model[0].register_module(f"metric{step}", torch.nn.CrossEntropyLoss())
+        things.model[0].register_buffer(f"cache{step}", torch.zeros(3), persistent=False)
+
+    train(Things(), before=add, bottom=add)
+
+
+def test_an_optimizer_trains_protected_modules_only():
+    things = Things()
+    head = torch.nn.Linear(3, 3)
+    things.more = {"second": torch.optim.SGD(head.parameters(), 0.1)}
+    words = r"run\.protect\(second=.*second\.param_groups\.0\.params\.0, of shape \(3, 3\), which is in no protected module"
+    with pytest.raises(UsageError, match=words):
+        train(things)
+    head.requires_grad_(False)
+    train(things)
+
+
+def test_an_optimizer_that_calls_the_model_is_refused():
+    with pytest.raises(UsageError, match=r"LBFGS\.step wants a closure"):
+        train(Things(optimizer=torch.optim.LBFGS))
 
 
 def test_where_a_look_takes_longer_than_its_share_only_some_steps_are_looked_at(monkeypatch):

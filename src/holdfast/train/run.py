@@ -205,7 +205,8 @@ class Run:
         may change between two steps as well, if it changes alike on every worker.
 
         Raises:
-            UsageError: an object without these methods, a lazy module without its shapes, or a call after `steps`.
+            UsageError: an object without these methods, a lazy module without its shapes, an optimizer that needs a
+                closure, or a call after `steps`.
         """
         if self._replica is not None:
             raise UsageError("run.protect() came after run.steps(); protect everything before the first step")
@@ -304,13 +305,14 @@ class Run:
             ledger: a folder for a record of every committed step's samples; `holdfast.data.samples.check` reads it.
 
         Raises:
-            UsageError: no module is protected, or sizes that do not fit; before anything is computed. A saved state
-                of another global batch, seed or data set.
-            StateChanged: protected state changed outside of a commit.
+            UsageError: no module is protected, an optimizer trains what is in none, or sizes that do not fit; before
+                anything is computed. A saved state of another global batch, seed or data set.
+            StateChanged: protected state changed outside of a commit, or parameters were added.
         """
         modules = [t for t in self._protected.values() if isinstance(t, torch.nn.Module)]
         if not modules:
             raise UsageError("nothing to train: call run.protect(model=model, optimizer=optimizer) first")
+        state_image.check_optimizers(self._protected)
         threads = prepare(reduction, self._attachment.alone, self.device)
         token = self._attachment.link.token  # each launch has its own
         batches = DatasetBatches(

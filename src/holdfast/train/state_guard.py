@@ -29,6 +29,7 @@ from holdfast.errors import StateChanged
 from holdfast.tensors import staging
 from holdfast.tensors.dtensor_shards import local_of
 from holdfast.tensors.tree import buffer_of, pack
+from holdfast.train.added_state import AddedState
 from holdfast.train.constants import ADVICE, Constants
 from holdfast.train.state_image import BufferPlace, Protected, persistent_buffers
 
@@ -65,6 +66,7 @@ class StateGuard:
                 self._watched.append(_Optimizer(name, thing))
             else:
                 self._watched.append(_Other(name, thing))
+        self._added = AddedState(objects)
         self._in_steps = [w for w in self._watched if w.in_steps]
         self._committed = 0
         self._turn = 0
@@ -102,9 +104,9 @@ class StateGuard:
         Raises:
             StateChanged: something changed since the commit.
         """
-        if self._on and (found := self._look(self._watched)):
-            c = self._committed
-            when = f"between step {c - 1}'s commit and step {c}" if c else "before step 0"
+        c = self._committed
+        when = f"between step {c - 1}'s commit and step {c}" if c else "before step 0"
+        if self._on and (found := self._look(self._watched, when)):
             raise _error(*found, when, "some workers would make this change after a fault, and others not")
 
     def before_update(self, step: int) -> None:
@@ -115,9 +117,10 @@ class StateGuard:
         """
         if not self._on:
             return
-        if found := self._look(self._in_steps):
+        when = f"in step {step} before step.apply"
+        if found := self._look(self._in_steps, when):
             why = "a step that a fault strikes is computed again, and would make this change twice"
-            raise _error(*found, f"in step {step} before step.apply", why)
+            raise _error(*found, when, why)
 
     def release(self) -> None:
         """The state is about to change, as it may."""
@@ -135,9 +138,18 @@ class StateGuard:
             # time of this thread, so a job that waits for a slow peer looks no more often.
             self._due_s = self._began_s + self._spent_s / SHARE
 
-    def _look(self, among: list[_Watched]) -> tuple[_Watched, str] | None:
-        """The first that changed, and the path of what did."""
+    def _look(self, among: list[_Watched], when: str) -> tuple[_Watched, str] | None:
+        """The first that changed, and the path of what did.
+
+        Raises:
+            StateChanged: there is more state than was protected.
+        """
         began_s = time.thread_time()
+        if (path := self._added.found()) is not None:
+            raise StateChanged(
+                f"{path} was added {when}: a worker that joins later would not have it. Make all parameters, buffers and "
+                "groups of the optimizer before run.steps; freeze what is to be trained only from some step on"
+            )
         found = next(((w, path) for w in among if (path := w.change()) is not None), None)
         self._spent_s += time.thread_time() - began_s
         return found

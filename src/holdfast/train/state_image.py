@@ -6,6 +6,7 @@ Peers, disk and digests all use the same image. Nothing in it is pickled.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -73,7 +74,8 @@ class Image:
 
 
 def check_protected(objects: Protected) -> None:
-    """Raises UsageError for an object that has no state to protect, and for a module whose tensors appear later."""
+    """Raises UsageError for an object that has no state to protect, a module whose tensors appear later, and an optimizer whose
+    update computes the loss again."""
     for name, thing in objects.items():
         if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
             raise UsageError(
@@ -85,6 +87,34 @@ def check_protected(objects: Protected) -> None:
                 f"run.protect({name}=...): {lazy} has no shape before the first forward pass, and workers compare their "
                 "state before it; call the module once with a sample batch before the training"
             )
+        if isinstance(thing, torch.optim.Optimizer) and _needs_closure(thing):
+            raise UsageError(
+                f"run.protect({name}=...): {type(thing).__name__}.step wants a closure and calls it several times, and one "
+                "step has one backward pass over the job; choose another optimizer"
+            )
+
+
+def check_optimizers(objects: Protected) -> None:
+    """Raises UsageError for an optimizer that trains what is in no protected module: its gradients would be added up by
+    nobody, and its values would differ between workers."""
+    held = {id(p) for t in objects.values() if isinstance(t, torch.nn.Module) for p in t.parameters()}
+    for name, thing in objects.items():
+        if not isinstance(thing, torch.optim.Optimizer):
+            continue
+        for number, group in enumerate(thing.param_groups):
+            names = group.get("param_names") or range(len(group["params"]))
+            for called, parameter in zip(names, group["params"], strict=False):
+                if parameter.requires_grad and id(parameter) not in held:
+                    raise UsageError(
+                        f"run.protect({name}=...): it trains {name}.param_groups.{number}.params.{called}, of shape "
+                        f"{tuple(parameter.shape)}, which is in no protected module. Protect its module as well, and make "
+                        "the optimizer after whatever replaces parameters, such as fully_shard"
+                    )
+
+
+def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _without_shape(module: torch.nn.Module) -> str | None:
