@@ -6,6 +6,7 @@ from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel.phases import JobPhase
 from holdfast.coordinator.service.report import build_status
 from holdfast.protocol import messages as m
+from holdfast.protocol.phases import GroupReading, PageReading, Phase
 
 
 def launched(nodes: int = 2, nproc: int = 1, spares: int = 0, **spec: object) -> Desk:
@@ -230,6 +231,101 @@ def test_a_stopped_worker_restarts_all():
     desk.do(e.NodeSays("n1", m.InspectReply(1, (view,))))
     assert desk.killed() == {"n0.0#1", "n1.0#2"}
     assert desk.incidents()[0].ranks == [1]
+
+
+def entered(number: int, waits: bool = False) -> tuple[GroupReading, ...]:
+    reading = GroupReading(
+        group="0/ab/gloo", label="default_pg", size=3, entered=number, operation="all_reduce", waits=waits
+    )
+    return (reading,)
+
+
+def hang(desk: Desk, *behind: str, busy: bool = False) -> None:
+    """Agents say that all stand still: those of these nodes have not entered the collective in which the others wait."""
+    views = {}
+    for worker in desk.members():
+        node = desk.known(worker).node
+        groups = entered(40) if node in behind else entered(41, waits=True)
+        page = PageReading(committed=20, phase=int(Phase.FORWARD))
+        views[node] = desk.view(
+            worker, page=page, idle_s=50.0, median_s=0.1, groups=groups, busy=busy and node in behind
+        )
+    any_view = next(iter(views.values()))
+    desk.do(e.NodeSays("n0", m.Stalled(any_view.worker, any_view)))
+    request = desk.sent(m.Inspect)[-1][1].request
+    for node, view in views.items():
+        desk.do(e.NodeSays(node, m.InspectReply(request, (view,))))
+
+
+NOT_ENTERED = {"collective": "all_reduce 41 of default_pg", "stood_at_step": 20}
+
+
+def test_a_hang_names_the_rank_that_has_not_entered_the_collective_of_the_others():
+    desk = launched(3)
+    hang(desk, "n1")
+    (judged,) = desk.records("stall-judged")
+    assert judged["workers"] == ["n1.0#2"]
+    assert judged.items() >= NOT_ENTERED.items()
+    (opened,) = desk.records("incident-opened")
+    assert opened.items() >= ({"node": "n1", "ranks": [1]} | NOT_ENTERED).items()
+    assert opened["cause"] == "hang: has not entered all_reduce 41 of default_pg, in which others wait"
+    (shown,) = build_status(desk.state, desk.now)["incidents"]
+    assert shown.items() >= ({"node": "n1", "ranks": [1]} | NOT_ENTERED).items()
+    assert {w for _, k in desk.sent(m.KillWorker) for w in [k.worker]} == {"n0.0#1", "n1.0#2", "n2.0#3"}
+
+
+def test_a_hang_is_remembered_by_a_successor_with_all_that_is_known():
+    desk = launched(3)
+    hang(desk, "n1")
+    desk.crash()
+    shown = build_status(desk.state, desk.now)["incidents"][0]
+    assert shown.items() >= NOT_ENTERED.items()
+
+
+def test_each_node_that_holds_the_others_up_has_an_incident_of_its_own():
+    desk = launched(3)
+    hang(desk, "n0", "n2")
+    assert [(i.node, i.ranks) for i in desk.incidents()] == [("n0", [0]), ("n2", [2])]
+    assert desk.state.membership.restarts_used == 1
+
+
+def test_a_rank_that_computes_while_the_others_wait_for_it_is_left_alone_for_the_time_of_a_start():
+    desk = launched(3)
+    hang(desk, "n1", busy=True)
+    assert desk.records("stall-judged")[-1]["workers"] == ["n1.0#2"]
+    assert not desk.incidents()
+    assert not desk.killed()
+
+
+def test_in_a_hang_in_which_nobody_differs_what_is_not_known_is_null():
+    desk = launched(3)
+    hang(desk)
+    (judged,) = desk.records("stall-judged")
+    assert (judged["workers"], judged["collective"], judged["stood_at_step"]) == ([], None, None)
+    (opened,) = desk.records("incident-opened")
+    assert (opened["node"], opened["ranks"]) == (None, [])
+    assert (opened["collective"], opened["stood_at_step"]) == (None, None)
+    assert desk.state.membership.phase is JobPhase.BREAKING
+
+
+def test_a_hang_after_the_last_restart_is_blamed_on_its_rank():
+    desk = launched(3, max_restarts=0)
+    hang(desk, "n1")
+    end(desk)
+    blame = desk.state.membership.blame
+    assert (blame.rank, blame.node, blame.step) == (1, "n1", 20)
+    assert str(blame.cause).startswith("hang: has not entered all_reduce 41")
+    assert desk.state.membership.outcome == "failed"
+
+
+def test_ranks_have_time_to_say_where_they_are_in_their_collectives():
+    desk = launched(3)
+    view = desk.view("n0.0#1", idle_s=50.0)
+    desk.do(e.NodeSays("n0", m.Stalled("n0.0#1", view)))
+    desk.wait(desk.core.timing.inspect_s + 0.9 * desk.core.timing.where_s)
+    assert not desk.records("stall-judged")
+    desk.wait(0.2 * desk.core.timing.where_s)
+    assert desk.records("stall-judged")[-1]["reason"] == "not every worker reported its position"
 
 
 def test_stop_ends_all_with_a_grace():

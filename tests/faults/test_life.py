@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 
 import pytest
@@ -178,12 +179,20 @@ def test_level_0_leaves_a_rank_alone_that_computes_between_two_steps(tmp_path):
     assert "stall-judged" in ran.kinds()  # it was looked at
 
 
-def test_level_0_finds_a_deadlock(tmp_path):
+def test_level_0_names_the_rank_that_hangs_and_the_collective_in_which_the_others_wait(tmp_path):
     ran = level_0(tmp_path, "", "--fault", "deadlock:rank=1,step=20")
     assert ran.code == 0, ran.output[-3000:]
     (incident,) = ran.report["incidents"]
     assert incident["cause"].startswith("hang")
     assert incident["detect_s"] < 10.0
+    assert incident["ranks"] == [1]
+    assert incident["node"] in ran.fields("started")[0]["workers"][1]
+    assert incident["stood_at_step"] == 20
+    assert re.fullmatch(r"all_reduce \d+ of default_pg", incident["collective"])
+    assert incident["cause"] == f"hang: has not entered {incident['collective']}, in which others wait"
+    judged = ran.fields("stall-judged")[-1]
+    assert judged["workers"] == [ran.fields("started")[0]["workers"][1]]
+    assert (judged["collective"], judged["stood_at_step"]) == (incident["collective"], 20)
     assert "finished at 60" in ran.output
 
 

@@ -519,7 +519,11 @@ class Agent:
         # the core compares the two to find who hangs.
         workers = [w for w in self._workers.values() if not w.gone]
         stacks = await self._save_stacks(workers)
-        views = tuple(w.view() for w in workers)
+        # Only nodes with members are inspected. At level 2 these are attached, and say on their pages where they are;
+        # a spare that starts beside them must not hold up the answer.
+        scripts = not any(w.attached for w in workers)
+        groups = await asyncio.gather(*(w.ask_where() for w in workers)) if scripts else [None] * len(workers)
+        views = tuple(w.view(g) for w, g in zip(workers, groups, strict=True))
         self._link.send(m.InspectReply(request, views, stacks))
 
     async def _save_stacks(self, workers: list[WorkerProcess]) -> dict[str, str]:

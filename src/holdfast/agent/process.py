@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from holdfast.agent.warm_pool import WarmProcess
@@ -15,7 +16,7 @@ from holdfast.errors import ProtocolError
 from holdfast.protocol import messages as m
 from holdfast.protocol.frames import Codec, pack
 from holdfast.protocol.job_options import Timing
-from holdfast.protocol.phases import SLOW_PHASES, WAITING_PHASES, PageReading, Phase
+from holdfast.protocol.phases import SLOW_PHASES, WAITING_PHASES, Groups, PageReading, Phase
 from holdfast.protocol.progress_page import ProgressPage
 
 _log = logging.getLogger(__name__)
@@ -60,6 +61,9 @@ class WorkerProcess:
         self._on_message, self._stalled, self._exited = on_message, stalled, exited
         self._loop = asyncio.get_running_loop()
         self._ending = asyncio.Event()
+        self._asked = 0
+        self._groups: Groups | None = None
+        self._answered = asyncio.Event()
         self._leaving: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._stopped_since: float | None = None
@@ -142,6 +146,12 @@ class WorkerProcess:
                     self._watch()
                 case _:
                     pass
+            if isinstance(message, m.InCollectives):
+                # An answer to an earlier question says where the worker was then.
+                if message.request == self._asked:
+                    self._groups = message.groups
+                    self._answered.set()
+                continue
             self._on_message(self, message)
 
     def _ended(self) -> None:
@@ -149,6 +159,7 @@ class WorkerProcess:
         self._loop.remove_reader(self._pidfd)
         self.gone = True
         self._ending.set()
+        self._answered.set()
         self._unwatch()
         # The pidfd is readable as soon as the process is a zombie, so this does not block. It also reaps it;
         # nothing else in the agent may call wait for any child.
@@ -195,8 +206,23 @@ class WorkerProcess:
 
     # ------------------------------------------------------------ standing still
 
-    def view(self) -> m.WorkerView:
-        """What is known of the worker now."""
+    async def ask_where(self) -> Groups | None:
+        """Asks a script that does not know of Holdfast where it is in its collectives. None: it did not answer in time, or
+        does not know."""
+        self._groups = None
+        self._asked += 1
+        self._answered.clear()
+        # A stopped process cannot answer, and would cost all others the whole time.
+        if self.gone or process_state(self.pid) in "TtXZ":
+            return None
+        self.tell(m.WhereInCollectives(self._asked))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._timing.where_s):
+                await self._answered.wait()
+        return self._groups
+
+    def view(self, groups: Groups | None = None) -> m.WorkerView:
+        """What is known of the worker now. groups: what it has just answered."""
         page = self.page.read() if not self.gone else PageReading()
         return m.WorkerView(
             worker=self.name,
@@ -212,6 +238,7 @@ class WorkerProcess:
             done=self.done,
             median_s=self.median_s,
             busy=self._busy,
+            groups=groups,
         )
 
     def check_stopped(self) -> None:

@@ -189,6 +189,10 @@ class Hang(_Cause, frozen=True):
 
     reason: str = ""
     """How the culprits were found; empty: no worker differs from the others."""
+    stood_at_step: int | None = None
+    """At level 0 and 1, optimizer steps in that start of the culprit that has fewest; None: not known."""
+    collective: str | None = None
+    """What the culprits have not entered while others wait in it, as `all_reduce 21 of default_pg`; None: not known."""
 
     def __str__(self) -> str:
         return f"hang: {self.reason}" if self.reason else "hang in which no worker differs from the others"

@@ -59,6 +59,12 @@ class Timing:
         return 0.5 + self.detection_s / 4
 
     @property
+    def where_s(self) -> float:
+        """How long a worker at level 0 or 1 may take, on top of that, to say where it is in its collectives."""
+        # Torch writes down up to 2,000 collectives as text for it: 0.4 s on a processor that others use too.
+        return 1.0
+
+    @property
     def hang_s(self) -> float:
         """How long the coordinator's loop may not turn before another coordinator takes its place."""
         return 5 * self.detection_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Annotated
 
 import msgspec
 
@@ -56,6 +57,34 @@ class PageReading(msgspec.Struct, frozen=True, kw_only=True):
     """When anything of it last moved."""
     waits_for: int = -1
     """The rank whose message the worker waits for; -1: for no rank in particular."""
+
+
+MOST_GROUPS = 64
+"""Process groups of which a worker says where it stands; of more, those in which it waits come first."""
+
+_Short = Annotated[str, msgspec.Meta(max_length=128)]
+
+
+# Numbers count from 1 on in each group, and all of its members enter the same collectives in the same order. So of two
+# members the one with the smaller number is what the other waits for.
+class GroupReading(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a script that does not know of Holdfast is in the collectives of one of its process groups."""
+
+    group: _Short
+    """The same for all members of the group, and for no other group of the job."""
+    label: _Short
+    """What people call it."""
+    size: int
+    """Its members."""
+    entered: int
+    """The number of the newest collective that this worker entered; 0: none that is remembered."""
+    operation: _Short = ""
+    """What that collective does, as `all_reduce`; empty: there is none."""
+    waits: bool = False
+    """A collective, or a message to or from one member, that it began here is not complete."""
+
+
+Groups = Annotated[tuple[GroupReading, ...], msgspec.Meta(max_length=MOST_GROUPS)]
 
 
 BLOCK_STEPS = 5

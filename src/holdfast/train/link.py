@@ -56,6 +56,7 @@ class Link:
         self._run_to: Callable[[int], None] | None = None
         self.on_arm: Callable[[tuple[ArmedFault, ...]], None] = lambda faults: None
         self.on_drop: Callable[[], None] = lambda: None
+        self.on_where: Callable[[int], None] = lambda request: None
 
     def listen(self) -> None:
         """Starts the reading thread (a daemon: it ends with the process)."""
@@ -166,6 +167,8 @@ class Link:
                 self.on_arm(faults)
             case m.DropTraffic():
                 self.on_drop()
+            case m.WhereInCollectives(request):
+                self.on_where(request)
             case m.Notify(notices):
                 self.notices.put(notices)
             case _:

@@ -27,6 +27,7 @@ from holdfast.protocol.frames import Codec, pack
 from holdfast.protocol.phases import Phase
 from holdfast.protocol.progress_page import STACKS_SIGNAL, ProgressPage
 from holdfast.protocol.sockets import raise_descriptor_limit
+from holdfast.train.collectives import CollectivesTeller
 from holdfast.train.faults import FaultPlan
 from holdfast.train.imports import changed, import_ahead, imported
 from holdfast.train.link import Link
@@ -187,6 +188,7 @@ def become(sock: socket.socket) -> int:
             else:
                 link.send(m.Imported(imported(before), (*start.env, *changed(environment))[: m.MOST_MODULES]))
 
+        CollectivesTeller(link)
         _count_steps(link, faults, made_a_step)
         return _run_script(start, link)
 

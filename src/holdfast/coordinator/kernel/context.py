@@ -245,7 +245,7 @@ class Mode(Protocol):
         ...
 
     def on_stall(
-        self, context: Context, culprits: list[Worker], reason: str, allowed: dict[str, float]
+        self, context: Context, culprits: list[Worker], cause: causes.Hang, allowed: dict[str, float]
     ) -> None:
         """The job stands still. culprits: who holds it up, as far as that is known; allowed: for how many seconds each
         worker may stand still where it is."""

@@ -354,6 +354,7 @@ F = TypeVar("F", bound=IncidentFacts)
 def describe(state: CoreState, incident: Incident, event: type[F]) -> F:
     """The incident as an event of the ledger. Durations in seconds; unknown is None."""
     began = incident.began_s
+    hang = incident.cause if isinstance(incident.cause, Hang) else None
     return event(
         id=incident.id,
         fault=incident.fault,
@@ -380,6 +381,8 @@ def describe(state: CoreState, incident: Incident, event: type[F]) -> F:
         quiet=incident.quiet,
         verdict=incident.verdict or None,
         where=incident.where or None,
+        stood_at_step=hang.stood_at_step if hang else None,
+        collective=hang.collective if hang else None,
     )
 
 

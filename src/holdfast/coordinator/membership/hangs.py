@@ -9,7 +9,7 @@ from holdfast.coordinator.kernel.deadlines import Timer
 from holdfast.coordinator.kernel.membership_state import Worker
 from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
 from holdfast.coordinator.kernel.requests import EndGeneration
-from holdfast.coordinator.membership import failures, policy
+from holdfast.coordinator.membership import failures, policy, positions
 from holdfast.health import stacks
 from holdfast.protocol import causes, ledger
 from holdfast.protocol import messages as m
@@ -64,7 +64,9 @@ def stalled(context: Context, name: str, view: m.WorkerView) -> None:
     if not running or s.deadlines.is_set(Timer.INSPECT) or context.now < s.membership.look_again_s:
         return
     s.membership.inspect_request += 1
-    s.deadlines.set(Timer.INSPECT, context.now + context.timing.inspect_s)
+    # Only scripts that do not say on their page where they are have to be asked for it.
+    where_s = 0.0 if context.mode.replaces_one else context.timing.where_s
+    s.deadlines.set(Timer.INSPECT, context.now + context.timing.inspect_s + where_s)
     inspection = context.transient(Inspection)
     # The set of nodes from which an answer is awaited is fixed now. A node that is lost meanwhile ends the
     # generation, and with it the inspection.
@@ -110,9 +112,8 @@ def judge(context: Context) -> None:
     s.deadlines.clear(Timer.INSPECT)
     allowed = {v.worker: _allowed_s(context, v) for v in inspection.views}
     ranks = {x.worker: x.rank for x in s.membership.generation.members} if s.membership.generation else {}
-    verdict = policy.find_culprits(
-        inspection.views, allowed, inspection.stacks, complete=not inspection.unheard, ranks=ranks
-    )
+    find = policy.find_culprits if context.mode.replaces_one else positions.find_culprits
+    verdict = find(inspection.views, allowed, inspection.stacks, not inspection.unheard, ranks)
     named = verdict.workers
     # A verdict that may name the wrong one is held back for two generations: a transient fault of the network
     # goes away by trying again, and the wrong worker would cost its restart.
@@ -120,7 +121,18 @@ def judge(context: Context) -> None:
         named = ()
     groups = stacks.cluster({v.worker: inspection.stacks.get(v.worker, "") for v in inspection.views})
     where = stacks.describe(groups, ranks)
-    context.record(ledger.StallJudged(workers=list(named), reason=verdict.reason, where=where))
+    cause = causes.Hang(verdict.reason)
+    if named:
+        cause = causes.Hang(verdict.reason, verdict.stood_at_step, verdict.collective)
+    context.record(
+        ledger.StallJudged(
+            workers=list(named),
+            reason=verdict.reason,
+            where=where,
+            stood_at_step=cause.stood_at_step,
+            collective=cause.collective,
+        )
+    )
     culprits = [s.membership.workers[w] for w in named if s.membership.workers[w].phase is WorkerPhase.MEMBER]
     # One of two, and which cannot be known. The one that has been here longest is taken: if the hang comes
     # again, the other is the older one then, so both get their turn.
@@ -129,7 +141,7 @@ def judge(context: Context) -> None:
     # Where all ranks stood is written into the incident that this verdict opens, since the stacks are in no
     # state and would be gone when somebody asks.
     before = len(s.incidents)
-    context.mode.on_stall(context, culprits, verdict.reason, allowed)
+    context.mode.on_stall(context, culprits, cause, allowed)
     for incident in s.incidents[before:]:
         incident.where = where
 
@@ -154,7 +166,7 @@ def _allowed_s(context: Context, view: m.WorkerView) -> float:
     return MARGIN * context.timing.stall_s(view.median_s)
 
 
-def nobody_differs(context: Context, reason: str) -> None:
+def nobody_differs(context: Context, cause: causes.Hang) -> None:
     """Tries the step again, twice. After that half of the workers are replaced, and then the other half: one of
     them is at fault, and the state lives on in the rest."""
     membership = context.state.membership
@@ -165,7 +177,6 @@ def nobody_differs(context: Context, reason: str) -> None:
     if not waiting and membership.stall_rounds < PATIENT_ROUNDS:
         return
     if not waiting or membership.stall_rounds <= RETRIES:
-        cause = causes.Hang(reason)
         context.open_incident(cause, node=None, rung="retry in process", needs_newcomer=False)
         context.request(EndGeneration(cause))
         return

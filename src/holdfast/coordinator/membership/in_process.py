@@ -96,7 +96,7 @@ class InProcess:
         failures.condemn(context, workers, cause)
 
     def on_stall(
-        self, context: Context, culprits: list[Worker], reason: str, allowed: dict[str, float]
+        self, context: Context, culprits: list[Worker], cause: causes.Hang, allowed: dict[str, float]
     ) -> None:
         """Who holds the others up is taken out. Where nobody differs and all have stood still too long, the step is tried
         again."""
@@ -104,9 +104,9 @@ class InProcess:
         # With a culprit it is replaced. Without one nothing is done unless every worker was seen and all of
         # them have stood still too long: half a picture has named innocent workers.
         if culprits:
-            failures.condemn(context, culprits, causes.Hang(reason))
+            failures.condemn(context, culprits, cause)
         elif not inspection.unheard and all(v.idle_s >= allowed[v.worker] for v in inspection.views):
-            hangs.nobody_differs(context, reason)
+            hangs.nobody_differs(context, cause)
 
     def change_members(self, context: Context) -> None:
         """Members change at a step's edge: see `resize.change_due`."""

@@ -94,7 +94,7 @@ def assign_ranks(
     return [worker if worker is not None else next(waiting) for worker in slots]
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Who holds the others up, and how that was told."""
 
     workers: tuple[str, ...]
@@ -103,6 +103,10 @@ class Verdict(msgspec.Struct, frozen=True):
     """For people."""
     one_of: bool = False
     """One of them does, and which cannot be told."""
+    collective: str | None = None
+    """At level 0 and 1: what they have not entered while others wait in it, as `all_reduce 21 of default_pg`; None: not known."""
+    stood_at_step: int | None = None
+    """At level 0 and 1: optimizer steps in this start of the one that has fewest; None: not known."""
     again: bool = False
     """Nor can be told whether it is any of them, before another generation has failed in the same way."""
 
@@ -128,7 +132,7 @@ def find_culprits(
     # one further down would be right.
     stopped = tuple(v.worker for v in views if v.process in ("T", "t", "X", "Z"))
     if stopped:
-        return Verdict(stopped, "its process is stopped")
+        return Verdict(workers=stopped, reason="its process is stopped")
     # Each worker has its own limit: the first step compiles, a checkpoint may wait for a slow tier. One limit
     # for all would either kill compiling workers or find real hangs minutes late.
     still = [v for v in views if v.idle_s >= allowed_s[v.worker]]
@@ -136,27 +140,31 @@ def find_culprits(
     # although its peers, who wait in the connecting phase, look just as still.
     absent = tuple(v.worker for v in still if v.page.generation < v.formed)
     if absent:
-        return Verdict(absent, "did not act on the order to join the generation")
+        return Verdict(workers=absent, reason="did not act on the order to join the generation")
     waiting = [v for v in views if _waits(v)]
     busy = [v for v in still if not _waits(v)]
     # One computes while others wait for it. Waiting itself is never a fault: everyone who waits has told the
     # page for whom, so the chain ends at somebody who does not wait.
     if busy and waiting:
         names = ", ".join(sorted({Phase(v.page.phase).name.lower() for v in busy}))
-        return Verdict(tuple(v.worker for v in busy), f"stands still in {names} while others wait for it")
+        return Verdict(
+            workers=tuple(v.worker for v in busy), reason=f"stands still in {names} while others wait for it"
+        )
     # From here on the verdict is "who is furthest behind", a comparison. If a member was not seen, it may be
     # the one that is behind, and the worst of those that were seen would be taken out for nothing.
     if not complete:
-        return Verdict((), "not every worker reported its position")
+        return Verdict(workers=(), reason="not every worker reported its position")
     if len(busy) == len(views) == 1:
-        return Verdict((busy[0].worker,), f"stands still in {Phase(busy[0].page.phase).name.lower()}")
+        return Verdict(
+            workers=(busy[0].worker,), reason=f"stands still in {Phase(busy[0].page.phase).name.lower()}"
+        )
     # Somebody still moves. What looks like a hang may be the others' wait for a slow step, and time will
     # tell: the next stall report asks again.
     at_work = {v.page.phase for v in views if v not in still and not _waits(v)}
     if at_work:
         return Verdict(
-            (),
-            f"some workers are still busy: {', '.join(sorted(Phase(p).name.lower() for p in at_work))}",
+            workers=(),
+            reason=f"some workers are still busy: {', '.join(sorted(Phase(p).name.lower() for p in at_work))}",
         )
     connecting = [v for v in still if v.page.phase in _CONNECTING and _waits(v)]
     if len(connecting) == len(views) and (verdict := _unreached(connecting, ranks or {})):
@@ -174,17 +182,17 @@ def find_culprits(
         if pair and set(behind) >= set(pair):
             names = " and ".join(str((ranks or {})[w]) for w in pair)
             return Verdict(
-                pair,
-                f"ranks {names} wait for each other, so the network between them is suspect",
+                workers=pair,
+                reason=f"ranks {names} wait for each other, so the network between them is suspect",
                 one_of=True,
             )
         if len(behind) < len(waiting):
-            return Verdict(behind, "waits at an earlier point than the others")
+            return Verdict(workers=behind, reason="waits at an earlier point than the others")
     # Stacks are compared only of a job that stands still as a whole. Of a job that moves they are taken at
     # different moments, differ by chance, and the odd one would be innocent.
     if len(still) < len(views):  # they may have gone on while they were looked at, each with another stack
-        return Verdict((), "not every worker stands still")
-    return _odd_stack(views, stacks)
+        return Verdict(workers=(), reason="not every worker stands still")
+    return odd_stack(views, stacks)
 
 
 _CONNECTING = frozenset({Phase.JOIN, Phase.TRANSFER})
@@ -210,13 +218,16 @@ def _unreached(connecting: Sequence[WorkerView], ranks: Mapping[str, int]) -> Ve
     # Being missed is no proof: a worker that misses others may itself be unreachable. Calling nobody is a
     # proof, because everyone starts to call at once.
     if deaf := tuple(sorted(w for w in missed if not misses.get(w))):
-        return Verdict(deaf, "opens no connection while others wait for it")
+        return Verdict(workers=deaf, reason="opens no connection while others wait for it")
     most = tuple(sorted(w for w in missed if missed[w] == max(missed.values())))
     missing = ", ".join(
         f"rank {ranks[a]} waits for rank {ranks[b]}" for a, b in sorted(misses.items()) if b and a in ranks
     )
     return Verdict(
-        most, f"the workers cannot connect to each other: {missing}", one_of=len(most) > 1, again=True
+        workers=most,
+        reason=f"the workers cannot connect to each other: {missing}",
+        one_of=len(most) > 1,
+        again=True,
     )
 
 
@@ -235,11 +246,14 @@ def _waiting_for_each_other(waiting: Sequence[WorkerView], ranks: Mapping[str, i
     return pairs.pop() if len(pairs) == 1 and len(waiting) > 2 else ()
 
 
-def _odd_stack(views: Sequence[WorkerView], stacks: Mapping[str, str]) -> Verdict:
+def odd_stack(views: Sequence[WorkerView], stacks: Mapping[str, str]) -> Verdict:
+    """Who stands where the others do not. For workers of which every one stands still."""
     groups = health_stacks.cluster({v.worker: stacks.get(v.worker, "") for v in views})
     odd = health_stacks.odd_ones(groups)
     return (
-        Verdict((), "no worker differs from the others") if odd is None else Verdict(odd.workers, odd.reason)
+        Verdict(workers=(), reason="no worker differs from the others")
+        if odd is None
+        else Verdict(workers=odd.workers, reason=odd.reason)
     )
 
 

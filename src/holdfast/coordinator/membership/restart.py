@@ -117,7 +117,7 @@ class Restart:
             _fault(context, workers, node.name, cause)
 
     def on_stall(
-        self, context: Context, culprits: list[Worker], reason: str, allowed: dict[str, float]
+        self, context: Context, culprits: list[Worker], cause: Hang, allowed: dict[str, float]
     ) -> None:
         """All start again, unless a suspect is at work."""
         membership = context.state.membership
@@ -126,8 +126,7 @@ class Restart:
             # apart, instead of being killed for work that nobody could see at level 0.
             membership.look_again_s = context.now + LOOK_AGAIN * context.timing.detection_s
         elif membership.phase is JobPhase.RUNNING:
-            node = culprits[0].node if culprits else None
-            _fault(context, culprits, node, Hang(reason))
+            _take_out(context, culprits, cause)
 
     def change_members(self, context: Context) -> None:
         """A change of the membership is a restart of all: when it must be, or when a person wants it."""
@@ -324,6 +323,28 @@ def _fault(
     incident = context.open_incident(cause, node=node, workers=[w.name for w in workers], raised=raised)
     _restart(context, str(cause))
     return incident.injected
+
+
+def _take_out(context: Context, culprits: list[Worker], cause: Hang) -> None:
+    """All start again because of these. One incident for each of their nodes, as at level 2: what is remembered of a machine
+    decides whether it is used again."""
+    membership = context.state.membership
+    by_node: dict[str | None, list[Worker]] = {}
+    for worker in culprits:
+        by_node.setdefault(worker.node, []).append(worker)
+    for node, ours in (by_node or {None: []}).items():
+        context.open_incident(cause, node=node, workers=[w.name for w in ours])
+    # Last words of the job, should this have been the last restart that is allowed.
+    first = culprits[0] if culprits else None
+    rank = membership.generation.rank_of(first.name) if first and membership.generation else None
+    membership.blame = Blame(
+        cause=cause,
+        rank=rank,
+        node=first.node if first else None,
+        step=context.state.step if cause.stood_at_step is None else cause.stood_at_step,
+        log=first.log if first else "",
+    )
+    _restart(context, str(cause))
 
 
 def _restart(context: Context, reason: str, counts: bool = True) -> None:

@@ -78,6 +78,10 @@ class IncidentFacts(LedgerEvent, frozen=True, kw_only=True):
     """What was decided about it, in words."""
     where: str | None
     """Of a hang: where all ranks stood."""
+    stood_at_step: int | None = None
+    """Of a hang at level 0 and 1: optimizer steps in that start of the culprit that has fewest; None: not known."""
+    collective: str | None = None
+    """Of a hang: what the culprits have not entered while others wait in it; None: not known."""
 
     def _phases(self, *names: str) -> str:
         known = phases_text(msgspec.structs.asdict(self), names)

@@ -148,6 +148,10 @@ class StallJudged(LedgerEvent, frozen=True, kw_only=True):
     """How they were found."""
     where: str
     """Where all ranks stood."""
+    stood_at_step: int | None = None
+    """At level 0 and 1, optimizer steps in this start of the culprit that has fewest; None: not known."""
+    collective: str | None = None
+    """What the culprits have not entered while others wait in it; None: not known."""
 
     def sentence(self) -> str:
         where = f"; {self.where}" if self.where else ""

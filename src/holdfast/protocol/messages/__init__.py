@@ -41,6 +41,7 @@ from holdfast.protocol.messages.from_worker import (
     FindSnapshot,
     Halted,
     Imported,
+    InCollectives,
     Joined,
     Loaded,
     OffStep,
@@ -95,6 +96,7 @@ from holdfast.protocol.messages.to_worker import (
     Start,
     Stop,
     ToWorker,
+    WhereInCollectives,
 )
 
 __all__ = [
@@ -128,6 +130,7 @@ __all__ = [
     "Heartbeat",
     "Hello",
     "Imported",
+    "InCollectives",
     "Inspect",
     "InspectReply",
     "JoinGeneration",
@@ -179,6 +182,7 @@ __all__ = [
     "ToAgent",
     "ToWorker",
     "Warm",
+    "WhereInCollectives",
     "WorkerMessage",
     "WorkerView",
 ]

@@ -7,7 +7,7 @@ import msgspec
 from holdfast.protocol.health import CheckResult, Finding
 from holdfast.protocol.messages.from_worker import Done, FaultFired, Parked, Ready, WorkerMessage
 from holdfast.protocol.node_place import NodePlace
-from holdfast.protocol.phases import PageReading
+from holdfast.protocol.phases import Groups, PageReading
 from holdfast.protocol.snapshots import Copy, Key, Lack, Shard
 
 
@@ -38,6 +38,8 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     """Its median time of a step; None: not known."""
     busy: bool = False
     """Since its page last moved it, or a process that it started, has used the processor."""
+    groups: Groups | None = None
+    """At level 0 and 1, in answer to Inspect: where it is in its collectives; None: not known."""
 
 
 # From the node itself: a spot machine or Slurm tells the agent first, and every second of the notice counts.

@@ -6,7 +6,7 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from holdfast.protocol.phases import Spent
+from holdfast.protocol.phases import Groups, Spent
 from holdfast.protocol.snapshots import Key
 
 
@@ -258,6 +258,15 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
     """Paths of buffers that it is not over."""
 
 
+# Asked for only where the job stands still: a script at level 0 pays nothing for it while it trains.
+class InCollectives(msgspec.Struct, frozen=True, tag="in-collectives"):
+    """The answer to WhereInCollectives (agent only)."""
+
+    request: int
+    groups: Groups | None
+    """None: torch does not say."""
+
+
 # Announced by the script: only it knows that it is going to evaluate for ten minutes, and without this it
 # would be taken for a hang.
 class OffStep(msgspec.Struct, frozen=True, tag="off-step"):
@@ -354,5 +363,6 @@ WorkerMessage = (
     | FaultFired
     | Saved
     | Done
+    | InCollectives
     | OffStep
 )

@@ -188,6 +188,13 @@ class Notify(msgspec.Struct, frozen=True, tag="notify"):
     """All of them. Their deadlines count from the sending."""
 
 
+# A thread answers, so also a worker whose main thread waits. One that is stopped or holds the interpreter does not.
+class WhereInCollectives(msgspec.Struct, frozen=True, tag="where-in-collectives"):
+    """From the agent, of a job that stands still: how far is this script in the collectives of its process groups?"""
+
+    request: int
+
+
 ToWorker = (
     Notify
     | SlotGiven
@@ -203,4 +210,5 @@ ToWorker = (
     | DropTraffic
     | Start
     | Preload
+    | WhereInCollectives
 )
