@@ -3,12 +3,12 @@
 Nothing is fetched while building: the theme has its own fonts and scripts, and no inventory of another project is used.
 """
 
-from importlib.metadata import version as version_of
 from pathlib import Path
 
 import typer
 from typer.cli import get_docs_for_click
 
+from holdfast import __version__
 from holdfast.cli.app import app
 
 HERE = Path(__file__).parent
@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 project = "Holdfast"
 author = "The Holdfast authors"
 copyright = author
-version = release = version_of("holdfast")
+version = release = __version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 source_suffix = {".md": "markdown"}

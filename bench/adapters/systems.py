@@ -20,7 +20,7 @@ def _script(framework: str) -> Path:
 
 def _missing(framework: str) -> str | None:
     if importlib.util.find_spec(framework) is None:
-        return f"{framework} is not installed: pip install 'holdfast[{framework}]'"
+        return f"{framework} is not installed: pip install 'holdfast-train[{framework}]'"
     return None
 
 

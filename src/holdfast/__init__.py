@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from holdfast.distribution import warn_of_stranger
+
 if TYPE_CHECKING:
     from holdfast import checkpoint, data
     from holdfast.protocol.notices import Notice
@@ -28,6 +30,9 @@ _HOMES = {
     "adascale_gain": "holdfast.train.scaling",
     "scale_lr": "holdfast.train.scaling",
 }
+
+
+warn_of_stranger(__file__)
 
 
 def __getattr__(name: str) -> object:

@@ -153,6 +153,6 @@ def test_without_the_extra(holdfast, tiers, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     said = holdfast("checkpoint", "export", "out")
     assert said.code == 2
-    assert "pip install 'holdfast[export]'" in said.err
+    assert "pip install 'holdfast-train[export]'" in said.err
     assert holdfast("checkpoint", "export", "out.pt").code == 0
     assert holdfast("checkpoint", "import", "out.pt", "tier", "--step", "1").code == 0

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="needs pip install 'holdfast[mathstral]'")
+pytest.importorskip("transformers", reason="needs pip install 'holdfast-train[mathstral]'")
 
 import torch.distributed as dist
 from ranks_on_tiers import save_flats

@@ -56,7 +56,7 @@ def holdfast(*args):
 
 @pytest.mark.nightly  # three starts with transformers: 40 s
 def test_a_mistral_model_is_trained_through_a_kill_and_comes_out_whole(tmp_path, monkeypatch):
-    transformers = pytest.importorskip("transformers", reason="needs pip install 'holdfast[mathstral]'")
+    transformers = pytest.importorskip("transformers", reason="needs pip install 'holdfast-train[mathstral]'")
     subprocess.run([sys.executable, MATHSTRAL / "make_tiny.py", tmp_path, "--exercises", "500"], check=True)
     tokens, model = tmp_path / "tokens", tmp_path / "model"
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))

@@ -519,5 +519,5 @@ def _need_library() -> None:
         import safetensors  # noqa: F401
     except ImportError as error:
         raise UsageError(
-            f"safetensors need an extra: pip install 'holdfast[export]'; or use --format torch ({error})"
+            f"safetensors need an extra: pip install 'holdfast-train[export]'; or use --format torch ({error})"
         ) from error

@@ -85,7 +85,7 @@ def open_tier(url: str | Path) -> Tier:
         from holdfast.checkpoint.objects import SCHEMES, ObjectTier
     except ImportError as error:
         raise UsageError(
-            f"{text}: object stores need an extra: pip install 'holdfast[object]' ({error})"
+            f"{text}: object stores need an extra: pip install 'holdfast-train[object]' ({error})"
         ) from error
     if parts.scheme not in SCHEMES:
         raise UsageError(

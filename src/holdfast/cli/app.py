@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+import holdfast as package
 from holdfast.cli import (
     check,
     checkpoint,
@@ -28,6 +29,7 @@ from holdfast.cli import (
     why,
 )
 from holdfast.cli.torchrun import RunCommand
+from holdfast.distribution import NAME, way_out
 from holdfast.errors import HoldfastError, UsageError
 
 EXIT_USAGE = 2
@@ -85,6 +87,9 @@ def holdfast(
 
 def main() -> None:
     """Entry point of the console script. Exit code 2 for bad input, 1 for a job that failed."""
+    if "start" not in getattr(package, "__all__", ()):
+        sys.stderr.write(f"holdfast: {package.__file__} is not of {NAME}. {way_out()}\n")
+        sys.exit(EXIT_USAGE)
     try:
         app()
     except UsageError as error:

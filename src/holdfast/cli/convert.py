@@ -196,4 +196,6 @@ def _need_torch() -> None:
     try:
         import torch  # noqa: F401
     except ImportError as error:
-        raise UsageError(f"this needs PyTorch: pip install 'holdfast[train,export]' ({error})") from error
+        raise UsageError(
+            f"this needs PyTorch: pip install 'holdfast-train[train,export]' ({error})"
+        ) from error

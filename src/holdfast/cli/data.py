@@ -175,7 +175,7 @@ def _usage_errors() -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise UsageError(f"this needs numpy: pip install 'holdfast[train]' ({error})") from error
+        raise UsageError(f"this needs numpy: pip install 'holdfast-train[train]' ({error})") from error
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
 

@@ -189,7 +189,7 @@ def _print(
         table.append(row + ([units.amount(way.cost)] if inputs.price else []))
     print_table(out, heads, table)
     if not best.percentiles_s:
-        out.write("percentiles need numpy: pip install 'holdfast[plan]'\n")
+        out.write("percentiles need numpy: pip install 'holdfast-train[plan]'\n")
     out.write(f"\n► {best.name}: where its {days(best.wall_s)} go\n")
     print_table(
         out,

@@ -98,7 +98,7 @@ def local(path: str | os.PathLike[str]) -> Path:
     try:
         from holdfast.data.fetching import Remote
     except ModuleNotFoundError as error:
-        raise UsageError(f"{text} is remote: pip install 'holdfast[object]' ({error})") from error
+        raise UsageError(f"{text} is remote: pip install 'holdfast-train[object]' ({error})") from error
     return Cache(*parse_cache(asked)).get(Remote(text))
 
 

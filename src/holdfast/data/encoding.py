@@ -65,7 +65,7 @@ class HuggingFaceEncoder:
             from tokenizers import Tokenizer
         except ImportError as error:
             raise UsageError(
-                f"--tokenizer {path} needs a library: pip install 'holdfast[data]' ({error})"
+                f"--tokenizer {path} needs a library: pip install 'holdfast-train[data]' ({error})"
             ) from error
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each processor already
         try:

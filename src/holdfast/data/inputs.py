@@ -331,5 +331,7 @@ def _parquet() -> Any:
     try:
         from pyarrow import parquet
     except ImportError as error:
-        raise UsageError(f"Parquet files need a library: pip install 'holdfast[data]' ({error})") from error
+        raise UsageError(
+            f"Parquet files need a library: pip install 'holdfast-train[data]' ({error})"
+        ) from error
     return parquet

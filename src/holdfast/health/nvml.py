@@ -1,7 +1,7 @@
 """GPUs of NVIDIA, through the driver's library: errors of memory and links, temperature, clocks, lost devices, Xids.
 
 The library may hang when a GPU does, so that every call is made on a thread that is given up after a while (`bounded_call`).
-Nothing here needs permission, and nothing of it is there without `nvidia-ml-py` (`pip install holdfast[gpu]`).
+Nothing here needs permission, and nothing of it is there without `nvidia-ml-py` (`pip install holdfast-train[gpu]`).
 """
 
 from __future__ import annotations

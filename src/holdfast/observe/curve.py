@@ -43,7 +43,7 @@ def draw_curve(
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise UsageError("the picture needs matplotlib: pip install 'holdfast[plot]'") from None
+        raise UsageError("the picture needs matplotlib: pip install 'holdfast-train[plot]'") from None
     # Not `pyplot`: it would choose a window system, and keep every figure until the process ends.
     figure = Figure(figsize=SIZE_INCHES, dpi=DPI, layout="constrained")
     FigureCanvasAgg(figure)

@@ -87,7 +87,7 @@ def _figure(title: str) -> tuple[Any, Any]:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise UsageError("the picture needs matplotlib: pip install 'holdfast[plot]'") from None
+        raise UsageError("the picture needs matplotlib: pip install 'holdfast-train[plot]'") from None
     figure = Figure(figsize=SIZE_INCHES, dpi=DPI, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(title=title)

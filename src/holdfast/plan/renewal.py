@@ -144,5 +144,5 @@ def _numpy() -> Any:
     try:
         import numpy
     except ImportError:
-        raise UsageError("percentiles need numpy: pip install 'holdfast[plan]'") from None
+        raise UsageError("percentiles need numpy: pip install 'holdfast-train[plan]'") from None
     return numpy

@@ -169,7 +169,7 @@ def _connect_postgres(url: str) -> tuple[Any, tuple[type[Exception], ...]]:
         import psycopg
     except ImportError as error:
         raise HistoryError(
-            "the history of nodes is in PostgreSQL, and psycopg is not installed: pip install 'holdfast[postgres]'"
+            "the history of nodes is in PostgreSQL, and psycopg is not installed: pip install 'holdfast-train[postgres]'"
         ) from error
     try:
         return psycopg.connect(url, autocommit=True, connect_timeout=CONNECT_S), (psycopg.Error, OSError)

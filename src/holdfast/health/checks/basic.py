@@ -202,7 +202,7 @@ def nvml_uuids() -> list[str]:
     try:
         pynvml = importlib.import_module("pynvml")  # has no types
     except ImportError:
-        raise CannotCheck("nvidia-ml-py is not installed: pip install 'holdfast[gpu]'") from None
+        raise CannotCheck("nvidia-ml-py is not installed: pip install 'holdfast-train[gpu]'") from None
     found: list[str] = []
     try:
         pynvml.nvmlInit()
