@@ -240,7 +240,7 @@ def entered(number: int, waits: bool = False) -> tuple[GroupReading, ...]:
     return (reading,)
 
 
-def hang(desk: Desk, *behind: str, busy: bool = False) -> None:
+def hang(desk: Desk, *behind: str, busy: bool = False, idle_s: float = 50.0) -> None:
     """Agents say that all stand still: those of these nodes have not entered the collective in which the others wait."""
     views = {}
     for worker in desk.members():
@@ -248,7 +248,7 @@ def hang(desk: Desk, *behind: str, busy: bool = False) -> None:
         groups = entered(40) if node in behind else entered(41, waits=True)
         page = PageReading(committed=20, phase=int(Phase.FORWARD))
         views[node] = desk.view(
-            worker, page=page, idle_s=50.0, median_s=0.1, groups=groups, busy=busy and node in behind
+            worker, page=page, idle_s=idle_s, median_s=0.1, groups=groups, busy=busy and node in behind
         )
     any_view = next(iter(views.values()))
     desk.do(e.NodeSays("n0", m.Stalled(any_view.worker, any_view)))
@@ -295,6 +295,10 @@ def test_a_rank_that_computes_while_the_others_wait_for_it_is_left_alone_for_the
     assert desk.records("stall-judged")[-1]["workers"] == ["n1.0#2"]
     assert not desk.incidents()
     assert not desk.killed()
+    # An endless loop computes too.
+    desk.wait(desk.core.timing.start_s)
+    hang(desk, "n1", busy=True, idle_s=desk.core.timing.start_s + 50.0)
+    assert [(i.node, i.ranks) for i in desk.incidents()] == [("n1", [1])]
 
 
 def test_in_a_hang_in_which_nobody_differs_what_is_not_known_is_null():

@@ -58,6 +58,21 @@ def test_an_incident_that_no_rule_found():
     assert "Not known: no step was committed after it." in text
 
 
+def test_a_hang_says_where_its_ranks_stood_as_far_as_that_is_known():
+    hang = INCIDENT | {"rule": None, "cause": "hang: has not entered all_reduce 41 of default_pg, ..."}
+    known = {
+        "collective": "all_reduce 41 of default_pg",
+        "stood_at_step": 20,
+        "where": "2 ranks in all_reduce",
+    }
+    text = "\n".join(story(1, ledger((4.0, "incident-opened", hang | known))))
+    assert "its ranks had made 20 optimizer steps since the start" in text
+    assert "they had not entered all_reduce 41 of default_pg, in which others waited" in text
+    assert "all ranks: 2 ranks in all_reduce" in text
+    unknown = dict.fromkeys(known)
+    assert "Where it stood" not in "\n".join(story(1, ledger((4.0, "incident-opened", hang | unknown))))
+
+
 def test_a_decision_not_to_act():
     withheld = VERDICT | {
         "does": "watch",

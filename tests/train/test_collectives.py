@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch.distributed  # noqa: F401 - its recorders are replaced
 
 from holdfast.protocol import messages as m
 from holdfast.protocol.frames import Codec, pack
@@ -59,6 +60,23 @@ def test_groups_of_one_name_with_other_members_are_others():
     found = read([("0", "", (0, 1), ("gloo",)), ("0", "", (2, 3), ("gloo",))], entry(1))
     assert found is not None
     assert len({g.group for g in found}) == 2
+
+
+def test_a_group_that_is_made_again_counts_from_its_begin():
+    found = read([("0", "", (0, 1), ("gloo",))], entry(499), entry(500), entry(1), entry(2))
+    assert found is not None
+    assert found[0].entered == 2
+
+
+def test_entries_of_both_recorders_count(monkeypatch):
+    c10d = sys.modules["torch._C"]._distributed_c10d
+    texts = {"_dump_fr_trace_json": entry(5), "_dump_nccl_trace_json": entry(6, name="nccl:broadcast")}
+    for name, one in texts.items():
+        text = json.dumps({"entries": [one]}).encode()
+        monkeypatch.setattr(c10d, name, lambda text=text, **options: text, raising=False)
+    found = read([("0", "", (0, 1), ("gloo", "nccl"))], *collectives._recorded())
+    assert found is not None
+    assert [g.entered for g in found] == [5, 6]
 
 
 def test_a_group_of_one_waits_for_nobody():

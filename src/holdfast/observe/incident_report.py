@@ -73,6 +73,7 @@ def story(number: int, entries: Sequence[Entry]) -> list[str]:
     ]
     lines = [_headline(number, told), ""]
     lines += _seen(mine)
+    lines += _stood(told)
     lines += _weighed(mine)
     lines += _happened([*mine, *around], began_s)
     lines += _cost(told)
@@ -121,6 +122,18 @@ def _seen(mine: Sequence[Entry]) -> list[str]:
     if not lines:
         return ["No health rule matched: the fault was known by its effect alone."]
     return ["What was seen:", *lines]
+
+
+def _stood(told: Entry) -> list[str]:
+    """Of a hang: where its ranks stood, as far as that is known."""
+    lines = []
+    if (steps := told.get("stood_at_step")) is not None:
+        lines.append(f"  its ranks had made {units.plural(steps, 'optimizer step')} since the start")
+    if told.get("collective"):
+        lines.append(f"  they had not entered {told['collective']}, in which others waited")
+    if told.get("where"):
+        lines.append(f"  all ranks: {told['where']}")
+    return ["", "Where it stood:", *lines] if lines else []
 
 
 def _weighed(mine: Sequence[Entry]) -> list[str]:

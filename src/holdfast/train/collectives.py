@@ -15,6 +15,8 @@ from holdfast.protocol.messages import InCollectives
 from holdfast.protocol.phases import MOST_GROUPS, GroupReading
 from holdfast.train.link import Link
 
+_RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+
 _WORD = 128
 """Characters of a name, at most."""
 
@@ -47,22 +49,26 @@ def positions() -> tuple[GroupReading, ...] | None:
     # Nothing is imported here: a script that has not used torch.distributed is in no collective, and an import would
     # wait for the lock that a main thread which imports holds.
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
-    dump = getattr(
-        getattr(sys.modules.get("torch._C"), "_distributed_c10d", None), "_dump_fr_trace_json", None
-    )
-    if c10d is None or dump is None or not c10d.is_initialized():
+    if c10d is None or not c10d.is_initialized():
         return None
     try:
         groups = [
             (pg.group_name, pg.group_desc, tuple(c10d.get_process_group_ranks(pg)), _backends(c10d, pg))
             for pg in list(c10d._world.pg_map)
         ]
-        entries = json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
-        return _readings(groups, entries)
+        return _readings(groups, _recorded())
     # Torch promises none of these names. Whatever is missing in another version, "not known" is an answer that the
     # core can judge, and an error in this thread would be none.
     except Exception:  # noqa: BLE001 - see above
         return None
+
+
+def _recorded() -> list[dict[str, Any]]:
+    """Entries of the flight recorders, oldest first in each: gloo's, and with CUDA also NCCL's."""
+    torch_c: Any = sys.modules.get("torch._C")
+    dumps = [getattr(torch_c._distributed_c10d, name, None) for name in _RECORDERS]
+    texts = [dump(includeCollectives=True, onlyActive=False) for dump in dumps if dump is not None]
+    return [entry for text in texts for entry in json.loads(text).get("entries", [])]
 
 
 def _backends(c10d: Any, pg: Any) -> tuple[str, ...]:
@@ -87,7 +93,8 @@ def _readings(
             waits.add(key)
         # Messages between two members have a number of their own, or none: members send different numbers of them.
         if not entry["is_p2p"]:
-            newest[key] = max(newest.get(key, (0, "")), (int(entry["collective_seq_id"]), operation))
+            # The newest, not the largest: a group that is made again under its old name counts from 1 on.
+            newest[key] = int(entry["collective_seq_id"]), operation
     found = []
     for name, description, ranks, backends in groups:
         if len(ranks) < 2:
