@@ -44,6 +44,7 @@ def _judge(
     complete: bool,
     world: int,
 ) -> Verdict:
+    # Of a stopped process no collective is known. It may have been stopped inside of the one in which the others wait.
     stopped = tuple(v.worker for v in views if v.process in ("T", "t", "X", "Z"))
     if stopped:
         return Verdict(workers=stopped, reason="its process is stopped")
