@@ -95,6 +95,17 @@ def test_random_schedules_hold_and_are_eventful(first):
 
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(bool(REPLAY), reason="one schedule was asked for")
+@pytest.mark.parametrize(
+    "block", [range(20), pytest.param(range(20, 200), marks=pytest.mark.nightly)], ids=["some", "many"]
+)
+def test_scripts_of_which_one_rank_stays_out_of_a_collective_go_on(block):
+    told = [run_seed(seed, level=0, hanging_starts=2) for seed in block]
+    assert sum(s.named for s in told) >= len(block) / 2
+    assert sum(s.outcome == "finished" for s in told) >= len(block) / 2
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(bool(REPLAY), reason="one schedule was asked for")
 @pytest.mark.parametrize("first", [SHARDED, pytest.param(SHARDED + 30, marks=pytest.mark.nightly)])
 def test_schedules_of_sharded_replicas_hold_and_are_eventful(first):
     told = ran(range(first, first + 30))

@@ -201,7 +201,8 @@ class SimAgent:
             attached="Attached" in said,
             parked=parked if isinstance(parked, m.Parked) else None,
             done=done if isinstance(done, m.Done) else None,
-            median_s=self.cluster.plan.step_s if "Progress" in said else None,
+            median_s=self.cluster.plan.step_s if "Progress" in said or worker.hangs else None,
+            groups=worker.groups(),
         )
 
     def _beat(self) -> None:
@@ -216,7 +217,7 @@ class SimAgent:
         """From its JoinGeneration until it parks or is done, and as long as its process is stopped."""
         said = self._said.get(worker.name, {})
         inside = worker.name in self._formed and "Parked" not in said and "Done" not in said
-        if not (inside or worker.stopped):
+        if not (inside or worker.stopped or worker.hangs):
             return
         now, timing = self.cluster.clock.now, self.cluster.plan.spec.timing
         since = max(worker.moved_s, self._formed_s.get(worker.name, 0.0))
@@ -229,6 +230,8 @@ class SimAgent:
         timing = self.cluster.plan.spec.timing
         if worker.stopped:
             return timing.stall_floor_s
+        if worker.hangs:
+            return 20 * timing.detection_s
         if worker.phase is Phase.ASIDE:
             return timing.start_s
         if worker.trained:

@@ -45,6 +45,7 @@ class Checks:
         self.formed = 0
         self.formed_s = 0.0
         self.records: dict[str, int] = {}
+        self.named = 0
         self.saved = SavedChecks(self)
         self._canon: dict[tuple[int, int], int] = {}
         self._places: dict[str, int] = {}
@@ -215,12 +216,21 @@ class Checks:
                         state.membership.number,
                         spec.max_restarts + 1,
                     )
+                if kind == "stall-judged" and fields["collective"]:
+                    self._check_named(_listed(fields["workers"]))
                 if kind == "formed":
                     self._goes_on(state.membership.number, str(fields["source"]), fields["start"])
                 if kind == "incident-resumed" and fields["fault"] is None:
                     self._check_stall(fields["id"], fields["stall_s"])
             case _:
                 pass
+
+    def _check_named(self, workers: list[object]) -> None:
+        """Nobody is named by its collectives that waits in the one of all ranks."""
+        self.named += 1
+        for name in map(str, workers):
+            worker = self.cluster.workers.get(name)
+            self.require(worker is not None and not worker.waits, "%s waits, and is named", name)
 
     def _check_stall(self, number: object, stall_s: object) -> None:
         """Training cannot have stood still since before the last step that the core heard of."""

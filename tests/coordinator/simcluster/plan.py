@@ -68,6 +68,7 @@ class Plan:
     lemons: float = 0.0  # how many machines have a bad history
     refused_checks: float = 0.0  # how often the basic checks of a new node are faulty
     shape: tuple[int, int] = (1, 1)  # of a replica: shard degree, and tensor degree
+    hanging_starts: int = 0  # of the first starts at level 0, in which one rank stays out of a collective
     only_planned: bool = False  # nodes are found to need something that can wait, and nothing fails
 
     @property

@@ -36,15 +36,18 @@ class Summary:
     rebuilt: int = 0
     beside: int = 0
     kept: int = 0
+    named: int = 0
 
 
-def run_seed(seed: int, level: int | None = None) -> Summary:
+def run_seed(seed: int, level: int | None = None, hanging_starts: int = 0) -> Summary:
     """Runs the schedule of a seed.
 
     Raises:
         Violation: an invariant does not hold.
     """
-    cluster = Cluster(plan_for(seed, level))
+    plan = plan_for(seed, level)
+    plan.hanging_starts = hanging_starts
+    cluster = Cluster(plan)
     try:
         cluster.run(LIMIT_S + (2 * CHECKS_S if cluster.plan.check_silent else 0.0))
     except Violation:
@@ -74,4 +77,5 @@ def run_seed(seed: int, level: int | None = None) -> Summary:
         cluster.checks.records.get("rebuild", 0),
         cluster.checks.beside,
         cluster.checks.kept,
+        cluster.checks.named,
     )

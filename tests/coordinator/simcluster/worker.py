@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from holdfast.protocol import messages as m
-from holdfast.protocol.phases import PageReading, Phase
+from holdfast.protocol.phases import GroupReading, PageReading, Phase
 from holdfast.protocol.snapshots import DurableTier
 from holdfast.protocol.snapshots import Key as SnapshotKey
 from holdfast.train import summation_order
@@ -32,6 +33,8 @@ class SimWorker:
         self.killed = False
         self.frozen = False
         self.stopped = False
+        self.hangs = False
+        self.waits = False
         self.ticket = 0
         self.own_s = 0.0
         self.trouble: m.WorkerMessage | None = None
@@ -58,6 +61,10 @@ class SimWorker:
     def page(self) -> PageReading:
         """What the progress page says."""
         return PageReading(phase=int(self.phase))
+
+    def groups(self) -> tuple[GroupReading, ...] | None:
+        """What a script answers when it is asked for its collectives."""
+        return None
 
     def later(self, delay_s: float, call: Callable[..., None], *args: Any) -> None:
         """Goes on after a while, unless it was interrupted, frozen or killed."""
@@ -624,6 +631,11 @@ class Script(SimWorker):
 
     def __init__(self, agent: SimAgent, start: m.StartWorker) -> None:
         super().__init__(agent, start)
+        plan, generation = self.cluster.plan, int(self.env["HOLDFAST_GENERATION"])
+        self.hangs = generation <= plan.hanging_starts
+        # All ranks of a start draw the same one.
+        self._world, drawn = int(self.env["WORLD_SIZE"]), random.Random(f"{plan.seed}/{generation}")
+        self.outside = self.hangs and drawn.randrange(self._world) == int(self.env["RANK"])
         self.cluster.checks.script_started(self)
         self.later(self.cluster.rng.uniform(0.2, 1.0) * self.cluster.plan.start_s, self._work)
 
@@ -632,7 +644,29 @@ class Script(SimWorker):
             self.fail_to_start()
             return
         self.phase = Phase.FORWARD
-        self.later(self.cluster.rng.uniform(1.0, 1.2) * self.cluster.plan.script_s, self._end)
+        self.moved_s = self.cluster.clock.now
+        if not self.hangs:
+            self.later(self.cluster.rng.uniform(1.0, 1.2) * self.cluster.plan.script_s, self._end)
+        elif not self.outside:
+            self.later(self.cluster.rng.uniform(0.0, 2.0), self._wait)
+
+    def _wait(self) -> None:
+        self.waits = True
+
+    def groups(self) -> tuple[GroupReading, ...] | None:
+        """See SimWorker: one group of all ranks."""
+        if not self.hangs or not self.running:
+            return None
+        return (
+            GroupReading(
+                group="0",
+                label="all",
+                size=self._world,
+                entered=20 + self.waits,
+                operation="x",
+                waits=self.waits,
+            ),
+        )
 
     def _end(self) -> None:
         if all(w.alive or w.code == 0 for w in self.cluster.peers(self)):
