@@ -69,6 +69,7 @@ def test_a_killed_worker_changes_nothing(tmp_path, undisturbed):
 @pytest.mark.capability("level 2")
 def test_what_is_trained_is_what_lightning_counts(undisturbed):
     assert (undisturbed["steps"], undisturbed["epochs"]) == (STEPS, 3)
+    assert undisturbed["seen"] == STEPS * 16  # without what the validations saw
     assert [step for step, _ in undisturbed["validated"]] == [6, 12, 18]
     assert undisturbed["rate"] == pytest.approx(1e-2 * 0.7**3)
 
@@ -183,9 +184,8 @@ class Plateau(Line):
 
 
 def fit(folder, module, data, sampler=None, **options):
-    options = {"max_steps": 1, **options}
+    options = {"max_steps": 1, "strategy": "holdfast", **options}
     trainer = lightning.Trainer(
-        strategy="holdfast",
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -226,6 +226,15 @@ def test_what_cannot_work_is_refused_before_a_step(tmp_path, module, data, optio
 def test_a_sampler_of_the_scripts_own_is_refused(tmp_path):
     with pytest.raises(UsageError, match="WeightedRandomSampler"):
         fit(tmp_path, Line(), Four(), sampler=WeightedRandomSampler([1.0] * 4, 4))
+
+
+def test_a_rule_for_a_buffer_that_is_not_there_is_refused(tmp_path):
+    strategy = holdfast.lightning.HoldfastStrategy(buffers={"model.seen": "sum"})
+    line = (
+        r'HoldfastStrategy\(buffers=\{"model\.seen": "sum"\}\): no protected module has a buffer of this name'
+    )
+    with pytest.raises(UsageError, match=line):
+        fit(tmp_path, Line(), Four(), strategy=strategy)
 
 
 @pytest.mark.parametrize("version", ["2.5.1", "2.7.0", "3.0"])

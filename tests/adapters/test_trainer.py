@@ -51,6 +51,7 @@ def test_a_killed_worker_changes_nothing(tmp_path, undisturbed):
 @pytest.mark.capability("level 2")
 def test_what_is_trained_is_what_the_trainer_counts(undisturbed):
     assert undisturbed["steps"] == STEPS
+    assert undisturbed["seen"] == STEPS * 16  # without what the evaluations saw
     assert undisturbed["ended"] == [*range(1, STEPS + 1)]
     assert undisturbed["epochs"] == [1.0, 2.0, 3.0]
     logged = [logs["step"] for logs in undisturbed["history"] if "loss" in logs]

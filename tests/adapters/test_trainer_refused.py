@@ -102,6 +102,14 @@ def test_parameters_that_appear_later_are_refused(tmp_path):
         trainer.train()
 
 
+def test_a_rule_for_a_buffer_that_is_not_there_is_refused(tmp_path):
+    kind = adapter.wrap(transformers.Trainer, buffers={"model.seen": "sum"})
+    trainer = kind(model=Line(), args=args(tmp_path), train_dataset=Four())
+    line = r'wrap\(Trainer, buffers=\{"model\.seen": "sum"\}\): no protected module has a buffer of this name'
+    with pytest.raises(UsageError, match=line):
+        trainer.train()
+
+
 def test_what_a_job_does_by_itself_is_refused(tmp_path):
     trainer = adapter.Trainer(model=Line(), args=args(tmp_path), train_dataset=Four())
     (tmp_path / "checkpoint-1").mkdir()

@@ -13,7 +13,7 @@ import xxhash
 from broken import break_update
 from torch.utils.data import DataLoader, Dataset
 
-import holdfast.lightning  # noqa: F401 - it makes strategy="holdfast_exact" known
+from holdfast.lightning import HoldfastStrategy
 
 import lightning  # isort: skip
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint  # isort: skip
@@ -35,11 +35,13 @@ class Module(lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.1), torch.nn.Linear(16, 1))
+        self.register_buffer("seen", torch.zeros(1, dtype=torch.int64))
         self.ended: list[int] = []
         self.validated: list[tuple[int, float]] = []
 
     def _loss(self, batch):
         x, y = batch
+        self.seen += len(x)  # as modules count the loads of their experts; a validation counts, too
         return (self.net(x).squeeze(-1) - y).square().mean()
 
     def training_step(self, batch, batch_idx):
@@ -73,7 +75,7 @@ def main() -> None:
     if PATIENCE:
         callbacks.append(EarlyStopping("val_loss", patience=PATIENCE, min_delta=2.0))
     trainer = lightning.Trainer(
-        strategy="holdfast_exact",
+        strategy=HoldfastStrategy(reduction="exact", buffers={"model.seen": "sum"}),
         max_epochs=8 if PATIENCE else 3,
         accumulate_grad_batches=ACCUMULATE,
         gradient_clip_val=1.0,
@@ -88,6 +90,7 @@ def main() -> None:
         digest.update(parameter.detach().numpy().tobytes())
     end = {
         "parameters": digest.hexdigest(),
+        "seen": int(module.seen),
         "steps": trainer.global_step,
         "epochs": trainer.current_epoch,
         "rate": trainer.optimizers[0].param_groups[0]["lr"],

@@ -69,6 +69,11 @@ class HalfLoss(transformers.Trainer):
         return (loss / 2, outputs) if return_outputs else loss / 2
 
 
+def count(model, arguments, named) -> None:
+    """Before each forward pass: as modules count the loads of their experts. Evaluations count, too."""
+    model.seen += len(named["input_ids"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
@@ -93,8 +98,12 @@ def main() -> None:
     callbacks = [counting, Breaking(options.broken)]
     if options.patience:
         callbacks.append(EarlyStoppingCallback(options.patience, early_stopping_threshold=0.5))
-    trainer = wrap(HalfLoss if options.own_loss else transformers.Trainer, reduction="exact")(
-        model=LlamaForCausalLM(config),
+    model = LlamaForCausalLM(config)
+    model.register_buffer("seen", torch.zeros(1, dtype=torch.int64))
+    model.register_forward_pre_hook(count, with_kwargs=True)
+    kind = HalfLoss if options.own_loss else transformers.Trainer
+    trainer = wrap(kind, reduction="exact", buffers={"model.seen": "sum"})(
+        model=model,
         args=TrainingArguments(
             output_dir=str(options.folder),
             per_device_train_batch_size=4,
@@ -126,6 +135,7 @@ def main() -> None:
     ]
     end = {
         "parameters": digest.hexdigest(),
+        "seen": int(model.seen),
         "steps": out.global_step,
         "loss": out.training_loss,
         "history": history,

@@ -113,10 +113,19 @@ def test_what_was_fetched_is_what_the_next_step_starts_from():
     model = Changed()
     rules = rules_of(model)
     computed(model, rules, range(MICROS))
-    rules.forget()
     model.loads.fill_(7)
+    rules.keep()
+    model(0)  # an evaluation before the newcomer's first step
     rules.begin(MICROS)
     assert model.loads.tolist() == [7, 7, 7]
+
+
+def test_an_evaluation_before_the_first_step_leaves_no_trace():
+    model = Changed()
+    rules = rules_of(model)
+    model(0)
+    rules.begin(MICROS)
+    assert model.loads.tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize(

@@ -303,6 +303,14 @@ def test_a_forward_pass_that_changes_buffers_without_a_rule_is_told_the_line(net
         train(Things(network()), until=3)
 
 
+def test_the_line_is_that_of_the_adapter():
+    def line(rule, path):
+        return f"Trainer({path}={rule})"
+
+    with pytest.raises(StateChanged, match=r"write Trainer\(model\.seen=sum\) before training"):
+        train(Things(Tally()), until=3, run=lambda run: setattr(run, "buffer_line", line))
+
+
 def test_buffers_of_an_average_change_in_commits_only():
     with pytest.raises(StateChanged, match=r"average\.module\.1\.running_mean changed between"):
         train(

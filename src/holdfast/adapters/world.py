@@ -5,13 +5,10 @@ from __future__ import annotations
 import atexit
 import os
 
-import torch
-
 from holdfast.data.decoding import is_decoder
 from holdfast.errors import UsageError
 from holdfast.train import worker
 from holdfast.train.run import Run
-from holdfast.train.state_image import persistent_buffers
 
 HIDDEN = (
     "RANK",
@@ -115,15 +112,3 @@ def _alone() -> Run:
     run = Run(attachment)
     atexit.register(attachment.close)
     return run
-
-
-def average_statistics(run: Run, **modules: torch.nn.Module) -> None:
-    """Declares the rule of batch norms for these protected modules, as `run.buffers("mean", ...)` does: DDP takes rank 0's
-    statistics without a word of the script's, so a script for these trainers has none."""
-    names = [
-        at.path
-        for at in persistent_buffers(modules)
-        if isinstance(at.module, torch.nn.modules.batchnorm._NormBase)
-    ]
-    if names:
-        run.buffers("mean", *names)

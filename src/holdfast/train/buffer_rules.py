@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -23,13 +23,21 @@ BufferRule = Literal["restore", "sum", "mean", "own"]
 Declared = Sequence[tuple[BufferRule, tuple[str, ...]]]
 """Rules in the order of the script's calls, each with the patterns of the paths that it is for; none: all."""
 
+BufferLine = Callable[[str, str], str]
+"""Of a rule and a path: what a script writes to give the buffer this rule. Errors name it."""
+
+
+def run_line(rule: str, path: str) -> str:
+    """What a script with a `Run` writes."""
+    return f'run.buffers("{rule}", "{path}")'
+
 
 @dataclass(frozen=True)
 class _Ruled:
     at: BufferPlace
     rule: BufferRule
-    kept: list[torch.Tensor] = field(default_factory=list)
-    """What the newest commit left: one tensor, or none while that is not known."""
+    kept: torch.Tensor
+    """What the newest commit left."""
 
     @property
     def now(self) -> torch.Tensor:
@@ -38,31 +46,47 @@ class _Ruled:
 
 
 class BufferRules:
-    """The buffers that have a rule, and what a step has made of them so far."""
+    """The buffers that have a rule, and what a step has made of them so far.
 
-    def __init__(self, objects: Protected, declared: Declared, *, sharded: bool, exact: bool) -> None:
+    Attributes:
+        line: what a script writes to give a buffer a rule.
+        own: paths of those that each worker keeps for itself.
+        paths: of all that have a rule.
+    """
+
+    def __init__(
+        self,
+        objects: Protected,
+        declared: Declared,
+        *,
+        sharded: bool,
+        exact: bool,
+        line: BufferLine = run_line,
+    ) -> None:
         """exact: the sum must not depend on how the micro-batches are spread over the workers, to the last bit.
 
         Raises:
             UsageError: a pattern without a buffer, or a buffer that cannot be summed.
         """
-        found = [_Ruled(at, rule) for at, rule in _rules(objects, declared)]
+        self.line = line
+        # Copied here, and not when a step begins: a script may evaluate before its first step. Those that come
+        # later fetch the state without that, so all would not go on alike.
+        found = [_Ruled(at, rule, at.tensor.detach().clone()) for at, rule in _rules(objects, declared, line)]
         self.own = tuple(r.at.path for r in found if r.rule == "own")
         self.paths = frozenset(r.at.path for r in found)
         self._put = [r for r in found if r.rule != "own"]
         self._summed = [r for r in found if r.rule in ("sum", "mean")]
         for ruled in self._summed:
-            _check_summed(ruled, sharded)
+            _check_summed(ruled, sharded, line)
         self._exact = exact
-        self._known = False
         self._rows: torch.Tensor | None = None
         self._works: list[Any] = []
+        self._lay_out()
+        self.keep()
 
     def begin(self, micro_batches: int) -> None:
         """A step begins. micro_batches: of the global batch."""
         self.put_back()
-        if not self._known:
-            self.keep()
         if self._summed:
             # A new one for each step: a collective of a step that broke may still hold the older one.
             width = sum(r.now.numel() for r in self._summed)
@@ -121,23 +145,17 @@ class BufferRules:
             torch._foreach_copy_([r.now for r in self._summed], self._flat_views)
 
     def keep(self) -> None:
-        """The buffers are what a commit left."""
-        now = [r.now.detach() for r in self._put]
-        if not self._known:
-            for ruled, tensor in zip(self._put, now, strict=True):
-                ruled.kept[:] = [tensor.clone()]
-            self._lay_out()
-        elif now:
-            torch._foreach_copy_([r.kept[0] for r in self._put], now)
+        """The buffers are what a commit left, or what a transfer brought."""
+        if self._put:
+            torch._foreach_copy_([r.kept for r in self._put], [r.now.detach() for r in self._put])
         if self._summed:
-            torch._foreach_copy_(_views(self._was, self._summed), [r.kept[0] for r in self._summed])
-        self._known = True
+            torch._foreach_copy_(_views(self._was, self._summed), [r.kept for r in self._summed])
 
     def put_back(self) -> None:
         """Undoes what forward passes have changed since the commit, in a step or between two."""
-        if self._known and self._put:
+        if self._put:
             with torch.no_grad():
-                torch._foreach_copy_([r.now for r in self._put], [r.kept[0] for r in self._put])
+                torch._foreach_copy_([r.now for r in self._put], [r.kept for r in self._put])
 
     def _lay_out(self) -> None:
         """Makes the flat tensors in which all summed buffers lie one after the other, as they are now."""
@@ -155,24 +173,20 @@ class BufferRules:
         self._flat = torch.zeros_like(self._was)
         self._flat_views = _views(self._flat, self._summed)
 
-    def forget(self) -> None:
-        """The buffers were filled from outside."""
-        self._known = False
-
 
 def _views(flat: torch.Tensor, buffers: Sequence[_Ruled]) -> list[torch.Tensor]:
     """The part of each buffer in a flat tensor, in its shape."""
-    parts = torch.split(flat, [r.kept[0].numel() for r in buffers])
-    return [part.view(r.kept[0].shape) for part, r in zip(parts, buffers, strict=True)]
+    parts = torch.split(flat, [r.kept.numel() for r in buffers])
+    return [part.view(r.kept.shape) for part, r in zip(parts, buffers, strict=True)]
 
 
-def check_rule(rule: str) -> None:
-    """Raises UsageError for a rule that there is not."""
+def check_rule(rule: str, line: str) -> None:
+    """Raises UsageError for a rule that there is not. line: where it was given."""
     if rule not in get_args(BufferRule):
-        raise UsageError(f"run.buffers({rule!r}): choose one of {', '.join(map(repr, get_args(BufferRule)))}")
+        raise UsageError(f"{line}: choose one of {', '.join(map(repr, get_args(BufferRule)))}")
 
 
-def _rules(objects: Protected, declared: Declared) -> list[tuple[BufferPlace, BufferRule]]:
+def _rules(objects: Protected, declared: Declared, line: BufferLine) -> list[tuple[BufferPlace, BufferRule]]:
     """Of every buffer that has one: the last declaration that names it counts."""
     there = {at.path: at for at in persistent_buffers(objects)}
     found: dict[str, tuple[BufferPlace, BufferRule]] = {}
@@ -182,21 +196,22 @@ def _rules(objects: Protected, declared: Declared) -> list[tuple[BufferPlace, Bu
             if patterns and not named:
                 shown = ", ".join(list(there)[:8]) or "none"
                 raise UsageError(
-                    f"run.buffers({rule!r}, {pattern!r}): no protected module has a buffer of this name that its "
+                    f"{line(rule, pattern)}: no protected module has a buffer of this name that its "
                     f"state_dict holds; there are: {shown}{', …' if len(there) > 8 else ''}"
                 )
             found |= {path: (there[path], rule) for path in named}
     return list(found.values())
 
 
-def _check_summed(ruled: _Ruled, sharded: bool) -> None:
+def _check_summed(ruled: _Ruled, sharded: bool, line: BufferLine) -> None:
+    path = ruled.at.path
     if sharded:
         raise UsageError(
-            f"run.buffers({ruled.rule!r}): {ruled.at.path} would be summed over the replicas, but not over the shards of "
+            f"{line(ruled.rule, path)}: it would be summed over the replicas, but not over the shards of "
             'a replica; after run.mesh() choose "restore" or "own"'
         )
     if ruled.now.dtype is torch.bool or ruled.now.is_complex():
         raise UsageError(
-            f"run.buffers({ruled.rule!r}): {ruled.at.path} is of {ruled.now.dtype}, which is not summed; give it "
-            f'a rule of its own: run.buffers("restore", "{ruled.at.path}")'
+            f"{line(ruled.rule, path)}: it is of {ruled.now.dtype}, which is not summed; give it a rule of its own: "
+            f"{line('restore', path)}"
         )

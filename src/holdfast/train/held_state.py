@@ -61,6 +61,7 @@ class HeldState:
             },
             buffer_rules.paths,
             constants,
+            buffer_rules.line,
         )
         self._link, self._faults, self._place = link, faults, place
         self.buffer_rules = buffer_rules
@@ -125,7 +126,7 @@ class HeldState:
             cursor.adapt(self._protected)
         # The copies are of the buffers before the transfer. Rolling back to them would undo it.
         self._buffers.forget()
-        self.buffer_rules.forget()
+        self.buffer_rules.keep()
         self.committed = form.generation.start
         return restored, time.monotonic() - began
 

@@ -19,7 +19,7 @@ from holdfast.data.decoding import is_decoder
 from holdfast.errors import UsageError
 from holdfast.protocol.notices import Notice
 from holdfast.train import state_image, worker
-from holdfast.train.buffer_rules import BufferRule, BufferRules, check_rule
+from holdfast.train.buffer_rules import BufferLine, BufferRule, BufferRules, check_rule, run_line
 from holdfast.train.constants import Constants
 from holdfast.train.data_cursor import NAME, BatchChanged, DataCursor
 from holdfast.train.exact import ExactSum, Reduction, prepare
@@ -37,6 +37,7 @@ class Run:
 
     Attributes:
         device: where this worker computes.
+        buffer_line: what a script writes to give a buffer a rule, for errors; an adapter has another line than `buffers`.
     """
 
     def __init__(self, attachment: worker.Attachment) -> None:
@@ -44,6 +45,7 @@ class Run:
         self._protected: dict[str, Any] = {}
         self._constant: dict[str, torch.nn.Module] = {}
         self._buffer_rules: list[tuple[BufferRule, tuple[str, ...]]] = []
+        self.buffer_line: BufferLine = run_line
         self._replica: Replica | None = None
         self._step: Step | None = None
         self._cursor: DataCursor | None = None
@@ -266,7 +268,7 @@ class Run:
             UsageError: another rule, or a call after `steps`. `steps` raises it for a name that no buffer has, and for a
                 buffer that cannot be summed.
         """
-        check_rule(rule)
+        check_rule(rule, f"run.buffers({rule!r})")
         if self._replica is not None:
             raise UsageError("run.buffers() came after run.steps(); give every rule before the first step")
         self._buffer_rules.append((rule, names))
@@ -452,7 +454,11 @@ class Run:
                 "make micro_batch smaller or global_batch larger"
             )
         rules = BufferRules(
-            self._protected, self._buffer_rules, sharded=sharding is not None, exact=reduction == "exact"
+            self._protected,
+            self._buffer_rules,
+            sharded=sharding is not None,
+            exact=reduction == "exact",
+            line=self.buffer_line,
         )
         shards = (sharding.shard_index, sharding.size) if sharding is not None else (0, 1)
         constants = Constants(self._constant, shards)

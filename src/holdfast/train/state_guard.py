@@ -30,6 +30,7 @@ from holdfast.tensors import staging
 from holdfast.tensors.dtensor_shards import local_of
 from holdfast.tensors.tree import buffer_of, pack
 from holdfast.train.added_state import AddedState
+from holdfast.train.buffer_rules import BufferLine, run_line
 from holdfast.train.constants import ADVICE, Constants
 from holdfast.train.state_image import BufferPlace, Protected, persistent_buffers
 
@@ -49,10 +50,14 @@ class StateGuard:
     """Compares the protected objects with what the newest commit left. Local to this worker, and without collectives."""
 
     def __init__(
-        self, objects: Protected, ruled: Collection[str] = (), constants: Constants | None = None
+        self,
+        objects: Protected,
+        ruled: Collection[str] = (),
+        constants: Constants | None = None,
+        line: BufferLine = run_line,
     ) -> None:
         """ruled: paths of buffers that forward passes may change, since a rule says what becomes of them. constants:
-        what nothing may change, not even a commit."""
+        what nothing may change, not even a commit. line: what a script writes to give a buffer a rule."""
         constants = constants or Constants({})
         left_out = constants.left_out(objects)
         self._watched: list[_Watched] = [_Constants(constants)] if constants else []
@@ -60,7 +65,7 @@ class StateGuard:
             if isinstance(thing, torch.nn.Module):
                 self._watched += [
                     _Parameters(name, thing, left_out.get(name, ())),
-                    _Buffers(name, thing, {*ruled, *(f"{name}.{n}" for n in left_out.get(name, ()))}),
+                    _Buffers(name, thing, {*ruled, *(f"{name}.{n}" for n in left_out.get(name, ()))}, line),
                 ]
             elif isinstance(thing, torch.optim.Optimizer):
                 self._watched.append(_Optimizer(name, thing))
@@ -272,7 +277,8 @@ class _Parameters(_Watched):
 class _Buffers(_Watched):
     """Those of a module's state that have no rule: nothing but a commit changes them."""
 
-    def __init__(self, name: str, thing: torch.nn.Module, ruled: Collection[str]) -> None:
+    def __init__(self, name: str, thing: torch.nn.Module, ruled: Collection[str], line: BufferLine) -> None:
+        self._line = line
         self._places = [at for at in persistent_buffers({name: thing}) if at.path not in ruled]
         self._changed: BufferPlace | None = None
         super().__init__(name, thing)
@@ -293,9 +299,7 @@ class _Buffers(_Watched):
         averaged = isinstance(module, torch.nn.modules.batchnorm._NormBase)
         pattern = f"{self._changed.path.rpartition('.')[0]}.*" if averaged else self._changed.path
         rule = "mean" if averaged else "sum"
-        return (
-            f'{call}; if a forward pass changes it, write run.buffers("{rule}", "{pattern}") before run.steps'
-        )
+        return f"{call}; if a forward pass changes it, write {self._line(rule, pattern)} before training"
 
 
 class _Optimizer(_Watched):

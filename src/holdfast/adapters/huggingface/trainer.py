@@ -12,12 +12,16 @@ from torch.utils.data import DataLoader, Dataset
 from transformers.trainer_pt_utils import find_batch_size
 
 from holdfast.adapters import world
+from holdfast.adapters.buffers import Buffers
 from holdfast.adapters.huggingface import arguments
 from holdfast.adapters.huggingface.progress import Progress
 from holdfast.data.mapstyle import shuffled
 from holdfast.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from holdfast.train.buffer_rules import BufferRule
     from holdfast.train.run import Run
     from holdfast.train.step import Step
 
@@ -36,6 +40,7 @@ class HoldfastMixin:
     """
 
     reduction: Literal["fast", "exact"] = "fast"
+    _holdfast_buffers = Buffers(None, "wrap(Trainer, ")
 
     if TYPE_CHECKING:
         _tr_loss: torch.Tensor
@@ -107,7 +112,7 @@ class HoldfastMixin:
             trainer=self._holdfast_progress,
         )
         run.constant(**self._holdfast_constants())
-        world.average_statistics(run, model=self.model)
+        self._holdfast_buffers.declare(run, model=self.model)
         self._holdfast_steps = run.steps(
             shuffled(
                 self._holdfast_samples,
@@ -317,15 +322,22 @@ def check_version(version: str) -> None:
         )
 
 
-def wrap(trainer: type, reduction: Literal["fast", "exact"] = "fast") -> type:
+def wrap(
+    trainer: type,
+    reduction: Literal["fast", "exact"] = "fast",
+    buffers: Mapping[str, BufferRule] | None = None,
+) -> type:
     """A class of trainers derived from transformers' Trainer, as a member of a job: `wrap(trl.SFTTrainer)`.
 
     Args:
         trainer: the class; its methods are called as before.
         reduction: "exact": losses and parameters are those of a run on one worker, bit by bit (see `Run.steps`).
+        buffers: rules for buffers that forward passes change, by their paths or patterns of these:
+            `{"model.*.loads": "sum"}`. See `Run.buffers`; batch norms have the rule "mean" without being named.
 
     Raises:
-        UsageError: the class is not derived from Trainer, or replaces the loop over steps itself.
+        UsageError: the class is not derived from Trainer, or replaces the loop over steps itself; or a rule that there is
+            not.
     """
     if not issubclass(trainer, transformers.Trainer):
         raise UsageError(f"wrap({trainer.__name__}): give a class that is derived from transformers.Trainer")
@@ -335,9 +347,12 @@ def wrap(trainer: type, reduction: Literal["fast", "exact"] = "fast") -> type:
             f"wrap({trainer.__name__}): it replaces {', '.join(replaced)}, which the job's loop over steps stands for; "
             "use level 1 for it (docs/levels.md)"
         )
-    return type(
-        trainer.__name__, (HoldfastMixin, trainer), {"reduction": reduction, "__module__": trainer.__module__}
-    )
+    own = {
+        "reduction": reduction,
+        "_holdfast_buffers": Buffers(buffers, f"wrap({trainer.__name__}, "),
+        "__module__": trainer.__module__,
+    }
+    return type(trainer.__name__, (HoldfastMixin, trainer), own)
 
 
 _OURS = (

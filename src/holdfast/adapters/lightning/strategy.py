@@ -11,6 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 
 from holdfast.adapters import world
+from holdfast.adapters.buffers import Buffers
 from holdfast.adapters.lightning.progress import LoopProgress
 from holdfast.adapters.lightning.refusals import check_version, refuse
 from holdfast.adapters.lightning.steps import Done, EpochLoop, Optimization, StepLoader
@@ -18,10 +19,11 @@ from holdfast.data.mapstyle import shuffled
 from holdfast.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from lightning.pytorch import Trainer
 
+    from holdfast.train.buffer_rules import BufferRule
     from holdfast.train.run import Run
     from holdfast.train.step import Step
 
@@ -32,15 +34,25 @@ class HoldfastStrategy(SingleDeviceStrategy):
     Args:
         reduction: "exact": losses and parameters are those of a run on one worker, bit by bit (see `Run.steps`).
         seed: of the order of samples and of the randomness within a step.
+        buffers: rules for buffers that forward passes change, by their paths or patterns of these:
+            `{"model.*.loads": "sum"}`, where `model` is the LightningModule. See `Run.buffers`; batch norms have the rule
+            "mean" without being named.
 
     Raises:
-        UsageError: a version of Lightning that is not supported.
+        UsageError: a version of Lightning that is not supported, or a rule for buffers that there is not.
     """
 
     strategy_name = "holdfast"
 
-    def __init__(self, reduction: Literal["fast", "exact"] = "fast", seed: int = 0, **more: Any) -> None:
+    def __init__(
+        self,
+        reduction: Literal["fast", "exact"] = "fast",
+        seed: int = 0,
+        buffers: Mapping[str, BufferRule] | None = None,
+        **more: Any,
+    ) -> None:
         check_version(lightning.__version__)
+        self._buffers = Buffers(buffers, "HoldfastStrategy(")
         self._run: Run = world.own_run()
         more.pop("device", None)
         super().__init__(device=self._run.device, **more)
@@ -127,7 +139,7 @@ class HoldfastStrategy(SingleDeviceStrategy):
             trainer=self.progress,
             **schedulers,
         )
-        world.average_statistics(run, model=trainer.lightning_module)
+        self._buffers.declare(run, model=trainer.lightning_module)
         limits = [trainer.max_steps] if trainer.max_steps != -1 else []
         if trainer.fit_loop.max_epochs is not None and trainer.fit_loop.max_epochs >= 0:
             limits.append(trainer.fit_loop.max_epochs * int(trainer.num_training_batches))
