@@ -1,5 +1,6 @@
 """The commands on a job that has ended: all is read from its folder."""
 
+import csv
 import json
 
 import msgspec
@@ -139,6 +140,35 @@ def test_report(holdfast, job):
     assert "finished" in said.out
     assert "8 committed" in said.out
     assert json.loads(holdfast("report", "--json").out)["outcome"] == "finished"
+
+
+def test_report_as_csv_has_every_start_that_is_kept(holdfast, job):
+    (job / "runs" / "7" / "logs").mkdir(parents=True)  # of a start that was refused
+    write_job("done", outcome=None)  # the one before is put away as the eighth
+    (job / "runs" / "8" / "report.json").write_text(
+        json.dumps(
+            {
+                "outcome": "failed",
+                "incidents": [],
+                "goodput": {
+                    "wall_s": 4.0,
+                    "classes": {"start": 1.0, "computed": 3.0},
+                    "unknown": ["productive"],
+                },
+            }
+        )
+    )
+    said = holdfast("report", "--csv")
+    rows = list(csv.DictReader(said.out.splitlines()))
+    assert [tuple(row.values()) for row in rows[:3]] == [
+        ("8", "failed", "start", "1.0", "0.25"),
+        ("8", "failed", "computed", "3.0", "0.75"),
+        ("8", "failed", "productive", "", ""),
+    ]
+    assert {(row["start"], row["outcome"]) for row in rows[3:]} == {("9", "killed")}
+    assert sum(float(row["share"] or 0) for row in rows[3:]) == pytest.approx(1.0)
+    assert "start 7 is left out" in said.err
+    assert holdfast("report", "--csv", "--json").code == 2
 
 
 def test_report_draws_the_curve(holdfast, job, tmp_path):

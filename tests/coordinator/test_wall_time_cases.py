@@ -218,6 +218,104 @@ def test_what_is_gone_back_to_far_is_known_too():
     assert told(desk)[:2] == (pytest.approx(4.9, abs=2e-3), pytest.approx(95.01, abs=2e-3))
 
 
+# ---------------------------------------------------------------- the last hour
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """A window of a minute: a desk's nodes say several times in each second that they live."""
+    monkeypatch.setattr(wall_time, "WINDOW_S", 60.0)
+    monkeypatch.setattr(wall_time, "MARK_EVERY_S", 5.0)
+
+
+@pytest.mark.usefixtures("short")
+def test_the_last_hour_is_the_difference_to_the_account_of_an_hour_before():
+    """At an edge of stretches that has a mark it is exact."""
+    desk = launched(2)
+    loads(desk, None)
+    steps(desk, 1.0)
+    gives(desk, 1, 1)
+    steps(desk, *[0.5] * 100, since=1)
+    computed_s = spent(desk)[T.PRODUCTIVE]
+    fault_s = desk.now
+    fails(desk)
+    loads(desk, None)
+    desk.wait(3.0)
+    at: dict[float, dict[TimeClass, float]] = {}
+    for count in range(30):
+        steps(desk, 0.5, since=count)
+        at[desk.now] = spent(desk)
+    # Of what was rolled back, the window has what it had of those steps: they do not take from the new ones.
+    found, new_s = wall_time.recent(desk.state, desk.now), desk.now - min(at)
+    assert found[T.PRODUCTIVE] == pytest.approx(new_s)
+    assert found[T.RECOMPUTED] == pytest.approx(wall_time.WINDOW_S - (desk.now - fault_s), abs=0.1)
+    start_s = next(mark.at_s for mark in desk.state.membership.wall.marks if mark.at_s in at)
+    assert start_s > fault_s
+    steps(desk, start_s + wall_time.WINDOW_S - desk.now, since=30)
+    found, now = wall_time.recent(desk.state, desk.now), spent(desk)
+    # What was rolled back was spent before the window.
+    assert now[T.RECOMPUTED] == pytest.approx(computed_s, abs=0.1)
+    grown = {kind: s - at[start_s].get(kind, 0.0) for kind, s in now.items()}
+    assert found == pytest.approx({kind: s for kind, s in grown.items() if s})
+    assert found == {T.PRODUCTIVE: pytest.approx(wall_time.WINDOW_S)}
+    shown = goodput.shown(desk.state, desk.now)
+    assert shown["recent"]["share"] == pytest.approx(found[T.PRODUCTIVE] / wall_time.WINDOW_S, abs=1e-4)
+    text = metrics_text(desk.state, 0, desk.now).decode()
+    assert f"holdfast_recent_goodput {shown['recent']['share']}" in text
+
+
+def test_a_job_younger_than_the_window():
+    desk = launched(2)
+    steps(desk, 1.0, 0.5)
+    assert wall_time.recent(desk.state, desk.now) == pytest.approx(spent(desk))
+
+
+@pytest.mark.usefixtures("short")
+def test_a_stretch_longer_than_the_window():
+    """One step took very long: the window has none of before, and no more of it than fits."""
+    desk = launched(2)
+    loads(desk, None)
+    steps(desk, 1.0, *[1.0] * 20)
+    desk.wait(2 * wall_time.WINDOW_S)
+    assert wall_time.recent(desk.state, desk.now) == {T.PRODUCTIVE: pytest.approx(wall_time.WINDOW_S)}
+    fault_s = desk.now + AFTER_S
+    fails(desk)
+    loads(desk, None)
+    steps(desk, 1.0)
+    found = wall_time.recent(desk.state, desk.now)
+    assert sum(found.values()) == pytest.approx(wall_time.WINDOW_S)
+    assert found[T.INTERRUPTED] == pytest.approx(wall_time.WINDOW_S - (desk.now - fault_s))
+    assert T.PRODUCTIVE not in found
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("seed", range(20))
+def test_the_last_hour_of_random_schedules(seed):
+    """Each class of it is its own growth since an hour ago, once that hour's rollbacks are known; marks stay few."""
+    rng = random.Random(seed)
+    desk = launched(2)
+    began_s = desk.state.began_s
+    for _ in range(rng.randint(2, 5)):
+        loads(desk, rng.choice([None, 1]))
+        now = wall_time.classes(desk.state, desk.now)
+        recent = wall_time.recent(desk.state, desk.now)
+        assert recent.get(T.PRODUCTIVE, 0.0) <= now.get(T.PRODUCTIVE, 0.0) + 1e-6
+        for count in range(rng.randint(1, 40)):
+            steps(desk, rng.choice([0.1, 0.5, 2.0, 8.0]), since=count)
+            gives(desk, 1, count + 1) if rng.random() < 0.1 else None
+            found = wall_time.recent(desk.state, desk.now)
+            assert sum(found.values()) == pytest.approx(min(wall_time.WINDOW_S, desk.now - began_s))
+            whole = spent(desk)
+            assert all(0.0 < s <= whole[kind] + 1e-6 for kind, s in found.items())
+            assert (
+                len(desk.state.membership.wall.marks) <= 2 * wall_time.WINDOW_S / wall_time.MARK_EVERY_S + 2
+            )
+        fails(desk)
+        desk.wait(rng.choice([0.1, 3.0, 20.0]))
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(desk.state), type=CoreState)
+    assert wall_time.recent(again, desk.now) == wall_time.recent(desk.state, desk.now)
+
+
 # ---------------------------------------------------------------- level 2
 
 

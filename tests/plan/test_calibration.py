@@ -53,6 +53,23 @@ def test_without_failures_the_upper_limit_is_all_that_is_known():
     assert float(made["rate"].rstrip("%")) == pytest.approx(100 * 3.6889 / 1600, rel=1e-4)
 
 
+def test_what_the_wall_time_went_into():
+    told = {"classes": {"start": 10.0, "productive": 80.0, "restart": 10.0}, "productive_s": 80.0}
+    more = {"classes": {"start": 20.0, "productive": 280.0}, "productive_s": 280.0}
+    runs = [
+        report([]) | {"goodput": {"wall_s": 100.0} | told},
+        report([]) | {"goodput": {"wall_s": 300.0} | more},
+    ]
+    of_before = report([])  # an older version's, without classes
+    found = calibrate([Run(r) for r in (*runs, of_before)])
+    assert found.spent_s == {"start": 30.0, "productive": 360.0, "restart": 10.0}
+    assert found.goodput == pytest.approx(0.9)
+    untold = {"wall_s": 50.0, "classes": {"computed": 50.0}, "productive_s": None}
+    found = calibrate([Run(runs[0]), Run(report([]) | {"goodput": untold})])
+    assert (found.spent_s["computed"], found.goodput) == (50.0, None)
+    assert (calibrate([Run(of_before)]).spent_s, calibrate([Run(of_before)]).goodput) == ({}, None)
+
+
 def test_nothing_to_learn_from():
     with pytest.raises(UsageError, match="these runs have no duration"):
         calibrate([Run({"incidents": []})])

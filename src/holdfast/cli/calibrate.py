@@ -32,7 +32,7 @@ def calibrate(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Estimates failure rates, with confidence intervals, and phase times from past runs."""
+    """Estimates failure rates with confidence intervals, phase times, and what the wall time went into, from past runs."""
     import msgspec
 
     from holdfast.observe.tables import print_table
@@ -75,6 +75,15 @@ def calibrate(
             for t in found.times
         ]
         print_table(stdout, ("phase", "seen", "median", "90%"), phases)
+    if found.spent_s:
+        wall_s = sum(found.spent_s.values())
+        spent = [
+            (kind.replace("_", " "), units.seconds(seconds), units.share(seconds / wall_s))
+            for kind, seconds in found.spent_s.items()
+        ]
+        stdout.write("\n")
+        print_table(stdout, ("wall time", "time", "share"), spent)
+        stdout.write(f"goodput {units.share(found.goodput)}\n")
     stdout.write("\nfields for plan run\n" + "".join(f"  {k}: {v}\n" for k, v in made.items()))
 
 

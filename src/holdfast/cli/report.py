@@ -14,6 +14,12 @@ from holdfast.cli.common import AsJson, JobName, ledger, write_json
 def report(
     job: JobName = None,
     as_json: AsJson = False,
+    as_csv: Annotated[
+        bool,
+        typer.Option(
+            "--csv", help="Print the goodput as CSV: one row for each start of the job and class of time."
+        ),
+    ] = False,
     curve: Annotated[
         Path | None,
         typer.Option("--curve", metavar="FILE", help="Draw the loss and the incidents into this PNG."),
@@ -34,9 +40,13 @@ def report(
 
     if baseline is not None and curve is None:
         raise UsageError("--baseline is drawn into the picture: give --curve FILE.png too")
+    if as_json and as_csv:
+        raise UsageError("--json and --csv are two formats of what is printed: choose one")
     folder = jobs.existing(job)
     shown = read_report(folder)
-    if as_json:
+    if as_csv:
+        _write_csv([*_earlier(folder), (_number(folder), shown)])
+    elif as_json:
         write_json(shown)
     else:
         from holdfast.observe.tables import print_report
@@ -81,6 +91,45 @@ def read_report(folder: Path) -> dict[str, Any]:
     if shown["outcome"] is None:
         shown["outcome"] = "running" if jobs.is_running(folder) else "killed"
     return shown
+
+
+def _number(folder: Path) -> int:
+    """Of the newest `holdfast run` of this job, from 1. Those before were put away under their numbers."""
+    return max((n for n, _ in _put_away(folder)), default=0) + 1
+
+
+def _put_away(folder: Path) -> list[tuple[int, Path]]:
+    return sorted((int(d.name), d) for d in (folder / "runs").glob("*") if d.name.isdigit())
+
+
+def _earlier(folder: Path) -> list[tuple[int, dict[str, Any]]]:
+    """Reports of the runs before, of which the newest few are kept."""
+    from holdfast.errors import UsageError
+
+    found = []
+    for number, path in _put_away(folder):
+        try:
+            found.append((number, read_report(path)))
+        except UsageError as error:  # it was refused before it had a ledger, or a disk lost that
+            sys.stderr.write(f"start {number} is left out: {error}\n")
+    return found
+
+
+def _write_csv(starts: list[tuple[int, dict[str, Any]]]) -> None:
+    """A class whose time is not known has a row with empty figures."""
+    import csv
+
+    out = csv.writer(sys.stdout, lineterminator="\n")
+    out.writerow(("start", "outcome", "class", "seconds", "share"))
+    for number, report in starts:
+        goodput = report.get("goodput") or {}
+        wall_s = goodput.get("wall_s") or 0.0
+        for kind, seconds in (goodput.get("classes") or {}).items():
+            share = round(seconds / wall_s, 6) if wall_s else None
+            out.writerow((number, report.get("outcome"), kind, seconds, share))
+        for kind in goodput.get("unknown") or []:
+            if kind not in goodput["classes"]:
+                out.writerow((number, report.get("outcome"), kind, None, None))
 
 
 def _points(folder: Path) -> list[tuple[int, float, float]]:

@@ -13,6 +13,8 @@ from holdfast.protocol import units
 from holdfast.protocol.time_classes import TimeClass
 
 LARGEST_SHOWN = 3
+LATELY_S = 60.0
+"""A job that is hardly older than the window needs no second share."""
 
 WORDS = {
     TimeClass.START: "until the job's first step",
@@ -43,11 +45,19 @@ def goodput_words(goodput: Mapping[str, Any]) -> str:
     """`85.8% of 93.2 s wall time`; where it is not known, what is, and why."""
     wall = f"{units.seconds(goodput.get('wall_s'))} wall time"
     if goodput.get("share") is not None or not goodput.get("unknown"):
-        return f"{units.share(goodput.get('share'))} of {wall}"
+        return f"{units.share(goodput.get('share'))} of {wall}{_recent_words(goodput)}"
     if "unexplained" in goodput["classes"]:
         return f"{units.UNKNOWN} of {wall}: the script has told of no step, or an older version began the job"
     computed = units.seconds(goodput["computed_s"])
     return f"{units.UNKNOWN} of {wall}: of {computed} of steps only the script knows which it did again"
+
+
+def _recent_words(goodput: Mapping[str, Any]) -> str:
+    """`, 91.2% of the last 60 min`, if the job is older than that and it is known."""
+    recent = goodput.get("recent") or {}
+    if recent.get("share") is None or goodput["wall_s"] - recent["wall_s"] < LATELY_S:
+        return ""
+    return f", {units.share(recent['share'])} of the last {recent['wall_s'] / 60:.0f} min"
 
 
 def goodput_line(goodput: Mapping[str, Any]) -> Text:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import msgspec
 from holdfast.errors import UsageError
 from holdfast.plan import formulas
 from holdfast.protocol.causes import CauseKind, kind_of_text
+from holdfast.protocol.time_classes import TimeClass
 
 FEW = 10
 """With fewer failures than this, a rate is little more than a guess, and the output warns of it."""
@@ -85,6 +87,10 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """Incidents that were injected: they count for times, but not for rates."""
     step_s: float | None
     """The median of the runs' median steps; None: no run has any."""
+    spent_s: dict[str, float]
+    """Wall time by the classes of `TimeClass`, over all runs whose reports have them."""
+    goodput: float | None
+    """Of that wall time, the share of steps that stayed. None: not known of every such run, or there is none."""
 
 
 def calibrate(runs: Sequence[Run]) -> Calibration:
@@ -106,6 +112,7 @@ def calibrate(runs: Sequence[Run]) -> Calibration:
         counts[_kind(incident)] = counts.get(_kind(incident), 0) + 1
     rates = [_rate(kind, n, hours) for kind, n in sorted(counts.items())]
     steps = [r.report["steps"]["median_s"] for r in runs if (r.report.get("steps") or {}).get("median_s")]
+    spent_s, goodput = _spent(runs)
     return Calibration(
         runs=len(runs),
         node_hours=hours,
@@ -114,7 +121,24 @@ def calibrate(runs: Sequence[Run]) -> Calibration:
         times=[t for phase in PHASES if (t := _time(phase, incidents)) is not None],
         injected=len(incidents) - len(natural),
         step_s=statistics.median(steps) if steps else None,
+        spent_s=spent_s,
+        goodput=goodput,
     )
+
+
+def _spent(runs: Sequence[Run]) -> tuple[dict[str, float], float | None]:
+    """Wall time by class, and the share that was productive."""
+    told = [g for r in runs if (g := r.report.get("goodput") or {}).get("classes")]
+    spent_s = {
+        kind.value: total
+        for kind in TimeClass
+        if (total := math.fsum(float(g["classes"].get(kind, 0.0)) for g in told)) > 0
+    }
+    # One run in which only the script knows which steps stayed makes the sum unknown, not smaller.
+    productive = [s for g in told if (s := g.get("productive_s")) is not None]
+    if not told or len(productive) < len(told):
+        return spent_s, None
+    return spent_s, math.fsum(productive) / max(math.fsum(spent_s.values()), 1e-9)
 
 
 def fields(found: Calibration) -> dict[str, Any]:

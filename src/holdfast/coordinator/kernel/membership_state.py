@@ -266,6 +266,17 @@ class Counted(msgspec.Struct, omit_defaults=True, kw_only=True):
     """No others were."""
 
 
+class TimeMark(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """What the account held at one moment. What is learned later moves seconds in it as in the account itself."""
+
+    at_s: float
+    """When, on the coordinator's clock."""
+    spent_s: dict[TimeClass, float] = {}
+    rolled_back_s: float = 0.0
+    within_s: dict[TimeClass, float] = {}
+    """Snapshots' stalls included."""
+
+
 class TimeAccount(msgspec.Struct, omit_defaults=True, kw_only=True):
     """Where the job's wall time went, each second in one class. The newest stretch is open: its class is `doing`. Written by
     `wall_time`."""
@@ -291,6 +302,8 @@ class TimeAccount(msgspec.Struct, omit_defaults=True, kw_only=True):
     """Workers that do work of the script's own between two steps."""
     told: list[tuple[int, float]] = msgspec.field(default_factory=lambda: [(0, 0.0)])
     """Of some positions (committed steps), rising, the seconds of the steps before it that stayed; thinner the older they are."""
+    marks: list[TimeMark] = []
+    """Every few minutes of the last hour, and one from before, oldest first: what a sliding goodput is counted from."""
 
 
 class MembershipState(msgspec.Struct, kw_only=True):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 
 from holdfast.coordinator.kernel import incidents
-from holdfast.coordinator.kernel.membership_state import TimeAccount, Worker
+from holdfast.coordinator.kernel.membership_state import TimeAccount, TimeMark, Worker
 from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.membership import queries
@@ -19,6 +19,11 @@ from holdfast.protocol.time_classes import TimeClass
 
 KEPT = 64
 """Positions whose seconds are remembered, see `TimeAccount.told`."""
+
+WINDOW_S = 3600.0
+"""What the sliding goodput looks back on."""
+MARK_EVERY_S = 300.0
+"""Between two marks. Inside of it the window's start is taken as if each class had come evenly."""
 
 _SILENT = (TimeClass.LAUNCH, TimeClass.RESTART)
 """What an unmodified script does until it makes a step. One that never tells of any may have trained all the while."""
@@ -69,6 +74,7 @@ def broke(state: CoreState, now: float) -> None:
     """Training stands because of a fault."""
     wall = state.membership.wall
     wall.away = set()
+    _mark(state, now)  # while nothing waits to be divided
     if wall.doing is TimeClass.COMPUTED:
         wall.torn = (_since(state), now)
         wall.doing = TimeClass.INTERRUPTED
@@ -105,9 +111,9 @@ def launched(state: CoreState, now: float) -> None:
 def attached(state: CoreState) -> None:
     """The script that was started is one of level 2."""
     wall = state.membership.wall
-    wall.spent_s[TimeClass.START] = wall.spent_s.get(TimeClass.START, 0.0) + sum(
-        wall.spent_s.pop(kind, 0.0) for kind in _SILENT
-    )
+    for spent_s in (wall.spent_s, *(mark.spent_s for mark in wall.marks)):
+        silent_s = sum(spent_s.pop(kind, 0.0) for kind in _SILENT)
+        spent_s[TimeClass.START] = spent_s.get(TimeClass.START, 0.0) + silent_s
     if wall.doing in _SILENT:
         wall.doing = TimeClass.START
 
@@ -138,6 +144,14 @@ def went_back(state: CoreState, start: int) -> None:
     wall.within_s = {kind: s * (1.0 - back_s / now_s) for kind, s in wall.within_s.items() if back_s < now_s}
     wall.told = [(step, s) for step, s in wall.told if step < start]
     wall.told.append((start, there_s))
+    for mark in wall.marks:
+        # A second belongs to the hour in which it was spent, also when it is rolled back an hour later. So what
+        # stayed until a mark is never more than what stays now, and no class of a window is below zero.
+        mark.rolled_back_s += max(0.0, _stayed_s(mark) - there_s)
+        mark.within_s = {
+            kind: s if kind is TimeClass.SNAPSHOT_STALL else min(s, wall.within_s.get(kind, 0.0))
+            for kind, s in mark.within_s.items()
+        }
 
 
 def stops(state: CoreState, now: float) -> None:
@@ -153,10 +167,51 @@ def stops(state: CoreState, now: float) -> None:
 def classes(state: CoreState, now: float) -> dict[TimeClass, float]:
     """Seconds of each class that has any; together they are the wall time. Where only the script knows which steps stayed
     there is COMPUTED, instead of PRODUCTIVE and RECOMPUTED."""
+    return _named(state, _account(state, now))
+
+
+def recent(state: CoreState, now: float) -> dict[TimeClass, float]:
+    """The same of the last `WINDOW_S`, or since the job's start where that is later. Their sum is the window's length."""
     wall = state.membership.wall
-    found = dict(wall.spent_s)
-    for kind, seconds in _open(state, max(now, _since(state))):
-        found[kind] = found.get(kind, 0.0) + seconds
+    end = _account(state, now)
+    points = [*wall.marks, _account(state, _since(state)), end]
+    start_s = max(end.at_s - WINDOW_S, points[0].at_s)
+    after = min(bisect_right(points, start_s, key=lambda point: point.at_s), len(points) - 1)
+    before, later = points[max(0, after - 1)], points[after]
+    share = (start_s - before.at_s) / max(later.at_s - before.at_s, 1e-9)
+    start = _minus(before, _minus(before, later), share)
+    # A difference of sums leaves a rest of their rounding in classes that the window has none of.
+    return {kind: s for kind, s in _named(state, _minus(end, start)).items() if s > 1e-9}
+
+
+def _account(state: CoreState, now: float) -> TimeMark:
+    """Everything until now, with the open stretch as if it ended."""
+    wall = state.membership.wall
+    at_s = max(now, _since(state))
+    spent_s = dict(wall.spent_s)
+    for kind, seconds in _open(state, at_s):
+        if seconds:
+            spent_s[kind] = spent_s.get(kind, 0.0) + seconds
+    within_s = wall.within_s | {TimeClass.SNAPSHOT_STALL: state.storage.totals.stall_s}
+    return TimeMark(at_s=at_s, spent_s=spent_s, rolled_back_s=wall.rolled_back_s, within_s=within_s)
+
+
+def _minus(a: TimeMark, b: TimeMark, share: float = 1.0) -> TimeMark:
+    """The one without a share of the other."""
+
+    def less(x: dict[TimeClass, float], y: dict[TimeClass, float]) -> dict[TimeClass, float]:
+        return {kind: x.get(kind, 0.0) - share * y.get(kind, 0.0) for kind in x.keys() | y.keys()}
+
+    return TimeMark(
+        at_s=a.at_s,
+        spent_s=less(a.spent_s, b.spent_s),
+        rolled_back_s=a.rolled_back_s - share * b.rolled_back_s,
+        within_s=less(a.within_s, b.within_s),
+    )
+
+
+def _named(state: CoreState, account: TimeMark) -> dict[TimeClass, float]:
+    found = dict(account.spent_s)
     if _counts(state):
         found[TimeClass.START] = found.get(TimeClass.START, 0.0) + found.pop(TimeClass.LAUNCH, 0.0)
     else:
@@ -166,11 +221,10 @@ def classes(state: CoreState, now: float) -> dict[TimeClass, float]:
     if computed_s is not None:
         steps = TimeClass.PRODUCTIVE if is_divided(state) else TimeClass.COMPUTED
         if steps is TimeClass.PRODUCTIVE:
-            found[TimeClass.RECOMPUTED] = min(wall.rolled_back_s, computed_s)
+            found[TimeClass.RECOMPUTED] = min(account.rolled_back_s, computed_s)
         left_s = computed_s - found.get(TimeClass.RECOMPUTED, 0.0)
-        lost = wall.within_s | {TimeClass.SNAPSHOT_STALL: state.storage.totals.stall_s}
-        for kind, seconds in lost.items():
-            found[kind] = min(seconds, left_s)
+        for kind, seconds in account.within_s.items():
+            found[kind] = min(max(0.0, seconds), left_s)
             left_s -= found[kind]
         found[steps] = left_s
     return {kind: found[kind] for kind in TimeClass if found.get(kind)}
@@ -224,11 +278,28 @@ def _close(state: CoreState, at_s: float) -> None:
     # Words wait in agents while there is no coordinator, and arrive in any order: no stretch has less than
     # no time.
     at_s = max(at_s, _since(state))
+    _mark(state, at_s)
     for kind, seconds in _open(state, at_s):
         wall.spent_s[kind] = wall.spent_s.get(kind, 0.0) + seconds
         if kind is TimeClass.COMPUTED:
             _note_size(state, seconds)
     wall.since_s = at_s
+
+
+def _mark(state: CoreState, until_s: float) -> None:
+    """Remembers the account as the open stretch begins, if the last mark is old, or the stretch is long."""
+    wall = state.membership.wall
+    since_s = _since(state)
+    # What a fault ended is not divided yet: a mark would keep seconds that are moved to another class later.
+    if wall.torn is not None:
+        return
+    if wall.marks:
+        age_s = since_s - wall.marks[-1].at_s
+        if age_s == 0.0 or (age_s < MARK_EVERY_S and until_s - since_s < MARK_EVERY_S):
+            return
+    wall.marks.append(_account(state, since_s))
+    older = bisect_right(wall.marks, since_s - WINDOW_S, key=lambda mark: mark.at_s)
+    del wall.marks[: max(0, older - 1)]
 
 
 def _note_strength(state: CoreState) -> None:
@@ -280,7 +351,7 @@ def _divide_torn(state: CoreState) -> None:
 # ---------------------------------------------------------------- positions
 
 
-def _stayed_s(wall: TimeAccount) -> float:
+def _stayed_s(wall: TimeAccount | TimeMark) -> float:
     """Seconds of the steps before the newest position."""
     return wall.spent_s.get(TimeClass.COMPUTED, 0.0) - wall.rolled_back_s
 

@@ -24,27 +24,34 @@ DIGITS = 6
 
 
 def shown(state: CoreState, now: float) -> dict[str, Any]:
-    """Over all starts of the job, in seconds. Unknown is None, and `unknown` names the classes that it hides.
+    """Over all starts of the job's workers, in seconds. Unknown is None, and `unknown` names the classes that it hides.
 
     productive_s: steps that stayed, without what was lost in them; share: of wall_s. recomputed_s: steps that were rolled back
     and done again. computed_s: all steps, with what was lost in them. classes: every class that has any time; their sum is
-    wall_s.
+    wall_s. recent: wall_s, productive_s, share and classes of the last hour.
     """
     found = wall_time.classes(state, now)
-    wall_s = sum(found.values())
     unknown = _unknown(state, found)
-    productive_s = _known(found, unknown, TimeClass.PRODUCTIVE)
     recomputed_s = _known(found, unknown, TimeClass.RECOMPUTED)
-    silent = productive_s is None and TimeClass.COMPUTED not in found
+    silent = TimeClass.PRODUCTIVE in unknown and TimeClass.COMPUTED not in found
     computed_s = None if silent else sum(found.get(kind, 0.0) for kind in _STEPS)
+    recent = wall_time.recent(state, now)
+    return _shares(found, unknown) | {
+        "recomputed_s": _rounded(recomputed_s),
+        "computed_s": _rounded(computed_s),
+        "unknown": [kind.value for kind in unknown],
+        "recent": _shares(recent, _unknown(state, recent)),
+    }
+
+
+def _shares(found: dict[TimeClass, float], unknown: list[TimeClass]) -> dict[str, Any]:
+    wall_s = sum(found.values())
+    productive_s = _known(found, unknown, TimeClass.PRODUCTIVE)
     return {
         "wall_s": round(wall_s, DIGITS),
         "productive_s": _rounded(productive_s),
         "share": None if productive_s is None else round(productive_s / max(wall_s, 1e-9), 4),
-        "recomputed_s": _rounded(recomputed_s),
-        "computed_s": _rounded(computed_s),
         "classes": {kind.value: round(seconds, DIGITS) for kind, seconds in found.items()},
-        "unknown": [kind.value for kind in unknown],
     }
 
 

@@ -89,9 +89,9 @@ class _Job(Collector):
         yield _gauge("holdfast_ledger_writable", "1 while the ledger can be written, else 0.", writable)
         wall_s = max(0.0, self._now - s.began_s)
         yield _counter("holdfast_wall_seconds", "Time since the job's start.", wall_s)
-        yield self._time()
+        yield from self._time()
 
-    def _time(self) -> Metric:
+    def _time(self) -> Iterator[Metric]:
         # A gauge: a restart from an older state moves seconds from one class to another. What is unknown is
         # left out, for 0 would look like a job that makes no progress.
         told = goodput.shown(self._state, self._now)
@@ -104,7 +104,9 @@ class _Job(Collector):
             time.add_metric([kind], seconds)
         if told["productive_s"] == 0.0:
             time.add_metric([TimeClass.PRODUCTIVE.value], 0.0)
-        return time
+        yield time
+        if (share := told["recent"]["share"]) is not None:
+            yield _gauge("holdfast_recent_goodput", "Share of productive time in the last hour.", share)
 
     def _figures(self) -> Iterator[Metric]:
         value = GaugeMetricFamily(
