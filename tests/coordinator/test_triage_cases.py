@@ -23,6 +23,7 @@ from holdfast.coordinator.kernel import incidents
 from holdfast.coordinator.kernel.history import Kind, Remembered
 from holdfast.coordinator.kernel.incident_state import Incident
 from holdfast.protocol import messages as m
+from holdfast.protocol.availability import EngineTraits
 from holdfast.protocol.health import CheckResult, Condition, HealthSpec, Remedy, Severity
 
 # ---------------------------------------------------------------- one incident
@@ -392,9 +393,11 @@ def test_reboots_of_earlier_jobs_count():
 BOOTS = HealthSpec(reboot_s=200.0)
 
 
-def rebooted(**spec: object) -> Desk:
-    """A job of two, one of which was sent away to boot."""
-    desk = running(2, spares=1, health=BOOTS, **spec)
+def rebooted(*said: e.Event) -> Desk:
+    """A job of two, one of which was sent away to boot. said: by the engine, before that."""
+    desk = running(2, spares=1, health=BOOTS)
+    for event in said:
+        desk.do(event)
     come_back(desk, "m0")
     finds(desk, "m0", "xid-79", FATAL, Remedy.REBOOT)
     assert desk.did(e.RebootNode)
@@ -445,10 +448,15 @@ def test_a_coordinator_that_comes_back_waits_for_machines_that_boot():
     assert marked(desk) == ["m0"]
 
 
-def test_slurm_watches_itself_whether_its_nodes_come_back():
-    desk = rebooted(engine="slurm")
+def test_an_engine_that_watches_boots_itself_is_not_waited_for():
+    """As Slurm's says of itself, also over a lost coordinator."""
+    desk = rebooted(EngineTraits(watches_boots=True))
+    assert not desk.state.membership.nodes["m0"].boots_until_s
+    desk.crash()
+    desk.back()
     desk.wait(210.0)
     assert marked(desk) == []
+    assert desk.state.health.engine_watches_boots
 
 
 def test_what_asks_for_a_person_is_not_acted_on():

@@ -1,13 +1,18 @@
 """What the coordinator announces: people look at a part of it, and the engine does the rest."""
 
 import asyncio
+import socket
+from types import SimpleNamespace
 
 import pytest
 
 from holdfast.engines.client import Announcement
 from holdfast.engines.launcher import Launcher, Superseded
+from holdfast.engines.local.engine import LocalEngine
+from holdfast.engines.slurm.engine import SlurmEngine
+from holdfast.engines.ssh.engine import SshEngine
 from holdfast.errors import HoldfastError
-from holdfast.protocol.availability import OrderDone
+from holdfast.protocol.availability import EngineTraits, OrderDone
 from holdfast.protocol.job import JobSpec
 
 
@@ -171,3 +176,32 @@ def test_a_stop_is_asked_of_every_coordinator(tmp_path):
     """The one that was asked may have ended before it wrote that."""
     launcher = Restarting(tmp_path, 75, -9, 0).keep(stopping=True)
     assert launcher.asked == ["/stop?reason=test&cause=stop"] * 3
+
+
+def test_every_coordinator_hears_what_the_engine_says_of_itself(tmp_path, monkeypatch):
+    """Also one that takes a job over whose state another version wrote."""
+
+    class Said(NoLauncher):
+        def __init__(self):
+            super().__init__(JobSpec(name="j", script="x.py"), tmp_path, Notes())
+            self.engine, self.said = SimpleNamespace(traits=EngineTraits(watches_boots=True)), []
+
+        def post(self, news):
+            self.said.append(news)
+
+    async def started(*command, **more):
+        return SimpleNamespace(pid=1)
+
+    async def run():
+        launcher = Said()
+        launcher._listener = socket.create_server(("127.0.0.1", 0))
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", started)
+        await launcher._start_coordinator()
+        await launcher._start_coordinator()
+        launcher._close_pulse()
+        launcher._listener.close()
+        return launcher.said
+
+    assert asyncio.run(run()) == [EngineTraits(watches_boots=True)] * 2
+    assert (LocalEngine.traits, SshEngine.traits) == (EngineTraits(), EngineTraits())
+    assert SlurmEngine.traits.watches_boots

@@ -66,6 +66,7 @@ from holdfast.protocol import causes, ledger
 from holdfast.protocol import messages as m
 from holdfast.protocol.availability import (
     Capacity,
+    EngineTraits,
     JobGoing,
     NodeAvailable,
     NodeGoing,
@@ -326,6 +327,8 @@ class Core(Context):
                 nodes.order_done(self, event)
             case NodeGoing(name, reason, within_s, cause):
                 resize.going(self, name, reason, within_s, cause or NoticeCause.DRAIN)
+            case EngineTraits():
+                remedies.engine_traits(self, event)
             case JobGoing():
                 notices.foretold(self, event)
             case NodeTaken(name, reason):

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from holdfast.protocol.availability import EngineTraits
+
 
 class Engine(Protocol):
-    """Where a job's nodes come from. A node is there when its agent connects to the coordinator."""
+    """Where a job's nodes come from. A node is there when its agent connects to the coordinator.
+
+    Attributes:
+        traits: what the core has to know of it.
+    """
+
+    @property
+    def traits(self) -> EngineTraits: ...
 
     async def provide(self) -> bool:
         """Starts one more node; False when there is none to be had."""

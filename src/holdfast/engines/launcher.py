@@ -148,6 +148,8 @@ class Launcher(ABC):
         finally:
             os.close(pulse)
         _log.info("started a coordinator", extra={"pid": self._coordinator.pid, "term": self.term})
+        if self.engine is not None:
+            self.post(self.engine.traits)
 
     async def _keep_coordinator(self) -> None:
         """Waits for the coordinator's end; one that died is started again and takes the job over."""

@@ -7,6 +7,7 @@ makes it grow and shrink. Posted as JSON to the coordinator's `/engine`, with th
     {"type": "capacity", "nodes": null, "reason": "job 17 has ended"}
     {"type": "order-done", "order_id": 7}
     {"type": "job-going", "within_s": 240, "reason": "the time limit", "cause": "time-limit"}
+    {"type": "engine-traits", "watches_boots": true}
 
 `cause` is one of `NoticeCause`, for the scripts: see `holdfast.notice`.
 """
@@ -79,4 +80,14 @@ class JobGoing(msgspec.Struct, frozen=True, tag="job-going"):
     cause: NoticeCause = NoticeCause.STOP
 
 
-Availability = NodeAvailable | NodeUnavailable | NodeGoing | NodeTaken | OrderDone | Capacity | JobGoing
+class EngineTraits(msgspec.Struct, frozen=True, tag="engine-traits"):
+    """How the engine differs from others, where that changes what is decided. It says so to every coordinator that starts."""
+
+    watches_boots: bool = False
+    """What becomes of a node that it was ordered to boot is its own affair: it may give it to others, so the job does not
+    wait for it."""
+
+
+Availability = (
+    NodeAvailable | NodeUnavailable | NodeGoing | NodeTaken | OrderDone | Capacity | JobGoing | EngineTraits
+)

@@ -26,6 +26,7 @@ from holdfast.coordinator.kernel.requests import (
 )
 from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
+from holdfast.protocol.availability import EngineTraits
 from holdfast.protocol.causes import Cause
 from holdfast.protocol.engine_orders import MarkNode, RebootNode, ReleaseNode
 from holdfast.protocol.health import Remedy, Severity
@@ -150,14 +151,19 @@ def _replace(context: Context, node: Node, incident: Incident | None, reason: st
 
 
 def _reboot(context: Context, node: Node, incident: Incident | None, reason: str) -> None:
-    """A node that has left the job. What Slurm boots it may give to others, and it watches itself that it comes back."""
+    """A node that has left the job."""
     context.record(ledger.Rebooting(node=node.name, reason=reason))
     context.order(RebootNode(node.name, reason))
     context.request(AwaitReturn())
-    # Slurm decides itself whether and to whom the node returns, so there is nothing to wait for.
-    if context.spec.engine != "slurm":
+    # Where the engine decides itself whether and to whom the node returns, there is nothing to wait for.
+    if not context.state.health.engine_watches_boots:
         node.boots_until_s = context.now + context.spec.health.reboot_s
         node.boots_for = incident.id if incident is not None else 0
+
+
+def engine_traits(context: Context, traits: EngineTraits) -> None:
+    """The engine says what it does about nodes."""
+    context.state.health.engine_watches_boots = traits.watches_boots
 
 
 def came_back(context: Context, node: Node, known: Node | None) -> None:

@@ -9,6 +9,7 @@ import msgspec
 from holdfast.coordinator.kernel.history import Kind, Remembered
 from holdfast.protocol.availability import (
     Capacity,
+    EngineTraits,
     JobGoing,
     NodeAvailable,
     NodeGoing,
@@ -138,6 +139,7 @@ Event = (
     | NodeTaken
     | OrderDone
     | JobGoing
+    | EngineTraits
     | Capacity
     | StopRequested
     | ResizeRequested

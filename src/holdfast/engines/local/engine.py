@@ -12,6 +12,7 @@ from holdfast.agent.hooks import timeout_s
 from holdfast.checkpoint.memory import hand_on, remove_memory
 from holdfast.engines.agents import agent_arguments
 from holdfast.engines.local.fork_server import AgentProcess, ForkServer
+from holdfast.protocol.availability import EngineTraits
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.node_place import NodePlace
 
@@ -21,6 +22,8 @@ CLOSE_S = 5.0
 
 class LocalEngine:
     """Starts agents and ends them. `output` gets what they print (rank 0's output among it)."""
+
+    traits = EngineTraits()
 
     def __init__(self, spec: JobSpec, job_dir: Path, memory: Path, output: Callable[[bytes], None]) -> None:
         """memory: the folder of the job's snapshot memory; every node has a folder in it."""

@@ -22,6 +22,7 @@ from holdfast.engines.slurm.script import MODULE, follow_up_name, follow_up_scri
 from holdfast.protocol.availability import (
     Availability,
     Capacity,
+    EngineTraits,
     JobGoing,
     NodeGoing,
     NodeTaken,
@@ -62,6 +63,8 @@ class Known(msgspec.Struct):
 
 class SlurmEngine:
     """The nodes of one job. Every public method may be called while another one runs."""
+
+    traits = EngineTraits(watches_boots=True)
 
     def __init__(
         self,

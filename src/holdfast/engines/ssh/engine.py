@@ -17,7 +17,7 @@ from holdfast.engines.ssh.hosts import Hosts, Stage
 from holdfast.engines.ssh.node import HERE, greeting
 from holdfast.engines.ssh.words import Begin, Begun, Check, Checked, Close, Coordinator, Ended, Kill, Output
 from holdfast.observe.inotify import Inotify
-from holdfast.protocol.availability import Availability, NodeUnavailable
+from holdfast.protocol.availability import Availability, EngineTraits, NodeUnavailable
 from holdfast.protocol.endpoint import read_endpoint
 from holdfast.protocol.job import JobSpec
 
@@ -33,6 +33,8 @@ _IN_MOVED_TO = 0x80
 
 class SshEngine:
     """The hosts of one job. Node names are the hosts' names."""
+
+    traits = EngineTraits()
 
     def __init__(
         self,
