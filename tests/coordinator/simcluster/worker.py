@@ -644,10 +644,11 @@ class Script(SimWorker):
             self.fail_to_start()
             return
         self.phase = Phase.FORWARD
-        self.moved_s = self.cluster.clock.now
         if not self.hangs:
             self.later(self.cluster.rng.uniform(1.0, 1.2) * self.cluster.plan.script_s, self._end)
-        elif not self.outside:
+            return
+        self.moved_s = self.cluster.clock.now
+        if not self.outside:
             self.later(self.cluster.rng.uniform(0.0, 2.0), self._wait)
 
     def _wait(self) -> None:
