@@ -30,7 +30,7 @@ test: setup
 long-test: setup
 	$(BIN)/python -m pytest -n $(TESTERS) --dist worksteal -m "long and not nightly"
 
-# What the core decides in 5,000 random schedules, compared with what was recorded: a restructuring changes none of it.
+# What the core decides in 5,040 random schedules, compared with what was recorded: a restructuring changes none of it.
 golden: setup
 	$(BIN)/python tests/coordinator/golden.py compare tests/coordinator/golden.txt
 

@@ -27,7 +27,7 @@ SOURCES = Path(holdfast.__file__).parent
 RECORDED = Path(__file__).parent / "recorded"
 CAUSES = {cause.__name__: cause for cause in get_args(causes.Cause)}
 KINDS = {
-    "ConnectionClosed": "node", "NodeSilent": "node", "AgentReplaced": "node", "WorkersFail": "node",
+    "ConnectionClosed": "node", "NodeSilent": "node", "PlaceLost": "node", "AgentReplaced": "node", "WorkersFail": "node",
     "WorkersDoNotStart": "node", "ChecksFailed": "node", "NodeReclaimed": "reclaimed",
     "ProcessEnded": "process", "ProcessVanished": "process", "NeverStarted": "process",
     "Hang": "hang", "ProcessStopped": "hang", "LeftBehind": "hang", "NotReady": "timeout", "NotSaved": "timeout",

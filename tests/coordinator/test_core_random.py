@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import pytest
 from simcluster import run_seed
 from simcluster.checks import Violation
-from simcluster.plan import SHARDED, plan_for
+from simcluster.plan import PLACED, SHARDED, plan_for
 from simcluster.run import Summary
 
 REPLAY = os.environ.get("HOLDFAST_SEED")
@@ -57,6 +57,7 @@ def test_many_random_schedules(block):
         run_seed(seed)
         if seed % 3 == 0:
             run_seed(SHARDED + seed)
+            run_seed(PLACED + seed)
 
 
 @pytest.mark.skipif(bool(REPLAY), reason="one schedule was asked for")
@@ -119,3 +120,14 @@ def test_schedules_of_sharded_replicas_hold_and_are_eventful(first):
     assert restored["disk"] > 0
     planned = [s for s in told if plan_for(s.seed).only_planned]
     assert sum(s.acts for s in planned) > 5
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(bool(REPLAY), reason="one schedule was asked for")
+@pytest.mark.parametrize("first", [PLACED, pytest.param(PLACED + 10, marks=pytest.mark.long)])
+def test_schedules_of_nodes_in_racks_hold_and_are_eventful(first):
+    told = ran(range(first, first + 10))
+    assert {"finished", "stopped"} <= {s.outcome for s in told}
+    assert sum(s.generations for s in told) > 20
+    assert sum(s.incidents for s in told) > 10
+    assert {name for s in told for name, _ in s.restored} >= {"live", "memory"}

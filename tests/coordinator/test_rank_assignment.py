@@ -5,6 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.coordinator.membership.locality import Standing, path
 from holdfast.coordinator.membership.rank_assignment import Seating, seat, wanted
 from holdfast.protocol.messages import Generation, Member
 
@@ -40,12 +41,29 @@ def situations(draw):
     lost = draw(st.sets(st.sampled_from(sorted(held)))) if held else set()
     survivors = {w: p for w, p in held.items() if w not in lost}
     newcomers = {f"c{i}": p for i, p in enumerate(draw(places))}
-    return before, survivors, newcomers, shard_count, draw(st.integers(0, 4))
+    return (
+        before,
+        survivors,
+        newcomers,
+        shard_count,
+        draw(st.integers(0, 4)),
+        draw(standings(held | newcomers)),
+    )
+
+
+@st.composite
+def standings(draw, workers):
+    """Where they stand: nowhere that is known, or each in some rack. What holds of seats holds with and without."""
+    if draw(st.booleans()):
+        return None
+    racks = st.sampled_from([(), ("a", "x"), ("a", "y"), ("b", "x")])
+    paths = {w: path(draw(racks), w) for w in workers}
+    return Standing(paths, {w: (False, draw(st.integers(0, 1))) for w in workers})
 
 
 @given(situations())
 def test_as_many_rows_as_can_be(situation):
-    _, survivors, newcomers, shard_count, most = situation
+    _, survivors, newcomers, shard_count, most, *_ = situation
     seating = seat(*situation)
     there = Counter([*survivors.values(), *newcomers.values()])
     assert len(seating.replicas) == min(most, *(there[p] for p in range(shard_count)))
@@ -53,7 +71,7 @@ def test_as_many_rows_as_can_be(situation):
 
 @given(situations())
 def test_everyone_is_in_once_and_where_its_shard_is(situation):
-    _, survivors, newcomers, shard_count, _ = situation
+    _, survivors, newcomers, shard_count, _, *_ = situation
     seating = seat(*situation)
     places = survivors | newcomers
     assert len(set(seating.workers)) == len(seating.workers)
@@ -64,7 +82,7 @@ def test_everyone_is_in_once_and_where_its_shard_is(situation):
 
 @given(situations())
 def test_survivors_are_taken_before_newcomers(situation):
-    _, _, newcomers, shard_count, _ = situation
+    _, _, newcomers, shard_count, _, *_ = situation
     seating = seat(*situation)
     for shard_index in range(shard_count):
         came = any(row[shard_index] in newcomers for row in seating.replicas)
@@ -73,7 +91,7 @@ def test_survivors_are_taken_before_newcomers(situation):
 
 @given(situations())
 def test_rows_that_lost_nobody_stay_together(situation):
-    before, survivors, _, _, _ = situation
+    before, survivors, _, _, _, *_ = situation
     seating = seat(*situation)
     old = [tuple(m.worker for m in before.members if m.replica == r) for r in range(before.replicas)]
     whole = [row for row in old if all(w in survivors for w in row)]
@@ -92,7 +110,7 @@ def test_the_same_situation_is_seated_alike(situation):
 
 @given(situations())
 def test_nothing_changes_where_nothing_happened(situation):
-    before, _, _, shard_count, _ = situation
+    before, _, _, shard_count, _, *_ = situation
     held = {x.worker: x.shard_index for x in before.members}
     again = seat(before, held, {}, shard_count, before.replicas)
     assert again.workers[: before.strength] == tuple(x.worker for x in before.members[: before.strength])

@@ -50,7 +50,7 @@ class Block:
 
     @property
     def runs(self) -> bool:
-        return not self.is_excerpt and self.language != "text"
+        return not self.is_excerpt and (self.language != "text" or bool(self.file))
 
 
 def blocks(page: Path) -> list[Block]:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from holdfast.cli import calibrate, plan_run, simulate
+from holdfast.cli import calibrate, placement, plan_run, simulate
 from holdfast.cli.common import AsJson, write_json
 
 SHOWN = 3
@@ -22,6 +22,7 @@ app.command("run")(plan_run.run)
 app.command("simulate")(simulate.simulate)
 app.command("calibrate")(calibrate.calibrate)
 app.command("validate")(calibrate.validate)
+app.command("placement")(placement.placement)
 
 GlobalBatch = Annotated[
     int | None,

@@ -82,6 +82,24 @@ class NodeSilent(_Cause, frozen=True):
         return f"silent for {self.limit_s:g} s"
 
 
+class PlaceLost(_Cause, frozen=True):
+    """Several nodes that stand in one place were lost together: not they, but what they share."""
+
+    KIND = CauseKind.NODE
+
+    place: str
+    """The innermost one that all of them are in, as `protocol.node_place` writes it."""
+    lost: int
+    """Nodes of it that were lost."""
+    nodes: int
+    """Nodes that the job had there."""
+    first: str
+    """How the first of them was lost, in words."""
+
+    def __str__(self) -> str:
+        return f"{self.lost} of {self.nodes} nodes in {self.place} were lost together ({self.first})"
+
+
 class AgentReplaced(_Cause, frozen=True):
     """Another agent joined under the same name."""
 
@@ -375,6 +393,7 @@ class Recorded(_Cause, frozen=True):
 Cause = (
     ConnectionClosed
     | NodeSilent
+    | PlaceLost
     | AgentReplaced
     | WorkersFail
     | WorkersDoNotStart
@@ -409,7 +428,10 @@ _WRITTEN = (
         CauseKind.PROCESS,
     ),
     (r"(its agent's|its) connection closed|silent for \d|a new agent took its place", CauseKind.NODE),
-    (r"its workers (do not start|fail again and again)|its deep checks ", CauseKind.NODE),
+    (
+        r"its workers (do not start|fail again and again)|its deep checks |\S+ of \S+ nodes in ",
+        CauseKind.NODE,
+    ),
     (r"Slurm ", CauseKind.RECLAIMED),
     (r"not ready within \d|did not save the state in time", CauseKind.TIMEOUT),
     (r"a collective failed|\S+ left (it|the generation)$", CauseKind.COLLECTIVE),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -60,9 +61,18 @@ class SimAgent:
         rng, plan = cluster.saving_rng, cluster.plan
         saves = plan.snapshot_every > 0 or plan.shard_count > 1
         self.memory = SimMemory(self, saves and rng.random() >= plan.no_memory)
-        self.place = (f"r{rng.randrange(plan.racks)}",) if plan.racks else ()
+        self.place = self._stands(rng)
         self._connect()
         self._beat()
+
+    def _stands(self, rng: random.Random) -> tuple[str, ...]:
+        plan = self.cluster.plan
+        rack = f"r{rng.randrange(plan.racks)}" if plan.racks else ""
+        if not plan.halls:
+            return (rack,) if rack else ()
+        # Drawn apart: by the name, so that a node that comes back stands where it stood.
+        own = random.Random(f"{plan.seed} {self.name}")
+        return () if own.random() < plan.unplaced else (f"h{own.randrange(plan.halls)}", rack)
 
     @property
     def session(self) -> str:

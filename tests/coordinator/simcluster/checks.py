@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
@@ -68,6 +70,7 @@ class Checks:
         self._heard = (0, 0)
         self._heard_s = cluster.clock.now
         self._core: Core | None = None
+        self._members: list[tuple[str, tuple[str, ...]]] = []
         self._notified: dict[str, tuple[str, tuple[int, ...]]] = {}
 
     def fail(self, text: str, *args: Any) -> NoReturn:
@@ -329,6 +332,33 @@ class Checks:
             )
         self._check_survivors(state, generation)
         self._check_donors(state, generation)
+        self._check_places(state, generation)
+
+    def _check_places(self, state: CoreState, generation: m.Generation) -> None:
+        """Members of a place follow each other, and a lost one is replaced from as near as anybody was taken from."""
+        known = state.membership.nodes
+        paths = {x.worker: ("", *known[x.node].place, x.node) for x in generation.members}
+        before, self._members = self._members, [(x.worker, paths[x.worker]) for x in generation.members]
+        if not any(known[x.node].place for x in generation.members) or generation.shard_count > 1:
+            return
+        order = [paths[x.worker] for x in generation.members]
+        stayed = {w for w, _ in before} & paths.keys()
+        if len(before) != len(order) or not stayed:
+            for level in range(1, max(map(len, order)) + 1):
+                runs = [at for at, _ in itertools.groupby(p[:level] for p in order if known[p[-1]].place)]
+                self.require(
+                    len(runs) == len(set(runs)), "members of a place do not follow each other: %s", order
+                )
+            return
+        holes = {rank: at for rank, (w, at) in enumerate(before) if w not in paths}
+        came = [order[rank] for rank in holes]
+        for level in range(2, max(map(len, came), default=0) + 1):
+            free, there = (Counter(p[:level] for p in ps if len(p) > level) for ps in (holes.values(), came))
+            near = sum(
+                at[:level] == order[rank][:level] and len(at) > level < len(order[rank])
+                for rank, at in holes.items()
+            )
+            self.require(near >= sum((free & there).values()), "%s took the ranks of %s", came, holes)
 
     def _check_survivors(self, state: CoreState, generation: m.Generation) -> None:
         """Every worker that lives and is reachable has left its generation, and no state of it is lost."""

@@ -79,6 +79,7 @@ class Faults:
             "kill-worker": self._kill_worker,
             "kill-node": self._kill_node,
             "kill-spare": self._kill_spare,
+            "lose-rack": self._lose_rack,
             "silent-node": lambda w: self._silence(w, cut=False),
             "cut-node": lambda w: self._silence(w, cut=True),
             "stop-worker": self._stop_worker,
@@ -215,6 +216,20 @@ class Faults:
         agent = self._node(worker)
         if agent is not None:
             self._told("kill-node", agent.end, agent.name, None)
+
+    def _lose_rack(self, worker: SimWorker | None) -> None:
+        """All nodes of one place, by their power or by their switch."""
+        agent, rng = self._node(worker), self.cluster.rng
+        if agent is None or not agent.place:
+            return
+        heals_s = rng.choice((None, 3.0, 8.0))
+        for other in [a for a in self.cluster.agents.values() if a.alive and a.place == agent.place]:
+            if heals_s is None:
+                self.cluster.clock.after(rng.uniform(0.0, 0.3), other.end)
+            elif not other.silent:
+                other.silence(True, True)
+                self._silenced.append(other)
+                self.cluster.clock.after(heals_s, self._heal, other)
 
     def _silence(self, worker: SimWorker | None, cut: bool) -> None:
         agent = self._node(worker)

@@ -55,6 +55,8 @@ class Plan:
     tier_fails: float = 0.0
     no_memory: float = 0.0  # how many nodes have no snapshot memory
     racks: int = 0  # that nodes stand in; 0: nobody knows
+    halls: int = 0  # that racks stand in, so that places have two levels; 0: they have one
+    unplaced: float = 0.0  # of how many nodes nobody knows where they stand, although of others it is known
     changes: list[tuple[float, str]] = field(default_factory=list)  # planned ones of the membership
     findings: list[tuple[float, str]] = field(default_factory=list)
     clears: list[float] = field(
@@ -75,6 +77,11 @@ class Plan:
     def shard_count(self) -> int:
         """Workers of a replica."""
         return self.shape[0] * self.shape[1]
+
+    @property
+    def least_nodes(self) -> int:
+        """Of one replica."""
+        return -(-self.shard_count // self.spec.nproc)
 
     @property
     def coordinator_dies(self) -> bool:
@@ -140,6 +147,9 @@ SAVED_MOMENTS = (*MOMENTS, "published", "held")
 
 SHARDED = 10_000_000
 """From this seed on replicas are several workers."""
+PLACED = 20_000_000
+"""From this seed on nodes stand in racks of halls, which are lost as one; in every other schedule replicas are several
+workers."""
 
 SHARDED_MOMENTS = (*SAVED_MOMENTS, "rebuilt", "rebuilds")
 SHARDED_FAULTS = (
@@ -213,9 +223,25 @@ def plan_for(seed: int, level: int | None = None) -> Plan:
         _draw_saving(plan, window)
     _draw_changes(plan, window)
     _draw_health(plan, window)
-    if seed >= SHARDED:
+    if SHARDED <= seed < PLACED or (seed >= PLACED and seed % 2):
         _draw_shape(plan, window)
+    if seed >= PLACED:
+        _draw_places(plan, window)
     return plan
+
+
+def _draw_places(plan: Plan, window: float) -> None:
+    """More nodes than elsewhere, or there would be nothing to seat near each other."""
+    rng = random.Random(-11_000_027 - plan.seed)
+    most = max(plan.spec.max_nodes, plan.least_nodes * rng.choice((2, 3)), rng.choice((3, 4, 6)))
+    plan.spec = msgspec.structs.replace(
+        plan.spec, max_nodes=most, min_nodes=rng.randint(1, most), spares=rng.choice((0, 1, 2, 3))
+    )
+    plan.halls, plan.racks = rng.choice((1, 2, 2, 3)), rng.choice((1, 2, 3))
+    plan.unplaced = rng.choice((0.0, 0.0, 0.0, 0.2))
+    if not plan.only_planned:
+        for _ in range(rng.choice((0, 1, 1, 2))):
+            plan.faults.append((rng.uniform(0.0, window), "lose-rack"))
 
 
 def _draw_shape(plan: Plan, window: float) -> None:

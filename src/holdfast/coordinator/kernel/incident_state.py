@@ -7,6 +7,7 @@ import msgspec
 from holdfast.coordinator.kernel.health_state import Evidence
 from holdfast.protocol.causes import Cause
 from holdfast.protocol.health import Remedy, Severity
+from holdfast.protocol.node_place import NodePlace
 
 
 class Incident(msgspec.Struct, omit_defaults=True, kw_only=True):
@@ -82,6 +83,13 @@ class Incident(msgspec.Struct, omit_defaults=True, kw_only=True):
     """Of a hang, where all ranks stood; else empty."""
     raised: bool = False
     """The first sign was an error of a worker at level 0."""
+    lost_nodes: list[str] = []
+    """Nodes whose loss this is, in the order in which they were lost; empty: it is not the loss of a node, or nobody
+    knows where the node stood."""
+    lost_at_s: float = 0.0
+    """When the last of them was lost."""
+    place: NodePlace = ()
+    """The innermost place that all of them are in."""
     earlier_stalls: int = 0
     """Stalls of training before the newest one."""
     earlier_stall_s: float = 0.0

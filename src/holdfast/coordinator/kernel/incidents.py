@@ -16,6 +16,7 @@ from holdfast.protocol.causes import Cause, CauseKind, Hang, RuleMatched
 from holdfast.protocol.health import Severity
 from holdfast.protocol.ledger import IncidentFacts
 from holdfast.protocol.messages import Joined
+from holdfast.protocol.node_place import shown as shown_place
 
 COORDINATOR = "coordinator"
 """The rung of an incident in which only the coordinator was lost: training went on meanwhile."""
@@ -151,6 +152,23 @@ def _disturb(
     # closed again.
     reopen(state, incident)
     return not at_once
+
+
+def lost_together(
+    state: CoreState, now: float, incident: Incident, cause: Cause, node: str, workers: list[str]
+) -> None:
+    """Another node was lost with those of this incident: with what they share. It still has one beginning and one end."""
+    _add(incident, Evidence(rule="", source="job", text=f"{node}: {cause}", at_s=now))
+    incident.lost_nodes.append(node)
+    incident.lost_at_s = now
+    if not workers:
+        return
+    _disturb(state, incident, now, workers, _ranks(state, workers), needs_newcomer=True)
+    if incident.generation < state.membership.number:
+        # It struck again before training went on: what was decided is overtaken, and a late commit of the
+        # generation that it breaks now must not count as the end of the stall.
+        incident.generation = state.membership.number
+        incident.decided_at_s = incident.rung = incident.joined_at_s = None
 
 
 def _explain_by_sighting(state: CoreState, incident: Incident, now: float, workers: list[str]) -> None:
@@ -383,6 +401,8 @@ def describe(state: CoreState, incident: Incident, event: type[F]) -> F:
         where=incident.where or None,
         stood_at_step=hang.stood_at_step if hang else None,
         collective=hang.collective if hang else None,
+        place=shown_place(incident.place) if len(incident.lost_nodes) > 1 else None,
+        nodes=incident.lost_nodes if len(incident.lost_nodes) > 1 else [],
     )
 
 

@@ -7,6 +7,7 @@ from typing import Generic, TypeVar
 
 from holdfast.coordinator.kernel.membership_state import MembershipState, Node, Worker
 from holdfast.coordinator.kernel.phases import NodePhase, WorkerPhase
+from holdfast.protocol.node_place import NodePlace
 
 T = TypeVar("T", Node, Worker)
 
@@ -72,6 +73,7 @@ class Index:
         self._workers_of: dict[str, dict[str, Worker]] = {}
         self._with_room: _InOrder[Node] = _InOrder()
         self._lemons: _InOrder[Node] = _InOrder()
+        self._at: dict[NodePlace, dict[str, Node]] = {}
         self._numbers: dict[str, int] = {}
         self._came = 0
         for node in membership.nodes.values():
@@ -109,6 +111,15 @@ class Index:
         """Nodes that are not gone and that their history speaks against, in the order in which they came."""
         return _listed(self._lemons)
 
+    @property
+    def any_place(self) -> bool:
+        """Of some node that lives it is known where it stands."""
+        return bool(self._at)
+
+    def nodes_at(self, place: NodePlace) -> list[Node]:
+        """Nodes that are not gone and stand in this place, of whatever level; none where the place is empty."""
+        return list(self._at.get(place, {}).values())
+
     # ------------------------------------------------------------ kept
 
     def add_node(self, node: Node) -> None:
@@ -118,6 +129,8 @@ class Index:
         self._nodes[node.phase].put(self._came, node)
         if node.alive:
             self.alive_nodes[node.name] = node
+            for place in _within(node.place):
+                self._at.setdefault(place, {})[node.name] = node
         self.renew(node)
 
     def move_node(self, node: Node, was: NodePhase) -> None:
@@ -125,15 +138,24 @@ class Index:
         self._nodes[was].drop(node.name)
         self._nodes[node.phase].put(self._numbers[node.name], node)
         if not node.alive:
-            self.alive_nodes.pop(node.name, None)
+            self._remove(node)
         self.renew(node)
 
     def drop_node(self, node: Node) -> None:
         """A node is forgotten."""
         for group in (*self._nodes.values(), self._with_room, self._lemons):
             group.drop(node.name)
-        self.alive_nodes.pop(node.name, None)
+        self._remove(node)
         del self._numbers[node.name]
+
+    def _remove(self, node: Node) -> None:
+        self.alive_nodes.pop(node.name, None)
+        for place in _within(node.place):
+            there = self._at.get(place, {})
+            if there.get(node.name) is node:
+                del there[node.name]
+            if not there:
+                self._at.pop(place, None)
 
     def add_worker(self, worker: Worker) -> None:
         """A worker was started."""
@@ -185,6 +207,7 @@ class Index:
             ("alive workers", list(self.alive_workers), list(fresh.alive_workers)),
             ("nodes with room", _names(self.nodes_with_room()), _names(fresh.nodes_with_room())),
             ("lemons", _names(self.lemons()), _names(fresh.lemons())),
+            ("places", {p: set(n) for p, n in self._at.items()}, {p: set(n) for p, n in fresh._at.items()}),
             *((p.value, _names(self.nodes_in(p)), _names(fresh.nodes_in(p))) for p in NodePhase),
             *((p.value, _names(self.workers_in(p)), _names(fresh.workers_in(p))) for p in WorkerPhase),
             *(
@@ -194,6 +217,11 @@ class Index:
         ):
             if kept != seen:
                 yield f"the index has other {name} than the state: {kept}, not {seen}"
+
+
+def _within(place: NodePlace) -> Iterator[NodePlace]:
+    """The place, and those that it is in."""
+    return (place[:level] for level in range(1, len(place) + 1))
 
 
 def _names(ones: Iterable[Node | Worker]) -> list[str]:

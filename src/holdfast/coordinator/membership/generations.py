@@ -203,10 +203,7 @@ def try_form(context: Context) -> None:
     ready = context.workers_in(WorkerPhase.READY)
     # Lemons last, then nodes that failed before. The name breaks ties, so that two coordinators with the same
     # state choose the same workers.
-    fresh = sorted(
-        ready,
-        key=lambda w: (bool(s.membership.nodes[w.node].lemon), s.membership.nodes[w.node].failures, w.node),
-    )
+    fresh = sorted(ready, key=lambda w: (*queries.tier(s.membership.nodes[w.node]), w.node))
     kept, joining = resize.choose(context, survivors, fresh)
     count = shard_policy.strength(context, kept, joining)
     if count >= s.needed:
@@ -411,7 +408,9 @@ def _seating(context: Context, survivors: list[Worker], kept: list[Worker], fres
     if context.state.membership.shard_count > 1:
         return resize.seating(context, kept, fresh)
     previous = context.state.membership.generation if survivors else None
-    ranks = policy.assign_ranks(previous, [w.name for w in kept], [w.name for w in fresh])
+    standing = queries.standing(context, [*kept, *fresh])
+    paths = standing.paths if standing is not None else None
+    ranks = policy.assign_ranks(previous, [w.name for w in kept], [w.name for w in fresh], paths)
     return Seating(tuple((w,) for w in ranks))
 
 

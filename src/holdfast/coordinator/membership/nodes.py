@@ -22,6 +22,7 @@ from holdfast.coordinator.kernel.requests import (
 )
 from holdfast.coordinator.membership import (
     environment,
+    lost_places,
     notices,
     processes,
     queries,
@@ -30,6 +31,7 @@ from holdfast.protocol import causes, ledger
 from holdfast.protocol import messages as m
 from holdfast.protocol.availability import OrderDone
 from holdfast.protocol.engine_orders import ProvideNode, RebootNode, ReleaseNode, kind_of
+from holdfast.protocol.node_place import shown
 from holdfast.protocol.phases import Phase
 
 KEPT_GONE = 32
@@ -103,7 +105,8 @@ def on_joined(context: Context, hello: m.Hello, past: tuple[Remembered, ...] = (
         context.request(LeaveSoon(node.name, hello.leaving.reason, hello.leaving.within_s))
     membership.nodes_joined += known is None
     membership.replacing = max(0, membership.replacing - 1)
-    context.record(ledger.NodeJoined(node=hello.node, host=hello.host, slots=hello.slots))
+    where = shown(node.place) or None
+    context.record(ledger.NodeJoined(node=hello.node, host=hello.host, slots=hello.slots, place=where))
     # After the node is in the state, because admission may hold it; before `_reconcile`, because a node that
     # is held gets no workers.
     context.request(AdmitNode(node, hello, past, known))
@@ -177,8 +180,12 @@ def lose(context: Context, node: Node, cause: causes.Cause, release: bool = True
         # At level 0 its peers have raised an error already, because their connections broke first. Their
         # incident is this node's; a second one would charge the restart budget twice.
         incident = context.mode.explain_earlier(context, node, part, cause)
+    if incident is None and membership.phase is not JobPhase.STOPPING:
+        incident = lost_places.join(context, node, part, cause)
     if incident is None and part and membership.phase is not JobPhase.STOPPING:
         incident = context.open_incident(cause, node=node.name, workers=[w.name for w in part])
+    if incident is not None:
+        lost_places.began(context, incident, node, cause)
     # Health first, storage second, the engine third, the mode last: what the mode decides (a new generation,
     # a stop) needs the result of the others.
     context.request(NoteNodeLost(node, incident))

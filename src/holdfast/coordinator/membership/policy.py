@@ -9,6 +9,7 @@ import msgspec
 
 from holdfast.coordinator.kernel.membership_state import Blame, Failure
 from holdfast.coordinator.kernel.script_fault import ScriptFault
+from holdfast.coordinator.membership import locality
 from holdfast.health import stacks as health_stacks
 from holdfast.protocol.messages import Exited, Generation, WorkerView
 from holdfast.protocol.phases import WAITING_PHASES, Phase
@@ -63,12 +64,19 @@ def settle(reports: Mapping[str, Report]) -> Outcome:
 
 
 def assign_ranks(
-    previous: Generation | None, survivors: Sequence[str], newcomers: Sequence[str]
+    previous: Generation | None,
+    survivors: Sequence[str],
+    newcomers: Sequence[str],
+    paths: Mapping[str, locality.Path] | None = None,
 ) -> list[str]:
     """Workers in the order of their new ranks.
 
     At an unchanged world size survivors keep their ranks and newcomers fill the holes: the order of every
-    reduction stays what it was, so a replaced replica changes no bit. Otherwise survivors close ranks.
+    reduction stays what it was, so a replaced replica changes no bit. Otherwise survivors close ranks, and
+    those who stand close together get ranks that follow each other.
+
+    Args:
+        paths: where they and the members before stand; None: of no node that is known.
     """
     # Ranks decide the order in which gradients are added, and floating-point addition depends on the order. A
     # survivor that changed its rank would change the loss in the last bits, and the promise of a
@@ -79,7 +87,8 @@ def assign_ranks(
     # At another size the order of the sum is another one anyway, so nothing is gained by holes; closing them
     # keeps ranks dense, which every collective needs.
     if previous is None or size != len(previous.members):
-        return [*staying, *newcomers]
+        everyone = [*staying, *newcomers]
+        return everyone if paths is None else locality.in_order(everyone, paths)
     slots: list[str | None] = [None] * size
     extra: list[str] = []
     for worker in staying:
@@ -90,6 +99,12 @@ def assign_ranks(
             slots[rank] = worker
     # A survivor without an old rank comes before newcomers: it holds a state already, so it can be a donor
     # for them.
+    if paths is not None:
+        for some in (extra, newcomers):
+            seats = {r: paths[previous.members[r].worker] for r, w in enumerate(slots) if w is None}
+            for rank, worker in locality.match(seats, some, paths).items():
+                slots[rank] = worker
+        return [worker for worker in slots if worker is not None]
     waiting = iter([*extra, *newcomers])
     return [worker if worker is not None else next(waiting) for worker in slots]
 

@@ -21,7 +21,7 @@ def start_worker(context: Context, node: Node, slot: int, env: dict[str, str]) -
         slot=slot,
         started_s=context.now,
     )
-    worker.shard_index = shard_policy.next_shard(context, int(env["RANK"]))
+    worker.shard_index = shard_policy.next_shard(context, node, int(env["RANK"]))
     env = {**env, m.SHARD_INDEX_VARIABLE: str(worker.shard_index)}
     transitions.add_worker(context, worker)
     context.watch.watch(Watched.NOT_READY, worker.name)

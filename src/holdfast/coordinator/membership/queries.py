@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from holdfast.coordinator.health import queries as health
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.membership_state import Node, Worker
 from holdfast.coordinator.kernel.phases import NodePhase, WorkerPhase
 from holdfast.coordinator.kernel.state import CoreState
+from holdfast.coordinator.membership.locality import Standing, path
 from holdfast.plan.division import idle_share
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import Remedy
@@ -18,6 +21,22 @@ next one waits until 10 s have passed."""
 
 GAIN_SHARE = 0.5
 """And so much of what they add, where that is more: to go on with half of the workers for 10 s costs more than the stall."""
+
+
+def standing(context: Context, workers: Iterable[Worker]) -> Standing | None:
+    """Where these workers and the members of the newest generation stand; None: of no node it is known."""
+    membership = context.state.membership
+    if not context.index.any_place:
+        return None
+    where = {x.worker: x.node for x in membership.generation.members} if membership.generation else {}
+    where |= {w.name: w.node for w in workers}
+    paths = {w: path(membership.nodes[n].place if n in membership.nodes else (), n) for w, n in where.items()}
+    return Standing(paths, {w: tier(membership.nodes[n]) for w, n in where.items() if n in membership.nodes})
+
+
+def tier(node: Node) -> tuple[bool, int]:
+    """The lower, the sooner a newcomer of this node is taken: lemons last, and nodes that failed before."""
+    return bool(node.lemon), node.failures
 
 
 def idle(state: CoreState, world: int) -> float:

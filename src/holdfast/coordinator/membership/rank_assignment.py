@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from holdfast.coordinator.membership.locality import Standing, in_order, match, middle, pick, rows
 from holdfast.protocol.messages import Generation
 
 
@@ -33,15 +34,19 @@ def seat(
     newcomers: Mapping[str, int],
     shard_count: int,
     most: int,
+    standing: Standing | None = None,
 ) -> Seating:
     """As many complete replicas as can be, at most `most`.
 
     At an unchanged number of replicas each keeps its number, so that the order of every reduction stays what it was.
+    Otherwise replicas that stand close together get numbers that follow each other. A replica that is filled up gets
+    workers that stand near its others, and a new one stands in as small a place as can be.
 
     Args:
         previous: the generation before, for who sat where.
         survivors, newcomers: workers and their shards, those to be taken first in front.
         shard_count: workers of a replica.
+        standing: where they stand; None: of no node that is known.
     """
     # A worker can only take the place of its own shard: the state that it holds is of that shard, and to hold
     # another one it would have to fetch it all. So the scarcest shard decides how many replicas are complete,
@@ -69,7 +74,12 @@ def seat(
         for new_number, number in enumerate(sorted(fullest)):
             replicas[new_number] = dict(old[number])
     seated = {w for replica in replicas for w in replica.values()}
-    for q in range(shard_count):
+    if standing is not None:
+        _fill(replicas, [[w for w in c if w not in seated] for c in columns], fresh, standing)
+        if not unchanged:
+            replicas = _in_order(replicas, standing)
+        seated = {w for replica in replicas for w in replica.values()}
+    for q in range(shard_count if standing is None else 0):
         # Survivors before newcomers in every column: they have the state, and a newcomer that is seated has
         # to be restored before the step can begin.
         waiting = iter([w for w in (*columns[q], *fresh[q]) if w not in seated])
@@ -82,6 +92,41 @@ def seat(
     # not the state of all its workers.
     beside = tuple((w, p) for w, p in survivors.items() if w not in seated)
     return Seating(tuple(tuple(replica[q] for q in range(shard_count)) for replica in replicas), beside)
+
+
+def _fill(
+    replicas: list[dict[int, str]],
+    waiting: Sequence[Sequence[str]],
+    fresh: Sequence[Sequence[str]],
+    standing: Standing,
+) -> None:
+    """Gives every replica the workers that it lacks. waiting, fresh: of each shard, survivors without a seat, and
+    newcomers."""
+    paths = standing.paths
+    begun = {r: middle([paths[w] for w in row.values()]) for r, row in enumerate(replicas) if row}
+    empty = [r for r, row in enumerate(replicas) if not row]
+    left: list[list[str]] = []
+    for q, survivors in enumerate(waiting):
+        seats = {r: at for r, at in begun.items() if q not in replicas[r]}
+        missing = len(seats) + len(empty)
+        # Survivors before newcomers, however far they stand: they have the state, and a newcomer that is seated
+        # has to be restored before the step can begin.
+        pool = [
+            *survivors,
+            *pick(standing, fresh[q], max(0, missing - len(survivors)), seats.values(), begun.values()),
+        ]
+        for r, worker in match(seats, pool, paths).items():
+            replicas[r][q] = worker
+        taken = {row[q] for row in replicas if q in row}
+        left.append([w for w in pool if w not in taken])
+    for r, row in zip(empty, rows(left, paths, len(empty)), strict=True):
+        replicas[r] = dict(enumerate(row))
+
+
+def _in_order(replicas: Sequence[dict[int, str]], standing: Standing) -> list[dict[int, str]]:
+    by_first = {row[0]: row for row in replicas}
+    stands = {row[0]: middle([standing.paths[w] for w in row.values()]) for row in replicas}
+    return [by_first[w] for w in in_order(list(by_first), stands)]
 
 
 def wanted(there: Sequence[int], shard_count: int, replicas: int) -> list[int]:

@@ -24,6 +24,7 @@ from holdfast.coordinator.membership import (
     shard_policy,
     shutdown,
 )
+from holdfast.coordinator.membership.locality import pick
 from holdfast.coordinator.membership.rank_assignment import Seating
 from holdfast.coordinator.storage import queries as storage
 from holdfast.errors import UsageError
@@ -310,7 +311,7 @@ def choose(
     if s.membership.shard_count > 1:
         return _choose_rows(context, survivors, staying, fresh, outcome)
     kept = staying[: s.target]
-    joining = fresh[: max(0, s.target - len(kept))]
+    joining = _nearest(context, kept, fresh, max(0, s.target - len(kept)))
     if not _may_leave(context, len(kept) + len(joining)):
         kept += [w for w in survivors if w not in staying][: max(0, s.target - len(kept) - len(joining))]
     # Somebody with the newest state must be in the next generation, or its steps are lost. Beyond the target
@@ -318,6 +319,18 @@ def choose(
     if outcome.start is not None and not any(w.name in outcome.holders for w in kept):
         kept.append(next(w for w in survivors if w.name in outcome.holders))
     return sorted(kept, key=lambda w: ranks.get(w.name, len(ranks))), joining
+
+
+def _nearest(context: Context, kept: list[Worker], fresh: list[Worker], count: int) -> list[Worker]:
+    """So many of the newcomers: those that stand near to whom they replace."""
+    standing = queries.standing(context, [*kept, *fresh])
+    if standing is None or len(fresh) <= count or not count:
+        return fresh[:count]
+    generation, there = context.state.membership.generation, {w.name for w in kept}
+    lost = [x.worker for x in generation.members if x.worker not in there] if generation is not None else []
+    paths, by_name = standing.paths, {w.name: w for w in fresh}
+    chosen = set(pick(standing, list(by_name), count, [paths[w] for w in lost], [paths[w] for w in there]))
+    return [w for w in fresh if w.name in chosen]
 
 
 def _choose_rows(

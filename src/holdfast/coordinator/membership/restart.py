@@ -26,6 +26,7 @@ from holdfast.coordinator.membership import (
     step_accounting,
     wall_time,
 )
+from holdfast.coordinator.membership.locality import Standing, in_order, path, pick
 from holdfast.coordinator.storage import queries as storage
 from holdfast.protocol import causes, ledger
 from holdfast.protocol import messages as m
@@ -194,7 +195,7 @@ class Restart:
         s, spec = context.state, context.spec
         nodes.ask(context)
         usable = _usable(context)
-        usable.sort(key=lambda n: (bool(n.lemon), n.failures))
+        usable.sort(key=queries.tier)
         count = min(len(usable), s.wanted_nodes)
         minimum = s.wanted_nodes if spec.wait_for_spare else spec.min_nodes
         if context.budget_spent():
@@ -221,7 +222,20 @@ class Restart:
             if s.deadlines.is_ahead(Timer.FORM, context.now):
                 return
         s.deadlines.clear(Timer.FORM)
-        _start_all(context, sorted(usable[:count], key=lambda n: list(s.membership.nodes).index(n.name)))
+        _start_all(context, _in_order(context, usable, count))
+
+
+def _in_order(context: Context, usable: list[Node], count: int) -> list[Node]:
+    """So many nodes in the order of their ranks: as they came, and those of one place behind each other."""
+    came = {name: i for i, name in enumerate(context.state.membership.nodes)}
+    if not context.index.any_place:
+        return sorted(usable[:count], key=lambda n: came[n.name])
+    paths = {n.name: path(n.place, n.name) for n in usable}
+    standing = Standing(paths, {n.name: queries.tier(n) for n in usable})
+    # Every start begins anew, so there are no seats to fill: whoever is taken, the job stands in few places.
+    chosen = sorted(pick(standing, [n.name for n in usable], count, (), ()), key=came.__getitem__)
+    nodes_by_name = {n.name: n for n in usable}
+    return [nodes_by_name[name] for name in in_order(chosen, paths)]
 
 
 def _usable(context: Context) -> list[Node]:

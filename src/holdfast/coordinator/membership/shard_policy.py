@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import count
 
 from holdfast.coordinator.kernel import transitions
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.deadlines import Watched
-from holdfast.coordinator.kernel.membership_state import Blame, Worker
+from holdfast.coordinator.kernel.membership_state import Blame, Node, Worker
 from holdfast.coordinator.kernel.phases import WorkerPhase
 from holdfast.coordinator.kernel.requests import StopJob
+from holdfast.coordinator.membership import queries
+from holdfast.coordinator.membership.locality import match
 from holdfast.coordinator.membership.rank_assignment import Seating, seat, wanted
 from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
@@ -52,12 +56,18 @@ def shards_of(workers: Iterable[Worker]) -> dict[str, int]:
     return {w.name: w.shard_index for w in workers}
 
 
-def seating(context: Context, survivors: Iterable[Worker], newcomers: Iterable[Worker]) -> Seating:
+def seating(context: Context, survivors: Sequence[Worker], newcomers: Sequence[Worker]) -> Seating:
     """Who sits where in the next generation."""
     s = context.state
     most = s.target // s.membership.shard_count
+    standing = queries.standing(context, [*survivors, *newcomers])
     return seat(
-        s.membership.generation, shards_of(survivors), shards_of(newcomers), s.membership.shard_count, most
+        s.membership.generation,
+        shards_of(survivors),
+        shards_of(newcomers),
+        s.membership.shard_count,
+        most,
+        standing,
     )
 
 
@@ -73,15 +83,25 @@ def strength(context: Context, survivors: list[Worker], newcomers: list[Worker])
     return len(replicas) * membership.shard_count
 
 
-def next_shard(context: Context, rank: int) -> int:
-    """The shard for which a worker that is started now is most likely needed. While the shape is not known its rank, of
-    which the worker takes the remainder."""
+def next_shard(context: Context, node: Node, rank: int) -> int:
+    """The shard for which a worker that is started now is most likely needed. While the shape is not known a number, of
+    which the worker takes the remainder: its rank, or the next one where it stands."""
     s = context.state
+    # Empty where its place is not known. Of a rack there are few, however large the job is.
+    peers = [w for n in context.index.nodes_at(node.place) for w in context.index.workers_of(n.name)]
     if s.membership.shard_count == 1:
-        return rank
+        # Counted on within its place, so that replicas can be made within it whatever their size turns out to be,
+        # and in whatever order nodes join. What then is too many of one shard is built again, see `rebuild`.
+        used = {w.shard_index for w in peers}
+        return next(n for n in count(min(used, default=rank)) if n not in used)
     there = [w.shard_index for w in context.alive_workers() if s.membership.nodes[w.node].leaving is None]
     replicas = max(s.target // s.membership.shard_count, len(there) // s.membership.shard_count + 1)
-    return wanted(there, s.membership.shard_count, replicas)[0]
+    missing = wanted(there, s.membership.shard_count, replicas)
+    if not peers:
+        return missing[0]
+    # Of the scarcest shards, the one that is scarce where it stands.
+    counts, near = Counter(there), Counter(w.shard_index for w in peers)
+    return min((q for q in missing if counts[q] == counts[missing[0]]), key=lambda q: (near[q], q))
 
 
 def _replicas_within_reach(context: Context, there: list[int], others: int) -> int:
@@ -115,7 +135,8 @@ def rebuild(context: Context) -> None:
         if shard_index in expected:
             expected.remove(shard_index)
         elif spare:
-            worker = spare.pop(0)
+            worker = _nearest(context, spare, shard_index)
+            spare.remove(worker)
             context.record(
                 ledger.Rebuild(worker=worker.name, shard_index=shard_index, before=worker.shard_index)
             )
@@ -124,3 +145,20 @@ def rebuild(context: Context) -> None:
             worker.ready, worker.rebuilds, worker.started_s = None, shard_index, context.now
             context.watch.watch(Watched.NOT_READY, worker.name)
             context.tell(worker, m.Rebuild(shard_index))
+
+
+def _nearest(context: Context, spare: Sequence[Worker], shard_index: int) -> Worker:
+    """The spare that stands nearest to where a worker with this shard was lost; the first where that is not known."""
+    membership = context.state.membership
+    standing = queries.standing(context, spare)
+    if standing is None or membership.generation is None:
+        return spare[0]
+    there = {w.name for w in context.workers_in(*SEATED)}
+    lost = [
+        x.worker
+        for x in membership.generation.members
+        if x.shard_index == shard_index and x.worker not in there
+    ]
+    found = match({w: standing.paths[w] for w in lost}, [w.name for w in spare], standing.paths)
+    names = set(list(found.values())[:1])
+    return next((w for w in spare if w.name in names), spare[0])

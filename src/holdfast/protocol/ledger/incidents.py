@@ -82,6 +82,10 @@ class IncidentFacts(LedgerEvent, frozen=True, kw_only=True):
     """Of a hang at level 0 and 1: optimizer steps in that start of the culprit that has fewest; None: not known."""
     collective: str | None = None
     """Of a hang: what the culprits have not entered while others wait in it; None: not known."""
+    place: str | None = None
+    """The common place of nodes that were lost together; None: one node, or an older version wrote it."""
+    nodes: list[str] = []
+    """Those nodes."""
 
     def _phases(self, *names: str) -> str:
         known = phases_text(msgspec.structs.asdict(self), names)

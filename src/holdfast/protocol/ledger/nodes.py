@@ -16,9 +16,12 @@ class NodeJoined(LedgerEvent, frozen=True, kw_only=True):
     """Its address."""
     slots: int
     """Workers that it can run."""
+    place: str | None = None
+    """Where it stands, as `protocol.node_place` writes it; None: not known."""
 
     def sentence(self) -> str:
-        return f"{self.node} joined with {plural(self.slots, 'slot')}"
+        where = f" in {self.place}" if self.place else ""
+        return f"{self.node} joined with {plural(self.slots, 'slot')}{where}"
 
 
 class NodeLost(LedgerEvent, frozen=True, kw_only=True):
