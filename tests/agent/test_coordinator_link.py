@@ -81,10 +81,10 @@ NOTHING = lambda *_: None  # noqa: E731
 
 
 @asynccontextmanager
-async def serving(job_dir):
+async def serving(job_dir, term=0):
     coordinator = Coordinator()
     listening = socket.create_server(("127.0.0.1", 0))
-    where = Endpoint("127.0.0.1", listening.getsockname()[1], 1, "first")
+    where = Endpoint(host="127.0.0.1", port=listening.getsockname()[1], pid=1, instance="first", term=term)
     app = web.Application(middlewares=[authorized("token", where)])
     app.on_response_prepare.append(give_proof)
     app.add_routes([web.get("/agent", coordinator.serve)])
@@ -191,3 +191,33 @@ def test_a_coordinator_that_hands_over_says_that_another_one_follows(tmp_path):
         return told
 
     assert asyncio.run(heard()) == [True, False]
+
+
+def test_a_coordinator_of_an_earlier_term_is_not_spoken_with(tmp_path):
+    """One that was cut off comes back, and writes its address over that of its successor."""
+
+    async def heard():
+        link = CoordinatorLink(tmp_path, "token", lambda: HELLO, NOTHING, 60.0, NOTHING, 0.5, NOTHING)
+        refused = asyncio.Event()
+        is_deposed = link._is_deposed
+
+        def looked(where):
+            if answer := is_deposed(where):
+                refused.set()
+            return answer
+
+        link._is_deposed = looked
+        async with serving(tmp_path, 3) as newer:
+            running = asyncio.create_task(link.run())
+            await newer.hears(0, m.Hello)
+            assert link.term == 3
+            async with serving(tmp_path, 2) as older:
+                await newer.connection.close()
+                await asyncio.wait_for(refused.wait(), 30)
+                async with serving(tmp_path, 3) as again:
+                    await again.hears(0, m.Hello)
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
+                return older.said
+
+    assert asyncio.run(heard()) == []

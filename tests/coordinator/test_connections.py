@@ -20,6 +20,7 @@ from holdfast.protocol import messages as m
 from holdfast.protocol.endpoint import Endpoint
 from holdfast.protocol.frames import Codec, encode
 from holdfast.protocol.job import JobSpec, Resume
+from holdfast.protocol.leadership import claim_term
 
 Socket = aiohttp.ClientWebSocketResponse
 CODEC: Codec[m.ToAgent] = Codec(m.ToAgent)
@@ -226,3 +227,38 @@ def test_what_rank_0_imported_is_told_to_all_nodes_and_to_those_that_come(
             await link.close()
 
     with_service(tmp_path, monkeypatch, act)
+
+
+def test_an_agent_that_has_seen_a_later_term_deposes_the_coordinator(tmp_path, monkeypatch):
+    """At once, whatever the folder says; what is left to write belongs to the successor."""
+    ended = []
+
+    def exit_now(code):
+        ended.append(code)
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(server.logs, "exit_now", exit_now)
+
+    async def depose():
+        job_dir = tmp_path / "jobs" / "job"
+        job_dir.mkdir(parents=True)
+        (job_dir / "token").write_text("secret")
+        claim_term(job_dir, 2, "n0")
+        spec = JobSpec(name="job", script="train.py", min_nodes=1, max_nodes=1)
+        coordinator = server.Coordinator(job_dir, spec, Resume(), 2)
+        listening = socket.create_server(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        serving = asyncio.create_task(coordinator.serve(listening, "127.0.0.1"))
+        hello = m.Hello(version=m.PROTOCOL_VERSION, node="n0", session="a", host="h", slots=1, pid=1, term=3)
+        async with (
+            aiohttp.ClientSession(headers={"Authorization": "Bearer secret"}) as session,
+            session.ws_connect(f"{url}/agent") as link,
+        ):
+            await link.send_bytes(encode(hello))
+            assert (await link.receive()).type is not aiohttp.WSMsgType.BINARY
+        await asyncio.wait([serving], timeout=30)
+        assert coordinator.superseded
+        assert not coordinator._core.state.membership.nodes
+
+    asyncio.run(depose())
+    assert ended == [server.EXIT_SUPERSEDED]

@@ -272,6 +272,7 @@ class Agent:
             snapshot_server=self._keeper.server if self._keeper else "",
             summing=self._keeper.summing() if self._keeper else (),
             kernel=kernel_id(),
+            term=self._link.term,
         )
 
     def _on_order(self, order: m.ToAgent) -> None:

@@ -66,6 +66,9 @@ class CoordinatorLink:
         self._hello, self._take = hello, take
         self._orphan_s, self._orphaned = orphan_s, orphaned
         self._heartbeat_s, self._lost = heartbeat_s, lost
+        self.term = 0
+        """The latest term of office of a coordinator that has proved itself here. One of an earlier term is not spoken with:
+        it was cut off while another took its place, and would order what is over."""
         self.connected = False
         self.left_to_another = False
         """The coordinator has closed the connection because another one follows, which was not met yet."""
@@ -74,6 +77,7 @@ class CoordinatorLink:
         self._idle = asyncio.Event()
         self._silent = False
         self._unproven: Endpoint | None = None
+        self._refused: Endpoint | None = None
         self._reported = False
 
     def send(self, message: m.AgentMessage) -> None:
@@ -101,7 +105,8 @@ class CoordinatorLink:
         limit = aiohttp.ClientTimeout(total=ANSWER_S, sock_connect=4 * self._heartbeat_s)
         while True:
             where = read_endpoint(self._job_dir)
-            if where is not None and await self._converse(where, limit):
+            refused = where is not None and self._is_deposed(where)
+            if where is not None and not refused and await self._converse(where, limit):
                 # Not a warning: a coordinator that was ended is started again, and training goes on meanwhile.
                 _log.info("lost the connection to the coordinator", extra={"url": where.url})
                 self._lost()
@@ -134,7 +139,22 @@ class CoordinatorLink:
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 _log.debug("no connection to the coordinator: %r", error, extra={"url": where.url})
                 return False
+            self.term = where.term
             return await self._talk(link)
+
+    def _is_deposed(self, where: Endpoint) -> bool:
+        """Whether a later coordinator was met already; it is logged once."""
+        if where.term >= self.term:
+            return False
+        if self._refused != where:
+            self._refused = where
+            _log.warning(
+                "a coordinator of term %d is not spoken with, since one of term %d took its place",
+                where.term,
+                self.term,
+                extra={"url": where.url},
+            )
+        return True
 
     def _not_believed(self, where: Endpoint, why: str) -> None:
         """Logs it once, and not the first time: a coordinator that has just started may not have written its address."""

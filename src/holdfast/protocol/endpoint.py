@@ -10,7 +10,7 @@ import msgspec
 FILE_NAME = "coordinator.json"
 
 
-class Endpoint(msgspec.Struct, frozen=True):
+class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     """Address of the newest coordinator process."""
 
     host: str
@@ -18,6 +18,8 @@ class Endpoint(msgspec.Struct, frozen=True):
     pid: int
     instance: str
     """Made up by the process: no other has it."""
+    term: int = 0
+    """Its term of office, see `protocol.leadership`; 0: no other machine can have the coordinator."""
 
     @property
     def url(self) -> str:
@@ -27,7 +29,8 @@ class Endpoint(msgspec.Struct, frozen=True):
     @property
     def name(self) -> str:
         """By which `protocol.proof` knows it."""
-        return f"coordinator {self.instance}"
+        # With the term: who calls the coordinator of a term is answered by none of another one.
+        return f"coordinator {self.instance} of term {self.term}"
 
 
 def read_endpoint(job_dir: Path) -> Endpoint | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from aiohttp import WSCloseCode, WSMsgType, web
 
@@ -34,7 +35,11 @@ class AgentConnections:
         memory: Memory,
         watchers: Watchers,
         gone: asyncio.Event,
+        term: int,
+        deposed: Callable[[], None],
     ) -> None:
+        """term: of office. deposed: called when an agent has seen a later one."""
+        self._term, self._deposed = term, deposed
         self._loop, self._lines, self._checks = loop, lines, checks
         self._memory, self._watchers, self._gone = memory, watchers, gone
         self.closes_with = WSCloseCode.OK
@@ -52,6 +57,13 @@ class AgentConnections:
         hello = await self._first(socket)
         if hello is None:
             await socket.close(code=WSCloseCode.PROTOCOL_ERROR)
+            return socket
+        # It has proved that it knows the token, and a later coordinator has proved itself to it. The folder may say so only
+        # later, or not at all where there is none.
+        if hello.term > self._term:
+            _log.warning("an agent has seen term %d", hello.term, extra={"node": hello.node})
+            self._deposed()
+            await socket.close(code=WSCloseCode.POLICY_VIOLATION)
             return socket
         line = Line(hello.node, hello.session, request.transport)
         sender = asyncio.create_task(drain(line, socket, code=lambda: self.closes_with))

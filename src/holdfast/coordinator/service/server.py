@@ -96,6 +96,8 @@ class Coordinator:
             memory=self._memory,
             watchers=self._watchers,
             gone=self._gone,
+            term=term,
+            deposed=self._depose,
         )
         self._routes = Routes(
             loop=self._loop,
@@ -125,7 +127,13 @@ class Coordinator:
         if newest_term(self._job_dir) > self._term:
             _log.warning("another coordinator took over before this one served", extra={"term": self._term})
             logs.exit_now(EXIT_SUPERSEDED)
-        where = Endpoint(host, listener.getsockname()[1], os.getpid(), secrets.token_hex(8))
+        where = Endpoint(
+            host=host,
+            port=listener.getsockname()[1],
+            pid=os.getpid(),
+            instance=secrets.token_hex(8),
+            term=self._term,
+        )
         app = web.Application(middlewares=[authorized(self._token, where), self._in_office()])
         app.on_response_prepare.append(give_proof)
         app.add_routes([web.get("/agent", self._agents.serve), *self._routes.all()])
@@ -181,6 +189,10 @@ class Coordinator:
         # heartbeat that keeps agents calm.
         while await self._folder.do(newest_term, self._job_dir) <= self._term:  # noqa: ASYNC110 - another machine's file
             await asyncio.sleep(LOOK_S)
+        self._depose()
+
+    def _depose(self) -> None:
+        """Ends this process without another word: somebody else decides."""
         _log.warning("another coordinator took over; this one ends at once", extra={"term": self._term})
         self.superseded = True
         self._loop.over.set()

@@ -91,6 +91,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """As in Exited, of all its workers."""
     kernel: str = ""
     """Where `pid` is a process, as `protocol.processes` says; empty: that cannot be told."""
+    term: int = 0
+    """The latest term of office of a coordinator that it has spoken with."""
 
 
 # Empty. What an agent has to report has messages of its own, and any of them is a sign of life as well.
