@@ -49,5 +49,5 @@ def test_a_missing_folder_is_said(tmp_path):
 
 def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(UsageError, match=r"pip install 'holdfast\[plot\]'"):
+    with pytest.raises(UsageError, match=r"pip install 'holdfast-train\[plot\]'"):
         draw_curve(STEPS, [], tmp_path / "loss.png")
