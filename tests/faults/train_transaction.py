@@ -61,11 +61,8 @@ def main(run: hf.Run) -> None:
     model = torch.nn.Sequential(
         torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU(), Statistics(), torch.nn.Linear(WIDTH, 8)
     )
-    if args.shard == 1:
-        run.buffers("mean", "model.2.norm.*")
-        run.buffers("sum", "model.2.loads")
-    else:
-        run.buffers("restore")
+    run.buffers("mean", "model.2.norm.*")
+    run.buffers("sum", "model.2.loads")
     if args.shard > 1:
         fully_shard(model, mesh=run.mesh(shard=args.shard)["shard"])
         run.replicate(model)
@@ -105,9 +102,8 @@ def main(run: hf.Run) -> None:
                 step.backward(scaler.scale(loss), weight=len(inputs))
             step.apply(optimizer, max_grad_norm=1.0, scaler=scaler)
     loads, norm = model[2].loads, model[2].norm
-    if args.shard == 1:
-        assert int(loads.sum()) == 48 * (count.calls - count.skipped)
-        assert int(norm.num_batches_tracked) == count.calls - count.skipped
+    assert int(loads.sum()) == 48 * (count.calls - count.skipped)
+    assert int(norm.num_batches_tracked) == count.calls - count.skipped
     print(
         f"counted {norm.running_mean.double().sum().item()} {count.state_dict()} {scaler.state_dict()}",
         flush=True,

@@ -1,5 +1,7 @@
 """Buffers after a step depend on the global batch alone: not on how many workers computed it, nor on what came between."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -63,6 +65,45 @@ def computed(model, rules, micros):
     for micro in micros:
         model(micro)
         rules.after_micro(micro)
+
+
+class Shards:
+    """Two workers of one replica, in the same way."""
+
+    def __init__(self):
+        self.both = Both()
+
+    def sum_over_shards(self, rows):
+        self.both.wait(self.both.allreduce(rows))
+
+
+def test_shards_of_replicas_commit_what_one_worker_does():
+    """Two replicas of two workers, whose micro-batches lie among each other. Fast too: each shard has a sum of its own over the
+    replicas, and all have the same bits."""
+    alone = Changed()
+    rules = rules_of(alone)
+    computed(alone, rules, range(MICROS))
+    rules.reduce(Alone())
+    rules.commit(skipped=False)
+    dealt = [[(0, 4), (1,)], [(3, 5), (2,)]]
+    models = [[Changed(), Changed()] for _ in dealt]
+    workers = [
+        [BufferRules({"model": m}, DECLARED, sharded=True, exact=False) for m in replica]
+        for replica in models
+    ]
+    for replica in range(2):
+        shards = Shards()
+        for shard in range(2):
+            computed(models[replica][shard], workers[replica][shard], dealt[replica][shard])
+            workers[replica][shard].reduce_inside(shards)
+    for shard in range(2):
+        column = Both()
+        for replica in range(2):
+            workers[replica][shard].reduce(column)
+    for replica, shard in itertools.product(range(2), range(2)):
+        workers[replica][shard].commit(skipped=False)
+        for name, buffer in models[replica][shard].named_buffers():
+            assert torch.equal(buffer, dict(alone.named_buffers())[name]), name
 
 
 @pytest.mark.parametrize("replaced", [False, True])
@@ -129,18 +170,16 @@ def test_an_evaluation_before_the_first_step_leaves_no_trace():
 
 
 @pytest.mark.parametrize(
-    ("declared", "sharded", "words"),
+    ("declared", "words"),
     [
-        ([("mean", ("model.means",))], False, "no protected module has a buffer of this name.*model.mean"),
-        ([("mean", ("model.cache",))], False, "no protected module has a buffer of this name"),
+        ([("mean", ("model.means",))], "no protected module has a buffer of this name.*model.mean"),
+        ([("mean", ("model.cache",))], "no protected module has a buffer of this name"),
         (
             [("sum", ("model.flags",))],
-            False,
             r"is of torch\.bool.*run\.buffers\(\"restore\", \"model\.flags\"",
         ),
-        ([("sum", ("model.loads",))], True, 'after run.mesh\\(\\) choose "restore" or "own"'),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_way_out(declared, sharded, words):
+def test_what_cannot_be_is_refused_with_the_way_out(declared, words):
     with pytest.raises(UsageError, match=words):
-        BufferRules({"model": Changed()}, declared, sharded=sharded, exact=True)
+        rules_of(Changed(), declared=declared)

@@ -2,11 +2,13 @@
 
 import itertools
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from holdfast.checkpoint.archive import Archive
@@ -16,6 +18,7 @@ from holdfast.errors import CollectiveFailed, StateError, UsageError
 from holdfast.protocol.messages import Generation, JoinGeneration, Member
 from holdfast.tensors.dtensor_shards import like, local_of, parsed, piece_of, placed
 from holdfast.train import checkpoint_restore, state_image
+from holdfast.train.buffer_rules import BufferRules
 from holdfast.train.place import Place
 from holdfast.train.reconnectable_group import ReplicaGroups
 from holdfast.train.sharding import Sharding
@@ -289,3 +292,23 @@ def test_a_row_is_left_when_it_is_known_where():
         row.run_to(1)
         assert left.result(timeout=10) == 1
     assert row.leave(broken=False) == 1  # a planned change: nobody has halted
+
+
+@pytest.mark.parametrize(
+    ("dimension", "placement", "summed"),
+    [
+        ("shard", Shard(0), False),
+        ("tensor", Partial(), False),
+        ("shard", Replicate(), True),
+        ("tensor", Shard(0), True),
+    ],
+)
+def test_a_buffer_is_summed_where_workers_with_other_data_have_all_of_it(
+    dimension, placement, summed, sharding
+):
+    model = torch.nn.Linear(WIDTH, OUT)
+    mesh = sharding((2, 2)).mesh[dimension]
+    model.register_buffer("loads", DTensor.from_local(torch.zeros(3), mesh, [placement], run_check=False))
+    words = r'run.buffers\("sum", "model.loads"\): it is a DTensor.*run.buffers\("restore", "model.loads"\)'
+    with nullcontext() if summed else pytest.raises(UsageError, match=words):
+        BufferRules({"model": model}, [("sum", ("model.loads",))], sharded=True, exact=True)

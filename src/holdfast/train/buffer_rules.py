@@ -11,13 +11,17 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from holdfast.errors import UsageError
 from holdfast.train.generation_group import Group
 from holdfast.train.state_image import BufferPlace, Protected, persistent_buffers
+
+if TYPE_CHECKING:
+    from holdfast.train.sharding import Sharding
 
 BufferRule = Literal["restore", "sum", "mean", "own"]
 Declared = Sequence[tuple[BufferRule, tuple[str, ...]]]
@@ -63,7 +67,8 @@ class BufferRules:
         exact: bool,
         line: BufferLine = run_line,
     ) -> None:
-        """exact: the sum must not depend on how the micro-batches are spread over the workers, to the last bit.
+        """sharded: a replica has several workers. exact: the sum must not depend on how the micro-batches are spread over the
+        workers, to the last bit.
 
         Raises:
             UsageError: a pattern without a buffer, or a buffer that cannot be summed.
@@ -77,8 +82,10 @@ class BufferRules:
         self._put = [r for r in found if r.rule != "own"]
         self._summed = [r for r in found if r.rule in ("sum", "mean")]
         for ruled in self._summed:
-            _check_summed(ruled, sharded, line)
-        self._exact = exact
+            _check_summed(ruled, line)
+        # Workers of a replica hold a buffer whole, and those with another shard sum it in another group. A row for
+        # each micro-batch makes the order of additions the same in all groups, so they get the same bits.
+        self._exact = exact or sharded
         self._rows: torch.Tensor | None = None
         self._works: list[Any] = []
         self._lay_out()
@@ -107,6 +114,17 @@ class BufferRules:
         changed = torch.where(self._flat == self._was, 0.0, self._flat - self._was)
         self._rows[micro if self._exact else 0] += changed
         self.put_back()
+
+    def reduce_inside(self, sharding: Sharding) -> None:
+        """Sums over the workers of a replica that have other micro-batches. It comes before anything that waits for another
+        replica: a worker that fails there leaves the step, and the others of its replica would wait for it here.
+
+        Raises:
+            CollectiveFailed: the generation broke.
+        """
+        if self._summed:
+            assert self._rows is not None
+            sharding.sum_over_shards(self._rows)
 
     def reduce(self, group: Group) -> None:
         """Sums over all replicas; every member calls it at the same place of the step.
@@ -203,15 +221,27 @@ def _rules(objects: Protected, declared: Declared, line: BufferLine) -> list[tup
     return list(found.values())
 
 
-def _check_summed(ruled: _Ruled, sharded: bool, line: BufferLine) -> None:
+def _check_summed(ruled: _Ruled, line: BufferLine) -> None:
     path = ruled.at.path
-    if sharded:
+    if _is_spread(ruled.at.module._buffers[ruled.at.name]):
         raise UsageError(
-            f"{line(ruled.rule, path)}: it would be summed over the replicas, but not over the shards of "
-            'a replica; after run.mesh() choose "restore" or "own"'
+            f"{line(ruled.rule, path)}: it is a DTensor, and workers with different micro-batches hold different parts of "
+            f"it, which are not summed; register it as a plain tensor, or give it a rule of its own: {line('restore', path)}"
         )
     if ruled.now.dtype is torch.bool or ruled.now.is_complex():
         raise UsageError(
             f"{line(ruled.rule, path)}: it is of {ruled.now.dtype}, which is not summed; give it a rule of its own: "
             f"{line('restore', path)}"
         )
+
+
+def _is_spread(buffer: torch.Tensor | None) -> bool:
+    """Whether workers that compute different micro-batches have different parts of it. Those along the dimension `tensor`
+    compute the same ones, so each sums its own part."""
+    if not isinstance(buffer, DTensor):
+        return False
+    names = buffer.device_mesh.mesh_dim_names or ("",) * len(buffer.placements)
+    return any(
+        not (p.is_replicate() or (name == "tensor" and p.is_shard()))
+        for name, p in zip(names, buffer.placements, strict=True)
+    )

@@ -255,9 +255,9 @@ class Run:
             rule: "mean": every micro-batch starts from the value that the last commit left, and the mean over the
                 micro-batches of the global batch is committed. "sum": in the same way, with the sum of what the
                 micro-batches change. Both give the same at any number of workers (to the last bit under
-                `reduction="exact"`), cost one more small reduction, and are refused after `run.mesh()`. "restore": the
-                value before the step is put back. "own": each worker keeps its own, and newcomers take another's; this
-                alone is left out of the comparison of all replicas at the end.
+                `reduction="exact"` and after `run.mesh()`), and cost one more small reduction, after `run.mesh()` two.
+                "restore": the value before the step is put back. "own": each worker keeps its own, and newcomers take
+                another's; this alone is left out of the comparison of all replicas at the end.
             names: paths as in the state, `model.1.running_mean`, or patterns with `*`. None: every buffer.
 
         A buffer with a rule other than "own" also gets the committed value back between two steps, so an evaluation leaves no

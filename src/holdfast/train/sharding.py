@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -151,6 +152,15 @@ class Sharding:
         # Counted on each, it would enter the norm several times, and clipping would depend on the layout.
         names = p.device_mesh.mesh_dim_names or ()
         return any(n == "tensor" and not q.is_replicate() for n, q in zip(names, p.placements, strict=True))
+
+    def sum_over_shards(self, tensor: torch.Tensor) -> None:
+        """Adds up, in place, what the workers along the dimension `shard` have: those with different micro-batches.
+
+        Raises:
+            CollectiveFailed: the generation broke.
+        """
+        if self.shape[0] > 1:
+            dist.all_reduce(tensor, group=self.mesh.get_group("shard"))
 
     def accumulates(self, on: bool) -> None:
         """Another micro-batch follows the next backward pass, or none: models that keep their parameters whole after the

@@ -276,6 +276,8 @@ class Step:
         gradients = replica.gradients
         if self._sent is None:
             self._say_weight()
+        if replica.sharding is not None:
+            replica.state.buffer_rules.reduce_inside(replica.sharding)
         # From here on every collective must be launched, also for parameters that took no part: the others
         # launch them too and would wait.
         gradients.flush(replica.group)
