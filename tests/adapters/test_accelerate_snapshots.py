@@ -17,7 +17,8 @@ from killed import train
 from torch.utils.data import DataLoader
 
 from holdfast.adapters import world
-from holdfast.adapters.accelerate.snapshots import SPLITTING, Snapshots, check_version
+from holdfast.adapters.accelerate.snapshots import SPLITTING, Snapshots
+from holdfast.adapters.accelerate.versions import check_version
 from holdfast.checkpoint import flush
 from holdfast.errors import UsageError
 
@@ -167,7 +168,7 @@ def test_loaders_that_keep_their_place_elsewhere_are_refused():
 @pytest.mark.parametrize("version", ["1.1.1", "2.0.0"])
 def test_a_version_that_is_not_supported_is_refused(version):
     with pytest.raises(UsageError, match=r"accelerate>=1\.2,<2\.0"):
-        check_version(version)
+        check_version(version, "Snapshots")
 
 
 def test_a_level_2_is_refused(monkeypatch):

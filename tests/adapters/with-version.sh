@@ -11,7 +11,7 @@ framework=${version%%==*}
 case $framework in
 transformers) tests="tests/adapters/test_trainer.py tests/adapters/test_trainer_refused.py tests/adapters/test_trainer_snapshots.py" ;;
 lightning) tests="tests/adapters/test_lightning.py tests/adapters/test_lightning_snapshots.py" ;;
-accelerate) tests=tests/adapters/test_accelerate_snapshots.py ;;
+accelerate) tests="tests/adapters/test_accelerate.py tests/adapters/test_accelerate_snapshots.py" ;;
 *) echo "there are no tests for $framework" >&2 && exit 2 ;;
 esac
 

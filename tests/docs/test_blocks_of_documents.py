@@ -69,7 +69,7 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-LONG = ("checkpoints", "convert", "lightning", "start", "transformers")
+LONG = ("accelerate", "checkpoints", "convert", "lightning", "start", "transformers")
 """Pages in docs/ whose blocks run for many seconds."""
 
 

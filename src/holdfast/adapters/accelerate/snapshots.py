@@ -8,11 +8,10 @@ import accelerate
 from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import DistributedType
 
+from holdfast.adapters.accelerate.versions import check_version
 from holdfast.adapters.snapshots import Kept, Saver, random_state, set_random_state
 from holdfast.errors import UsageError
 
-OLDEST, BEFORE = (1, 2), (2, 0)
-"""Versions of Accelerate: from this one, up to but without this one."""
 SPLITTING = (
     DistributedType.FSDP,
     DistributedType.DEEPSPEED,
@@ -50,7 +49,7 @@ class Snapshots:
             UsageError: nothing is prepared; a plugin that splits the state over ranks; a loader that keeps its place
                 elsewhere; a version of Accelerate that is not supported; or no number of steps.
         """
-        check_version(accelerate.__version__)
+        check_version(accelerate.__version__, "Snapshots")
         self._saver = Saver(every, to, level_2="holdfast.accelerate")
         if not accelerator._models:
             raise UsageError("Snapshots: this Accelerator has no model; make Snapshots after prepare()")
@@ -208,14 +207,3 @@ def _skips_by_itself(*args: Any, **more: Any) -> None:
     raise UsageError(
         "Snapshots: leave skip_first_batches out, and loop over the prepared loader; it goes on where the snapshot was taken"
     )
-
-
-def check_version(version: str) -> None:
-    """Raises UsageError for a version of Accelerate that is not supported."""
-    numbers = tuple(int(part) for part in version.split(".")[:2])
-    if not OLDEST <= numbers < BEFORE:
-        low, high = (".".join(map(str, v)) for v in (OLDEST, BEFORE))
-        raise UsageError(
-            f"accelerate {version} is installed, and Snapshots supports {low} up to but without {high}: pip "
-            f"install 'accelerate>={low},<{high}'"
-        )

@@ -1,0 +1,199 @@
+"""An Accelerator whose script is a member of a job: it prepares and computes, the run decides what counts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import accelerate
+import torch
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+from torch.utils.data import RandomSampler
+
+from holdfast.adapters import world
+from holdfast.adapters.accelerate.versions import check_version
+from holdfast.adapters.buffers import Buffers
+from holdfast.data.mapstyle import shuffled
+from holdfast.errors import UsageError
+
+if TYPE_CHECKING:
+    from holdfast.train.buffer_rules import BufferRule
+    from holdfast.train.run import Run
+    from holdfast.train.step import Step
+
+LOOP = "loop with `for step in accelerator.steps(loader, until=N)` (docs/accelerate.md)"
+REFUSED = {
+    "accumulate": f"a step has all its micro-batches, and a fault repeats all of them; {LOOP}",
+    "clip_grad_norm_": "gradients are summed when the step is applied; give step.apply(optimizer, max_grad_norm=...)",
+    "clip_grad_value_": "gradients are summed when the step is applied; give step.apply(optimizer, max_grad_norm=...)",
+    "no_sync": f"a step sums its gradients once; {LOOP}",
+    "join_uneven_inputs": f"every sample is dealt to exactly one worker; {LOOP}",
+    "skip_first_batches": f"a job goes on at its next sample by itself; {LOOP}",
+    "save_state": "the job keeps its state by itself; leave it out, and save a trained model with save_model",
+    "load_state": "a job goes on from its newest state by itself; load the weights of another job before prepare()",
+    "init_trackers": "ranks change, so another worker would begin a second record; give figures to accelerator.run.log(...)",
+}
+"""Methods of Accelerate's that cannot work at level 2: the reason, and what to write."""
+SPLITTING = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin", "torch_tp_plugin", "parallelism_config")
+
+
+# A loop of the script's own over a prepared loader cannot be a member of a job. A newcomer runs the script from its top and
+# enters at any step. What the loop did since its first batch is in local variables, and what stands after
+# `optimizer.step()` was done by some of the survivors and not by others: no commit knows. So the loop is over steps.
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc] # it has no types
+    """Accelerate's own, for one worker of a job: devices, mixed precision and `prepare` are as they were.
+
+        model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+        for step in accelerator.steps(loader, until=1000):
+            with step:
+                for batch in step:
+                    accelerator.backward(model(**batch).loss)
+                step.apply(optimizer, max_grad_norm=1.0, scheduler=scheduler)
+
+    Accelerate sees a world of one process: `num_processes` is 1, `gather` returns what it got, and an evaluation on each worker
+    is one of all samples. From the first step on `is_main_process` is true on rank 0 alone, which may be another
+    worker after a fault.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        """
+        Args:
+            options: of `accelerate.Accelerator`. `gradient_accumulation_steps` is the number of micro-batches of a step for
+                each worker of the full job.
+
+        Raises:
+            UsageError: what splits a model over processes, fp16, or a version of Accelerate that is not supported.
+        """
+        check_version(accelerate.__version__, "holdfast.accelerate")
+        for name in SPLITTING:
+            if options.get(name) is not None:
+                raise UsageError(
+                    f"Accelerator({name}=...): a replica is one process here; leave it out, or shard with "
+                    "holdfast.start(main) and run.mesh() (docs/sharded.md)"
+                )
+        precision = options.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        if str(precision) == "fp16":
+            raise UsageError(
+                "Accelerator: mixed_precision is fp16, whose scaler skips updates, which is not supported yet; use 'bf16'"
+            )
+        self._holdfast_run = world.own_run()
+        self._holdfast_step: Step | None = None
+        super().__init__(**options)
+        if self.distributed_type != DistributedType.NO or os.environ.get("ACCELERATE_USE_FSDP") == "true":
+            raise UsageError(
+                f"Accelerator: Accelerate is set up for {self.distributed_type.value}, and a replica is one process here; "
+                "start the script with `holdfast run`, without `accelerate launch`"
+            )
+        if self.split_batches:
+            raise UsageError(
+                "Accelerator(split_batches=True): batch_size is that of a micro-batch; leave it out"
+            )
+
+    @property
+    def run(self) -> Run:
+        """The run of this process: for `run.log`, `run.on_commit`, `run.constant` and `run.relaxed_watchdog`."""
+        return self._holdfast_run
+
+    def steps(
+        self,
+        loader: Any,
+        *,
+        until: int,
+        seed: int = 0,
+        reduction: Literal["fast", "exact"] = "fast",
+        buffers: Mapping[str, BufferRule] | None = None,
+    ) -> Iterator[Step]:
+        """Joins the job and yields its steps, as `Run.steps` does. What was prepared and registered is protected.
+
+        Args:
+            loader: a DataLoader that shuffles a map-style dataset, prepared or not. Its dataset, batch size, `collate_fn` and
+                `num_workers` count; the order of samples is the job's.
+            until: number of steps, each of `batch_size * gradient_accumulation_steps` samples for each worker of the full
+                job. Fewer workers compute the same steps.
+            seed: of the order of samples and of the randomness within a step.
+            reduction: see `Run.steps`.
+            buffers: rules for buffers that forward passes change, by their paths or patterns of these:
+                `{"model.*.loads": "sum"}`. See `Run.buffers`; batch norms have the rule "mean" without being named.
+
+        Raises:
+            UsageError: nothing is prepared, a loader whose samples cannot be dealt, or a rule that there is not.
+        """
+        if not self._models:
+            raise UsageError("accelerator.steps(): this Accelerator has no model; call prepare() before")
+        micro_batch = _micro_batch(loader)
+        rules = Buffers(buffers, "accelerator.steps(loader, until=N, ")
+        run = self._holdfast_run = world.run_for_training()
+        models = _named("model", [self.unwrap_model(model) for model in self._models])
+        run.protect(
+            **models,
+            **_named("optimizer", [wrapper.optimizer for wrapper in self._optimizers]),
+            **_named("scheduler", self._schedulers),
+            **_named("registered", self._custom_objects),
+        )
+        rules.declare(run, **models)
+        data = shuffled(loader.dataset, workers=loader.num_workers, collate=loader.collate_fn)
+        try:
+            for step in run.steps(
+                data,
+                global_batch=micro_batch * self.gradient_accumulation_steps * run.full_world_size,
+                micro_batch=micro_batch,
+                until=until,
+                seed=seed,
+                reduction=reduction,
+            ):
+                self._holdfast_step = step
+                self._follow_rank()
+                yield step
+        finally:
+            self._holdfast_step = None
+
+    def backward(self, loss: torch.Tensor, weight: float = 1.0) -> None:
+        """The backward pass of a micro-batch of the step.
+
+        Args:
+            loss: the mean over the micro-batch, a scalar.
+            weight: what that mean is over, for example tokens; left out, all micro-batches weigh the same.
+
+        Raises:
+            UsageError: outside of a step.
+        """
+        if self._holdfast_step is None:
+            raise UsageError(
+                f"accelerator.backward() came outside of a step, where a fault could not repeat it; {LOOP}"
+            )
+        self._holdfast_step.backward(loss * weight, weight=weight)
+
+    def _follow_rank(self) -> None:
+        # Both have a copy: what asks Accelerate's state, such as `on_main_process` and `print`, hears the same.
+        for state in (PartialState(), self.state):
+            state.process_index, state.local_process_index = self._holdfast_run.rank, world.slot()
+
+
+def _refusing(name: str, reason: str) -> Any:
+    def refuse(self: Accelerator, *args: Any, **options: Any) -> Any:
+        raise UsageError(f"accelerator.{name}(): {reason}")
+
+    refuse.__name__, refuse.__doc__ = name, f"Refused at level 2: {reason}."
+    return refuse
+
+
+for _name, _reason in REFUSED.items():
+    setattr(Accelerator, _name, _refusing(_name, _reason))
+
+
+def _named(kind: str, objects: list[Any]) -> dict[str, Any]:
+    return {f"{kind}{i or ''}": one for i, one in enumerate(objects)}
+
+
+def _micro_batch(loader: Any) -> int:
+    batches = getattr(loader, "batch_sampler", None)
+    # Accelerate puts the samplers of a loader into a new one, whose own `sampler` says nothing.
+    sampler = getattr(batches, "sampler", None)
+    if not isinstance(sampler, RandomSampler) or sampler.replacement:
+        raise UsageError(
+            f"accelerator.steps(): the loader has {type(sampler or batches).__name__}, and the order of samples is the job's; "
+            "give a DataLoader(dataset, batch_size=..., shuffle=True) of a map-style dataset"
+        )
+    return int(batches.batch_size)  # type: ignore[union-attr]
