@@ -68,6 +68,7 @@ def test_a_drained_node_and_a_preempted_one_are_replaced(tmp_path):
     assert [f["reason"] for f in ran.fields("node-leaving")] == ["test", "SIGTERM"]
 
 
+@pytest.mark.long
 def test_sigterm_to_an_agent_is_a_drain(tmp_path):
     process = start(tmp_path, "--nnodes", "1:2", TINY, 600, "--warn")
     wait_for(process, "generation 1")

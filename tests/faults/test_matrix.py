@@ -65,6 +65,7 @@ def test_a_fault_in_every_phase_changes_no_bit(row, tmp_path, undisturbed):
         assert incident["full_strength_s"] is not None, incident
 
 
+@pytest.mark.long
 def test_a_step_that_is_committed_without_rank_0_is_in_the_curve(tmp_path, undisturbed):
     """The newcomer that becomes rank 0 never computed it; those tell of it who did."""
     fault = "kill-worker:rank=0,phase=vote,step=7"
@@ -74,6 +75,7 @@ def test_a_step_that_is_committed_without_rank_0_is_in_the_curve(tmp_path, undis
     assert ran.report["steps"]["lost"] == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "phase", ["reduce", *(pytest.param(p, marks=pytest.mark.nightly) for p in ("forward", "vote", "update"))]
 )

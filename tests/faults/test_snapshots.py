@@ -141,6 +141,7 @@ def remove_memory_of(home):
         slot.unlink()
 
 
+@pytest.mark.long
 def test_ctrl_c_leaves_no_memory_behind(tmp_path):
     process = start(tmp_path, "--nnodes", 2, "--snapshot-every", EVERY, TINY, 1_000_000)
     wait_for(process, "generation 1")
