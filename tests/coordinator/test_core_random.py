@@ -124,9 +124,11 @@ def test_schedules_of_sharded_replicas_hold_and_are_eventful(first):
 
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(bool(REPLAY), reason="one schedule was asked for")
-@pytest.mark.parametrize("first", [PLACED, pytest.param(PLACED + 10, marks=pytest.mark.long)])
-def test_schedules_of_nodes_in_racks_hold_and_are_eventful(first):
-    told = ran(range(first, first + 10))
+@pytest.mark.parametrize(
+    ("first", "count"), [(PLACED, 10), pytest.param(PLACED + 10, 20, marks=pytest.mark.long)]
+)
+def test_schedules_of_nodes_in_racks_hold_and_are_eventful(first, count):
+    told = ran(range(first, first + count))
     assert {"finished", "stopped"} <= {s.outcome for s in told}
     assert sum(s.generations for s in told) > 20
     assert sum(s.incidents for s in told) > 10
