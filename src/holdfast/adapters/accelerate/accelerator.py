@@ -43,7 +43,7 @@ SPLITTING = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin", "torch_tp_
 # enters at any step. What the loop did since its first batch is in local variables, and what stands after
 # `optimizer.step()` was done by some of the survivors and not by others: no commit knows. So the loop is over steps.
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc] # it has no types
-    """Accelerate's own, for one worker of a job: devices, mixed precision and `prepare` are as they were.
+    """Accelerate's own, for one worker of a job: devices, mixed precision and `prepare` are as they were::
 
         model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
         for step in accelerator.steps(loader, until=1000):
