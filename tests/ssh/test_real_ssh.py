@@ -180,4 +180,4 @@ def test_checkpoints_that_hosts_do_not_share_are_refused(hosts, tmp_path) -> Non
     job = hosts.start("--hosts", "a,b", "--checkpoint", hosts.home / "own", TRAIN, 10)
     job.finish()
     assert "a: the checkpoints' folder" in job.output
-    assert "differs from the one on the launching machine" in job.output
+    assert "is not shared with the launching machine" in job.output
