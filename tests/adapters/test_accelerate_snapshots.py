@@ -13,12 +13,12 @@ from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 from accelerate.utils import DistributedType
 from ends import ends
 from harness import run
-from killed import train
+from killed import killed_and_gone_on, train
 from torch.utils.data import DataLoader
 
 from holdfast.adapters import world
 from holdfast.adapters.accelerate.snapshots import SPLITTING, Snapshots
-from holdfast.adapters.accelerate.versions import check_version
+from holdfast.adapters.versions import ACCELERATE
 from holdfast.checkpoint import flush
 from holdfast.errors import UsageError
 
@@ -60,10 +60,8 @@ def undisturbed(tmp_path_factory):
 )
 def test_a_killed_training_goes_on(tmp_path, undisturbed, step, seedable):
     """From the middle of an epoch, from its last batch (6), from its first one, and from the last step of all."""
-    assert train(SCRIPT, tmp_path, step, seedable) == 9
-    assert not ends(tmp_path)
-    assert train(SCRIPT, tmp_path, 0, seedable) == 0
-    assert ends(tmp_path) == [{**undisturbed(seedable), "resumed": step}]
+    found = killed_and_gone_on(SCRIPT, tmp_path, step, seedable)
+    assert found == [{**undisturbed(seedable), "resumed": step}]
 
 
 @pytest.mark.nightly
@@ -168,7 +166,7 @@ def test_loaders_that_keep_their_place_elsewhere_are_refused():
 @pytest.mark.parametrize("version", ["1.1.1", "2.0.0"])
 def test_a_version_that_is_not_supported_is_refused(version):
     with pytest.raises(UsageError, match=r"accelerate>=1\.2,<2\.0"):
-        check_version(version, "Snapshots")
+        ACCELERATE.check(version, "Snapshots")
 
 
 def test_a_level_2_is_refused(monkeypatch):

@@ -13,7 +13,7 @@ from harness import run
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
 import holdfast.lightning  # before Lightning looks at the environment
-from holdfast.adapters.lightning.refusals import check_version
+from holdfast.adapters.versions import LIGHTNING
 from holdfast.errors import UsageError
 
 import lightning  # isort: skip
@@ -240,7 +240,7 @@ def test_a_rule_for_a_buffer_that_is_not_there_is_refused(tmp_path):
 @pytest.mark.parametrize("version", ["2.5.1", "2.7.0", "3.0"])
 def test_other_versions_are_refused(version):
     with pytest.raises(UsageError, match=version):
-        check_version(version)
+        LIGHTNING.check(version, "holdfast.lightning")
 
 
 def test_two_trainings_of_a_script_without_a_job(tmp_path):

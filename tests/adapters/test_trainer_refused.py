@@ -16,7 +16,7 @@ from transformers.trainer_callback import ExportableState
 import holdfast.transformers as adapter
 from holdfast.adapters import world
 from holdfast.adapters.huggingface import arguments
-from holdfast.adapters.huggingface.trainer import check_version
+from holdfast.adapters.versions import TRANSFORMERS
 from holdfast.errors import UsageError
 
 
@@ -131,7 +131,7 @@ def test_a_trainer_with_a_loop_of_its_own_is_refused():
 @pytest.mark.parametrize("version", ["4.57.0", "5.19.1", "5.30.0", "6.0"])
 def test_other_versions_are_refused(version):
     with pytest.raises(UsageError, match=version):
-        check_version(version)
+        TRANSFORMERS.check(version, "holdfast.transformers")
 
 
 def test_a_scheduler_of_the_scripts_own_that_looks_at_a_metric_is_refused(tmp_path):

@@ -1,7 +1,6 @@
 """Buddies: every failure of as many nodes as there are buddies is survived, and many larger ones."""
 
 import random
-import time
 from itertools import combinations
 from math import comb
 
@@ -9,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from counted import lines_of
 from holdfast.checkpoint.placement import Placement, place
 from holdfast.protocol.node_place import NodePlace, nearness
 
@@ -129,11 +129,14 @@ def test_copies_are_as_far_apart_as_they_can_be(zones, racks, copies, shared):
         assert max(nearness(a, b) for a, b in combinations(held, 2)) == shared
 
 
-def test_buddies_of_4096_nodes_are_found_in_well_under_a_second():
+def test_eight_times_as_many_nodes_cost_about_eight_times_as_much():
+    small, large = (cluster(4, 32, per_rack) for per_rack in (4, 32))
+    assert lines_of(lambda: place(large, 1)) < 12 * lines_of(lambda: place(small, 1))
+
+
+def test_buddies_of_4096_nodes_stand_in_other_zones():
     names = cluster(4, 32, per_rack=32)
-    began = time.process_time()
     first = place(names, 1)
-    assert time.process_time() - began < 1.0
     assert all(names[n][0] != names[b][0] for n, (b,) in first.buddies.items())
     gone = next(iter(names))
     left = {n: p for n, p in names.items() if n != gone}

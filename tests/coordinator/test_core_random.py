@@ -130,6 +130,6 @@ def test_schedules_of_sharded_replicas_hold_and_are_eventful(first):
 def test_schedules_of_nodes_in_racks_hold_and_are_eventful(first, count):
     told = ran(range(first, first + count))
     assert {"finished", "stopped"} <= {s.outcome for s in told}
-    assert sum(s.generations for s in told) > 20
-    assert sum(s.incidents for s in told) > 10
+    assert sum(s.generations for s in told) > 2 * count
+    assert sum(s.incidents for s in told) > count
     assert "memory" in {source for s in told for source, _ in s.restored}

@@ -3,7 +3,6 @@
 import itertools
 import random
 import sys
-import time
 from collections import Counter
 
 import pytest
@@ -11,6 +10,7 @@ from desk import running
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from counted import lines_of
 from holdfast.coordinator.membership import locality
 from holdfast.coordinator.membership.locality import (
     Standing,
@@ -191,9 +191,9 @@ def test_a_lost_shard_is_replaced_from_its_own_rack():
 # ---------------------------------------------------------------- 4,096 nodes
 
 
-def cluster(per_rack=32):
-    """4 zones of 4 blocks of 8 racks of 32 nodes, in no order."""
-    places = [(f"z{i // 1024}", f"b{i // 256}", f"r{i // per_rack}") for i in range(4096)]
+def cluster(nodes=4096):
+    """Zones of 4 blocks of 8 racks of 32 nodes, in no order."""
+    places = [(f"z{i // 1024}", f"b{i // 256}", f"r{i // 32}") for i in range(nodes)]
     paths = {f"w{i}": path(p, f"n{i}") for i, p in enumerate(places)}
     workers = list(paths)
     random.Random(5).shuffle(workers)
@@ -207,9 +207,7 @@ def large():
 
 def test_ranks_of_4096_nodes(large):
     paths, workers = large
-    began = time.process_time()
     order = assign_ranks(None, [], workers, paths)
-    assert time.process_time() - began < 0.5
     assert [crossings(order, paths, level) for level in (2, 3, 4)] == [4, 16, 128]
 
 
@@ -224,11 +222,10 @@ def test_a_rack_of_4096_nodes_is_replaced_from_its_block(large):
     before = Generation(
         number=1, members=tuple(Member(rank=i, worker=w, node=w, slot=0) for i, w in enumerate(order))
     )
-    began = time.process_time()
-    staying = [w for w in order if w not in set(lost)]
+    gone = set(lost)
+    staying = [w for w in order if w not in gone]
     taken = pick(standing, list(spares), len(lost), [known[w] for w in lost], [known[w] for w in staying])
     after = assign_ranks(before, staying, taken, known)
-    assert time.process_time() - began < 0.5
     assert [w for w in after if w not in spares] == staying
     assert all(nearness(known[w], known[order[0]]) >= 2 for w in taken)
 
@@ -237,16 +234,42 @@ def test_replicas_of_32_of_4096_nodes(large):
     paths, workers = large
     number = {w: int(w[1:]) % 32 for w in workers}
     standing = Standing(paths, dict.fromkeys(workers, (False, 0)))
-    began = time.process_time()
     seating = seat(None, {}, number, 32, 128, standing)
-    assert time.process_time() - began < 1.0
     assert all(len({paths[w][:4] for w in row}) == 1 for row in seating.replicas)
     before, lost = generation_of(seating, 32), seating.replicas[70][7]
     left = {w: q for w, q in number.items() if w != lost}
-    began = time.process_time()
     again = seat(before, left, {}, 32, 128, standing)
-    assert time.process_time() - began < 1.0
     assert len(again.replicas) == 127
+
+
+def ranked(nodes):
+    paths, workers = cluster(nodes)
+    return lines_of(lambda: assign_ranks(None, [], workers, paths))
+
+
+def seated(nodes):
+    paths, workers = cluster(nodes)
+    number = {w: int(w[1:]) % 32 for w in workers}
+    standing = Standing(paths, dict.fromkeys(workers, (False, 0)))
+    return lines_of(lambda: seat(None, {}, number, 32, nodes // 32, standing))
+
+
+def replaced(nodes):
+    """A rack, by an eighth as many spares as there are nodes."""
+    paths, workers = cluster(nodes)
+    order = in_order(workers, paths)
+    lost = [w for w in order if paths[w][:4] == paths[order[0]][:4]]
+    gone = set(lost)
+    seats = [paths[w] for w in lost]
+    beside = [paths[w] for w in order if w not in gone]
+    spares = {f"s{i}": path((f"z{i % 4}", f"b{i % 16}", f"spare{i}"), f"spare{i}") for i in range(nodes // 8)}
+    standing = Standing(paths | spares, dict.fromkeys(spares, (False, 0)))
+    return lines_of(lambda: pick(standing, list(spares), 32, seats, beside))
+
+
+@pytest.mark.parametrize("cost", [ranked, seated, replaced])
+def test_eight_times_as_many_nodes_cost_about_eight_times_as_much(cost):
+    assert cost(4096) < 12 * cost(512)
 
 
 def called(places):

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import msgspec
 import pytest
 from bench.coordinator import Job, hello, job, ready, says
 
+from counted import lines_of
 from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.service.server import Coordinator
 from holdfast.protocol import messages as m
@@ -22,20 +20,7 @@ from holdfast.protocol.phases import PageReading
 
 def lines(job: Job, event: e.Event) -> int:
     """Lines of Python that the core runs for one event."""
-    count = 0
-
-    def trace(frame: FrameType, what: str, _: Any) -> Any:
-        nonlocal count
-        count += what == "line"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        job.do(event)
-    finally:
-        sys.settrace(before)
-    return count
+    return lines_of(lambda: job.do(event))
 
 
 @pytest.mark.parametrize("said", ["heartbeat", "the same step", "a new step"])

@@ -58,7 +58,7 @@ def test_nothing_is_said_where_this_one_is_alone(installed):
     assert distribution.stranger("/no such folder") is None
 
 
-def test_the_command_says_that_the_package_was_replaced(tmp_path):
+def test_the_command_says_that_the_package_was_replaced():
     """The other project's `holdfast/__init__.py` came later than ours."""
     script = (
         "import sys, holdfast\n"

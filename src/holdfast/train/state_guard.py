@@ -109,9 +109,11 @@ class StateGuard:
         Raises:
             StateChanged: something changed since the commit.
         """
+        if not self._on:
+            return
         c = self._committed
         when = f"between step {c - 1}'s commit and step {c}" if c else "before step 0"
-        if self._on and (found := self._look(self._watched, when)):
+        if found := self._look(self._watched, when):
             raise _error(*found, when, "some workers would make this change after a fault, and others not")
 
     def before_update(self, step: int) -> None:

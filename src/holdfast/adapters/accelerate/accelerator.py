@@ -13,8 +13,8 @@ from accelerate.utils import DistributedType
 from torch.utils.data import RandomSampler
 
 from holdfast.adapters import world
-from holdfast.adapters.accelerate.versions import check_version
 from holdfast.adapters.buffers import Buffers
+from holdfast.adapters.versions import ACCELERATE
 from holdfast.data.mapstyle import shuffled
 from holdfast.errors import UsageError
 
@@ -66,7 +66,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc] # it has no typ
         Raises:
             UsageError: what splits a model over processes, fp16, or a version of Accelerate that is not supported.
         """
-        check_version(accelerate.__version__, "holdfast.accelerate")
+        ACCELERATE.check(accelerate.__version__, "holdfast.accelerate")
         for name in SPLITTING:
             if options.get(name) is not None:
                 raise UsageError(

@@ -8,8 +8,8 @@ import accelerate
 from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import DistributedType
 
-from holdfast.adapters.accelerate.versions import check_version
 from holdfast.adapters.snapshots import Kept, Saver, random_state, set_random_state
+from holdfast.adapters.versions import ACCELERATE
 from holdfast.errors import UsageError
 
 SPLITTING = (
@@ -49,7 +49,7 @@ class Snapshots:
             UsageError: nothing is prepared; a plugin that splits the state over ranks; a loader that keeps its place
                 elsewhere; a version of Accelerate that is not supported; or no number of steps.
         """
-        check_version(accelerate.__version__, "Snapshots")
+        ACCELERATE.check(accelerate.__version__, "Snapshots")
         self._saver = Saver(every, to, level_2="holdfast.accelerate")
         if not accelerator._models:
             raise UsageError("Snapshots: this Accelerator has no model; make Snapshots after prepare()")

@@ -15,6 +15,7 @@ from holdfast.adapters import world
 from holdfast.adapters.buffers import Buffers
 from holdfast.adapters.huggingface import arguments
 from holdfast.adapters.huggingface.progress import Progress
+from holdfast.adapters.versions import TRANSFORMERS
 from holdfast.data.mapstyle import shuffled
 from holdfast.errors import UsageError
 
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
     from holdfast.train.buffer_rules import BufferRule
     from holdfast.train.run import Run
     from holdfast.train.step import Step
-
-OLDEST, BEFORE = (5, 20), (5, 30)
-"""Versions of transformers that are tested: from this one, up to but without this one."""
 
 
 class HoldfastMixin:
@@ -49,7 +47,7 @@ class HoldfastMixin:
         _initial_global_step: int
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        check_version(transformers.__version__)
+        TRANSFORMERS.check(transformers.__version__, "holdfast.transformers")
         super().__init__(*args, **kwargs)
         self._holdfast_run: Run = world.own_run()
         arguments.follow(self.args, self._holdfast_run, world.slot())
@@ -309,17 +307,6 @@ class _Numbers(Dataset[int]):
 def _raw(optimizer: Any) -> Any:
     """The optimizer itself, without Accelerate's wrapper: what holds the state."""
     return getattr(optimizer, "optimizer", optimizer)
-
-
-def check_version(version: str) -> None:
-    """Raises UsageError for a version of transformers that is not supported."""
-    numbers = tuple(int(part) for part in version.split(".")[:2])
-    if not OLDEST <= numbers < BEFORE:
-        low, high = (".".join(map(str, v)) for v in (OLDEST, BEFORE))
-        raise UsageError(
-            f"transformers {version} is installed, and holdfast.transformers supports {low} up to but without {high}: "
-            f"pip install 'transformers>={low},<{high}'"
-        )
 
 
 def wrap(

@@ -11,9 +11,6 @@ from torch.utils.data import DistributedSampler, RandomSampler, SequentialSample
 
 from holdfast.errors import UsageError
 
-OLDEST, BEFORE = (2, 6), (2, 7)
-"""Versions of Lightning that are tested: from this one, up to but without this one."""
-
 OURS = {
     "optimizer_step": "the update is the job's commit",
     "optimizer_zero_grad": "the job owns the gradients",
@@ -24,17 +21,6 @@ OURS = {
     "on_after_batch_transfer": "a batch is a step of several micro-batches",
 }
 """Hooks of a module that a step at level 2 has no place for, and why."""
-
-
-def check_version(version: str) -> None:
-    """Raises UsageError for a version of Lightning that is not supported."""
-    numbers = tuple(int(part) for part in version.split(".")[:2])
-    if not OLDEST <= numbers < BEFORE:
-        low, high = (".".join(map(str, v)) for v in (OLDEST, BEFORE))
-        raise UsageError(
-            f"lightning {version} is installed, and holdfast.lightning supports {low} up to but without {high}: "
-            f"pip install 'lightning>={low},<{high}'"
-        )
 
 
 def refuse(trainer: Any, module: Any, loader: Any) -> None:

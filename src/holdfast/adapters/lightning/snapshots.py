@@ -13,8 +13,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch.distributed.checkpoint.stateful import Stateful
 
-from holdfast.adapters.lightning.refusals import check_version
 from holdfast.adapters.snapshots import Kept, Saver, random_state, set_random_state
+from holdfast.adapters.versions import LIGHTNING
 from holdfast.errors import UsageError
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Snapshots(Callback):
             UsageError: a version of Lightning that is not supported; holdfast.lightning was imported; or no number of
                 steps.
         """
-        check_version(lightning.__version__)
+        LIGHTNING.check(lightning.__version__, "holdfast.lightning")
         self._saver = Saver(every, to, level_2="holdfast.lightning")
         self._trainer: Any = None
         self._checked = False

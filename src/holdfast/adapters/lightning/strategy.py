@@ -13,8 +13,9 @@ from lightning.pytorch.utilities import rank_zero_only
 from holdfast.adapters import world
 from holdfast.adapters.buffers import Buffers
 from holdfast.adapters.lightning.progress import LoopProgress
-from holdfast.adapters.lightning.refusals import check_version, refuse
+from holdfast.adapters.lightning.refusals import refuse
 from holdfast.adapters.lightning.steps import Done, EpochLoop, Optimization, StepLoader
+from holdfast.adapters.versions import LIGHTNING
 from holdfast.data.mapstyle import shuffled
 from holdfast.errors import UsageError
 
@@ -51,7 +52,7 @@ class HoldfastStrategy(SingleDeviceStrategy):
         buffers: Mapping[str, BufferRule] | None = None,
         **more: Any,
     ) -> None:
-        check_version(lightning.__version__)
+        LIGHTNING.check(lightning.__version__, "holdfast.lightning")
         self._buffers = Buffers(buffers, "HoldfastStrategy(")
         self._run: Run = world.own_run()
         more.pop("device", None)

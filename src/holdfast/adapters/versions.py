@@ -1,0 +1,31 @@
+"""Which versions of a framework an adapter is for."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from holdfast.errors import UsageError
+
+
+class Supported(NamedTuple):
+    """A range of versions, each by its first two numbers."""
+
+    distribution: str
+    oldest: tuple[int, int]
+    before: tuple[int, int]
+    """The first one that is not supported."""
+
+    def check(self, version: str, who: str) -> None:
+        """Raises UsageError for a version that is not supported. who: what does not support it."""
+        numbers = tuple(int(part) for part in version.split(".")[:2])
+        if not self.oldest <= numbers < self.before:
+            low, high = (".".join(map(str, v)) for v in (self.oldest, self.before))
+            raise UsageError(
+                f"{self.distribution} {version} is installed, and {who} supports {low} up to but without {high}: "
+                f"pip install '{self.distribution}>={low},<{high}'"
+            )
+
+
+ACCELERATE = Supported("accelerate", (1, 2), (2, 0))
+LIGHTNING = Supported("lightning", (2, 6), (2, 7))
+TRANSFORMERS = Supported("transformers", (5, 20), (5, 30))
