@@ -20,7 +20,7 @@ from holdfast.protocol import messages as m
 from holdfast.protocol.endpoint import Endpoint
 from holdfast.protocol.frames import Codec, encode
 from holdfast.protocol.job import JobSpec, Resume
-from holdfast.protocol.leadership import claim_term
+from holdfast.protocol.leadership import EXIT_SUPERSEDED, claim_term
 
 Socket = aiohttp.ClientWebSocketResponse
 CODEC: Codec[m.ToAgent] = Codec(m.ToAgent)
@@ -261,4 +261,4 @@ def test_an_agent_that_has_seen_a_later_term_deposes_the_coordinator(tmp_path, m
         assert not coordinator._core.state.membership.nodes
 
     asyncio.run(depose())
-    assert ended == [server.EXIT_SUPERSEDED]
+    assert ended == [EXIT_SUPERSEDED]

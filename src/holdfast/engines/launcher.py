@@ -31,12 +31,11 @@ from holdfast.protocol.engine_orders import (
     of_announcement,
 )
 from holdfast.protocol.job import JobSpec, Resume
+from holdfast.protocol.leadership import EXIT_HANDED_OVER, EXIT_SUPERSEDED
 from holdfast.protocol.notices import NoticeCause
 from holdfast.protocol.python import python_module
 
 _log = logging.getLogger(__name__)
-COORDINATOR_SUPERSEDED = 4
-COORDINATOR_HANDED_OVER = 75
 ATTEMPTS = 3
 KILLED = "killed"
 """The outcome of a job whose coordinator wrote no report."""
@@ -160,11 +159,11 @@ class Launcher(ABC):
             # After a second Ctrl-C the person wants the end, not another coordinator.
             if code == 0 or self.interrupts > 1:
                 return
-            if code == COORDINATOR_SUPERSEDED:
+            if code == EXIT_SUPERSEDED:
                 raise Superseded("another coordinator runs the job")
             # A coordinator that was killed by a signal, or asked to hand over, says nothing about the next one.
             # One that ends by itself three times in a row would do so for ever.
-            handed_over = code == COORDINATOR_HANDED_OVER
+            handed_over = code == EXIT_HANDED_OVER
             failures = failures + 1 if code > 0 and not handed_over else 0
             if failures >= ATTEMPTS:
                 raise HoldfastError(f"the coordinator ended {failures} times with exit code {code}")

@@ -14,6 +14,11 @@ LOOK_S = 0.25
 GRACE_S = 0.6
 FOLDER = "claims"
 
+EXIT_SUPERSEDED = 4
+"""Exit code of a coordinator whose office another one has taken: its launcher starts none in its place."""
+EXIT_HANDED_OVER = 75
+"""Of one that was asked to go (EX_TEMPFAIL of sysexits.h): another is to be started, and the job has not noticed."""
+
 
 def newest_term(job_dir: Path) -> int:
     """The number of the newest term; 0 when there never was one."""

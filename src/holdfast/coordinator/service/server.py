@@ -40,11 +40,8 @@ from holdfast.coordinator.service.watchers import Watchers
 from holdfast.protocol import ledger
 from holdfast.protocol.endpoint import Endpoint, write_endpoint
 from holdfast.protocol.job import JobSpec, Resume
-from holdfast.protocol.leadership import LOOK_S, newest_term
+from holdfast.protocol.leadership import EXIT_HANDED_OVER, EXIT_SUPERSEDED, LOOK_S, newest_term
 
-EXIT_SUPERSEDED = 4
-EXIT_HANDED_OVER = 75
-"""EX_TEMPFAIL of sysexits.h: another coordinator is to be started, and the job has not noticed."""
 _log = logging.getLogger(__name__)
 
 
