@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.holdfast-ready
 
-.PHONY: setup demo test long-test adapters-test adapters-table golden s3-test slurm-test ssh-test lint figures docs clean
+.PHONY: setup demo test long-test adapters-test adapters-table golden crd s3-test slurm-test ssh-test lint figures docs clean
 
 setup: $(STAMP)
 
@@ -33,6 +33,11 @@ long-test: setup
 # What the core decides in 5,040 random schedules, compared with what was recorded: a restructuring changes none of it.
 golden: setup
 	$(BIN)/python tests/coordinator/golden.py compare tests/coordinator/golden.txt
+
+# The CustomResourceDefinition of Kubernetes, made of the types that read it.
+crd: setup
+	mkdir -p out && $(BIN)/python -m holdfast.engines.kubernetes.schema > out/crd.yaml
+	mv out/crd.yaml src/holdfast/engines/kubernetes/crd.yaml
 
 # The adapters for other people's trainers, all cases, with the libraries that only these tests need.
 adapters-test: setup

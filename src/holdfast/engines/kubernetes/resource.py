@@ -1,0 +1,250 @@
+"""A HoldfastJob as users write it: `holdfast.dev/v1alpha1`.
+
+The types are the contract. `schema` makes of them what the API server checks, `check` looks at what a schema cannot say.
+Every field does what it says: what this version does not do is not declared, so the API server refuses it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+GROUP = "holdfast.dev"
+VERSION = "v1alpha1"
+API_VERSION = f"{GROUP}/{VERSION}"
+KIND = "HoldfastJob"
+PLURAL = "holdfastjobs"
+WORKER = "worker"
+"""The container of the template that becomes the node; others run beside it."""
+MOST_NODES = 10_000
+MAX_NAME = 40
+"""Characters of a job's name: pods are called NAME-n123, and a label has at most 63."""
+NAME_PATTERN = "^[a-z]([-a-z0-9]*[a-z0-9])?$"
+"""Of Services, which are the strictest of what a job's name becomes a part of."""
+
+CADENCE = "^(auto|0|[1-9][0-9]*|[0-9]+([.][0-9]+)?[smh])$"
+"""As `checkpoint.policy.parse_cadence` reads it."""
+QUANTITY = "^[0-9]+([.][0-9]+)?(Ki|Mi|Gi|Ti|k|M|G|T)?$"
+"""Bytes, as Kubernetes writes them."""
+NAME_OF_OBJECT = Meta(min_length=1, max_length=253)
+
+
+class _Struct(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    rename="camel",
+    omit_defaults=True,
+    forbid_unknown_fields=True,
+):
+    """What all parts of the object are."""
+
+
+class Code(_Struct, frozen=True, kw_only=True):
+    """Files that are put into the containers' working directory."""
+
+    config_map: Annotated[str, NAME_OF_OBJECT]
+    """A ConfigMap whose keys are the files' names."""
+
+
+class Run(_Struct, frozen=True, kw_only=True):
+    """What every worker runs."""
+
+    script: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
+    """A path, relative to the working directory."""
+    module: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    """A module, instead of a script."""
+    args: Annotated[tuple[Annotated[str, Meta(max_length=8192)], ...], Meta(max_length=512)] = ()
+    preload: Annotated[tuple[Annotated[str, Meta(max_length=128)], ...], Meta(max_length=32)] = ("torch",)
+    """Modules that warm processes import before a worker is needed."""
+    code: Code | None = None
+
+
+class Snapshots(_Struct, frozen=True, kw_only=True):
+    """The training state in the nodes' memory."""
+
+    every: Annotated[str, Meta(pattern=CADENCE)] = "auto"
+    """Steps (100), time (30s) or auto."""
+    copies: Annotated[int, Meta(ge=0, le=8)] = 1
+    """Other nodes that keep each."""
+    memory: Annotated[str, Meta(pattern=QUANTITY)] | None = None
+    """Of every node, for example 200Gi; absent: half of the container's memory limit."""
+
+
+class Checkpoint(_Struct, frozen=True, kw_only=True):
+    """A durable tier."""
+
+    url: Annotated[str, Meta(max_length=2048, pattern="^((s3|gs|az|file)://.+|/.+)")]
+    """A bucket, or a folder of a volume that all nodes mount."""
+    every: Annotated[str, Meta(pattern=CADENCE)] = "auto"
+    keep: Annotated[int, Meta(ge=1, le=100_000)] = 2
+    """The newest so many are kept."""
+    keep_every: Annotated[int, Meta(ge=0, le=1_000_000_000)] = 0
+    """Steps that it divides are kept for ever; 0: none."""
+
+
+class TimingSpec(_Struct, frozen=True, kw_only=True):
+    """The two knobs from which every time-out follows."""
+
+    detection_milliseconds: Annotated[int, Meta(ge=250, le=600_000)] = 2000
+    """A node that is silent for so long is lost."""
+    stall_factor_percent: Annotated[int, Meta(ge=200, le=100_000)] = 500
+    """A worker that stands still for this share of a median step is stalled."""
+
+
+class HealthPolicy(_Struct, frozen=True, kw_only=True):
+    """What is done about sick machines."""
+
+    dry_run: Annotated[tuple[Annotated[str, Meta(max_length=128)], ...], Meta(max_length=64)] = ()
+    """Rules on trial; *: all."""
+    blast_radius_percent: Annotated[int, Meta(ge=1, le=100)] = 25
+    """At most this share of the nodes is acted on within ten minutes."""
+    deep_checks: bool = False
+    replace_slow_percent: Annotated[int, Meta(ge=101, le=10_000)] | None = None
+    replace_suspect: bool = False
+
+
+class RunPolicy(_Struct, frozen=True, kw_only=True):
+    """How long the job lives, and what stays of it."""
+
+    suspend: bool = False
+    """Save, give every pod back, go on when false again."""
+    max_restarts: Annotated[int, Meta(ge=0, le=100_000)] = 100
+    active_deadline_seconds: Annotated[int, Meta(ge=1, le=315_360_000)] | None = None
+    """From the first start; then the job is stopped in order."""
+    startup_deadline_seconds: Annotated[int, Meta(ge=30, le=31_536_000)] = 1800
+    """From the start of a run to its first step."""
+    ttl_seconds_after_finished: Annotated[int, Meta(ge=0, le=315_360_000)] | None = None
+    """Absent: the object stays."""
+    clean_pods: Literal["All", "KeepFailed", "None"] = "KeepFailed"
+
+
+class Disruption(_Struct, frozen=True, kw_only=True):
+    """How nodes leave when the cluster wants them back."""
+
+    grace_seconds: Annotated[int, Meta(ge=10, le=3600)] = 90
+    """terminationGracePeriodSeconds of the agents' pods."""
+    allow_voluntary: bool = False
+    """Karpenter and the autoscaler may take nodes when they like."""
+    max_unavailable: Literal["Spares", "One", "Any"] = "Spares"
+    """What the PodDisruptionBudget allows at once."""
+
+
+class Topology(_Struct, frozen=True, kw_only=True):
+    """Where the nodes may stand."""
+
+    required: Annotated[str, Meta(min_length=1, max_length=317)] | None = None
+    """A label of machines that must be the same for all."""
+    preferred: Annotated[str, Meta(min_length=1, max_length=317)] | None = None
+    """A label that should be the same."""
+    one_per_node: bool = True
+    """Never two nodes of the job on one machine."""
+
+
+class CoordinatorPolicy(_Struct, frozen=True, kw_only=True):
+    """The pod that decides. It runs no code of the user's."""
+
+    image: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
+    """Absent: the operator's choice, or else the worker's."""
+    priority_class_name: Annotated[str, NAME_OF_OBJECT] | None = None
+
+
+class TemplateMetadata(_Struct, frozen=True, kw_only=True):
+    """What the pods get beside the operator's own."""
+
+    labels: dict[str, str] = {}
+    annotations: dict[str, str] = {}
+
+
+POD_SPEC = {
+    "type": "object",
+    "required": ["containers"],
+    "x-kubernetes-preserve-unknown-fields": True,
+    "properties": {
+        "containers": {
+            "type": "array",
+            "minItems": 1,
+            "items": {
+                "type": "object",
+                "required": ["name", "image"],
+                "x-kubernetes-preserve-unknown-fields": True,
+                "properties": {"name": {"type": "string"}, "image": {"type": "string", "minLength": 1}},
+            },
+        }
+    },
+}
+"""Not the whole of Kubernetes' schema: with it `kubectl apply` could not keep the CRD in its annotation."""
+
+
+class PodTemplate(_Struct, frozen=True, kw_only=True):
+    """One node's pod. Its container `worker` becomes the node: the operator adds command, ports, /dev/shm, environment."""
+
+    spec: Annotated[dict[str, Any], Meta(extra_json_schema=POD_SPEC)]
+    """A PodSpec, as everywhere in Kubernetes."""
+    metadata: TemplateMetadata = TemplateMetadata()
+
+
+ONE_OF_SCRIPT_AND_MODULE = {"oneOf": [{"required": ["script"]}, {"required": ["module"]}]}
+
+
+class HoldfastJobSpec(_Struct, frozen=True, kw_only=True):
+    """What is asked for."""
+
+    run: Annotated[Run, Meta(extra_json_schema=ONE_OF_SCRIPT_AND_MODULE)]
+    template: PodTemplate
+    nodes: Annotated[int, Meta(ge=1, le=MOST_NODES)] = 1
+    """Nodes that train at full strength; kubectl scale changes it."""
+    min_nodes: Annotated[int, Meta(ge=1, le=MOST_NODES)] | None = None
+    """Go on with so few; absent: as many as nodes."""
+    spares: Annotated[int, Meta(ge=0, le=1000)] = 0
+    """Nodes that run beside, warm, to replace others."""
+    wait_for_spare: bool = False
+    """Train at full strength only."""
+    procs_per_node: (
+        Annotated[int, Meta(ge=1, le=999)] | Annotated[str, Meta(pattern="^(gpu|cpu|auto|[1-9][0-9]{0,2})$")]
+    ) = "auto"
+    """Workers of a node. auto: one for each GPU of the container, else for each of its cores."""
+    snapshots: Snapshots = Snapshots()
+    checkpoints: Annotated[
+        tuple[Checkpoint, ...],
+        Meta(
+            max_length=8,
+            extra_json_schema={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["url"]},
+        ),
+    ] = ()
+    timing: TimingSpec = TimingSpec()
+    health: HealthPolicy = HealthPolicy()
+    run_policy: RunPolicy = RunPolicy()
+    disruption: Disruption = Disruption()
+    topology: Topology = Topology()
+    coordinator: CoordinatorPolicy = CoordinatorPolicy()
+    faults: Annotated[tuple[Annotated[str, Meta(max_length=256)], ...], Meta(max_length=64)] = ()
+    """To be injected, as --fault of the command line."""
+
+    @property
+    def fewest(self) -> int:
+        """Nodes to train with at least."""
+        return self.nodes if self.min_nodes is None else self.min_nodes
+
+    @property
+    def wanted(self) -> int:
+        """Nodes at full strength with their spares."""
+        return self.nodes + self.spares
+
+
+class ObjectName(msgspec.Struct, frozen=True, kw_only=True):
+    """Which object, and which life of it."""
+
+    namespace: str
+    name: str
+    uid: str
+    """Another one for every object, also for two of one name after each other."""
+
+
+class HoldfastJob(msgspec.Struct, frozen=True, kw_only=True):
+    """An object that has passed `check`."""
+
+    id: ObjectName
+    spec: HoldfastJobSpec

@@ -1,0 +1,128 @@
+"""What the operator says of a job: written by it alone, read by people and programs. Unknown is absent, never 0."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+Moment = Annotated[str, Meta(extra_json_schema={"format": "date-time"})]
+"""UTC, as Kubernetes writes it."""
+
+
+class ConditionType(StrEnum):
+    """What a program can wait for: `kubectl wait --for=condition=Training`."""
+
+    ACCEPTED = "Accepted"
+    SCHEDULED = "Scheduled"
+    COORDINATOR_READY = "CoordinatorReady"
+    TRAINING = "Training"
+    FULL_STRENGTH = "FullStrength"
+    SPARES_READY = "SparesReady"
+    STATE_SAVED = "StateSaved"
+    ATTENTION_NEEDED = "AttentionNeeded"
+    SUSPENDED = "Suspended"
+    COMPLETE = "Complete"
+    FAILED = "Failed"
+
+
+class _Struct(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """What all parts of the status are. Unknown fields are left: a later operator may have written them."""
+
+
+class JobCondition(_Struct, frozen=True, kw_only=True):
+    """One thing that holds, does not, or is not known."""
+
+    type: Annotated[str, Meta(max_length=316)]
+    status: Literal["True", "False", "Unknown"]
+    reason: Annotated[str, Meta(min_length=1, max_length=1024)]
+    message: Annotated[str, Meta(max_length=32_768)]
+    last_transition_time: Moment
+    observed_generation: int = 0
+
+
+class NodeCounts(_Struct, frozen=True, kw_only=True):
+    """How many pods are in which state."""
+
+    summary: str = ""
+    """Training/wanted +spares, for people."""
+    wanted: int | None = None
+    present: int | None = None
+    training: int | None = None
+    spare: int | None = None
+    pending: int | None = None
+    leaving: int | None = None
+    lost: int | None = None
+
+
+class Progress(_Struct, frozen=True, kw_only=True):
+    """How far the training is, as its coordinator last said."""
+
+    step: int | None = None
+    loss: str | None = None
+    """A string: floats in objects are discouraged by the API conventions."""
+    goodput: str | None = None
+    level: int | None = None
+
+
+class SavedState(_Struct, frozen=True, kw_only=True):
+    """The newest whole state."""
+
+    snapshot: str | None = None
+    checkpoint: str | None = None
+
+
+class IncidentCounts(_Struct, frozen=True, kw_only=True):
+    """Faults so far."""
+
+    total: int | None = None
+    open: int | None = None
+    last: str | None = None
+
+
+class CoordinatorSeen(_Struct, frozen=True, kw_only=True):
+    """Who decides."""
+
+    pod: str | None = None
+    address: str | None = None
+
+
+class JobStatus(_Struct, frozen=True, kw_only=True):
+    """The whole of it."""
+
+    observed_generation: int | None = None
+    state: str | None = None
+    """One word, for people; programs read conditions."""
+    reason: str | None = None
+    selector: str | None = None
+    """Of the nodes' pods, for kubectl scale and budgets."""
+    run: int | None = None
+    """Counts starts of this object: 1, and one more after each suspend."""
+    term: int | None = None
+    """Of the coordinator."""
+    next_number: int | None = None
+    """No pod had this number or a higher one."""
+    coordinator: CoordinatorSeen | None = None
+    start_time: Moment | None = None
+    completion_time: Moment | None = None
+    conditions: Annotated[
+        tuple[JobCondition, ...],
+        Meta(
+            extra_json_schema={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
+        ),
+    ] = ()
+    nodes: NodeCounts | None = None
+    progress: Progress | None = None
+    saved: SavedState | None = None
+    incidents: IncidentCounts | None = None
+
+    def condition(self, type_: ConditionType) -> JobCondition | None:
+        """None: nothing was said of it yet."""
+        return next((c for c in self.conditions if c.type == type_), None)
+
+    def holds(self, type_: ConditionType) -> bool:
+        """Whether it is known to hold."""
+        found = self.condition(type_)
+        return found is not None and found.status == "True"
