@@ -98,17 +98,20 @@ def like(piece: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def placed(tensor: torch.Tensor) -> str:
-    """How a DTensor lies on the mesh of its replica, in words that a file can hold: "shard:S0,tensor:R"; else "".
+    """How a DTensor lies on a mesh within its replica, in words that a file can hold: "shard:S0,tensor:R"; else "".
 
     Raises:
-        UsageError: its mesh is not the run's, or a placement of another kind.
+        UsageError: a placement of another kind.
     """
     if not isinstance(tensor, DTensor):
         return ""
-    names = tensor.device_mesh.mesh_dim_names
-    if names is None:
-        raise UsageError("a DTensor is on a mesh without names: use run.mesh(), or a part of it")
+    names = mesh_names(tensor.device_mesh)
     return ",".join(f"{name}:{_word(p)}" for name, p in zip(names, tensor.placements, strict=True))
+
+
+def mesh_names(mesh: Any) -> tuple[str, ...]:
+    """What the dimensions of a mesh are called; numbers, if nobody has named them."""
+    return tuple(mesh.mesh_dim_names or map(str, range(mesh.ndim)))
 
 
 def _word(placement: Any) -> str:

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from holdfast.errors import UsageError
 from holdfast.train.generation_group import Group
+from holdfast.train.placements import is_spread
 from holdfast.train.state_image import BufferPlace, Protected, persistent_buffers
 
 if TYPE_CHECKING:
@@ -66,8 +66,11 @@ class BufferRules:
         sharded: bool,
         exact: bool,
         line: BufferLine = run_line,
+        alike: int = 1,
+        parts: int = 1,
     ) -> None:
-        """sharded: a replica has several workers. exact: the sum must not depend on how the micro-batches are spread over the
+        """sharded: a replica has several workers. alike: so many of them compute the very same. parts: so many compute a
+        part of each micro-batch. exact: the sum must not depend on how the micro-batches are spread over the
         workers, to the last bit.
 
         Raises:
@@ -82,7 +85,8 @@ class BufferRules:
         self._put = [r for r in found if r.rule != "own"]
         self._summed = [r for r in found if r.rule in ("sum", "mean")]
         for ruled in self._summed:
-            _check_summed(ruled, line)
+            _check_summed(ruled, line, alike)
+        self._parts = parts
         # Workers of a replica hold a buffer whole, and those with another shard sum it in another group. A row for
         # each micro-batch makes the order of additions the same in all groups, so they get the same bits.
         self._exact = exact or sharded
@@ -157,7 +161,7 @@ class BufferRules:
         total = self._rows[0].clone()
         for row in self._rows[1:]:
             total += row
-        value = self._was + torch.where(self._is_mean, total / self._micro_batches, total)
+        value = self._was + torch.where(self._is_mean, total / (self._micro_batches * self._parts), total)
         torch.where(self._is_whole, value.round(), value, out=self._flat)
         with torch.no_grad():
             torch._foreach_copy_([r.now for r in self._summed], self._flat_views)
@@ -221,9 +225,9 @@ def _rules(objects: Protected, declared: Declared, line: BufferLine) -> list[tup
     return list(found.values())
 
 
-def _check_summed(ruled: _Ruled, line: BufferLine) -> None:
+def _check_summed(ruled: _Ruled, line: BufferLine, alike: int) -> None:
     path = ruled.at.path
-    if _is_spread(ruled.at.module._buffers[ruled.at.name]):
+    if is_spread(ruled.at.module._buffers[ruled.at.name], alike):
         raise UsageError(
             f"{line(ruled.rule, path)}: it is a DTensor, and workers with different micro-batches hold different parts of "
             f"it, which are not summed; register it as a plain tensor, or give it a rule of its own: {line('restore', path)}"
@@ -233,15 +237,3 @@ def _check_summed(ruled: _Ruled, line: BufferLine) -> None:
             f"{line(ruled.rule, path)}: it is of {ruled.now.dtype}, which is not summed; give it a rule of its own: "
             f"{line('restore', path)}"
         )
-
-
-def _is_spread(buffer: torch.Tensor | None) -> bool:
-    """Whether workers that compute different micro-batches have different parts of it. Those along the dimension `tensor`
-    compute the same ones, so each sums its own part."""
-    if not isinstance(buffer, DTensor):
-        return False
-    names = buffer.device_mesh.mesh_dim_names or ("",) * len(buffer.placements)
-    return any(
-        not (p.is_replicate() or (name == "tensor" and p.is_shard()))
-        for name, p in zip(names, buffer.placements, strict=True)
-    )

@@ -32,7 +32,9 @@ class Place:
         micro_batches: in a global batch; 0 while that is not known.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, alike: int | None = None) -> None:
+        """alike: as in `summation_order.weighs`."""
+        self._alike = alike
         self.form: m.JoinGeneration | None = None
         self.micro_batches = 0
 
@@ -72,9 +74,9 @@ class Place:
     def weighs(self) -> bool:
         """Whether this worker says what its micro-batches weigh; in a tensor dimension one does."""
         assert self.form is not None
-        return weighs(self.form.generation, self.rank)
+        return weighs(self.form.generation, self.rank, self._alike)
 
     def words(self) -> list[int]:
         """How many words every member says of a step under the exact reduction."""
         assert self.form is not None
-        return words(self.micro_batches, self.form.generation)
+        return words(self.micro_batches, self.form.generation, self._alike)

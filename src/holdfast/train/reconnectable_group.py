@@ -243,6 +243,14 @@ class ReconnectableGroup(_ProcessGroup):  # type: ignore[misc]
             # A dimension of one worker is common: `replicate` always is one. Such a collective must not count
             # as one of the replica's either, or `halt` would compare numbers that differ between layouts.
             return self._run_beside(name, *args)  # gloo would copy it, of a GPU to host memory and back
+        if name in BETWEEN_TWO:
+            # Where a fault strikes, a replica's workers leave the step at one count of collectives, the same for all.
+            # Stages of a pipeline make different calls, so no single count is a place where all can leave.
+            raise UsageError(
+                f"{name}: messages between two workers of a replica, such as those of pipeline parallelism, are not supported: "
+                "only collectives that all workers of the replica call in the same order. Shard the model with FSDP2, "
+                "tensor, context or expert parallelism instead"
+            )
         gloo = self.gloo
         if gloo is None:
             if self._replica_groups.beside:
@@ -341,6 +349,10 @@ BY_ITSELF = {
     "_reduce_scatter_base",
 }
 """Collectives for which a worker needs nobody else, see `_run_beside`."""
+
+
+BETWEEN_TWO = {"send", "recv"}
+"""What has no part in the count of collectives, see `ReplicaGroups.begin`."""
 
 
 def _ended() -> Any:

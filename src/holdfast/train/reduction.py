@@ -11,12 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from holdfast.tensors.dtensor_shards import like, local_of
 from holdfast.train.generation_group import Group
+from holdfast.train.placements import settled
 
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
@@ -146,6 +149,11 @@ def watch(parameters: list[torch.nn.Parameter], arrived: Callable[[torch.Tensor]
     """
     hooks = ExitStack()
     for p in parameters:
+        if isinstance(p, DTensor):
+            # Before autograd adds it up: what lies otherwise than its parameter is no piece that others hold too.
+            # FSDP2 does the same for what it shards, and calls no such hook.
+            lies = p.register_hook(partial(settled, placements=p.placements))  # type: ignore[no-untyped-call]
+            hooks.callback(lies.remove)
         handle = p.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
         hooks.callback(handle.remove)
     return hooks

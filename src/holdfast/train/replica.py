@@ -80,7 +80,7 @@ class Replica:
         self.sharding = sharding
         self.device = device
         self.gradients = gradients
-        self.place = Place()
+        self.place = Place(sharding.alike if sharding else None)
         rules = buffer_rules or BufferRules(
             protected, (), sharded=sharding is not None, exact=gradients.exact
         )

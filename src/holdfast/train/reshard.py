@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch.distributed.tensor import zeros
@@ -15,11 +13,8 @@ from holdfast.checkpoint.regions import Region, read_regions
 from holdfast.errors import StateError
 from holdfast.tensors.dtensor_shards import Submesh, parsed, piece_of
 from holdfast.tensors.index import TensorSpec
-from holdfast.tensors.tree import dtype_of, pack
-from holdfast.train.state_image import Protected, give
-
-MOMENT = re.compile(r"\.state\.(\d+)\.[^.]+$")
-"""The path of a tensor that an optimizer keeps for its parameter of this number."""
+from holdfast.tensors.tree import dtype_of
+from holdfast.train.state_image import Protected, give, live, parameter_of
 
 
 def load(
@@ -40,10 +35,7 @@ def load(
         StateError: no source has all of it, or it is of other objects.
     """
     index = found.heads[found.nearest(shard_index)].index
-    live: list[tuple[str, torch.Tensor]] = []
-    for name, thing in objects.items():
-        pack(thing.state_dict(), name, live)
-    there = dict(live)
+    there = live(objects)
     tensors: list[torch.Tensor] = []
     regions: list[Region] = []
     # Live tensors that cannot be read into directly, such as those of a GPU or of another layout, get a
@@ -68,12 +60,12 @@ def _target(
 ) -> torch.Tensor:
     """What is to receive a saved tensor: the live one, or a new one that lies as its parameter does."""
     whole = spec.whole or spec.shape
-    live = there.get(spec.path)
-    if live is not None and tuple(live.shape) == whole and live.dtype == dtype_of(spec):
-        return live.detach()
+    now = there.get(spec.path)
+    if now is not None and tuple(now.shape) == whole and now.dtype == dtype_of(spec):
+        return now.detach()
     # An optimizer that has not made a step has no moments yet, so there is no live tensor to take the layout
     # from. Its parameter has that layout.
-    parameter = _parameter(objects, spec.path)
+    parameter = parameter_of(objects, spec.path)
     if parameter is not None and tuple(parameter.shape) == whole:
         return torch.zeros_like(parameter, dtype=dtype_of(spec), requires_grad=False)
     if not spec.placed:
@@ -82,13 +74,3 @@ def _target(
         raise StateError(f"{spec.path} was saved in pieces, and nothing here says which are wanted")
     names, placements = parsed(spec.placed)
     return zeros(whole, dtype=dtype_of(spec), device_mesh=submesh(names), placements=placements)
-
-
-def _parameter(objects: Protected, path: str) -> torch.Tensor | None:
-    """The parameter for which an optimizer keeps this tensor."""
-    number = MOMENT.search(path)
-    optimizer: Any = objects.get(path.split(".", 1)[0])
-    if number is None or not isinstance(optimizer, torch.optim.Optimizer):
-        return None
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return parameters[int(number[1])] if int(number[1]) < len(parameters) else None

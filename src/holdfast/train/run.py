@@ -155,13 +155,24 @@ class Run:
         """Whether the job was asked to stop before its last step."""
         return self._replica is not None and self._replica.stopped
 
-    def mesh(self, shard: int = 1, tensor: int = 1) -> DeviceMesh:
-        """The DeviceMesh of this worker's replica: `replicate` x `shard`, and x `tensor` where that is more than 1.
+    def mesh(self, shard: int = 1, tensor: int = 1, context: int = 1) -> DeviceMesh:
+        """The DeviceMesh of this worker's replica: `replicate` x `shard`, x `context` and x `tensor` where these are more than
+        1.
 
         For models that are sharded: give it, or its part `mesh["shard"]`, to FSDP2's `fully_shard`, and
-        `mesh["tensor"]` to tensor parallelism; then call `replicate`. A replica is `shard * tensor` workers with
+        `mesh["tensor"]` to tensor parallelism; then call `replicate`. A replica is `shard * context * tensor` workers with
         neighbouring ranks. The `replicate` dimension always has one member here: the run itself sums over the replicas,
-        whose number may change. `shard * tensor` is fixed for the life of a job.
+        whose number may change. The product is fixed for the life of a job.
+
+        Torch's world is the replica from now on, so a script or a framework may make further meshes of it, with other
+        dimensions for some of the parameters (those of experts, for example).
+
+        Args:
+            shard: workers with micro-batches of their own.
+            tensor: workers that compute the very same, each of them a part of every layer.
+            context: workers that share each sample, and compute a loss of their part of it. Parameters are then to be
+                sharded over both, `shard` and `context`: by a mesh of your own, `init_device_mesh(type, (shard * context, tensor),
+                mesh_dim_names=("data", "tensor"))`.
 
         Raises:
             UsageError: sizes that do not fit the job, a call after `steps`, or a default process group of the script's.
@@ -177,9 +188,11 @@ class Run:
                 host=where.link.start.host,
                 target=where.target,
                 called=self._on_collective,
+                context=context,
             )
-        elif self._sharding.shape != (shard, tensor):
-            raise UsageError(f"run.mesh() was called with {self._sharding.shape} before; a run has one mesh")
+        elif self._sharding.degrees != (shard, context, tensor):
+            before = "shard={}, context={}, tensor={}".format(*self._sharding.degrees)
+            raise UsageError(f"run.mesh() was called with {before} before; a run has one mesh")
         return self._sharding.mesh
 
     def replicate(self, model: torch.nn.Module) -> None:
@@ -459,6 +472,8 @@ class Run:
             sharded=sharding is not None,
             exact=reduction == "exact",
             line=self.buffer_line,
+            alike=sharding.alike if sharding is not None else 1,
+            parts=sharding.context if sharding is not None else 1,
         )
         shards = (sharding.shard_index, sharding.size) if sharding is not None else (0, 1)
         constants = Constants(self._constant, shards)

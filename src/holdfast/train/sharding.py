@@ -18,11 +18,12 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.errors import StateError, UsageError
 from holdfast.protocol.messages import SHARD_INDEX_VARIABLE
-from holdfast.tensors.dtensor_shards import forget_meshes
+from holdfast.tensors.dtensor_shards import forget_meshes, mesh_names
 from holdfast.train.fsdp_buffers import use_pool
+from holdfast.train.placements import counted_here, why_not
 from holdfast.train.reconnectable_group import ReplicaGroups
 
-DIMENSIONS = ("replicate", "shard", "tensor")
+DIMENSIONS = ("replicate", "shard", "context", "tensor")
 SHOWN = 5
 
 
@@ -30,8 +31,9 @@ class Sharding:
     """This worker's place in a replica of several.
 
     Attributes:
-        shape: workers of a replica: shard degree, and tensor degree.
-        shard_index: which of them this one is; the tensor dimension is the inner one.
+        shape: workers of a replica: those with other micro-batches, and for each of them those with the same.
+        context, alike: of the latter, those with other parts of each sample, and those that compute the very same.
+        shard_index: which of them this one is; the tensor dimension is the innermost.
         mesh: what the script gets.
         groups: the replica's process groups.
     """
@@ -44,19 +46,22 @@ class Sharding:
         host: str,
         target: int,
         called: Callable[[bool], None],
+        context: int = 1,
     ) -> None:
-        """shard_index: None where the coordinator has not said. target: workers of the job at full strength.
-        called: as in ReplicaGroups.
+        """shape: shard degree, and tensor degree. shard_index: None where the coordinator has not said. target: workers of
+        the job at full strength. called: as in ReplicaGroups. context: workers that share each sample.
 
         Raises:
             UsageError: a mesh that does not fit the job.
         """
         shard, tensor = shape
-        size = shard * tensor
-        if shard < 1 or tensor < 1:
-            raise UsageError(f"run.mesh(shard={shard}, tensor={tensor}): both are at least 1")
+        size = shard * context * tensor
+        given = {"shard": shard, "tensor": tensor} | ({"context": context} if context != 1 else {})
+        if min(given.values()) < 1:
+            what = ", ".join(f"{name}={degree}" for name, degree in given.items())
+            raise UsageError(f"run.mesh({what}): {'both are' if len(given) == 2 else 'all are'} at least 1")
         if target % size:
-            what = f"shard={shard}" + (f", tensor={tensor}" if tensor > 1 else "")
+            what = ", ".join(f"{n}={d}" for n, d in given.items() if n == "shard" or d > 1)
             raise UsageError(
                 f"run.mesh({what}) makes replicas of {size} workers, and the job has {target}: choose --nnodes and "
                 f"--nproc-per-node so that their product is a multiple of {size}"
@@ -64,14 +69,21 @@ class Sharding:
         if shard_index is None:
             asked = os.environ.get(SHARD_INDEX_VARIABLE, "") or os.environ.get("RANK", "0")
             shard_index = int(asked) % size
-        self.shape, self.shard_index = shape, shard_index
+        self.shape, self.shard_index = (shard, context * tensor), shard_index
+        self.degrees, self.context, self.alike = (shard, context, tensor), context, tensor
         self.groups = ReplicaGroups(shard_index, size, host, called, device)
         # Before `init_device_mesh`, which uses torch's default group. A mesh over a group that torch made
         # itself could not be connected anew.
         self.groups.open()
-        names = DIMENSIONS if tensor > 1 else DIMENSIONS[:2]
-        lengths = (1, shard, tensor) if tensor > 1 else (1, shard)
-        self.mesh: DeviceMesh = init_device_mesh(device.type, lengths, mesh_dim_names=names)
+        lengths = dict(zip(DIMENSIONS, (1, *self.degrees), strict=True))
+        names = tuple(n for n, d in lengths.items() if d > 1 or n in DIMENSIONS[:2])
+        self.mesh: DeviceMesh = init_device_mesh(
+            device.type, tuple(lengths[n] for n in names), mesh_dim_names=names
+        )
+        self._data = self.mesh["shard"]
+        if context > 1:
+            # Made here, with the others: its group is connected in the same order on all workers.
+            self._data = self.mesh["shard", "context"]._flatten("data")
         self._models: list[torch.nn.Module] = []
         self._kept_whole: list[Any] = []
 
@@ -81,15 +93,18 @@ class Sharding:
         return self.shape[0] * self.shape[1]
 
     def submesh(self, names: tuple[str, ...]) -> DeviceMesh:
-        """The mesh of these dimensions.
+        """The mesh of these dimensions: one that a parameter lies on, else a part of the run's.
 
         Raises:
-            StateError: it has others.
+            StateError: there is none, or more than one.
         """
-        if not set(names) <= set(self.mesh.mesh_dim_names or ()):
-            raise StateError(
-                f"the state lies on the dimensions {', '.join(names)}, which run.mesh() does not have"
-            )
+        params = (p for model in self._models for p in model.parameters() if isinstance(p, DTensor))
+        found = list(dict.fromkeys(p.device_mesh for p in params if mesh_names(p.device_mesh) == names))
+        if len(found) == 1:
+            return found[0]
+        if found or not set(names) <= set(self.mesh.mesh_dim_names or ()):
+            what = "several meshes have" if found else "neither run.mesh() nor a parameter's mesh has"
+            raise StateError(f"the state lies on the dimensions {', '.join(names)}, which {what}")
         return self.mesh if names == self.mesh.mesh_dim_names else self.mesh[names]
 
     def replicate(self, model: torch.nn.Module) -> None:
@@ -97,15 +112,19 @@ class Sharding:
         divided by nothing.
 
         Raises:
-            UsageError: some of its parameters are neither sharded nor replicated over this run's mesh.
+            UsageError: the gradients of some of its parameters would not be complete within a replica.
         """
-        loose = [n for n, p in model.named_parameters() if not self._is_placed(p)]
+        named = list(model.named_parameters())
+        loose = [n for n, p in named if not isinstance(p, DTensor)]
         if loose:
             more = f" and {len(loose) - SHOWN} more" if len(loose) > SHOWN else ""
             raise UsageError(
                 f"run.replicate(): nothing shards or replicates {', '.join(loose[:SHOWN])}{more}: call "
                 "fully_shard(..., mesh=run.mesh(...)) on the whole model too, after its parts"
             )
+        for name, p in named:
+            if reason := why_not(p, size=self.size, alike=self.alike):
+                raise UsageError(f"run.replicate(): {name} {reason}")
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 if _offloads(module):
@@ -125,13 +144,6 @@ class Sharding:
                 ]
         self._models.append(model)
 
-    def _is_placed(self, p: torch.Tensor) -> bool:
-        """On the run's mesh, and on all of it along which workers have different data."""
-        if not isinstance(p, DTensor):
-            return False
-        names = p.device_mesh.mesh_dim_names or ()
-        return set(names) <= set(DIMENSIONS) and ("shard" in names or self.shape[0] == 1)
-
     def check(self, modules: Iterable[torch.nn.Module]) -> None:
         """Raises UsageError for a protected module that was not given to `replicate`."""
         known = {p for model in self._models for p in model.parameters()}
@@ -144,23 +156,19 @@ class Sharding:
                     )
 
     def counts(self, p: torch.Tensor) -> bool:
-        """Whether the gradient's norm includes this parameter here. Along the tensor dimension some parameters are whole
-        on every worker; the first one counts those."""
-        if not isinstance(p, DTensor) or self.shard_index % self.shape[1] == 0:
-            return True
-        # A parameter that is replicated along the tensor dimension has the same gradient on all its workers.
+        """Whether the gradient's norm includes this parameter here. Some are whole on several workers; the first one counts
+        those."""
         # Counted on each, it would enter the norm several times, and clipping would depend on the layout.
-        names = p.device_mesh.mesh_dim_names or ()
-        return any(n == "tensor" and not q.is_replicate() for n, q in zip(names, p.placements, strict=True))
+        return counted_here(p)
 
     def sum_over_shards(self, tensor: torch.Tensor) -> None:
-        """Adds up, in place, what the workers along the dimension `shard` have: those with different micro-batches.
+        """Adds up, in place, what the workers have that compute different gradients.
 
         Raises:
             CollectiveFailed: the generation broke.
         """
-        if self.shape[0] > 1:
-            dist.all_reduce(tensor, group=self.mesh.get_group("shard"))
+        if self._data.size() > 1:
+            dist.all_reduce(tensor, group=self._data.get_group())
 
     def accumulates(self, on: bool) -> None:
         """Another micro-batch follows the next backward pass, or none: models that keep their parameters whole after the

@@ -260,8 +260,8 @@ class _Parameters(_Watched):
         # Looked for by identity, since what was replaced is still here, and as it was.
         for path, module, name, was in self._places:
             now = module._parameters.get(name)
-            if now is not was and (now is None or isinstance(now, DTensor) or not isinstance(was, DTensor)):
-                return f"{self.name}.{path}"  # FSDP2 puts a gathered tensor there, which is no DTensor
+            if now is not was and not _gathered(now, was):
+                return f"{self.name}.{path}"
         return super().change()
 
     def read(self) -> tuple[list[torch.Tensor], Any]:
@@ -274,6 +274,14 @@ class _Parameters(_Watched):
     def remedy(self) -> str:
         update = f"{self.name}.update_parameters(model)"
         return _also(update if hasattr(self._thing, "update_parameters") else f"update({self.name})")
+
+
+def _gathered(now: torch.Tensor | None, was: torch.Tensor) -> bool:
+    """Whether FSDP2 has put a gathered tensor into the place of its shard: a plain one, or what lies on a part of the mesh, as
+    tensor and expert parallelism leave it."""
+    if now is None or not isinstance(was, DTensor):
+        return False
+    return not isinstance(now, DTensor) or now.device_mesh.ndim < was.device_mesh.ndim
 
 
 class _Buffers(_Watched):

@@ -7,6 +7,7 @@ Peers, disk and digests all use the same image. Nothing in it is pickled.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -14,16 +15,20 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 import xxhash
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from holdfast.errors import StateError, UsageError
 from holdfast.tensors import staging
-from holdfast.tensors.dtensor_shards import Submesh, local_of, piece_of, place, placed
+from holdfast.tensors.dtensor_shards import Submesh, like, local_of, piece_of, place, placed
 from holdfast.tensors.index import Index, TensorSpec
 from holdfast.tensors.tree import buffer_of, dtype_of, pack, unpack
 
 Protected = Mapping[str, Any]
 """Name to an object with `state_dict` and `load_state_dict`."""
+
+MOMENT = re.compile(r"\.state\.(\d+)\.[^.]+$")
+"""The path of a tensor that an optimizer keeps for its parameter of this number."""
 
 
 class WithConstants(dict[str, Any]):
@@ -171,13 +176,18 @@ def capture(
     return Image(Index(step, tree, tuple(specs), offset), pieces)
 
 
+def live(objects: Protected) -> dict[str, torch.Tensor]:
+    """The tensors that the objects have now, by their paths."""
+    found: list[tuple[str, torch.Tensor]] = []
+    for name, thing in objects.items():
+        pack(thing.state_dict(), name, found)
+    return dict(found)
+
+
 def targets(objects: Protected, index: Index) -> Image:
     """Tensors to receive an index's bytes: the live ones where they fit, elsewhere new ones, on the device of the model."""
     device = _device_of(objects)
-    live: list[tuple[str, torch.Tensor]] = []
-    for name, thing in objects.items():
-        pack(thing.state_dict(), name, live)
-    fitting = dict(live)
+    fitting = live(objects)
     chosen = []
     for spec in index.tensors:
         dtype = dtype_of(spec)
@@ -204,10 +214,7 @@ def targets(objects: Protected, index: Index) -> Image:
 
 def lies_alike(objects: Protected, index: Index) -> bool:
     """Whether the pieces of a saved state are those that this worker has: of the same sharding."""
-    live: list[tuple[str, torch.Tensor]] = []
-    for name, thing in objects.items():
-        pack(thing.state_dict(), name, live)
-    there = dict(live)
+    there = live(objects)
     for spec in index.tensors:
         tensor = there.get(spec.path)
         if tensor is None:
@@ -225,8 +232,41 @@ def load(objects: Protected, image: Image, submesh: Submesh | None = None) -> No
         StateError: the image holds other objects than these, or one refuses its part.
     """
     specs = image.index.tensors
-    tensors = [place(t, s.placed, s.whole, submesh) for s, t in zip(specs, image.tensors, strict=True)]
+    there: dict[str, torch.Tensor] = {}
+    if any(spec.placed for spec in specs):
+        there = live(objects)
+    tensors = [
+        _placed_like(objects, there, spec, tensor, submesh)
+        for spec, tensor in zip(specs, image.tensors, strict=True)
+    ]
     give(objects, image.index.tree, tensors)
+
+
+def _placed_like(
+    objects: Protected,
+    there: dict[str, torch.Tensor],
+    spec: TensorSpec,
+    piece: torch.Tensor,
+    submesh: Submesh | None,
+) -> torch.Tensor:
+    """A piece as the tensor that it is a piece of. Its mesh is that of the live tensor or of its parameter: a name alone
+    does not tell which of a script's meshes it is."""
+    model = there.get(spec.path)
+    if model is None:
+        model = parameter_of(objects, spec.path)
+    if isinstance(model, DTensor) and placed(model) == spec.placed and tuple(model.shape) == spec.whole:
+        return like(piece.to(model.device_mesh.device_type), model)
+    return place(piece, spec.placed, spec.whole, submesh)
+
+
+def parameter_of(objects: Protected, path: str) -> torch.Tensor | None:
+    """The parameter for which an optimizer keeps the tensor of this path."""
+    number = MOMENT.search(path)
+    optimizer: Any = objects.get(path.split(".", 1)[0])
+    if number is None or not isinstance(optimizer, torch.optim.Optimizer):
+        return None
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return parameters[int(number[1])] if int(number[1]) < len(parameters) else None
 
 
 def give(objects: Protected, tree: Mapping[str, Any], tensors: list[torch.Tensor]) -> None:

@@ -71,18 +71,20 @@ def seat(micro_batches: int, generation: Generation, rank: int) -> Seat:
     )
 
 
-def words(micro_batches: int, generation: Generation) -> list[int]:
-    """How many micro-batches every member weighs, in the order of the ranks."""
-    computing, leaves, tensor = generation.replicas, micro_batches // generation.shape[0], generation.shape[1]
+def words(micro_batches: int, generation: Generation, alike: int | None = None) -> list[int]:
+    """How many micro-batches every member weighs, in the order of the ranks. alike: as in `weighs`."""
+    computing, leaves = generation.replicas, micro_batches // generation.shape[0]
+    alike = alike or generation.shape[1]
     counts = [len(mine) for mine in shares(leaves, computing)]
     return [
-        counts[m.replica] if m.replica >= 0 and m.shard_index % tensor == 0 else 0 for m in generation.members
+        counts[m.replica] if m.replica >= 0 and m.shard_index % alike == 0 else 0 for m in generation.members
     ]
 
 
-def weighs(generation: Generation, rank: int) -> bool:
-    """Whether a worker says what its micro-batches weigh: those of one tensor dimension compute the same ones."""
-    return generation.members[rank].shard_index % generation.shape[1] == 0
+def weighs(generation: Generation, rank: int, alike: int | None = None) -> bool:
+    """Whether a worker says what its micro-batches weigh. alike: so many neighbours compute the very same, of whom the
+    first says it; None: all that have the same micro-batches. Those that share each sample weigh their parts."""
+    return generation.members[rank].shard_index % (alike or generation.shape[1]) == 0
 
 
 def subtrees(micro_batches: int, numbers: range) -> list[Node]:

@@ -72,7 +72,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     micro_batches: int = 0
     """In a global batch."""
     shape: tuple[int, int] = (1, 1)
-    """Workers of a replica: shard degree, and tensor degree."""
+    """Workers of a replica: those with other micro-batches, and for each of them those with the same."""
     shard_index: int = 0
     """The shard that it was built for."""
 
