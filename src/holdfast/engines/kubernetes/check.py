@@ -70,8 +70,10 @@ def workers_of_node(spec: HoldfastJobSpec) -> int:
     if given.isdigit():
         return int(given)
     # Not asked of the machine: the coordinator has to know it before there is a node, and all nodes are alike.
-    cores = max(1, math.floor(_limit(spec, "cpu") or _limit(spec, "cpu", "requests") or 1))
-    gpus = int(_limit(spec, GPU_RESOURCE) or 0)
+    cores = max(
+        1, math.floor(quantity_of_limit(spec, "cpu") or quantity_of_limit(spec, "cpu", "requests") or 1)
+    )
+    gpus = int(quantity_of_limit(spec, GPU_RESOURCE) or 0)
     return cores if given == "cpu" or not gpus else gpus
 
 
@@ -84,11 +86,12 @@ def snapshot_bytes(spec: HoldfastJobSpec) -> int | None:
     """Of every node; None: nothing was said, and the container has no limit."""
     if spec.snapshots.memory is not None:
         return int(quantity(spec.snapshots.memory) or 0)
-    limit = _limit(spec, "memory")
+    limit = quantity_of_limit(spec, "memory")
     return None if limit is None else int(limit / 2)
 
 
-def _limit(spec: HoldfastJobSpec, resource: str, kind: str = "limits") -> float | None:
+def quantity_of_limit(spec: HoldfastJobSpec, resource: str, kind: str = "limits") -> float | None:
+    """What the template's worker may have of a resource; None: nothing is said. kind: `limits` or `requests`."""
     container = worker_container(spec) or {}
     return quantity(((container.get("resources") or {}).get(kind) or {}).get(resource))
 
@@ -108,7 +111,7 @@ def _of_spec(spec: HoldfastJobSpec) -> Iterator[Problem]:
             spec.snapshots.copies,
             f"fewer than nodes and spares together, {spec.wanted}",
         )
-    if spec.procs_per_node == "gpu" and not _limit(spec, GPU_RESOURCE):
+    if spec.procs_per_node == "gpu" and not quantity_of_limit(spec, GPU_RESOURCE):
         yield Problem(
             "spec.procsPerNode",
             "gpu",
@@ -183,7 +186,7 @@ def _of_worker(spec: HoldfastJobSpec, at: str) -> Iterator[Problem]:
             yield Problem(
                 f"{at}.env[{position}].name", name, "none that begins with HOLDFAST_, but HOLDFAST_LOG"
             )
-    limit = _limit(spec, "memory")
+    limit = quantity_of_limit(spec, "memory")
     given = quantity(spec.snapshots.memory) if spec.snapshots.memory is not None else None
     if given is not None and limit is not None and given > RESERVED_MEMORY_SHARE * limit:
         yield Problem(

@@ -1,0 +1,81 @@
+"""What the operator and the processes in its pods call the same things by: objects, labels, variables, ports, folders."""
+
+from __future__ import annotations
+
+import re
+
+COORDINATOR_PORT = 7077
+AGENT_PORT = 7079
+"""Where an agent hears of a new coordinator, and whether it has joined (`/ready`)."""
+
+CONFIG_FOLDER = "/etc/holdfast"
+"""Has `token` from the job's Secret and `spec.json` from its ConfigMap, readable by the pod's group alone."""
+TOKEN_FILE = "token"  # noqa: S105 - a name
+SPEC_FILE = "spec.json"
+"""A `protocol.job.JobSpec`."""
+STATE_FOLDER = "/var/lib/holdfast"
+"""Writable, and gone with the pod."""
+CODE_FOLDER = "/opt/holdfast/code"
+"""Has the files of `spec.run.code`."""
+TERMINATION_FILE = "/dev/termination-log"
+"""Where a coordinator's process leaves how the job ended, as JSON: `Farewell`. Kubernetes puts it into the pod's status."""
+
+JOB_VARIABLE = "HOLDFAST_JOB"
+NODE_VARIABLE = "HOLDFAST_NODE"
+"""The pod's name, which is the node's."""
+HOST_VARIABLE = "HOLDFAST_HOST"
+"""The pod's address."""
+MACHINE_VARIABLE = "HOLDFAST_MACHINE"
+"""The cluster's name of the machine."""
+COORDINATOR_VARIABLE = "HOLDFAST_COORDINATOR"
+"""`host:port`, by a name that is moved to the newest coordinator."""
+GRACE_VARIABLE = "HOLDFAST_GRACE_S"
+"""Seconds from SIGTERM until the agent has to be gone."""
+TERM_VARIABLE = "HOLDFAST_TERM"
+"""Of a coordinator."""
+
+LABEL_JOB = "holdfast.dev/job"
+LABEL_ROLE = "holdfast.dev/role"
+LABEL_TERM = "holdfast.dev/term"
+LABEL_RUN = "holdfast.dev/run"
+NOTE_SPEC = "holdfast.dev/spec-hash"
+NODE_ROLE, COORDINATOR_ROLE = "node", "coordinator"
+FINALIZER = "holdfast.dev/save"
+"""The object stays until its state is saved."""
+NOTE_SKIP_SAVE = "holdfast.dev/skip-save"
+"""An annotation: delete without saving."""
+
+
+def node_name(job: str, number: int) -> str:
+    """Of a node and its pod."""
+    return f"{job}-n{number}"
+
+
+def coordinator_name(job: str, term: int) -> str:
+    """Of the coordinator's pod of a term."""
+    return f"{job}-c{term}"
+
+
+def service_name(job: str) -> str:
+    """Of the Service in front of the coordinator."""
+    return f"{job}-coordinator"
+
+
+def config_name(job: str) -> str:
+    """Of the job's Secret, ConfigMap and Lease."""
+    return f"{job}-holdfast"
+
+
+def number_of(job: str, pod: str) -> int | None:
+    """Of a node's pod; None: it is called otherwise."""
+    return _number(f"{job}-n", pod)
+
+
+def term_of(job: str, pod: str) -> int | None:
+    """Of a coordinator's pod; None: it is called otherwise."""
+    return _number(f"{job}-c", pod)
+
+
+def _number(prefix: str, name: str) -> int | None:
+    rest = name.removeprefix(prefix)
+    return int(rest) if rest != name and re.fullmatch("0|[1-9][0-9]{0,8}", rest) else None
