@@ -113,7 +113,7 @@ class RunPolicy(_Struct, frozen=True, kw_only=True):
     """Save, give every pod back, go on when false again."""
     max_restarts: Annotated[int, Meta(ge=0, le=100_000)] = 100
     active_deadline_seconds: Annotated[int, Meta(ge=1, le=315_360_000)] | None = None
-    """From the first start; then the job is stopped in order."""
+    """From the start of a run; then the job is stopped in order."""
     startup_deadline_seconds: Annotated[int, Meta(ge=30, le=31_536_000)] = 1800
     """From the start of a run to its first step."""
     ttl_seconds_after_finished: Annotated[int, Meta(ge=0, le=315_360_000)] | None = None

@@ -104,8 +104,11 @@ class JobStatus(_Struct, frozen=True, kw_only=True):
     """Of the coordinator."""
     next_number: int | None = None
     """No pod had this number or a higher one."""
+    asked_nodes: int | None = None
+    """What `spec.nodes` was when the coordinator was last asked for it."""
     coordinator: CoordinatorSeen | None = None
     start_time: Moment | None = None
+    """Of the newest run."""
     completion_time: Moment | None = None
     conditions: Annotated[
         tuple[JobCondition, ...],

@@ -1,0 +1,123 @@
+"""What the operator may do for a job. Each is done once or many times with the same result, so an answer that was lost
+does no harm."""
+
+from __future__ import annotations
+
+import msgspec
+
+from holdfast.engines.kubernetes.status import JobStatus
+from holdfast.protocol.availability import Availability
+
+
+class AddFinalizer(msgspec.Struct, frozen=True):
+    """The object stays until the job's state is saved."""
+
+
+class RemoveFinalizer(msgspec.Struct, frozen=True):
+    """Nothing of the job is left that could be lost."""
+
+
+# Before a pod is made its number is written down. An operator that dies in between leaves a gap; without it, the next
+# one could give a number again whose first pod still runs behind a cut.
+class Number(msgspec.Struct, frozen=True, kw_only=True):
+    """Write the counters down: pods up to them may be made afterwards. Refused where the object has changed meanwhile."""
+
+    run: int
+    term: int
+    next_number: int
+    begins: bool = False
+    """A run begins: its time counts from now."""
+
+
+class MakeObject(msgspec.Struct, frozen=True):
+    """Make what stands beside the pods."""
+
+    kind: str
+    """Secret, ConfigMap, Service, PodDisruptionBudget or NetworkPolicy."""
+
+
+class PointService(msgspec.Struct, frozen=True):
+    """Have the coordinator's name mean the pod of this term."""
+
+    term: int
+
+
+class MakeNode(msgspec.Struct, frozen=True):
+    """Make the pod of a node."""
+
+    number: int
+    avoid: frozenset[str] = frozenset()
+    """Machines."""
+
+
+class MakeCoordinator(msgspec.Struct, frozen=True):
+    """Make the coordinator's pod of a term."""
+
+    term: int
+
+
+class DeletePod(msgspec.Struct, frozen=True, kw_only=True):
+    """Delete the pod of this uid, and no other of its name."""
+
+    name: str
+    uid: str
+    reason: str
+    grace_s: int | None = None
+    """None: the pod's own."""
+
+
+class DeleteObject(msgspec.Struct, frozen=True):
+    """Delete what stands beside the pods."""
+
+    kind: str
+
+
+class Tell(msgspec.Struct, frozen=True):
+    """Post to the coordinator's `/engine`."""
+
+    news: Availability
+    about: str = ""
+    """The node that it is about, so that it is told once."""
+
+
+class AskStop(msgspec.Struct, frozen=True):
+    """Ask the coordinator to save the state and end the job."""
+
+    reason: str
+
+
+class AskResize(msgspec.Struct, frozen=True):
+    """Ask the coordinator for another size."""
+
+    nodes: int
+
+
+class DeleteJob(msgspec.Struct, frozen=True):
+    """Its time after the end is over."""
+
+
+Action = (
+    AddFinalizer
+    | RemoveFinalizer
+    | Number
+    | MakeObject
+    | PointService
+    | MakeNode
+    | MakeCoordinator
+    | DeletePod
+    | DeleteObject
+    | Tell
+    | AskStop
+    | AskResize
+    | DeleteJob
+)
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What is to be done now."""
+
+    actions: tuple[Action, ...]
+    status: JobStatus
+    """How the object's status should be. Not written after a `Number`, which it does not know of: the next plan does."""
+    look_again_s: float | None = None
+    """When something is due by time alone; None: nothing is."""

@@ -1,0 +1,346 @@
+"""What is said of a job: the status, from what is known of it. Pure.
+
+A condition is there from the first look on. What is not known is `Unknown`, and never `False`. The time of a transition is
+that of its status, so a message that changes moves no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from holdfast.engines.kubernetes import names
+from holdfast.engines.kubernetes.observed import Observed, PodSeen, Said
+from holdfast.engines.kubernetes.resource import HoldfastJob
+from holdfast.engines.kubernetes.status import (
+    ConditionType as Is,
+)
+from holdfast.engines.kubernetes.status import (
+    CoordinatorSeen,
+    IncidentCounts,
+    JobCondition,
+    JobStatus,
+    NodeCounts,
+    Progress,
+    SavedState,
+)
+from holdfast.engines.kubernetes.times import timestamp
+from holdfast.protocol.engine_orders import ReleaseNode
+
+MESSAGE_CHARS = 1000
+LIVE_FIELDS = ("nodes", "run_policy")
+"""What may change while a run goes on."""
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """How a job ended."""
+
+    failed: str | None
+    """A reason for programs; None: it is complete."""
+    message: str
+
+
+class _Word(msgspec.Struct, frozen=True):
+    holds: bool | None
+    """None: unknown."""
+    reason: str
+    message: str = ""
+
+
+def status_of(
+    seen: Observed,
+    job: HoldfastJob | None,
+    ended: Ended | None = None,
+    stopping: str | None = None,
+    suspended: bool = False,
+) -> JobStatus:
+    """The whole status.
+
+    Args:
+        job: what the run is; None: there is none that could run.
+        ended: it is over from now on.
+        stopping: why its state is being saved.
+        suspended: nothing of it runs.
+    """
+    before = seen.status
+    words = _words(seen, job, ended, suspended)
+    known = {one.type: one for one in before.conditions}
+    conditions = tuple(_condition(known.get(type_), type_, word, seen) for type_, word in words.items())
+    counts = _counts(seen, job)
+    state = _state(seen, words, ended, stopping, suspended)
+    said = seen.said
+    coordinator = _newest_coordinator(seen)
+    return msgspec.structs.replace(
+        before,
+        observed_generation=seen.generation,
+        state=state,
+        reason=_reason(words, ended, stopping),
+        selector=None
+        if job is None
+        else f"{names.LABEL_JOB}={job.id.name},{names.LABEL_ROLE}={names.NODE_ROLE}",
+        asked_nodes=seen.asked_nodes if seen.asked_nodes is not None else before.asked_nodes,
+        coordinator=None
+        if coordinator is None or suspended
+        else CoordinatorSeen(pod=coordinator.name, address=coordinator.address),
+        completion_time=timestamp(seen.now_s) if ended is not None else before.completion_time,
+        conditions=conditions,
+        nodes=counts,
+        progress=before.progress if said is None else _progress(said, before.progress),
+        saved=before.saved
+        if said is None
+        else SavedState(snapshot=said.snapshot, checkpoint=said.checkpoint),
+        incidents=before.incidents
+        if said is None
+        else IncidentCounts(total=said.incidents, open=said.open_incidents, last=said.last_incident),
+    )
+
+
+def begun(status: JobStatus, run: int, term: int, next_number: int, now_s: float) -> JobStatus:
+    """The status of a job whose run begins now: nothing that was said of the one before holds of it."""
+    conditions = tuple(
+        msgspec.structs.replace(
+            one,
+            status="False",
+            reason="Resumed",
+            message="",
+            last_transition_time=timestamp(now_s),
+        )
+        if one.type == Is.SUSPENDED and one.status == "True"
+        else one
+        for one in status.conditions
+    )
+    return msgspec.structs.replace(
+        status,
+        run=run,
+        term=term,
+        next_number=next_number,
+        start_time=timestamp(now_s),
+        progress=None,
+        asked_nodes=None,
+        conditions=conditions,
+    )
+
+
+# ------------------------------------------------------------ conditions
+
+
+def _words(seen: Observed, job: HoldfastJob | None, ended: Ended | None, suspended: bool) -> dict[Is, _Word]:
+    words = {Is.ACCEPTED: _accepted(seen)}
+    if job is None:
+        return words
+    pods = [pod for pod in seen.pods if not pod.coordinator and pod.stays]
+    quiet = "Suspended" if suspended else "Ended"
+    if suspended or ended is not None:
+        for type_ in (Is.SCHEDULED, Is.COORDINATOR_READY, Is.TRAINING, Is.FULL_STRENGTH, Is.SPARES_READY):
+            words[type_] = _Word(False, quiet)
+    else:
+        words[Is.SCHEDULED] = _scheduled(seen, pods)
+        words[Is.COORDINATOR_READY] = _coordinator_ready(seen)
+        words[Is.TRAINING] = _training(seen)
+        words[Is.FULL_STRENGTH] = _full_strength(seen, job)
+        words[Is.SPARES_READY] = _spares_ready(seen, job)
+    words[Is.STATE_SAVED] = _state_saved(seen)
+    asks = seen.said.asks if seen.said is not None else ()
+    words[Is.ATTENTION_NEEDED] = _Word(bool(asks), "PersonAsked" if asks else "NothingAsked", "; ".join(asks))
+    words[Is.SUSPENDED] = _Word(suspended, "Suspended" if suspended else "NotSuspended")
+    words[Is.COMPLETE], words[Is.FAILED] = _Word(False, "NotFinished"), _Word(False, "NotFailed")
+    if ended is not None and ended.failed is None:
+        words[Is.COMPLETE] = _Word(True, "Finished", ended.message)
+    elif ended is not None and ended.failed is not None:
+        words[Is.FAILED] = _Word(True, ended.failed, ended.message)
+    return words
+
+
+def _accepted(seen: Observed) -> _Word:
+    if seen.problems:
+        told = "; ".join(map(str, seen.problems))
+        running = "; the run goes on as it was accepted" if seen.accepted is not None else ""
+        return _Word(False, "InvalidSpec", told + running)
+    if seen.refused is not None:
+        return _Word(False, "PodRejected", seen.refused)
+    if changed := _changed(seen):
+        return _Word(
+            True, "SpecChanged", f"{changed} changed: it applies after spec.runPolicy.suspend and back"
+        )
+    if seen.refused_resize is not None:
+        return _Word(True, "ResizeRefused", seen.refused_resize)
+    return _Word(True, "Valid")
+
+
+def _changed(seen: Observed) -> str:
+    if seen.accepted is None or seen.job is None:
+        return ""
+    old, new = seen.accepted.spec, seen.job.spec
+    fields = [name for name in old.__struct_fields__ if name not in LIVE_FIELDS]
+    encoded = dict(zip(old.__struct_fields__, old.__struct_encode_fields__, strict=True))
+    return ", ".join(f"spec.{encoded[name]}" for name in fields if getattr(old, name) != getattr(new, name))
+
+
+def _scheduled(seen: Observed, pods: Sequence[PodSeen]) -> _Word:
+    unbound = sorted((pod for pod in pods if pod.machine is None), key=lambda pod: pod.number)
+    waiting = sorted((pod for pod in pods if pod.waits and pod.machine), key=lambda pod: pod.number)
+    if not pods:
+        return _Word(False, "NoPods")
+    bound = f"{len(pods) - len(unbound)} of {len(pods)} pods have a machine"
+    for pod in unbound:
+        if pod.unschedulable:
+            return _Word(False, "Unschedulable", f"{bound}; {pod.name}: {pod.waits}")
+    if unbound:
+        return _Word(False, "Pending", bound)
+    if waiting:
+        return _Word(True, "ContainersWait", f"{waiting[0].name}: {waiting[0].waits}")
+    return _Word(True, "AllBound")
+
+
+def _coordinator_ready(seen: Observed) -> _Word:
+    pod = _newest_coordinator(seen)
+    if seen.said is not None:
+        return _Word(True, "Answers", f"term {seen.said.term}")
+    if seen.coordinator_lost:
+        return _Word(False, "Lost", "its machine does not answer; another one takes over")
+    if pod is None or not pod.stays:
+        return _Word(False, "Starting" if pod is None else "TakingOver")
+    if pod.phase == "Pending":
+        return _Word(False, "Starting", f"{pod.name}: {pod.waits}" if pod.waits else "")
+    # It may well decide: agents reach it by another way than the operator.
+    return _Word(None, "Unreachable", f"{pod.name} does not answer the operator")
+
+
+def _training(seen: Observed) -> _Word:
+    if seen.said is None:
+        return _Word(None, "Unreachable")
+    match seen.said.phase:
+        case "running":
+            return _Word(True, "StepsAdvance" if seen.said.step else "Begun")
+        case "breaking":
+            return _Word(False, "Recovering")
+        case "gathering":
+            return _Word(False, "Recovering" if seen.said.step else "Starting")
+        case _:
+            return _Word(False, "Stopping")
+
+
+def _full_strength(seen: Observed, job: HoldfastJob) -> _Word:
+    if seen.said is None:
+        return _Word(None, "Unreachable")
+    training = _number(seen.said, trains=True)
+    told = f"{training} of {job.spec.nodes} nodes train"
+    return _Word(
+        training >= job.spec.nodes, "AllNodesTrain" if training >= job.spec.nodes else "Shrunk", told
+    )
+
+
+def _spares_ready(seen: Observed, job: HoldfastJob) -> _Word:
+    if seen.said is None:
+        return _Word(None, "Unreachable")
+    there = _number(seen.said, trains=False)
+    told = f"{there} of {job.spec.spares} spares"
+    return _Word(there >= job.spec.spares, "AllThere" if there >= job.spec.spares else "SpareMissing", told)
+
+
+def _state_saved(seen: Observed) -> _Word:
+    if seen.said is None:
+        return _Word(None, "Unreachable")
+    where = seen.said.checkpoint or seen.said.snapshot
+    return _Word(where is not None, "Saved" if where else "NothingYet", where or "")
+
+
+def _condition(old: JobCondition | None, type_: Is, word: _Word, seen: Observed) -> JobCondition:
+    status = _STATUS[word.holds]
+    same = old is not None and old.status == status
+    return JobCondition(
+        type=type_.value,
+        status=status,  # type: ignore[arg-type]  # one of the three
+        reason=word.reason,
+        message=word.message[:MESSAGE_CHARS],
+        last_transition_time=old.last_transition_time if same and old is not None else timestamp(seen.now_s),
+        observed_generation=seen.generation,
+    )
+
+
+_STATUS = {True: "True", False: "False", None: "Unknown"}
+
+
+# ------------------------------------------------------------ figures and words
+
+
+def _counts(seen: Observed, job: HoldfastJob | None) -> NodeCounts | None:
+    if job is None:
+        return None
+    lost = frozenset(
+        one.node
+        for one in (seen.said.orders if seen.said else ())
+        if isinstance(one, ReleaseNode) and not one.planned
+    )
+    pods = [pod for pod in seen.pods if not pod.coordinator]
+    present = [pod for pod in pods if pod.stays and pod.name not in lost]
+    before = seen.status.nodes
+    if seen.said is not None:
+        wanted, training = seen.said.wanted, _number(seen.said, trains=True)
+        spare: int | None = _number(seen.said, trains=False)
+    else:
+        wanted = before.wanted if before is not None and before.wanted is not None else job.spec.wanted
+        training, spare = 0, None
+    known = seen.said is not None
+    return NodeCounts(
+        summary=f"{training}/{job.spec.nodes} +{spare}" if known else f"?/{job.spec.nodes}",
+        wanted=wanted,
+        present=len(present),
+        training=training if known else None,
+        spare=spare,
+        pending=sum(pod.phase == "Pending" for pod in present),
+        leaving=sum(pod.deleting and pod.name not in lost for pod in pods),
+        lost=sum(pod.name in lost for pod in pods),
+    )
+
+
+def _number(said: Said, trains: bool) -> int:
+    return sum(node.alive and not node.leaves and node.trains == trains for node in said.nodes.values())
+
+
+def _progress(said: Said, before: Progress | None) -> Progress:
+    step = said.step if said.step is not None else (before.step if before is not None else None)
+    return Progress(
+        step=step,
+        loss=None if said.loss is None else f"{said.loss:.6g}",
+        goodput=None if said.goodput is None else f"{said.goodput:.1%}",
+        level=said.level,
+    )
+
+
+def _newest_coordinator(seen: Observed) -> PodSeen | None:
+    return max((pod for pod in seen.pods if pod.coordinator), key=lambda pod: pod.number, default=None)
+
+
+def _state(
+    seen: Observed, words: dict[Is, _Word], ended: Ended | None, stopping: str | None, suspended: bool
+) -> str:
+    if ended is not None:
+        return "Failed" if ended.failed else "Succeeded"
+    if suspended:
+        return "Suspended"
+    if stopping is not None:
+        return "Stopping"
+    if Is.TRAINING not in words:
+        return "Rejected"
+    if words[Is.TRAINING].holds:
+        full = words[Is.FULL_STRENGTH].holds and words[Is.SPARES_READY].holds
+        return "Running" if full else "Degraded"
+    if words[Is.TRAINING].holds is None:
+        trained = seen.status.progress is not None and seen.status.progress.step is not None
+        return "Unknown" if trained else "Starting" if seen.status.run else "Pending"
+    return words[Is.TRAINING].reason
+
+
+def _reason(words: dict[Is, _Word], ended: Ended | None, stopping: str | None) -> str:
+    """The first thing that is not as it should be."""
+    if ended is not None:
+        return ended.message[:MESSAGE_CHARS]
+    if stopping is not None:
+        return stopping
+    for type_ in (Is.ACCEPTED, Is.SCHEDULED, Is.COORDINATOR_READY, Is.TRAINING, Is.FULL_STRENGTH):
+        word = words.get(type_)
+        if word is not None and not word.holds:
+            return (f"{word.reason}: {word.message}" if word.message else word.reason)[:MESSAGE_CHARS]
+    return ""

@@ -1,0 +1,153 @@
+"""What the operator remembers of one job between two looks: what it has done and not yet seen. All of it may be lost.
+
+A watch is behind: what was made a moment ago is not there yet, and would be made again. So answers are taken in at once,
+and a pod that has gone is remembered by its uid, in case an older answer brings it back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from holdfast.engines.kubernetes import names
+from holdfast.engines.kubernetes.actions import Action, AskResize, DeletePod, Number, Tell
+from holdfast.engines.kubernetes.observed import PodSeen
+from holdfast.protocol.availability import OrderDone
+
+MOST_GONE = 4096
+"""Uids of pods that are gone: more than pods of one job that go within the life of a request."""
+
+
+class PodTable:
+    """The job's pods, from the watch and from answers, whichever comes first."""
+
+    def __init__(self) -> None:
+        self._pods: dict[str, PodSeen] = {}
+        self._gone: dict[str, None] = {}
+
+    @property
+    def all(self) -> tuple[PodSeen, ...]:
+        """By name."""
+        return tuple(self._pods[name] for name in sorted(self._pods))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._pods
+
+    def put(self, pod: PodSeen) -> None:
+        """The pod is there, and so."""
+        if pod.uid in self._gone:
+            return
+        known = self._pods.get(pod.name)
+        # A deletion is never taken back, so a pod without one is the older news.
+        if known is not None and known.uid == pod.uid and known.deleting and not pod.deleting:
+            return
+        self._pods[pod.name] = pod
+
+    def gone(self, name: str, uid: str) -> None:
+        """The pod is not there any more, and never will be."""
+        self._gone[uid] = None
+        while len(self._gone) > MOST_GONE:
+            del self._gone[next(iter(self._gone))]
+        if (known := self._pods.get(name)) is not None and known.uid == uid:
+            del self._pods[name]
+
+    def replace(self, pods: Iterable[PodSeen]) -> None:
+        """All that there are, after a watch that could not be resumed."""
+        listed = {pod.uid: pod for pod in pods}
+        for pod in self.all:
+            if pod.uid not in listed:
+                self.gone(pod.name, pod.uid)
+        for pod in listed.values():
+            self.put(pod)
+
+
+class Desk:
+    """One job's memory. `granted`, `told` and `asked_nodes` are what `Observed` has.
+
+    Attributes:
+        doubtful: names whose pods may have been made: the request was not answered. They are asked for before anything else.
+    """
+
+    def __init__(self, job: str) -> None:
+        self._job = job
+        self.pods = PodTable()
+        self.granted: set[str] = set()
+        self.doubtful: set[str] = set()
+        self.asked_nodes: int | None = None
+        self.refused_resize: str | None = None
+        self._told: set[str] = set()
+        self._acknowledged: set[int] = set()
+        self._term = 0
+
+    @property
+    def told(self) -> frozenset[str]:
+        """Nodes of which the coordinator of this term knows already."""
+        return frozenset(self._told)
+
+    def meet(self, term: int, alive: Iterable[str], orders: Iterable[int]) -> None:
+        """A coordinator answers. One of another term was told nothing."""
+        if term != self._term:
+            self._term, self._told, self._acknowledged = term, set(), set()
+        # Of a node that is gone nothing is to be remembered: its name does not come again, but a job may be long.
+        self._told &= set(alive)
+        self._acknowledged &= set(orders)
+
+    def new_run(self) -> None:
+        """What was asked of the run before is not asked of this one."""
+        self.asked_nodes, self.refused_resize = None, None
+
+    def numbered(self, action: Number, before: tuple[int, int]) -> None:
+        """The counters were written. before: term and next number until then."""
+        term, next_number = before
+        self.granted |= {names.node_name(self._job, n) for n in range(next_number, action.next_number)}
+        # A term that was passed over is over, whether its coordinator was made or not.
+        self.granted = {name for name in self.granted if names.term_of(self._job, name) is None}
+        if action.term > term:
+            self.granted.add(names.coordinator_name(self._job, action.term))
+        if action.begins:
+            self.new_run()
+
+    def saw(self, pod: PodSeen) -> None:
+        """The API server has it, by a watch or by an answer: whoever made it, its name is used up."""
+        self.granted.discard(pod.name)
+        self.doubtful.discard(pod.name)
+        self.pods.put(pod)
+
+    def burn(self, name: str) -> None:
+        """There is no pod of a doubtful name. There may have been one, which is gone: it is not made a second time."""
+        self.granted.discard(name)
+        self.doubtful.discard(name)
+
+    def listed(self, pods: Iterable[PodSeen]) -> None:
+        """All that there are."""
+        there = tuple(pods)
+        self.granted -= {pod.name for pod in there}
+        self.doubtful -= {pod.name for pod in there}
+        self.pods.replace(there)
+
+    def did(self, action: Action) -> None:
+        """An action without an answer of interest is done."""
+        match action:
+            case Tell(OrderDone(order_id=order_id)):
+                self._acknowledged.add(order_id)
+            case Tell(_, about) if about:
+                self._told.add(about)
+            case AskResize(nodes):
+                self.asked_nodes, self.refused_resize = nodes, None
+            case DeletePod(name=name, uid=uid):
+                for pod in self.pods.all:
+                    if pod.name == name and pod.uid == uid:
+                        self.pods.put(msgspec.structs.replace(pod, deleting=True))
+
+    def resize_refused(self, nodes: int, why: str) -> None:
+        """It is not asked again until the object changes."""
+        self.asked_nodes, self.refused_resize = nodes, why
+
+    def is_news(self, action: Action) -> bool:
+        """False: it was done, and the coordinator's next word will show it."""
+        match action:
+            case Tell(OrderDone(order_id=order_id)):
+                return order_id not in self._acknowledged
+            case _:
+                return True

@@ -1,0 +1,144 @@
+"""What the operator knows of one job: the objects as its watches have them, and what the coordinator last said. Values only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+from holdfast.engines.kubernetes.against_schema import Problem
+from holdfast.engines.kubernetes.resource import HoldfastJob
+from holdfast.engines.kubernetes.status import JobStatus
+from holdfast.protocol.engine_orders import EngineOrder
+
+PodPhase = Literal["Pending", "Running", "Succeeded", "Failed", "Unknown"]
+
+
+class Farewell(msgspec.Struct, frozen=True):
+    """How a job ended, as its coordinator left it in its pod's status."""
+
+    outcome: str
+    """finished, stopped or failed."""
+    reason: str = ""
+    """For people."""
+
+
+class PodSeen(msgspec.Struct, frozen=True, kw_only=True):
+    """A pod that the job owns."""
+
+    name: str
+    uid: str
+    coordinator: bool
+    """Else it is a node."""
+    number: int
+    """Of the node, or of the coordinator's term."""
+    run: int
+    phase: PodPhase = "Pending"
+    deleting: bool = False
+    """It has a deletion time. That cannot be taken back."""
+    machine: str | None = None
+    """None: it is not bound yet."""
+    ready: bool = False
+    waits: str | None = None
+    """Why it does not start, in the words of the scheduler or the kubelet."""
+    unschedulable: bool = False
+    farewell: Farewell | None = None
+    """Of a coordinator that has ended."""
+    address: str | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Its processes are over."""
+        return self.phase in ("Succeeded", "Failed")
+
+    @property
+    def stays(self) -> bool:
+        """It is there, or will be, and nobody has asked for its end."""
+        return not self.ended and not self.deleting
+
+
+class MachineSeen(msgspec.Struct, frozen=True, kw_only=True):
+    """A machine of the cluster."""
+
+    name: str
+    ready: bool = True
+    """Kubernetes reaches its kubelet. A node on a machine that is not ready may well train on."""
+    going: str | None = None
+    """Why it is to be emptied: it is cordoned, or has a taint that says so."""
+    boot_id: str = ""
+
+
+class NodeSaid(msgspec.Struct, frozen=True, kw_only=True):
+    """A node, as the coordinator has it."""
+
+    alive: bool
+    trains: bool = False
+    leaves: bool = False
+
+
+class Said(msgspec.Struct, frozen=True, kw_only=True):
+    """What the coordinator of a term last said."""
+
+    term: int
+    phase: str
+    """A `coordinator.kernel.phases.JobPhase`."""
+    wanted: int
+    """Nodes altogether, spares included."""
+    orders: tuple[EngineOrder, ...] = ()
+    nodes: Mapping[str, NodeSaid] = {}
+    outcome: str | None = None
+    reason: str | None = None
+    step: int | None = None
+    loss: float | None = None
+    goodput: float | None = None
+    level: int | None = None
+    incidents: int | None = None
+    open_incidents: int | None = None
+    last_incident: str | None = None
+    snapshot: str | None = None
+    checkpoint: str | None = None
+    asks: tuple[str, ...] = ()
+    """What people are asked for."""
+    bad_machines: frozenset[str] = frozenset()
+    """In quarantine."""
+
+
+class Observed(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that `reconcile` looks at."""
+
+    job: HoldfastJob | None
+    """As the object has it now; None: it cannot work, see `problems`."""
+    accepted: HoldfastJob | None = None
+    """What the current run was started with; None: there is none."""
+    problems: tuple[Problem, ...] = ()
+    refused: str | None = None
+    """What the API server said of the job's pods when it refused them."""
+    generation: int = 1
+    finalizer: bool = False
+    """The object has ours."""
+    deleted_s: float | None = None
+    """When its deletion was asked for; None: it was not."""
+    skip_save: bool = False
+    """The person who deletes it does not want its state saved."""
+    status: JobStatus = JobStatus()
+    pods: tuple[PodSeen, ...] = ()
+    machines: Mapping[str, MachineSeen] = {}
+    objects: frozenset[str] = frozenset()
+    """Kinds of what stands beside the pods and is there: Secret, ConfigMap, ..."""
+    service_term: int | None = None
+    """Where the Service points to."""
+    granted: frozenset[str] = frozenset()
+    """Names of pods that this operator has numbered and not yet made."""
+    told: frozenset[str] = frozenset()
+    """Nodes of which this term's coordinator was told that they are going or gone."""
+    said: Said | None = None
+    """None: it does not answer now."""
+    asked_nodes: int | None = None
+    """The size that this run's coordinator was asked for; None: only that of its start."""
+    refused_resize: str | None = None
+    """Why it did not take it."""
+    coordinator_lost: bool = False
+    """Proved: neither the operator nor the machine's kubelet answers for it."""
+    now_s: float = 0.0
+    """UTC."""

@@ -1,0 +1,423 @@
+"""What the operator does for a job, from what it knows of it. Pure: no clock, no connection, no memory.
+
+The same values give the same plan, so it does not matter who was operator before, what of its plan was carried out, or
+whether an answer was lost. A recovery never waits for any of it: spares are pods that run already.
+
+Rules that hold for every plan:
+- A pod is made only under a number that was written down before, and that no pod had.
+- A pod is deleted by its uid, and only if the coordinator gave its node up, its processes are over, it never joined, or
+  the run is at its end.
+- Complete and Failed are for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from holdfast.engines.kubernetes import names
+from holdfast.engines.kubernetes.actions import (
+    Action,
+    AddFinalizer,
+    AskResize,
+    AskStop,
+    DeleteJob,
+    DeleteObject,
+    DeletePod,
+    MakeCoordinator,
+    MakeNode,
+    MakeObject,
+    Number,
+    Plan,
+    PointService,
+    RemoveFinalizer,
+    Tell,
+)
+from holdfast.engines.kubernetes.conditions import Ended, status_of
+from holdfast.engines.kubernetes.observed import Farewell, Observed, PodSeen
+from holdfast.engines.kubernetes.resource import HoldfastJob, HoldfastJobSpec
+from holdfast.engines.kubernetes.status import ConditionType
+from holdfast.engines.kubernetes.times import from_timestamp
+from holdfast.protocol.availability import NodeGoing, NodeTaken, OrderDone
+from holdfast.protocol.engine_orders import MarkNode, ProvideNode, RebootNode, ReleaseNode
+
+LOST_GRACE_S = 1
+"""Of a lost node's pod. Never 0: that removes the object while the processes may run, and gives their machine away. With 1
+the kubelet confirms their end, also after a cut that heals, and quotas are free two seconds later."""
+LEAVE_S = 60.0
+"""How much longer than its pods' grace the save of a deleted job may take."""
+MOST_MADE = 64
+"""Pods that one plan makes: the next one sees what became of them."""
+DELETED, SUSPENDED = "the job is deleted", "the job is suspended"
+ACTIVE_DEADLINE = "spec.runPolicy.activeDeadlineSeconds is over"
+BESIDE = ("Secret", "ConfigMap", "Service", "PodDisruptionBudget", "NetworkPolicy")
+OF_A_RUN = "ConfigMap"
+"""Says what the run was started with."""
+CANNOT_MARK = "this version marks no machines: the job itself avoids it"
+CANNOT_BOOT = "this version boots no machines: the job goes on without it"
+
+
+def reconcile(seen: Observed) -> Plan:
+    """The next actions, in order, and the status."""
+    status = seen.status
+    if seen.deleted_s is not None:
+        return _deleted(seen)
+    if status.holds(ConditionType.COMPLETE) or status.holds(ConditionType.FAILED):
+        return _over(seen)
+    job = current(seen)
+    if job is None:  # it cannot work, and nothing of it runs
+        return Plan((), status_of(seen, None))
+    if job.spec.run_policy.suspend:
+        return _suspended(seen, job)
+    if not seen.finalizer:
+        # Before anything that could be lost exists.
+        return Plan((AddFinalizer(),), status_of(seen, job))
+    if (ended := _end(seen, job)) is not None:
+        # The status first. What is deleted below the job must not look like a loss, or it would start again.
+        return Plan((), status_of(seen, job, ended))
+    return _running(seen, job)
+
+
+def current(seen: Observed) -> HoldfastJob | None:
+    """What the run is to be: as it was started, with what may change while it runs. None: nothing can run."""
+    if seen.accepted is None:
+        return seen.job
+    if seen.job is None:
+        return seen.accepted
+    spec = msgspec.structs.replace(
+        seen.accepted.spec, nodes=seen.job.spec.nodes, run_policy=seen.job.spec.run_policy
+    )
+    return msgspec.structs.replace(seen.accepted, spec=spec)
+
+
+# ------------------------------------------------------------ a run
+
+
+def _running(seen: Observed, job: HoldfastJob) -> Plan:
+    status = seen.status
+    run, term, next_number = status.run or 0, status.term or 0, status.next_number or 0
+    if run == 0 or status.holds(ConditionType.SUSPENDED):
+        # Pods of the run before have to be gone: one that still saves must not meet one that already loads.
+        old = [_delete(pod, SUSPENDED) for pod in seen.pods if not pod.deleting]
+        if seen.pods or OF_A_RUN in seen.objects:
+            left = (DeleteObject(OF_A_RUN),) if OF_A_RUN in seen.objects else ()
+            return Plan((*old, *left), status)
+        numbers = Number(run=run + 1, term=term + 1, next_number=next_number, begins=True)
+        return Plan((numbers,), status_of(seen, job))
+    actions: list[Action] = [MakeObject(kind) for kind in beside(job) if kind not in seen.objects]
+    actions += _coordinator(seen, job, term)
+    actions += _nodes(seen, job)
+    if _active_deadline_is_over(seen, job):
+        actions.append(AskStop(ACTIVE_DEADLINE))
+    merged = _numbers_together(actions, run, term, next_number)
+    return Plan(merged, status_of(seen, job), _due_s(seen, job))
+
+
+def beside(job: HoldfastJob) -> tuple[str, ...]:
+    """Kinds of the objects that a running job has beside its pods."""
+    if job.spec.disruption.max_unavailable == "Any":
+        return tuple(kind for kind in BESIDE if kind != "PodDisruptionBudget")
+    return BESIDE
+
+
+def _coordinator(seen: Observed, job: HoldfastJob, term: int) -> Iterable[Action]:
+    name = names.coordinator_name(job.id.name, term)
+    pods = [pod for pod in seen.pods if pod.coordinator]
+    newest = next((pod for pod in pods if pod.number == term), None)
+    for old in pods:
+        if old.number != term and not old.deleting:
+            yield DeletePod(name=old.name, uid=old.uid, grace_s=LOST_GRACE_S, reason=f"term {term} has begun")
+    if newest is None:
+        # A pod of this term may have been, if this operator did not just number it: then the term is over.
+        if name in seen.granted:
+            yield MakeCoordinator(term)
+            if "Service" in seen.objects and seen.service_term != term:
+                yield PointService(term)
+        else:
+            yield Number(run=0, term=term + 1, next_number=0)
+    elif newest.deleting or newest.ended or seen.coordinator_lost:
+        if seen.coordinator_lost and not newest.deleting:
+            yield DeletePod(
+                name=newest.name, uid=newest.uid, grace_s=LOST_GRACE_S, reason="its machine is lost"
+            )
+        yield Number(run=0, term=term + 1, next_number=0)
+    elif "Service" in seen.objects and seen.service_term != term:
+        yield PointService(term)
+
+
+def _nodes(seen: Observed, job: HoldfastJob) -> Iterable[Action]:
+    mine = {pod.name: pod for pod in seen.pods if not pod.coordinator}
+    yield from _orders(seen, mine)
+    yield from _news(seen, job, mine)
+    for pod in mine.values():
+        if pod.ended and not pod.deleting:
+            yield _delete(pod, f"its processes are over ({pod.phase})")
+    lost, going = lost_nodes(seen), going_nodes(seen)
+    for pod in mine.values():
+        # Its order was acknowledged by an operator that saw less than this one: a leader that was stopped and thawed.
+        if pod.stays and pod.name not in lost and _given_up(seen, pod):
+            yield _delete(pod, "the coordinator gave it up")
+    here = [
+        pod
+        for pod in mine.values()
+        if pod.stays and pod.name not in lost and pod.name not in going and not _given_up(seen, pod)
+    ]
+    unmade = sorted(
+        number
+        for name in seen.granted - set(mine)
+        if (number := names.number_of(job.id.name, name)) is not None
+    )
+    wanted = wanted_nodes(seen, job)
+    missing = wanted - len(here)
+    machines = {mine[name].machine for name in lost if name in mine}
+    avoid = frozenset(name for name in machines if name) | (
+        seen.said.bad_machines if seen.said else frozenset()
+    )
+    for number in unmade[: max(0, min(missing, MOST_MADE))]:
+        yield MakeNode(number, avoid)
+    if missing > len(unmade):
+        count = min(missing, MOST_MADE) - len(unmade)
+        if count > 0:
+            yield Number(run=0, term=0, next_number=(seen.status.next_number or 0) + count)
+    if missing < 0 and seen.said is not None:
+        yield from _surplus(seen, here, -missing)
+
+
+def wanted_nodes(seen: Observed, job: HoldfastJob) -> int:
+    """Nodes that are to be there, spares included: the coordinator's word, or the last one, or the object's."""
+    if seen.said is not None:
+        return seen.said.wanted
+    known = seen.status.nodes.wanted if seen.status.nodes is not None else None
+    return job.spec.wanted if known is None else known
+
+
+def asked_nodes(seen: Observed, job: HoldfastJob) -> int:
+    """The size that the coordinator was asked for the last time."""
+    if seen.asked_nodes is not None:
+        return seen.asked_nodes
+    return seen.accepted.spec.nodes if seen.accepted is not None else job.spec.nodes
+
+
+def lost_nodes(seen: Observed) -> frozenset[str]:
+    """Those that the coordinator gave up."""
+    orders = seen.said.orders if seen.said else ()
+    return frozenset(order.node for order in orders if isinstance(order, ReleaseNode))
+
+
+def going_nodes(seen: Observed) -> frozenset[str]:
+    """Those on machines that are to be emptied. They are replaced first."""
+    return frozenset(
+        pod.name
+        for pod in seen.pods
+        if not pod.coordinator
+        and pod.machine is not None
+        and (machine := seen.machines.get(pod.machine)) is not None
+        and machine.going is not None
+    )
+
+
+def _given_up(seen: Observed, pod: PodSeen) -> bool:
+    known = seen.said.nodes.get(pod.name) if seen.said is not None else None
+    return known is not None and not known.alive
+
+
+def _surplus(seen: Observed, here: list[PodSeen], count: int) -> Iterable[Action]:
+    """Pods that are too many and never joined. Of those that did the coordinator chooses who leaves."""
+    said = seen.said
+    assert said is not None
+    idle = [pod for pod in here if pod.name not in said.nodes and not pod.ready]
+    for pod in sorted(idle, key=lambda pod: (pod.machine is not None, -pod.number))[:count]:
+        yield _delete(pod, "the job wants fewer nodes")
+
+
+def _orders(seen: Observed, mine: dict[str, PodSeen]) -> Iterable[Action]:
+    """Carries out what the coordinator ordered, and acknowledges what is done."""
+    if seen.said is None:
+        return
+    gone = lost_nodes(seen) | going_nodes(seen)
+    enough = sum(pod.stays and pod.name not in gone for pod in mine.values()) >= seen.said.wanted
+    for order in seen.said.orders:
+        match order:
+            case ReleaseNode(node, reason, planned):
+                pod = mine.get(node)
+                if pod is None or pod.deleting:
+                    yield Tell(OrderDone(order.order_id))
+                else:
+                    grace_s = None if planned else LOST_GRACE_S
+                    yield DeletePod(name=pod.name, uid=pod.uid, grace_s=grace_s, reason=reason)
+            case ProvideNode() if enough:
+                yield Tell(OrderDone(order.order_id))
+            case MarkNode():
+                yield Tell(OrderDone(order.order_id, CANNOT_MARK))
+            case RebootNode():
+                yield Tell(OrderDone(order.order_id, CANNOT_BOOT))
+
+
+def _news(seen: Observed, job: HoldfastJob, mine: dict[str, PodSeen]) -> Iterable[Action]:
+    """What the coordinator should know of its nodes: a change that is announced costs no step."""
+    if seen.said is None:
+        return
+    alive = {name for name, node in seen.said.nodes.items() if node.alive}
+    released, going = lost_nodes(seen), going_nodes(seen)
+    for name in sorted(alive - released - seen.told):
+        pod = mine.get(name)
+        if pod is None:
+            # Only a name that is ours: an agent that somebody started by hand is the coordinator's affair.
+            if names.number_of(job.id.name, name) is not None:
+                yield Tell(NodeTaken(name, "its pod is gone"), name)
+        elif pod.ended:
+            yield Tell(NodeTaken(name, f"its pod has ended ({pod.phase})"), name)
+        elif pod.deleting:
+            within_s = float(job.spec.disruption.grace_seconds)
+            yield Tell(NodeGoing(name, "its pod is being deleted", within_s), name)
+        elif name in going:
+            yield Tell(NodeGoing(name, f"{pod.machine}: {seen.machines[pod.machine or ''].going}"), name)
+    # Who changed the size last has it: the object says something only when it has changed since the coordinator was
+    # asked the last time. A `holdfast resize` in between stands.
+    if job.spec.nodes != asked_nodes(seen, job):
+        yield AskResize(job.spec.nodes)
+
+
+def _numbers_together(actions: list[Action], run: int, term: int, next_number: int) -> tuple[Action, ...]:
+    """One write for all counters, after everything else that needs none."""
+    numbers = [one for one in actions if isinstance(one, Number)]
+    rest: list[Action] = [one for one in actions if not isinstance(one, Number)]
+    if numbers:
+        rest.append(
+            Number(
+                run=run,
+                term=max(term, *(one.term for one in numbers)),
+                next_number=max(next_number, *(one.next_number for one in numbers)),
+            )
+        )
+    return tuple(rest)
+
+
+# ------------------------------------------------------------ its end
+
+
+def _end(seen: Observed, job: HoldfastJob) -> Ended | None:
+    """How the run ended; None: it did not."""
+    farewell = _farewell(seen)
+    if farewell is not None and farewell.outcome == "finished":
+        return Ended(None, farewell.reason or "the script has ended")
+    if farewell is not None:
+        reason = "ScriptFailed" if farewell.outcome == "failed" else "Stopped"
+        if ACTIVE_DEADLINE in farewell.reason:
+            reason = "ActiveDeadline"
+        return Ended(reason, farewell.reason or farewell.outcome)
+    began_s = _began_s(seen)
+    policy = job.spec.run_policy
+    trained = seen.status.progress is not None and seen.status.progress.step is not None
+    late = began_s is not None and seen.now_s - began_s >= policy.startup_deadline_seconds
+    if late and not trained and not (seen.said and seen.said.step):
+        return Ended("StartupDeadline", _why_not_started(seen))
+    return None
+
+
+def _farewell(seen: Observed) -> Farewell | None:
+    """Of this run's coordinator. One of an earlier run has nothing to say about this one."""
+    run = seen.status.run or 0
+    told = [pod for pod in seen.pods if pod.coordinator and pod.run == run and pod.farewell is not None]
+    newest = max(told, key=lambda pod: pod.number, default=None)
+    return None if newest is None else newest.farewell
+
+
+def _why_not_started(seen: Observed) -> str:
+    waits = sorted(f"{pod.name}: {pod.waits}" for pod in seen.pods if pod.waits)
+    return "no step within spec.runPolicy.startupDeadlineSeconds" + (f"; {waits[0]}" if waits else "")
+
+
+def _over(seen: Observed) -> Plan:
+    """For ever: nothing starts again, whatever is deleted below it."""
+    job = seen.accepted or seen.job
+    failed = seen.status.holds(ConditionType.FAILED)
+    policy = job.spec.run_policy if job is not None else None
+    clean = policy.clean_pods if policy is not None else "KeepFailed"
+    actions: list[Action] = []
+    for pod in seen.pods:
+        keep = pod.ended and (clean == "None" or (clean == "KeepFailed" and failed))
+        if not pod.deleting and not keep:
+            actions.append(_delete(pod, "the job is over"))
+    if seen.finalizer:
+        actions.append(RemoveFinalizer())
+    look_again_s = None
+    if policy is not None and policy.ttl_seconds_after_finished is not None:
+        ended_s = from_timestamp(seen.status.completion_time)
+        due_s = (ended_s if ended_s is not None else seen.now_s) + policy.ttl_seconds_after_finished
+        if seen.now_s >= due_s:
+            actions.append(DeleteJob())
+        else:
+            look_again_s = due_s - seen.now_s
+    return Plan(tuple(actions), seen.status, look_again_s)
+
+
+def _deleted(seen: Observed) -> Plan:
+    if not seen.finalizer:
+        return Plan((), seen.status)
+    job = current(seen)
+    over = seen.status.holds(ConditionType.COMPLETE) or seen.status.holds(ConditionType.FAILED)
+    grace_s = job.spec.disruption.grace_seconds if job is not None else 0
+    assert seen.deleted_s is not None
+    left_s = seen.deleted_s + grace_s + LEAVE_S - seen.now_s
+    if over or seen.skip_save or left_s <= 0 or not _saves(seen):
+        actions = [_delete(pod, DELETED) for pod in seen.pods if not pod.deleting]
+        # Pods that are being deleted are the kubelet's: an object that waited for a lost machine would never go.
+        return Plan((*actions, RemoveFinalizer()), status_of(seen, job, stopping=DELETED))
+    return Plan(_stop(seen, job, DELETED), status_of(seen, job, stopping=DELETED), left_s)
+
+
+def _suspended(seen: Observed, job: HoldfastJob) -> Plan:
+    if seen.pods and _saves(seen) and not seen.skip_save:
+        # No deadline: a job that is suspended and not deleted has time to save.
+        return Plan(_stop(seen, job, SUSPENDED), status_of(seen, job, stopping=SUSPENDED))
+    if seen.pods:
+        actions = tuple(_delete(pod, SUSPENDED) for pod in seen.pods if not pod.deleting)
+        return Plan(actions, status_of(seen, job, stopping=SUSPENDED))
+    # What the next run is started with is read anew.
+    left = (DeleteObject(OF_A_RUN),) if OF_A_RUN in seen.objects else ()
+    return Plan(left, status_of(seen, job, suspended=True))
+
+
+def _stop(seen: Observed, job: HoldfastJob | None, reason: str) -> tuple[Action, ...]:
+    """Has the state saved. A coordinator that was lost meanwhile is replaced for it: nobody else can."""
+    status = seen.status
+    actions: list[Action] = [] if job is None else list(_coordinator(seen, job, status.term or 0))
+    if seen.said is not None:
+        actions.append(AskStop(reason))
+    return _numbers_together(actions, status.run or 0, status.term or 0, status.next_number or 0)
+
+
+def _saves(seen: Observed) -> bool:
+    """There is a state to be saved, and nobody has said that it is. A job that never came so far has none: whoever
+    suspends one whose image is missing wants its pods gone."""
+    if _farewell(seen) is not None or not seen.pods:
+        return False
+    progress = seen.status.progress
+    return seen.said is not None or (progress is not None and progress.step is not None)
+
+
+def _active_deadline_is_over(seen: Observed, job: HoldfastJob) -> bool:
+    began_s, most_s = _began_s(seen), job.spec.run_policy.active_deadline_seconds
+    return seen.said is not None and None not in (began_s, most_s) and seen.now_s - began_s >= most_s  # type: ignore[operator]
+
+
+def _due_s(seen: Observed, job: HoldfastJob) -> float | None:
+    """When a deadline comes."""
+    began_s = _began_s(seen)
+    if began_s is None:
+        return None
+    spec: HoldfastJobSpec = job.spec
+    due = [began_s + spec.run_policy.startup_deadline_seconds]
+    if spec.run_policy.active_deadline_seconds is not None:
+        due.append(began_s + spec.run_policy.active_deadline_seconds)
+    return min((at - seen.now_s for at in due if at > seen.now_s), default=None)
+
+
+def _began_s(seen: Observed) -> float | None:
+    return from_timestamp(seen.status.start_time)
+
+
+def _delete(pod: PodSeen, reason: str) -> DeletePod:
+    return DeletePod(name=pod.name, uid=pod.uid, reason=reason)

@@ -1,0 +1,18 @@
+"""Moments as Kubernetes writes them: UTC, whole seconds."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+
+def timestamp(utc_s: float) -> str:
+    """`2026-11-22T09:00:11Z`."""
+    return datetime.fromtimestamp(utc_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def from_timestamp(text: str | None) -> float | None:
+    """Seconds since 1970; None: it is not known, or nobody can read it."""
+    try:
+        return datetime.fromisoformat(text).timestamp() if text else None
+    except ValueError:
+        return None

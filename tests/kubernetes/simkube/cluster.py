@@ -1,0 +1,264 @@
+"""Machines, kubelets, a scheduler, and a coordinator with its agents: what happens around the operator."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import msgspec
+
+from holdfast.engines.kubernetes.observed import Farewell, MachineSeen, NodeSaid, PodSeen, Said
+from holdfast.engines.kubernetes.resource import HoldfastJob
+from holdfast.protocol.availability import Availability, NodeGoing, NodeTaken, OrderDone
+from holdfast.protocol.engine_orders import EngineOrder, ProvideNode, ReleaseNode
+from simkube.server import Server
+
+
+class Silent(Exception):
+    """The coordinator does not answer."""
+
+
+@dataclass
+class Machine:
+    name: str
+    up: bool = True
+    cordoned: bool = False
+    boots: int = 0
+
+
+@dataclass
+class Coordinator:
+    """What a job's coordinator knows. It is the core in miniature: it loses nodes, orders, and ends in order."""
+
+    term: int
+    target: int
+    spares: int
+    nodes: dict[str, bool] = field(default_factory=dict)
+    leaving: set[str] = field(default_factory=set)
+    orders: dict[int, EngineOrder] = field(default_factory=dict)
+    last_order: int = 0
+    step: int = 0
+    stopping: str | None = None
+    outcome: str | None = None
+
+    def order(self, order: EngineOrder) -> None:
+        self.last_order += 1
+        self.orders[self.last_order] = msgspec.structs.replace(order, order_id=self.last_order)
+
+    def lose(self, node: str, planned: bool) -> None:
+        if self.nodes.get(node):
+            self.nodes[node] = False
+            self.leaving.discard(node)
+            self.order(ReleaseNode(node, "left" if planned else "silent", planned))
+            self.order(ProvideNode("one is missing"))
+
+    def training(self) -> set[str]:
+        there = [name for name, alive in sorted(self.nodes.items()) if alive]
+        return set(there[: self.target])
+
+
+class Cluster:
+    """Everything but the operator. `tick` lets a little happen."""
+
+    def __init__(self, dice: random.Random, server: Server, machines: int, until: int) -> None:
+        self.dice, self.server, self.until = dice, server, until
+        self.machines = {f"m{k}": Machine(f"m{k}") for k in range(machines)}
+        self.coordinator: Coordinator | None = None
+        self.saved = 0
+        self.now_s = 1_000_000.0
+        self.script_fails = False
+        self._dead: set[str] = set()
+
+    def seen_machines(self) -> dict[str, MachineSeen]:
+        return {
+            one.name: MachineSeen(
+                name=one.name,
+                ready=one.up,
+                going="it is cordoned" if one.cordoned else None,
+                boot_id=str(one.boots),
+            )
+            for one in self.machines.values()
+        }
+
+    def runs(self, pod: PodSeen) -> bool:
+        """Its processes run, whatever the API server says."""
+        return (
+            pod.machine is not None
+            and self.machines[pod.machine].up
+            and pod.uid not in self._dead
+            and pod.phase == "Running"
+        )
+
+    # ------------------------------------------------------------ a little happens
+
+    def tick(self) -> None:
+        self.now_s += 1.0
+        for pod in list(self.server.pods.values()):
+            self._kubelet(pod)
+        self._schedule()
+        self._coordinate()
+
+    def _schedule(self) -> None:
+        taken = {pod.machine for pod in self.server.pods.values() if pod.machine and not pod.coordinator}
+        for pod in list(self.server.pods.values()):
+            if pod.machine is not None or pod.deleting or self.dice.random() < 0.2:
+                continue
+            free = [
+                one.name
+                for one in self.machines.values()
+                if one.up and not one.cordoned and (pod.coordinator or one.name not in taken)
+            ]
+            if free:
+                machine = self.dice.choice(free)
+                taken.add(machine)
+                self.server.change(pod.name, machine=machine, unschedulable=False, waits=None)
+            elif not pod.unschedulable:
+                self.server.change(pod.name, unschedulable=True, waits="no machine is free")
+
+    def _kubelet(self, pod: PodSeen) -> None:
+        machine = self.machines[pod.machine] if pod.machine else None
+        if machine is None:
+            if pod.deleting:
+                self.server.remove(pod.name)
+        elif not machine.up:
+            return
+        elif pod.deleting:
+            if self.dice.random() < 0.7:
+                self._dead.add(pod.uid)
+                self.server.remove(pod.name)
+        elif pod.uid in self._dead and not pod.ended:
+            self.server.change(pod.name, phase="Failed", ready=False)
+        elif pod.phase == "Pending" and self.dice.random() < 0.7:
+            self.server.change(pod.name, phase="Running", ready=True, address="10.0.0.1")
+
+    def _coordinate(self) -> None:
+        job = self.server.object.job if self.server.object is not None else None
+        pods = [
+            pod
+            for pod in self.server.pods.values()
+            if pod.coordinator and self.runs(pod) and not pod.deleting
+        ]
+        newest = max(pods, key=lambda pod: pod.number, default=None)
+        if newest is None or job is None:
+            self.coordinator = None
+            return
+        if self.coordinator is None or self.coordinator.term != newest.number:
+            spec = self.server.beside.get("ConfigMap", job).spec
+            self.coordinator = Coordinator(newest.number, spec.nodes, spec.spares, step=self.saved)
+        self._decide(self.coordinator, newest)
+
+    def _decide(self, known: Coordinator, pod: PodSeen) -> None:
+        if known.outcome is not None:
+            return
+        here = {
+            one.name
+            for one in self.server.pods.values()
+            if not one.coordinator and one.run == pod.run and self.runs(one)
+        }
+        for name in sorted(here - set(known.nodes)):
+            known.nodes[name] = True
+        for name in sorted(known.nodes):
+            if known.nodes[name] and name not in here:
+                known.lose(name, planned=False)
+        wanted = known.target + known.spares
+        alive = {name for name, lives in known.nodes.items() if lives}
+        for name in sorted(known.leaving & alive):
+            # Its replacement first, or it leaves a full job.
+            if len(alive - known.leaving) >= wanted or self.dice.random() < 0.1:
+                known.lose(name, planned=True)
+                self._dead.add(self.server.pods[name].uid)
+                self.server.change(name, phase="Succeeded", ready=False)
+        for name in sorted(alive - known.leaving, reverse=True)[
+            : max(0, len(alive - known.leaving) - wanted)
+        ]:
+            known.leaving.add(name)
+        if known.training():
+            known.step += 1
+        if known.stopping is not None or known.step >= self.until or (self.script_fails and known.step > 5):
+            outcome = (
+                "stopped"
+                if known.stopping is not None
+                else "finished"
+                if known.step >= self.until
+                else "failed"
+            )
+            self._end(known, pod, outcome)
+
+    def _end(self, known: Coordinator, pod: PodSeen, outcome: str) -> None:
+        known.outcome, self.saved = outcome, known.step
+        for one in list(self.server.pods.values()):
+            if one.run == pod.run and self.runs(one) and not one.coordinator:
+                self._dead.add(one.uid)
+                self.server.change(one.name, phase="Succeeded", ready=False)
+        self._dead.add(pod.uid)
+        farewell = Farewell(outcome, known.stopping or "")
+        self.server.change(pod.name, phase="Succeeded", ready=False, farewell=farewell)
+
+    # ------------------------------------------------------------ what the operator says to the coordinator
+
+    def said(self) -> Said:
+        known = self.coordinator
+        if known is None or known.outcome is not None:
+            raise Silent
+        training = known.training()
+        return Said(
+            term=known.term,
+            phase="running" if training else "gathering",
+            wanted=known.target + known.spares,
+            orders=tuple(known.orders.values()),
+            nodes={
+                name: NodeSaid(alive=lives, trains=name in training, leaves=name in known.leaving)
+                for name, lives in known.nodes.items()
+            },
+            step=known.step or None,
+        )
+
+    def tell(self, news: Availability) -> None:
+        known = self._known()
+        match news:
+            case OrderDone(order_id=number):
+                known.orders.pop(number, None)
+            case NodeGoing(node=node) if known.nodes.get(node):
+                known.leaving.add(node)
+            case NodeTaken(node=node):
+                if known.nodes.get(node):
+                    known.lose(node, planned=False)
+
+    def stop(self, reason: str) -> None:
+        self._known().stopping = reason
+
+    def resize(self, nodes: int) -> None:
+        self._known().target = nodes
+
+    def _known(self) -> Coordinator:
+        if self.coordinator is None or self.coordinator.outcome is not None:
+            raise Silent
+        return self.coordinator
+
+    # ------------------------------------------------------------ faults
+
+    def power_loss(self) -> None:
+        up = [one for one in self.machines.values() if one.up]
+        if len(up) > 1:
+            self.dice.choice(up).up = False
+
+    def power_returns(self) -> None:
+        for machine in self.machines.values():
+            if not machine.up:
+                machine.up, machine.boots = True, machine.boots + 1
+                for pod in list(self.server.pods.values()):
+                    if pod.machine == machine.name:
+                        self._dead.add(pod.uid)
+
+    def kill_pod(self) -> None:
+        """A process dies for good, or somebody evicts it."""
+        pods = [pod for pod in self.server.pods.values() if self.runs(pod)]
+        if pods:
+            pod = self.dice.choice(pods)
+            if self.dice.random() < 0.5:
+                self.server.change(pod.name, deleting=True)
+            else:
+                self._dead.add(pod.uid)
+
+    def job(self) -> HoldfastJob | None:
+        return self.server.object.job if self.server.object is not None else None

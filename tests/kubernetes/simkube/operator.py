@@ -1,0 +1,229 @@
+"""An operator process: its watches are behind, and it may die between any two requests. It decides by `reconcile` alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from holdfast.engines.kubernetes import names
+from holdfast.engines.kubernetes.actions import (
+    Action,
+    AddFinalizer,
+    AskResize,
+    AskStop,
+    DeleteJob,
+    DeleteObject,
+    DeletePod,
+    MakeCoordinator,
+    MakeNode,
+    MakeObject,
+    Number,
+    Plan,
+    PointService,
+    RemoveFinalizer,
+    Tell,
+)
+from holdfast.engines.kubernetes.conditions import begun
+from holdfast.engines.kubernetes.desk import Desk
+from holdfast.engines.kubernetes.observed import Observed, PodSeen, Said
+from holdfast.engines.kubernetes.reconcile import reconcile
+from simkube.cluster import Cluster, Silent
+from simkube.server import Conflict, Exists, JobObject, NoAnswer, NotFound, Server
+
+
+class Operator:
+    """`work` takes a few events in, makes a plan and carries some of it out."""
+
+    def __init__(self, server: Server, cluster: Cluster) -> None:
+        self.server, self.cluster = server, cluster
+        self.desk = Desk("llm")
+        self.job: JobObject | None = None
+        self.gone = False
+        self.position: int | None = None
+
+    # ------------------------------------------------------------ what it sees
+
+    def look(self, most: int | None = None) -> None:
+        """Reads the watch, at most so many events; a watch that was cut begins anew with a list."""
+        if self.server.down:
+            return
+        if self.position is None:
+            self.desk.listed(self.server.pods.values())
+            self.position = len(self.server.log)
+        end = len(self.server.log) if most is None else min(len(self.server.log), self.position + most)
+        for kind, pod in self.server.log[self.position : end]:
+            if kind == "gone":
+                self.desk.pods.gone(pod.name, pod.uid)
+            else:
+                self.desk.saw(pod)
+        self.position = end
+        if most is None or self.job is None or self.server.dice.random() < 0.7:
+            self.job = self.server.object
+
+    def cut(self) -> None:
+        """The watch ends; its place in the log is lost (410)."""
+        self.position = None
+
+    def observed(self) -> Observed | None:
+        if self.job is None:
+            return None
+        try:
+            said: Said | None = self.cluster.said()
+            assert said is not None
+            alive = [name for name, node in said.nodes.items() if node.alive]
+            self.desk.meet(said.term, alive, [order.order_id for order in said.orders])
+        except Silent:
+            said = None
+        beside = {} if self.server.down else self.server.beside
+        pods = [pod for pod in self.desk.pods.all if pod.coordinator]
+        newest = max(pods, key=lambda pod: pod.number, default=None)
+        lost = newest is not None and newest.machine is not None
+        return Observed(
+            job=self.job.job,
+            accepted=beside.get("ConfigMap"),
+            generation=self.job.generation,
+            finalizer=self.job.finalizer,
+            deleted_s=self.job.deleted_s,
+            status=self.job.status,
+            pods=self.desk.pods.all,
+            machines=self.cluster.seen_machines(),
+            objects=frozenset(beside),
+            service_term=beside.get("Service"),
+            granted=frozenset(self.desk.granted),
+            told=self.desk.told,
+            said=said,
+            asked_nodes=self.desk.asked_nodes
+            if self.desk.asked_nodes is not None
+            else self.job.status.asked_nodes,
+            coordinator_lost=lost and not self.cluster.machines[newest.machine].up,  # type: ignore[union-attr,index]
+            now_s=self.cluster.now_s,
+        )
+
+    # ------------------------------------------------------------ what it does
+
+    def plan(self) -> Plan | None:
+        seen = self.observed()
+        return None if seen is None else reconcile(seen)
+
+    def work(self, most: int | None = None) -> int:
+        """Returns how many actions it carried out."""
+        plan = self.plan()
+        if plan is None:
+            return 0
+        done = 0
+        news = [action for action in plan.actions if self.desk.is_news(action)]
+        for action in news[:most]:
+            try:
+                self._do(action)
+            except (Conflict, NotFound):
+                self.look()
+                return done + 1
+            except (NoAnswer, Silent):
+                return done
+            done += 1
+        if done == len(news) and not any(isinstance(action, Number) for action in news):
+            done += self._write_status(plan)
+        return done
+
+    def _write_status(self, plan: Plan) -> int:
+        assert self.job is not None
+        if plan.status == self.job.status:
+            return 0
+
+        def change(job: JobObject) -> None:
+            job.status = plan.status
+
+        try:
+            self.job = self.server.call(lambda: self.server.change_job(change, self.job.version))
+        except (Conflict, NotFound):
+            self.job = self.server.object
+        except NoAnswer:
+            return 0
+        return 1
+
+    def _do(self, action: Action) -> None:
+        server, call = self.server, self.server.call
+        assert self.job is not None
+        match action:
+            case AddFinalizer():
+                self.job = call(lambda: server.change_job(_set(finalizer=True), self.job.version))
+            case RemoveFinalizer():
+                self.job = call(lambda: server.change_job(_set(finalizer=False), self.job.version))
+            case Number():
+                self._number(action)
+            case MakeObject(kind):
+                value: Any = True
+                if kind == "ConfigMap":
+                    value = self.job.job
+                elif kind == "Service":
+                    value = self.job.status.term
+                call(lambda: server.beside.setdefault(kind, value))
+            case DeleteObject(kind):
+                call(lambda: server.beside.pop(kind, None))
+            case PointService(term):
+                call(lambda: server.beside.update(Service=term))
+            case MakeNode(number):
+                self._make(names.node_name("llm", number), number, coordinator=False)
+            case MakeCoordinator(term):
+                self._make(names.coordinator_name("llm", term), term, coordinator=True)
+            case DeletePod(name=name, uid=uid, reason=reason):
+                try:
+                    self.desk.saw(call(lambda: server.delete_pod(name, uid, reason)))
+                except (NotFound, Conflict):
+                    self.desk.pods.gone(name, uid)
+            case Tell(news):
+                self.cluster.tell(news)
+                self.desk.did(action)
+            case AskStop(reason):
+                self.cluster.stop(reason)
+            case AskResize(nodes):
+                self.cluster.resize(nodes)
+                self.desk.did(action)
+            case DeleteJob():
+                call(lambda: server.change_job(_set(deleted_s=self.cluster.now_s)))
+
+    def _number(self, action: Number) -> None:
+        assert self.job is not None
+        before = (self.job.status.term or 0, self.job.status.next_number or 0)
+        version = self.job.version
+
+        def change(job: JobObject) -> None:
+            if action.begins:
+                job.status = begun(
+                    job.status, action.run, action.term, action.next_number, self.cluster.now_s
+                )
+            else:
+                job.status = msgspec.structs.replace(
+                    job.status, run=action.run, term=action.term, next_number=action.next_number
+                )
+
+        self.job = self.server.call(lambda: self.server.change_job(change, version))
+        self.desk.numbered(action, before)
+
+    def _make(self, name: str, number: int, coordinator: bool) -> None:
+        assert self.job is not None
+        if name in self.desk.doubtful:
+            there = self.server.call(lambda: self.server.pods.get(name))
+            if there is None:
+                self.desk.burn(name)
+            else:
+                self.desk.saw(there)
+            return
+        pod = PodSeen(name=name, uid="", coordinator=coordinator, number=number, run=self.job.status.run or 0)
+        try:
+            made = self.server.call(lambda: self.server.make_pod(pod))
+        except Exists:
+            made = self.server.pods[name]
+        except NoAnswer:
+            self.desk.doubtful.add(name)
+            raise
+        self.desk.saw(made)
+
+
+def _set(**fields: Any) -> Any:
+    def change(job: JobObject) -> None:
+        for name, value in fields.items():
+            setattr(job, name, value)
+
+    return change

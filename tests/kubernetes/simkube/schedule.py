@@ -1,0 +1,242 @@
+"""One random schedule: faults of all kinds for a while, then quiet; and what has to hold meanwhile and at the end."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import msgspec
+from kubejobs import job as asked
+
+from holdfast.engines.kubernetes.check import accept
+from holdfast.engines.kubernetes.observed import PodSeen
+from holdfast.engines.kubernetes.reconcile import DELETED, SUSPENDED
+from holdfast.engines.kubernetes.status import ConditionType
+from holdfast.protocol.engine_orders import ReleaseNode
+from simkube.cluster import Cluster
+from simkube.operator import Operator
+from simkube.server import JobObject, Server
+
+QUIET_TICKS = 400
+
+
+class Schedule:
+    """Runs one seed. `problems` has what must not be."""
+
+    def __init__(self, seed: int, ticks: int = 40) -> None:
+        self.dice = dice = random.Random(seed)
+        nodes, spares = dice.randint(1, 4), dice.randint(0, 2)
+        taken = accept(asked(spec__nodes=nodes, spec__minNodes=1, spec__spares=spares))
+        self.server = Server(dice, taken)
+        self.server.on_delete, self.server.on_make = self.deleted, self.was_made
+        until = dice.choice((15, 60, 100_000))
+        self.cluster = Cluster(dice, self.server, nodes + spares + dice.randint(0, 3), until)
+        self.operator = Operator(self.server, self.cluster)
+        self.rival: Operator | None = None
+        self.rivals = 0
+        self.ticks = ticks
+        self.problems: list[str] = []
+        self.happened: Counter[str] = Counter()
+        self.over = False
+
+    def run(self) -> list[str]:
+        for _ in range(self.ticks):
+            self.cluster.tick()
+            self.something()
+            self.operator.look(self.dice.choice((None, None, 0, 1, 3)))
+            self.operator.work(self.dice.choice((None, None, 1, 2)))
+            if self.rival is not None and self.dice.random() < 0.5:
+                self.rival.work()
+            self.always()
+        self.calm()
+        self.fixed_point()
+        return self.problems
+
+    # ------------------------------------------------------------ faults
+
+    def something(self) -> None:
+        dice, server, cluster = self.dice, self.server, self.cluster
+        what = dice.choice(
+            [
+                "nothing",
+                "nothing",
+                "power-loss",
+                "power-returns",
+                "pod-killed",
+                "cordon",
+                "uncordon",
+                "server-down",
+                "server-up",
+                "trouble",
+                "no-trouble",
+                "watch-cut",
+                "operator-killed",
+                "two-operators",
+                "one-operator",
+                "scale",
+                "suspend",
+                "resume",
+                "delete",
+                "script-fails",
+                "object-deleted",
+                "job-touched",
+            ]
+        )
+        self.happened[what] += 1
+        if what == "power-loss":
+            cluster.power_loss()
+        elif what == "power-returns":
+            cluster.power_returns()
+        elif what == "pod-killed":
+            cluster.kill_pod()
+        elif what in ("cordon", "uncordon"):
+            dice.choice(list(cluster.machines.values())).cordoned = what == "cordon"
+        elif what in ("server-down", "server-up"):
+            server.down = what == "server-down" and dice.random() < 0.5
+        elif what in ("trouble", "no-trouble"):
+            server.trouble = 0.4 if what == "trouble" else 0.0
+        elif what == "watch-cut":
+            self.operator.cut()
+        elif what == "operator-killed":
+            self.operator = Operator(server, cluster)
+        elif what == "two-operators":
+            # The old leader goes on with what it knew, and reads nothing new.
+            self.rival, self.operator = self.operator, Operator(server, cluster)
+            self.rivals += 1
+        elif what == "one-operator":
+            self.rival = None
+        elif what == "object-deleted" and server.beside:
+            server.beside.pop(dice.choice(sorted(server.beside)))
+        elif server.object is not None:
+            self.user(what)
+
+    def user(self, what: str) -> None:
+        dice, server = self.dice, self.server
+        assert server.object is not None
+        spec = server.object.job.spec
+        if what == "scale" and dice.random() < 0.5:
+            spec = msgspec.structs.replace(spec, nodes=dice.randint(1, 4))
+        elif what in ("suspend", "resume") and (what == "resume" or dice.random() < 0.3):
+            policy = msgspec.structs.replace(spec.run_policy, suspend=what == "suspend")
+            spec = msgspec.structs.replace(spec, run_policy=policy)
+        elif what == "delete" and dice.random() < 0.1:
+            server.change_job(lambda job: setattr(job, "deleted_s", self.cluster.now_s))
+            return
+        elif what == "script-fails" and dice.random() < 0.1:
+            self.cluster.script_fails = True
+        elif what != "job-touched":
+            return
+
+        def change(job: JobObject) -> None:
+            job.job = msgspec.structs.replace(job.job, spec=spec)
+            job.generation += 1
+
+        server.change_job(change)
+
+    def calm(self) -> None:
+        """All faults end; machines are back, and one operator is left."""
+        self.server.down, self.server.trouble, self.rival = False, 0.0, None
+        for machine in self.cluster.machines.values():
+            machine.cordoned = False
+        self.cluster.power_returns()
+        self.operator.cut()
+
+    # ------------------------------------------------------------ what must hold
+
+    def was_made(self, pod: PodSeen) -> None:
+        if self.server.made.count(pod.name) > 1:
+            self.problems.append(f"{pod.name} was made twice")
+        # A leader that was stopped and thaws makes what it had numbered. The new one deletes it: see `at_rest`.
+        if self.over and not self.rivals:
+            self.problems.append(f"{pod.name} was made after the end")
+        job = self.cluster.job()
+        if job is not None and not pod.coordinator and not self.rivals:
+            here = [one for one in self.server.pods.values() if one.stays and not one.coordinator]
+            if len(here) - len(self.given_up() & {one.name for one in here}) >= 4 + job.spec.spares:
+                self.problems.append(f"{pod.name} is one more than was ever wanted")
+
+    def given_up(self) -> set[str]:
+        known = self.cluster.coordinator
+        orders = known.orders.values() if known is not None else ()
+        going = {name for name, one in self.cluster.machines.items() if one.cordoned or not one.up}
+        return {one.node for one in orders if isinstance(one, ReleaseNode)} | {
+            pod.name for pod in self.server.pods.values() if pod.machine in going
+        }
+
+    def deleted(self, pod: PodSeen, reason: str) -> None:
+        """A pod whose node trains is deleted for one reason only: the end of its run."""
+        known, job = self.cluster.coordinator, self.server.object
+        if pod.coordinator or known is None or known.outcome is not None or job is None:
+            return
+        trains = pod.name in known.training() and self.cluster.runs(pod) and not pod.deleting
+        ends = self.over or reason in (DELETED, SUSPENDED)
+        if trains and not ends and not self.rivals:
+            self.problems.append(f"{pod.name} trained and was deleted: {reason}")
+
+    def always(self) -> None:
+        job = self.server.object
+        alive = [pod for pod in self.server.pods.values() if pod.coordinator and pod.stays]
+        if len({pod.number for pod in alive}) != len(alive):
+            self.problems.append("two coordinators of one term")
+        if job is None:
+            self.over = True
+            return
+        ended = job.status.holds(ConditionType.COMPLETE) or job.status.holds(ConditionType.FAILED)
+        if self.over and not ended:
+            self.problems.append("the end was taken back")
+        self.over = self.over or ended
+
+    def fixed_point(self) -> None:
+        """Left alone it comes to rest, at what was asked for."""
+        quiet = 0
+        for _ in range(QUIET_TICKS):
+            before = len(self.server.log)
+            self.cluster.tick()
+            self.operator.look()
+            done = self.operator.work()
+            self.always()
+            settled = done == 0 or (self.cluster.coordinator is not None and done == 1)
+            quiet = quiet + 1 if settled and len(self.server.log) == before else 0
+            if quiet > 12:
+                break
+        else:
+            plan = self.operator.plan()
+            self.problems.append(f"it does not come to rest: {plan.actions if plan else None}")
+            return
+        self.at_rest()
+
+    def at_rest(self) -> None:
+        job, pods = self.server.object, list(self.server.pods.values())
+        if job is None:
+            if pods:
+                self.problems.append(f"orphans: {[pod.name for pod in pods]}")
+            return
+        if job.deleted_s is not None:
+            self.problems.append("the deleted object is still there")
+        elif job.job.spec.run_policy.suspend and not self.over:
+            if pods or not job.status.holds(ConditionType.SUSPENDED):
+                self.problems.append(f"not suspended: {[pod.name for pod in pods]}")
+        elif self.over:
+            if any(not pod.ended for pod in pods):
+                self.problems.append("pods run after the end")
+        else:
+            self.full(pods)
+
+    def full(self, pods: list[PodSeen]) -> None:
+        known = self.cluster.coordinator
+        if known is None:
+            self.problems.append("nobody coordinates")
+            return
+        wanted = known.target + known.spares
+        there = [pod for pod in pods if not pod.coordinator and pod.stays]
+        room = len(self.cluster.machines)
+        if len([pod for pod in there if pod.phase == "Running"]) < min(wanted, room):
+            self.problems.append(f"{len(there)} nodes of {wanted}, with {room} machines")
+        if len(there) > wanted:
+            self.problems.append(f"{len(there)} nodes, wanted are {wanted}")
+        if known.orders:
+            self.problems.append(f"orders stay open: {list(known.orders.values())}")
+        job = self.cluster.job()
+        asked_for = self.operator.observed()
+        if job is not None and asked_for is not None and asked_for.service_term != known.term:
+            self.problems.append("the Service points elsewhere")

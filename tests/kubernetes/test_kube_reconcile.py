@@ -1,0 +1,307 @@
+"""Single decisions about a job: a loss, a drain, a deadline, an end."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from kubejobs import job as asked
+
+from holdfast.engines.kubernetes.actions import (
+    AddFinalizer,
+    AskResize,
+    AskStop,
+    DeleteJob,
+    DeletePod,
+    MakeCoordinator,
+    MakeNode,
+    MakeObject,
+    Number,
+    RemoveFinalizer,
+    Tell,
+)
+from holdfast.engines.kubernetes.check import accept, check
+from holdfast.engines.kubernetes.conditions import begun
+from holdfast.engines.kubernetes.observed import Farewell, MachineSeen, NodeSaid, Observed, PodSeen, Said
+from holdfast.engines.kubernetes.reconcile import BESIDE, reconcile
+from holdfast.engines.kubernetes.status import ConditionType, JobStatus, Progress
+from holdfast.engines.kubernetes.times import timestamp
+from holdfast.protocol.availability import NodeGoing, NodeTaken, OrderDone
+from holdfast.protocol.engine_orders import MarkNode, ProvideNode, ReleaseNode
+
+NOW_S = 1_000_000.0
+BEGUN = begun(JobStatus(), run=1, term=1, next_number=3, now_s=NOW_S - 60)
+
+
+def pod(name: str, **fields: Any) -> PodSeen:
+    coordinator = name.startswith("c")
+    given: dict[str, Any] = {"phase": "Running", "ready": True, "machine": f"m-{name}"}
+    return PodSeen(
+        name=f"llm-{name}",
+        uid=f"uid-{name}",
+        coordinator=coordinator,
+        number=int(name[1:]),
+        run=1,
+        **(given | fields),
+    )
+
+
+def said(*alive: str, **fields: Any) -> Said:
+    nodes = {f"llm-{name}": NodeSaid(alive=True, trains=name != alive[-1]) for name in alive}
+    return Said(**({"term": 1, "phase": "running", "wanted": 3, "step": 7, "nodes": nodes} | fields))
+
+
+def observed(**fields: Any) -> Observed:
+    """A job of two nodes and a spare that trains."""
+    job = accept(asked(spec__nodes=2, spec__spares=1, **fields.pop("spec", {})))
+    given: dict[str, Any] = {
+        "job": job,
+        "accepted": job,
+        "finalizer": True,
+        "status": BEGUN,
+        "pods": (pod("c1"), pod("n0"), pod("n1"), pod("n2")),
+        "objects": frozenset(BESIDE),
+        "service_term": 1,
+        "said": said("n0", "n1", "n2"),
+        "now_s": NOW_S,
+    }
+    return Observed(**(given | fields))
+
+
+def actions(seen: Observed) -> tuple[Any, ...]:
+    return reconcile(seen).actions
+
+
+def status_after(seen: Observed) -> JobStatus:
+    return reconcile(seen).status
+
+
+def condition(status: JobStatus, type_: ConditionType) -> tuple[str, str]:
+    found = status.condition(type_)
+    assert found is not None
+    return found.status, found.reason
+
+
+def test_a_job_that_is_well_is_left_alone() -> None:
+    assert actions(observed()) == ()
+    status = status_after(observed())
+    assert status.state == "Running"
+    assert status.nodes is not None
+    assert status.nodes.summary == "2/2 +1"
+    for type_ in (ConditionType.TRAINING, ConditionType.FULL_STRENGTH, ConditionType.SPARES_READY):
+        assert condition(status, type_)[0] == "True"
+
+
+def test_the_first_looks_of_a_new_job() -> None:
+    seen = observed(
+        accepted=None, finalizer=False, status=JobStatus(), pods=(), objects=frozenset(), said=None
+    )
+    assert actions(seen) == (AddFinalizer(),)
+    seen = msgspec.structs.replace(seen, finalizer=True)
+    assert actions(seen) == (Number(run=1, term=1, next_number=0, begins=True),)
+    status = begun(status_after(seen), run=1, term=1, next_number=0, now_s=NOW_S)
+    seen = msgspec.structs.replace(seen, status=status, granted=frozenset({"llm-c1"}))
+    assert actions(seen) == (
+        *(MakeObject(kind) for kind in BESIDE),
+        MakeCoordinator(1),
+        Number(run=1, term=1, next_number=3),
+    )
+    status = msgspec.structs.replace(status, next_number=3)
+    granted = frozenset({"llm-c1", "llm-n0", "llm-n1", "llm-n2"})
+    made = [
+        one
+        for one in actions(msgspec.structs.replace(seen, status=status, granted=granted))
+        if isinstance(one, MakeNode)
+    ]
+    assert made == [MakeNode(0), MakeNode(1), MakeNode(2)]
+
+
+def test_a_lost_node_is_deleted_with_grace_1_and_replaced_at_once() -> None:
+    order = ReleaseNode("llm-n1", "silent for 2 s", order_id=5)
+    seen = observed(said=said("n0", "n2", orders=(order, ProvideNode("2 of 3", order_id=6))))
+    assert actions(seen) == (
+        DeletePod(name="llm-n1", uid="uid-n1", grace_s=1, reason="silent for 2 s"),
+        Number(run=1, term=1, next_number=4),
+    )
+    # Its pod stays for as long as the machine is away. Nobody waits for that.
+    pods = (pod("c1"), pod("n0"), pod("n1", deleting=True), pod("n2"))
+    status = msgspec.structs.replace(BEGUN, next_number=4)
+    seen = msgspec.structs.replace(seen, pods=pods, status=status, granted=frozenset({"llm-n3"}))
+    assert actions(seen) == (Tell(OrderDone(5)), MakeNode(3, frozenset({"m-n1"})))
+    seen = msgspec.structs.replace(
+        seen, pods=(*pods, pod("n3", phase="Pending", ready=False)), granted=frozenset()
+    )
+    assert actions(seen) == (Tell(OrderDone(5)), Tell(OrderDone(6)))
+    assert reconcile(seen).status.nodes.lost == 1  # type: ignore[union-attr]
+
+
+def test_a_node_that_left_as_planned_has_its_whole_grace() -> None:
+    seen = observed(said=said("n0", "n2", orders=(ReleaseNode("llm-n1", "drained", True, order_id=5),)))
+    (deleted, _) = actions(seen)
+    assert deleted == DeletePod(name="llm-n1", uid="uid-n1", reason="drained")
+
+
+def test_a_machine_that_kubernetes_does_not_reach_changes_nothing() -> None:
+    machines = {f"m-n{k}": MachineSeen(name=f"m-n{k}", ready=False) for k in range(3)}
+    assert actions(observed(machines=machines)) == ()
+
+
+def test_a_cordoned_machine_is_told_and_replaced_first() -> None:
+    machines = {"m-n1": MachineSeen(name="m-n1", going="it is cordoned")}
+    seen = observed(machines=machines)
+    assert actions(seen) == (
+        Tell(NodeGoing("llm-n1", "m-n1: it is cordoned"), "llm-n1"),
+        Number(run=1, term=1, next_number=4),
+    )
+    assert Tell not in {
+        type(one) for one in actions(msgspec.structs.replace(seen, told=frozenset({"llm-n1"})))
+    }
+
+
+def test_an_eviction_is_told_with_the_time_that_is_left() -> None:
+    seen = observed(pods=(pod("c1"), pod("n0", deleting=True), pod("n1"), pod("n2")))
+    assert actions(seen)[0] == Tell(NodeGoing("llm-n0", "its pod is being deleted", 90.0), "llm-n0")
+
+
+def test_a_pod_that_is_gone_is_told() -> None:
+    seen = observed(pods=(pod("c1"), pod("n0"), pod("n1")))
+    assert actions(seen)[0] == Tell(NodeTaken("llm-n2", "its pod is gone"), "llm-n2")
+
+
+def test_orders_that_cannot_be_carried_out_are_answered() -> None:
+    seen = observed(said=said("n0", "n1", "n2", orders=(MarkNode("llm-n1", "Xid 79", order_id=3),)))
+    (told,) = actions(seen)
+    assert told.news.order_id == 3
+    assert "marks no machines" in told.news.error
+
+
+@pytest.mark.parametrize("lost", [{"deleting": True}, {"phase": "Failed"}])
+def test_a_lost_coordinator_has_a_successor_of_the_next_term(lost: dict[str, Any]) -> None:
+    seen = observed(pods=(pod("c1", **lost), pod("n0"), pod("n1"), pod("n2")), said=None)
+    assert actions(seen) == (Number(run=1, term=2, next_number=3),)
+    status = msgspec.structs.replace(BEGUN, term=2)
+    made = actions(msgspec.structs.replace(seen, status=status, granted=frozenset({"llm-c2"})))
+    assert MakeCoordinator(2) in made
+
+
+def test_a_coordinator_that_only_the_operator_cannot_reach_is_left_alone() -> None:
+    seen = observed(said=None)
+    assert actions(seen) == ()
+    assert condition(status_after(seen), ConditionType.COORDINATOR_READY) == ("Unknown", "Unreachable")
+
+
+def test_pods_that_are_too_many_go_only_if_they_never_joined() -> None:
+    waiting = pod("n3", phase="Pending", ready=False, machine=None)
+    seen = observed(pods=(*observed().pods, waiting))
+    assert actions(seen) == (DeletePod(name="llm-n3", uid="uid-n3", reason="the job wants fewer nodes"),)
+    assert actions(observed(said=said("n0", "n1", "n2", wanted=2))) == ()
+
+
+def test_a_new_size_is_asked_for_once() -> None:
+    job = accept(asked(spec__nodes=1, spec__spares=1))
+    seen = observed(job=job)
+    assert actions(seen) == (AskResize(1),)
+    assert actions(msgspec.structs.replace(seen, asked_nodes=1)) == ()
+
+
+def test_what_changes_in_a_run_is_said_and_not_done() -> None:
+    job = accept(asked(spec__nodes=2, spec__spares=2))
+    seen = observed(job=job)
+    assert actions(seen) == ()
+    accepted = status_after(seen).condition(ConditionType.ACCEPTED)
+    assert accepted is not None
+    assert (accepted.status, accepted.reason) == ("True", "SpecChanged")
+    assert "spec.spares" in accepted.message
+
+
+def test_what_cannot_work_is_said_and_nothing_is_made() -> None:
+    wrong = asked(spec__nodes=0)
+    seen = observed(job=None, accepted=None, problems=check(wrong), status=JobStatus(), pods=(), said=None)
+    assert actions(seen) == ()
+    accepted = status_after(seen).condition(ConditionType.ACCEPTED)
+    assert accepted is not None
+    assert accepted.message == (
+        "spec.nodes: 0; accepted: a whole number from 1 to 10000 "
+        "(Nodes that train at full strength; kubectl scale changes it)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("farewell", "type_", "reason"),
+    [
+        (Farewell("finished"), ConditionType.COMPLETE, "Finished"),
+        (Farewell("failed", "ValueError"), ConditionType.FAILED, "ScriptFailed"),
+        (Farewell("stopped", "asked for"), ConditionType.FAILED, "Stopped"),
+        (
+            Farewell("stopped", "spec.runPolicy.activeDeadlineSeconds is over"),
+            ConditionType.FAILED,
+            "ActiveDeadline",
+        ),
+    ],
+)
+def test_an_end_is_for_ever(farewell: Farewell, type_: ConditionType, reason: str) -> None:
+    ended = pod("c1", phase="Succeeded", farewell=farewell)
+    seen = observed(pods=(ended, pod("n0")), said=None)
+    plan = reconcile(seen)
+    assert plan.actions == ()  # the status first
+    assert condition(plan.status, type_) == ("True", reason)
+    after = msgspec.structs.replace(seen, status=plan.status)
+    assert {type(one) for one in actions(after)} <= {DeletePod, RemoveFinalizer}
+    # Whatever is deleted below it, it does not start again.
+    bare = msgspec.structs.replace(after, pods=(), objects=frozenset(), finalizer=False)
+    assert actions(bare) == ()
+
+
+def test_the_object_goes_when_its_time_after_the_end_is_over() -> None:
+    ended = pod("c1", phase="Succeeded", farewell=Farewell("finished"))
+    seen = observed(pods=(ended,), said=None, spec={"spec__runPolicy": {"ttlSecondsAfterFinished": 60}})
+    after = msgspec.structs.replace(seen, status=reconcile(seen).status, finalizer=False, pods=())
+    assert reconcile(after).look_again_s == 60
+    late = msgspec.structs.replace(after, now_s=NOW_S + 60)
+    assert actions(late) == (DeleteJob(),)
+
+
+def test_a_job_that_never_starts_fails_with_what_is_in_the_way() -> None:
+    stuck = pod("n0", phase="Pending", ready=False, waits="ImagePullBackOff: no such image")
+    began = msgspec.structs.replace(BEGUN, start_time=timestamp(NOW_S - 1800))
+    seen = observed(status=began, pods=(pod("c1"), stuck), said=None)
+    failed = reconcile(seen).status.condition(ConditionType.FAILED)
+    assert failed is not None
+    assert (failed.status, failed.reason) == ("True", "StartupDeadline")
+    assert "no such image" in failed.message
+
+
+def test_a_deadline_asks_for_the_end() -> None:
+    seen = observed(spec={"spec__runPolicy": {"activeDeadlineSeconds": 30}})
+    assert actions(seen) == (AskStop("spec.runPolicy.activeDeadlineSeconds is over"),)
+
+
+def test_a_job_is_saved_before_it_is_suspended() -> None:
+    seen = observed(spec={"spec__runPolicy": {"suspend": True}})
+    assert actions(seen) == (AskStop("the job is suspended"),)
+    ended = pod("c1", phase="Succeeded", farewell=Farewell("stopped"))
+    assert {type(one) for one in actions(msgspec.structs.replace(seen, pods=(ended,), said=None))} == {
+        DeletePod
+    }
+
+
+def test_a_job_without_a_state_is_suspended_at_once() -> None:
+    stuck = pod("n0", phase="Pending", ready=False)
+    seen = observed(pods=(stuck,), said=None, spec={"spec__runPolicy": {"suspend": True}})
+    assert {type(one) for one in actions(seen)} == {DeletePod}
+
+
+def test_a_deleted_job_is_saved_within_its_time() -> None:
+    trained = msgspec.structs.replace(BEGUN, progress=Progress(step=7))
+    seen = observed(status=trained, deleted_s=NOW_S)
+    plan = reconcile(seen)
+    assert (plan.actions, plan.look_again_s) == ((AskStop("the job is deleted"),), 150.0)
+    assert plan.status.state == "Stopping"
+    late = msgspec.structs.replace(seen, now_s=NOW_S + 150)
+    assert RemoveFinalizer() in actions(late)
+    assert RemoveFinalizer() in actions(msgspec.structs.replace(seen, skip_save=True))
+
+
+def test_a_pod_of_another_uid_is_not_meant() -> None:
+    order = ReleaseNode("llm-n1", "silent", order_id=1)
+    (deleted, *_) = actions(observed(said=said("n0", "n2", orders=(order,))))
+    assert deleted.uid == "uid-n1"

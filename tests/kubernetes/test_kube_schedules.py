@@ -1,0 +1,35 @@
+"""Random schedules of one job's life: everything that an API server, machines and people do to it."""
+
+from collections import Counter
+
+import pytest
+from simkube.schedule import Schedule
+
+SEEDS = 150
+NIGHTLY_BLOCKS, NIGHTLY_SEEDS = 10, 2000
+
+
+def judge(seeds: range) -> Counter[str]:
+    happened: Counter[str] = Counter()
+    for seed in seeds:
+        schedule = Schedule(seed)
+        problems = schedule.run()
+        assert not problems, f"seed {seed}: {problems}"
+        happened += schedule.happened
+        happened[f"made {len(schedule.server.made) > 0}"] += 1
+        happened["over"] += schedule.over
+    return happened
+
+
+def test_what_must_hold_holds() -> None:
+    happened = judge(range(SEEDS))
+    assert len(happened) > 20
+    assert happened["over"] > SEEDS / 10
+    assert happened["made True"] > SEEDS * 0.9
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("block", range(NIGHTLY_BLOCKS))
+def test_what_must_hold_holds_for_many(block: int) -> None:
+    start = SEEDS + block * NIGHTLY_SEEDS
+    judge(range(start, start + NIGHTLY_SEEDS))
