@@ -1,0 +1,214 @@
+"""Requests to the API server, and how they can end. `kubernetes_asyncio` finds the server and proves who we are; what is
+sent and read is plain JSON, so no field of a newer server is lost on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from typing import Any, Protocol
+
+import aiohttp
+import msgspec
+
+from holdfast.errors import HoldfastError
+
+ANSWER_S = 10.0
+"""How long a request may take. It may have been carried out all the same."""
+CONNECT_S = 5.0
+SILENT_S = 70.0
+"""A watch that brings nothing for so long, no bookmark either, is cut: half of a connection may be gone."""
+PAGE = 500
+"""Objects of one answer to a list."""
+MANAGER = "holdfast-operator"
+"""The owner of the fields that it applies."""
+
+Object = dict[str, Any]
+
+
+class ApiError(HoldfastError):
+    """The API server refused a request. `str` has its words."""
+
+    def __init__(self, status: int, reason: str, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message or reason or f"HTTP {status}")
+        self.status, self.reason, self.retry_after_s = status, reason, retry_after_s
+
+    @property
+    def is_gone(self) -> bool:
+        """A list or watch has to begin anew."""
+        return self.status == 410 or self.reason in ("Expired", "Gone")
+
+    @property
+    def may_pass(self) -> bool:
+        """The same request may be taken later."""
+        return self.status in (408, 429) or self.status >= 500
+
+
+class NoAnswer(HoldfastError):
+    """Nobody knows whether the request was carried out."""
+
+
+class Transport(Protocol):
+    """What `kubernetes_asyncio.client.ApiClient` does for us."""
+
+    async def call_api(self, resource_path: str, method: str, **options: Any) -> aiohttp.ClientResponse: ...
+
+
+class Api:
+    """One API server."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None = None,
+        body: Any = None,
+        content_type: str = "application/json",
+    ) -> Object:
+        """Returns the answer's object.
+
+        Raises:
+            ApiError: it was refused.
+            NoAnswer: it may have been carried out.
+        """
+        timeout = aiohttp.ClientTimeout(total=ANSWER_S, sock_connect=CONNECT_S)
+        try:
+            async with await self._send(method, path, query, body, content_type, timeout) as response:
+                data = await response.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise NoAnswer(f"{method} {path}: {error or type(error).__name__}") from error
+        if response.status >= 400:
+            raise _refusal(response, data)
+        answer: Object = msgspec.json.decode(data) if data else {}
+        return answer
+
+    async def get(self, path: str) -> Object:
+        """One object."""
+        return await self.request("GET", path)
+
+    async def create(self, path: str, made: Object, dry_run: bool = False) -> Object:
+        """dry_run: the server checks everything, and makes nothing."""
+        return await self.request("POST", path, {"dryRun": "All"} if dry_run else None, made)
+
+    async def apply(self, path: str, made: Object) -> Object:
+        """Server-side apply: of the fields that it names we are the owner, whoever wrote them before."""
+        query = {"fieldManager": MANAGER, "force": "true"}
+        return await self.request("PATCH", path, query, made, "application/apply-patch+yaml")
+
+    async def merge(self, path: str, patch: Object) -> Object:
+        """A merge patch. With `metadata.resourceVersion` in it, it is refused where the object has changed."""
+        return await self.request("PATCH", path, None, patch, "application/merge-patch+json")
+
+    async def delete(self, path: str, uid: str, grace_s: int | None = None) -> Object:
+        """The object of this uid, and no other of its name."""
+        options: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}
+        if grace_s is not None:
+            options["gracePeriodSeconds"] = grace_s
+        return await self.request("DELETE", path, None, options)
+
+    async def list_all(self, path: str, query: Mapping[str, str]) -> tuple[list[Object], str]:
+        """All objects, and the version from which a watch goes on."""
+        found: list[Object] = []
+        more = {"limit": str(PAGE)}
+        while True:
+            page = await self.request("GET", path, {**query, **more})
+            found += page["items"]
+            if not (token := page["metadata"].get("continue")):
+                return found, page["metadata"]["resourceVersion"]
+            more = {"limit": str(PAGE), "continue": token}
+
+    async def watch(self, path: str, query: Mapping[str, str], version: str) -> AsyncGenerator[Object]:
+        """Events from this version on, until the server ends the watch.
+
+        Raises:
+            ApiError: `is_gone`: the version is too old.
+            NoAnswer: it was cut.
+        """
+        asked = {
+            **query,
+            "watch": "true",
+            "resourceVersion": version,
+            "allowWatchBookmarks": "true",
+            # Not all watches of an operator end in the same second.
+            "timeoutSeconds": str(random.randint(240, 300)),
+        }
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=SILENT_S)
+        try:
+            async with await self._send("GET", path, asked, None, "application/json", timeout) as response:
+                if response.status >= 400:
+                    raise _refusal(response, await response.read())
+                async for line in _lines(response.content):
+                    event = msgspec.json.decode(line)
+                    if event["type"] == "ERROR":
+                        told = event["object"]
+                        raise ApiError(told.get("code", 500), told.get("reason", ""), told.get("message", ""))
+                    yield event
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise NoAnswer(f"the watch of {path} was cut: {error or type(error).__name__}") from error
+
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None,
+        body: Any,
+        content_type: str,
+        timeout: aiohttp.ClientTimeout,
+    ) -> aiohttp.ClientResponse:
+        return await self._transport.call_api(
+            path,
+            method,
+            query_params=list((query or {}).items()),
+            header_params={"Accept": "application/json", "Content-Type": content_type},
+            body=body,
+            auth_settings=["BearerToken"],
+            _preload_content=False,
+            _request_timeout=timeout,
+        )
+
+
+async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Lines of any length: an object may be larger than aiohttp's own limit of a line."""
+    rest = b""
+    async for chunk in content.iter_any():
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            if line:
+                yield line
+
+
+def _refusal(response: aiohttp.ClientResponse, data: bytes) -> ApiError:
+    reason, message = response.reason or "", data.decode(errors="replace").strip()
+    try:
+        told = msgspec.json.decode(data)
+        reason, message = str(told.get("reason", reason)), str(told.get("message", message))
+    except (msgspec.MsgspecError, AttributeError):  # a proxy on the way answers as it likes
+        pass
+    after = response.headers.get("Retry-After", "")
+    return ApiError(response.status, reason, message[:2000], float(after) if after.isdecimal() else None)
+
+
+class Backoff:
+    """How long to wait before the next try: longer each time, and not at the same moment as others."""
+
+    def __init__(self, first_s: float = 0.1, most_s: float = 15.0) -> None:
+        self._first_s, self._most_s, self._tries = first_s, most_s, 0
+
+    def reset(self) -> None:
+        """It went well."""
+        self._tries = 0
+
+    def next_s(self, error: Exception) -> float:
+        """What the server asks for, if it asks."""
+        if isinstance(error, ApiError) and error.retry_after_s is not None:
+            return error.retry_after_s
+        self._tries += 1
+        longest_s = min(self._most_s, self._first_s * 2**self._tries)
+        return random.uniform(longest_s / 2, longest_s)
+
+    async def wait(self, error: Exception) -> None:
+        """Waits for that long."""
+        await asyncio.sleep(self.next_s(error))

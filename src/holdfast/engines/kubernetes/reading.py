@@ -1,0 +1,121 @@
+"""Kubernetes' objects as `observed` has them. Pure. What is missing in an object is unknown, and an object that is not
+ours is None: a pod counts by its owner's uid, never by its labels, which anybody can write."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from holdfast.engines.kubernetes import names
+from holdfast.engines.kubernetes.names import LABEL_RUN
+from holdfast.engines.kubernetes.observed import Farewell, MachineSeen, PodPhase, PodSeen
+
+GOING_TAINTS = {
+    "karpenter.sh/disrupted": "Karpenter takes the machine back",
+    "ToBeDeletedByClusterAutoscaler": "the cluster autoscaler takes the machine back",
+    "DeletionCandidateOfClusterAutoscaler": None,  # it only thinks about it
+    "aws-node-termination-handler/spot-itn": "the cloud takes the spot machine back",
+    "node.kubernetes.io/not-ready": None,
+    "node.kubernetes.io/unreachable": None,
+}
+"""Taints with a meaning of their own; None: none for us. Others count when their effect is NoExecute."""
+STARTING = frozenset({"ContainerCreating", "PodInitializing"})
+"""Reasons of a waiting container that are no trouble."""
+MESSAGE_CHARS = 300
+
+Object = Mapping[str, Any]
+
+
+def pod_seen(pod: Object, job: str, uid: str) -> PodSeen | None:
+    """A pod of the job of this uid; None: it is somebody else's."""
+    metadata, spec, status = pod["metadata"], pod.get("spec", {}), pod.get("status", {})
+    if not any(
+        one.get("uid") == uid and one.get("controller") for one in metadata.get("ownerReferences", ())
+    ):
+        return None
+    name = metadata["name"]
+    number, term = names.number_of(job, name), names.term_of(job, name)
+    if number is None and term is None:
+        return None
+    run = str(metadata.get("labels", {}).get(LABEL_RUN, ""))
+    conditions = {one["type"]: one for one in status.get("conditions", ())}
+    scheduled = conditions.get("PodScheduled", {})
+    unschedulable = scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable"
+    containers = status.get("containerStatuses", ())
+    return PodSeen(
+        name=name,
+        uid=metadata["uid"],
+        coordinator=term is not None,
+        number=term if term is not None else number if number is not None else 0,
+        # Somebody who takes a label away does not make a pod one of another run.
+        run=int(run) if run.isdecimal() else 0,
+        phase=_phase(status.get("phase")),
+        deleting="deletionTimestamp" in metadata,
+        machine=spec.get("nodeName"),
+        ready=conditions.get("Ready", {}).get("status") == "True",
+        waits=str(scheduled.get("message", ""))[:MESSAGE_CHARS] if unschedulable else _waits(containers),
+        unschedulable=unschedulable,
+        farewell=_farewell(status.get("phase"), containers) if term is not None else None,
+        address=status.get("podIP"),
+    )
+
+
+def _phase(phase: Any) -> PodPhase:
+    match phase:
+        case "Pending" | "Running" | "Succeeded" | "Failed":
+            return phase  # type: ignore[no-any-return]
+        case None:
+            return "Pending"
+        case _:
+            return "Unknown"
+
+
+def _waits(containers: Any) -> str | None:
+    for one in containers:
+        waiting = one.get("state", {}).get("waiting")
+        if waiting is not None and waiting.get("reason") not in STARTING:
+            message = f": {waiting['message']}" if waiting.get("message") else ""
+            return f"{waiting.get('reason', 'waiting')}{message}"[:MESSAGE_CHARS]
+    return None
+
+
+def _farewell(phase: Any, containers: Any) -> Farewell | None:
+    # Only of a pod that is over: a container that ends with a handing over is started again in its place.
+    if phase != "Succeeded":
+        return None
+    for one in containers:
+        ended = one.get("state", {}).get("terminated")
+        if ended is not None:
+            try:
+                return msgspec.json.decode(str(ended.get("message", "")), type=Farewell)
+            except msgspec.MsgspecError:
+                continue
+    return None
+
+
+def machine_seen(node: Object) -> MachineSeen:
+    """A Node. Only what is asked of it: its list of images alone would be most of the operator's memory."""
+    spec, status = node.get("spec", {}), node.get("status", {})
+    conditions = {one["type"]: one for one in status.get("conditions", ())}
+    return MachineSeen(
+        name=node["metadata"]["name"],
+        ready=conditions.get("Ready", {}).get("status") == "True",
+        going=_going(spec),
+        boot_id=status.get("nodeInfo", {}).get("bootID", ""),
+    )
+
+
+def _going(spec: Object) -> str | None:
+    for taint in spec.get("taints", ()):
+        key = taint.get("key", "")
+        if key in GOING_TAINTS:
+            words = GOING_TAINTS[key]
+        else:
+            words = (
+                f"the taint {key}={taint.get('value', '')}" if taint.get("effect") == "NoExecute" else None
+            )
+        if words is not None:
+            return words
+    return "it is cordoned" if spec.get("unschedulable") else None

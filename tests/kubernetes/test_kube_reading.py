@@ -1,0 +1,118 @@
+"""Pods and machines as the API server writes them."""
+
+from typing import Any
+
+import pytest
+
+from holdfast.engines.kubernetes.observed import Farewell
+from holdfast.engines.kubernetes.reading import machine_seen, pod_seen
+
+
+def pod(name: str = "llm-n3", **status: Any) -> dict[str, Any]:
+    return {
+        "metadata": {
+            "name": name,
+            "uid": "p-1",
+            "labels": {"holdfast.dev/run": "2"},
+            "ownerReferences": [{"uid": "u-1", "controller": True}],
+        },
+        "spec": {"nodeName": "m1"},
+        "status": {"phase": "Running", "podIP": "10.1.2.3"} | status,
+    }
+
+
+def test_a_pod_of_the_job() -> None:
+    seen = pod_seen(pod(conditions=[{"type": "Ready", "status": "True"}]), "llm", "u-1")
+    assert seen is not None
+    assert (seen.number, seen.run, seen.phase, seen.machine, seen.ready) == (3, 2, "Running", "m1", True)
+    assert (seen.coordinator, seen.deleting, seen.waits, seen.address) == (False, False, None, "10.1.2.3")
+    assert not pod_seen(pod("llm-c2"), "llm", "u-1").ready  # type: ignore[union-attr]
+    assert pod_seen(pod("llm-c2"), "llm", "u-1").coordinator  # type: ignore[union-attr]
+
+
+def test_a_pod_counts_by_its_owners_uid_and_never_by_its_labels() -> None:
+    assert pod_seen(pod(), "llm", "u-2") is None
+    foreign = pod()
+    foreign["metadata"]["ownerReferences"] = []
+    assert pod_seen(foreign, "llm", "u-1") is None
+    assert pod_seen(pod("llm-x3"), "llm", "u-1") is None
+
+
+def test_a_pod_without_a_status_is_pending() -> None:
+    bare = pod()
+    bare["status"], bare["spec"] = {}, {}
+    seen = pod_seen(bare, "llm", "u-1")
+    assert seen is not None
+    assert (seen.phase, seen.machine, seen.ready, seen.address) == ("Pending", None, False, None)
+
+
+def test_what_a_pod_waits_for_is_in_the_words_of_who_knows() -> None:
+    scheduler = {
+        "type": "PodScheduled",
+        "status": "False",
+        "reason": "Unschedulable",
+        "message": "0/3 nodes are available",
+    }
+    seen = pod_seen(pod(phase="Pending", conditions=[scheduler]), "llm", "u-1")
+    assert seen is not None
+    assert (seen.unschedulable, seen.waits) == (True, "0/3 nodes are available")
+    kubelet = {"state": {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}}
+    seen = pod_seen(pod(phase="Pending", containerStatuses=[kubelet]), "llm", "u-1")
+    assert seen is not None
+    assert (seen.unschedulable, seen.waits) == (False, "ImagePullBackOff: no such image")
+    creating = {"state": {"waiting": {"reason": "ContainerCreating"}}}
+    assert pod_seen(pod(containerStatuses=[creating]), "llm", "u-1").waits is None  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("message", "farewell"),
+    [
+        ('{"outcome": "finished", "reason": ""}', Farewell("finished")),
+        ("Traceback ...", None),
+        ("", None),
+        ('{"outcome": 7}', None),
+    ],
+)
+def test_a_coordinators_farewell(message: str, farewell: Farewell | None) -> None:
+    ended = [{"state": {"terminated": {"exitCode": 0, "message": message}}}]
+    seen = pod_seen(pod("llm-c1", phase="Succeeded", containerStatuses=ended), "llm", "u-1")
+    assert seen is not None
+    assert seen.farewell == farewell
+    # Not of one whose container is started again, and not of a node.
+    assert pod_seen(pod("llm-c1", containerStatuses=ended), "llm", "u-1").farewell is None  # type: ignore[union-attr]
+    node = pod_seen(pod(phase="Succeeded", containerStatuses=ended), "llm", "u-1")
+    assert node is not None
+    assert node.farewell is None
+
+
+@pytest.mark.parametrize(
+    ("spec", "going"),
+    [
+        ({}, None),
+        ({"unschedulable": True}, "it is cordoned"),
+        ({"taints": [{"key": "node.kubernetes.io/unreachable", "effect": "NoExecute"}]}, None),
+        (
+            {"taints": [{"key": "karpenter.sh/disrupted", "effect": "NoSchedule"}]},
+            "Karpenter takes the machine back",
+        ),
+        ({"taints": [{"key": "nvidia.com/gpu", "effect": "NoSchedule"}]}, None),
+        (
+            {"taints": [{"key": "maintenance", "value": "now", "effect": "NoExecute"}]},
+            "the taint maintenance=now",
+        ),
+    ],
+)
+def test_a_machine_that_is_to_be_emptied(spec: dict[str, Any], going: str | None) -> None:
+    ready = [{"type": "Ready", "status": "True"}]
+    node = {
+        "metadata": {"name": "m1"},
+        "spec": spec,
+        "status": {"conditions": ready, "nodeInfo": {"bootID": "b"}},
+    }
+    seen = machine_seen(node)
+    assert (seen.name, seen.ready, seen.boot_id, seen.going) == ("m1", True, "b", going)
+
+
+def test_a_machine_of_which_nothing_is_known_is_not_ready() -> None:
+    seen = machine_seen({"metadata": {"name": "m1"}})
+    assert (seen.ready, seen.going, seen.boot_id) == (False, None, "")
