@@ -117,6 +117,8 @@ def begun(status: JobStatus, run: int, term: int, next_number: int, now_s: float
         next_number=next_number,
         start_time=timestamp(now_s),
         progress=None,
+        # The run before may have been resized: this one begins with what the object says.
+        nodes=None,
         asked_nodes=None,
         conditions=conditions,
     )

@@ -1,0 +1,486 @@
+"""One job's task in the operator: look, decide, act, say. One task for each job, so that one that is stuck holds up no other."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping
+
+import msgspec
+
+from holdfast.engines.kubernetes import names, render
+from holdfast.engines.kubernetes.actions import (
+    Action,
+    AddFinalizer,
+    AskResize,
+    AskStop,
+    DeleteJob,
+    DeleteObject,
+    DeletePod,
+    MakeCoordinator,
+    MakeNode,
+    MakeObject,
+    Number,
+    Plan,
+    PointService,
+    RemoveFinalizer,
+    Tell,
+)
+from holdfast.engines.kubernetes.api import Api, ApiError, Backoff, NoAnswer, Object
+from holdfast.engines.kubernetes.check import accept, check
+from holdfast.engines.kubernetes.conditions import begun
+from holdfast.engines.kubernetes.desk import Desk
+from holdfast.engines.kubernetes.link import CoordinatorLink, Finder, RefusedByCoordinator, Silent
+from holdfast.engines.kubernetes.names import FINALIZER, NOTE_SKIP_SAVE
+from holdfast.engines.kubernetes.observed import MachineSeen, Observed, PodSeen, Said
+from holdfast.engines.kubernetes.reading import pod_seen
+from holdfast.engines.kubernetes.reconcile import current, reconcile
+from holdfast.engines.kubernetes.render import Setting
+from holdfast.engines.kubernetes.resource import API_VERSION, GROUP, KIND, PLURAL, VERSION, HoldfastJob
+from holdfast.engines.kubernetes.status import JobStatus
+from holdfast.engines.kubernetes.times import from_timestamp
+
+_log = logging.getLogger(__name__)
+STATUS_EVERY_S = 5.0
+"""A status whose conditions are the same is written so often at most."""
+LOOK_EVERY_S = 5.0
+"""While a coordinator answers, its figures are read so often."""
+ACCEPTED_KEY = "accepted.json"
+"""In the job's ConfigMap: the object's spec, as the run was started with it."""
+FOLDERS = {
+    "Secret": ("/api/v1", "secrets"),
+    "ConfigMap": ("/api/v1", "configmaps"),
+    "Service": ("/api/v1", "services"),
+    "PodDisruptionBudget": ("/apis/policy/v1", "poddisruptionbudgets"),
+    "NetworkPolicy": ("/apis/networking.k8s.io/v1", "networkpolicies"),
+}
+
+
+class JobTask:
+    """`put` and the methods of `desk` take in what the watches tell; `wake` has the task look."""
+
+    def __init__(
+        self,
+        *,
+        api: Api,
+        raw: Object,
+        machines: Mapping[str, MachineSeen],
+        setting: Setting,
+        finder: Callable[[str], Finder],
+    ) -> None:
+        """finder: of the coordinator at an address."""
+        self._api, self._raw, self._machines, self._setting = api, raw, machines, setting
+        self._finder = finder
+        metadata = raw["metadata"]
+        self.name, self.namespace, self.uid = metadata["name"], metadata["namespace"], metadata["uid"]
+        self.desk = Desk(self.name)
+        self._awake = asyncio.Event()
+        self._beside: dict[str, Object] = {}
+        self._known = False
+        self._link: CoordinatorLink | None = None
+        self._listening: asyncio.Task[None] | None = None
+        self._written: tuple[JobStatus, float] | None = None
+        self._refused: str | None = None
+        self._path = f"/apis/{GROUP}/{VERSION}/namespaces/{self.namespace}/{PLURAL}/{self.name}"
+        self._pods = f"/api/v1/namespaces/{self.namespace}/pods"
+
+    def wake(self) -> None:
+        """Something may have changed."""
+        self._awake.set()
+
+    def put(self, raw: Object) -> None:
+        """The object is so now; an older answer changes nothing."""
+        if int(raw["metadata"]["resourceVersion"]) >= int(self._raw["metadata"]["resourceVersion"]):
+            self._raw = raw
+        self.wake()
+
+    def put_pod(self, raw: Object, gone: bool) -> None:
+        """A pod that the watch told; others' are ignored."""
+        if (pod := pod_seen(raw, self.name, self.uid)) is not None:
+            if gone:
+                self.desk.pods.gone(pod.name, pod.uid)
+            else:
+                self.desk.saw(pod)
+            self.wake()
+
+    def list_pods(self, all_: list[Object]) -> None:
+        """All pods of the operator's jobs."""
+        self.desk.listed(pod for raw in all_ if (pod := pod_seen(raw, self.name, self.uid)) is not None)
+        self.wake()
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        backoff, due_s = Backoff(), 0.0
+        self.wake()
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout(due_s or None):
+                        await self._awake.wait()
+                except TimeoutError:
+                    pass
+                self._awake.clear()
+                try:
+                    due_s = await self._once()
+                    backoff.reset()
+                except (ApiError, NoAnswer) as error:
+                    _log.info("%s; it is tried again", error, extra={"job": self.name})
+                    await backoff.wait(error)
+                    self.wake()
+        finally:
+            await self._follow(None)
+
+    async def _once(self) -> float:
+        """One look. Returns after how long the next one is due; 0: when something changes."""
+        if not self._known:
+            await self._read_beside()
+        seen = await self._observe()
+        plan = reconcile(seen)
+        error = await self._act(plan, seen)
+        # What was just done is not in it, so the next look follows at once.
+        if any(
+            isinstance(action, Number | AddFinalizer | MakeObject | DeleteObject) for action in plan.actions
+        ):
+            self.wake()
+        due = [plan.look_again_s] if plan.look_again_s is not None else []
+        if not any(isinstance(action, Number) for action in plan.actions):
+            due += await self._say(plan)
+        # Only now: what the API server refuses has to be in the status.
+        if error is not None:
+            raise error
+        if self._link is not None:
+            due.append(LOOK_EVERY_S)
+        return max(0.05, min(due)) if due else 0.0
+
+    async def _act(self, plan: Plan, seen: Observed) -> ApiError | NoAnswer | None:
+        """Carries the plan out. Returns the first failure; what does not depend on it is done all the same."""
+        error: ApiError | NoAnswer | None = None
+        for action in plan.actions:
+            # One pod that is refused says enough: a quota would refuse the other sixty as well.
+            if error is not None and isinstance(action, MakeNode | MakeCoordinator):
+                continue
+            try:
+                if self.desk.is_news(action):
+                    await self._do(action, seen)
+            except ApiError as refusal:
+                error = error or refusal
+            except NoAnswer as silence:
+                return silence  # the others would wait as long, one after the other
+        return error
+
+    # ------------------------------------------------------------ what it knows
+
+    async def _read_beside(self) -> None:
+        for kind in FOLDERS:
+            try:
+                there = await self._api.get(self._beside_path(kind))
+            except ApiError as error:
+                if error.status != 404:
+                    raise
+            else:
+                self._keep(kind, there)
+        self._known = True
+
+    def _keep(self, kind: str, there: Object) -> None:
+        owners = there["metadata"].get("ownerReferences", ())
+        if any(one.get("uid") == self.uid for one in owners):
+            self._beside[kind] = there
+        else:
+            # A job of this name before this one had it; the garbage collector takes it away.
+            self._beside.pop(kind, None)
+
+    async def _observe(self) -> Observed:
+        metadata = self._raw["metadata"]
+        problems = check(self._raw)
+        status = msgspec.convert(self._raw.get("status", {}), JobStatus)
+        said = await self._ask(status)
+        return Observed(
+            job=None if problems else accept(self._raw),
+            accepted=self._accepted(),
+            problems=problems,
+            refused=self._refused,
+            generation=metadata.get("generation", 1),
+            finalizer=FINALIZER in metadata.get("finalizers", ()),
+            deleted_s=from_timestamp(metadata.get("deletionTimestamp")),
+            skip_save=metadata.get("annotations", {}).get(NOTE_SKIP_SAVE) == "true",
+            status=status,
+            pods=self.desk.pods.all,
+            machines=self._machines,
+            objects=frozenset(self._beside),
+            service_term=self._service_term(),
+            granted=frozenset(self.desk.granted),
+            told=self.desk.told,
+            said=said,
+            asked_nodes=self.desk.asked_nodes if self.desk.asked_nodes is not None else status.asked_nodes,
+            refused_resize=self.desk.refused_resize,
+            coordinator_lost=said is None and self._is_coordinator_lost(status),
+            now_s=time.time(),
+        )
+
+    def _accepted(self) -> HoldfastJob | None:
+        text = self._beside.get("ConfigMap", {}).get("data", {}).get(ACCEPTED_KEY)
+        return None if text is None else accept({**self._raw, "spec": msgspec.json.decode(text)})
+
+    def _service_term(self) -> int | None:
+        selector = self._beside.get("Service", {}).get("spec", {}).get("selector", {})
+        return int(selector[names.LABEL_TERM]) if names.LABEL_TERM in selector else None
+
+    def _is_coordinator_lost(self, status: JobStatus) -> bool:
+        """Neither this operator nor Kubernetes reaches its machine. One of them alone proves nothing."""
+        pod = self._coordinator(status)
+        machine = self._machines.get(pod.machine) if pod is not None and pod.machine else None
+        return pod is not None and pod.phase == "Running" and machine is not None and not machine.ready
+
+    def _coordinator(self, status: JobStatus) -> PodSeen | None:
+        return next((p for p in self.desk.pods.all if p.coordinator and p.number == status.term), None)
+
+    async def _ask(self, status: JobStatus) -> Said | None:
+        pod = self._coordinator(status)
+        answers = pod is not None and pod.stays and pod.phase == "Running" and "Secret" in self._beside
+        await self._follow(pod if answers else None)
+        if self._link is None:
+            return None
+        try:
+            said = await self._link.ask()
+        except (Silent, RefusedByCoordinator):
+            return None
+        alive = [name for name, node in said.nodes.items() if node.alive]
+        self.desk.meet(said.term, alive, [order.order_id for order in said.orders])
+        return said
+
+    async def _follow(self, pod: PodSeen | None) -> None:
+        """Listens to this coordinator, and to no other."""
+        wanted = None if pod is None or pod.address is None else (pod.address, pod.number)
+        if self._link is not None and (self._link.host, self._link.term) == wanted:
+            return
+        if self._listening is not None:
+            self._listening.cancel()
+            await asyncio.gather(self._listening, return_exceptions=True)
+            self._listening, self._link = None, None
+        if wanted is not None:
+            token = base64.b64decode(self._beside["Secret"]["data"][names.TOKEN_FILE]).decode()
+            host, term = wanted
+            self._link = CoordinatorLink(
+                host=host, term=term, token=token, finder=self._finder(host), changed=self.wake
+            )
+            self._listening = asyncio.create_task(self._link.listen())
+
+    # ------------------------------------------------------------ what it does
+
+    async def _do(self, action: Action, seen: Observed) -> None:
+        match action:
+            case AddFinalizer():
+                await self._set_finalizers([*self._raw["metadata"].get("finalizers", ()), FINALIZER])
+            case RemoveFinalizer():
+                kept = [one for one in self._raw["metadata"].get("finalizers", ()) if one != FINALIZER]
+                await self._set_finalizers(kept)
+            case Number():
+                await self._number(action, seen)
+            case MakeObject(kind):
+                await self._make_beside(kind, seen)
+            case DeleteObject(kind):
+                await self._delete_beside(kind)
+            case PointService(term):
+                patch = {"spec": {"selector": {names.LABEL_TERM: str(term)}}}
+                self._keep("Service", await self._api.merge(self._beside_path("Service"), patch))
+            case MakeNode(number, avoid):
+                job = self._job(seen)
+                await self._make(render.agent_pod(job, number, self._run(seen), avoid, self._setting))
+            case MakeCoordinator(term):
+                await self._make(
+                    render.coordinator_pod(self._job(seen), term, self._run(seen), self._setting)
+                )
+            case DeletePod():
+                await self._delete(action)
+            case DeleteJob():
+                await self._api.delete(self._path, self.uid)
+            case Tell() | AskStop() | AskResize():
+                await self._talk(action)
+
+    def _job(self, seen: Observed) -> HoldfastJob:
+        job = current(seen)
+        assert job is not None, "a plan that makes something is of a job that can run"
+        return job
+
+    def _run(self, seen: Observed) -> int:
+        return seen.status.run or 0
+
+    async def _talk(self, action: Tell | AskStop | AskResize) -> None:
+        if self._link is None:
+            return
+        try:
+            match action:
+                case Tell(news):
+                    await self._link.tell(news)
+                case AskStop(reason):
+                    await self._link.stop(reason)
+                case AskResize(nodes):
+                    await self._link.resize(nodes)
+            self.desk.did(action)
+        except Silent as error:
+            _log.info("%s", error, extra={"job": self.name})
+        except RefusedByCoordinator as error:
+            if isinstance(action, AskResize):
+                self.desk.resize_refused(action.nodes, str(error))
+            _log.warning("the coordinator refuses: %s", error, extra={"job": self.name})
+
+    async def _set_finalizers(self, kept: list[str]) -> None:
+        metadata = {"finalizers": kept, "resourceVersion": self._raw["metadata"]["resourceVersion"]}
+        await self._changed(self._api.merge(self._path, {"metadata": metadata}))
+
+    async def _number(self, action: Number, seen: Observed) -> None:
+        before = seen.status
+        run, term, number = action.run, action.term, action.next_number
+        after = (
+            begun(before, run, term, number, seen.now_s)
+            if action.begins
+            else msgspec.structs.replace(before, run=run, term=term, next_number=number)
+        )
+        if await self._write(after):
+            self.desk.numbered(action, (before.term or 0, before.next_number or 0))
+
+    async def _make(self, made: Object) -> None:
+        name = made["metadata"]["name"]
+        path = f"{self._pods}/{name}"
+        try:
+            if name in self.desk.doubtful:
+                self._saw(await self._api.get(path))
+            else:
+                self._saw(await self._api.create(self._pods, made))
+            self._refused = None
+        except NoAnswer:
+            self.desk.doubtful.add(name)
+            raise
+        except ApiError as error:
+            if name in self.desk.doubtful and error.status == 404:
+                self.desk.burn(name)
+                self.wake()
+            elif error.reason == "AlreadyExists":
+                self._saw(await self._api.get(path))
+            else:
+                self._refused = f"{name}: {error}"
+                raise
+
+    def _saw(self, raw: Object) -> None:
+        pod = pod_seen(raw, self.name, self.uid)
+        name = raw["metadata"]["name"]
+        if pod is None:
+            # Somebody else's pod has the name. Another number is free.
+            self.desk.burn(name)
+            self._refused = f"{name}: there is a pod of this name that is not this job's"
+        else:
+            self.desk.saw(pod)
+        self.wake()
+
+    async def _delete(self, action: DeletePod) -> None:
+        _log.info("deletes a pod: %s", action.reason, extra={"job": self.name, "pod": action.name})
+        try:
+            await self._api.delete(f"{self._pods}/{action.name}", action.uid, action.grace_s)
+        except ApiError as error:
+            if error.status not in (404, 409):
+                raise
+            self.desk.pods.gone(action.name, action.uid)
+        else:
+            self.desk.did(action)
+        self.wake()
+
+    def _beside_path(self, kind: str) -> str:
+        group, plural = FOLDERS[kind]
+        name = {
+            "Secret": names.config_name(self.name),
+            "ConfigMap": names.config_name(self.name),
+            "Service": names.service_name(self.name),
+        }.get(kind, self.name)
+        return f"{group}/namespaces/{self.namespace}/{plural}/{name}"
+
+    async def _make_beside(self, kind: str, seen: Observed) -> None:
+        made = self._render_beside(kind, seen)
+        if made is None:
+            return
+        path = self._beside_path(kind)
+        try:
+            there = await self._api.create(path.rpartition("/")[0], made)
+        except ApiError as error:
+            if error.reason != "AlreadyExists":
+                raise
+            there = await self._api.get(path)
+        self._keep(kind, there)
+        if kind not in self._beside:
+            raise NoAnswer(
+                f"{kind} {path.rpartition('/')[2]} is there and not this job's; it is waited for its end"
+            )
+
+    def _render_beside(self, kind: str, seen: Observed) -> Object | None:
+        job = self._job(seen)
+        match kind:
+            case "Secret":
+                return render.secret(job, secrets.token_hex(32))
+            case "ConfigMap":
+                made = render.config_map(job)
+                made["data"][ACCEPTED_KEY] = msgspec.json.encode(job.spec).decode()
+                return made
+            case "Service":
+                return render.service(job, seen.status.term or 0)
+            case "PodDisruptionBudget":
+                return render.budget(job)
+            case _:
+                return render.network_policy(job, self._setting)
+
+    async def _delete_beside(self, kind: str) -> None:
+        try:
+            await self._api.delete(self._beside_path(kind), self._beside[kind]["metadata"]["uid"])
+        except ApiError as error:
+            if error.status not in (404, 409):
+                raise
+        self._beside.pop(kind, None)
+
+    # ------------------------------------------------------------ what it says
+
+    async def _say(self, plan: Plan) -> list[float]:
+        """Writes the status: at once where a condition changed, and else now and then. Returns when it is due again."""
+        now_s = time.monotonic()
+        before = msgspec.convert(self._raw.get("status", {}), JobStatus)
+        if plan.status == before:
+            return []
+        if self._written is not None and _conditions(plan.status) == _conditions(before):
+            left_s = self._written[1] + STATUS_EVERY_S - now_s
+            if left_s > 0:
+                return [left_s]
+        await self._write(plan.status)
+        self._written = (plan.status, now_s)
+        return []
+
+    async def _write(self, status: JobStatus) -> bool:
+        """False: the object has changed meanwhile; it is looked at anew."""
+        # Applied, so a field that is unknown now, and not named, goes. With the version, so a leader that was stopped
+        # and thaws changes nothing.
+        applied = {
+            "apiVersion": API_VERSION,
+            "kind": KIND,
+            "metadata": {
+                "name": self.name,
+                "namespace": self.namespace,
+                "resourceVersion": self._raw["metadata"]["resourceVersion"],
+            },
+            "status": msgspec.to_builtins(status),
+        }
+        return await self._changed(self._api.apply(f"{self._path}/status", applied))
+
+    async def _changed(self, request: Awaitable[Object]) -> bool:
+        """False: the object is another one than was thought; it is looked at anew."""
+        try:
+            self.put(await request)
+        except ApiError as error:
+            if error.status not in (404, 409):
+                raise
+            if error.status == 409:
+                self.put(await self._api.get(self._path))
+            return False
+        return True
+
+
+def _conditions(status: JobStatus) -> dict[str, str]:
+    return {one.type: one.status for one in status.conditions} | {"state": status.state or ""}

@@ -1,0 +1,154 @@
+"""The operator's connection to one coordinator: what it says, and when there is something new. It proves itself before anything
+of it is believed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, Protocol
+from urllib.parse import urlencode
+
+import aiohttp
+import msgspec
+
+from holdfast.engines.kubernetes.observed import NodeSaid, Said
+from holdfast.errors import HoldfastError
+from holdfast.protocol.availability import Availability
+from holdfast.protocol.endpoint import Endpoint
+from holdfast.protocol.engine_orders import EngineOrders
+from holdfast.protocol.health import CLUSTER_NAME
+from holdfast.protocol.http_client import proving
+
+ANSWER_S = 5.0
+AGAIN_S = 1.0
+"""Between two tries to reach it."""
+
+
+class Silent(HoldfastError):
+    """The coordinator does not answer."""
+
+
+class RefusedByCoordinator(HoldfastError):
+    """It answers, and does not do what was asked. `str` has its words."""
+
+
+def said_of(status: Mapping[str, Any], orders: EngineOrders, term: int) -> Said:
+    """Its pages `/status` and `/orders` as values. Pure."""
+    training = {one["node"] for one in status["workers"] if one["rank"] is not None}
+    incidents = status["incidents"]
+    newest = incidents[-1] if incidents else None
+    snapshot = status["saving"]["snapshot"]
+    tiers = [tier for tier in status["saving"]["tiers"] if tier["step"] is not None]
+    newest_tier = max(tiers, key=lambda tier: tier["step"], default=None)
+    machines = status["health"]["quarantine"]
+    return Said(
+        term=term,
+        phase=status["phase"],
+        wanted=orders.nodes,
+        orders=orders.orders,
+        nodes={
+            one["node"]: NodeSaid(alive=one["alive"], trains=one["node"] in training)
+            for one in status["nodes"]
+        },
+        outcome=status["outcome"],
+        reason=status["reason"],
+        step=status["step"] or None,
+        loss=status["loss"],
+        goodput=status["goodput"].get("share"),
+        level=status["level"],
+        # Incidents are numbered from 1 on, and the page has the newest only.
+        incidents=newest["id"] if newest is not None else 0,
+        open_incidents=sum(one["full_strength_s"] is None for one in incidents),
+        last_incident=None if newest is None else f"incident {newest['id']} on {newest['node']}",
+        snapshot=None if snapshot is None else f"step {snapshot['step']} on {snapshot['nodes']} nodes each",
+        checkpoint=None if newest_tier is None else f"{newest_tier['url']}/step-{newest_tier['step']}",
+        asks=tuple(one["text"] for one in status["health"]["asks"]),
+        bad_machines=frozenset(
+            machine.removeprefix(CLUSTER_NAME) for machine in machines if machine.startswith(CLUSTER_NAME)
+        ),
+    )
+
+
+class Finder(Protocol):
+    """Says which coordinator listens at a pod's address. Nothing is proven by it."""
+
+    async def find(self) -> Endpoint | None:
+        """None: nobody does."""
+        ...
+
+
+class CoordinatorLink:
+    """To the coordinator at one pod's address. `changed` is called whenever it has something to say, and when it is lost."""
+
+    def __init__(
+        self, *, host: str, term: int, token: str, finder: Finder, changed: Callable[[], None]
+    ) -> None:
+        self.host, self.term = host, term
+        self._token, self._changed = token, changed
+        self._finder = finder
+        self._where: Endpoint | None = None
+
+    async def listen(self) -> None:
+        """Until it is cancelled."""
+        while True:
+            with suppress(Silent, aiohttp.ClientError, OSError, TimeoutError):
+                where = await self._find()
+                limit = aiohttp.ClientTimeout(total=ANSWER_S)
+                async with (
+                    aiohttp.ClientSession(
+                        timeout=limit, middlewares=[proving(self._token, where)]
+                    ) as session,
+                    session.ws_connect(f"{where.url}/presence") as socket,
+                ):
+                    self._changed()
+                    async for _ in socket:
+                        pass
+            self._where = None
+            self._changed()
+            await asyncio.sleep(AGAIN_S)
+
+    async def ask(self) -> Said:
+        """Raises Silent."""
+        status = msgspec.json.decode(await self._request("GET", "/status"))
+        orders = msgspec.json.decode(await self._request("GET", "/orders"), type=EngineOrders)
+        return said_of(status, orders, self.term)
+
+    async def tell(self, news: Availability) -> None:
+        """Raises Silent."""
+        await self._request("POST", "/engine", msgspec.json.encode(news))
+
+    async def stop(self, reason: str) -> None:
+        """Raises Silent."""
+        await self._request("POST", "/stop?" + urlencode({"reason": reason}))
+
+    async def resize(self, nodes: int) -> None:
+        """Raises Silent; RefusedByCoordinator with its words."""
+        await self._request("POST", "/resize?" + urlencode({"nodes": nodes, "reason": "the object changed"}))
+
+    async def _find(self) -> Endpoint:
+        # Another term's at this address: the pod is gone, and its address is another one's.
+        if self._where is None:
+            self._where = await self._finder.find()
+        if self._where is None or self._where.term != self.term:
+            self._where = None
+            raise Silent(f"no coordinator of term {self.term} at {self.host}")
+        return self._where
+
+    async def _request(self, method: str, path: str, body: bytes | None = None) -> bytes:
+        where = await self._find()
+        limit = aiohttp.ClientTimeout(total=ANSWER_S)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=limit, middlewares=[proving(self._token, where)]) as session,
+                session.request(method, f"{where.url}{path}", data=body) as response,
+            ):
+                data = await response.read()
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            self._where = None
+            raise Silent(f"{method} {path}: {error or type(error).__name__}") from error
+        if response.status == 503:
+            raise Silent(data.decode(errors="replace"))
+        if response.status >= 400:
+            raise RefusedByCoordinator(data.decode(errors="replace").strip())
+        return data

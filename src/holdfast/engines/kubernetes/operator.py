@@ -1,0 +1,160 @@
+"""Makes and looks after the pods of all HoldfastJobs of a cluster.
+
+It has no state of its own, so it can be killed at any moment, and it is on the path of no recovery.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from holdfast.engines.kubernetes.api import Api, ApiError, Object
+from holdfast.engines.kubernetes.informer import Informer
+from holdfast.engines.kubernetes.job_task import JobTask
+from holdfast.engines.kubernetes.link import Finder
+from holdfast.engines.kubernetes.observed import MachineSeen
+from holdfast.engines.kubernetes.reading import machine_seen
+from holdfast.engines.kubernetes.render import Setting
+from holdfast.engines.kubernetes.resource import GROUP, PLURAL, VERSION
+
+_log = logging.getLogger("holdfast.operator")
+
+
+class Operator:
+    """All jobs of the cluster, or of one namespace."""
+
+    def __init__(
+        self, api: Api, setting: Setting, finder: Callable[[str], Finder], namespace: str = ""
+    ) -> None:
+        """finder: of the coordinator at an address. namespace: empty: all."""
+        self._api, self._setting, self._finder = api, setting, finder
+        scope = f"/namespaces/{namespace}" if namespace else ""
+        self._jobs_path = f"/apis/{GROUP}/{VERSION}{scope}/{PLURAL}"
+        self._pods_path = f"/api/v1{scope}/pods"
+        self._tasks: dict[str, tuple[JobTask, asyncio.Task[None]]] = {}
+        self._machines: dict[str, MachineSeen] = {}
+        self._pods: dict[str, Object] = {}
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        pods = Informer(
+            api=self._api,
+            path=self._pods_path,
+            query={"labelSelector": "app.kubernetes.io/managed-by=holdfast-operator"},
+            on_list=self._list_pods,
+            on_change=lambda pod: self._on_pod(pod, gone=False),
+            on_gone=lambda pod: self._on_pod(pod, gone=True),
+        )
+        jobs = Informer(
+            api=self._api,
+            path=self._jobs_path,
+            query={},
+            on_list=self._list_jobs,
+            on_change=self._on_job,
+            on_gone=self._on_job_gone,
+        )
+        machines = Informer(
+            api=self._api,
+            path="/api/v1/nodes",
+            query={},
+            on_list=self._list_machines,
+            on_change=self._on_machine,
+            on_gone=self._on_machine_gone,
+        )
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(pods.run())
+                group.create_task(self._watch_machines(machines))
+                # Pods first: a job that is looked at without its pods would be given new ones.
+                await pods.listed.wait()
+                group.create_task(jobs.run())
+        finally:
+            await self._end([task for _, task in self._tasks.values()])
+
+    async def _watch_machines(self, machines: Informer) -> None:
+        try:
+            await machines.run()
+        except ApiError as error:
+            if error.status != 403:
+                raise
+            # A site may leave this right out: cordons and taints are not seen then, and everything else is.
+            _log.warning("machines are not watched: %s", error)
+
+    # ------------------------------------------------------------ what the watches tell
+
+    def _list_jobs(self, all_: list[Object]) -> None:
+        there = {one["metadata"]["uid"] for one in all_}
+        for uid in set(self._tasks) - there:
+            self._drop(uid)
+        for one in all_:
+            self._on_job(one)
+
+    def _on_job(self, raw: Object) -> None:
+        uid = raw["metadata"]["uid"]
+        if uid not in self._tasks:
+            job = JobTask(
+                api=self._api,
+                raw=raw,
+                machines=self._machines,
+                setting=self._setting,
+                finder=self._finder,
+            )
+            job.list_pods(list(self._pods.values()))
+            running = asyncio.create_task(job.run())
+            running.add_done_callback(lambda task: self._on_end(uid, task))
+            self._tasks[uid] = (job, running)
+        self._tasks[uid][0].put(raw)
+
+    def _on_end(self, uid: str, task: asyncio.Task[None]) -> None:
+        # A job that broke its task is one job less, not the end of all others. It is tried again when it changes.
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("a job's task broke", exc_info=error, extra={"uid": uid})
+            self._tasks.pop(uid, None)
+
+    def _on_job_gone(self, raw: Object) -> None:
+        self._drop(raw["metadata"]["uid"])
+
+    def _drop(self, uid: str) -> None:
+        if (known := self._tasks.pop(uid, None)) is not None:
+            known[1].cancel()
+
+    def _list_pods(self, all_: list[Object]) -> None:
+        self._pods = {one["metadata"]["uid"]: one for one in all_}
+        for job, _ in self._tasks.values():
+            job.list_pods(all_)
+
+    def _on_pod(self, raw: Object, gone: bool) -> None:
+        uid = raw["metadata"]["uid"]
+        if gone:
+            self._pods.pop(uid, None)
+        else:
+            self._pods[uid] = raw
+        for owner in raw["metadata"].get("ownerReferences", ()):
+            if (known := self._tasks.get(owner.get("uid", ""))) is not None:
+                known[0].put_pod(raw, gone)
+
+    def _list_machines(self, all_: list[Object]) -> None:
+        self._machines.clear()
+        for one in all_:
+            self._machines[one["metadata"]["name"]] = machine_seen(one)
+        self._wake_all()
+
+    def _on_machine(self, raw: Object) -> None:
+        seen = machine_seen(raw)
+        # Kubelets write their Node every few seconds. Only what is asked of it counts as a change.
+        if self._machines.get(seen.name) != seen:
+            self._machines[seen.name] = seen
+            self._wake_all()
+
+    def _on_machine_gone(self, raw: Object) -> None:
+        self._machines.pop(raw["metadata"]["name"], None)
+
+    def _wake_all(self) -> None:
+        for job, _ in self._tasks.values():
+            job.wake()
+
+    async def _end(self, tasks: list[asyncio.Task[None]]) -> None:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,229 @@
+"""The operator's edge: over HTTP with an API server, and with a real coordinator."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakeagents import serving as coordinating
+from fakeapi import serving
+from kubejobs import job
+from liveapi import LiveApi
+
+from holdfast.engines.kubernetes.link import CoordinatorLink, RefusedByCoordinator, Silent
+from holdfast.engines.kubernetes.operator import Operator
+from holdfast.engines.kubernetes.render import Setting
+from holdfast.protocol.availability import OrderDone
+from holdfast.protocol.endpoint import Endpoint, read_endpoint
+from holdfast.protocol.engine_orders import ReleaseNode
+
+JOB = "/apis/holdfast.dev/v1alpha1/namespaces/research/holdfastjobs/llm"
+PODS = "/api/v1/namespaces/research/pods"
+
+
+class Nobody:
+    async def find(self) -> Endpoint | None:
+        return None
+
+
+def operated(scene: Callable[[LiveApi, Callable[[], Awaitable[None]]], Awaitable[None]], **spec: Any) -> None:
+    """A cluster with one job of two nodes and a spare; the scene may have the operator killed and started again."""
+
+    async def run() -> None:
+        fake = LiveApi()
+        running: list[asyncio.Task[None]] = []
+        async with serving(fake) as api, asyncio.timeout(30):
+
+            async def restart() -> None:
+                for task in running:
+                    task.cancel()
+                await asyncio.gather(*running, return_exceptions=True)
+                running[:] = [asyncio.create_task(Operator(api, Setting(), lambda _: Nobody()).run())]
+
+            await fake.put(JOB, job(spec__nodes=2, spec__spares=1, **spec), "ADDED")
+            await restart()
+            try:
+                await scene(fake, restart)
+            finally:
+                for task in running:
+                    task.cancel()
+                await asyncio.gather(*running, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+ALL = {"llm-c1", "llm-n0", "llm-n1", "llm-n2"}
+
+
+def test_a_new_job_gets_its_objects_and_says_so() -> None:
+    async def scene(fake: LiveApi, restart: Any) -> None:
+        await fake.until(lambda: fake.named("pods") == ALL)
+        await fake.until(lambda: fake.objects[JOB].get("status", {}).get("state") == "Starting")
+        assert fake.named("secrets") == fake.named("configmaps") == {"llm-holdfast"}
+        assert fake.named("services") == {"llm-coordinator"}
+        status = fake.objects[JOB]["status"]
+        assert (status["run"], status["term"], status["nextNumber"]) == (1, 1, 3)
+        assert fake.objects[JOB]["metadata"]["finalizers"] == ["holdfast.dev/save"]
+        assert all(body["metadata"].get("uid") for path, body in fake.objects.items() if path != JOB)
+
+    operated(scene)
+
+
+def test_a_pod_that_is_gone_is_replaced_under_a_new_number_by_any_operator() -> None:
+    async def scene(fake: LiveApi, restart: Any) -> None:
+        await fake.until(lambda: fake.named("pods") == ALL)
+        await fake.remove(f"{PODS}/llm-n1")
+        await fake.until(lambda: fake.named("pods") == {"llm-c1", "llm-n0", "llm-n2", "llm-n3"})
+        await restart()
+        await fake.remove(f"{PODS}/llm-n0")
+        await fake.remove(f"{PODS}/llm-c1")
+        await fake.until(lambda: fake.named("pods") == {"llm-c2", "llm-n2", "llm-n3", "llm-n4"})
+        service = f"{PODS.removesuffix('pods')}services/llm-coordinator"
+        await fake.until(lambda: fake.objects[service]["spec"]["selector"]["holdfast.dev/term"] == "2")
+        assert len(set(fake.made)) == len(fake.made), "no name was made twice"
+
+    operated(scene)
+
+
+def test_a_pod_whose_creation_was_not_answered_is_not_made_again() -> None:
+    async def scene(fake: LiveApi, restart: Any) -> None:
+        fake.unanswered = {f"{PODS}/llm-n0", f"{PODS}/llm-n2"}
+        await fake.until(lambda: fake.named("pods") == ALL)
+        await fake.until(lambda: fake.objects[JOB].get("status", {}).get("state") == "Starting")
+        assert sorted(fake.made) == sorted(ALL)
+
+    operated(scene)
+
+
+def test_a_job_that_cannot_work_gets_nothing_but_words() -> None:
+    async def scene(fake: LiveApi, restart: Any) -> None:
+        await fake.until(lambda: "status" in fake.objects[JOB])
+        (accepted,) = fake.objects[JOB]["status"]["conditions"]
+        assert (accepted["status"], accepted["reason"]) == ("False", "InvalidSpec")
+        assert accepted["message"].startswith("spec.minNodes: 9; accepted: at most spec.nodes, which is 2")
+        assert set(fake.objects) == {JOB}
+
+    operated(scene, spec__minNodes=9)
+
+
+def test_what_the_server_refuses_is_told_in_its_words_and_tried_again() -> None:
+    async def scene(fake: LiveApi, restart: Any) -> None:
+        def accepted() -> dict[str, Any]:
+            conditions = fake.objects[JOB].get("status", {}).get("conditions", [{}])
+            return dict(conditions[0])
+
+        fake.quota = 2
+        await fake.until(lambda: accepted().get("reason") == "PodRejected")
+        assert "Forbidden: in its own words" in accepted()["message"]
+        assert len(fake.named("pods")) == 2
+        fake.quota = None
+        await fake.until(lambda: fake.named("pods") == ALL)
+        await fake.until(lambda: accepted().get("reason") == "Valid")
+
+    operated(scene)
+
+
+def test_a_job_is_suspended_resumed_and_deleted() -> None:
+    async def change(fake: LiveApi, **spec: Any) -> None:
+        there = fake.objects[JOB]
+        await fake.put(JOB, {**there, "spec": {**there["spec"], **spec}})
+
+    async def scene(fake: LiveApi, restart: Any) -> None:
+        await fake.until(lambda: fake.named("pods") == ALL)
+        await change(fake, runPolicy={"suspend": True})
+        await fake.until(lambda: not fake.named("pods"))
+        await fake.until(lambda: fake.objects[JOB]["status"]["state"] == "Suspended")
+        await change(fake, runPolicy={"suspend": False}, spares=0)
+        # Another run: higher numbers, a higher term, and the size that the object says now.
+        await fake.until(lambda: fake.named("pods") == {"llm-c2", "llm-n3", "llm-n4"})
+        there = fake.objects[JOB]
+        there["metadata"]["deletionTimestamp"] = "2026-11-22T09:00:00Z"
+        await fake.put(JOB, there)
+        await fake.until(lambda: JOB not in fake.objects)
+        assert not fake.named("pods")
+
+    operated(scene)
+
+
+class InFolder:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    async def find(self) -> Endpoint | None:
+        return read_endpoint(self._folder)
+
+
+def job_folder(folder: Path) -> Path:
+    """Of the one job that a coordinator was started for in there."""
+    (endpoint,) = folder.rglob("coordinator.json")
+    return endpoint.parent
+
+
+def token_of(folder: Path) -> str:
+    return (folder / "token").read_text().strip()
+
+
+def linked(folder: Path, scene: Callable[[Any, CoordinatorLink], Awaitable[None]]) -> None:
+    async def run() -> None:
+        async with coordinating(folder) as plane:
+            here = job_folder(folder)
+            link = CoordinatorLink(
+                host="127.0.0.1",
+                term=0,
+                token=token_of(here),
+                finder=InFolder(here),
+                changed=lambda: None,
+            )
+            async with asyncio.timeout(30):
+                await scene(plane, link)
+
+    asyncio.run(run())
+
+
+def test_what_a_real_coordinator_says(tmp_path: Path) -> None:
+    async def scene(plane: Any, link: CoordinatorLink) -> None:
+        _, second = await plane.pair()
+        said = await link.ask()
+        assert (said.phase, said.wanted, said.outcome) == ("running", 2, None)
+        assert {name: (one.alive, one.trains) for name, one in said.nodes.items()} == {
+            "n0": (True, True),
+            "n1": (True, True),
+        }
+        await second.leave()
+        await plane.event("node-lost")
+        said = await link.ask()
+        (release,) = [order for order in said.orders if isinstance(order, ReleaseNode)]
+        assert release.node == "n1"
+        assert not said.nodes["n1"].alive
+        assert said.incidents == said.open_incidents == 1
+        assert said.last_incident is not None
+        await link.tell(OrderDone(release.order_id))
+        assert release not in (await link.ask()).orders
+
+    linked(tmp_path, scene)
+
+
+def test_a_size_that_a_coordinator_does_not_take_is_told_in_its_words(tmp_path: Path) -> None:
+    async def scene(plane: Any, link: CoordinatorLink) -> None:
+        with pytest.raises(RefusedByCoordinator, match="cannot resize to 99 nodes"):
+            await link.resize(99)
+
+    linked(tmp_path, scene)
+
+
+def test_a_coordinator_of_another_term_or_token_is_not_believed(tmp_path: Path) -> None:
+    async def scene(plane: Any, link: CoordinatorLink) -> None:
+        given: dict[str, Any] = {
+            "host": "127.0.0.1",
+            "term": 0,
+            "token": "another",
+            "finder": InFolder(job_folder(tmp_path)),
+            "changed": lambda: None,
+        }
+        with pytest.raises(Silent):
+            await CoordinatorLink(**given).ask()
+        with pytest.raises(Silent, match="no coordinator of term 3"):
+            await CoordinatorLink(**(given | {"term": 3})).ask()
+
+    linked(tmp_path, scene)
