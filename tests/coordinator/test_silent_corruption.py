@@ -2,10 +2,13 @@
 
 import math
 
+import msgspec
 import pytest
 from test_straggler_cases import findings, running, spends, spent
 
+from holdfast.coordinator.kernel.phases import WorkerPhase
 from holdfast.protocol import messages as m
+from holdfast.protocol.causes import StatesDiffer
 from holdfast.protocol.health import HealthSpec
 from holdfast.protocol.phases import BLOCK_STEPS, Phase
 
@@ -94,3 +97,39 @@ def test_a_part_of_the_loss_that_is_off_again_and_again_is_its_nodes(replace):
             spends(desk, worker, block)
     found = [f for f in findings(desk) if f["rule"] == "part-apart"]
     assert [(f["subject"], f["remedy"]) for f in found] == [("rank 2", "replace" if replace else "ask")]
+
+
+def tells_states(desk, first, states):
+    for worker, state in zip(desk.members(), states, strict=True):
+        spends(desk, worker, msgspec.structs.replace(spent(first, 0.1), state=state))
+
+
+def test_a_replica_with_other_bits_is_named_and_replaced():
+    desk = running(nodes=3)
+    odd = desk.members()[1]
+    tells_states(desk, 0, [5, 5, 5])
+    tells_states(desk, 5, [6, None, 6])
+    assert findings(desk) == []
+    tells_states(desk, 10, [7, 8, 7])
+    assert findings(desk) == []
+    assert "holdfast check --deep n1" in str(desk.actions)  # a person is asked to look at the node
+    causes_ = [i.cause for i in desk.state.incidents if not i.rule]
+    assert causes_ == [StatesDiffer(step=15, workers=(odd,), agree=2)]
+    assert "silent data corruption" in str(causes_[0])
+    assert desk.state.membership.workers[odd].phase is not WorkerPhase.MEMBER
+
+
+def test_two_that_differ_are_both_named_and_nobody_is_taken_out():
+    desk = running(nodes=2)
+    for first in (0, 5, 10):
+        tells_states(desk, first, [7, 8])
+    assert [f["subject"] for f in findings(desk)] == ["rank 0", "rank 1"]  # once in a generation
+    assert [i for i in desk.state.incidents if not i.rule] == []
+    assert all(desk.state.membership.workers[w].phase is WorkerPhase.MEMBER for w in desk.members())
+
+
+def test_a_rule_on_trial_takes_nobody_out():
+    desk = running(nodes=3, health=HealthSpec(dry_run=("state-*",)))
+    tells_states(desk, 0, [7, 8, 7])
+    assert [f["dry_run"] for f in findings(desk)] == [True]
+    assert [i for i in desk.state.incidents if not i.rule] == []

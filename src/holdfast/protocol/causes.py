@@ -41,6 +41,8 @@ class CauseKind(StrEnum):
     """The training script raised an error, or calls Holdfast in a way that cannot work."""
     NAN = "nan"
     """A gradient was not finite."""
+    CORRUPTION = "corruption"
+    """A replica holds other bits than all others."""
     STOP = "stop"
     """The job is being stopped."""
     OTHER = "other"
@@ -356,6 +358,25 @@ class NotFinite(ScriptRaised, frozen=True):
     KIND = CauseKind.NAN
 
 
+class StatesDiffer(_Cause, frozen=True):
+    """Replicas that must hold the same bits do not: a memory or a processor erred without a sign."""
+
+    KIND = CauseKind.CORRUPTION
+
+    step: int
+    """Committed steps when it was seen; up to a block of steps earlier it was not there, or not looked at."""
+    workers: tuple[str, ...]
+    """Whose state differs from that of most others."""
+    agree: int
+    """Workers that hold the same."""
+
+    def __str__(self) -> str:
+        return (
+            f"after step {self.step - 1} the state of {', '.join(self.workers)} differs from that of the {self.agree} others "
+            "that hold the same shard: silent data corruption"
+        )
+
+
 class ShapesDiffer(_Cause, frozen=True):
     """Workers of one job made replicas of different shapes."""
 
@@ -416,6 +437,7 @@ Cause = (
     | RuleMatched
     | ScriptRaised
     | NotFinite
+    | StatesDiffer
     | ShapesDiffer
     | Recorded
 )

@@ -34,6 +34,7 @@ class FaultKind(StrEnum):
     LINK_DOWN = "link-down"
     READONLY_FS = "readonly-fs"
     SLOW = "slow"
+    FLIP_BIT = "flip-bit"
 
 
 MACHINE_FAULTS = frozenset({FaultKind.XID, FaultKind.ECC, FaultKind.LINK_DOWN, FaultKind.READONLY_FS})

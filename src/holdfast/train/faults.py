@@ -39,6 +39,7 @@ class FaultPlan:
         self._armed: list[ArmedFault] = []
         self._fired: set[str] = set()
         self.poison: Callable[[], None] = lambda: None
+        self.flip: Callable[[], None] = lambda: None
         self.slow = 1.0
         link.on_arm = self.arm
         link.on_drop = drop_traffic
@@ -55,7 +56,7 @@ class FaultPlan:
             # A copy may be skipped, and not every step is copied: a fault that waited for one certain copy could
             # never happen.
             due = fault.step in (None, step) or (phase is Phase.SNAPSHOT and step >= (fault.step or 0))
-            if due and (DEFAULT_PHASE if fault.phase is None else fault.phase) == phase:
+            if due and (_default(fault) if fault.phase is None else fault.phase) == phase:
                 self._armed.remove(fault)
                 self._fire(fault, phase, step)
 
@@ -69,6 +70,8 @@ class FaultPlan:
         self._link.wait_acked(fault.id)
         if fault.kind is FaultKind.SLOW:
             self.slow = fault.factor or 1.0
+        elif fault.kind is FaultKind.FLIP_BIT:
+            self.flip()
         else:
             happen(fault.kind, self.poison)
 
@@ -77,6 +80,11 @@ class FaultPlan:
         whose cores are shared only this worker is slowed."""
         if phase in _COMPUTES:
             time.sleep((self.slow - 1.0) * took_s)
+
+
+def _default(fault: ArmedFault) -> Phase:
+    # A bit of the state flips between two updates, behind the back of whoever looks for changes that a script makes.
+    return Phase.COMMIT if fault.kind is FaultKind.FLIP_BIT else DEFAULT_PHASE
 
 
 def happen(kind: FaultKind, poison: Callable[[], None]) -> None:

@@ -24,6 +24,7 @@ from holdfast.train.place import Place
 from holdfast.train.restore import StateRestorer
 from holdfast.train.snapshots import Snapshots
 from holdfast.train.state_guard import StateGuard
+from holdfast.train.state_sums import StateSums
 
 if TYPE_CHECKING:
     from holdfast.train.sharding import Sharding
@@ -37,6 +38,7 @@ class HeldState:
         guard: whether the state is what the newest commit left.
         snapshots: copies of it, taken while training goes on.
         buffer_rules: what becomes of buffers that forward passes change.
+        sums: checksums of it, for the comparison with others who hold the same.
     """
 
     def __init__(
@@ -75,6 +77,8 @@ class HeldState:
         self._buffers = ModuleBuffers(state_image.buffers_of(protected))
         self._restorer = StateRestorer(link, protected, sharding, constants)
         self._kept = False
+        self.sums = StateSums(protected)
+        faults.flip = self.sums.flip
 
     def protects(self, thing: object) -> bool:
         """Whether this very object is protected."""
@@ -126,6 +130,7 @@ class HeldState:
             cursor.adapt(self._protected)
         # The copies are of the buffers before the transfer. Rolling back to them would undo it.
         self._buffers.forget()
+        self.sums.forget()
         self.buffer_rules.keep()
         self.committed = form.generation.start
         return restored, time.monotonic() - began

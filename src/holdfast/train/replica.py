@@ -9,11 +9,12 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from holdfast.errors import JobStopped, NonFiniteGradient, StateLost, StepFault
 from holdfast.protocol import messages as m
-from holdfast.protocol.phases import Phase
+from holdfast.protocol.phases import BLOCK_STEPS, Phase
 from holdfast.train.buffer_rules import BufferRules
 from holdfast.train.constants import Constants
 from holdfast.train.endpoint import Endpoint
@@ -375,6 +376,10 @@ class Replica:
         self._page.committed = step.index + 1
         self._page.beat()
         spent = self.phases.timer.commit(step.index, step.micro_batches, step.own_loss, step.loss)
+        if spent is not None:
+            # After the update that ended the block, which all members made before any of them can make another.
+            number = spent.first // BLOCK_STEPS
+            spent = msgspec.structs.replace(spent, state=self.state.sums.look(number))
         self._progress.note(step, spent, settled)
         self.state.guard.note(step.index + 1)
 

@@ -6,10 +6,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from holdfast.coordinator.health import findings
+from holdfast.coordinator.health import findings, notes
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.membership_state import Worker
+from holdfast.coordinator.kernel.requests import EvictWorkers
+from holdfast.health import checksums
 from holdfast.health.losses import Losses, WorkerLosses
+from holdfast.protocol import causes
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import Finding, Remedy, Severity
 from holdfast.protocol.phases import Spent
@@ -17,6 +20,7 @@ from holdfast.protocol.phases import Spent
 LOSS_JUMP = "loss-jump"
 PART_APART = "part-apart"
 NOT_FINITE = "part-not-finite"
+STATE_APART = "state-apart"
 
 TIMES = 3
 """At so many different steps a node alone brings what is not finite, until a person is asked for: by chance, as the
@@ -29,6 +33,8 @@ class Curves:
 
     losses: Losses = field(default_factory=Losses)
     parts: WorkerLosses = field(default_factory=WorkerLosses)
+    told_in: int = -1
+    """The generation in which replicas were last said to differ: whatever differs differs in every block from then on."""
 
 
 def on_trial(context: Context, rule: str) -> bool:
@@ -64,6 +70,51 @@ def compared(context: Context, spent: dict[str, Spent]) -> None:
         "no other rank: possible silent data corruption"
     )
     _suspect(context, context.state.membership.workers[apart.worker], PART_APART, told)
+
+
+def same_state(context: Context, committed: int, spent: dict[str, Spent]) -> None:
+    """The state after one block of steps of all workers. Who holds other bits than most others of its shard is taken out; it
+    gets its state from those."""
+    generation, curves = context.state.membership.generation, context.transient(Curves)
+    if generation is None or curves.told_in == generation.number:
+        return
+    shards: dict[int, dict[str, int]] = {}
+    for name, block in spent.items():
+        rank = generation.rank_of(name)
+        if block.state is not None and rank is not None:
+            shards.setdefault(generation.members[rank].shard_index, {})[name] = block.state
+    for sums in shards.values():
+        found = checksums.apart(sums)
+        if found is None:
+            continue
+        curves.told_in = generation.number
+        for name in found.workers:
+            _differs(context, committed, context.state.membership.workers[name], sums, found)
+
+
+def _differs(
+    context: Context, committed: int, worker: Worker, sums: dict[str, int], found: checksums.Apart
+) -> None:
+    others = ", ".join(name for name in sums if name != worker.name)
+    if not found.proven:
+        told = (
+            f"after step {committed - 1} it holds another state than {others}, and no majority tells whose is right: "
+            "possible silent data corruption"
+        )
+        _suspect(context, worker, STATE_APART, told)
+        return
+    agree = len(sums) - len(found.workers)
+    told = f"after step {committed - 1} it holds another state than {agree} others of its shard: silent data corruption"
+    node = context.state.membership.nodes.get(worker.node)
+    if node is None or context.spec.health.replace_suspect or on_trial(context, STATE_APART):
+        _suspect(context, worker, STATE_APART, told)
+    else:
+        # No finding, which would be the cause of the incident that follows: here the cause is known, and has a type.
+        check = f"{worker.name}: {told}. Run `holdfast check --deep {node.name}`"
+        notes.ask(context, node, STATE_APART, check)
+    if node is not None and not on_trial(context, STATE_APART):
+        cause = causes.StatesDiffer(step=committed, workers=found.workers, agree=agree)
+        context.request(EvictWorkers(node, [worker], cause))
 
 
 def brought(context: Context, worker: Worker, message: m.Failed) -> None:

@@ -101,6 +101,7 @@ def _look(context: Context, first: int, spent_by_worker: dict[str, Spent]) -> No
             # Only equal loads compare. A worker with more micro-batches is slower by design, not by fault.
             by_load.setdefault(spent.micros, {})[name] = spent
     silent_corruption.compared(context, spent_by_worker)
+    silent_corruption.same_state(context, first + BLOCK_STEPS, spent_by_worker)
     reduction = context.transient(Peers).reductions.look(list(spent_by_worker.values()))
     if reduction is not None:
         _reduction(context, reduction)
