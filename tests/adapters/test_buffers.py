@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from holdfast.adapters.advice import TrainersAdvice
 from holdfast.adapters.buffers import Buffers
 from holdfast.errors import UsageError
 
@@ -20,15 +21,17 @@ class Declared:
 def test_the_users_rules_come_after_that_of_batch_norms():
     run = Declared()
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
-    Buffers({"model.*": "restore", "model.1.running_mean": "own"}, "wrap(Trainer, ").declare(run, model=model)
+    Buffers({"model.*": "restore", "model.1.running_mean": "own"}, TrainersAdvice("wrap(Trainer, ")).declare(
+        run, model=model
+    )
     norms = ("model.1.running_mean", "model.1.running_var", "model.1.num_batches_tracked")
     assert run.calls == [("mean", norms), ("restore", ("model.*",)), ("own", ("model.1.running_mean",))]
-    assert run.buffer_line("sum", "model.x") == 'wrap(Trainer, buffers={"model.x": "sum"})'
+    assert run.advice.buffer("sum", "model.x") == 'wrap(Trainer, buffers={"model.x": "sum"})'
 
 
 def test_a_model_without_batch_norms_has_the_users_rules_alone():
     run = Declared()
-    Buffers(None, "wrap(Trainer, ").declare(run, model=torch.nn.Linear(2, 2))
+    Buffers(None, TrainersAdvice("wrap(Trainer, ")).declare(run, model=torch.nn.Linear(2, 2))
     assert run.calls == []
 
 
@@ -42,4 +45,4 @@ def test_a_model_without_batch_norms_has_the_users_rules_alone():
 )
 def test_what_is_no_rule_is_refused(rules, what):
     with pytest.raises(UsageError, match=what):
-        Buffers(rules, "HoldfastStrategy(")
+        Buffers(rules, TrainersAdvice("HoldfastStrategy("))

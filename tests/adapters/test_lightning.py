@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRando
 
 import holdfast.lightning  # before Lightning looks at the environment
 from holdfast.adapters.versions import LIGHTNING
-from holdfast.errors import UsageError
+from holdfast.errors import StateChanged, UsageError
 
 import lightning  # isort: skip
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization  # isort: skip
@@ -235,6 +235,43 @@ def test_a_rule_for_a_buffer_that_is_not_there_is_refused(tmp_path):
     )
     with pytest.raises(UsageError, match=line):
         fit(tmp_path, Line(), Four(), strategy=strategy)
+
+
+class Halving(Line):
+    """Changes itself after each step, outside of the commit."""
+
+    def on_train_batch_end(self, *args):
+        halve(self)
+
+
+def halve(module):
+    with torch.no_grad():
+        module.line.weight.mul_(0.5)
+
+
+def test_a_hook_that_changes_the_module_is_told_what_to_write(tmp_path):
+    with pytest.raises(StateChanged) as caught:
+        fit(tmp_path, Halving(), Four(), max_steps=3)
+    text = str(caught.value)
+    assert "HoldfastStrategy(on_commit=lambda step: update(model))" in text
+    assert "step.apply(optimizer" not in text
+
+
+def test_what_is_written_so_is_part_of_the_commit(tmp_path):
+    module, seen = Line(), []
+
+    def change(step):
+        seen.append(step.index)
+        halve(module)
+
+    fit(
+        tmp_path,
+        module,
+        Four(),
+        max_steps=3,
+        strategy=holdfast.lightning.HoldfastStrategy(on_commit=change),
+    )
+    assert seen == [0, 1, 2]
 
 
 @pytest.mark.parametrize("version", ["2.5.1", "2.7.0", "3.0"])

@@ -17,7 +17,7 @@ import holdfast.transformers as adapter
 from holdfast.adapters import world
 from holdfast.adapters.huggingface import arguments
 from holdfast.adapters.versions import TRANSFORMERS
-from holdfast.errors import UsageError
+from holdfast.errors import StateChanged, UsageError
 
 
 class Four(Dataset):
@@ -208,6 +208,54 @@ def test_a_micro_batch_in_which_no_token_counts(tmp_path):
         model=transformers.LlamaForCausalLM(config), args=args(tmp_path, **options), train_dataset=Tokens()
     )
     assert 0 < trainer.train().training_loss < 10
+
+
+class Halving(transformers.TrainerCallback):
+    """Changes the model after each step."""
+
+    def on_step_end(self, args, state, control, model=None, **more):
+        halve(model)
+
+
+def halve(model):
+    with torch.no_grad():
+        model.line.weight.mul_(0.5)
+
+
+def three_steps(folder, kind, **options):
+    given = args(folder)
+    given.max_steps = 3
+    model = Line()
+    with torch.no_grad():
+        model.line.weight.fill_(1.0)
+    kind(model=model, args=given, train_dataset=Four(), **options).train()
+    return model
+
+
+def test_a_callback_that_changes_the_model_is_told_what_to_write(tmp_path):
+    with pytest.raises(StateChanged) as caught:
+        three_steps(tmp_path, adapter.Trainer, callbacks=[Halving()])
+    text = str(caught.value)
+    assert "wrap(Trainer, on_commit=lambda step: update(model))" in text
+    assert "step.apply(optimizer" not in text
+    assert "run.protect" not in text
+
+
+def test_what_is_written_so_is_part_of_the_commit(tmp_path):
+    seen, models = [], []
+
+    class Keeping(transformers.Trainer):
+        def __init__(self, *args, model, **options):
+            models.append(model)
+            super().__init__(*args, model=model, **options)
+
+    def change(step):
+        seen.append(step.index)
+        halve(models[0])
+
+    model = three_steps(tmp_path, adapter.wrap(Keeping, on_commit=change))
+    assert seen == [0, 1, 2]
+    assert model.line.weight.max() < 0.2
 
 
 # ------------------------------------------------------------ the seams

@@ -12,6 +12,7 @@ import holdfast as hf
 from holdfast.errors import StateChanged, UsageError
 from holdfast.tensors import staging
 from holdfast.train import state_guard
+from holdfast.train.advice import Advice
 
 
 class Points:
@@ -303,12 +304,26 @@ def test_a_forward_pass_that_changes_buffers_without_a_rule_is_told_the_line(net
         train(Things(network()), until=3)
 
 
-def test_the_line_is_that_of_the_adapter():
-    def line(rule, path):
+class Trainers(Advice):
+    """Of a trainer whose user has no step and no run."""
+
+    def buffer(self, rule, path):
         return f"Trainer({path}={rule})"
 
-    with pytest.raises(StateChanged, match=r"write Trainer\(model\.seen=sum\) before training"):
-        train(Things(Tally()), until=3, run=lambda run: setattr(run, "buffer_line", line))
+    def commit(self, call):
+        return f"Trainer(call={call})"
+
+    def unprotected(self, name):
+        return None
+
+
+def test_the_advice_is_that_of_the_adapter():
+    with pytest.raises(StateChanged) as caught:
+        train(Things(Tally()), until=3, run=lambda run: setattr(run, "advice", Trainers()))
+    text = str(caught.value)
+    assert "write Trainer(model.seen=sum) before training" in text
+    assert "Put it into the commit: Trainer(call=update(model));" in text
+    assert "run." not in text
 
 
 def test_buffers_of_an_average_change_in_commits_only():

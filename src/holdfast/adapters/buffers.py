@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from holdfast.errors import UsageError
+from holdfast.train.advice import Advice
 from holdfast.train.buffer_rules import BufferRule, check_rule
 from holdfast.train.state_image import persistent_buffers
 
@@ -18,30 +19,26 @@ if TYPE_CHECKING:
 class Buffers:
     """What the user gave as `buffers={"model.*.loads": "sum"}`: each path or pattern has its rule, see `Run.buffers`."""
 
-    def __init__(self, rules: Mapping[str, BufferRule] | None, call: str) -> None:
-        """call: how the adapter's call begins that takes `buffers`, up to it; errors name it.
+    def __init__(self, rules: Mapping[str, BufferRule] | None, advice: Advice) -> None:
+        """advice: what errors tell the user to write.
 
         Raises:
             UsageError: it maps no names, or to a rule that there is not.
         """
-        self._call = call
+        self._advice = advice
         if not isinstance(rules or {}, Mapping):
             raise UsageError(
-                f"{call}buffers=...): a {type(rules).__name__} has no rule for each name; write "
-                f"{self.line('sum', 'model.*.loads')}"
+                f"buffers=...: a {type(rules).__name__} has no rule for each name; write "
+                f"{advice.buffer('sum', 'model.*.loads')}"
             )
         self._rules = dict(rules or {})
         for name, rule in self._rules.items():
-            check_rule(rule, self.line(rule, name))
-
-    def line(self, rule: str, path: str) -> str:
-        """What the user writes to give a buffer a rule."""
-        return f'{self._call}buffers={{"{path}": "{rule}"}})'
+            check_rule(rule, advice.buffer(rule, name))
 
     def declare(self, run: Run, **modules: torch.nn.Module) -> None:
         """To the run, for these protected modules. Batch norms have the rule "mean" where the user gives no other: DDP takes
         rank 0's statistics without a word of the script's, so a script for these trainers has none."""
-        run.buffer_line = self.line
+        run.advice = self._advice
         norms = [
             at.path
             for at in persistent_buffers(modules)

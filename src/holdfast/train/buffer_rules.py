@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 
 from holdfast.errors import UsageError
+from holdfast.train.advice import Advice
 from holdfast.train.generation_group import Group
 from holdfast.train.placements import is_spread
 from holdfast.train.state_image import BufferPlace, Protected, persistent_buffers
@@ -26,14 +27,6 @@ if TYPE_CHECKING:
 BufferRule = Literal["restore", "sum", "mean", "own"]
 Declared = Sequence[tuple[BufferRule, tuple[str, ...]]]
 """Rules in the order of the script's calls, each with the patterns of the paths that it is for; none: all."""
-
-BufferLine = Callable[[str, str], str]
-"""Of a rule and a path: what a script writes to give the buffer this rule. Errors name it."""
-
-
-def run_line(rule: str, path: str) -> str:
-    """What a script with a `Run` writes."""
-    return f'run.buffers("{rule}", "{path}")'
 
 
 @dataclass(frozen=True)
@@ -53,7 +46,7 @@ class BufferRules:
     """The buffers that have a rule, and what a step has made of them so far.
 
     Attributes:
-        line: what a script writes to give a buffer a rule.
+        advice: what errors tell the script to write.
         own: paths of those that each worker keeps for itself.
         paths: of all that have a rule.
     """
@@ -65,7 +58,7 @@ class BufferRules:
         *,
         sharded: bool,
         exact: bool,
-        line: BufferLine = run_line,
+        advice: Advice | None = None,
         alike: int = 1,
         parts: int = 1,
     ) -> None:
@@ -76,16 +69,18 @@ class BufferRules:
         Raises:
             UsageError: a pattern without a buffer, or a buffer that cannot be summed.
         """
-        self.line = line
+        self.advice = advice = advice or Advice()
         # Copied here, and not when a step begins: a script may evaluate before its first step. Those that come
         # later fetch the state without that, so all would not go on alike.
-        found = [_Ruled(at, rule, at.tensor.detach().clone()) for at, rule in _rules(objects, declared, line)]
+        found = [
+            _Ruled(at, rule, at.tensor.detach().clone()) for at, rule in _rules(objects, declared, advice)
+        ]
         self.own = tuple(r.at.path for r in found if r.rule == "own")
         self.paths = frozenset(r.at.path for r in found)
         self._put = [r for r in found if r.rule != "own"]
         self._summed = [r for r in found if r.rule in ("sum", "mean")]
         for ruled in self._summed:
-            _check_summed(ruled, line, alike)
+            _check_summed(ruled, advice, alike)
         self._parts = parts
         # Workers of a replica hold a buffer whole, and those with another shard sum it in another group. A row for
         # each micro-batch makes the order of additions the same in all groups, so they get the same bits.
@@ -208,7 +203,7 @@ def check_rule(rule: str, line: str) -> None:
         raise UsageError(f"{line}: choose one of {', '.join(map(repr, get_args(BufferRule)))}")
 
 
-def _rules(objects: Protected, declared: Declared, line: BufferLine) -> list[tuple[BufferPlace, BufferRule]]:
+def _rules(objects: Protected, declared: Declared, advice: Advice) -> list[tuple[BufferPlace, BufferRule]]:
     """Of every buffer that has one: the last declaration that names it counts."""
     there = {at.path: at for at in persistent_buffers(objects)}
     found: dict[str, tuple[BufferPlace, BufferRule]] = {}
@@ -218,22 +213,22 @@ def _rules(objects: Protected, declared: Declared, line: BufferLine) -> list[tup
             if patterns and not named:
                 shown = ", ".join(list(there)[:8]) or "none"
                 raise UsageError(
-                    f"{line(rule, pattern)}: no protected module has a buffer of this name that its "
+                    f"{advice.buffer(rule, pattern)}: no protected module has a buffer of this name that its "
                     f"state_dict holds; there are: {shown}{', …' if len(there) > 8 else ''}"
                 )
             found |= {path: (there[path], rule) for path in named}
     return list(found.values())
 
 
-def _check_summed(ruled: _Ruled, line: BufferLine, alike: int) -> None:
+def _check_summed(ruled: _Ruled, advice: Advice, alike: int) -> None:
     path = ruled.at.path
     if is_spread(ruled.at.module._buffers[ruled.at.name], alike):
         raise UsageError(
-            f"{line(ruled.rule, path)}: it is a DTensor, and workers with different micro-batches hold different parts of "
-            f"it, which are not summed; register it as a plain tensor, or give it a rule of its own: {line('restore', path)}"
+            f"{advice.buffer(ruled.rule, path)}: it is a DTensor, and workers with different micro-batches hold different parts of "
+            f"it, which are not summed; register it as a plain tensor, or give it a rule of its own: {advice.buffer('restore', path)}"
         )
     if ruled.now.dtype is torch.bool or ruled.now.is_complex():
         raise UsageError(
-            f"{line(ruled.rule, path)}: it is of {ruled.now.dtype}, which is not summed; give it a rule of its own: "
-            f"{line('restore', path)}"
+            f"{advice.buffer(ruled.rule, path)}: it is of {ruled.now.dtype}, which is not summed; give it a rule of its own: "
+            f"{advice.buffer('restore', path)}"
         )

@@ -63,7 +63,7 @@ class HeldState:
             },
             buffer_rules.paths,
             constants,
-            buffer_rules.line,
+            buffer_rules.advice,
         )
         self._link, self._faults, self._place = link, faults, place
         self.buffer_rules = buffer_rules

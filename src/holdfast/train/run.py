@@ -19,7 +19,8 @@ from holdfast.data.decoding import is_decoder
 from holdfast.errors import UsageError
 from holdfast.protocol.notices import Notice
 from holdfast.train import state_image, worker
-from holdfast.train.buffer_rules import BufferLine, BufferRule, BufferRules, check_rule, run_line
+from holdfast.train.advice import Advice
+from holdfast.train.buffer_rules import BufferRule, BufferRules, check_rule
 from holdfast.train.constants import Constants
 from holdfast.train.data_cursor import NAME, BatchChanged, DataCursor
 from holdfast.train.exact import ExactSum, Reduction, prepare
@@ -37,7 +38,7 @@ class Run:
 
     Attributes:
         device: where this worker computes.
-        buffer_line: what a script writes to give a buffer a rule, for errors; an adapter has another line than `buffers`.
+        advice: what errors tell the script to write; an adapter's user writes other lines.
     """
 
     def __init__(self, attachment: worker.Attachment) -> None:
@@ -45,7 +46,7 @@ class Run:
         self._protected: dict[str, Any] = {}
         self._constant: dict[str, torch.nn.Module] = {}
         self._buffer_rules: list[tuple[BufferRule, tuple[str, ...]]] = []
-        self.buffer_line: BufferLine = run_line
+        self.advice = Advice()
         self._replica: Replica | None = None
         self._step: Step | None = None
         self._cursor: DataCursor | None = None
@@ -471,7 +472,7 @@ class Run:
             self._buffer_rules,
             sharded=sharding is not None,
             exact=reduction == "exact",
-            line=self.buffer_line,
+            advice=self.advice,
             alike=sharding.alike if sharding is not None else 1,
             parts=sharding.context if sharding is not None else 1,
         )

@@ -30,7 +30,7 @@ from holdfast.tensors import staging
 from holdfast.tensors.dtensor_shards import local_of
 from holdfast.tensors.tree import buffer_of, pack
 from holdfast.train.added_state import AddedState
-from holdfast.train.buffer_rules import BufferLine, run_line
+from holdfast.train.advice import Advice
 from holdfast.train.constants import ADVICE, Constants
 from holdfast.train.state_image import BufferPlace, Protected, persistent_buffers
 
@@ -54,23 +54,24 @@ class StateGuard:
         objects: Protected,
         ruled: Collection[str] = (),
         constants: Constants | None = None,
-        line: BufferLine = run_line,
+        advice: Advice | None = None,
     ) -> None:
         """ruled: paths of buffers that forward passes may change, since a rule says what becomes of them. constants:
-        what nothing may change, not even a commit. line: what a script writes to give a buffer a rule."""
+        what nothing may change, not even a commit. advice: what errors tell the script to write."""
+        self._advice = advice = advice or Advice()
         constants = constants or Constants({})
         left_out = constants.left_out(objects)
         self._watched: list[_Watched] = [_Constants(constants)] if constants else []
         for name, thing in objects.items():
             if isinstance(thing, torch.nn.Module):
                 self._watched += [
-                    _Parameters(name, thing, left_out.get(name, ())),
-                    _Buffers(name, thing, {*ruled, *(f"{name}.{n}" for n in left_out.get(name, ()))}, line),
+                    _Parameters(name, thing, advice, left_out.get(name, ())),
+                    _Buffers(name, thing, advice, {*ruled, *(f"{name}.{n}" for n in left_out.get(name, ()))}),
                 ]
             elif isinstance(thing, torch.optim.Optimizer):
-                self._watched.append(_Optimizer(name, thing))
+                self._watched.append(_Optimizer(name, thing, advice))
             else:
-                self._watched.append(_Other(name, thing))
+                self._watched.append(_Other(name, thing, advice))
         self._added = AddedState(objects)
         self._in_steps = [w for w in self._watched if w.in_steps]
         self._committed = 0
@@ -114,7 +115,9 @@ class StateGuard:
         c = self._committed
         when = f"between step {c - 1}'s commit and step {c}" if c else "before step 0"
         if found := self._look(self._watched, when):
-            raise _error(*found, when, "some workers would make this change after a fault, and others not")
+            raise self._error(
+                *found, when, "some workers would make this change after a fault, and others not"
+            )
 
     def before_update(self, step: int) -> None:
         """The step is about to be reduced.
@@ -127,7 +130,7 @@ class StateGuard:
         when = f"in step {step} before step.apply"
         if found := self._look(self._in_steps, when):
             why = "a step that a fault strikes is computed again, and would make this change twice"
-            raise _error(*found, when, why)
+            raise self._error(*found, when, why)
 
     def release(self) -> None:
         """The state is about to change, as it may."""
@@ -161,14 +164,14 @@ class StateGuard:
         self._spent_s += time.thread_time() - began_s
         return found
 
-
-def _error(watched: _Watched, path: str, when: str, why: str) -> StateChanged:
-    if isinstance(watched, _Constants):
-        return StateChanged(f"{path} was found changed {when}: {watched.remedy}")
-    return StateChanged(
-        f"{path} changed {when}: {why}. Put it into the commit: {watched.remedy}; or leave `{watched.name}` out of "
-        "run.protect if it need not survive"
-    )
+    def _error(self, watched: _Watched, path: str, when: str, why: str) -> StateChanged:
+        if isinstance(watched, _Constants):
+            return StateChanged(f"{path} was found changed {when}: {watched.remedy}")
+        unprotected = self._advice.unprotected(watched.name)
+        return StateChanged(
+            f"{path} changed {when}: {why}. Put it into the commit: {watched.remedy}"
+            + (f"; or {unprotected}" if unprotected else "")
+        )
 
 
 class _Watched:
@@ -180,8 +183,8 @@ class _Watched:
 
     in_steps = True
 
-    def __init__(self, name: str, thing: Any) -> None:
-        self.name, self._thing = name, thing
+    def __init__(self, name: str, thing: Any, advice: Advice) -> None:
+        self.name, self._thing, self._advice = name, thing, advice
         self._sign = False
         self.release()
 
@@ -242,7 +245,9 @@ class _Watched:
 class _Parameters(_Watched):
     """A module's. Its buffers have rules of their own."""
 
-    def __init__(self, name: str, thing: torch.nn.Module, without: Collection[str] = ()) -> None:
+    def __init__(
+        self, name: str, thing: torch.nn.Module, advice: Advice, without: Collection[str] = ()
+    ) -> None:
         named = [(n, p) for n, p in thing.named_parameters() if n not in without]
         self._names = [n for n, _ in named]
         # The local shards, found once: FSDP2 swaps a module's parameters for gathered ones during a step, and
@@ -254,7 +259,7 @@ class _Parameters(_Watched):
             for n, p in module._parameters.items()
             if p is not None
         ]
-        super().__init__(name, thing)
+        super().__init__(name, thing, advice)
 
     def change(self) -> str | None:
         # Looked for by identity, since what was replaced is still here, and as it was.
@@ -273,7 +278,9 @@ class _Parameters(_Watched):
     @property
     def remedy(self) -> str:
         update = f"{self.name}.update_parameters(model)"
-        return _also(update if hasattr(self._thing, "update_parameters") else f"update({self.name})")
+        return self._advice.commit(
+            update if hasattr(self._thing, "update_parameters") else f"update({self.name})"
+        )
 
 
 def _gathered(now: torch.Tensor | None, was: torch.Tensor) -> bool:
@@ -287,11 +294,12 @@ def _gathered(now: torch.Tensor | None, was: torch.Tensor) -> bool:
 class _Buffers(_Watched):
     """Those of a module's state that have no rule: nothing but a commit changes them."""
 
-    def __init__(self, name: str, thing: torch.nn.Module, ruled: Collection[str], line: BufferLine) -> None:
-        self._line = line
+    def __init__(
+        self, name: str, thing: torch.nn.Module, advice: Advice, ruled: Collection[str] = ()
+    ) -> None:
         self._places = [at for at in persistent_buffers({name: thing}) if at.path not in ruled]
         self._changed: BufferPlace | None = None
-        super().__init__(name, thing)
+        super().__init__(name, thing, advice)
 
     def read(self) -> tuple[list[torch.Tensor], Any]:
         return [at.tensor for at in self._places], None
@@ -304,12 +312,14 @@ class _Buffers(_Watched):
     def remedy(self) -> str:
         assert self._changed is not None
         update = f"{self.name}.update_parameters(model)"
-        call = _also(update if hasattr(self._thing, "update_parameters") else f"update({self.name})")
+        call = self._advice.commit(
+            update if hasattr(self._thing, "update_parameters") else f"update({self.name})"
+        )
         module = self._changed.module
         averaged = isinstance(module, torch.nn.modules.batchnorm._NormBase)
         pattern = f"{self._changed.path.rpartition('.')[0]}.*" if averaged else self._changed.path
         rule = "mean" if averaged else "sum"
-        return f"{call}; if a forward pass changes it, write {self._line(rule, pattern)} before training"
+        return f"{call}; if a forward pass changes it, write {self._advice.buffer(rule, pattern)} before training"
 
 
 class _Optimizer(_Watched):
@@ -349,9 +359,8 @@ class _Optimizer(_Watched):
 
     @property
     def remedy(self) -> str:
-        return (
-            f"step.apply({self.name}, scheduler=scheduler) for a schedule, or {_also(f'update({self.name})')}"
-        )
+        commit = self._advice.commit(f"update({self.name})")
+        return f"{self._advice.schedule(self.name, 'scheduler')} for a schedule, or {commit}"
 
 
 class _Constants(_Watched):
@@ -361,7 +370,7 @@ class _Constants(_Watched):
         self._constants = constants
         # Kept over all commits: no commit may change a constant, either.
         self._seen: tuple[list[int], list[int]] | None = None
-        super().__init__("run.constant", constants)
+        super().__init__("run.constant", constants, Advice())
 
     def read(self) -> tuple[list[torch.Tensor], Any]:
         return self._constants.tensors, None
@@ -405,13 +414,9 @@ class _Other(_Watched):
         if isinstance(self._thing, kinds.LRScheduler) and not isinstance(
             self._thing, kinds.ReduceLROnPlateau
         ):
-            return f"step.apply(optimizer, scheduler={self.name})"
+            return self._advice.schedule("optimizer", self.name)
         known = next((f"{self.name}.{m}(...)" for m in ("update", "step") if hasattr(self._thing, m)), None)
-        return _also(known or f"update({self.name})")
-
-
-def _also(call: str) -> str:
-    return f"step.apply(optimizer, also=lambda: {call})"
+        return self._advice.commit(known or f"update({self.name})")
 
 
 def _split(value: Any, tensors: list[torch.Tensor]) -> Any:

@@ -13,6 +13,7 @@ from accelerate.utils import DistributedType
 from torch.utils.data import RandomSampler
 
 from holdfast.adapters import world
+from holdfast.adapters.advice import LoopAdvice
 from holdfast.adapters.buffers import Buffers
 from holdfast.adapters.versions import ACCELERATE
 from holdfast.data.mapstyle import shuffled
@@ -123,7 +124,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc] # it has no typ
         if not self._models:
             raise UsageError("accelerator.steps(): this Accelerator has no model; call prepare() before")
         micro_batch = _micro_batch(loader)
-        rules = Buffers(buffers, "accelerator.steps(loader, until=N, ")
+        rules = Buffers(buffers, LoopAdvice())
         run = self._holdfast_run = world.run_for_training()
         models = _named("model", [self.unwrap_model(model) for model in self._models])
         run.protect(

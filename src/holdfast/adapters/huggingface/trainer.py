@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers.trainer_pt_utils import find_batch_size
 
 from holdfast.adapters import world
+from holdfast.adapters.advice import TrainersAdvice
 from holdfast.adapters.buffers import Buffers
 from holdfast.adapters.huggingface import arguments
 from holdfast.adapters.huggingface.progress import Progress
@@ -20,7 +21,7 @@ from holdfast.data.mapstyle import shuffled
 from holdfast.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from holdfast.train.buffer_rules import BufferRule
     from holdfast.train.run import Run
@@ -38,7 +39,8 @@ class HoldfastMixin:
     """
 
     reduction: Literal["fast", "exact"] = "fast"
-    _holdfast_buffers = Buffers(None, "wrap(Trainer, ")
+    _holdfast_buffers = Buffers(None, TrainersAdvice("wrap(Trainer, "))
+    _holdfast_on_commit: Callable[[Step], object] | None = None
 
     if TYPE_CHECKING:
         _tr_loss: torch.Tensor
@@ -111,6 +113,8 @@ class HoldfastMixin:
         )
         run.constant(**self._holdfast_constants())
         self._holdfast_buffers.declare(run, model=self.model)
+        if self._holdfast_on_commit is not None:
+            run.on_commit(self._holdfast_on_commit)
         self._holdfast_steps = run.steps(
             shuffled(
                 self._holdfast_samples,
@@ -313,6 +317,7 @@ def wrap(
     trainer: type,
     reduction: Literal["fast", "exact"] = "fast",
     buffers: Mapping[str, BufferRule] | None = None,
+    on_commit: Callable[[Step], object] | None = None,
 ) -> type:
     """A class of trainers derived from transformers' Trainer, as a member of a job: `wrap(trl.SFTTrainer)`.
 
@@ -321,6 +326,8 @@ def wrap(
         reduction: "exact": losses and parameters are those of a run on one worker, bit by bit (see `Run.steps`).
         buffers: rules for buffers that forward passes change, by their paths or patterns of these:
             `{"model.*.loads": "sum"}`. See `Run.buffers`; batch norms have the rule "mean" without being named.
+        on_commit: called with the step in every commit, on every worker: what else changes the model, the optimizer or the
+            scheduler. See `Run.on_commit`.
 
     Raises:
         UsageError: the class is not derived from Trainer, or replaces the loop over steps itself; or a rule that there is
@@ -336,7 +343,9 @@ def wrap(
         )
     own = {
         "reduction": reduction,
-        "_holdfast_buffers": Buffers(buffers, f"wrap({trainer.__name__}, "),
+        "_holdfast_buffers": Buffers(buffers, TrainersAdvice(f"wrap({trainer.__name__}, ")),
+        # A function in a class would be taken for a method of it.
+        "_holdfast_on_commit": staticmethod(on_commit) if on_commit is not None else None,
         "__module__": trainer.__module__,
     }
     return type(trainer.__name__, (HoldfastMixin, trainer), own)

@@ -11,6 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 
 from holdfast.adapters import world
+from holdfast.adapters.advice import TrainersAdvice
 from holdfast.adapters.buffers import Buffers
 from holdfast.adapters.lightning.progress import LoopProgress
 from holdfast.adapters.lightning.refusals import refuse
@@ -20,7 +21,7 @@ from holdfast.data.mapstyle import shuffled
 from holdfast.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from lightning.pytorch import Trainer
 
@@ -38,6 +39,8 @@ class HoldfastStrategy(SingleDeviceStrategy):
         buffers: rules for buffers that forward passes change, by their paths or patterns of these:
             `{"model.*.loads": "sum"}`, where `model` is the LightningModule. See `Run.buffers`; batch norms have the rule
             "mean" without being named.
+        on_commit: called with the step in every commit, on every worker: what else changes the module, the optimizer or a
+            scheduler. See `Run.on_commit`.
 
     Raises:
         UsageError: a version of Lightning that is not supported, or a rule for buffers that there is not.
@@ -50,10 +53,12 @@ class HoldfastStrategy(SingleDeviceStrategy):
         reduction: Literal["fast", "exact"] = "fast",
         seed: int = 0,
         buffers: Mapping[str, BufferRule] | None = None,
+        on_commit: Callable[[Step], object] | None = None,
         **more: Any,
     ) -> None:
         LIGHTNING.check(lightning.__version__, "holdfast.lightning")
-        self._buffers = Buffers(buffers, "HoldfastStrategy(")
+        self._buffers = Buffers(buffers, TrainersAdvice("HoldfastStrategy("))
+        self._on_commit = on_commit
         self._run: Run = world.own_run()
         more.pop("device", None)
         super().__init__(device=self._run.device, **more)
@@ -141,6 +146,8 @@ class HoldfastStrategy(SingleDeviceStrategy):
             **schedulers,
         )
         self._buffers.declare(run, model=trainer.lightning_module)
+        if self._on_commit is not None:
+            run.on_commit(self._on_commit)
         limits = [trainer.max_steps] if trainer.max_steps != -1 else []
         if trainer.fit_loop.max_epochs is not None and trainer.fit_loop.max_epochs >= 0:
             limits.append(trainer.fit_loop.max_epochs * int(trainer.num_training_batches))

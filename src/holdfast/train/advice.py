@@ -1,0 +1,23 @@
+"""What errors tell a person to write. A script with a loop of its own has these lines; an adapter's user has others."""
+
+from __future__ import annotations
+
+
+class Advice:
+    """For a script with a `Run`."""
+
+    def buffer(self, rule: str, path: str) -> str:
+        """What gives a buffer a rule."""
+        return f'run.buffers("{rule}", "{path}")'
+
+    def commit(self, call: str) -> str:
+        """What makes a call part of every step's commit."""
+        return f"step.apply(optimizer, also=lambda: {call})"
+
+    def schedule(self, optimizer: str, scheduler: str) -> str:
+        """What steps a scheduler with every step. Both are names."""
+        return f"step.apply({optimizer}, scheduler={scheduler})"
+
+    def unprotected(self, name: str) -> str | None:
+        """How a protected object becomes one that may change at any time; None: it cannot."""
+        return f"leave `{name}` out of run.protect if it need not survive"
