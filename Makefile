@@ -43,15 +43,18 @@ crd: setup
 adapters-test: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[adapters]'
 	mkdir -p out/adapters
-	$(BIN)/python -m pytest -m "nightly or not nightly" --junitxml out/adapters/installed.xml tests/adapters; \
+	$(BIN)/python -m pytest -n $(TESTERS) --dist worksteal -m "nightly or not nightly" --junitxml out/adapters/installed.xml \
+	  tests/adapters; \
 	  status=$$?; $(BIN)/python tests/adapters/table.py out/adapters/installed.xml; exit $$status
 
 # The table in docs/frameworks.md: the adapters' tests with the installed versions and with the oldest supported ones.
-OLDEST := transformers==5.20.0 lightning==2.6.0 accelerate==1.2.0
+OLDEST := transformers==5.20.0 lightning==2.6.0 accelerate==1.2.0 trl==1.10.0
+# At level 1 alone, each in an environment of its own: none of them is in .venv.
+ALONE := deepspeed==0.19.8 ray[train]==2.60.0 torchtitan==0.3.0
 adapters-table:
 	rm -rf out/adapters
 	status=0; $(MAKE) adapters-test || status=1; \
-	for version in $(OLDEST); do tests/adapters/with-version.sh $$version || status=1; done; \
+	for version in $(OLDEST) $(ALONE); do tests/adapters/with-version.sh $$version || status=1; done; \
 	$(BIN)/python tests/adapters/table.py out/adapters/*.xml --write docs/frameworks.md; exit $$status
 
 # Against a real S3 server, which it starts, with its packages where they are missing (Debian 12 or newer, as root).

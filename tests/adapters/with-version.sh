@@ -7,11 +7,16 @@ cd "$(dirname "$0")/../.."
 
 version=$1
 shift
-framework=${version%%==*}
+framework=${version%%[=[]*}
+also=()
 case $framework in
 transformers) tests="tests/adapters/test_trainer.py tests/adapters/test_trainer_refused.py tests/adapters/test_trainer_snapshots.py" ;;
 lightning) tests="tests/adapters/test_lightning.py tests/adapters/test_lightning_snapshots.py" ;;
 accelerate) tests="tests/adapters/test_accelerate.py tests/adapters/test_accelerate_snapshots.py" ;;
+trl) tests="tests/adapters/test_trainer.py -k trl" also=(peft) ;;
+deepspeed) tests="tests/adapters/test_deepspeed.py" also=(ninja) ;;
+ray) tests="tests/adapters/test_ray.py" ;;
+torchtitan) tests="tests/adapters/test_torchtitan.py" also=(triton) ;; # which torch for CPUs does not bring
 *) echo "there are no tests for $framework" >&2 && exit 2 ;;
 esac
 
@@ -22,7 +27,7 @@ if [ ! -e "$environment/.ready" ]; then
   # Below its own packages in the search path, so that its own version wins.
   .venv/bin/python -c 'import site; print(*site.getsitepackages(), sep="\n")' \
     >"$(echo "$environment"/lib/python3*/site-packages)/shared.pth"
-  "$environment/bin/python" -m pip install --quiet --disable-pip-version-check "$version"
+  "$environment/bin/python" -m pip install --quiet --disable-pip-version-check "$version" "${also[@]}"
   touch "$environment/.ready"
 fi
 # The nested environment does not read the .pth file of an editable install.

@@ -27,5 +27,8 @@ class Supported(NamedTuple):
 
 
 ACCELERATE = Supported("accelerate", (1, 2), (2, 0))
+DEEPSPEED = Supported("deepspeed", (0, 19), (0, 20))
 LIGHTNING = Supported("lightning", (2, 6), (2, 7))
+RAY = Supported("ray", (2, 60), (3, 0))
+TORCHTITAN = Supported("torchtitan", (0, 3), (0, 4))
 TRANSFORMERS = Supported("transformers", (5, 20), (5, 30))

@@ -1,0 +1,1 @@
+"""DeepSpeed at level 1."""

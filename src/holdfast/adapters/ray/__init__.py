@@ -1,0 +1,1 @@
+"""Ray Train at level 1."""

@@ -1,0 +1,1 @@
+"""torchtitan at level 1."""
