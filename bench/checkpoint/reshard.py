@@ -50,7 +50,7 @@ def measure(mib: int, savers: int, readers: int) -> Resharded:
                     shape=(high - low, columns),
                     offset=i * nbytes,
                     nbytes=nbytes,
-                    whole=(rows, columns),
+                    global_shape=(rows, columns),
                     start=(low, 0),
                 )
                 for i, name in enumerate(whole)

@@ -59,7 +59,7 @@ def loaded(archive: Archive, step: int) -> list[bytes]:
     return [bytes(blob.fetch(0, blob.nbytes)) for blob in blobs]
 
 
-def newest_whole(archive: Archive, on_skip: Callable[[str], None] = lambda why: None) -> int | None:
+def newest_complete(archive: Archive, on_skip: Callable[[str], None] = lambda why: None) -> int | None:
     """The newest step of which every byte is as it was saved."""
     for step in reversed(archive.steps()):
         try:

@@ -35,7 +35,7 @@ class Piece(torch.Tensor):
     def of(whole: torch.Tensor, low: int, high: int) -> Piece:
         """Blobs of it."""
         piece = whole[low:high].contiguous().as_subclass(Piece)
-        piece.whole = tuple(whole.shape)
+        piece.global_shape = tuple(whole.shape)
         piece.start = (low, *(0 for _ in whole.shape[1:]))
         return piece
 
@@ -46,7 +46,7 @@ def flat_of(state: dict, step: int) -> Flat:
     pieces = dict(_pieces(state, ""))
     assert all(any(s.path == path for s in flat.index.tensors) for path in pieces), "too small to be a piece"
     specs = tuple(
-        msgspec.structs.replace(s, whole=pieces[s.path].whole, start=pieces[s.path].start)
+        msgspec.structs.replace(s, global_shape=pieces[s.path].global_shape, start=pieces[s.path].start)
         if s.path in pieces
         else s
         for s in flat.index.tensors
@@ -62,7 +62,7 @@ def flat_rank(step: int, tensors: dict[str, torch.Tensor]) -> Flat:
     specs, offset = [], 0
     for path, tensor in tensors.items():
         nbytes = tensor.numel() * tensor.element_size()
-        whole, start = getattr(tensor, "whole", ()), getattr(tensor, "start", ())
+        global_shape, start = getattr(tensor, "global_shape", ()), getattr(tensor, "start", ())
         specs.append(
             TensorSpec(
                 path=path,
@@ -70,7 +70,7 @@ def flat_rank(step: int, tensors: dict[str, torch.Tensor]) -> Flat:
                 shape=tuple(tensor.shape),
                 offset=offset,
                 nbytes=nbytes,
-                whole=whole,
+                global_shape=global_shape,
                 start=start,
             )
         )

@@ -5,7 +5,7 @@ import uuid
 
 import msgspec
 import pytest
-from blobs_on_tiers import blob_of, flip, head_of, in_buffers, loaded, newest_whole, replaced, save
+from blobs_on_tiers import blob_of, flip, head_of, in_buffers, loaded, newest_complete, replaced, save
 
 from holdfast.checkpoint.archive import Archive
 from holdfast.checkpoint.layout import (
@@ -162,4 +162,4 @@ def test_readers_that_tell_each_other_fetch_the_heads_once(archive, monkeypatch)
 
 
 def test_nothing_there(archive):
-    assert [archive.steps(), newest_whole(archive), archive.prune(Retention())] == [[], None, []]
+    assert [archive.steps(), newest_complete(archive), archive.prune(Retention())] == [[], None, []]

@@ -297,7 +297,7 @@ async def store(node, tmp_path, key, **options):
     return node.last(m.Stored)
 
 
-async def store_whole(node, tmp_path, step, world=1, **options):
+async def store_complete(node, tmp_path, step, world=1, **options):
     """Stores and publishes what the node holds of a step."""
     shards = [(await store(node, tmp_path, key_of(step, r, world=world))).shard for r in range(world)]
     await node.keeper.publish(m.Publish(tier_of(tmp_path, **options), step, tuple(shards)))
@@ -309,7 +309,7 @@ def test_a_stored_and_published_checkpoint_verifies(tmp_path):
         async with nodes("a") as (a,):
             for rank in range(2):
                 await a.held(key_of(10, rank, world=2), LARGE)
-            assert (await store_whole(a, tmp_path, 10, 2)).error is None
+            assert (await store_complete(a, tmp_path, 10, 2)).error is None
             assert [x.took_s > 0 for x in a.said if isinstance(x, m.Stored)] == [True, True]
             manifest = Archive(str(tmp_path)).verify(10)
             assert manifest.shards == tuple(c.shard for c in a.keeper.copies())
@@ -371,12 +371,12 @@ def test_a_slot_that_is_stored_is_not_overwritten_by_later_snapshots(tmp_path, m
         gate = Gate(monkeypatch)
         async with nodes("a") as (a,):
             await a.held(key_of(10))
-            a.keeper.pool.whole(10)
+            a.keeper.pool.snapshot_complete(10)
             storing = asyncio.create_task(store(a, tmp_path, key_of(10)))
             await gate.wait()
             for step in (20, 30, 40):
                 await a.held(key_of(step))
-                a.keeper.pool.whole(step)
+                a.keeper.pool.snapshot_complete(step)
             gate.open.set()
             shard = (await storing).shard
             await a.keeper.publish(m.Publish(tier_of(tmp_path), 10, (shard,)))
@@ -390,10 +390,10 @@ def test_a_slot_is_kept_from_the_order_on_and_not_from_when_a_thread_has_time(tm
         async with nodes("a") as (a,):
             await a.held(key_of(10))
             work = a.keeper.store(m.StoreShard(str(tmp_path), key_of(10)))
-            a.keeper.pool.whole(10)
+            a.keeper.pool.snapshot_complete(10)
             for step in (20, 30):
                 await a.held(key_of(step))
-                a.keeper.pool.whole(step)
+                a.keeper.pool.snapshot_complete(step)
             await work
             assert a.last(m.Stored).shard is not None
 
@@ -442,7 +442,7 @@ def test_a_tier_that_fails_is_said_and_takes_nothing_from_earlier_checkpoints(
     async def scenario():
         async with nodes("a") as (a,):
             await a.held(key_of(10))
-            assert (await store_whole(a, tmp_path, 10, keep=1)).error is None
+            assert (await store_complete(a, tmp_path, 10, keep=1)).error is None
             await a.held(key_of(20))
             real = os.write
             if when == "store":
@@ -457,7 +457,7 @@ def test_a_tier_that_fails_is_said_and_takes_nothing_from_earlier_checkpoints(
             monkeypatch.setattr(os, "write", real)
             archive = Archive(str(tmp_path))
             assert [archive.steps(), archive.verify(10).step] == [[10], 10]
-            assert (await store_whole(a, tmp_path, 20, keep=1)).error is None
+            assert (await store_complete(a, tmp_path, 20, keep=1)).error is None
             assert archive.steps() == [20]
 
     run(scenario())
@@ -472,7 +472,7 @@ def test_a_checkpoint_exists_although_older_ones_cannot_be_removed(tmp_path, mon
             for step in (10, 20):
                 await a.held(key_of(step))
                 monkeypatch.setattr("holdfast.checkpoint.disk.DiskTier.remove", refuse)
-                assert (await store_whole(a, tmp_path, step, keep=1)).error is None
+                assert (await store_complete(a, tmp_path, step, keep=1)).error is None
 
     run(scenario())
     text = "the step is saved, but older checkpoints could not be removed: no permission"

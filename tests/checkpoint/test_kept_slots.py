@@ -32,9 +32,9 @@ def held(step, folder, budget=BUDGET):
     """Step 10, which more nodes hold, and a newer whole one."""
     pool = SlotPool(folder, budget)
     save(pool, key_of(10))
-    pool.whole(10)
+    pool.snapshot_complete(10)
     save(pool, key_of(step))
-    pool.whole(step, kept=10)
+    pool.snapshot_complete(step, kept=10)
     return pool
 
 
@@ -45,10 +45,10 @@ def test_what_is_kept_has_a_slot_beside_the_two_that_are_used_in_turn(folder):
         assert steps_of(pool) == [10, step - 10, step]
         with pytest.raises(SlotsTaken):
             pool.begin(key_of(step + 5), BLOB)
-        pool.whole(step, kept=10)
+        pool.snapshot_complete(step, kept=10)
     assert slot_files(folder) == 3
     assert all(is_right(s) for s in pool.held())
-    pool.whole(50)
+    pool.snapshot_complete(50)
     save(pool, key_of(60))
     save(pool, key_of(60, rank=1))
     assert {50, 60} <= set(steps_of(pool))
@@ -57,7 +57,7 @@ def test_what_is_kept_has_a_slot_beside_the_two_that_are_used_in_turn(folder):
 
 def test_an_older_word_releases_nothing(folder):
     pool = held(20, folder)
-    pool.whole(10)
+    pool.snapshot_complete(10)
     save(pool, key_of(30))
     assert steps_of(pool) == [10, 20, 30]
 
@@ -67,7 +67,7 @@ def test_where_it_does_not_fit_that_is_said_and_nothing_is_overwritten(folder):
     with pytest.raises(MemoryShort, match="does not fit"):
         pool.begin(key_of(30), BLOB)
     assert steps_of(pool) == [10, 20]
-    pool.whole(20)
+    pool.snapshot_complete(20)
     fill(pool, key_of(30))
     assert steps_of(pool) == [20]
 
@@ -75,7 +75,7 @@ def test_where_it_does_not_fit_that_is_said_and_nothing_is_overwritten(folder):
 def test_an_agent_that_adopted_it_keeps_it_when_it_is_told(folder):
     held(20, folder)
     pool = SlotPool(folder, BUDGET)
-    pool.whole(20, kept=10)
+    pool.snapshot_complete(20, kept=10)
     save(pool, key_of(30))
     assert steps_of(pool) == [10, 20, 30]
 
@@ -89,7 +89,7 @@ def test_an_agent_says_what_it_lacks(kept, lack):
         try:
             for step in (10, 20):
                 await node.held(key_of(step))
-            node.keeper.pool.whole(10 if kept is None else 20, kept)
+            node.keeper.pool.snapshot_complete(10 if kept is None else 20, kept)
             assert (await node.begin(key_of(30))).path is None
             assert node.last(m.SnapshotRejected).lack is lack
             assert steps_of(node.keeper.pool) == [10, 20]
@@ -141,7 +141,7 @@ class Cluster:
                 there = tuple(self.nodes[h.node].holder for h in holders)
                 await keeper.replicate(m.Replicate(copy, there))
             case m.SnapshotComplete(step, kept):
-                keeper.pool.whole(step, kept)
+                keeper.pool.snapshot_complete(step, kept)
             case m.ForgetSnapshots(step, until):
                 keeper.pool.forget(step, until)
 
@@ -164,7 +164,7 @@ def test_real_memories_keep_what_the_core_keeps_until_a_newer_one_has_all_its_co
             for step in (8, 10, 12):
                 await cluster.saves(step, fails=True)
                 newest = cluster.desk.state.storage.snapshots[-1]
-                assert (newest.step, newest.whole) == (step, True)
+                assert (newest.step, newest.complete) == (step, True)
                 assert cluster.both_hold(6)
             await cluster.saves(14)
             assert cluster.both_hold(14)
@@ -172,7 +172,7 @@ def test_real_memories_keep_what_the_core_keeps_until_a_newer_one_has_all_its_co
             for step in (16, 18):
                 await cluster.saves(step)
                 assert cluster.both_hold(step)
-                assert cluster.desk.whole()[-1] == step
+                assert cluster.desk.complete_snapshots()[-1] == step
             for node in (a, b):
                 await asyncio.to_thread(node.keeper._copying.shutdown)
                 assert slot_files(node.folder) <= 6

@@ -135,7 +135,7 @@ def test_killed_at_every_point_of_a_copy_into_memory():
 
         def take():
             pool = SlotPool(folder, BUDGET)
-            pool.whole(10)
+            pool.snapshot_complete(10)
             snapshot(pool, key_of(20))
 
         def check(number):

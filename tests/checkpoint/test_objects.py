@@ -6,7 +6,7 @@ import tracemalloc
 from datetime import timedelta
 
 import pytest
-from blobs_on_tiers import blob_of, in_buffers, loaded, newest_whole, save, save_rank
+from blobs_on_tiers import blob_of, in_buffers, loaded, newest_complete, save, save_rank
 from s3server import S3Server
 
 from holdfast.checkpoint.archive import Archive
@@ -140,7 +140,7 @@ def test_a_fault_that_passes_is_not_noticed(server, archive, kinds, how, times):
     save(archive, 5, nbytes=400_000)
     server.fault(kinds, how, times=times)
     save(archive, 10, nbytes=400_000)
-    assert [newest_whole(archive), archive.steps()] == [10, [5, 10]]
+    assert [newest_complete(archive), archive.steps()] == [10, [5, 10]]
     assert loaded(archive, 10) == [blob_of(10, rank, 400_000) for rank in range(2)]
     archive.prune(Retention(keep=1))
     assert {k.split("/")[2] for k in server.objects} == {"step-10"}
@@ -181,7 +181,7 @@ def test_a_save_that_fails_leaves_the_older_ones(server, archive, kinds, how, ad
     assert kept.items() <= server.objects.items()
     assert server.uploads == {}  # aborted
     server.faults.clear()
-    assert newest_whole(archive) == 5
+    assert newest_complete(archive) == 5
     save(archive, 10, nbytes=400_000)
     assert loaded(archive, 10) == [blob_of(10, rank, 400_000) for rank in range(2)]
 

@@ -67,7 +67,7 @@ class World:
         self.rng, self.archive = rng, Archive(DiskTier(folder))
         self.nodes = [Node("a"), Node("b")]
         self.step = 0
-        self.whole = -1
+        self.complete_step = -1
         self.stored = set()
         self.damaged = set()
 
@@ -108,9 +108,9 @@ class World:
             assert bytes(blob) == blob_of(slot.key.step, 0, NBYTES)
         target.note()
         target.good[slot.key.step] = new.path
-        self.whole = max(self.whole, slot.key.step)
+        self.complete_step = max(self.complete_step, slot.key.step)
         for node in self.nodes:
-            node.pool.whole(self.whole)
+            node.pool.snapshot_complete(self.complete_step)
 
     def store(self):
         node = self.rng.choice(self.nodes)
@@ -164,7 +164,7 @@ class World:
                 flip_file(path, self.rng.randrange(80))
             node.good = {s: p for s, p in node.good.items() if p != path}
         node.open()
-        node.pool.whole(self.whole)
+        node.pool.snapshot_complete(self.complete_step)
         held = {s.key.step: s for s in node.pool.held()}
         for step, path in node.good.items():
             assert held[step].path == path, f"step {step} was lost"
@@ -180,7 +180,7 @@ class World:
             node.end()
             node.good = {}
             node.open()
-            node.pool.whole(self.whole)
+            node.pool.snapshot_complete(self.complete_step)
 
     def check(self):
         """Every step, from memory and from the tier."""
@@ -244,7 +244,7 @@ from holdfast.checkpoint.memory import SlotPool
 pool = SlotPool(Path(sys.argv[1]), BUDGET)
 for step in itertools.count(1):
     save(pool, key_of(step), 70_000)
-    pool.whole(step)
+    pool.snapshot_complete(step)
     print(step, flush=True)
 """
 

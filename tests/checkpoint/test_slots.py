@@ -105,7 +105,7 @@ def test_memory_that_went_bad_is_said_and_not_given_out(pool):
 
 def test_the_newest_whole_snapshot_is_never_overwritten(pool):
     first = save(pool, key_of(10))
-    pool.whole(10)
+    pool.snapshot_complete(10)
     second = fill(pool, key_of(20))
     assert second is not first
     with pytest.raises(TierError, match=r"steps \[10, 20\] are still being copied"):
@@ -114,7 +114,7 @@ def test_the_newest_whole_snapshot_is_never_overwritten(pool):
     with pytest.raises(TierError, match=r"steps \[10, 20\] are still being copied"):
         pool.begin(key_of(30), 100_000)
     assert pool.skipped == 2
-    pool.whole(20)
+    pool.snapshot_complete(20)
     assert fill(pool, key_of(30)) is first
     assert [steps_of(pool), is_right(second)] == [[20], True]
 
@@ -122,7 +122,7 @@ def test_the_newest_whole_snapshot_is_never_overwritten(pool):
 def test_two_slots_are_used_in_turn(pool, folder):
     for step in range(10, 200, 10):
         save(pool, key_of(step))
-        pool.whole(step)
+        pool.snapshot_complete(step)
         assert steps_of(pool)[-1] == step
     assert slot_files(folder) == 2
 
@@ -130,7 +130,7 @@ def test_two_slots_are_used_in_turn(pool, folder):
 def test_one_more_slot_while_one_is_read(pool, folder):
     save(pool, key_of(10))
     save(pool, key_of(20))
-    pool.whole(20)
+    pool.snapshot_complete(20)
     with pool.reading(key_of(10)) as old:
         save(pool, key_of(30))
         with pytest.raises(TierError, match=r"steps \[20, 30\]"):
@@ -163,10 +163,10 @@ def test_a_state_that_grows_finds_new_slots_and_gives_the_small_ones_back(pool, 
     """An optimizer has no moments before its first step."""
     save(pool, key_of(10), 10_000)
     save(pool, key_of(20), 10_000)
-    pool.whole(20)
+    pool.snapshot_complete(20)
     save(pool, key_of(30))
     assert steps_of(pool) == [20, 30]
-    pool.whole(30)
+    pool.snapshot_complete(30)
     save(pool, key_of(40))
     assert [steps_of(pool), slot_files(folder)] == [[30, 40], 2]
 
@@ -179,14 +179,14 @@ def test_a_slot_that_is_far_too_large_is_not_taken_while_there_is_room(pool):
 
 def test_what_a_broken_generation_left_is_used_again(pool):
     save(pool, key_of(10))
-    pool.whole(10)
+    pool.snapshot_complete(10)
     stale = save(pool, key_of(20))  # never whole
     assert fill(pool, key_of(20, generation=2)) is stale
 
 
 def test_a_step_that_is_saved_again_takes_its_own_slot(pool):
     save(pool, key_of(10))
-    pool.whole(10)
+    pool.snapshot_complete(10)
     before = save(pool, key_of(30))
     assert fill(pool, key_of(20)) is before
     assert steps_of(pool) == [10]
@@ -195,7 +195,7 @@ def test_a_step_that_is_saved_again_takes_its_own_slot(pool):
 def test_forget_takes_back_what_never_happened(pool):
     for step, rank in ((10, 0), (20, 0), (20, 1), (30, 1)):
         save(pool, key_of(step, rank))
-    pool.whole(20)
+    pool.snapshot_complete(20)
     pool.forget(20)
     assert steps_of(pool) == [10, 20, 20]
     pool.forget(10)
@@ -231,7 +231,7 @@ def test_the_budget_is_kept_and_its_end_is_said_with_the_figures(folder):
     pool = SlotPool(folder, 5 << 20)
     save(pool, key_of(10), 2 << 20)
     save(pool, key_of(20), 2 << 20)
-    pool.whole(20)
+    pool.snapshot_complete(20)
     with pytest.raises(
         TierError, match=r"4 MiB does not fit: the slots take 2 of 5 MiB, and \d+ MiB of memory"
     ):
@@ -253,7 +253,7 @@ def test_slots_that_were_brought_in_before_they_are_wanted(pool, folder):
     assert [len(there), steps_of(pool), pool.writing()] == [2, [], []]
     for step in (10, 20, 30):
         assert is_right(save(pool, key_of(step)))
-        pool.whole(step)
+        pool.snapshot_complete(step)
     pool.prepare(0, 100_000, lambda: False)
     assert set(folder.iterdir()) == there
 
@@ -468,7 +468,7 @@ def test_an_adopted_slot_is_not_overwritten_before_anybody_says_what_is_whole(po
     second = SlotPool(folder, BUDGET)
     save(second, key_of(20, generation=1))
     assert steps_of(second) == [10, 20]
-    second.whole(20)
+    second.snapshot_complete(20)
     save(second, key_of(30, generation=1))
     assert [steps_of(second), slot_files(folder)] == [[20, 30], 2]
 

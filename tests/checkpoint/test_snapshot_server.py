@@ -334,10 +334,10 @@ def test_a_slot_that_the_own_node_reads_is_not_overwritten(nodes):
     peer = snapshot_server.peer_of(a.holder, TOKEN, KEY, "a")
     with closing(peer):
         peer.read_into(0, memoryview(bytearray(10)))
-        a.pool.whole(10)
+        a.pool.snapshot_complete(10)
         for step in (20, 30):
             save(a.pool, key_of(step), LARGE)
-            a.pool.whole(step)
+            a.pool.snapshot_complete(step)
         assert is_right(slot, LARGE)
         assert slot.users == 1
         a.server.close()  # does not wait for its readers
@@ -462,12 +462,12 @@ def test_a_peer_that_was_aborted_before_it_connected(nodes):
 def test_a_slot_that_is_sent_is_not_overwritten(nodes, monkeypatch):
     a, b, _ = nodes
     part = save_on([a])
-    a.pool.whole(10)
+    a.pool.snapshot_complete(10)
 
     def go_on():
         for step in (20, 30):
             save(a.pool, key_of(step), LARGE)
-            a.pool.whole(step)
+            a.pool.snapshot_complete(step)
 
     Midway(monkeypatch, a, go_on)
     assert is_right(replicate(b.pool, pull_from([a], streams=1), part), LARGE)

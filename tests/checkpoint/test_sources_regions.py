@@ -122,7 +122,7 @@ def found_of(states):
                     shape=shape,
                     offset=offset,
                     nbytes=nbytes,
-                    whole=leaf.whole,
+                    global_shape=leaf.global_shape,
                     start=leaf.start,
                 )
             )
@@ -274,7 +274,7 @@ def test_resharding_reads_hardly_more_than_is_needed(before, after):
         regions, right = [], []
         for path, whole in wholes.items():
             mine = sharded(path, whole, after, rank)
-            target = Leaf(path, torch.empty_like(mine.local), mine.whole, mine.start)
+            target = Leaf(path, torch.empty_like(mine.local), mine.global_shape, mine.start)
             regions += regions_of(found, target, rank, [])
             right.append((target.local, mine.local))
             needed += mine.local.numel() * 4

@@ -6,7 +6,17 @@ import threading
 import uuid
 
 import pytest
-from blobs_on_tiers import blob_of, flip, head_of, in_buffers, loaded, newest_whole, replaced, save, save_rank
+from blobs_on_tiers import (
+    blob_of,
+    flip,
+    head_of,
+    in_buffers,
+    loaded,
+    newest_complete,
+    replaced,
+    save,
+    save_rank,
+)
 
 from holdfast.checkpoint.archive import Archive
 from holdfast.checkpoint.disk import DiskTier
@@ -148,13 +158,13 @@ def test_saved_verified_loaded(archive):
     assert archive.verify(10, seen.append).world == 3
     assert sum(seen) == 900_000
     assert loaded(archive, 10) == [blob_of(10, rank, 300_000) for rank in range(3)]
-    assert [archive.steps(), newest_whole(archive)] == [[5, 10], 10]
+    assert [archive.steps(), newest_complete(archive)] == [[5, 10], 10]
 
 
 def test_without_a_manifest_it_does_not_exist(archive):
     save(archive, 5)
     save_rank(archive, 10, 0)
-    assert [archive.steps(), newest_whole(archive)] == [[5], 5]
+    assert [archive.steps(), newest_complete(archive)] == [[5], 5]
     with pytest.raises(StateError, match="does not exist"):
         archive.manifest(10)
     with pytest.raises(StateError, match="do not make a complete checkpoint"):
@@ -226,7 +236,7 @@ def test_a_missing_file(archive, which):
     archive.tier.remove(names[which])
     with pytest.raises(StateError, match="does not exist"):
         archive.verify(5)
-    assert newest_whole(archive) == 3
+    assert newest_complete(archive) == 3
 
 
 def test_the_newest_whole_one_is_taken_and_the_others_are_named(archive):
@@ -237,7 +247,7 @@ def test_the_newest_whole_one_is_taken_and_the_others_are_named(archive):
         if step == 40:
             flip(archive.tier, shard.blob.name, 0)
     why = []
-    assert newest_whole(archive, why.append) == 10
+    assert newest_complete(archive, why.append) == 10
     assert ["step-40" in why[0], "step-20" in why[1], len(why)] == [True, True, 2]
 
 
@@ -271,7 +281,7 @@ def test_retention(archive):
     assert archive.prune(Retention(keep=1), spare=20) == [40]  # training went back: 20 was saved just now
     assert sorted(archive.tier.folders()) == ["step-20", "step-50", "step-60"]  # 35 was there the second time
     assert archive.prune(Retention(keep=0)) == [20]
-    assert newest_whole(archive) == 50
+    assert newest_complete(archive) == 50
 
 
 # ---------------------------------------------------------------- URLs, and each kind by itself

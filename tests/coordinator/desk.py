@@ -253,9 +253,9 @@ class Desk:
         """What the core thinks that a node holds."""
         return tuple(h.copy for x in self.state.storage.snapshots for h in x.shards if node in h.nodes)
 
-    def whole(self) -> list[int]:
-        """Steps of the whole snapshots, oldest first."""
-        return [x.step for x in self.state.storage.snapshots if x.whole]
+    def complete_snapshots(self) -> list[int]:
+        """Steps of the complete snapshots, oldest first."""
+        return [x.step for x in self.state.storage.snapshots if x.complete]
 
     def holders(self, node: str = "") -> tuple[Holder, ...]:
         """Where the newest JoinGeneration of a node's worker says that the snapshot is."""

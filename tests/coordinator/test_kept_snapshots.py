@@ -15,7 +15,7 @@ def sharded(step: int = 6) -> Desk:
     desk = running(2, shape=(2, 1), saving=Saving("1", 1, 0, (TIER,)))
     begins(desk, step)
     copies_come(desk, step)
-    assert desk.whole() == [step]
+    assert desk.complete_snapshots() == [step]
     assert told(desk) == m.SnapshotComplete(step)
     return desk
 
@@ -75,13 +75,13 @@ def test_a_node_without_a_slot_now_is_asked_again_when_it_has_one():
     begins(desk, 8)
     begins(desk, 10)
     copies_fail(desk, 10, Lack.SLOT)
-    assert desk.whole() == [6]  # those of 8 are on their way, and make room when they have come
+    assert desk.complete_snapshots() == [6]  # those of 8 are on their way, and make room when they have come
     before = len(asked(desk))
     copies_come(desk, 8)
     assert asked(desk)[before:] == [("n1", 10), ("n0", 10)]
     assert told(desk) == m.SnapshotComplete(8)
     copies_come(desk, 10)
-    assert desk.whole()[-1] == 10
+    assert desk.complete_snapshots()[-1] == 10
     assert told(desk) == m.SnapshotComplete(10)
 
 
@@ -102,7 +102,7 @@ def test_where_nothing_will_make_room_it_is_whole_as_it_is_and_the_older_one_sta
     desk = sharded()
     begins(desk, 8)
     copies_fail(desk, 8, Lack.SLOT)
-    assert desk.whole() == [6, 8]
+    assert desk.complete_snapshots() == [6, 8]
     assert told(desk) == m.SnapshotComplete(8, kept=6)
 
 
@@ -112,7 +112,7 @@ def test_a_snapshot_with_fewer_copies_is_whole_and_the_one_with_all_is_kept():
         begins(desk, step)
         copies_fail(desk, step)
         assert desk.state.storage.snapshots[-1].step == step
-        assert desk.state.storage.snapshots[-1].whole
+        assert desk.state.storage.snapshots[-1].complete
         assert told(desk) == m.SnapshotComplete(step, kept=6)
     assert 6 in remembered(desk)
     assert len(remembered(desk)) <= 3

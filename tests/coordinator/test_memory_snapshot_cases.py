@@ -51,9 +51,9 @@ def test_two_members_that_save_the_same_need_nothing_sent():
     desk = running(3)
     assert [desk.told(w, m.JoinGeneration)[0].saves for w in desk.members()] == [True, True, False]
     desk.snapshot(6, "n0")
-    assert desk.whole() == []
+    assert desk.complete_snapshots() == []
     desk.snapshot(6, "n1")
-    assert desk.whole() == [6]
+    assert desk.complete_snapshots() == [6]
     assert {node for node, said in desk.sent(m.SnapshotComplete) if said.step == 6} == {"n0", "n1", "n2"}
     assert not asked(desk)
     assert desk.records("snapshot")[0] | {"took_s": 0.0} == {
@@ -69,11 +69,11 @@ def test_two_members_that_save_the_same_need_nothing_sent():
 def test_a_spare_keeps_the_copy_of_a_job_of_one():
     desk = running(1, spares=1)
     copy = desk.snapshot(6, "n0")
-    assert desk.whole() == []
+    assert desk.complete_snapshots() == []
     node, order = desk.sent(m.Replicate)[0]
     assert (node, order.copy, [h.node for h in order.holders]) == ("n1", copy, ["n0"])
     desk.holds("n1", copy)
-    assert desk.whole() == [6]
+    assert desk.complete_snapshots() == [6]
 
 
 def test_nobody_is_asked_twice():
@@ -89,7 +89,7 @@ def test_replicas_that_differ_are_copies_of_each_other():
     desk = running(2, min_nodes=2, spares=1)
     desk.snapshot(6, "n0", bits="a")
     desk.snapshot(6, "n1", bits="b")
-    assert desk.whole() == [6]
+    assert desk.complete_snapshots() == [6]
     assert not asked(desk)
     lose_all_workers(desk)
     forms = start_again(desk)
@@ -103,7 +103,7 @@ def test_a_saver_that_cannot_keep_it_is_replaced_by_another_node():
     desk.refuses("n1", copy)
     assert asked(desk) == [("n2", 6)]
     desk.holds("n2", copy)
-    assert desk.whole() == [6]
+    assert desk.complete_snapshots() == [6]
 
 
 def test_a_node_that_refused_is_not_asked():
@@ -114,7 +114,7 @@ def test_a_node_that_refused_is_not_asked():
     second = asked(desk)[1][0]
     desk.refuses(second, copy)
     assert {first, second} == {"n1", "n2"}
-    assert desk.whole() == [6]  # nobody is left to ask
+    assert desk.complete_snapshots() == [6]  # nobody is left to ask
 
 
 def test_a_member_without_snapshot_memory_is_no_saver():
@@ -126,7 +126,7 @@ def test_a_member_without_snapshot_memory_is_no_saver():
         desk.ready(worker)
     assert [desk.told(w, m.JoinGeneration)[0].saves for w in desk.members()] == [True, False]
     desk.snapshot(6, "n0")
-    assert desk.whole() == [6]
+    assert desk.complete_snapshots() == [6]
 
 
 def test_a_saver_that_has_gone_on_is_not_waited_for():
@@ -151,7 +151,7 @@ def test_too_few_nodes_is_said_once():
     desk = running(1)
     desk.snapshot(6, "n0")
     desk.snapshot(7, "n0")
-    assert desk.whole() == [6, 7]
+    assert desk.complete_snapshots() == [6, 7]
     assert desk.records("few-copies") == [{"nodes": 1, "wanted": 2}]
     desk.node("n1")
     copy = desk.snapshot(8, "n0")
@@ -165,7 +165,7 @@ def test_no_copies_are_wanted():
     desk = running(3, saving=Saving(copies=0))
     assert [desk.told(w, m.JoinGeneration)[0].saves for w in desk.members()] == [True, False, False]
     desk.snapshot(6, "n0")
-    assert desk.whole() == [6]
+    assert desk.complete_snapshots() == [6]
     assert not desk.records("few-copies")
 
 
@@ -177,7 +177,7 @@ def test_two_copies_are_asked_for_one_by_one_missing():
     desk.holds(other, copy)  # nobody asked it, but it has it
     assert len(asked(desk)) == 2
     desk.holds(asked(desk)[0][0], copy)
-    assert desk.whole() == [6]
+    assert desk.complete_snapshots() == [6]
 
 
 def test_skipped_is_said_once_until_one_is_whole_again():
@@ -205,7 +205,7 @@ def test_only_the_last_two_whole_ones_are_kept():
     desk = running(2)
     for step in range(6, 20):
         desk.snapshot(step, "n0", "n1")
-    assert desk.whole() == [18, 19]
+    assert desk.complete_snapshots() == [18, 19]
 
 
 def test_snapshots_that_never_become_whole_do_not_pile_up():
@@ -227,14 +227,14 @@ def test_snapshots_that_never_become_whole_do_not_pile_up():
 def test_shards_are_whole_when_every_rank_is_held_twice():
     desk = at_level_0()
     for rank in range(3):
-        assert desk.whole() == []
+        assert desk.complete_snapshots() == []
         desk.holds(f"n{rank}", copy_of(6, rank=rank, world=3, bits=f"r{rank}"))
     orders = desk.sent(m.Replicate)
     assert sorted(order.copy.key.rank for _, order in orders) == [0, 1, 2]
     for node, order in orders:
-        assert desk.whole() == []
+        assert desk.complete_snapshots() == []
         desk.holds(node, order.copy)
-    assert desk.whole() == [6]
+    assert desk.complete_snapshots() == [6]
     assert desk.records("snapshot")[0]["nbytes"] == 3000
 
 
@@ -256,7 +256,7 @@ def test_a_rank_that_brings_nothing_makes_room_for_the_next_snapshot():
         desk.holds(f"n{rank}", copy_of(7, rank=rank, world=3))
     for node, order in desk.sent(m.Replicate):
         desk.holds(node, order.copy)
-    assert desk.whole() == [7]
+    assert desk.complete_snapshots() == [7]
 
 
 def test_a_whole_snapshot_that_lost_a_rank_is_none():
@@ -264,10 +264,10 @@ def test_a_whole_snapshot_that_lost_a_rank_is_none():
     desk = at_level_0(saving=Saving(copies=0, tiers=(EVERY_WHOLE,)))
     for rank in range(3):
         desk.holds(f"n{rank}", copy_of(9, rank=rank, world=3))
-    assert desk.whole() == [9]
+    assert desk.complete_snapshots() == [9]
     desk.lose("n2")
     assert desk.state.storage.snapshots == []
-    assert queries.newest_whole(desk.core) is None
+    assert queries.newest_complete(desk.core) is None
 
 
 def test_ranks_with_equal_bytes_write_their_row_once():
@@ -289,7 +289,7 @@ def test_a_node_lost_before_it_is_whole_is_replaced():
         desk.parks(worker, 6)
     assert asked(desk) == [("n2", 6)]
     desk.holds("n2", copy)
-    assert desk.whole() == [6]
+    assert desk.complete_snapshots() == [6]
 
 
 def test_copies_of_a_whole_snapshot_are_brought_up_again():
@@ -444,7 +444,7 @@ def test_going_back_forgets_what_was_saved_of_later_steps():
     desk.snapshot(6, "n0", "n1")
     desk.do(e.DurableFound(Durable(7, "kept")))
     desk.state.storage.snapshots += [
-        msgspec.structs.replace(desk.state.storage.snapshots[0], step=8, world=2, whole=False)
+        msgspec.structs.replace(desk.state.storage.snapshots[0], step=8, world=2, complete=False)
     ]
     lose_all_workers(desk)
     start_again(desk)
@@ -715,7 +715,7 @@ def test_what_agents_hold_is_known_after_a_restart():
     desk.crash()
     held = (copy_of(6),)
     desk.back(held={"n0": held, "n1": held})
-    assert desk.whole() == [6]
+    assert desk.complete_snapshots() == [6]
 
 
 def test_what_agents_no_longer_hold_is_known_after_a_restart():
@@ -735,7 +735,7 @@ def test_a_lost_order_to_copy_is_given_again():
     desk.back("n1")
     assert asked(desk) == [("n1", 6), ("n1", 6)]
     desk.holds("n1", copy)
-    assert desk.whole() == [6]
+    assert desk.complete_snapshots() == [6]
 
 
 def test_a_lost_order_to_store_is_given_again():

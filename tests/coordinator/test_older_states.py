@@ -5,7 +5,7 @@ import pytest
 from desk import TIER, running
 
 from holdfast.coordinator.kernel.membership_state import Change
-from holdfast.coordinator.kernel.storage_state import Storing
+from holdfast.coordinator.kernel.storage_state import Snapshot, Storing
 from holdfast.coordinator.service.older_states import state_of
 from holdfast.protocol import messages as m
 from holdfast.protocol.snapshots import Saving
@@ -31,6 +31,10 @@ def test_a_state_of_an_older_version_is_read_with_what_has_another_name_now(flat
     storing = Storing(tier="archive", step=3, began_s=1.0, shared_blobs={1: "rank-0.blob"})
     desk.state.storage.storing = [storing]
     desk.state.storage.stored = {"archive": storing}
+    desk.state.storage.snapshots = [
+        Snapshot(step=3, generation=1, world=4, began_s=1.0, complete=True, complete_s=2.0)
+    ]
+    desk.state.storage.told_complete = (3, None)
     desk.state.health.reported_at_s = {"blast": 7.0}
     desk.state.membership.changes = [CHANGE]
     state = desk.state
@@ -45,6 +49,9 @@ def test_a_state_of_an_older_version_is_read_with_what_has_another_name_now(flat
         *((x, "newcomers", "joined") for x in older["membership"]["changes"]),
         *((x, "shared_blobs", "rows") for x in older["storage"]["storing"]),
         *((x, "shared_blobs", "rows") for x in older["storage"]["stored"].values()),
+        *((x, "complete", "whole") for x in older["storage"]["snapshots"]),
+        *((x, "complete_s", "whole_s") for x in older["storage"]["snapshots"]),
+        (older["storage"], "told_complete", "told_whole"),
         (older["health"], "reported_at_s", "said"),
     ]
     for holder, new, old in renamed_back:

@@ -142,9 +142,9 @@ def test_a_snapshot_of_which_nobody_brings_a_shard_is_given_up():
     assert desk.sent(m.ForgetSnapshots, newest=True) == [("n0", m.ForgetSnapshots(5, 6))]
     desk.holds("n0", desk.shard(7, 0))
     desk.holds("n1", desk.shard(7, 1))
-    assert desk.whole() == [7]
+    assert desk.complete_snapshots() == [7]
     desk.holds("n0", desk.shard(6, 0))
-    assert desk.whole() == [7]
+    assert desk.complete_snapshots() == [7]
 
 
 def test_a_snapshot_that_the_other_holder_may_bring_is_waited_for():

@@ -15,7 +15,7 @@ def saved(nodes: int = 4, copies: int = 0, step: int = 6) -> Desk:
     """Replicas of two; every node holds its shard of one snapshot."""
     desk = running(nodes, shape=(2, 1), saving=Saving("1", copies, 0, (TIER,)))
     desk.shards(step, *(f"n{i}" for i in range(nodes if copies else 2)))
-    assert desk.whole() == [step]
+    assert desk.complete_snapshots() == [step]
     return desk
 
 
@@ -32,9 +32,9 @@ def test_a_node_that_comes_back_with_its_shard_makes_the_snapshot_whole_again():
     desk = saved()
     shard = desk.shard(6, 1)
     desk.lose("n1")
-    assert (desk.whole(), remembered(desk)) == ([], [6])
+    assert (desk.complete_snapshots(), remembered(desk)) == ([], [6])
     comes_back(desk, "n1", shard)
-    assert desk.whole() == [6]
+    assert desk.complete_snapshots() == [6]
     assert ("n1", m.SnapshotComplete(6)) in desk.sent(m.SnapshotComplete, newest=True)
     assert desk.records("snapshot-back") == [{"step": 6, "generation": 1}]
     assert desk.state.storage.totals.snapshots == len(desk.records("snapshot")) == 1
@@ -58,7 +58,7 @@ def test_one_that_comes_back_without_it_makes_nothing_whole():
     desk = saved()
     desk.lose("n1")
     comes_back(desk, "n1")
-    assert (desk.whole(), remembered(desk)) == ([], [6])
+    assert (desk.complete_snapshots(), remembered(desk)) == ([], [6])
 
 
 def test_all_of_it_may_come_back_one_node_after_the_other():
@@ -68,9 +68,9 @@ def test_all_of_it_may_come_back_one_node_after_the_other():
     desk.lose("n0")
     assert remembered(desk) == []
     comes_back(desk, "n0", shards[0])
-    assert desk.whole() == []
+    assert desk.complete_snapshots() == []
     comes_back(desk, "n1", shards[1])
-    assert desk.whole() == [6]
+    assert desk.complete_snapshots() == [6]
 
 
 def test_a_newer_whole_one_ends_the_waiting():
@@ -79,17 +79,17 @@ def test_a_newer_whole_one_ends_the_waiting():
     park_all(desk)
     assert desk.state.membership.number == 2
     desk.shards(8, "n2", "n3")
-    assert (desk.whole(), remembered(desk)) == ([8], [8])
+    assert (desk.complete_snapshots(), remembered(desk)) == ([8], [8])
 
 
 def test_while_it_waits_nothing_of_it_is_copied_or_given_up():
     desk = saved(copies=1)
     desk.lose("n1")
-    assert desk.whole() == [6]  # n3 has the same shard
+    assert desk.complete_snapshots() == [6]  # n3 has the same shard
     asked = len(desk.sent(m.Replicate))
     desk.lose("n3")
     park_all(desk)
-    assert (desk.whole(), remembered(desk)) == ([], [6])
+    assert (desk.complete_snapshots(), remembered(desk)) == ([], [6])
     assert len(desk.sent(m.Replicate)) == asked
     assert desk.sent(m.ForgetSnapshots) == []
 
@@ -107,7 +107,7 @@ def test_a_coordinator_that_comes_back_still_waits():
     desk.crash()
     desk.back()
     comes_back(desk, "n1", shard)
-    assert desk.whole() == [6]
+    assert desk.complete_snapshots() == [6]
 
 
 def test_of_those_that_are_begun_what_was_whole_is_kept_longest_and_what_was_given_up_shortest():
@@ -128,10 +128,10 @@ def test_a_snapshot_from_before_the_job_knows_its_shape_is_remembered_too():
     shards = [copy_of(6, -5, rank=p, world=2) for p in range(2)]  # of a run before
     for node, shard in zip(("n0", "n1"), shards, strict=True):
         desk.node(node, copies=(shard,))
-    assert desk.whole() == [6]
+    assert desk.complete_snapshots() == [6]
     desk.lose("n1")
     comes_back(desk, "n1", shards[1])
-    assert desk.whole() == [6]
+    assert desk.complete_snapshots() == [6]
 
 
 def test_what_agents_could_not_keep_while_there_was_no_coordinator_pushes_out_nothing_that_is_held():
@@ -142,7 +142,7 @@ def test_what_agents_could_not_keep_while_there_was_no_coordinator_pushes_out_no
         desk.back(name, held=held)
         for step in range(9, 9 + 2 * memory_snapshots.KEPT_PARTIAL):
             desk.refuses(name, desk.shard(step, p))
-    assert desk.whole()[-1] == 8
+    assert desk.complete_snapshots()[-1] == 8
 
 
 # ---------------------------------------------------------------- nodes that leave as planned
@@ -178,7 +178,7 @@ def test_a_node_that_is_drained_leaves_when_another_has_the_only_copy_of_its_par
     assert order.copy == desk.held("n1")[0]
     desk.holds(buddy, order.copy)
     assert not desk.state.membership.nodes["n1"].alive
-    assert desk.whole() == [6]
+    assert desk.complete_snapshots() == [6]
 
 
 def test_nor_is_it_booted_before():
@@ -187,7 +187,7 @@ def test_nor_is_it_booted_before():
     [(buddy, order)] = desk.sent(m.Replicate)
     desk.holds(buddy, order.copy)
     assert [x.node for x in desk.did(e.RebootNode)] == ["n1"]
-    assert desk.whole() == [6]
+    assert desk.complete_snapshots() == [6]
 
 
 def test_a_part_that_nobody_can_keep_does_not_hold_it_up_for_ever():
@@ -215,7 +215,7 @@ def test_who_has_only_a_while_goes_with_it():
 def test_a_device_is_reset_with_the_memory_kept():
     desk = replaced(Remedy.RESET_DEVICE)
     assert [n for n, _ in desk.sent(m.Repair)] == ["n1"]
-    assert desk.whole() == [6]
+    assert desk.complete_snapshots() == [6]
     assert desk.sent(m.Replicate) == []
 
 

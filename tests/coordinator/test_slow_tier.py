@@ -67,7 +67,7 @@ def test_what_is_due_meanwhile_is_skipped_with_a_word():
     for step in (7, 8, 9, 10):
         desk.snapshot(step, "n0", "n1")
     assert [x.step for x in desk.state.storage.storing] == [6]
-    assert desk.whole()[-1] == 10
+    assert desk.complete_snapshots()[-1] == 10
     assert lines(desk, "checkpoint-skipped") == [
         "step 8 is not saved: step 6 is still being written to checkpoint"
     ]

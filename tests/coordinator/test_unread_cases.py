@@ -135,7 +135,7 @@ def test_a_copy_that_went_bad_is_made_anew():
     assert [(n, o.copy, [h.node for h in o.holders]) for n, o in desk.sent(m.Replicate)] == [
         ("n0", copy, ["n1"])
     ]
-    assert desk.whole() == [6]
+    assert desk.complete_snapshots() == [6]
     desk.holds("n0", copy)
     desk.do(e.NodeSays("n1", m.SnapshotCorrupt(copy.key, "again")))
     assert desk.sent(m.Replicate)[-1][0] == "n1"

@@ -78,7 +78,7 @@ def whole(place, objects, into):
     """Puts the pieces of one shard into whole tensors."""
     image = state_image.capture(objects, 0)
     for spec, tensor in zip(image.index.tensors, image.tensors, strict=True):
-        target = into.setdefault(spec.path, torch.full(spec.whole or spec.shape, torch.nan))
+        target = into.setdefault(spec.path, torch.full(spec.global_shape or spec.shape, torch.nan))
         start = spec.start or (0,) * len(spec.shape)
         target[tuple(slice(a, a + n) for a, n in zip(start, spec.shape, strict=True))] = tensor
     return into

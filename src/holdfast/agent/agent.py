@@ -317,7 +317,7 @@ class Agent:
             case m.Publish() if self._keeper:
                 self._spawn(self._keeper.publish(order), order)
             case m.SnapshotComplete(step, kept) if self._keeper:
-                self._keeper.pool.whole(step, kept)
+                self._keeper.pool.snapshot_complete(step, kept)
             case m.ForgetSnapshots(step, until) if self._keeper:
                 self._keeper.pool.forget(step, until)
             case m.Fence(reason):

@@ -1,4 +1,4 @@
-"""`holdfast.checkpoint.save` and `load`: a state dict into the tiers, and back from the nearest that has it whole."""
+"""`holdfast.checkpoint.save` and `load`: a state dict into the tiers, and back from the nearest that has all of it."""
 
 from __future__ import annotations
 
@@ -91,9 +91,9 @@ def load(
     step: int | None = None,
     newer_than: int | None = None,
 ) -> int | None:
-    """Loads the newest whole checkpoint into a state of the same kind as was saved; call it on every rank.
+    """Loads the newest complete checkpoint into a state of the same kind as was saved; call it on every rank.
 
-    It is read from the nearest tier that has it whole, shard by shard: memory of the node's agent, of another node,
+    It is read from the nearest tier that has all of it, shard by shard: memory of the node's agent, of another node,
     disk, object store. The number of ranks and the sharding may be others than at its saving.
 
     The ranks of a process group agree on what they load: call it after `init_process_group`. Before it, or without

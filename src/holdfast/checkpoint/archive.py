@@ -81,7 +81,7 @@ class Archive:
         return Blob([TierSource(self.tier, shard.blob.name)], head.sums, head.index.nbytes, on_skip)
 
     def verify(self, step: int, seen: Callable[[int], None] = lambda nbytes: None) -> Manifest:
-        """Reads every byte; returns the manifest of a whole checkpoint. `seen` is told of bytes as they are read.
+        """Reads every byte; returns the manifest of a complete checkpoint. `seen` is told of bytes as they are read.
 
         Raises:
             StateError: no checkpoint, cut short, or unreadable.
@@ -124,7 +124,7 @@ class Archive:
         return None
 
     def check(self, step: int, seen: Callable[[int], None] = lambda nbytes: None) -> Manifest:
-        """Whether a checkpoint is whole as far as its manifest, heads and sizes tell. Its blobs are verified as they are
+        """Whether a checkpoint is complete as far as its manifest, heads and sizes tell. Its blobs are verified as they are
         read. `seen` is told of bytes as they are read.
 
         Raises:
@@ -177,7 +177,7 @@ class Archive:
         seen: Callable[[int], None] = lambda n: None,
     ) -> Shard:
         """Writes one rank's part; it counts when a manifest names it. A blob that is there already is read, and written
-        again if it is not whole: saving a step again repairs it.
+        again if it is not complete: saving a step again repairs it.
 
         Raises:
             TierError: the tier cannot take it.

@@ -71,7 +71,7 @@ class Backend(Protocol):
         """Calls `copy` with the blob to fill, and keeps what it is filled with. False: skipped, and said why."""
 
     def candidates(self, on_skip: Callable[[str], None]) -> Iterator[Located]:
-        """Whole checkpoints, the newest first, of one step the nearest first."""
+        """Complete checkpoints, the newest first, of one step the nearest first."""
 
     def loading(self, where: str, total_bytes: int) -> AbstractContextManager[Count]:
         """Counts what is read from `where`; if it takes longer than two seconds, people see how far it is."""
@@ -376,7 +376,7 @@ class StandaloneBackend:
                 self._seal(job)
                 for tier in job.tiers:
                     self._store_in(tier, job)
-                self._pool.whole(job.index.step)
+                self._pool.snapshot_complete(job.index.step)
             except Exception as error:  # noqa: BLE001 - without this thread nothing would be saved any more
                 _log.warning(f"rank {self.rank}: step {job.index.step} was not saved: {error!r}")
             finally:

@@ -338,8 +338,8 @@ def _whole(located: Located, name: str, leaf: _Leaf) -> Whole:
     if spec is None:
         assert leaf.local is not None
         return Whole(name, leaf.local.dtype, tuple(leaf.local.shape), leaf)
-    shape = spec.whole or spec.shape
-    if spec.whole:
+    shape = spec.global_shape or spec.shape
+    if spec.global_shape:
         there = sum(math.prod(s.shape) for _, s in located.pieces(spec.path))
         # Counting elements is enough, because pieces of one tensor never overlap: ranks save disjoint boxes,
         # and equal boxes were taken for one by `pieces`.
@@ -359,11 +359,14 @@ def _read(located: Located, leaves: Sequence[_Leaf]) -> list[torch.Tensor]:
             assert leaf.local is not None
             tensors.append(leaf.local)
             continue
-        target = torch.empty(spec.whole or spec.shape, dtype=dtype_of(spec))
+        target = torch.empty(spec.global_shape or spec.shape, dtype=dtype_of(spec))
         tensors.append(target)
-        if spec.whole:
+        if spec.global_shape:
             regions += regions_of(
-                located, Leaf(spec.path, target, spec.whole, (0,) * len(spec.whole)), leaf.rank, []
+                located,
+                Leaf(spec.path, target, spec.global_shape, (0,) * len(spec.global_shape)),
+                leaf.rank,
+                [],
             )
         else:
             regions.append(Region(leaf.rank, spec, (0,) * len(spec.shape), target))
@@ -382,12 +385,12 @@ def _alike(located: Located, path: str, first: _Leaf, other: _Leaf, seen: Seen) 
     if first.spec is not None and other.spec is not None:
         if first.spec.dtype != other.spec.dtype:
             return False
-        if first.spec.whole or other.spec.whole:
-            if first.spec.whole == other.spec.whole:
+        if first.spec.global_shape or other.spec.global_shape:
+            if first.spec.global_shape == other.spec.global_shape:
                 return True
             raise StateError(
-                f"{located.where}: {path} is a piece of {first.spec.whole} on rank {first.rank} and of "
-                f"{other.spec.whole} on rank {other.rank}: they cannot be put together"
+                f"{located.where}: {path} is a piece of {first.spec.global_shape} on rank {first.rank} and of "
+                f"{other.spec.global_shape} on rank {other.rank}: they cannot be put together"
             )
         if first.spec.shape != other.spec.shape:
             return False

@@ -105,7 +105,7 @@ def export_safetensors(
 
     Raises:
         UsageError: `out` cannot be used, nothing begins with `only`, or a dtype that safetensors do not know.
-        StateError: the checkpoint is not whole.
+        StateError: the checkpoint is not complete.
         TierError: the tier cannot be read, or the disk not written.
     """
     _need_library()

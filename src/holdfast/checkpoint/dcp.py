@@ -163,7 +163,7 @@ class TieredReader(StorageReader):
         again by rank.)
 
         Raises:
-            StateError: there is none, or none that is whole.
+            StateError: there is none, or none that is complete.
         """
         wait_for_copy()
         backend = backend_for(self._source)
@@ -217,7 +217,7 @@ class TieredReader(StorageReader):
         """Reads every item.
 
         Raises:
-            StateError: bytes that no source has whole, or objects that are no plain values.
+            StateError: bytes that no source has, or objects that are no plain values.
         """
         located = self.found
         assert located is not None
@@ -295,7 +295,7 @@ def metadata_of(located: Located) -> Metadata:
             ChunkStorageMetadata(torch.Size(s.start or (0,) * len(s.shape)), torch.Size(s.shape))
             for s in pieces
         ]
-        size = torch.Size(first.whole or first.shape)
+        size = torch.Size(first.global_shape or first.shape)
         entries[path] = TensorStorageMetadata(TensorProperties(dtype=dtype_of(first)), size, chunks)
     for path, value in _values(located).items():
         if isinstance(value, torch.Tensor):
@@ -348,15 +348,15 @@ def _spec_of(item: WriteItem, tensor: torch.Tensor, offset: int) -> TensorSpec:
         return TensorSpec(path=fqn, dtype=BYTES, shape=(nbytes,), offset=offset, nbytes=nbytes)
     data = item.tensor_data
     assert data is not None
-    shape, whole = tuple(data.chunk.sizes), tuple(data.size)
-    piece = shape != whole
+    shape, global_shape = tuple(data.chunk.sizes), tuple(data.size)
+    piece = shape != global_shape
     return TensorSpec(
         path=fqn,
         dtype=str(tensor.dtype)[6:],
         shape=shape,
         offset=offset,
         nbytes=nbytes,
-        whole=whole if piece else (),
+        global_shape=global_shape if piece else (),
         start=tuple(data.chunk.offsets) if piece else (),
     )
 

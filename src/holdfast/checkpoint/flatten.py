@@ -67,7 +67,7 @@ def flatten(state: Mapping[str, Any], step: int) -> Flat:
                 shape=shape,
                 offset=offset,
                 nbytes=nbytes,
-                whole=leaf.whole,
+                global_shape=leaf.global_shape,
                 start=leaf.start,
             )
         )

@@ -110,7 +110,7 @@ def _saved_leaves(name: str, index: Index) -> dict[str, Kind]:
             kinds[path] = (value[0], tuple(value[1]))
         elif kind == "T":
             spec = specs[path]
-            kinds[path] = (spec.dtype, spec.whole or spec.shape)
+            kinds[path] = (spec.dtype, spec.global_shape or spec.shape)
         else:
             kinds[path] = None
     return kinds
@@ -153,7 +153,7 @@ def read(state: Mapping[str, Any], located: Located, backend: Backend) -> list[t
         if target is None or not _fits(target, spec):
             # Plain tensors can be allocated here and handed to `load_state_dict`. Of a sharded one nobody can
             # tell which part belongs to this rank, unless a DTensor with a mesh is there.
-            if spec.whole:
+            if spec.global_shape:
                 raise UsageError(
                     f"{spec.path}: the checkpoint has it in pieces, and there is no DTensor here to say which are "
                     "wanted; give the optimizer its state first (torch.distributed.checkpoint.state_dict)"
@@ -200,7 +200,7 @@ def give(state: MutableMapping[str, Any], located: Located, rank: int, tensors: 
 
 
 def _fits(target: torch.Tensor, spec: TensorSpec) -> bool:
-    return str(target.dtype)[6:] == spec.dtype and tuple(target.shape) == (spec.whole or spec.shape)
+    return str(target.dtype)[6:] == spec.dtype and tuple(target.shape) == (spec.global_shape or spec.shape)
 
 
 def _replaced(value: Any, loaded: Any) -> Any:
@@ -239,10 +239,14 @@ def regions_of(
         late.append((local, staged))
         local = staged
     own = located.own(leaf.path, rank)
-    if own is not None and (own.shape, own.whole, own.start) == (tuple(local.shape), leaf.whole, leaf.start):
+    if own is not None and (own.shape, own.global_shape, own.start) == (
+        tuple(local.shape),
+        leaf.global_shape,
+        leaf.start,
+    ):
         return [Region(located.nearest(rank), own, (0,) * local.dim(), local)]
     pieces = located.pieces(leaf.path, rank)
-    size = torch.Size(leaf.whole or tuple(local.shape))
+    size = torch.Size(leaf.global_shape or tuple(local.shape))
     chunks = [
         ChunkStorageMetadata(torch.Size(s.start or (0,) * len(s.shape)), torch.Size(s.shape))
         for _, s in pieces

@@ -8,7 +8,7 @@ times as long as the copy.
     [header, 4096 bytes][blob, to the next 4096][head]
 
 The header says what the slot holds. `WRITING` while a worker copies; `SEALED` when the copy is complete and its
-checksums are known: only then does the slot count. Slots are used in turn, and never one that the newest whole
+checksums are known: only then does the slot count. Slots are used in turn, and never one that the newest complete
 snapshot lives in, or an older one that more nodes hold.
 """
 
@@ -141,7 +141,7 @@ class SlotPool:
         self._arrived = threading.Condition(self._lock)
         self._slots: list[Slot] = []
         self._coming: list[Slot] = []
-        self._whole_step = -1
+        self._complete_step = -1
         self._kept_step: int | None = None
         own_folder(folder)
         self._adopt()
@@ -323,22 +323,22 @@ class SlotPool:
             with self._lock:
                 slot.users -= 1
 
-    def whole(self, step: int, kept: int | None = None) -> None:
-        """The snapshot of this step is whole: older ones are not needed any more, but for that of step `kept`."""
+    def snapshot_complete(self, step: int, kept: int | None = None) -> None:
+        """The snapshot of this step is complete: older ones are not needed any more, but for that of step `kept`."""
         with self._lock:
             # Reports may arrive out of order. Going back would make the newest complete snapshot dispensable.
-            if step >= self._whole_step:
-                self._whole_step, self._kept_step = step, kept
+            if step >= self._complete_step:
+                self._complete_step, self._kept_step = step, kept
 
     def forget(self, above_step: int, until: int | None = None) -> None:
         """Training goes on from `above_step`: what was saved of later steps never happened. until: what was saved of later
-        ones up to this will not become whole."""
+        ones up to this will not become complete."""
         with self._lock:
             if until is None:
                 # After a rollback, steps will be taken again and may come out with other bytes. Shards of the
                 # old and the new attempt at a step must never be combined, so the old ones are dropped, on
                 # every node, before training goes on.
-                self._whole_step = min(self._whole_step, above_step)
+                self._complete_step = min(self._complete_step, above_step)
             for slot in self._slots:
                 later = slot.key.step > above_step and (until is None or slot.key.step <= until)
                 if slot.state is SlotState.SEALED and later:
@@ -397,20 +397,20 @@ class SlotPool:
         return next((s for s in fitting if self._dispensable(s, key)), None)
 
     def _dispensable(self, slot: Slot, key: Key, short: bool = False) -> bool:
-        """A newer one is whole, or it is of a generation that broke before it became whole. Of an adopted one nobody
-        may have said yet that it is whole: it goes only when memory is short."""
+        """A newer one is complete, or it is of a generation that broke before it became complete. Of an adopted one nobody
+        may have said yet that it is complete: it goes only when memory is short."""
         if slot.state is not SlotState.SEALED:
             return False
         # The newest snapshot that every rank has is what a failure at this moment goes back to. It stays,
         # whatever the shortage, until a newer one is complete on all nodes.
-        if slot.key.step in (self._whole_step, self._kept_step):
+        if slot.key.step in (self._complete_step, self._kept_step):
             return False
         # Three reasons to give a sealed slot up: a newer snapshot is complete; its generation broke before it
         # became complete, so its missing shards will never be taken; or the same rank takes the same step, or
         # an earlier one, again.
-        older = slot.key.step < self._whole_step
+        older = slot.key.step < self._complete_step
         told = short or not slot.adopted
-        stale = slot.key.step > self._whole_step and told and slot.key.generation < key.generation
+        stale = slot.key.step > self._complete_step and told and slot.key.generation < key.generation
         again = slot.key.step >= key.step and slot.key.rank == key.rank
         return older or stale or again
 
@@ -425,7 +425,7 @@ class SlotPool:
         # When both are needed the new snapshot is skipped. Waiting instead would stall training at the speed
         # of the slowest durable tier.
         mine = [s for s in shard if s.state is not SlotState.FREE and not self._dispensable(s, key, True)]
-        # What is kept beside the newest whole one has a slot of its own, if memory allows: else no other could be begun.
+        # What is kept beside the newest complete one has a slot of its own, if memory allows: else no other could be begun.
         if (
             sum(s.key.step != self._kept_step or s.state is SlotState.WRITING for s in mine)
             >= SLOTS_PER_SHARD
@@ -659,7 +659,7 @@ def _adopted(generation: int, run: int) -> int:
 
 
 def _read_slot(path: Path, ours: int) -> Slot | None:
-    """A sealed slot of an earlier agent's; None when it holds nothing whole. ours: the run that goes on."""
+    """A sealed slot of an earlier agent's; None when it holds nothing complete. ours: the run that goes on."""
     try:
         with path.open("rb") as file:
             fields = file.read(_HEADER.size + 8)

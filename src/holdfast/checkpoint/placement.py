@@ -48,7 +48,7 @@ def place(places: Mapping[str, NodePlace], copies: int, before: Sequence[Collect
     Args:
         places: node to where it stands; empty: not known, and nothing is lost together with it.
         copies: how many other nodes keep each node's snapshots, 0 or more.
-        before: the groups so far. Those that are whole stay as they are: only orphans and newcomers move, so that
+        before: the groups so far. Those that are complete stay as they are: only orphans and newcomers move, so that
             a change of membership does not send everybody's snapshots around.
     """
     if copies <= 0 or len(places) < 2:

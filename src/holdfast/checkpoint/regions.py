@@ -72,7 +72,7 @@ def read_regions(
     """Fills every region's target. `seen` is told, from several threads, of bytes as they come in.
 
     Raises:
-        StateError: bytes that no source has whole; targets may be partly filled then.
+        StateError: bytes that no source has; targets may be partly filled then.
     """
     by_rank: dict[int, list[_Run]] = {}
     for region in regions:

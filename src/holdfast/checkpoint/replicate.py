@@ -68,7 +68,7 @@ class Pull:
         thread has a stripe of its own, so that one request serves all of it.
 
         Raises:
-            StateError: no holder has them whole, or the transfer was aborted.
+            StateError: no holder has all of them, or the transfer was aborted.
         """
         nbytes = head.index.nbytes
         windows = -(-nbytes // WINDOW_BYTES)
@@ -156,7 +156,7 @@ def replicate(pool: SlotPool, pull: Pull, part: Part | None) -> Slot:
 
     Raises:
         TierError: no memory for it here.
-        StateError: no holder has it whole.
+        StateError: no holder has all of it.
     """
     # The head comes first: it says how large a slot must be, and has the sums against which every byte is
     # verified before `received` seals the slot.

@@ -137,7 +137,7 @@ class Opened:
     """A file that is there. Its tensors are mapped from it: they take no memory of their own until they are changed.
 
     Raises (on opening):
-        UsageError: it is no whole safetensors file.
+        UsageError: it is no complete safetensors file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -175,7 +175,7 @@ def read_files(source: Path) -> dict[str, torch.Tensor]:
     """All tensors of a file, or of a folder with or without an index.
 
     Raises:
-        UsageError: none are there, one is not whole, or the index does not fit the files.
+        UsageError: none are there, one is not complete, or the index does not fit the files.
     """
     folder = source if source.is_dir() else source.parent
     if source.name.endswith(INDEX_SUFFIX):

@@ -64,7 +64,7 @@ class Blob:
         """The bytes [low, high), verified.
 
         Raises:
-            StateError: no source has them whole; the message has every source's reason. Or the blob has no such bytes.
+            StateError: no source has all of them; the message has every source's reason. Or the blob has no such bytes.
         """
         if not 0 <= low <= high <= self.nbytes:
             raise StateError(f"bytes {low} to {high} are not within a blob of {self.nbytes}")

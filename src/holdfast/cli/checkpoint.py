@@ -87,9 +87,9 @@ def show(place: Place = None, job: JobName = None, as_json: AsJson = False) -> N
 
 
 def _piece(spec: Any) -> str:
-    if not spec.whole:
+    if not spec.global_shape:
         return ""
-    return "x".join(map(str, spec.whole)) + " at " + ",".join(map(str, spec.start))
+    return "x".join(map(str, spec.global_shape)) + " at " + ",".join(map(str, spec.start))
 
 
 @app.command("verify")
@@ -118,19 +118,19 @@ def verify(place: Place = None, job: JobName = None, as_json: AsJson = False) ->
             how = "complete" if r["whole"] else f"NOT COMPLETE: {r['why']}"
             sys.stdout.write(f"step {r['step']}{where}: {how}\n")
         if len(results) > 1:
-            sys.stdout.write(_newest_whole(results))
+            sys.stdout.write(_newest_complete(results))
     # A tier that cannot be read may hold the only good copy, so its checkpoints are not known to be complete.
     if unreadable or not all(r["whole"] for r in results):
         raise typer.Exit(1)
 
 
-def _newest_whole(results: list[dict[str, Any]]) -> str:
+def _newest_complete(results: list[dict[str, Any]]) -> str:
     # `whole` is a key of the JSON output, which scripts read: the key stays, people read "complete".
-    whole = [r for r in results if r["whole"]]
-    if not whole:
+    complete = [r for r in results if r["whole"]]
+    if not complete:
         return "none of them is complete\n"
-    step = whole[-1]["step"]
-    return f"the newest complete one: {next(r['place'] for r in whole if r['step'] == step)}\n"
+    step = complete[-1]["step"]
+    return f"the newest complete one: {next(r['place'] for r in complete if r['step'] == step)}\n"
 
 
 @app.command("prune")

@@ -23,11 +23,12 @@ Submesh = Callable[[tuple[str, ...]], Any]
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor of the state: what of it is here, and where that begins in the whole."""
+    """A tensor of the state: what of it is here, and where that begins in the global tensor."""
 
     path: str
     local: torch.Tensor
-    whole: tuple[int, ...] = ()
+    global_shape: tuple[int, ...] = ()
+    """Empty for a tensor that is not sharded."""
     start: tuple[int, ...] = ()
 
 
@@ -45,7 +46,7 @@ def forget_meshes() -> None:
 
 
 def start_of(tensor: DTensor, local: torch.Tensor) -> tuple[int, ...] | None:
-    """Where the piece begins in the whole; None when it is no single box of it."""
+    """Where the piece begins in the global tensor; None when it is no single box of it."""
     # A partial tensor is a sum that nobody has completed. Saved as it is, it would be restored as if it were
     # complete.
     if any(p.is_partial() for p in tensor.placements):
@@ -55,8 +56,8 @@ def start_of(tensor: DTensor, local: torch.Tensor) -> tuple[int, ...] | None:
     key = tensor.device_mesh, tensor.placements, tensor.shape, local.shape
     if key not in _starts:
         chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-        whole = len(chunks) == 1 and tuple(chunks[0].sizes) == tuple(local.shape)
-        _starts[key] = tuple(chunks[0].offsets) if whole else None
+        one_box = len(chunks) == 1 and tuple(chunks[0].sizes) == tuple(local.shape)
+        _starts[key] = tuple(chunks[0].offsets) if one_box else None
     return _starts[key]
 
 
@@ -126,7 +127,7 @@ def _word(placement: Any) -> str:
     raise UsageError(f"a DTensor is placed as {placement}: only shards and replicas can be protected")
 
 
-def place(piece: torch.Tensor, words: str, whole: tuple[int, ...], submesh: Submesh | None) -> torch.Tensor:
+def place(piece: torch.Tensor, words: str, shape: tuple[int, ...], submesh: Submesh | None) -> torch.Tensor:
     """The opposite of `placed`: a DTensor of this piece, or the piece itself.
 
     Raises:
@@ -137,14 +138,14 @@ def place(piece: torch.Tensor, words: str, whole: tuple[int, ...], submesh: Subm
     if submesh is None:
         raise StateError("the state is of a sharded model, and this script has not called run.mesh()")
     names, placements = parsed(words)
-    stride = tuple(math.prod(whole[i + 1 :]) for i in range(len(whole)))
+    stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
     mesh = submesh(names)
     return DTensor.from_local(
         piece.to(mesh.device_type),
         mesh,
         placements,
         run_check=False,
-        shape=torch.Size(whole),
+        shape=torch.Size(shape),
         stride=stride,
     )
 

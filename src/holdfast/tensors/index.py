@@ -24,7 +24,8 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Its size."""
     # Empty means "not sharded" and not "unknown". Checkpoints from before sharding lack these three fields, and
     # all their tensors are complete, so the defaults say what is true of them.
-    whole: tuple[int, ...] = ()
+    # The name on disk and on the wire is the one that the first checkpoints have.
+    global_shape: tuple[int, ...] = msgspec.field(default=(), name="whole")
     """Shape of the tensor that it is a piece of; empty for a tensor that is not sharded."""
     start: tuple[int, ...] = ()
     """Where in that tensor the piece begins; empty for a tensor that is not sharded."""

@@ -92,7 +92,7 @@ def pull_image(objects: Protected, pull: Pull, part: Part | None, seen: Seen) ->
     """A snapshot from memory, into the live tensors where they fit.
 
     Raises:
-        StateError: no holder has it whole.
+        StateError: no holder has all of it.
     """
     _, head = pull.head(part)
     if not lies_alike(objects, head.index):

@@ -120,7 +120,7 @@ class Link:
     ) -> None:
         """`abort` is called (from another thread) when this generation breaks; at once if it has.
 
-        halt: called instead while the worker's own replica is whole; returns how many of its collectives have begun.
+        halt: called instead while the worker's own replica is intact; returns how many of its collectives have begun.
         run_to: called with where to leave the step then. `abort` may follow.
         """
         with self._news:
@@ -191,7 +191,7 @@ class Link:
                 case m.Break(generation, reason, halts) if generation > self._broken:
                     self._broken, self._broken_reason = generation, reason
                     self._news.notify_all()
-                    # The replica is whole: its workers first agree where to leave the step. `abort` stays
+                    # The replica is intact: its workers first agree where to leave the step. `abort` stays
                     # armed, for when one of them cannot go on.
                     if halts and self._halt is not None:
                         return partial(self._say_halted, generation, self._halt)

@@ -151,7 +151,7 @@ class ReplicaGroups:
     # ------------------------------------------------------------ leaving a step together
 
     def halt(self) -> int:
-        """The generation broke, and this replica is whole: no further collective begins before `run_to`. Returns how many
+        """The generation broke, and this replica is intact: no further collective begins before `run_to`. Returns how many
         have begun. From the link's thread."""
         with self._news:
             # The count is read under the lock that `begin` holds when it adds to it. So the number that goes
@@ -197,7 +197,7 @@ class ReplicaGroups:
                 # think otherwise.
                 self._news.wait_for(lambda: self._aborted or (self._halting and self._limit is not None))
             # This worker may have left the step early, by an error of its own, with fewer collectives than
-            # the limit. Then the others wait in one that never comes: the replica is not whole, and its
+            # the limit. Then the others wait in one that never comes: the replica is not intact, and its
             # connections cannot be kept.
             whole = not self._aborted and self._limit in (None, self._begun) and self.connected_in > 0
             if whole:
@@ -303,14 +303,14 @@ class ReconnectableGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _run_beside(self, name: str, *args: Any) -> Any:
         """What a collective leaves here without anybody else: all that there is to do in a group of one. Where this worker's
-        replica is not complete, work of the script's own between two steps so comes to its end, and means nothing."""
+        replica is not intact, work of the script's own between two steps so comes to its end, and means nothing."""
         if name == "_allgather_base":
             args[0].view(self._size, -1).copy_(args[1].reshape(1, -1))
         elif name == "_reduce_scatter_base":
             args[0].copy_(args[1].view(self._size, -1)[self._rank].view_as(args[0]))
         elif name not in BY_ITSELF:
             raise UsageError(
-                f"{name}: this worker's replica is not complete (run.world.replica is -1): skip it here"
+                f"{name}: this worker's replica is not intact (run.world.replica is -1): skip it here"
             )
         return _ended()
 

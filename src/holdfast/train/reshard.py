@@ -59,18 +59,18 @@ def _target(
     objects: Protected, there: dict[str, torch.Tensor], spec: TensorSpec, submesh: Submesh | None
 ) -> torch.Tensor:
     """What is to receive a saved tensor: the live one, or a new one that lies as its parameter does."""
-    whole = spec.whole or spec.shape
+    shape = spec.global_shape or spec.shape
     now = there.get(spec.path)
-    if now is not None and tuple(now.shape) == whole and now.dtype == dtype_of(spec):
+    if now is not None and tuple(now.shape) == shape and now.dtype == dtype_of(spec):
         return now.detach()
     # An optimizer that has not made a step has no moments yet, so there is no live tensor to take the layout
     # from. Its parameter has that layout.
     parameter = parameter_of(objects, spec.path)
-    if parameter is not None and tuple(parameter.shape) == whole:
+    if parameter is not None and tuple(parameter.shape) == shape:
         return torch.zeros_like(parameter, dtype=dtype_of(spec), requires_grad=False)
     if not spec.placed:
-        return torch.empty(whole, dtype=dtype_of(spec))
+        return torch.empty(shape, dtype=dtype_of(spec))
     if submesh is None:
         raise StateError(f"{spec.path} was saved in pieces, and nothing here says which are wanted")
     names, placements = parsed(spec.placed)
-    return zeros(whole, dtype=dtype_of(spec), device_mesh=submesh(names), placements=placements)
+    return zeros(shape, dtype=dtype_of(spec), device_mesh=submesh(names), placements=placements)

@@ -165,7 +165,7 @@ def capture(
                 shape=shape,
                 offset=offset,
                 nbytes=nbytes,
-                whole=leaf.whole,
+                global_shape=leaf.global_shape,
                 start=leaf.start,
                 placed=placed(tensor),
             )
@@ -220,7 +220,7 @@ def lies_alike(objects: Protected, index: Index) -> bool:
         if tensor is None:
             continue
         leaf = piece_of(spec.path, tensor)
-        if placed(tensor) != spec.placed or (leaf.whole, leaf.start) != (spec.whole, spec.start):
+        if placed(tensor) != spec.placed or (leaf.global_shape, leaf.start) != (spec.global_shape, spec.start):
             return False
     return True
 
@@ -254,9 +254,9 @@ def _placed_like(
     model = there.get(spec.path)
     if model is None:
         model = parameter_of(objects, spec.path)
-    if isinstance(model, DTensor) and placed(model) == spec.placed and tuple(model.shape) == spec.whole:
+    if isinstance(model, DTensor) and placed(model) == spec.placed and tuple(model.shape) == spec.global_shape:
         return like(piece.to(model.device_mesh.device_type), model)
-    return place(piece, spec.placed, spec.whole, submesh)
+    return place(piece, spec.placed, spec.global_shape, submesh)
 
 
 def parameter_of(objects: Protected, path: str) -> torch.Tensor | None:

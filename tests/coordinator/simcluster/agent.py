@@ -294,7 +294,7 @@ class SimAgent:
             case m.Publish():
                 self.memory.publish(message)
             case m.SnapshotComplete(step, kept):
-                self.memory.whole(step, kept)
+                self.memory.snapshot_complete(step, kept)
             case m.ForgetSnapshots(step, until):
                 self.memory.forget(step, until)
             case m.Fence():

@@ -422,7 +422,7 @@ class Checks:
         newest = max((step for _, step, *_ in held), default=0)
         there = {p for p, step, _, ready in held if step == newest or (step == newest - 1 and ready)}
         if newest and newest >= self._before:
-            self.require(len(there) < generation.shard_count, "step %d is held whole and given up", newest)
+            self.require(len(there) < generation.shard_count, "step %d is held complete and given up", newest)
 
     def _check_donors(self, state: CoreState, generation: m.Generation) -> None:
         forms = {name: queries.form(state, state.membership.workers[name]) for name in state.membership.seats}

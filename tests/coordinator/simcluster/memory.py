@@ -50,7 +50,7 @@ class SimMemory:
         self.rng = agent.cluster.saving_rng
         self._slots: list[Slot] = []
         self._free = 0
-        self._whole_step = -1
+        self._complete_step = -1
         self._kept_step: int | None = None
         self._tight = random.Random(f"tight {agent.cluster.plan.seed} {agent.name}").random() < TIGHT
 
@@ -74,7 +74,7 @@ class SimMemory:
         fate = self.rng.random()
         if fate < 0.5:
             return
-        self._whole_step, self._kept_step = -1, None
+        self._complete_step, self._kept_step = -1, None
         found = [s for s in self._slots if s.bits is not None] if fate < 0.8 else []
         if fate < 0.65:
             self._slots = found
@@ -84,15 +84,15 @@ class SimMemory:
             for s in found
         ]
 
-    def whole(self, step: int, kept: int | None) -> None:
+    def snapshot_complete(self, step: int, kept: int | None) -> None:
         """Older snapshots are not needed, but for one."""
-        if step >= self._whole_step:
-            self._whole_step, self._kept_step = step, kept
+        if step >= self._complete_step:
+            self._complete_step, self._kept_step = step, kept
 
     def forget(self, above_step: int, until: int | None = None) -> None:
         """Later ones never happened, or will not be whole."""
         if until is None:
-            self._whole_step = min(self._whole_step, above_step)
+            self._complete_step = min(self._complete_step, above_step)
         for slot in [s for s in self._slots if s.bits is not None and s.key.step > above_step]:
             if until is None or slot.key.step <= until:
                 self._drop(slot)
@@ -243,9 +243,9 @@ class SimMemory:
         return self._slots[-1]
 
     def _dispensable(self, slot: Slot, key: Key) -> bool:
-        if slot.bits is None or slot.users or slot.key.step in (self._whole_step, self._kept_step):
+        if slot.bits is None or slot.users or slot.key.step in (self._complete_step, self._kept_step):
             return False
-        older = slot.key.step < self._whole_step
-        stale = slot.key.step > self._whole_step and slot.key.generation < key.generation
+        older = slot.key.step < self._complete_step
+        stale = slot.key.step > self._complete_step and slot.key.generation < key.generation
         again = slot.key.step >= key.step and slot.key.rank == key.rank
         return older or stale or again

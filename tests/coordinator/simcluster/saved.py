@@ -28,7 +28,7 @@ class SavedChecks:
         self.restored_from: dict[str, int] = {}
         self._holds: dict[str, set[Key]] = {}
         self._asked: set[tuple[str, Key]] = set()
-        self._whole: list[Taken] = []
+        self._complete: list[Taken] = []
         self._safe: dict[Taken, bool] = {}
         self._short: set[Taken] = set()
         self._said_last: m.SnapshotComplete | None = None
@@ -56,7 +56,7 @@ class SavedChecks:
         self._said_last = wholes[-1] if wholes else None
         # It may come with a node that is not needed, and go with it at once.
         shuts = any(isinstance(a, e.Send) and isinstance(a.message, m.Shutdown) for a in actions)
-        if self._said_last is not None and shuts and not any(x.whole for x in state.storage.snapshots):
+        if self._said_last is not None and shuts and not any(x.complete for x in state.storage.snapshots):
             self._said_last = None
         for action in actions:
             self._check(action, state)
@@ -184,12 +184,14 @@ class SavedChecks:
                 said == self._said_last
             ):  # others are overtaken
                 self._check_retired(said, state)
-                known = [x for x in state.storage.snapshots if x.step == step and x.whole]
-                require(bool(known), "step %d is called whole and is not known", step)
+                known = [x for x in state.storage.snapshots if x.step == step and x.complete]
+                require(bool(known), "step %d is called complete and is not known", step)
                 there = {h.copy.key.rank for x in known for h in x.shards if h.nodes}
-                require(there == set(range(known[0].world)), "step %d is called whole, held: %s", step, there)
+                require(
+                    there == set(range(known[0].world)), "step %d is called complete, held: %s", step, there
+                )
                 held = any(self._is_held((x.step, x.generation)) for x in known)
-                require(held, "step %d is called whole and nobody holds it", step)
+                require(held, "step %d is called complete and nobody holds it", step)
             case e.Send(node, m.Publish(tier, step, shards)):
                 bits = self.checks.canon_state(step)
                 require(bits is not None, "step %d is to be published and did not happen", step)
@@ -197,12 +199,12 @@ class SavedChecks:
                 require([x.blob.xxh3 for x in shards] == rows, "other bits of step %d", step)
                 self._orders[(tier.url, step)] = node
             case e.Record(kind="snapshot", fields=fields):
-                self._whole = [*self._whole, (_number(fields, "step"), _number(fields, "generation"))]
-                self._whole = sorted(self._whole)[-memory_snapshots.KEPT_WHOLE :]
+                self._complete = [*self._complete, (_number(fields, "step"), _number(fields, "generation"))]
+                self._complete = sorted(self._complete)[-memory_snapshots.KEPT_COMPLETE :]
             case e.Record(kind="snapshot-unreadable", fields=fields):
                 gone = (_number(fields, "step"), _number(fields, "generation"))
                 self._safe.pop(gone, None)
-                self._whole = [x for x in self._whole if x != gone]
+                self._complete = [x for x in self._complete if x != gone]
             case e.Record(kind="saved", fields=fields):
                 step = _number(fields, "step")
                 durables = self.checks.cluster.durables
@@ -233,20 +235,20 @@ class SavedChecks:
     def _check_start(self, start: int, source: str) -> None:
         """Nothing newer than where training goes on from is known to be safe."""
         self.restored_from[source] = self.restored_from.get(source, 0) + 1
-        safe = max((step for step, g in self._whole if self._is_held((step, g))), default=0)
-        self.checks.require(start >= safe, "starts at %d, and a whole snapshot has step %d", start, safe)
+        safe = max((step for step, g in self._complete if self._is_held((step, g))), default=0)
+        self.checks.require(start >= safe, "starts at %d, and a complete snapshot has step %d", start, safe)
         self.checks.require(
             start >= self.durable_step, "starts at %d, and a checkpoint has %d", start, self.durable_step
         )
         safe = max((t[0] for t, firm in self._safe.items() if firm and self._is_held(t)), default=0)
         self.checks.require(start >= safe, "starts at %d, and agents keep step %d", start, safe)
-        self._whole = [x for x in self._whole if x[0] <= start]
+        self._complete = [x for x in self._complete if x[0] <= start]
         self._safe = {t: f for t, f in self._safe.items() if t[0] <= start}
         self._orders = {at: n for at, n in self._orders.items() if at[1] <= start}
 
     def _check_size(self, state: CoreState) -> None:
         require, nodes = self.checks.require, len(state.membership.nodes)
-        most = memory_snapshots.KEPT_WHOLE + 2 * memory_snapshots.KEPT_PARTIAL + 1
+        most = memory_snapshots.KEPT_COMPLETE + 2 * memory_snapshots.KEPT_PARTIAL + 1
         require(len(state.storage.snapshots) <= most, "%d snapshots are kept", len(state.storage.snapshots))
         require(
             len(state.storage.rewinds) <= memory_snapshots.KEPT_REWINDS,
@@ -272,7 +274,7 @@ class SavedChecks:
                 )
 
     def final(self, state: CoreState) -> None:
-        """Undisturbed, snapshots become whole."""
+        """Undisturbed, snapshots become complete."""
         cluster = self.checks.cluster
         plan, after_s = cluster.plan, cluster.whole_s + 5.0
         memories = [a for a in cluster.agents.values() if a.alive and a.memory.there]
@@ -290,14 +292,14 @@ class SavedChecks:
             or state.membership.phase is not JobPhase.ENDED
         ):
             return
-        newest = max((step for step, _ in self._whole), default=0)
+        newest = max((step for step, _ in self._complete), default=0)
         # A node that comes as planned is asked for copies, which hold up the next ones where steps are quick.
         # So do the copies of shards that only one node has.
         copied = bool(plan.changes) or plan.shard_count > 1
         on_its_way = 2 * (plan.pull_s + plan.copy_s) / plan.step_s if copied else 0
         self.checks.require(
             newest > cluster.until - 30 - on_its_way,
-            "the newest whole snapshot is of %d of %d",
+            "the newest complete snapshot is of %d of %d",
             newest,
             cluster.until,
         )

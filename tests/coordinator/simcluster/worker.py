@@ -286,7 +286,7 @@ class Trainer(SimWorker):
         self.cluster.checks.committed(self)
 
     def _halt(self) -> None:
-        """Its replica is whole: it begins no further collective of it, and hears where to leave the step."""
+        """Its replica is intact: it begins no further collective of it, and hears where to leave the step."""
         if self.begun < 0 or self.hurt or self.phase not in (*BLOCKED, Phase.FORWARD):
             self._break()
             return
@@ -564,7 +564,7 @@ class Trainer(SimWorker):
 
     @property
     def beside(self) -> bool:
-        """Its replica is not complete: it makes every update and computes nothing."""
+        """Its replica is not intact: it makes every update and computes nothing."""
         return self.form is not None and self.form.generation.members[self.form.rank].replica < 0
 
     def _reduced(self, step: int) -> None:

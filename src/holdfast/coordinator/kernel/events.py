@@ -92,7 +92,7 @@ class DurableFound(msgspec.Struct, frozen=True):
     """What the durable tiers have, as a job starts."""
 
     durable: Durable | None
-    """The newest whole checkpoint; None: there is none."""
+    """The newest complete checkpoint; None: there is none."""
     older: tuple[Durable, ...] = ()
     """Those to take if it proves to be damaged, newest first."""
     passed_over: tuple[str, ...] = ()

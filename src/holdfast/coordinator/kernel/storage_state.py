@@ -26,7 +26,7 @@ class Snapshot(msgspec.Struct, kw_only=True):
     generation: int
     """Of the workers that took it."""
     world: int
-    """How many shards a whole one has, numbered by the `rank` of their keys."""
+    """How many shards a complete one has, numbered by the `rank` of their keys."""
     began_s: float
     """When its first shard was heard of."""
     shards: list[HeldShard] = []
@@ -43,15 +43,15 @@ class Snapshot(msgspec.Struct, kw_only=True):
     """A copy is missing because memory is short."""
     lost: list[int] = []
     """Ranks of shards that went with the nodes that held them, which may come back."""
-    whole: bool = False
+    complete: bool = False
     """Every shard came to be held by as many nodes as the job asks for, or as could be had, and none was lost
     since."""
     given_up: bool = False
     """A shard is missing, and nobody will bring it."""
     unread: int = 0
     """Generations in a row that could not be restored from it."""
-    whole_s: float | None = None
-    """When it was whole for the first time; None: it never was."""
+    complete_s: float | None = None
+    """When it was complete for the first time; None: it never was."""
     stall_s: float = 0.0
     """For how long it held up the worker that it held up longest."""
 
@@ -124,11 +124,11 @@ class SavingTotals(msgspec.Struct, kw_only=True):
     """What was saved since the job's start."""
 
     snapshots: int = 0
-    """Those that were whole."""
+    """Those that were complete."""
     nbytes: int = 0
     """Theirs, without copies on other nodes."""
     took_s: float = 0.0
-    """From the first worker's copy until each snapshot was whole, all together."""
+    """From the first worker's copy until each snapshot was complete, all together."""
     stall_s: float = 0.0
     """For which training stood still."""
     copies: int = 0
@@ -162,7 +162,7 @@ class StorageState(msgspec.Struct, kw_only=True):
     last_failed: list[str] = []
     """Tiers that did not take the last state."""
     snapshots: list[Snapshot] = []
-    told_whole: tuple[int, int | None] | None = None
+    told_complete: tuple[int, int | None] | None = None
     """What agents were told last of complete snapshots: the newest, and an older one that is kept beside it."""
     rewinds: list[Rewind] = []
     """Oldest first, their starts rising."""

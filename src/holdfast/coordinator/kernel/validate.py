@@ -132,9 +132,9 @@ def _snapshots(s: CoreState) -> Iterator[str]:
         ranks = {h.copy.key.rank for h in snapshot.shards}
         if not ranks <= set(range(snapshot.world)):
             yield f"the snapshot of step {snapshot.step} has shards of ranks that do not exist"
-        # The most expensive lie of all: older snapshots are given up when a newer one is whole, so a wrong
+        # The most expensive lie of all: older snapshots are given up when a newer one is complete, so a wrong
         # mark here would lose the job's only good copy.
-        if snapshot.whole and ranks != set(range(snapshot.world)):
+        if snapshot.complete and ranks != set(range(snapshot.world)):
             yield f"the snapshot of step {snapshot.step} counts as complete without all of its shards"
         for shard in snapshot.shards:
             gone = [

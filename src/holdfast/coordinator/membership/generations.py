@@ -184,11 +184,11 @@ def try_form(context: Context) -> None:
     # below leaves a timer set (`Timer.WAIT`, `Timer.FORM`) or relies on a deadline that a starting
     # worker has of its own. Without one the job would wait for an event that never comes.
     survivors = context.workers_in(WorkerPhase.PARKED)
-    nothing_saved = s.storage.durable is None and storage.newest_whole(context) is None
+    nothing_saved = s.storage.durable is None and storage.newest_complete(context) is None
     # Some shard is held by nobody, alive or saved. Survivors cannot go back to the beginning themselves:
     # their modules are trained, and only a fresh process builds the state that all began from. So they end,
     # although they are healthy.
-    if survivors and nothing_saved and not _whole(context, survivors):
+    if survivors and nothing_saved and not _every_shard_is_held(context, survivors):
         _start_over(context, survivors)
         survivors = []
     # There were checkpoints, none could be loaded, and nobody holds a state. Starting from scratch would
@@ -234,7 +234,7 @@ def try_form(context: Context) -> None:
         context.request(StopJob(why, "failed"))
 
 
-def _whole(context: Context, survivors: list[Worker]) -> bool:
+def _every_shard_is_held(context: Context, survivors: list[Worker]) -> bool:
     """Whether survivors hold every shard of one state."""
     outcome = policy.settle({w.name: policy.Report(w.committed, w.prepared) for w in survivors})
     return {w.shard_index for w in survivors if w.name in outcome.holders} == set(
@@ -285,7 +285,7 @@ def _form(context: Context, survivors: list[Worker], kept: list[Worker], fresh: 
     # go back together to what was saved, also those that hold theirs: mixing shards of two steps would train
     # on, without an error, from a state that never existed.
     if any(outcome.holders.isdisjoint(column) for column in columns):
-        durable, snapshot = s.storage.durable, storage.newest_whole(context)
+        durable, snapshot = s.storage.durable, storage.newest_complete(context)
         # The newer of the two wins, and memory wins a tie, because it is read at the speed of the network and
         # costs nobody's disk.
         if snapshot is not None and durable is not None and durable.step > snapshot.step:

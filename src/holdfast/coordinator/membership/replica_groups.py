@@ -82,7 +82,7 @@ def connected_in(
     context: Context, seated: tuple[tuple[str, ...], ...], before: m.Generation | None
 ) -> tuple[int, ...]:
     """For every complete replica of the next generation the one in which its groups were connected: an earlier one, where
-    the same workers come from it with their groups whole, else the next one."""
+    the same workers come from it with their groups intact, else the next one."""
     membership = context.state.membership
     known: dict[tuple[str, ...], int] = {}
     for replica, number in enumerate(before.groups_connected_in if before else ()):

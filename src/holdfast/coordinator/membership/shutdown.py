@@ -123,7 +123,7 @@ def finishing(context: Context) -> bool:
     if there != set(range(s.membership.shard_count)) and (
         s.storage.durable is None or s.storage.durable.step < last
     ):
-        # So the steps since the newest whole snapshot are done again. That costs minutes; the alternative
+        # So the steps since the newest complete snapshot are done again. That costs minutes; the alternative
         # costs the result.
         _undone(context, ended)
         return False
@@ -185,7 +185,7 @@ def _last_stop(context: Context, worker: Worker, last: int) -> m.Stop:
 
 
 def _undone(context: Context, ended: list[Worker]) -> None:
-    """Some have all steps, but of a shard nobody is left who has: all go on from the newest whole snapshot."""
+    """Some have all steps, but of a shard nobody is left who has: all go on from the newest complete snapshot."""
     cause = causes.LastStateIncomplete()
     context.record(
         ledger.WorkerEnded(workers=[w.name for w in ended], cause=str(cause), cause_kind=cause.kind)
@@ -252,7 +252,7 @@ def _save(context: Context, waiting: list[Worker]) -> None:
 
 def _keep(context: Context, waiting: list[Worker]) -> None:
     """Of every shard some leave it in their nodes' memory, from where the agents bring it to the durable tiers; where
-    that fails others do. Of a state that is not whole nothing is kept: the newest whole snapshot is brought there."""
+    that fails others do. Of a state that is not complete nothing is kept: the newest complete snapshot is brought there."""
     s = context.state
     # Fixed at the first look. Later, workers that have left are gone from the vote, and a smaller vote could
     # settle on an earlier step than the one that others have saved already.
@@ -280,7 +280,7 @@ def _keep(context: Context, waiting: list[Worker]) -> None:
 
 
 def _settled(context: Context, waiting: list[Worker]) -> int:
-    """The step at which the job stops; 0: no state is whole."""
+    """The step at which the job stops; 0: no state is complete."""
     membership = context.state.membership
     outcome = policy.settle({w.name: policy.Report(w.committed, w.prepared) for w in waiting})
     if {w.shard_index for w in waiting if w.name in outcome.holders} != set(range(membership.shard_count)):

@@ -242,15 +242,15 @@ class _Job(Collector):
 
     def _lag(self) -> Iterator[Metric]:
         there = self._state.storage.snapshots
-        whole = max((x.step for x in there if x.whole), default=None)
-        if whole is not None:
+        complete = max((x.step for x in there if x.complete), default=None)
+        if complete is not None:
             newest = max(x.step for x in there)
             yield _gauge(
                 "holdfast_replication_lag_steps",
                 "Steps from the newest complete snapshot to the newest one.",
-                newest - whole,
+                newest - complete,
             )
-        waiting = [x for x in there if whole is None or x.step > whole]
+        waiting = [x for x in there if complete is None or x.step > complete]
         yield _gauge(
             "holdfast_replication_lag_seconds",
             "How long the oldest snapshot after the newest complete one has waited for its copies.",

@@ -63,6 +63,9 @@ def _rename(state: dict[str, Any]) -> None:
         ("joined", "newcomers", membership.get("changes", [])),
         ("rows", "shared_blobs", checkpoints),
         ("said", "reported_at_s", [state.get("health", {})]),
+        ("whole", "complete", storage.get("snapshots", [])),
+        ("whole_s", "complete_s", storage.get("snapshots", [])),
+        ("told_whole", "told_complete", [storage]),
     ]
     for old, new, holders in renamed:
         for holder in holders:

@@ -178,8 +178,8 @@ def _restoring(state: CoreState, worker: Worker) -> bool:
 
 def _saving(state: CoreState, now: float) -> dict[str, Any]:
     """What is saved where, and how old it is. Durations in seconds; None: nothing yet."""
-    whole = [s for s in state.storage.snapshots if s.whole]
-    newest = max(whole, key=lambda s: (s.step, s.generation), default=None)
+    complete = [s for s in state.storage.snapshots if s.complete]
+    newest = max(complete, key=lambda s: (s.step, s.generation), default=None)
     tiers = []
     for tier in state.spec.saving.tiers:
         last = state.storage.stored.get(tier.url)
@@ -205,8 +205,8 @@ def _saving(state: CoreState, now: float) -> dict[str, Any]:
             "step": newest.step,
             "nodes": min((len(set(h.nodes)) for h in newest.shards), default=0),
             "nbytes": sum({h.copy.shard.blob.xxh3: h.copy.shard.blob.nbytes for h in newest.shards}.values()),
-            "took_s": round((newest.whole_s or now) - newest.began_s, 4),
-            "age_s": round(now - (newest.whole_s or now), 3),
+            "took_s": round((newest.complete_s or now) - newest.began_s, 4),
+            "age_s": round(now - (newest.complete_s or now), 3),
         },
         "skipped": state.storage.skipped,
         "tiers": tiers,

@@ -1,4 +1,4 @@
-"""Checkpoints in durable tiers: begun from a whole snapshot, there when their manifest is.
+"""Checkpoints in durable tiers: begun from a complete snapshot, there when their manifest is.
 
 Whatever a tier refuses is said and tried again with a later snapshot; training never waits for it.
 """
@@ -30,15 +30,15 @@ MAX_TRIES = 3
 """So many generations may fail to be restored from a tier that does not answer."""
 
 STORE_MTBF = 10
-"""The whole job is lost so many times less often than a worker."""
+"""The complete job is lost so many times less often than a worker."""
 
 
 def begin_due(context: Context) -> None:
-    """Begins to store the newest whole snapshot in every tier whose time has come. While an older one is on its way
+    """Begins to store the newest complete snapshot in every tier whose time has come. While an older one is on its way
     there it is skipped: what is written behind running training must not pile up."""
     s = context.state
     snapshot = max(
-        (x for x in s.storage.snapshots if x.whole), key=lambda x: (x.step, x.generation), default=None
+        (x for x in s.storage.snapshots if x.complete), key=lambda x: (x.step, x.generation), default=None
     )
     # A job that is stopping stores its last state, and nothing before that: a checkpoint that is begun now
     # would delay the one that counts.
@@ -256,7 +256,7 @@ def published(context: Context, node: Node, message: m.Published) -> None:
 
 
 def saved(context: Context, worker: Worker, message: m.Saved) -> None:
-    """A checkpoint is whole in a durable tier, or could not be written there."""
+    """A checkpoint is complete in a durable tier, or could not be written there."""
     if message.error is not None:
         totals(context, message.url).failures += 1
         context.record(ledger.TierFailed(url=message.url, step=message.step, reason=message.error))
@@ -291,7 +291,7 @@ def summed(context: Context, node: Node, key: Key) -> None:
 
 
 def last_on_its_way(context: Context) -> bool:
-    """The job ends: begins to store its last state in every durable tier; where that is not whole, the newest snapshot
+    """The job ends: begins to store its last state in every durable tier; where that is not complete, the newest snapshot
     that is. False when nothing more comes of it."""
     s = context.state
     # The person's patience is over. Whatever is on its way is left behind.
@@ -301,7 +301,7 @@ def last_on_its_way(context: Context) -> bool:
     # complete snapshot, which is older than the state that is just being kept.
     if queries.awaited_shards(context) or s.storage.summing:
         return True
-    snapshot = queries.newest_whole(context)
+    snapshot = queries.newest_complete(context)
     newest = s.storage.durable.step if s.storage.durable is not None else 0
     if snapshot is None or snapshot.step < newest or newest == snapshot.step != queries.last_step(context):
         return False
@@ -395,7 +395,7 @@ def unread(context: Context, durable: Durable, message: m.CollectiveError) -> No
 
 def _instead(context: Context) -> str | None:
     """What training goes on from now, for people; None: nothing is left."""
-    durable, snapshot = context.state.storage.durable, queries.newest_whole(context)
+    durable, snapshot = context.state.storage.durable, queries.newest_complete(context)
     if snapshot is not None and (durable is None or durable.step <= snapshot.step):
         return f"step {snapshot.step} in memory"
     return durable.where if durable else None
@@ -429,7 +429,7 @@ def _failed(context: Context, current: Storing, reason: str) -> None:
 
 
 def node_lost(context: Context, node: Node) -> None:
-    """What it was writing does not come: the next whole snapshot is stored instead."""
+    """What it was writing does not come: the next complete snapshot is stored instead."""
     context.state.storage.summing = [x for x in context.state.storage.summing if x[0] != node.name]
     context.state.storage.last_from = [(n, p) for n, p in context.state.storage.last_from if n != node.name]
     for current in list(context.state.storage.storing):

@@ -1,8 +1,8 @@
-"""Snapshots in memory: who keeps a copy of what, when one is whole, and which to go on from.
+"""Snapshots in memory: who keeps a copy of what, when one is complete, and which to go on from.
 
-A snapshot is whole when every shard of it is held by as many nodes as the job asks for, or as can be had. Only then is the
+A snapshot is complete when every shard of it is held by as many nodes as the job asks for, or as can be had. Only then is the
 one before it given up, and not if more nodes hold that one: then it is kept beside the newest until one is held by as many.
-`durable_checkpoints` brings whole ones to durable tiers.
+`durable_checkpoints` brings complete ones to durable tiers.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
 from holdfast.protocol.snapshots import Copy, Key, Lack
 
-KEPT_WHOLE = 2
-"""The newest whole snapshot, and the one before it (whole or not) for when all its holders are lost at once."""
+KEPT_COMPLETE = 2
+"""The newest complete snapshot, and the one before it (complete or not) for when all its holders are lost at once."""
 
 KEPT_PARTIAL = 8
-"""Of snapshots that are not whole yet: so many that could be restored, and so many that could not. A node keeps two
+"""Of snapshots that are not complete yet: so many that could be restored, and so many that could not. A node keeps two
 at a time, and few nodes save, so more are never of use."""
 
 KEPT_REWINDS = 16
@@ -44,10 +44,10 @@ def held(context: Context, node: Node, message: m.SnapshotStored) -> None:
         # Every answer is a reason to look again. It may be the last one that a snapshot waited for. It also
         # shows that this node's own worker brings nothing more of older snapshots (`_expected`, `_may_come`).
         spread(context)
-    # The agent reports a shard of a snapshot that a newer whole one has replaced. It would keep it for ever;
-    # telling it what is whole now frees the slot.
+    # The agent reports a shard of a snapshot that a newer complete one has replaced. It would keep it for ever;
+    # telling it what is complete now frees the slot.
     elif happened(context, copy.key) and _newest_step(context) >= copy.key.step:
-        context.send(node.name, _whole_now(context))
+        context.send(node.name, _complete_now(context))
 
 
 def _take(context: Context, node: Node, copy: Copy) -> Snapshot | None:
@@ -82,7 +82,7 @@ def _take(context: Context, node: Node, copy: Copy) -> Snapshot | None:
 
 
 def not_held(context: Context, node: Node, key: Key, reason: str, lack: Lack | None = None) -> None:
-    """A node could not keep a shard. Said once, until a snapshot is whole again."""
+    """A node could not keep a shard. Said once, until a snapshot is complete again."""
     durable_checkpoints.summed(context, node, key)
     # One line, and then a count: a node without memory would otherwise write one line for every snapshot,
     # every few seconds.
@@ -127,7 +127,7 @@ def not_held(context: Context, node: Node, key: Key, reason: str, lack: Lack | N
     # At level 0 a rank saves on its own, when its script does. If its copy failed, nobody else has these
     # bytes, so the snapshot cannot become complete and the other ranks' memory is freed.
     held_by_any = any(h.copy.key.rank == key.rank for h in snapshot.shards)
-    if not context.mode.saves_together and not held_by_any and not snapshot.whole:
+    if not context.mode.saves_together and not held_by_any and not snapshot.complete:
         _give_up(context, snapshot)
     else:
         spread(context)
@@ -177,11 +177,11 @@ def _give_up(context: Context, snapshot: Snapshot) -> None:
         return
     for later in context.state.storage.snapshots:
         if later.step >= snapshot.step:
-            later.shards = []  # forgotten with it, where it was not whole either
+            later.shards = []  # forgotten with it, where it was not complete either
 
 
 def _forgets(context: Context, snapshot: Snapshot) -> m.ForgetSnapshots:
-    """At level 0 all ranks save at their own times: of later ones nothing is whole either."""
+    """At level 0 all ranks save at their own times: of later ones nothing is complete either."""
     return m.ForgetSnapshots(snapshot.step - 1, snapshot.step if context.mode.saves_together else None)
 
 
@@ -238,7 +238,7 @@ def on_node_joined(context: Context, node: Node, hello: m.Hello) -> None:
     before = _newest_step(context)
     spread(context)
     if node.snapshot_port and before >= 0 and before == _newest_step(context):
-        context.send(node.name, _whole_now(context))
+        context.send(node.name, _complete_now(context))
 
 
 # ---------------------------------------------------------------- copies in memory
@@ -266,12 +266,12 @@ def happened(context: Context, key: Key) -> bool:
 
 
 def _newest(context: Context) -> Snapshot | None:
-    whole = [x for x in context.state.storage.snapshots if x.whole]
-    return max(whole, key=lambda x: (x.step, x.generation), default=None)
+    complete = [x for x in context.state.storage.snapshots if x.complete]
+    return max(complete, key=lambda x: (x.step, x.generation), default=None)
 
 
 def _newest_step(context: Context) -> int:
-    return max((x.step for x in context.state.storage.snapshots if x.whole), default=-1)
+    return max((x.step for x in context.state.storage.snapshots if x.complete), default=-1)
 
 
 def _copies(context: Context, snapshot: Snapshot) -> int:
@@ -288,7 +288,7 @@ def _copies(context: Context, snapshot: Snapshot) -> int:
 
 
 def _kept(context: Context) -> Snapshot | None:
-    """An older snapshot that stays beside the newest whole one, because more nodes hold it: with the newest alone the loss
+    """An older snapshot that stays beside the newest complete one, because more nodes hold it: with the newest alone the loss
     of one node could lose all. Not where the newest has fewer copies for want of memory: what is kept would take the
     memory of its successors' copies for ever."""
     newest = _newest(context)
@@ -307,8 +307,8 @@ def _kept(context: Context) -> Snapshot | None:
     return max(ranked, key=lambda r: r[:3])[3] if ranked else None
 
 
-def _whole_now(context: Context) -> m.SnapshotComplete:
-    """What agents are told of whole snapshots."""
+def _complete_now(context: Context) -> m.SnapshotComplete:
+    """What agents are told of complete snapshots."""
     kept = _kept(context)
     return m.SnapshotComplete(_newest_step(context), kept.step if kept is not None else None)
 
@@ -338,12 +338,12 @@ def _makes_room(context: Context, key: Key) -> bool:
     that could be restored. Those of which no shard is held go first. There may be many: an agent that was without a
     coordinator says at once which shards it could not keep."""
     storage = context.state.storage
-    partial = sorted((x for x in storage.snapshots if not x.whole), key=lambda x: (x.step, x.generation))
+    partial = sorted((x for x in storage.snapshots if not x.complete), key=lambda x: (x.step, x.generation))
     # Those of which every shard is somewhere could be restored in an emergency, so they have a bound of their
     # own; a flood of begun ones must not push them out.
     held = [x for x in partial if queries.has_all(x)]
     begun = [x for x in partial if not queries.has_all(x)]
-    begun.sort(key=lambda x: (bool(x.shards), x.whole_s is not None))
+    begun.sort(key=lambda x: (bool(x.shards), x.complete_s is not None))
     if len(held) >= KEPT_PARTIAL and held[-KEPT_PARTIAL].step > key.step:
         return False
     for old in held[:-KEPT_PARTIAL] + begun[: max(0, len(begun) - KEPT_PARTIAL + 1)]:
@@ -352,8 +352,8 @@ def _makes_room(context: Context, key: Key) -> bool:
 
 
 def _drop_lost(context: Context, returns: bool = False) -> None:
-    """Forgets snapshots of which nothing is left, and whole ones of which a shard is gone. returns: it went with its node,
-    which may come back with it; then the others' shards are remembered, until a newer snapshot is whole."""
+    """Forgets snapshots of which nothing is left, and complete ones of which a shard is gone. returns: it went with its node,
+    which may come back with it; then the others' shards are remembered, until a newer snapshot is complete."""
     s = context.state
     for snapshot in s.storage.snapshots:
         # Computed before the entries without holders are dropped, and reduced by those that another entry
@@ -364,30 +364,30 @@ def _drop_lost(context: Context, returns: bool = False) -> None:
         level_2 = context.mode.saves_together or snapshot.generation < 1  # nobody may have said the level yet
         if gone and returns and level_2:
             snapshot.lost += sorted(gone)
-            snapshot.whole = False
+            snapshot.complete = False
     s.storage.snapshots = [
-        x for x in s.storage.snapshots if (queries.has_all(x) if x.whole else x.shards or x.given_up)
+        x for x in s.storage.snapshots if (queries.has_all(x) if x.complete else x.shards or x.given_up)
     ]
 
 
 def spread(context: Context) -> None:
     """Asks for every copy that is missing, of the newest snapshot first: it makes the older ones superfluous. When one is
-    whole there is room for others, which are then asked for."""
+    complete there is room for others, which are then asked for."""
     # Until nothing changes: a snapshot that becomes complete frees slots on every node, for copies that were
     # refused for want of one. The loop ends, because each round completes at least one more snapshot.
     while True:
-        told = context.state.storage.told_whole
+        told = context.state.storage.told_complete
         # The newest first, since it makes the others superfluous. In the other order nodes would spend their
         # two slots on snapshots that are about to be given up.
         for snapshot in sorted(context.state.storage.snapshots, key=lambda x: (-x.step, -x.generation)):
             _spread(context, snapshot)
         _retire(context)
-        if context.state.storage.told_whole == told:
+        if context.state.storage.told_complete == told:
             return
 
 
 def _spread(context: Context, snapshot: Snapshot) -> None:
-    """Asks for the copies that are missing; a snapshot that misses none is whole. Of one that waits for a lost node none are
+    """Asks for the copies that are missing; a snapshot that misses none is complete. Of one that waits for a lost node none are
     made: they would take the memory of the next."""
     s = context.state
     # Spreading stops for everything that cannot matter any more: older than a complete one, waiting for a
@@ -403,7 +403,7 @@ def _spread(context: Context, snapshot: Snapshot) -> None:
     for rank in range(snapshot.world):
         entries = [h for h in snapshot.shards if h.copy.key.rank == rank]
         # Nobody has this shard yet. Usually its worker is still copying; where it has said that it cannot,
-        # and nobody else can bring it, the whole snapshot is given up, since its other shards hold memory for
+        # and nobody else can bring it, all of the snapshot is given up, since its other shards hold memory for
         # nothing.
         if not entries:
             complete = False
@@ -443,13 +443,13 @@ def _spread(context: Context, snapshot: Snapshot) -> None:
         # counts as complete with fewer copies, which is reported.
         if asked or (busy and _makes_way(context, snapshot)):
             complete = False
-    if complete and not snapshot.whole:
-        _whole(context, snapshot)
+    if complete and not snapshot.complete:
+        _mark_complete(context, snapshot)
 
 
 def _makes_way(context: Context, snapshot: Snapshot) -> bool:
     """Whether copies of another snapshot are on their way, or all of them have come: then, or when they fail, there is room
-    for this one's. So each becomes whole with all its copies before the next one takes its memory."""
+    for this one's. So each becomes complete with all its copies before the next one takes its memory."""
     # Two snapshots may each wait for the slots that the other takes. The one whose copies are on their way
     # goes first; when it is complete, its slots are free.
     wanted, newest = context.spec.saving.copies + 1, _newest_step(context)
@@ -460,11 +460,11 @@ def _makes_way(context: Context, snapshot: Snapshot) -> bool:
 
 
 def _expected(context: Context, snapshot: Snapshot, rank: int, there: list[str]) -> bool:
-    """Another member copies the same just now. (Of a whole one they all have: a copy that went since comes no more.)"""
+    """Another member copies the same just now. (Of a complete one they all have: a copy that went since comes no more.)"""
     s = context.state
     # It was complete once, so every member had brought its copy. A copy that is missing now went with its
     # node.
-    if snapshot.whole_s is not None:
+    if snapshot.complete_s is not None:
         return False
     g = s.membership.generation
     running = s.membership.phase in (JobPhase.RUNNING, JobPhase.BREAKING)
@@ -525,14 +525,14 @@ def _buddies(context: Context, entry: HeldShard, taken: list[str]) -> list[str]:
 
 def hands_over(context: Context, node: Node) -> bool:
     """Whether a node that is about to leave as planned still gives on the shards that nobody else will hold, of the newest
-    snapshot that is whole. What no other can keep goes with it, unless the job is still to go on from there. At one worker
+    snapshot that is complete. What no other can keep goes with it, unless the job is still to go on from there. At one worker
     per replica every member can save the next one alone, so nothing is worth the wait."""
     s = context.state
     if not context.mode.saves_together or s.membership.phase in (JobPhase.STOPPING, JobPhase.ENDED):
         return False
     # Only the newest complete one. Handing over older ones as well would keep a node that has two minutes to
     # leave.
-    snapshot = queries.newest_whole(context)
+    snapshot = queries.newest_complete(context)
     if snapshot is None or snapshot.world == 1:
         return False
     waits = False
@@ -563,50 +563,50 @@ def hands_over(context: Context, node: Node) -> bool:
     return waits
 
 
-def _whole(context: Context, snapshot: Snapshot) -> None:
+def _mark_complete(context: Context, snapshot: Snapshot) -> None:
     storage = context.state.storage
-    snapshot.whole = True
-    if snapshot.whole_s is None:
-        _tell_whole(context, snapshot)
+    snapshot.complete = True
+    if snapshot.complete_s is None:
+        _tell_complete(context, snapshot)
     else:
         context.record(ledger.SnapshotBack(step=snapshot.step, generation=snapshot.generation))
     # So `_retire` tells all agents, also when it is the same step as before: it was lost in between, and
     # agents may have freed it.
-    storage.told_whole = None
+    storage.told_complete = None
     _retire(context)
     durable_checkpoints.begin_due(context)
 
 
 def _retire(context: Context) -> None:
-    """Gives up what is older than the newest whole snapshot, but for what is kept beside it, and tells agents if that is
+    """Gives up what is older than the newest complete snapshot, but for what is kept beside it, and tells agents if that is
     news to them."""
     s, newest = context.state, _newest(context)
     # A newer snapshot was complete and lost a shard that may come back. What is older than that one was given
     # up already, so telling agents of this one now would make them drop the newer's shards.
-    if newest is None or (s.storage.told_whole is not None and newest.step < s.storage.told_whole[0]):
-        return  # a newer one was whole, and lost a shard since: it may come back
-    complete = _whole_now(context)
+    if newest is None or (s.storage.told_complete is not None and newest.step < s.storage.told_complete[0]):
+        return  # a newer one was complete, and lost a shard since: it may come back
+    complete = _complete_now(context)
     # Agents are told only of news. This runs after every report of every shard.
-    if s.storage.told_whole == (complete.step, complete.kept):
+    if s.storage.told_complete == (complete.step, complete.kept):
         return
     older = [x for x in s.storage.snapshots if queries.has_all(x) and x.step <= newest.step]
     # The last two, whatever their copies: if all holders of the newest are lost at once, the one before is a
     # few minutes of work, and nothing is the whole run.
-    keep = sorted(older, key=lambda x: (x.step, x.generation))[-KEPT_WHOLE:]
+    keep = sorted(older, key=lambda x: (x.step, x.generation))[-KEPT_COMPLETE:]
     if (kept := _kept(context)) is not None:
         keep.append(kept)
     s.storage.snapshots = [
         x for x in s.storage.snapshots if x.step > newest.step or any(x is k for k in keep)
     ]
-    s.storage.told_whole = (complete.step, complete.kept)
+    s.storage.told_complete = (complete.step, complete.kept)
     _slots_freed(context)
     for node in context.alive_nodes():
         context.send(node.name, complete)
 
 
-def _tell_whole(context: Context, snapshot: Snapshot) -> None:
+def _tell_complete(context: Context, snapshot: Snapshot) -> None:
     storage = context.state.storage
-    snapshot.whole_s = context.now
+    snapshot.complete_s = context.now
     storage.skipped = 0
     copies = min(
         len({n for h in snapshot.shards if h.copy.key.rank == r for n in h.nodes})
@@ -669,13 +669,13 @@ def went_back(context: Context, start: int) -> None:
     durable_checkpoints.went_back(context, start)
     s.storage.snapshots = [x for x in s.storage.snapshots if x.step <= start]
     _slots_freed(context)
-    for node in context.alive_nodes():  # also those that hold nothing: they know which snapshot was whole
+    for node in context.alive_nodes():  # also those that hold nothing: they know which snapshot was complete
         context.send(node.name, m.ForgetSnapshots(start))
 
 
 def sought(context: Context, worker: Worker, request: int) -> None:
     """A script wants to load: it is told what there is."""
-    snapshot = queries.newest_whole(context)
+    snapshot = queries.newest_complete(context)
     durable = context.state.storage.durable
     if snapshot is not None and (durable is None or durable.step <= snapshot.step):
         shards = tuple(

@@ -12,9 +12,9 @@ from holdfast.protocol.node_place import nearness
 from holdfast.protocol.snapshots import Copy, Holder
 
 
-def newest_whole(context: Context) -> Snapshot | None:
+def newest_complete(context: Context) -> Snapshot | None:
     """The newest snapshot of which every shard is held by a node that lives."""
-    # Holders, not the mark `whole`: a snapshot short of copies that were never made can still be restored,
+    # Holders, not the mark `complete`: a snapshot short of copies that were never made can still be restored,
     # and after a fault that is all that matters.
     there = [x for x in context.state.storage.snapshots if has_all(x)]
     return max(there, key=lambda x: (x.step, x.generation), default=None)
@@ -87,7 +87,7 @@ def has_last(context: Context, node: Node) -> bool:
     # likes, so the newest complete snapshot is the last state.
     if context.mode.saves_together or s.membership.stop_reason is None:
         return any(name == node.name for name, _ in s.storage.last_from)
-    snapshot = newest_whole(context)
+    snapshot = newest_complete(context)
     held = snapshot is not None and any(node.name in h.nodes for h in snapshot.shards)
     return held or any(name == node.name for name, *_ in s.storage.summing)
 
@@ -99,10 +99,10 @@ def ending(context: Context) -> bool:
 
 
 def last_step(context: Context) -> int:
-    """Of the state that the job ends with: where scripts save, the newest that is whole."""
+    """Of the state that the job ends with: where scripts save, the newest that is complete."""
     s = context.state
     if not context.mode.saves_together:
-        snapshot = newest_whole(context)
+        snapshot = newest_complete(context)
         return snapshot.step if snapshot is not None else 0
     return s.membership.committed if s.membership.last_step is None else s.membership.last_step
 
@@ -149,7 +149,7 @@ def moves_until_s(context: Context) -> float:
 
 def only_in_memory(context: Context) -> int | None:
     """The step of the newest snapshot, if no durable tier has it or a later one."""
-    snapshot = newest_whole(context)
+    snapshot = newest_complete(context)
     newest = context.state.storage.durable.step if context.state.storage.durable is not None else 0
     return snapshot.step if snapshot is not None and snapshot.step > newest else None
 

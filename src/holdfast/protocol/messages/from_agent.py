@@ -176,7 +176,7 @@ class SnapshotStored(msgspec.Struct, frozen=True, tag="snapshot-stored"):
 
 # Also an answer: whoever waits for this shard has to know that it does not come.
 class SnapshotRejected(msgspec.Struct, frozen=True, tag="snapshot-rejected"):
-    """A shard could not be kept here: no memory, or no holder gave it whole."""
+    """A shard could not be kept here: no memory, or no holder gave all of it."""
 
     key: Key
     reason: str

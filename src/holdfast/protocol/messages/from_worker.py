@@ -227,7 +227,7 @@ class FaultFired(msgspec.Struct, frozen=True, tag="fault-fired"):
 # By the worker itself, where replicas are single workers. With shards the agents write, and report Stored and
 # Published.
 class Saved(msgspec.Struct, frozen=True, tag="saved"):
-    """A checkpoint is whole in a durable tier, or could not be written."""
+    """A checkpoint is complete in a durable tier, or could not be written."""
 
     step: int
     url: str
@@ -335,7 +335,7 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
 
 # Asked of the coordinator, because only it knows which snapshot is complete over all nodes.
 class FindSnapshot(msgspec.Struct, frozen=True, tag="find-snapshot"):
-    """A script wants to load: which is the newest whole checkpoint, and who has it?"""
+    """A script wants to load: which is the newest complete checkpoint, and who has it?"""
 
     request: int
     """Numbers the worker's questions: the answer names it."""

@@ -97,7 +97,7 @@ class Replicate(msgspec.Struct, frozen=True, tag="replicate"):
 # What may be forgotten, said by whoever knows all nodes. An agent that decided this by itself could drop the
 # last copy of a shard.
 class SnapshotComplete(msgspec.Struct, frozen=True, tag="snapshot-complete"):
-    """The snapshot of this step is whole: older ones are not needed."""
+    """The snapshot of this step is complete: older ones are not needed."""
 
     step: int
     kept: int | None = None

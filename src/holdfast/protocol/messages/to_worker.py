@@ -101,7 +101,7 @@ class Break(msgspec.Struct, frozen=True, tag="break"):
     generation: int
     reason: str
     halt: bool = False
-    """The worker's own replica is whole: its groups are not aborted. The worker says Halted, and goes on
+    """The worker's own replica is intact: its groups are not aborted. The worker says Halted, and goes on
     until RunTo tells it where to leave the step."""
 
 
@@ -169,7 +169,7 @@ class SlotGiven(msgspec.Struct, frozen=True, tag="slot-given"):
 # Every shard with all its holders: the worker chooses the nearest, and goes on to the next if one is gone by
 # then.
 class SnapshotFound(msgspec.Struct, frozen=True, tag="snapshot-found"):
-    """The newest whole checkpoint, in memory or in a durable tier."""
+    """The newest complete checkpoint, in memory or in a durable tier."""
 
     request: int
     """Of the FindSnapshot that it answers."""
