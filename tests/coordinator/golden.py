@@ -3,6 +3,7 @@
     make golden                                                compares with golden.txt (15 minutes of a processor)
     python tests/coordinator/golden.py record FILE [COUNT]     records what this commit decides
     python tests/coordinator/golden.py compare FILE [COUNT]    COUNT: only so many of each kind
+    python tests/coordinator/golden.py add FILE                records the schedules that have no record
     python tests/coordinator/golden.py show SEED               every event and action of one schedule, for a diff
 
 A digest is over every event and every action with its time, in a form that survives renaming: RENAMED maps the names of
@@ -198,6 +199,11 @@ def main(arguments: list[str]) -> int:
             print(*lines, end, sep="\n")
         case ["record", file, *count]:
             Path(file).write_text("".join(f"{line}\n" for line in ran(seeds(*map(int, count)))))
+        case ["add", file]:
+            known = Path(file).read_text().splitlines()
+            new = ran([seed for seed in seeds() if seed not in recorded(Path(file))])
+            lines = sorted([*known, *new], key=lambda line: int(line.split()[0]))
+            Path(file).write_text("".join(f"{line}\n" for line in lines))
         case ["compare", file, *count]:
             wanted = seeds(*map(int, count))
             wrong = compare(Path(file), wanted)
