@@ -1,4 +1,4 @@
-"""The end of a job whose script saves (levels 0 and 1): its newest whole state goes into every tier before the agents."""
+"""The end of a job whose script saves (levels 0 and 1): its newest complete state goes into every tier before the agents."""
 
 import pytest
 from desk import TIER, Desk, copy_of
@@ -8,7 +8,7 @@ from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel.phases import JobPhase
 from holdfast.coordinator.service.report import build_report
 from holdfast.protocol import messages as m
-from holdfast.protocol.availability import Capacity
+from holdfast.protocol.availability import Capacity, EngineTraits
 from holdfast.protocol.job import Durable
 from holdfast.protocol.snapshots import DurableTier, Saving
 
@@ -147,9 +147,10 @@ def test_a_node_that_is_to_leave_stays_until_its_part_is_saved():
     assert (ended(desk), desk.state.storage.durable.step) == ("stopped", 5)
 
 
-def refused(**spec: object) -> Desk:
+def refused(engine: EngineTraits | None = None) -> Desk:
     """No tier takes the last state."""
-    desk = saved_twice(**spec)
+    desk = saved_twice()
+    desk.do(engine or EngineTraits())
     desk.do(e.StopRequested("interrupted"))
     end_workers(desk)
     desk.stores("the disk is full")
@@ -167,7 +168,7 @@ def test_what_no_tier_takes_stays_in_memory_and_it_is_said():
 
 
 def test_where_nodes_are_others_after_the_job_it_is_said_that_it_is_lost():
-    desk = refused(engine="slurm")
+    desk = refused(EngineTraits(keeps_nodes=False))
     assert {s.keeps for _, s in desk.sent(m.Shutdown)} == {False}
     assert desk.records("only-in-memory") == [{"step": 5, "kept": False, "saved": None}]
     assert build_report(desk.state, [], desk.now)["in_memory"] is None

@@ -456,7 +456,20 @@ def test_an_engine_that_watches_boots_itself_is_not_waited_for():
     desk.back()
     desk.wait(210.0)
     assert marked(desk) == []
-    assert desk.state.health.engine_watches_boots
+    assert desk.state.health.engine.watches_boots
+
+
+@pytest.mark.parametrize("machines", [True, False])
+def test_a_lost_node_counts_against_its_machine_only_where_nodes_are_machines(machines):
+    desk = running(2)
+    desk.do(EngineTraits(nodes_are_machines=machines))
+    desk.lose("n1")
+    come_back(desk, "m0")
+    desk.ready(desk.worker_on("m0"))
+    train_on(desk)
+    desk.lose("m0")
+    remembered = [a for a in desk.did(e.Remember) if a.kind is Kind.LOST]
+    assert [a.node for a in remembered] == (["m0"] if machines else [])
 
 
 def test_what_asks_for_a_person_is_not_acted_on():

@@ -203,5 +203,5 @@ def test_every_coordinator_hears_what_the_engine_says_of_itself(tmp_path, monkey
         return launcher.said
 
     assert asyncio.run(run()) == [EngineTraits(watches_boots=True)] * 2
-    assert (LocalEngine.traits, SshEngine.traits) == (EngineTraits(), EngineTraits())
-    assert SlurmEngine.traits.watches_boots
+    assert (LocalEngine.traits, SshEngine.traits) == (EngineTraits(), EngineTraits(nodes_are_machines=True))
+    assert SlurmEngine.traits == EngineTraits(watches_boots=True, keeps_nodes=False, nodes_are_machines=True)

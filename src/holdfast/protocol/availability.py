@@ -7,7 +7,7 @@ makes it grow and shrink. Posted as JSON to the coordinator's `/engine`, with th
     {"type": "capacity", "nodes": null, "reason": "job 17 has ended"}
     {"type": "order-done", "order_id": 7}
     {"type": "job-going", "within_s": 240, "reason": "the time limit", "cause": "time-limit"}
-    {"type": "engine-traits", "watches_boots": true}
+    {"type": "engine-traits", "watches_boots": true, "keeps_nodes": false, "nodes_are_machines": true}
 
 `cause` is one of `NoticeCause`, for the scripts: see `holdfast.notice`.
 """
@@ -86,6 +86,12 @@ class EngineTraits(msgspec.Struct, frozen=True, tag="engine-traits"):
     watches_boots: bool = False
     """What becomes of a node that it was ordered to boot is its own affair: it may give it to others, so the job does not
     wait for it."""
+    keeps_nodes: bool = True
+    """After the job its nodes are still this user's, so what is in their memory can be gone on from. Slurm gives them to
+    others."""
+    nodes_are_machines: bool = False
+    """A node is a machine, and not a process of one that many share. So a node that was lost counts in the history of its
+    machine."""
 
 
 Availability = (

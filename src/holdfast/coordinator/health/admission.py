@@ -182,7 +182,8 @@ def lost(context: Context, node: Node, incident: Incident) -> None:
     """A node was lost while it was used, and no rule says why: that counts, too."""
     if len(incident.lost_nodes) > 1:
         return  # what they share was lost, which says nothing about any of them
-    if node.lasting and context.spec.engine != "local" and not incident.rule and not incident.injected:
+    machines = context.state.health.engine.nodes_are_machines
+    if node.lasting and machines and not incident.rule and not incident.injected:
         context.act(
             Remember(machine=node.lasting, kind=Kind.LOST, node=node.name, text=str(incident.cause)[:400])
         )

@@ -156,14 +156,14 @@ def _reboot(context: Context, node: Node, incident: Incident | None, reason: str
     context.order(RebootNode(node.name, reason))
     context.request(AwaitReturn())
     # Where the engine decides itself whether and to whom the node returns, there is nothing to wait for.
-    if not context.state.health.engine_watches_boots:
+    if not context.state.health.engine.watches_boots:
         node.boots_until_s = context.now + context.spec.health.reboot_s
         node.boots_for = incident.id if incident is not None else 0
 
 
 def engine_traits(context: Context, traits: EngineTraits) -> None:
     """The engine says what it does about nodes."""
-    context.state.health.engine_watches_boots = traits.watches_boots
+    context.state.health.engine = traits
 
 
 def came_back(context: Context, node: Node, known: Node | None) -> None:

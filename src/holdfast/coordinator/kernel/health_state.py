@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from holdfast.protocol.availability import EngineTraits
 from holdfast.protocol.health import Remedy, Severity
 
 KEPT_EVIDENCE = 8
@@ -175,8 +176,8 @@ class Health(msgspec.Struct, omit_defaults=True, kw_only=True):
     totals: HealthTotals = msgspec.field(default_factory=HealthTotals)
     slow: list[Slow] = []
     """Oldest first, those that are no longer slow among them."""
-    engine_watches_boots: bool = False
-    """As the engine said last: see `EngineTraits`."""
+    engine: EngineTraits = EngineTraits()
+    """As the engine said last."""
     brought: dict[str, list[int]] = {}
     """Node to the steps of which its own part was not finite."""
 

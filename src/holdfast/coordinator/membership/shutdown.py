@@ -327,8 +327,7 @@ def end(context: Context) -> None:
     # Asked after ReportUnsaved: what a tier did not take is known then, and a state that is nowhere else must
     # outlive the job in memory.
     step = storage.only_in_memory(context)
-    # What Slurm gave is others' after the job. This machine, and hosts that are reached by ssh, stay the user's.
-    ours = context.spec.engine != "slurm"
+    ours = s.health.engine.keeps_nodes
     s.membership.keeps_memory = ours and (step is not None or storage.may_be_in_memory(context))
     if step is not None:
         context.record(

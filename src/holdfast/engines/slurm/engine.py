@@ -64,7 +64,7 @@ class Known(msgspec.Struct):
 class SlurmEngine:
     """The nodes of one job. Every public method may be called while another one runs."""
 
-    traits = EngineTraits(watches_boots=True)
+    traits = EngineTraits(watches_boots=True, keeps_nodes=False, nodes_are_machines=True)
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ _IN_MOVED_TO = 0x80
 class SshEngine:
     """The hosts of one job. Node names are the hosts' names."""
 
-    traits = EngineTraits()
+    traits = EngineTraits(nodes_are_machines=True)
 
     def __init__(
         self,
