@@ -11,6 +11,7 @@ from holdfast.coordinator.service.authentication import authorized, give_proof
 from holdfast.protocol import messages as m
 from holdfast.protocol.endpoint import Endpoint, write_endpoint
 from holdfast.protocol.frames import Codec, encode
+from holdfast.protocol.lookup import FolderLookup
 from holdfast.protocol.phases import Spent
 from holdfast.protocol.snapshots import Key
 
@@ -100,7 +101,7 @@ async def serving(job_dir, term=0):
 
 @asynccontextmanager
 async def linked(job_dir, take=NOTHING):
-    link = CoordinatorLink(job_dir, "token", lambda: HELLO, take, 60.0, NOTHING, 0.5, NOTHING)
+    link = CoordinatorLink(FolderLookup(job_dir), "token", lambda: HELLO, take, 60.0, NOTHING, 0.5, NOTHING)
     async with serving(job_dir) as coordinator:
         running = asyncio.create_task(link.run())
         try:
@@ -197,7 +198,9 @@ def test_a_coordinator_of_an_earlier_term_is_not_spoken_with(tmp_path):
     """One that was cut off comes back, and writes its address over that of its successor."""
 
     async def heard():
-        link = CoordinatorLink(tmp_path, "token", lambda: HELLO, NOTHING, 60.0, NOTHING, 0.5, NOTHING)
+        link = CoordinatorLink(
+            FolderLookup(tmp_path), "token", lambda: HELLO, NOTHING, 60.0, NOTHING, 0.5, NOTHING
+        )
         refused = asyncio.Event()
         is_deposed = link._is_deposed
 

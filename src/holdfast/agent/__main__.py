@@ -14,6 +14,7 @@ from holdfast import logs
 from holdfast.agent.agent import Agent, AgentConfig
 from holdfast.agent.zygote import Zygote
 from holdfast.protocol.job_options import Timing
+from holdfast.protocol.lookup import parse_address
 from holdfast.protocol.node_place import PLACE_VARIABLE, parse_place
 from holdfast.protocol.sockets import raise_descriptor_limit
 
@@ -28,6 +29,9 @@ def main(arguments: Sequence[str] | None = None, zygote: Zygote | None = None) -
     parser = argparse.ArgumentParser(prog="holdfast.agent")
     parser.add_argument("--node", required=True)
     parser.add_argument("--job-dir", type=Path, required=True)
+    parser.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="where it listens; without it the job's folder says it"
+    )
     parser.add_argument("--slots", type=int, required=True)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--preload", default="torch")
@@ -60,6 +64,7 @@ def main(arguments: Sequence[str] | None = None, zygote: Zygote | None = None) -
         place=place,
         grace_s=given.grace,
         shared_machine=given.shared_machine,
+        lookup=parse_address(given.coordinator, "--coordinator") if given.coordinator else None,
         log=given.log,
     )
     os.umask(0o077)

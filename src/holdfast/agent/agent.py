@@ -36,6 +36,7 @@ from holdfast.protocol.faults import MACHINE_FAULTS, NODE_FAULTS, ArmedFault, Fa
 from holdfast.protocol.health import CheckResult, Condition, Finding, Remedy, Severity
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.job_options import Timing
+from holdfast.protocol.lookup import FolderLookup, Lookup
 from holdfast.protocol.node_place import NodePlace
 from holdfast.protocol.notice_board import NoticeBoard
 from holdfast.protocol.processes import kernel_id
@@ -72,6 +73,8 @@ class AgentConfig:
     """Seconds from SIGTERM until somebody kills this node."""
     shared_machine: bool = False
     """Whether other nodes are on this machine too."""
+    lookup: Lookup | None = None
+    """How it finds the coordinator; None: by the job's folder."""
     log: str = ""
     """`LEVEL[,json]`, which the workers of this node inherit; empty: each process has its default."""
 
@@ -121,7 +124,7 @@ class Agent:
         self._launcher_lost = False
         self._draining: asyncio.Task[HookRun | None] | None = None
         self._link = CoordinatorLink(
-            job_dir=config.job_dir,
+            lookup=config.lookup or FolderLookup(config.job_dir),
             token=token_file.read_text().strip(),
             hello=self._hello,
             take=self._on_order,

@@ -10,7 +10,6 @@ import logging
 import socket
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import aiohttp
 import msgspec
@@ -19,10 +18,11 @@ from holdfast.agent.orders import refusal
 from holdfast.agent.outbox import Letter, Outbox
 from holdfast.errors import ProtocolError
 from holdfast.protocol import messages as m
-from holdfast.protocol.endpoint import Endpoint, read_endpoint
+from holdfast.protocol.endpoint import Endpoint
 from holdfast.protocol.frames import Codec, encode
 from holdfast.protocol.health import Finding, Remedy, Severity
 from holdfast.protocol.http_client import Unproven, proving
+from holdfast.protocol.lookup import Lookup
 
 
 def give_up_when_gone(websocket: aiohttp.ClientWebSocketResponse, within_s: float) -> None:
@@ -52,7 +52,7 @@ class CoordinatorLink:
 
     def __init__(
         self,
-        job_dir: Path,
+        lookup: Lookup,
         token: str,
         hello: Callable[[], m.Hello],
         take: Callable[[m.ToAgent], None],
@@ -62,7 +62,7 @@ class CoordinatorLink:
         lost: Callable[[], None],
     ) -> None:
         """lost: called when a connection has ended."""
-        self._job_dir, self._token = job_dir, token
+        self._lookup, self._token = lookup, token
         self._hello, self._take = hello, take
         self._orphan_s, self._orphaned = orphan_s, orphaned
         self._heartbeat_s, self._lost = heartbeat_s, lost
@@ -104,7 +104,7 @@ class CoordinatorLink:
         # it wait for an answer; the connection is then served as soon as it listens.
         limit = aiohttp.ClientTimeout(total=ANSWER_S, sock_connect=4 * self._heartbeat_s)
         while True:
-            where = read_endpoint(self._job_dir)
+            where = await self._lookup.find()
             refused = where is not None and self._is_deposed(where)
             if where is not None and not refused and await self._converse(where, limit):
                 # Not a warning: a coordinator that was ended is started again, and training goes on meanwhile.
@@ -116,9 +116,9 @@ class CoordinatorLink:
             elif time.monotonic() - lost_at > self._orphan_s:
                 self._orphaned()
                 return
-            # A new coordinator writes its address into the folder before it serves. If the address changed
-            # during the attempt, there is no reason to wait.
-            if read_endpoint(self._job_dir) == where:
+            # A new coordinator can be found before it serves. If another is found than before the attempt, there is no
+            # reason to wait.
+            if await self._lookup.find() == where:
                 # There is no event for "a process on another machine listens again": try, ever slower.
                 await asyncio.sleep(RETRY_S[min(attempt, len(RETRY_S) - 1)])
                 attempt += 1

@@ -9,6 +9,7 @@ import typer
 
 import holdfast as package
 from holdfast.cli import (
+    agent,
     check,
     checkpoint,
     convert,
@@ -47,6 +48,7 @@ app = typer.Typer(
 # What a command needs it imports inside its function. All commands are imported here, so what one of them
 # imported at its top would be paid for by each, and by the refusal of a misspelt option.
 app.command("run", cls=RunCommand, context_settings=run.CONTEXT)(run.run)
+app.command("agent")(agent.agent)
 app.command("status")(status.status)
 app.command("events")(events.events)
 app.command("logs")(logs.logs)

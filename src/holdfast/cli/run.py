@@ -96,6 +96,10 @@ async def _launch(spec: JobSpec, folder: JobFolder, view: LiveView | PlainView, 
                 from holdfast.engines.ssh.launcher import SshLauncher
 
                 return await SshLauncher(spec, folder, view, port).run()
+            if spec.engine == "join":
+                from holdfast.engines.join.launcher import JoinLauncher
+
+                return await JoinLauncher(spec, folder, view, port).run()
             return await LocalLauncher(spec, folder, view, port).run()
         finally:
             close_log()

@@ -212,8 +212,9 @@ class RunOptions:
     engine: Annotated[
         str,
         Option(
-            choices=("local", "ssh", "slurm"),
-            help="Where the nodes come from: processes on this machine, hosts reached by ssh, or Slurm.",
+            choices=("local", "ssh", "slurm", "join"),
+            help="Where the nodes come from: processes on this machine, hosts reached by ssh, Slurm, or whoever starts "
+            "`holdfast agent --join` on other machines.",
         ),
     ] = "local"
     port: Annotated[
@@ -235,7 +236,9 @@ class RunOptions:
     failures: Annotated[FailureOptions, Group("Failures")] = FailureOptions()
     save: Annotated[SaveOptions, Group("Snapshots, checkpoints and data")] = SaveOptions()
     health: Annotated[HealthOptions, Group("Health of the nodes")] = HealthOptions()
-    ssh: Annotated[SshOptions, Group("Hosts, with --engine ssh")] = field(default_factory=SshOptions)
+    ssh: Annotated[SshOptions, Group("Hosts, with --engine ssh; --address also with join")] = field(
+        default_factory=SshOptions
+    )
     slurm: Annotated[SlurmOptions, Group("Slurm, with --engine slurm")] = field(default_factory=SlurmOptions)
     dry_run: Annotated[
         bool, Option(group="Slurm, with --engine slurm", help="Print the batch script and exit.")

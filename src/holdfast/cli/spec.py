@@ -125,8 +125,13 @@ def _check_engine(given: RunOptions) -> None:
     if given.engine != "slurm" and (given.slurm != SlurmOptions() or given.dry_run):
         names = ", ".join(flags(SlurmOptions))
         raise UsageError(f"{names} and --dry-run are for Slurm: give --engine slurm too")
-    if given.engine != "ssh" and given.ssh != SshOptions():
+    allowed = SshOptions(address=given.ssh.address) if given.engine == "join" else SshOptions()
+    if given.engine != "ssh" and given.ssh != allowed:
         raise UsageError(f"{', '.join(flags(SshOptions))} are for hosts: give --engine ssh too")
+    if given.engine == "join" and not given.nodes.nproc_per_node.isdecimal():
+        raise UsageError(
+            f"--nproc-per-node {given.nodes.nproc_per_node}: this machine's devices say nothing about the nodes'; give a number"
+        )
 
 
 def _fault(text: str, nodes: int, nproc: int, spares: int) -> FaultSpec:

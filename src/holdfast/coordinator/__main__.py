@@ -18,6 +18,7 @@ from holdfast import logs
 from holdfast.coordinator.service.ledger import RETRY_S
 from holdfast.coordinator.service.pulse import beat
 from holdfast.coordinator.service.server import Coordinator
+from holdfast.protocol.authentication import BACKLOG
 from holdfast.protocol.job import JobSpec, Resume
 from holdfast.protocol.sockets import raise_descriptor_limit
 
@@ -28,8 +29,10 @@ def main() -> int:
     """Serves until the job is over. Exit code 4: another took its place; 75: it hands over, see `server`."""
     parser = argparse.ArgumentParser(prog="holdfast.coordinator")
     parser.add_argument("--job-dir", type=Path, required=True)
-    parser.add_argument(
-        "--listen-fd", type=int, required=True, help="a listening socket, shared with the launcher"
+    listening = parser.add_mutually_exclusive_group(required=True)
+    listening.add_argument("--listen-fd", type=int, help="a listening socket, shared with the launcher")
+    listening.add_argument(
+        "--listen", type=int, metavar="PORT", help="where there is no launcher: a port on --host"
     )
     parser.add_argument("--host", default="127.0.0.1", help="the address that agents connect to")
     parser.add_argument(
@@ -69,7 +72,12 @@ async def _serve(given: argparse.Namespace, spec: JobSpec, resume: Resume) -> No
         return
     if given.pulse is not None:
         beat(given.pulse, spec.timing.heartbeat_s / 2)
-    await coordinator.serve(socket.socket(fileno=given.listen_fd), given.host, given.lifeline)
+    if given.listen is None:
+        listener = socket.socket(fileno=given.listen_fd)
+    else:
+        family = socket.AF_INET6 if ":" in given.host else socket.AF_INET
+        listener = socket.create_server((given.host, given.listen), family=family, backlog=BACKLOG)
+    await coordinator.serve(listener, given.host, given.lifeline)
 
 
 def _take_up(given: argparse.Namespace, spec: JobSpec, resume: Resume) -> Coordinator | None:

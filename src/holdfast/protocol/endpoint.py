@@ -8,6 +8,15 @@ from pathlib import Path
 import msgspec
 
 FILE_NAME = "coordinator.json"
+NAME_PATH = "/name"
+"""HTTP path at which a coordinator says its name to whoever asks, and nothing else."""
+
+
+class CoordinatorName(msgspec.Struct, frozen=True, kw_only=True):
+    """What a coordinator says of itself without a proof."""
+
+    instance: str
+    term: int
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,6 +29,11 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     """Made up by the process: no other has it."""
     term: int = 0
     """Its term of office, see `protocol.leadership`; 0: no other machine can have the coordinator."""
+    # A stranger at the address of a coordinator that is gone could say the name of the one that lives, and pass on what it
+    # is sent. So a name that was asked for is only good together with the address where it was asked: the coordinator that
+    # lives has another one, and refuses.
+    dialled: str = ""
+    """HOST:PORT where its name was asked for; empty: it is known from the job's folder."""
 
     @property
     def url(self) -> str:
@@ -30,7 +44,13 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     def name(self) -> str:
         """By which `protocol.proof` knows it."""
         # With the term: who calls the coordinator of a term is answered by none of another one.
-        return f"coordinator {self.instance} of term {self.term}"
+        known = f"coordinator {self.instance} of term {self.term}"
+        return f"{known} at {self.dialled}" if self.dialled else known
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Both by which the process is called: by who reads the job's folder, and by who asks at its address."""
+        return self.name, msgspec.structs.replace(self, dialled=f"{self.host}:{self.port}").name
 
 
 def read_endpoint(job_dir: Path) -> Endpoint | None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from holdfast.protocol.authentication import Door
-from holdfast.protocol.endpoint import Endpoint
+from holdfast.protocol.endpoint import NAME_PATH, CoordinatorName, Endpoint
 from holdfast.protocol.http_server import head_missing
 from holdfast.protocol.proof import ANSWER_HEADER, REFUSAL, admit
 
@@ -28,6 +29,7 @@ _REFUSAL = f"{REFUSAL}\n"
 _REFUSED = (
     f"HTTP/1.1 401 Unauthorized\r\nContent-Length: {len(_REFUSAL)}\r\nConnection: close\r\n\r\n{_REFUSAL}"
 )
+_ASKS_NAME = f"GET {NAME_PATH} HTTP/".encode()
 
 
 def authorized(token: str, where: Endpoint) -> Any:
@@ -37,7 +39,7 @@ def authorized(token: str, where: Endpoint) -> Any:
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         # Both ways of showing the token lead to the same rights. The proof covers method and path, so what
         # was heard for one request opens no other.
-        answer = admit(request.headers.items(), token, where.name, request.method, request.raw_path)
+        answer = _admit(request.headers.items(), token, where, request.method, request.raw_path)
         # The same text for a wrong token as for none, so a stranger learns nothing from the difference.
         if answer is None:
             return web.Response(status=401, text=_REFUSAL)
@@ -53,6 +55,13 @@ async def give_proof(request: web.Request, response: web.StreamResponse) -> None
         response.headers[ANSWER_HEADER] = answer
 
 
+def _admit(headers: Iterable[tuple[str, str]], token: str, where: Endpoint, *asked: str) -> str | None:
+    """See `proof.admit`; under either of the coordinator's names."""
+    given = list(headers)
+    answers = (admit(given, token, name, *asked) for name in where.names)
+    return next((answer for answer in answers if answer is not None), None)
+
+
 class Entrance:
     """Where connections come in, until it is closed."""
 
@@ -60,7 +69,10 @@ class Entrance:
         self, listener: socket.socket, token: str, where: Endpoint, server: Callable[[], asyncio.Protocol]
     ) -> None:
         """server: makes the protocol of a connection in the loop that runs now."""
-        self._token, self._name, self._server = token, where.name, server
+        self._token, self._where, self._server = token, where, server
+        said = msgspec.json.encode(CoordinatorName(instance=where.instance, term=where.term))
+        head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(said)}\r\nConnection: close\r\n\r\n"
+        self._says_name = head.encode() + said
         self._loop = asyncio.get_running_loop()
         self._coming: set[asyncio.Task[None]] = set()
         self._door = Door(listener, "holdfast-door", head_missing, self._enter)
@@ -78,6 +90,9 @@ class Entrance:
 
     def _enter(self, sock: socket.socket, head: bytes) -> bool:
         """In the door's thread: strangers do not come as far as the loop."""
+        if head.startswith(_ASKS_NAME):
+            sock.send(self._says_name)
+            return False
         if not self._is_proven(head):
             # Sent without waiting: a few bytes always fit into an empty socket buffer, and a stranger must
             # not hold up the door.
@@ -94,7 +109,7 @@ class Entrance:
         path, _, _ = rest.rpartition(" ")
         headers = (line.partition(":") for line in lines)
         given = ((name, value.strip()) for name, _, value in headers)
-        return admit(given, self._token, self._name, method, path) is not None
+        return _admit(given, self._token, self._where, method, path) is not None
 
     def _take(self, sock: socket.socket, head: bytes) -> None:
         task = self._loop.create_task(self._hand_over(sock, head))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -22,6 +23,7 @@ from holdfast.errors import UsageError
 from holdfast.protocol.availability import Availability, NodeGoing
 from holdfast.protocol.engine_orders import EngineOrders, as_announced, kind_of
 from holdfast.protocol.faults import check_watched, node_name, parse_fault
+from holdfast.protocol.job import JobDescription
 from holdfast.protocol.notices import NoticeCause
 
 _engine_says = msgspec.json.Decoder(Availability)
@@ -38,7 +40,9 @@ class Routes:
         checks: CheckRuns,
         watchers: Watchers,
         gone: asyncio.Event,
+        describe: Callable[[], JobDescription],
     ) -> None:
+        self._describe_job = describe
         self._loop, self._ledger, self._checks = loop, ledger_file, checks
         self._watchers, self._gone = watchers, gone
         self._steps = 0
@@ -53,6 +57,7 @@ class Routes:
             web.get("/ledger", self._ledger_page),
             web.get("/orders", self._orders_page),
             web.get("/presence", self._presence),
+            web.get("/description", self._describe),
             web.post("/stop", self._stop),
             web.post("/fault", self._fault),
             web.post("/resize", self._resize),
@@ -61,6 +66,10 @@ class Routes:
             *check_routes(self._checks, lambda: self._loop.core.state),
             web.post("/clear", self._clear),
         ]
+
+    async def _describe(self, request: web.Request) -> web.StreamResponse:
+        """What a node needs to know before it joins."""
+        return _json(await asyncio.to_thread(self._describe_job))
 
     async def _watch(self, request: web.Request) -> web.StreamResponse:
         """Every event from `?after=SEQ` on and the status as it changes, one JSON text each."""

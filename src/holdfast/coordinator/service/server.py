@@ -13,6 +13,8 @@ import os
 import secrets
 import signal
 import socket
+from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,7 @@ from holdfast.coordinator.service.store import Store, own_ledger
 from holdfast.coordinator.service.watchers import Watchers
 from holdfast.protocol import ledger
 from holdfast.protocol.endpoint import Endpoint, write_endpoint
-from holdfast.protocol.job import JobSpec, Resume
+from holdfast.protocol.job import MARKER_FILE, JobDescription, JobSpec, Resume
 from holdfast.protocol.leadership import EXIT_HANDED_OVER, EXIT_SUPERSEDED, LOOK_S, newest_term
 
 _log = logging.getLogger(__name__)
@@ -102,6 +104,7 @@ class Coordinator:
             checks=checks,
             watchers=self._watchers,
             gone=self._gone,
+            describe=self._describe,
         )
         self.superseded = False
         self._leaves = asyncio.Event()
@@ -301,6 +304,24 @@ class Coordinator:
             # it waits for this answer before it starts from scratch.
             newest, *older = *self._resume.checkpoints, None
             self._loop.handle(ev.DurableFound(newest, tuple(filter(None, older)), self._resume.passed_over))
+
+    def _describe(self) -> JobDescription:
+        """Reads files, so it is called on a thread."""
+        spec, digest = self._core.spec, ""
+        if not spec.module:
+            with suppress(OSError):
+                digest = sha256(Path(spec.script).read_bytes()).hexdigest()
+        identity = (self._job_dir / "identity").read_text()
+        marker = ""
+        with suppress(FileNotFoundError):
+            marker = (self._job_dir / MARKER_FILE).read_text()
+        return JobDescription(
+            spec=spec,
+            identity=identity,
+            script_digest=digest,
+            job_dir=str(self._job_dir.absolute()),
+            marker=marker,
+        )
 
     def _no_history(self, why: str) -> None:
         """Said once; the job goes on without."""

@@ -9,12 +9,13 @@ from hashlib import sha256
 from pathlib import Path
 
 from holdfast.agent.hooks import timeout_s
+from holdfast.engines.folders import Markers
 from holdfast.engines.jobs import home
 from holdfast.engines.ssh.addresses import Seen, bind_address, plain_address
 from holdfast.engines.ssh.connection import Connection, HostError, Reach
 from holdfast.engines.ssh.explain import mismatch
 from holdfast.engines.ssh.hosts import Hosts, Stage
-from holdfast.engines.ssh.node import HERE, greeting
+from holdfast.engines.ssh.node import greeting
 from holdfast.engines.ssh.words import Begin, Begun, Check, Checked, Close, Coordinator, Ended, Kill, Output
 from holdfast.observe.inotify import Inotify
 from holdfast.protocol.availability import Availability, EngineTraits, NodeUnavailable
@@ -100,7 +101,7 @@ class SshEngine:
                 problems[name] = str(error)
                 await self._surveyed.pop(name).close()
 
-        with _Markers(self._spec, self._job_dir) as nonce:
+        with Markers(self._spec, self._job_dir) as nonce:
             await asyncio.gather(*(try_one(name) for name in list(self._surveyed)))
         return problems
 
@@ -176,7 +177,7 @@ class SshEngine:
             link = self._surveyed.pop(name, None)
             if link is None:
                 link = await self._connect(name)
-                with _Markers(self._spec, self._job_dir) as nonce:
+                with Markers(self._spec, self._job_dir) as nonce:
                     await self._check(link, nonce)
             await self._begin(name, link)
         except (HostError, OSError) as error:
@@ -351,31 +352,6 @@ class SshEngine:
         task: asyncio.Task[None] = asyncio.create_task(coroutine, name=name or None)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-class _Markers:
-    """Files by which a host knows the folders that it shares with this machine; they are there for the time of a check."""
-
-    def __init__(self, spec: JobSpec, job_dir: Path) -> None:
-        folders = [Path(t.url.removeprefix("file://")) for t in spec.saving.tiers if _is_folder(t.url)]
-        own = [f for f in folders if not f.is_relative_to(job_dir)]
-        # A new name each time: several hosts may be checked at once, each with files of its own.
-        self._nonce = secrets.token_hex(8)
-        self._files = [folder / (HERE + self._nonce) for folder in (job_dir, *own)]
-
-    def __enter__(self) -> str:
-        for file in self._files:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.touch()
-        return self._nonce
-
-    def __exit__(self, *exc: object) -> None:
-        for file in self._files:
-            file.unlink(missing_ok=True)
-
-
-def _is_folder(url: str) -> bool:
-    return "://" not in url or url.startswith("file://")
 
 
 def environment_of(names: tuple[str, ...], here: dict[str, str]) -> dict[str, str]:

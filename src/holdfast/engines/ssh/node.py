@@ -9,15 +9,12 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import signal
 import socket
 import subprocess
-import sys
 from contextlib import suppress
-from hashlib import sha256
 from pathlib import Path
 
 import msgspec
@@ -45,12 +42,9 @@ from holdfast.engines.ssh.words import (
 from holdfast.errors import HoldfastError
 from holdfast.protocol.endpoint import write_endpoint
 from holdfast.protocol.processes import kernel_id
-from holdfast.protocol.proof import is_same
 from holdfast.protocol.python import python_module
 
 REACH_S = 5.0
-HERE = "here-"
-"""Begins the name of a file by which a host knows that it sees the launcher's folder."""
 
 
 class Running(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,24 +78,13 @@ def greeting() -> Greeting:
 
 def find_problems(asked: Check, shared: bool) -> list[str]:
     """Why the job cannot run here; each a sentence without the host's name."""
-    found = []
-    script, cwd = Path(asked.script), Path(asked.cwd)
-    if not cwd.is_dir():
-        found.append(f"there is no folder {cwd}; the job runs in the same folder on every host")
-    elif asked.module:
-        sys.path.append(str(cwd))
-        if importlib.util.find_spec(asked.script.partition(".")[0]) is None:
-            found.append(f"there is no module {asked.script!r}; give it the same environment")
-    if not asked.module:
-        try:
-            if sha256(script.read_bytes()).hexdigest() != asked.digest:
-                found.append(f"{script} differs from the one on the launching machine; copy it")
-        except OSError as error:
-            found.append(f"{script}: {error.strerror}; copy the script to the same place")
-    for name in asked.preload:
-        if importlib.util.find_spec(name) is None:
-            found.append(f"there is no module {name!r} (--preload); give it the same environment")
-    found += [why for url in asked.tiers if (why := _tier_problem(url, asked, shared))]
+    from holdfast.engines.folders import find_environment_problems, find_tier_problem
+
+    found = find_environment_problems(
+        script=asked.script, module=asked.module, cwd=asked.cwd, preload=asked.preload, digest=asked.digest
+    )
+    own = Path(asked.home) / "jobs" / asked.job
+    found += [why for url in asked.tiers if (why := find_tier_problem(url, own, shared, asked.nonce))]
     try:
         socket.create_connection(asked.coordinator, REACH_S).close()
     except OSError as error:
@@ -111,27 +94,6 @@ def find_problems(asked: Check, shared: bool) -> list[str]:
             "address that it reaches with --address"
         )
     return found
-
-
-def _tier_problem(url: str, asked: Check, shared: bool) -> str:
-    """Why a durable tier cannot be used from here; empty: it can."""
-    from holdfast.checkpoint.tier import open_tier
-
-    folder = Path(url.removeprefix("file://"))
-    own = Path(asked.home) / "jobs" / asked.job
-    seen = shared if folder.is_relative_to(own) else (folder / (HERE + asked.nonce)).exists()
-    if "://" in folder.as_posix() or not str(folder).startswith("/"):
-        try:
-            open_tier(url).check()
-        except HoldfastError as error:
-            return f"--checkpoint {url}: {error}"
-        return ""
-    if not seen:
-        return (
-            f"the checkpoints' folder {folder} is not shared with the launching machine; name one on a file system that all hosts "
-            "share, or an object store, with --checkpoint"
-        )
-    return ""
 
 
 class Node:
@@ -202,11 +164,12 @@ class Node:
 
     def _check(self, asked: Check) -> Checked:
         from holdfast.engines import jobs
+        from holdfast.engines.folders import is_marked
 
         # The launcher's path here too, so that one folder is one folder where hosts share it.
         os.environ["HOLDFAST_HOME"] = asked.home
         self._folder = jobs.job_dir(asked.job)
-        self._shared = (self._folder / (HERE + asked.nonce)).exists()
+        self._shared = is_marked(self._folder, asked.nonce)
         problems = find_problems(asked, self._shared)
         if not self._shared:
             if jobs.is_running(self._folder):
@@ -252,24 +215,9 @@ class Node:
             self._over.set()
 
     def _prepare(self, order: Begin) -> None:
-        """Makes the job's folder of a host that does not share the launcher's."""
-        from holdfast.engines import jobs
+        from holdfast.engines.folders import prepare_folder
 
-        token = self._folder / "token"
-        try:
-            same = is_same(token.read_text(), order.token)
-        except OSError:
-            same = False
-        if same:
-            return
-        jobs.JobFolder(order.spec.name, here=False).put_away()
-        # As in JobFolder.prepare: nobody else can read it at any moment.
-        token.unlink(missing_ok=True)
-        with os.fdopen(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
-            out.write(order.token)
-        (self._folder / "spec.json").write_bytes(msgspec.json.encode(order.spec))
-        (self._folder / "identity").write_text(order.identity)
-        jobs.sweep_memory()
+        prepare_folder(self._folder, order.spec, order.token, order.identity)
 
     def _spawn(self, order: Begin, memory: Path) -> int:
         from holdfast.engines.agents import agent_arguments

@@ -1,0 +1,79 @@
+"""`holdfast agent`: a node of a job whose nodes are started by somebody else."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def agent(
+    address: Annotated[
+        str,
+        typer.Option(
+            "--join", metavar="HOST:PORT", help="The job's coordinator, as `holdfast run` prints it."
+        ),
+    ],
+    token_file: Annotated[
+        Path,
+        typer.Option(
+            "--token-file",
+            metavar="FILE",
+            envvar="HOLDFAST_TOKEN_FILE",
+            help="A copy of the job's token, readable by you alone.",
+        ),
+    ],
+    node: Annotated[
+        str,
+        typer.Option("--node", metavar="NAME", help="The node's name.", show_default="the machine's name"),
+    ] = "",
+    place: Annotated[
+        str,
+        typer.Option(
+            "--place", metavar="ZONE/RACK", help="Where it stands.", show_default="what HOLDFAST_PLACE says"
+        ),
+    ] = "",
+    wait: Annotated[
+        float,
+        typer.Option("--wait", metavar="SECONDS", min=0.0, help="How long to wait for the coordinator."),
+    ] = 300.0,
+    shared_machine: Annotated[
+        bool, typer.Option("--shared-machine", help="Other nodes of the job are on this machine too.")
+    ] = False,
+) -> None:
+    """Joins a job as one of its nodes, and runs until the job is over or does not need it any more.
+
+    For jobs of `holdfast run --engine join`. Exit code 0: it has left in order.
+    """
+    import re
+    import socket
+
+    from holdfast.engines.join.node import Joining, join
+    from holdfast.errors import UsageError
+    from holdfast.protocol.node_place import parse_place
+
+    name = node or socket.gethostname().partition(".")[0]
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", name) or name.isdecimal():
+        raise UsageError(
+            f"--node {name!r}: use letters, digits, '.', '_' and '-', beginning with a letter or digit, and not a number "
+            "alone"
+        )
+    try:
+        stands = parse_place(place)
+    except ValueError as error:
+        raise UsageError(f"--place {place!r}: {error}") from None
+    wishes = Joining(
+        address=address,
+        token_file=token_file,
+        node=name,
+        place=stands,
+        wait_s=wait,
+        shared_machine=shared_machine,
+    )
+
+    def note(text: str) -> None:
+        sys.stderr.write(f"[holdfast] {text}\n")
+
+    join(wishes, note)

@@ -1,0 +1,125 @@
+"""The job's folder on a machine that does not share the launcher's, and whether the job can run there."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import secrets
+import sys
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
+
+import msgspec
+
+from holdfast.checkpoint.tier import open_tier
+from holdfast.engines import jobs
+from holdfast.errors import HoldfastError
+from holdfast.protocol.job import JobSpec
+from holdfast.protocol.proof import is_same
+
+_MARKER = "here-"
+"""Begins the name of a marker."""
+
+
+def find_environment_problems(
+    *, script: str, module: bool, cwd: str, preload: Sequence[str], digest: str
+) -> list[str]:
+    """Why the job's script cannot run on this machine; each a sentence without the machine's name.
+
+    digest: SHA-256 of the script, in hex; empty where it is not known.
+    """
+    found = []
+    folder = Path(cwd)
+    if not folder.is_dir():
+        found.append(f"there is no folder {folder}; the job runs in the same folder on every host")
+    elif module:
+        sys.path.append(str(folder))
+        if importlib.util.find_spec(script.partition(".")[0]) is None:
+            found.append(f"there is no module {script!r}; give it the same environment")
+    if not module:
+        try:
+            if sha256(Path(script).read_bytes()).hexdigest() != digest and digest:
+                found.append(f"{script} differs from the one on the launching machine; copy it")
+        except OSError as error:
+            found.append(f"{script}: {error.strerror}; copy the script to the same place")
+    for name in preload:
+        if importlib.util.find_spec(name) is None:
+            found.append(f"there is no module {name!r} (--preload); give it the same environment")
+    return found
+
+
+def find_tier_problem(url: str, own: Path, shared: bool, nonce: str) -> str:
+    """Why a durable tier cannot be used from this machine; empty: it can.
+
+    own: the launcher's folder of the job. shared: whether this machine sees it. nonce: of `Markers`.
+    """
+    folder = Path(url.removeprefix("file://"))
+    seen = shared if folder.is_relative_to(own) else is_marked(folder, nonce)
+    if not _is_folder(url) or not str(folder).startswith("/"):
+        try:
+            open_tier(url).check()
+        except HoldfastError as error:
+            return f"--checkpoint {url}: {error}"
+        return ""
+    if not seen:
+        return (
+            f"the checkpoints' folder {folder} is not shared with the launching machine; name one on a file system that all hosts "
+            "share, or an object store, with --checkpoint"
+        )
+    return ""
+
+
+class Markers:
+    """Files by which a machine knows the folders that it shares with the launcher's."""
+
+    def __init__(self, spec: JobSpec, job_dir: Path) -> None:
+        folders = [Path(t.url.removeprefix("file://")) for t in spec.saving.tiers if _is_folder(t.url)]
+        own = [f for f in folders if not f.is_relative_to(job_dir)]
+        # A new name each time: several machines may be checked at once, each with files of its own.
+        self._nonce = secrets.token_hex(8)
+        self._files = [folder / (_MARKER + self._nonce) for folder in (job_dir, *own)]
+
+    def __enter__(self) -> str:
+        for file in self._files:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch()
+        return self._nonce
+
+    def __exit__(self, *exc: object) -> None:
+        for file in self._files:
+            file.unlink(missing_ok=True)
+
+
+def is_marked(folder: Path, nonce: str) -> bool:
+    """Whether this machine sees the launcher's folder."""
+    return (folder / (_MARKER + nonce)).exists()
+
+
+def _is_folder(url: str) -> bool:
+    return "://" not in url or url.startswith("file://")
+
+
+def has_token(folder: Path, token: str) -> bool:
+    """Whether the folder is of this start of the job."""
+    try:
+        return is_same((folder / "token").read_text(), token)
+    except OSError:
+        return False
+
+
+def prepare_folder(folder: Path, spec: JobSpec, token: str, identity: str) -> None:
+    """Makes the folder ready for an agent. Nothing is done where it is of this start already: it may be the launcher's own.
+
+    identity: of the job's snapshot memory, see `jobs.JobFolder.memory`.
+    """
+    if has_token(folder, token):
+        return
+    jobs.JobFolder(spec.name, here=False).put_away()
+    # As in JobFolder.prepare: nobody else can read it at any moment.
+    (folder / "token").unlink(missing_ok=True)
+    with os.fdopen(os.open(folder / "token", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
+        out.write(token)
+    (folder / "spec.json").write_bytes(msgspec.json.encode(spec))
+    (folder / "identity").write_text(identity)
+    jobs.sweep_memory()

@@ -1,0 +1,1 @@
+"""Nodes that somebody else starts: each runs `holdfast agent --join`, and the job waits for them."""

@@ -1,0 +1,65 @@
+"""The launcher of a job whose nodes somebody else starts: coordinator and view on this machine, and no node."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import signal
+import socket
+from contextlib import ExitStack
+
+from holdfast.engines.base import Engine
+from holdfast.engines.folders import Markers
+from holdfast.engines.jobs import JobFolder
+from holdfast.engines.join.engine import JoinEngine
+from holdfast.engines.launcher import Launcher
+from holdfast.engines.shown import View
+from holdfast.protocol.job import MARKER_FILE, JobSpec
+
+
+class JoinLauncher(Launcher):
+    """Runs one job. Ctrl-C once stops it in order, twice at once."""
+
+    def __init__(self, spec: JobSpec, folder: JobFolder, view: View, port: int = 0) -> None:
+        super().__init__(spec, folder.path, view, port)
+        self._folder, self._markers = folder, ExitStack()
+        self.inherited = (folder.lock,)  # as in LocalLauncher
+        self.host = spec.ssh.address or _reachable_address()
+
+    async def open(self) -> Engine:
+        """Prepares the job's folder, and says how nodes are started."""
+        assert self._listener is not None
+        resume = self._folder.prepare(self.spec, self.view.note)
+        self._folder.identify()
+        self.note_resume(resume)
+        # For as long as the job runs: a node may come at any time.
+        (self.job_dir / MARKER_FILE).write_text(self._markers.enter_context(Markers(self.spec, self.job_dir)))
+        address, token = f"{self.host}:{self._listener.getsockname()[1]}", self.job_dir / "token"
+        line = f"holdfast agent --join {address} --token-file {shlex.quote(str(token))}"
+        self.note(f"start {self.spec.max_nodes + self.spec.spares} nodes, each with: {line}")
+        self.note(
+            "each machine needs a copy of that file, readable by you alone, and the script at the same path"
+        )
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, self.on_interrupt)
+        loop.add_signal_handler(signal.SIGTERM, self.on_interrupt)
+        return JoinEngine(line, self.note)
+
+    async def staff(self) -> None:
+        """Somebody else does."""
+
+    async def close(self) -> None:
+        """See `Launcher.close`."""
+        self._markers.close()
+        await super().close()
+
+
+def _reachable_address() -> str:
+    """An IPv4 address of this machine by which others may reach it; loopback where there is no network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as trial:
+        try:
+            # Sends nothing: the kernel only chooses an address. 192.0.2.1 is nobody's (RFC 5737).
+            trial.connect(("192.0.2.1", 9))
+        except OSError:
+            return "127.0.0.1"
+        return str(trial.getsockname()[0])

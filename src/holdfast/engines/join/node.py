@@ -1,0 +1,170 @@
+"""A node that joins a job at its coordinator's address: it learns the job from there, makes a folder and becomes its agent."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import ipaddress
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import msgspec
+
+from holdfast.engines import jobs
+from holdfast.engines.agents import agent_arguments
+from holdfast.engines.folders import (
+    find_environment_problems,
+    find_tier_problem,
+    has_token,
+    is_marked,
+    prepare_folder,
+)
+from holdfast.errors import HoldfastError, UsageError
+from holdfast.protocol.endpoint import Endpoint
+from holdfast.protocol.http_client import Unproven, proving
+from holdfast.protocol.job import JobDescription
+from holdfast.protocol.lookup import parse_address
+from holdfast.protocol.node_place import NodePlace
+from holdfast.protocol.python import python_module
+
+RETRY_S = 0.5
+TELL_S = 2.0
+"""After so long without an answer a person is told what is waited for."""
+ANSWER_S = 10.0
+DESCRIPTION_PATH = "/description"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joining:
+    """What a node is told when it is started."""
+
+    address: str
+    """HOST:PORT of the coordinator."""
+    token_file: Path
+    node: str
+    """Its name in the job."""
+    place: NodePlace = ()
+    """Where it stands; empty: what `HOLDFAST_PLACE` says."""
+    wait_s: float = 300.0
+    """How long to wait for a coordinator."""
+    shared_machine: bool = False
+    """Whether other nodes of the job are on this machine."""
+
+
+def join(given: Joining, note: Callable[[str], None]) -> None:
+    """Becomes the agent of the node. Returns never.
+
+    Raises:
+        UsageError: the job cannot run on this machine, or the token cannot be read.
+        HoldfastError: no coordinator answered in time.
+    """
+    token = _read_token(given.token_file)
+    where, job = asyncio.run(_describe(given, token, note))
+    spec = job.spec
+    problems = find_environment_problems(
+        script=spec.script, module=spec.module, cwd=spec.cwd, preload=spec.preload, digest=job.script_digest
+    )
+    if job.marker:
+        own = Path(job.job_dir)
+        seen = is_marked(own, job.marker)
+        urls = [tier.url for tier in spec.saving.tiers]
+        problems += [why for url in urls if (why := find_tier_problem(url, own, seen, job.marker))]
+    if problems:
+        raise UsageError(f"the job {spec.name!r} cannot run on this machine: {'; '.join(problems)}")
+    folder = jobs.job_dir(jobs.check_name(spec.name))
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with (folder / "join.lock").open("w") as lock:
+        # Several nodes may be started on one machine at once, and one of them prepares the folder.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not has_token(folder, token) and jobs.is_running(folder):
+            raise UsageError(
+                f"another job named {spec.name!r} is running on this machine; set HOLDFAST_HOME elsewhere"
+            )
+        prepare_folder(folder, spec, token, job.identity)
+    logs = folder / "logs" / "agents"
+    logs.mkdir(parents=True, exist_ok=True)
+    log = logs / f"{given.node}.log"
+    memory = jobs.memory_of(folder) / given.node
+    arguments = [
+        *agent_arguments(spec, folder, given.node, _own_address(where), memory, given.place),
+        f"--coordinator={given.address}",
+        f"--log-file={log}",
+        *(["--shared-machine"] if given.shared_machine else []),
+    ]
+    note(f"{given.node} joins the job {spec.name!r} at {given.address}; its log is {log}")
+    os.chdir(spec.cwd)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    command = python_module("holdfast.agent", *arguments)
+    # In the place of this process: who started it waits for the agent, signals it and gets its exit code.
+    os.execv(command[0], command)
+
+
+def _read_token(path: Path) -> str:
+    try:
+        token = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise UsageError(
+            f"--token-file {path}: {why}; `holdfast run --engine join` prints its path"
+        ) from None
+    if not token:
+        raise UsageError(f"--token-file {path}: it is empty")
+    return token
+
+
+async def _describe(
+    given: Joining, token: str, note: Callable[[str], None]
+) -> tuple[Endpoint, JobDescription]:
+    """The job, of a coordinator that has proved that it knows the token."""
+    lookup = parse_address(given.address, "--join")
+    began, told, why = time.monotonic(), False, "nothing answers there"
+    while True:
+        where = await lookup.find()
+        if where is not None:
+            try:
+                return where, await _ask(where, token)
+            except Unproven:
+                why = (
+                    "who answers there has not proven to be the job's coordinator: compare the token with that of the job, and "
+                    "the address with the one that the coordinator was started with"
+                )
+            except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                why = str(error) or type(error).__name__
+        waited_s = time.monotonic() - began
+        if waited_s > given.wait_s:
+            raise HoldfastError(f"no coordinator at {given.address} within {given.wait_s:g} s: {why}")
+        if waited_s > TELL_S and not told:
+            told = True
+            note(f"waiting for the coordinator at {given.address}: {why}")
+        # There is no event for "a process on another machine listens".
+        await asyncio.sleep(RETRY_S)
+
+
+async def _ask(where: Endpoint, token: str) -> JobDescription:
+    limit = aiohttp.ClientTimeout(total=ANSWER_S)
+    async with (
+        aiohttp.ClientSession(timeout=limit, middlewares=[proving(token, where)]) as session,
+        session.get(f"{where.url}{DESCRIPTION_PATH}") as answer,
+    ):
+        answer.raise_for_status()
+        try:
+            return msgspec.json.decode(await answer.read(), type=JobDescription)
+        except msgspec.MsgspecError as error:
+            raise UsageError(
+                f"the job at {where.host}:{where.port} is of another version of Holdfast ({error}); install the same here"
+            ) from None
+
+
+def _own_address(where: Endpoint) -> str:
+    """The address of this machine from which the coordinator is reached."""
+    host = ipaddress.ip_address(where.host.removeprefix("[").removesuffix("]"))
+    family = socket.AF_INET6 if host.version == 6 else socket.AF_INET
+    # A datagram socket sends nothing when it is connected; the kernel only chooses the address.
+    with socket.socket(family, socket.SOCK_DGRAM) as trial:
+        trial.connect((str(host), where.port))
+        return str(trial.getsockname()[0])

@@ -1,0 +1,94 @@
+"""How a node finds its job's coordinator: in the job's folder, or at an address that it was given."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+import aiohttp
+import msgspec
+
+from holdfast.errors import UsageError
+from holdfast.protocol.endpoint import NAME_PATH, CoordinatorName, Endpoint, read_endpoint
+
+ASK_S = 2.0
+"""How long whoever listens at the address may take to say its name."""
+MAX_ADDRESSES = 8
+"""Of one name. A name service answers with two while one coordinator takes another's place."""
+_MAX_ANSWER_BYTES = 1024
+_names = msgspec.json.Decoder(CoordinatorName)
+
+
+class Lookup(Protocol):
+    """Where the newest coordinator of one job is, as far as can be known."""
+
+    async def find(self) -> Endpoint | None:
+        """None while there is none. Nothing is proven by it: see `protocol.http_client`."""
+        ...
+
+
+class FolderLookup:
+    """In a folder that the coordinator can write and this node can read."""
+
+    def __init__(self, job_dir: Path) -> None:
+        self._job_dir = job_dir
+
+    async def find(self) -> Endpoint | None:
+        """See `Lookup`."""
+        return read_endpoint(self._job_dir)
+
+
+class AddressLookup:
+    """At HOST:PORT. Where the host's name has several addresses, the coordinator of the latest term counts."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._host, self._port = host, port
+
+    async def find(self) -> Endpoint | None:
+        """See `Lookup`. The name is resolved anew each time, since a coordinator may come back on another machine."""
+        loop = asyncio.get_running_loop()
+        try:
+            found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+        except OSError:
+            return None
+        hosts = list(dict.fromkeys(str(address[4][0]) for address in found))[:MAX_ADDRESSES]
+        answers = await asyncio.gather(*(self._ask(host) for host in hosts))
+        return max((x for x in answers if x is not None), key=lambda x: x.term, default=None)
+
+    async def _ask(self, host: str) -> Endpoint | None:
+        shown = f"[{host}]" if ":" in host else host
+        limit = aiohttp.ClientTimeout(total=ASK_S)
+        with suppress(aiohttp.ClientError, OSError, TimeoutError, msgspec.MsgspecError):
+            async with (
+                aiohttp.ClientSession(timeout=limit) as session,
+                session.get(f"http://{shown}:{self._port}{NAME_PATH}", allow_redirects=False) as answer,
+            ):
+                # Whoever says no length could go on for ever.
+                if not 0 < (answer.content_length or 0) <= _MAX_ANSWER_BYTES:
+                    return None
+                said = _names.decode(await answer.read())
+                # The address is in the name, so whoever listens here can only have said its own: see `Endpoint.dialled`.
+                return Endpoint(
+                    host=shown,
+                    port=self._port,
+                    pid=0,
+                    instance=said.instance,
+                    term=said.term,
+                    dialled=f"{shown}:{self._port}",
+                )
+        return None
+
+
+def parse_address(text: str, option: str) -> AddressLookup:
+    """Reads HOST:PORT, as `option` was given.
+
+    Raises:
+        UsageError: it is none.
+    """
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise UsageError(f"{option} {text!r}: give HOST:PORT, for example node0:29400")
+    return AddressLookup(host.removeprefix("[").removesuffix("]"), int(port))
