@@ -100,3 +100,10 @@ def main() -> None:
     except HoldfastError as error:
         sys.stderr.write(f"holdfast: {error}\n")
         sys.exit(EXIT_FAILED)
+    except OSError as error:
+        # A file that cannot be read or written is the user's to mend, and a traceback names it last. Other errors of the
+        # system are ours, and their traceback is wanted.
+        if error.filename is None:
+            raise
+        sys.stderr.write(f"holdfast: {error.filename}: {error.strerror}\n")
+        sys.exit(EXIT_FAILED)

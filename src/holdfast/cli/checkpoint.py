@@ -205,13 +205,10 @@ def _check_newest(archive: Archive) -> None:
 
 def job_archives(folder: Path) -> list[Archive]:
     """Every durable tier of a job, from its specification."""
-    import msgspec
-
     from holdfast.checkpoint.archive import Archive
-    from holdfast.protocol.job import JobSpec
+    from holdfast.engines.jobs import read_spec
 
-    spec = msgspec.json.decode((folder / "spec.json").read_bytes(), type=JobSpec)
-    return [Archive(tier.url) for tier in spec.saving.tiers]
+    return [Archive(tier.url) for tier in read_spec(folder).saving.tiers]
 
 
 def _archives(place: str | None, job: str | None) -> list[tuple[Archive, int | None]]:

@@ -68,17 +68,18 @@ def report(
 
 def read_report(folder: Path) -> dict[str, Any]:
     """As it was written at the job's end; until then, and for a job that was killed, from its ledger."""
-    import msgspec
-
     from holdfast.coordinator.service.report import build_report
     from holdfast.engines import jobs
     from holdfast.errors import UsageError
+    from holdfast.protocol.stored import read_stored
 
     try:
         # A start puts the report of the one before away (`JobFolder.put_away`), so a file that is here is
         # of the newest start, and its figures are final. Without that a resumed job would show how its
         # earlier start had ended.
-        written: dict[str, Any] = msgspec.json.decode((folder / "report.json").read_bytes())
+        written: dict[str, Any] = read_stored(
+            folder / "report.json", dict, "remove it, and the report is made from the ledger"
+        )
     except FileNotFoundError:
         pass
     else:

@@ -16,6 +16,7 @@ from holdfast.engines import jobs
 from holdfast.errors import UsageError
 from holdfast.protocol.endpoint import Endpoint, read_endpoint
 from holdfast.protocol.http_client import Unproven, proving
+from holdfast.protocol.stored import read_stored_text
 
 RETRY_S = 0.05
 PATIENCE_S = 10.0
@@ -47,8 +48,10 @@ class JobClient:
 
     async def __aenter__(self) -> JobClient:
         try:
-            self._token = (self._job_dir / "token").read_text().strip()
-        except OSError:
+            self._token = read_stored_text(
+                self._job_dir / "token", "the running job cannot be spoken with; stop its launcher with Ctrl-C"
+            )
+        except FileNotFoundError:
             raise UsageError(f"there is no job {self._job_dir.name!r} in {self._job_dir.parent}") from None
         return self
 

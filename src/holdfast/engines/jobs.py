@@ -20,6 +20,7 @@ from holdfast.coordinator.service.store import FIRST
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.observe.transfer_progress import ByteCount
 from holdfast.protocol.job import Durable, JobSpec, Resume
+from holdfast.protocol.stored import read_stored
 
 KEEP_LEDGERS = 5
 
@@ -97,7 +98,11 @@ class Allocation(msgspec.Struct, frozen=True):
 def read_allocation(folder: Path) -> Allocation | None:
     """None for a job of this machine."""
     try:
-        return msgspec.json.decode((folder / "allocation.json").read_bytes(), type=Allocation)
+        return read_stored(
+            folder / "allocation.json",
+            Allocation,
+            "it names the cluster's job; remove the file if no job of the cluster is running",
+        )
     except FileNotFoundError:
         return None
 
@@ -181,6 +186,19 @@ def sweep_memory() -> None:
             remove_memory(folder)
 
 
+def read_spec(folder: Path) -> JobSpec:
+    """What the job was started with.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    return read_stored(
+        folder / "spec.json",
+        JobSpec,
+        "the next start of the job writes it anew; checkpoints are not touched by it",
+    )
+
+
 class JobFolder:
     """A job's folder, locked for as long as launcher or coordinator live."""
 
@@ -192,7 +210,13 @@ class JobFolder:
         """
         self.path = job_dir(name)
         self._new = not self.path.exists()
-        self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            # A file where a folder is to be is the usual reason, and then the error's own text is the wrong way round.
+            blocking = next((p for p in (self.path, *self.path.parents) if p.exists() and not p.is_dir()), None)
+            why = f"{blocking} is no folder" if blocking else f"{error.filename}: {error.strerror}"
+            raise UsageError(f"the job's folder cannot be made: {why}; remove it, or set HOLDFAST_HOME") from None
         self.lock = self._lock(name) if here else -1
 
     def _lock(self, name: str) -> int:

@@ -1,0 +1,110 @@
+"""Folders and files that are damaged, or no folders and files at all: every command says what and where, in a sentence."""
+
+import socket
+from pathlib import Path
+
+import pytest
+from test_finished_job import write_job
+
+COMMANDS = (
+    "status",
+    "status --json",
+    "ls",
+    "events",
+    "logs",
+    "report",
+    "report --json",
+    "metrics",
+    "why",
+    "why 1",
+    "stop",
+    "resize 2",
+    "drain node0",
+    "fault kill-worker:rank=0",
+    "check --job done",
+    "check --json nowhere/report.json",
+    "checkpoint ls --job done",
+    "checkpoint verify --job done",
+    "checkpoint prune --job done --keep 1",
+    "node ls",
+    "node show node0",
+    "health ls",
+    "plan calibrate done",
+    "plan simulate --replay 1",
+    "memory",
+)
+
+
+def garbage(path: Path) -> None:
+    path.write_bytes(b"\x00\xffgarbage" * 500)
+
+
+def valid_json_of_something_else(path: Path) -> None:
+    path.write_text('{"name": 5, "outcome": [], "engine": {}, "host": null}')
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def folder(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.mkdir()
+
+
+def pipe(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX) as here:
+        here.bind(str(path))
+
+
+DAMAGES = [
+    ("jobs/done/spec.json", garbage),
+    ("jobs/done/spec.json", valid_json_of_something_else),
+    ("jobs/done/spec.json", folder),
+    ("jobs/done/job.sqlite", garbage),
+    ("jobs/done/job.sqlite", cut),
+    ("jobs/done/job.sqlite", folder),
+    ("jobs/done/report.json", garbage),
+    ("jobs/done/report.json", valid_json_of_something_else),
+    ("jobs/done/report.json", folder),
+    ("jobs/done/coordinator.json", garbage),
+    ("jobs/done/allocation.json", garbage),
+    ("jobs/done/allocation.json", valid_json_of_something_else),
+    ("jobs/done/identity", folder),
+    ("jobs/done/token", folder),
+    ("jobs/done/token", garbage),
+    ("jobs/done/logs/node1.0-2.log", garbage),
+    ("jobs/done/lock", folder),
+    ("health.sqlite", garbage),
+    ("health.sqlite", folder),
+]
+
+
+@pytest.mark.parametrize(("what", "damage"), DAMAGES, ids=lambda x: x if isinstance(x, str) else x.__name__)
+def test_what_is_damaged_is_named_and_nothing_is_a_traceback(holdfast, home, what, damage):
+    write_job("done")
+    damage(home / what)
+    assert complaints(holdfast) == []
+
+
+@pytest.mark.parametrize("what", ["", "jobs", "jobs/done"])
+def test_what_is_no_folder_is_named_and_nothing_is_a_traceback(holdfast, home, what):
+    (home / what).parent.mkdir(parents=True, exist_ok=True)
+    (home / what).write_text("no folder")
+    assert complaints(holdfast, "run train.py", "run --job done train.py") == []
+
+
+def complaints(holdfast, *more: str) -> list[str]:
+    """Commands that broke: with another error than one sentence of ours."""
+    found = []
+    for command in (*COMMANDS, *more):
+        try:
+            said = holdfast(*command.split())
+        except Exception as error:  # noqa: BLE001 - any of them would be a traceback
+            found.append(f"{command}: {type(error).__name__}: {error}")
+            continue
+        told = said.err.strip().splitlines()
+        if said.code and not any(line.startswith(("holdfast: ", "Error: ", "[holdfast]", "Usage")) for line in told):
+            found.append(f"{command}: exit code {said.code}, {said.err!r}")
+    return found
