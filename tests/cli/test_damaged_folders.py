@@ -101,10 +101,12 @@ def complaints(holdfast, *more: str) -> list[str]:
     for command in (*COMMANDS, *more):
         try:
             said = holdfast(*command.split())
-        except Exception as error:  # noqa: BLE001 - any of them would be a traceback
+        except Exception as error:
             found.append(f"{command}: {type(error).__name__}: {error}")
             continue
         told = said.err.strip().splitlines()
-        if said.code and not any(line.startswith(("holdfast: ", "Error: ", "[holdfast]", "Usage")) for line in told):
+        if said.code and not any(
+            line.startswith(("holdfast: ", "Error: ", "[holdfast]", "Usage")) for line in told
+        ):
             found.append(f"{command}: exit code {said.code}, {said.err!r}")
     return found

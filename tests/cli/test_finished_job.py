@@ -186,7 +186,7 @@ def test_report_of_a_job_that_was_killed(holdfast, home):
     assert "dead  killed  step 10" in holdfast("status", "--job", "dead").out
 
 
-@pytest.mark.parametrize("command", [["fault", "kill-worker"], ["stop"]])
+@pytest.mark.parametrize("command", [["fault", "kill-worker"], ["resize", "2"]])
 def test_what_needs_a_running_job(holdfast, job, command):
     said = holdfast(*command, "--job", "done")
     assert (said.code, said.out) == (2, "")
@@ -258,3 +258,39 @@ def test_metrics_of_a_job_that_has_ended(holdfast, job):
     assert 'holdfast_time_seconds{class="unexplained"} 9.0\n' in said.out
     assert 'holdfast_phase{phase="ended"} 1.0\n' in said.out
     assert "holdfast_wall_seconds_total 9.0\n" in said.out
+
+
+def test_ls_lists_the_newest_first_and_says_what_is_wrong_with_one(holdfast, job, home):
+    write_job("other", outcome=None)
+    write_job("damaged")
+    (home / "jobs" / "damaged" / "spec.json").write_text("{")
+    told = json.loads(holdfast("ls", "--json").out)
+    assert [(x["job"], x["state"], x["step"]) for x in told] == [
+        ("damaged", "unknown", None),
+        ("other", "killed", 8),
+        ("done", "finished", 8),
+    ]
+    said = holdfast("ls")
+    assert [line.split()[:3] for line in said.out.splitlines()[1:]] == [
+        ["damaged", "unknown", "–"],
+        ["other", "killed", "8"],
+        ["done", "finished", "8"],
+    ]
+    assert said.err.startswith(f"damaged: {home}/jobs/damaged/spec.json is damaged")
+
+
+def test_ls_of_no_job(holdfast, home):
+    assert holdfast("ls").out == f"there is no job in {home}/jobs\n"
+
+
+def test_a_stop_of_a_job_that_has_ended_is_no_error(holdfast, job):
+    said = holdfast("stop", "--job", "done")
+    assert (said.code, said.out) == (0, "the job done is not running\n")
+
+
+def test_version(holdfast):
+    assert [line.split()[0] for line in holdfast("version").out.splitlines()] == [
+        "holdfast",
+        "Python",
+        "torch",
+    ]

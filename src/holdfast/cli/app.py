@@ -18,6 +18,7 @@ from holdfast.cli import (
     fault,
     health,
     logs,
+    ls,
     metrics,
     node,
     plan,
@@ -43,12 +44,14 @@ app = typer.Typer(
     help="Keeps PyTorch training running through failures and changes of capacity.",
     no_args_is_help=True,
     add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
 # What a command needs it imports inside its function. All commands are imported here, so what one of them
 # imported at its top would be paid for by each, and by the refusal of a misspelt option.
 app.command("run", cls=RunCommand, context_settings=run.CONTEXT)(run.run)
 app.command("agent")(agent.agent)
+app.command("ls")(ls.ls)
 app.command("status")(status.status)
 app.command("events")(events.events)
 app.command("logs")(logs.logs)
@@ -76,6 +79,22 @@ def _version(asked: bool) -> None:
 
         sys.stdout.write(f"holdfast {__version__}\n")
         raise typer.Exit()
+
+
+@app.command("version")
+def version() -> None:
+    """Shows the versions of Holdfast, Python and torch."""
+    from importlib.metadata import PackageNotFoundError
+    from importlib.metadata import version as version_of
+
+    from holdfast import __version__
+
+    try:
+        torch = version_of("torch")
+    except PackageNotFoundError:
+        torch = "not installed"
+    python = ".".join(map(str, sys.version_info[:3]))
+    sys.stdout.write(f"holdfast {__version__}\nPython {python}\ntorch {torch}\n")
 
 
 @app.callback()

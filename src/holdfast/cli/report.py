@@ -83,6 +83,10 @@ def read_report(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         pass
     else:
+        if not {"job", "outcome", "steps", "goodput", "incidents"} <= written.keys():
+            raise UsageError(
+                f"{folder / 'report.json'} is no report of a job: remove it, and it is made from the ledger"
+            )
         return written
     with ledger(folder) as store:
         state = store.load()

@@ -17,6 +17,10 @@ def stop(job: JobName = None) -> None:
     from holdfast.engines import jobs
 
     folder = jobs.existing(job)
+    if not jobs.is_running(folder):
+        # What was asked for is so: a script that stops a job twice, or one that has just ended, has done no mistake.
+        sys.stdout.write(f"the job {folder.name} is not running\n")
+        return
     asyncio.run(_stop(folder))
     ended = read_report(folder)
     saved = max((step for archive in job_archives(folder) for step in archive.steps()), default=None)

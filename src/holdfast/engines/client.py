@@ -49,7 +49,8 @@ class JobClient:
     async def __aenter__(self) -> JobClient:
         try:
             self._token = read_stored_text(
-                self._job_dir / "token", "the running job cannot be spoken with; stop its launcher with Ctrl-C"
+                self._job_dir / "token",
+                "the running job cannot be spoken with; stop its launcher with Ctrl-C",
             )
         except FileNotFoundError:
             raise UsageError(f"there is no job {self._job_dir.name!r} in {self._job_dir.parent}") from None

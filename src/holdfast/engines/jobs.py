@@ -57,10 +57,16 @@ def check_name(name: str) -> str:
 
 def newest_job() -> str | None:
     """The job that was started last."""
-    folders = [d for d in (home() / "jobs").glob("*") if (d / "spec.json").is_file()]
+    newest = folders()[:1]
+    return newest[0].name if newest else None
+
+
+def folders() -> list[Path]:
+    """Of all jobs, the one that was started last first."""
+    found = [d for d in (home() / "jobs").glob("*") if (d / "spec.json").is_file()]
     # By spec.json, which is written once per start. The folder's own time changes with everything that is put
     # into it.
-    return max(folders, key=lambda d: (d / "spec.json").stat().st_mtime).name if folders else None
+    return sorted(found, key=lambda d: (d / "spec.json").stat().st_mtime, reverse=True)
 
 
 def existing(name: str | None) -> Path:
@@ -76,10 +82,8 @@ def existing(name: str | None) -> Path:
         )
     folder = job_dir(chosen)
     if not (folder / "spec.json").is_file():
-        names = sorted(
-            (d.parent for d in (home() / "jobs").glob("*/spec.json")), key=lambda d: d.stat().st_mtime
-        )
-        there = f"; the newest are {', '.join(d.name for d in names[:-6:-1])}" if names else ""
+        names = [d.name for d in folders()[:5]]
+        there = f"; the newest are {', '.join(names)}" if names else ""
         raise UsageError(f"there is no job {chosen!r} in {home() / 'jobs'}{there}")
     return folder
 
@@ -214,9 +218,13 @@ class JobFolder:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
             # A file where a folder is to be is the usual reason, and then the error's own text is the wrong way round.
-            blocking = next((p for p in (self.path, *self.path.parents) if p.exists() and not p.is_dir()), None)
+            blocking = next(
+                (p for p in (self.path, *self.path.parents) if p.exists() and not p.is_dir()), None
+            )
             why = f"{blocking} is no folder" if blocking else f"{error.filename}: {error.strerror}"
-            raise UsageError(f"the job's folder cannot be made: {why}; remove it, or set HOLDFAST_HOME") from None
+            raise UsageError(
+                f"the job's folder cannot be made: {why}; remove it, or set HOLDFAST_HOME"
+            ) from None
         self.lock = self._lock(name) if here else -1
 
     def _lock(self, name: str) -> int:

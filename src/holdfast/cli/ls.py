@@ -1,0 +1,120 @@
+"""`holdfast ls`: the jobs of this home, the newest first."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from holdfast.cli.common import AsJson, write_json
+
+ANSWER_S = 2.0
+"""How long a running job may take to answer; others are shown meanwhile."""
+ASKED_AT_ONCE = 32
+SHOWN = 20
+
+
+def ls(
+    all_jobs: Annotated[
+        bool, typer.Option("--all", help=f"All jobs, and not the newest {SHOWN} only.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Lists jobs: state, step, goodput, age."""
+    import asyncio
+
+    from holdfast.engines import jobs
+
+    folders = jobs.folders()
+    shown = folders if all_jobs or as_json else folders[:SHOWN]
+    found = asyncio.run(_look_at(shown))
+    if as_json:
+        write_json(found)
+        return
+    if not found:
+        sys.stdout.write(f"there is no job in {jobs.home() / 'jobs'}\n")
+        return
+    from holdfast.observe.tables import print_table
+    from holdfast.protocol import units
+
+    rows = [
+        (
+            x["job"],
+            x["state"],
+            units.count(x["step"]),
+            units.share(x["goodput"]),
+            units.clock(x["age_s"]),
+            x["engine"] or "-",
+        )
+        for x in found
+    ]
+    print_table(sys.stdout, ("job", "state", "step", "goodput", "age", "engine"), rows)
+    for x in found:
+        if x["problem"]:
+            sys.stderr.write(f"{x['job']}: {x['problem']}\n")
+    if len(shown) < len(folders):
+        sys.stdout.write(f"and {len(folders) - len(shown)} older ones: holdfast ls --all\n")
+
+
+async def _look_at(folders: list[Path]) -> list[dict[str, Any]]:
+    import asyncio
+
+    turn = asyncio.Semaphore(ASKED_AT_ONCE)
+
+    async def one(folder: Path) -> dict[str, Any]:
+        async with turn:
+            return await _entry(folder)
+
+    return await asyncio.gather(*(one(folder) for folder in folders))
+
+
+async def _entry(folder: Path) -> dict[str, Any]:
+    """What is known of one job. A job that is damaged or does not answer hides no other."""
+    import asyncio
+
+    from holdfast.errors import HoldfastError
+
+    known: dict[str, Any] = {
+        "job": folder.name,
+        "state": "unknown",
+        "step": None,
+        "goodput": None,
+        "age_s": round(time.time() - (folder / "spec.json").stat().st_mtime, 3),
+        "engine": None,
+        "problem": None,
+    }
+    try:
+        from holdfast.engines import jobs
+
+        known["engine"] = jobs.read_spec(folder).engine
+        known |= (
+            await _running(folder) if jobs.is_running(folder) else await asyncio.to_thread(_ended, folder)
+        )
+    except (HoldfastError, TimeoutError) as error:
+        known["problem"] = str(error) or f"its coordinator does not answer within {ANSWER_S:g} s"
+    return known
+
+
+async def _running(folder: Path) -> dict[str, Any]:
+    import asyncio
+
+    from holdfast.engines.client import JobClient
+    from holdfast.observe.dashboard import job_word
+
+    async with asyncio.timeout(ANSWER_S), JobClient(folder) as client:
+        status = await client.get("/status")
+    return {"state": job_word(status), "step": status["step"], "goodput": status["goodput"].get("share")}
+
+
+def _ended(folder: Path) -> dict[str, Any]:
+    from holdfast.cli.report import read_report
+
+    report = read_report(folder)
+    return {
+        "state": report["outcome"],
+        "step": report["steps"]["committed"],
+        "goodput": report["goodput"].get("share"),
+    }
