@@ -294,3 +294,28 @@ def test_version(holdfast):
         "Python",
         "torch",
     ]
+
+
+def test_events_of_a_time_and_the_newest_of_them(holdfast, home):
+    folder = JobFolder("timed")
+    folder.prepare(JobSpec(name="timed", script="train.py"))
+    store = Store(folder.path / "job.sqlite")
+    store.begin()
+    for minute in range(4):
+        utc = f"2026-11-23T09:0{minute}:00.000+00:00"
+        store.add_event(60.0 * minute, utc, "level", {"level": 2})
+        store.add_event(60.0 * minute, utc, "waiting", {"workers": minute, "target": 4})
+    store.commit()
+    store.close()
+    folder.close()
+
+    def seen(*options):
+        return [json.loads(line)["seq"] for line in holdfast("events", "--json", *options).out.splitlines()]
+
+    assert seen("--tail", 3) == [6, 7, 8]
+    assert seen("--tail", 2, "--kind", "waiting") == [6, 8]
+    assert seen("--since", "2026-11-23T09:02") == [5, 6, 7, 8]
+    assert seen("--since", "2026-11-23T11:02+02:00", "--tail", 1) == [8]
+    assert seen("--since", "5m") == []
+    said = holdfast("events", "--since", "yesterday")
+    assert (said.code, "for example 30m" in said.err) == (2, True)

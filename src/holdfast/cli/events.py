@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,42 +22,84 @@ def events(
         list[str] | None,
         typer.Option("--kind", metavar="KIND", help="Show only events of this kind. Can be repeated."),
     ] = None,
+    since: Annotated[
+        str | None,
+        typer.Option(
+            "--since",
+            metavar="AGO|TIME",
+            help="Show only what happened in the last 30m, 2h, or since a time (UTC), for example 2026-11-23T09:30.",
+        ),
+    ] = None,
+    tail: Annotated[
+        int | None, typer.Option("--tail", "-n", metavar="N", help="Show only the newest N.", min=1)
+    ] = None,
 ) -> None:
     """Shows everything that happened to a job: nodes, generations, faults, incidents, decisions."""
+    from collections import deque
+
     from holdfast.engines import jobs
 
     folder = jobs.existing(job)
-    show = _Printer(as_json, _kinds(kind))
+    show = _Printer(as_json, _kinds(kind), _moment(since) if since else "")
+    # Filtered before they are counted: the newest N of those that are asked for.
+    for entry in deque((x for x in _stored(folder, 0) if show.wants(x)), tail):
+        show(entry)
     if follow and jobs.is_running(folder):
         import asyncio
 
         asyncio.run(_follow(folder, show))
-    # Also after following: what came after the connection ended is only in the ledger. It is read from the last entry shown,
-    # so that none appears twice.
+        # What came after the connection ended is only in the ledger. It is read from the last entry shown, so that none
+        # appears twice.
+        for entry in _stored(folder, show.last_seq):
+            show(entry)
+
+
+def _stored(folder: Path, after: int) -> Iterator[dict[str, Any]]:
     with ledger(folder) as store:
-        for entry in store.events(show.last_seq):
-            show(
-                {
-                    "t_s": entry.t_s,
-                    "utc": entry.utc,
-                    "kind": entry.kind,
-                    "fields": entry.fields,
-                    "seq": entry.seq,
-                }
-            )
+        for x in store.events(after):
+            yield {"t_s": x.t_s, "utc": x.utc, "kind": x.kind, "fields": x.fields, "seq": x.seq}
+
+
+def _moment(text: str) -> str:
+    """As the ledger writes times (ISO 8601, UTC), which compare as text.
+
+    Raises:
+        UsageError: it is neither a duration nor a time.
+    """
+    from datetime import UTC, datetime, timedelta
+
+    from holdfast.errors import UsageError
+    from holdfast.protocol.times import parse_seconds
+
+    try:
+        when = datetime.fromisoformat(text)
+    except ValueError:
+        try:
+            when = datetime.now(UTC) - timedelta(seconds=parse_seconds("--since", text))
+        except UsageError:
+            raise UsageError(
+                f"--since {text!r}: write how long ago, for example 30m, or a time (UTC), for example 2026-11-23T09:30"
+            ) from None
+    return (
+        (when if when.tzinfo else when.replace(tzinfo=UTC)).astimezone(UTC).isoformat(timespec="milliseconds")
+    )
 
 
 class _Printer:
     """Writes ledger entries, each once."""
 
-    def __init__(self, as_json: bool, kinds: frozenset[str] | None) -> None:
-        self._as_json, self._kinds = as_json, kinds
+    def __init__(self, as_json: bool, kinds: frozenset[str] | None, since_utc: str = "") -> None:
+        self._as_json, self._kinds, self._since = as_json, kinds, since_utc
         self._width = WIDTH if sys.stdout.isatty() else 100_000
         self.last_seq = 0
 
+    def wants(self, entry: Mapping[str, Any]) -> bool:
+        """Whether it was asked for."""
+        return (self._kinds is None or entry["kind"] in self._kinds) and entry["utc"] >= self._since
+
     def __call__(self, entry: Mapping[str, Any]) -> None:
         self.last_seq = entry["seq"]
-        if self._kinds is not None and entry["kind"] not in self._kinds:
+        if not self.wants(entry):
             return
         sys.stdout.write(self._line(entry) + "\n")
         sys.stdout.flush()
@@ -90,6 +132,6 @@ async def _follow(folder: Path, show: _Printer) -> None:
     from holdfast.engines.client import JobClient
 
     async with JobClient(folder) as client:
-        async for announcement in client.watch():
+        async for announcement in client.watch(show.last_seq):
             if announcement.kind == "event":
                 show(announcement.value)
