@@ -160,7 +160,7 @@ def box(spec):
 def gathered(objects, into):
     image = state_image.capture(objects, 0)
     for spec, tensor in zip(image.index.tensors, image.tensors, strict=True):
-        whole = into.setdefault(spec.path, torch.full(spec.whole or spec.shape, torch.nan))
+        whole = into.setdefault(spec.path, torch.full(spec.global_shape or spec.shape, torch.nan))
         whole[box(spec)] = tensor
     return into
 

@@ -220,7 +220,10 @@ def lies_alike(objects: Protected, index: Index) -> bool:
         if tensor is None:
             continue
         leaf = piece_of(spec.path, tensor)
-        if placed(tensor) != spec.placed or (leaf.global_shape, leaf.start) != (spec.global_shape, spec.start):
+        if placed(tensor) != spec.placed or (leaf.global_shape, leaf.start) != (
+            spec.global_shape,
+            spec.start,
+        ):
             return False
     return True
 
@@ -254,7 +257,11 @@ def _placed_like(
     model = there.get(spec.path)
     if model is None:
         model = parameter_of(objects, spec.path)
-    if isinstance(model, DTensor) and placed(model) == spec.placed and tuple(model.shape) == spec.global_shape:
+    if (
+        isinstance(model, DTensor)
+        and placed(model) == spec.placed
+        and tuple(model.shape) == spec.global_shape
+    ):
         return like(piece.to(model.device_mesh.device_type), model)
     return place(piece, spec.placed, spec.global_shape, submesh)
 
