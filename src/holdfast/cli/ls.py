@@ -115,6 +115,6 @@ def _ended(folder: Path) -> dict[str, Any]:
     report = read_report(folder)
     return {
         "state": report["outcome"],
-        "step": report["steps"]["committed"],
+        "step": report.get("steps", {}).get("committed"),
         "goodput": report["goodput"].get("share"),
     }

@@ -83,7 +83,7 @@ def read_report(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         pass
     else:
-        if not {"job", "outcome", "steps", "goodput", "incidents"} <= written.keys():
+        if not isinstance(written.get("outcome"), str | None) or not isinstance(written.get("goodput"), dict):
             raise UsageError(
                 f"{folder / 'report.json'} is no report of a job: remove it, and it is made from the ledger"
             )
