@@ -115,7 +115,7 @@ class Spent(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     loss: float | None = None
     """The mean loss of its own micro-batches that lies furthest from the global mean; NaN if one was not finite."""
     state: int | None = None
-    """xxh3 over a part of the state after the block, the same part on all workers that hold one shard; None: not known."""
+    """xxh3 over a part of the state after the block, the same part on all workers that hold one shard; None: not looked at."""
     late: int = -1
     """The rank for whose vote it waited longest in most of the steps; -1: not always for the same."""
 

@@ -130,7 +130,6 @@ class HeldState:
             cursor.adapt(self._protected)
         # The copies are of the buffers before the transfer. Rolling back to them would undo it.
         self._buffers.forget()
-        self.sums.forget()
         self.buffer_rules.keep()
         self.committed = form.generation.start
         return restored, time.monotonic() - began

@@ -378,8 +378,8 @@ class Replica:
         spent = self.phases.timer.commit(step.index, step.micro_batches, step.own_loss, step.loss)
         if spent is not None:
             # After the update that ended the block, which all members made before any of them can make another.
-            number = spent.first // BLOCK_STEPS
-            spent = msgspec.structs.replace(spent, state=self.state.sums.look(number))
+            block = spent.first // BLOCK_STEPS
+            spent = msgspec.structs.replace(spent, state=self.state.sums.after(block))
         self._progress.note(step, spent, settled)
         self.state.guard.note(step.index + 1)
 

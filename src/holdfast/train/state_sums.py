@@ -6,9 +6,8 @@ that. Reading all of the state would cost too much, so each look reads one windo
 
 from __future__ import annotations
 
-import bisect
-import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 import xxhash
@@ -19,7 +18,28 @@ from holdfast.tensors.tree import buffer_of
 from holdfast.train.state_image import Protected
 
 WINDOW_BYTES = 256 << 10
-"""Read in some 50 us, once in `BLOCK_STEPS` steps."""
+WINDOW_TENSORS = 8
+"""A look reads no more of either: some 50 us for the bytes, and 20 us for each tensor."""
+EVERY_BLOCKS = 4
+"""A look after every so many blocks of `BLOCK_STEPS` steps."""
+
+
+class _Piece(NamedTuple):
+    """Where a tensor of the state is found. The tensor itself is not kept: an optimizer may put another in its place."""
+
+    parameter: torch.Tensor
+    optimizer: torch.optim.Optimizer | None = None
+    """Whose state of the parameter it is; None: it is the parameter."""
+    key: str = ""
+
+    def now(self) -> torch.Tensor:
+        """What of it is here."""
+        whole = self.parameter if self.optimizer is None else self.optimizer.state[self.parameter][self.key]
+        return local_of(whole).detach()
+
+
+_Window = list[tuple[_Piece, int, int]]
+"""Pieces, with the first byte of each that is read and the one after the last."""
 
 
 class StateSums:
@@ -28,55 +48,67 @@ class StateSums:
     def __init__(self, objects: Protected) -> None:
         self._objects = objects
         self._optimizers = [t for t in objects.values() if isinstance(t, torch.optim.Optimizer)]
-        self.forget()
+        self._known: tuple[list[int], list[_Window]] | None = None
 
-    def forget(self) -> None:
-        """The state came from elsewhere: optimizers may hold it in other tensors."""
-        self._held: tuple[list[int], list[torch.Tensor], list[int]] | None = None
-
-    def look(self, number: int) -> int | None:
-        """The checksum of window `number`; after the last window comes the first. None: there is nothing to read."""
-        flats, begins = self._laid_out()
-        total = begins[-1]
-        if not total:
+    def after(self, block: int) -> int | None:
+        """The checksum of a window after this block of steps; after the last window comes the first. None: it is not time to
+        look, or there is nothing to read."""
+        if block % EVERY_BLOCKS:
             return None
-        low = number % -(-total // WINDOW_BYTES) * WINDOW_BYTES
-        hasher, high = xxhash.xxh3_64(), min(low + WINDOW_BYTES, total)
-        index = bisect.bisect_right(begins, low) - 1
-        while index < len(flats) and begins[index] < high:
-            begin, end = max(low - begins[index], 0), min(high, begins[index + 1]) - begins[index]
-            if begin < end:
-                hasher.update(buffer_of(flats[index][begin:end]))
-            index += 1
+        windows = self._laid_out()
+        if not windows:
+            return None
+        hasher = xxhash.xxh3_64()
+        for piece, begin, end in windows[block // EVERY_BLOCKS % len(windows)]:
+            # In the order of its elements, however they lie in memory: moments that were made here may lie as a
+            # channels-last parameter does, and those that were loaded do not.
+            hasher.update(buffer_of(staging.flat(piece.now().contiguous())[begin:end]))
         # Of 64 bits the upper one is left out: what stores a count signed can hold it.
         return hasher.intdigest() >> 1
 
-    def _laid_out(self) -> tuple[list[torch.Tensor], list[int]]:
-        """The tensors as bytes, and where each begins, with the end of the last. Looked for anew when an optimizer has met
-        another parameter: those of a newcomer have all of them at once, and both must read the same."""
-        met = [len(optimizer.state) for optimizer in self._optimizers]
-        if self._held is None or self._held[0] != met:
-            flats = [staging.flat(t.detach()) for t in self._tensors()]
-            self._held = met, flats, [0, *itertools.accumulate(f.numel() for f in flats)]
-        return self._held[1], self._held[2]
+    def _laid_out(self) -> list[_Window]:
+        """What is read at each look. Laid out anew when an optimizer keeps more than before, since a newcomer has all of it at
+        once, and both must read the same."""
+        # Sizes of dictionaries alone: to list all tensors takes milliseconds in a model of some hundred.
+        kept = [sum(map(len, optimizer.state.values())) for optimizer in self._optimizers]
+        if self._known is None or self._known[0] != kept:
+            self._known = kept, list(_windows(self._pieces()))
+        return self._known[1]
 
     def flip(self) -> None:
-        """An injected fault: the lowest bit of the first parameter changes, as in a memory that errs."""
-        for tensor in self._tensors():
-            if tensor.numel():
-                staging.flat(tensor.detach())[0] ^= 1
+        """An injected fault: one bit of the first parameter changes, as in a memory that errs."""
+        for piece in self._pieces():
+            if (tensor := piece.now()).numel() and tensor.is_contiguous():
+                # In the upper part of the mantissa, of 16, 32 and 64 bits: the lowest bit is lost again in the rounding of
+                # later updates.
+                staging.flat(tensor)[max(0, tensor.itemsize - 2)] ^= 8
                 return
 
-    def _tensors(self) -> Iterator[torch.Tensor]:
+    def _pieces(self) -> Iterator[_Piece]:
         """In an order that is the same on all workers. An optimizer's own order is that in which it met its parameters, and of
         one that was loaded another."""
         for thing in self._objects.values():
-            found: list[torch.Tensor] = []
             if isinstance(thing, torch.nn.Module):
-                found = list(thing.parameters())
+                yield from (_Piece(p) for p in thing.parameters())
             elif isinstance(thing, torch.optim.Optimizer):
-                states = [thing.state.get(p, {}) for group in thing.param_groups for p in group["params"]]
-                found = [s[k] for s in states for k in sorted(s) if isinstance(s[k], torch.Tensor)]
-            for tensor in map(local_of, found):
-                if tensor.device.type == "cpu" and tensor.is_contiguous():
-                    yield tensor
+                for p in (p for group in thing.param_groups for p in group["params"]):
+                    state = thing.state.get(p, {})
+                    yield from (
+                        _Piece(p, thing, k) for k in sorted(state) if isinstance(state[k], torch.Tensor)
+                    )
+
+
+def _windows(pieces: Iterable[_Piece]) -> Iterator[_Window]:
+    window: _Window = []
+    room = WINDOW_BYTES
+    for piece in pieces:
+        tensor, begin = piece.now(), 0
+        while tensor.device.type == "cpu" and begin < tensor.nbytes:
+            end = min(begin + room, tensor.nbytes)
+            window.append((piece, begin, end))
+            begin, room = end, room - (end - begin)
+            if not room or len(window) == WINDOW_TENSORS:
+                yield window
+                window, room = [], WINDOW_BYTES
+    if window:
+        yield window
