@@ -41,10 +41,12 @@ def events(
 
     folder = jobs.existing(job)
     show = _Printer(as_json, _kinds(kind), _moment(since) if since else "")
-    # Filtered before they are counted: the newest N of those that are asked for.
-    for entry in deque((x for x in _stored(folder, 0) if show.wants(x)), tail):
-        show(entry)
-    if follow and jobs.is_running(folder):
+    follows = follow and jobs.is_running(folder)
+    if tail is not None or not follows:
+        # Filtered before they are counted: the newest N of those that are asked for.
+        for entry in deque((x for x in _stored(folder, 0) if show.wants(x)), tail):
+            show(entry)
+    if follows:
         import asyncio
 
         asyncio.run(_follow(folder, show))
