@@ -1,6 +1,5 @@
 """Folders and files that are damaged, or no folders and files at all: every command says what and where, in a sentence."""
 
-import socket
 from pathlib import Path
 
 import pytest
@@ -52,12 +51,6 @@ def folder(path: Path) -> None:
     path.mkdir()
 
 
-def pipe(path: Path) -> None:
-    path.unlink(missing_ok=True)
-    with socket.socket(socket.AF_UNIX) as here:
-        here.bind(str(path))
-
-
 DAMAGES = [
     ("jobs/done/spec.json", garbage),
     ("jobs/done/spec.json", valid_json_of_something_else),
@@ -81,7 +74,18 @@ DAMAGES = [
 ]
 
 
-@pytest.mark.parametrize(("what", "damage"), DAMAGES, ids=lambda x: x if isinstance(x, str) else x.__name__)
+BY_DEFAULT = {
+    ("jobs/done/spec.json", garbage),
+    ("jobs/done/job.sqlite", garbage),
+    ("jobs/done/report.json", valid_json_of_something_else),
+    ("jobs/done/allocation.json", garbage),
+    ("jobs/done/token", folder),
+}
+"""The others take as long each: every command is run."""
+CASES = [d if d in BY_DEFAULT else pytest.param(*d, marks=pytest.mark.long) for d in DAMAGES]
+
+
+@pytest.mark.parametrize(("what", "damage"), CASES, ids=lambda x: x if isinstance(x, str) else x.__name__)
 def test_what_is_damaged_is_named_and_nothing_is_a_traceback(holdfast, home, what, damage):
     write_job("done")
     damage(home / what)

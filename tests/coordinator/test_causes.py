@@ -34,6 +34,7 @@ KINDS = {
     "CollectiveFailed": "collective", "MemberLeft": "collective", "CoordinatorLost": "coordinator",
     "NobodyHasState": "state", "LastStateIncomplete": "state", "Stopping": "stop", "RuleMatched": "health",
     "ScriptRaised": "script", "ShapesDiffer": "script", "NotFinite": "nan", "Recorded": "other",
+    "StatesDiffer": "corruption",
 }  # fmt: skip
 """Of every cause. A new one is added here by a person who has thought about whose fault it is."""
 
@@ -41,7 +42,8 @@ KINDS = {
 def an_example(cause: type[msgspec.Struct]) -> msgspec.Struct:
     """A cause with something in every field that has no default."""
     fields = [f for f in msgspec.structs.fields(cause) if f.required]
-    return cause(**{f.name: {int: -9, float: 2.0}.get(f.type, "some text") for f in fields})
+    values = {int: -9, float: 2.0, tuple[str, ...]: ("some text",)}
+    return cause(**{f.name: values.get(f.type, "some text") for f in fields})
 
 
 def calls(tree: ast.AST) -> set[str]:

@@ -21,7 +21,13 @@ def marked(row):
     return pytest.param(row, marks=pytest.mark.long if row < LONG else pytest.mark.nightly)
 
 
-OTHERS = {FaultKind.KILL_COORDINATOR, FaultKind.PREEMPT_NODE, FaultKind.SLOW, *MACHINE_FAULTS}
+OTHERS = {
+    FaultKind.KILL_COORDINATOR,
+    FaultKind.PREEMPT_NODE,
+    FaultKind.SLOW,
+    FaultKind.FLIP_BIT,
+    *MACHINE_FAULTS,
+}
 """Tested elsewhere: what they do is no loss of a worker in a phase."""
 
 KINDS = [k for k in FaultKind if k not in OTHERS]

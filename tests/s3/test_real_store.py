@@ -9,7 +9,7 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from blobs_on_tiers import blob_of, flip, in_buffers, loaded, newest_whole, replaced, save, save_rank
+from blobs_on_tiers import blob_of, flip, in_buffers, loaded, newest_complete, replaced, save, save_rank
 
 from holdfast.checkpoint.archive import Archive
 from holdfast.checkpoint.objects import ObjectTier
@@ -92,7 +92,7 @@ def test_damage_is_found(archive):
         if step == 20:
             archive.tier.remove(shard.head.name)
     why = []
-    assert newest_whole(archive, why.append) == 5
+    assert newest_complete(archive, why.append) == 5
     assert len(why) == 3
 
 
@@ -119,7 +119,7 @@ open_tier({url!r}).write("step-10/row", pieces(), {80 * MIB})
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
     assert archive.tier.size("step-10/row") is None
     save(archive, 10, nbytes=LARGE_BYTES)
-    assert newest_whole(archive) == 10
+    assert newest_complete(archive) == 10
 
 
 def test_a_server_that_stalls_midway(archive, url):
@@ -146,7 +146,7 @@ def test_a_server_that_stalls_midway(archive, url):
         os.kill(gateway, signal.SIGCONT)
     assert archive.tier.size("step-10/row") is None
     save(archive, 10, nbytes=LARGE_BYTES)
-    assert [newest_whole(archive), archive.verify(5).step] == [10, 5]
+    assert [newest_complete(archive), archive.verify(5).step] == [10, 5]
 
 
 def test_refusals(url, monkeypatch):

@@ -631,7 +631,8 @@ def _make_folder(folder: Path) -> None:
                 if not made.exists():
                     made.mkdir(mode=0o700, exist_ok=True)
             return
-        except FileNotFoundError:
+        # FileExistsError: the folder was there when it was to be made, and gone when `mkdir` looked whether it is one.
+        except (FileNotFoundError, FileExistsError):
             if attempt == MAKE_ATTEMPTS - 1:
                 raise
 

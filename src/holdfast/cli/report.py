@@ -78,7 +78,7 @@ def read_report(folder: Path) -> dict[str, Any]:
         # of the newest start, and its figures are final. Without that a resumed job would show how its
         # earlier start had ended.
         written: dict[str, Any] = read_stored(
-            folder / "report.json", dict, "remove it, and the report is made from the ledger"
+            folder / "report.json", jobs.reports, "remove it, and the report is made from the ledger"
         )
     except FileNotFoundError:
         pass

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import xxhash
@@ -99,12 +100,18 @@ class Allocation(msgspec.Struct, frozen=True):
     """Nothing of it runs any more."""
 
 
+_allocations = msgspec.json.Decoder(Allocation)
+_specs = msgspec.json.Decoder(JobSpec)
+reports: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, Any])
+"""Of `report.json`."""
+
+
 def read_allocation(folder: Path) -> Allocation | None:
     """None for a job of this machine."""
     try:
         return read_stored(
             folder / "allocation.json",
-            Allocation,
+            _allocations,
             "it names the cluster's job; remove the file if no job of the cluster is running",
         )
     except FileNotFoundError:
@@ -198,7 +205,7 @@ def read_spec(folder: Path) -> JobSpec:
     """
     return read_stored(
         folder / "spec.json",
-        JobSpec,
+        _specs,
         "the next start of the job writes it anew; checkpoints are not touched by it",
     )
 

@@ -463,6 +463,7 @@ _WRITTEN = (
         CauseKind.STATE,
     ),
     (r"NonFiniteGradient\b", CauseKind.NAN),
+    (r"after step -?\d+ the state of ", CauseKind.CORRUPTION),
     (r"StateChanged\b|[A-Za-z_][\w.]*(Error|Exception|Interrupt)(:|$)", CauseKind.SCRIPT),
 )
 """How older versions began their causes. An error of the script is known by the class of the exception alone."""

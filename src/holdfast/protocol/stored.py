@@ -12,10 +12,11 @@ from holdfast.errors import UsageError
 T = TypeVar("T")
 
 
-def read_stored(path: Path, kind: type[T], advice: str) -> T:
+def read_stored(path: Path, decoder: msgspec.json.Decoder[T], advice: str) -> T:
     """Reads a JSON file.
 
     Args:
+        decoder: made once, where a module is imported: several threads may read at a time.
         advice: what a person can do if it is damaged; ends the message.
 
     Raises:
@@ -23,7 +24,7 @@ def read_stored(path: Path, kind: type[T], advice: str) -> T:
         UsageError: it cannot be read, or has something else.
     """
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        return decoder.decode(path.read_bytes())
     except FileNotFoundError:
         raise
     except OSError as error:
