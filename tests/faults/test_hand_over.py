@@ -32,10 +32,11 @@ def asked_meanwhile(job_dir):
 
 
 def test_a_coordinator_that_hands_over_costs_no_step_and_is_no_incident(tmp_path, undisturbed):
-    process = start(tmp_path, "--nnodes", 3, TINY, STEPS)
+    # Training goes on while there is no coordinator. Its steps take so long that the job is not over before the second one.
+    process = start(tmp_path, "--nnodes", 3, TINY, STEPS, "--device-s", 0.01)
     job_dir = tmp_path / "jobs" / "job"
     wait_for(process, "generation 1")
-    with Driver(job_dir, [Deed(sigterm(job_dir), 30), Deed(asked_meanwhile(job_dir), 30)]) as driver:
+    with Driver(job_dir, [Deed(sigterm(job_dir), 15), Deed(asked_meanwhile(job_dir), 15)]) as driver:
         ran = finish(process, tmp_path)
     assert not driver.left
     assert ran.code == 0, ran.output[-3000:]
