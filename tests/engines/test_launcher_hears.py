@@ -1,17 +1,15 @@
 """What the coordinator announces: people look at a part of it, and the engine does the rest."""
 
 import asyncio
-import socket
 from types import SimpleNamespace
 
-import pytest
+import msgspec
 
 from holdfast.engines.client import Announcement
-from holdfast.engines.launcher import Launcher, Superseded
+from holdfast.engines.launcher import Launcher
 from holdfast.engines.local.engine import LocalEngine
 from holdfast.engines.slurm.engine import SlurmEngine
 from holdfast.engines.ssh.engine import SshEngine
-from holdfast.errors import HoldfastError
 from holdfast.protocol.availability import EngineTraits, OrderDone
 from holdfast.protocol.job import JobSpec
 
@@ -130,77 +128,41 @@ def test_an_order_that_is_announced_again_is_only_acknowledged_again(tmp_path):
     asyncio.run(hear())
 
 
-class Restarting(NoLauncher):
-    """Its coordinators end with these codes, one after the other."""
+class Asking(NoLauncher):
+    """Keeps what it asks its coordinators for."""
 
-    def __init__(self, tmp_path, *codes):
+    def __init__(self, tmp_path, traits):
         super().__init__(JobSpec(name="j", script="x.py"), tmp_path, Notes())
-        self.codes, self.started, self.asked = list(codes), 0, []
-        self._coordinator = object()
-
-    async def _start_coordinator(self):
-        self.started += 1
-
-    async def _end_of(self, coordinator):
-        return self.codes.pop(0)
+        self.engine, self.asked, self.said = SimpleNamespace(traits=traits), [], []
 
     async def _ask(self, path, body=""):
-        self.asked.append(path)
-
-    def keep(self, stopping=False):
-        async def run():
-            if stopping:
-                self.stop("test")
-            await self._keep_coordinator()
-            await asyncio.gather(*self._tasks)
-
-        asyncio.run(run())
-        return self
-
-
-def test_a_coordinator_that_hands_over_is_followed_as_often_as_it_does(tmp_path):
-    launcher = Restarting(tmp_path, *[75] * 5, 0).keep()
-    assert launcher.started == 5
-    assert launcher.asked == []
-
-
-def test_one_that_fails_is_not_started_for_ever_and_a_successor_s_is_left_alone(tmp_path):
-    with pytest.raises(HoldfastError, match="3 times"):
-        Restarting(tmp_path, 1, 1, 1).keep()
-    assert Restarting(tmp_path, 1, 1, 75, 1, 1, 0).keep().started == 5
-    with pytest.raises(Superseded):
-        Restarting(tmp_path, 4).keep()
+        (self.said if path == "/engine" else self.asked).append(body or path)
 
 
 def test_a_stop_is_asked_of_every_coordinator(tmp_path):
     """The one that was asked may have ended before it wrote that."""
-    launcher = Restarting(tmp_path, 75, -9, 0).keep(stopping=True)
-    assert launcher.asked == ["/stop?reason=test&cause=stop"] * 3
-
-
-def test_every_coordinator_hears_what_the_engine_says_of_itself(tmp_path, monkeypatch):
-    """Also one that takes a job over whose state another version wrote."""
-
-    class Said(NoLauncher):
-        def __init__(self):
-            super().__init__(JobSpec(name="j", script="x.py"), tmp_path, Notes())
-            self.engine, self.said = SimpleNamespace(traits=EngineTraits(watches_boots=True)), []
-
-        def post(self, news):
-            self.said.append(news)
-
-    async def started(*command, **more):
-        return SimpleNamespace(pid=1)
 
     async def run():
-        launcher = Said()
-        launcher._listener = socket.create_server(("127.0.0.1", 0))
-        monkeypatch.setattr(asyncio, "create_subprocess_exec", started)
-        await launcher._start_coordinator()
-        await launcher._start_coordinator()
-        launcher._close_pulse()
-        launcher._listener.close()
-        return launcher.said
+        launcher = Asking(tmp_path, EngineTraits())
+        launcher._on_coordinator()
+        launcher.stop("test")
+        launcher._on_coordinator()
+        launcher._on_coordinator()
+        await asyncio.gather(*launcher._tasks)
+        return launcher.asked
+
+    assert asyncio.run(run()) == ["/stop?reason=test&cause=stop"] * 3
+
+
+def test_every_coordinator_hears_what_the_engine_says_of_itself(tmp_path):
+    """Also one that takes a job over whose state another version wrote."""
+
+    async def run():
+        launcher = Asking(tmp_path, EngineTraits(watches_boots=True))
+        launcher._on_coordinator()
+        launcher._on_coordinator()
+        await asyncio.gather(*launcher._tasks)
+        return [msgspec.json.decode(said, type=EngineTraits) for said in launcher.said]
 
     assert asyncio.run(run()) == [EngineTraits(watches_boots=True)] * 2
     assert (LocalEngine.traits, SshEngine.traits) == (EngineTraits(), EngineTraits(nodes_are_machines=True))

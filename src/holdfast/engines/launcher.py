@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import os
 import socket
@@ -16,10 +15,9 @@ import msgspec
 
 from holdfast.engines.base import Engine
 from holdfast.engines.client import Announcement, JobClient
-from holdfast.engines.pulse import Silence, has_spoken, look
+from holdfast.engines.coordinator_keeper import CoordinatorKeeper, Office, Superseded, listen
 from holdfast.engines.shown import Shown, View
 from holdfast.errors import HoldfastError, UsageError
-from holdfast.protocol.authentication import BACKLOG
 from holdfast.protocol.availability import Availability, OrderDone
 from holdfast.protocol.engine_orders import (
     EngineOrder,
@@ -31,18 +29,11 @@ from holdfast.protocol.engine_orders import (
     of_announcement,
 )
 from holdfast.protocol.job import JobSpec, Resume
-from holdfast.protocol.leadership import EXIT_HANDED_OVER, EXIT_SUPERSEDED
 from holdfast.protocol.notices import NoticeCause
-from holdfast.protocol.python import python_module
 
 _log = logging.getLogger(__name__)
-ATTEMPTS = 3
 KILLED = "killed"
 """The outcome of a job whose coordinator wrote no report."""
-
-
-class Superseded(HoldfastError):
-    """Another launcher has the job now: nothing of it is to be touched."""
 
 
 class Launcher(ABC):
@@ -64,12 +55,11 @@ class Launcher(ABC):
         self.interrupts = 0
         self._gives_back = False
         self._stop_asked: str | None = None
-        self._coordinator: asyncio.subprocess.Process | None = None
+        self._keeper: CoordinatorKeeper | None = None
         self._listener: socket.socket | None = None
         # The write end is held by this process alone and nothing is ever written. When the process ends, in
         # whatever way, the kernel closes it, and all that hold the read end know.
         self._lifeline, self._held = os.pipe()
-        self._pulse = -1
         self._told: dict[str, Any] | None = None
         self._blind = False
         self._orders: asyncio.Queue[EngineOrder] = asyncio.Queue()
@@ -95,14 +85,24 @@ class Launcher(ABC):
         """
         try:
             # First, because a port that is in use is the user's mistake and nothing has been started yet.
-            self._listener = _listen(self.host, self.port)
+            self._listener = listen(self.host, self.port)
             self.engine = await self.open()
-            await self._start_coordinator()
+            office = Office(
+                job_dir=self.job_dir,
+                timing=self.spec.timing,
+                host=self.host,
+                listener=self._listener,
+                term=self.term,
+                inherited=self.inherited,
+                lifeline=self._lifeline,
+            )
+            self._keeper = CoordinatorKeeper(office, self.note, self._on_coordinator)
+            await self._keeper.start()
             await self.staff()
             watching = asyncio.create_task(self._watch())
             obeying = asyncio.create_task(self._obey(self.engine))
             try:
-                await self._keep_coordinator()
+                await self._keeper.keep()
             except Superseded:
                 for task in (watching, obeying, *self._tasks):
                     task.cancel()
@@ -122,88 +122,12 @@ class Launcher(ABC):
             await self.close()
         return report
 
-    # ------------------------------------------------------------ the coordinator
-
-    async def _start_coordinator(self) -> None:
-        """The socket stays this process's, and every coordinator gets it: while the job lives nobody else can listen
-        there, and who connects while there is no coordinator waits in the kernel for the next."""
-        assert self._listener is not None
-        self._close_pulse()
-        self._pulse, pulse = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            self._coordinator = await asyncio.create_subprocess_exec(
-                *python_module("holdfast.coordinator"),
-                f"--job-dir={self.job_dir}",
-                f"--host={self.host}",
-                f"--listen-fd={self._listener.fileno()}",
-                f"--term={self.term}",
-                f"--lifeline={self._lifeline}",
-                f"--pulse={pulse}",
-                pass_fds=(*self.inherited, self._lifeline, self._listener.fileno(), pulse),
-                stdin=asyncio.subprocess.DEVNULL,
-                # Ctrl-C in the terminal must not reach the coordinator: it has to end the job in order first.
-                start_new_session=True,
-            )
-        finally:
-            os.close(pulse)
-        _log.info("started a coordinator", extra={"pid": self._coordinator.pid, "term": self.term})
+    def _on_coordinator(self) -> None:
+        """Each coordinator is told what it has to know, and what the one before it may have heard and not written."""
         if self.engine is not None:
             self.post(self.engine.traits)
-
-    async def _keep_coordinator(self) -> None:
-        """Waits for the coordinator's end; one that died is started again and takes the job over."""
-        failures = 0
-        while True:
-            assert self._coordinator is not None
-            code = await self._end_of(self._coordinator)
-            # After a second Ctrl-C the person wants the end, not another coordinator.
-            if code == 0 or self.interrupts > 1:
-                return
-            if code == EXIT_SUPERSEDED:
-                raise Superseded("another coordinator runs the job")
-            # A coordinator that was killed by a signal, or asked to hand over, says nothing about the next one.
-            # One that ends by itself three times in a row would do so for ever.
-            handed_over = code == EXIT_HANDED_OVER
-            failures = failures + 1 if code > 0 and not handed_over else 0
-            if failures >= ATTEMPTS:
-                raise HoldfastError(f"the coordinator ended {failures} times with exit code {code}")
-            how = "hands over; starting another" if handed_over else "ended; starting it again"
-            self.note(f"the coordinator {how}", code=code)
-            await self._start_coordinator()
-            # The one that ended may have heard of it and not written it. The first request counts.
-            if self._stop_asked is not None:
-                self.spawn(self._ask(self._stop_asked))
-
-    async def _end_of(self, coordinator: asyncio.subprocess.Process) -> int:
-        """Waits for the coordinator's end. One that is stopped or hangs is killed."""
-        ended = asyncio.create_task(coordinator.wait())
-        watching = asyncio.create_task(self._end_if_hung(coordinator))
-        try:
-            # The watcher may fail, for example where /proc cannot be read. The job does not need it, so its
-            # failure is noted and the coordinator is still waited for.
-            await asyncio.wait({ended, watching}, return_when=asyncio.FIRST_COMPLETED)
-            if watching.done() and (error := watching.exception()) is not None:
-                self.note(f"a hang of the coordinator can no longer be detected: {error!r}")
-            return await ended
-        finally:
-            watching.cancel()
-            ended.cancel()
-
-    async def _end_if_hung(self, coordinator: asyncio.subprocess.Process) -> None:
-        silence = Silence(self.spec.timing)
-        while (why := silence.verdict()) is None:
-            await asyncio.sleep(silence.every_s)  # silence is no event
-            silence.looked(has_spoken(self._pulse), look(coordinator.pid))
-        self.note(f"killing the coordinator: {why}", pid=coordinator.pid)
-        if coordinator.returncode is None:
-            # SIGKILL: a process that is stopped does not act on any other signal. The next coordinator goes
-            # on from the ledger.
-            coordinator.kill()
-
-    def _close_pulse(self) -> None:
-        if self._pulse >= 0:
-            os.close(self._pulse)
-        self._pulse = -1
+        if self._stop_asked is not None:
+            self.spawn(self._ask(self._stop_asked))
 
     async def _watch(self) -> None:
         async with JobClient(self.job_dir) as client:
@@ -321,8 +245,8 @@ class Launcher(ABC):
 
     def end_now(self) -> None:
         """Kills the coordinator at once."""
-        if self._coordinator is not None and self._coordinator.returncode is None:
-            self._coordinator.kill()
+        if self._keeper is not None:
+            self._keeper.end_now()
 
     def post(self, news: Availability) -> None:
         """Tells the coordinator about capacity."""
@@ -347,15 +271,13 @@ class Launcher(ABC):
 
     async def close(self) -> None:
         """Ends what is left of the job."""
-        self.end_now()
-        if self._coordinator is not None:
-            await self._coordinator.wait()
+        if self._keeper is not None:
+            await self._keeper.close()
         if self._listener is not None:
             self._listener.close()
         # After the coordinator's end, so that it does not take the end of the nodes for faults of theirs.
         if self.engine is not None:
             await self.engine.close(self._gives_back)
-        self._close_pulse()
         os.close(self._held)
         os.close(self._lifeline)
 
@@ -367,12 +289,3 @@ class Launcher(ABC):
                 return self._told
             return {"outcome": KILLED, "reason": "stopped at once", "incidents": []}
         return report
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        return socket.create_server((host, port), backlog=BACKLOG)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise UsageError(f"port {port} is in use; choose another --port, or leave it out") from None
-        raise UsageError(f"cannot listen on {host}:{port}: {error.strerror}") from None

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from holdfast.engines import jobs
-from holdfast.engines.launcher import Superseded
+from holdfast.engines.coordinator_keeper import Superseded
 from holdfast.engines.slurm.commands import Slurm
 from holdfast.engines.slurm.entry import enter
 from holdfast.engines.slurm.launcher import SlurmLauncher

@@ -19,7 +19,7 @@ from holdfast.checkpoint.memory import remove_memory
 from holdfast.coordinator.service.store import succeed
 from holdfast.engines import jobs
 from holdfast.engines.agents import agent_arguments
-from holdfast.engines.launcher import Superseded
+from holdfast.engines.coordinator_keeper import Superseded
 from holdfast.engines.slurm.commands import Slurm, SlurmError
 from holdfast.engines.slurm.entry import enter
 from holdfast.engines.slurm.launcher import SlurmLauncher, read_roster

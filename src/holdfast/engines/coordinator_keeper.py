@@ -1,0 +1,183 @@
+"""Keeps a job's coordinator running: it starts one, and another in its place when that dies, hangs or hands over."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from holdfast.engines.pulse import Silence, has_spoken, look
+from holdfast.errors import HoldfastError, UsageError
+from holdfast.protocol.authentication import BACKLOG
+from holdfast.protocol.job_options import Timing
+from holdfast.protocol.leadership import EXIT_HANDED_OVER, EXIT_SUPERSEDED
+from holdfast.protocol.python import python_module
+
+_log = logging.getLogger(__name__)
+ATTEMPTS = 3
+
+
+class Superseded(HoldfastError):
+    """Another launcher has the job now: nothing of it is to be touched."""
+
+
+class Note(Protocol):
+    """Tells whoever looks on, and the log."""
+
+    def __call__(self, text: str, **fields: object) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Office:
+    """What every coordinator of a job is started with."""
+
+    job_dir: Path
+    timing: Timing
+    host: str
+    """By which others reach it."""
+    listener: socket.socket
+    """Stays this process's, and every coordinator gets it: while the job lives nobody else can listen there, and who connects
+    while there is no coordinator waits in the kernel for the next."""
+    term: int = 0
+    """See `protocol.leadership`."""
+    inherited: tuple[int, ...] = ()
+    """File descriptors that it keeps open."""
+    lifeline: int | None = None
+    """A pipe whose end says that the launcher is gone, which ends the job; None: the job outlives its launcher."""
+
+
+class CoordinatorKeeper:
+    """One coordinator at a time, until the job is over. `close` ends what is left."""
+
+    def __init__(self, office: Office, note: Note, started: Callable[[], None]) -> None:
+        """started: called for each coordinator that was started."""
+        self._office, self._note, self._started = office, note, started
+        self._coordinator: asyncio.subprocess.Process | None = None
+        self._pulse = -1
+        self._leave_by: signal.Signals | None = None
+
+    async def start(self) -> None:
+        """Starts one. Call it once: the others follow by themselves."""
+        office = self._office
+        self._close_pulse()
+        self._pulse, pulse = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        lifelines = () if office.lifeline is None else (office.lifeline,)
+        try:
+            self._coordinator = await asyncio.create_subprocess_exec(
+                *python_module("holdfast.coordinator"),
+                f"--job-dir={office.job_dir}",
+                f"--host={office.host}",
+                f"--listen-fd={office.listener.fileno()}",
+                f"--term={office.term}",
+                *(f"--lifeline={fd}" for fd in lifelines),
+                f"--pulse={pulse}",
+                pass_fds=(*office.inherited, *lifelines, office.listener.fileno(), pulse),
+                stdin=asyncio.subprocess.DEVNULL,
+                # Ctrl-C in the terminal must not reach the coordinator: it has to end the job in order first.
+                start_new_session=True,
+            )
+        finally:
+            os.close(pulse)
+        _log.info("started a coordinator", extra={"pid": self._coordinator.pid, "term": office.term})
+        if self._leave_by is not None:  # it was asked for while this one was being started
+            self._coordinator.send_signal(self._leave_by)
+        self._started()
+
+    async def keep(self) -> None:
+        """Waits until the job is over, or this process is not to keep it any more: see `hand_over` and `end_now`.
+
+        Raises:
+            Superseded: another coordinator runs the job.
+            HoldfastError: it ends by itself again and again.
+        """
+        failures = 0
+        while True:
+            assert self._coordinator is not None
+            code = await self._end_of(self._coordinator)
+            if code == 0 or self._leave_by is not None:
+                return
+            if code == EXIT_SUPERSEDED:
+                raise Superseded("another coordinator runs the job")
+            # A coordinator that was killed by a signal, or asked to hand over, says nothing about the next one.
+            # One that ends by itself three times in a row would do so for ever.
+            handed_over = code == EXIT_HANDED_OVER
+            failures = failures + 1 if code > 0 and not handed_over else 0
+            if failures >= ATTEMPTS:
+                raise HoldfastError(f"the coordinator ended {failures} times with exit code {code}")
+            how = "hands over; starting another" if handed_over else "ended; starting it again"
+            self._note(f"the coordinator {how}", code=code)
+            await self.start()
+
+    def hand_over(self) -> None:
+        """Asks the coordinator to leave the job to one that somebody else starts; `keep` returns."""
+        self._signal(signal.SIGTERM)
+
+    def end_now(self) -> None:
+        """Kills the coordinator at once; `keep` returns."""
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        self._leave_by = number
+        if self._coordinator is not None and self._coordinator.returncode is None:
+            self._coordinator.send_signal(number)
+
+    async def close(self) -> None:
+        """Ends the coordinator, if it is still there."""
+        self.end_now()
+        if self._coordinator is not None:
+            await self._coordinator.wait()
+        self._office.listener.close()
+        self._close_pulse()
+
+    async def _end_of(self, coordinator: asyncio.subprocess.Process) -> int:
+        """Waits for the coordinator's end. One that is stopped or hangs is killed."""
+        ended = asyncio.create_task(coordinator.wait())
+        watching = asyncio.create_task(self._end_if_hung(coordinator))
+        try:
+            # The watcher may fail, for example where /proc cannot be read. The job does not need it, so its
+            # failure is noted and the coordinator is still waited for.
+            await asyncio.wait({ended, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if watching.done() and (error := watching.exception()) is not None:
+                self._note(f"a hang of the coordinator can no longer be detected: {error!r}")
+            return await ended
+        finally:
+            watching.cancel()
+            ended.cancel()
+
+    async def _end_if_hung(self, coordinator: asyncio.subprocess.Process) -> None:
+        silence = Silence(self._office.timing)
+        while (why := silence.verdict()) is None:
+            await asyncio.sleep(silence.every_s)  # silence is no event
+            silence.looked(has_spoken(self._pulse), look(coordinator.pid))
+        self._note(f"killing the coordinator: {why}", pid=coordinator.pid)
+        if coordinator.returncode is None:
+            # SIGKILL: a process that is stopped does not act on any other signal. The next coordinator goes
+            # on from the ledger.
+            coordinator.kill()
+
+    def _close_pulse(self) -> None:
+        if self._pulse >= 0:
+            os.close(self._pulse)
+        self._pulse = -1
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """The listening socket of a job.
+
+    Raises:
+        UsageError: the port cannot be had.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise UsageError(f"port {port} is in use; choose another --port, or leave it out") from None
+        raise UsageError(f"cannot listen on {host}:{port}: {error.strerror}") from None
