@@ -43,6 +43,7 @@ def main(arguments: Sequence[str] | None = None, zygote: Zygote | None = None) -
         "--place", help=f"where this node stands, as zone/rack; else {PLACE_VARIABLE} says it"
     )
     parser.add_argument("--grace", type=float, default=30.0, help="seconds from SIGTERM to the node's end")
+    parser.add_argument("--ready-port", type=int, help="takes connections once the node has joined")
     parser.add_argument("--shared-machine", action="store_true", help="other nodes are on this machine too")
     parser.add_argument("--lifeline", type=int)
     parser.add_argument("--log", default="", help="LEVEL[,json] of the agent's own log")
@@ -64,6 +65,7 @@ def main(arguments: Sequence[str] | None = None, zygote: Zygote | None = None) -
         place=place,
         grace_s=given.grace,
         shared_machine=given.shared_machine,
+        ready_port=given.ready_port,
         lookup=parse_address(given.coordinator, "--coordinator") if given.coordinator else None,
         log=given.log,
     )

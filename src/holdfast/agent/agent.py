@@ -23,6 +23,7 @@ from holdfast.agent.health import Watcher
 from holdfast.agent.hooks import HookRun, Hooks
 from holdfast.agent.log_tailer import LogFollower
 from holdfast.agent.process import WorkerProcess
+from holdfast.agent.ready import show_ready
 from holdfast.agent.repairs import Repairs
 from holdfast.agent.snapshots import SnapshotKeeper
 from holdfast.agent.stacks import innermost
@@ -73,6 +74,8 @@ class AgentConfig:
     """Seconds from SIGTERM until somebody kills this node."""
     shared_machine: bool = False
     """Whether other nodes are on this machine too."""
+    ready_port: int | None = None
+    """Where whoever started this agent learns that it has joined: see `agent.ready`. None: nobody asks."""
     lookup: Lookup | None = None
     """How it finds the coordinator; None: by the job's folder."""
     log: str = ""
@@ -173,6 +176,8 @@ class Agent:
         )
         conversation = asyncio.create_task(self._link.run())
         conversation.add_done_callback(self._on_link_ended)
+        if self._config.ready_port is not None:
+            self._spawn(show_ready(self._config.host, self._config.ready_port, self._link.joined))
         if self._keeper is not None:
             self._spawn(self._keeper.watch())
         # Everything below runs in this order. Workers end first, because the hook after-job may clean up what

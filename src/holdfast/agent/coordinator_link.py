@@ -70,6 +70,8 @@ class CoordinatorLink:
         """The latest term of office of a coordinator that has proved itself here. One of an earlier term is not spoken with:
         it was cut off while another took its place, and would order what is over."""
         self.connected = False
+        self.joined = asyncio.Event()
+        """Some coordinator has this node's hello, now or earlier."""
         self.left_to_another = False
         """The coordinator has closed the connection because another one follows, which was not met yet."""
         self._outbox = Outbox()
@@ -178,6 +180,7 @@ class CoordinatorLink:
             except (OSError, aiohttp.ClientError):
                 return False
             self.connected, self.left_to_another = True, False
+            self.joined.set()
             _log.info("connected to the coordinator", extra={"waiting": len(self._outbox)})
             # Only now: what is sent again must come after the hello, or the coordinator would not know whose
             # it is.

@@ -126,12 +126,13 @@ def agent_pod(
     pod["volumes"] = [*pod.get("volumes", ()), *_agent_volumes(job, limit)]
     worker = next(one for one in pod["containers"] if one["name"] == WORKER)
     worker |= {
-        "command": [setting.python, "-m", "holdfast.engines.kubernetes.node"],
+        "command": [setting.python, *_MODULE, "holdfast.engines.kubernetes.node"],
         "env": [*worker.get("env", ()), *_agent_environment(job, worker)],
         "ports": [*worker.get("ports", ()), {"name": "holdfast", "containerPort": AGENT_PORT}],
         # It joined. There is no liveness probe: a kubelet that restarts a node which is only slow does harm.
         "readinessProbe": {"tcpSocket": {"port": "holdfast"}, "periodSeconds": 5, "failureThreshold": 3},
         "securityContext": _container_security() | worker.get("securityContext", {}),
+        **_LAST_WORDS,
         "volumeMounts": [*worker.get("volumeMounts", ()), *_agent_mounts(job)],
     }
     if spec.run.code is not None:
@@ -158,18 +159,18 @@ def coordinator_pod(job: HoldfastJob, term: int, run: int = 1, setting: Setting 
         "image": image,
         "command": [
             setting.python,
-            "-m",
+            *_MODULE,
             "holdfast.engines.kubernetes.coordinator",
             f"--term={term}",
         ],
         "env": [
             *_pod_environment(job),
-            {"name": names.TERM_VARIABLE, "value": str(term)},
             {"name": "HOME", "value": STATE_FOLDER},
         ],
         "ports": [{"name": "control", "containerPort": COORDINATOR_PORT}],
         "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "2Gi"}},
         "securityContext": _container_security(),
+        **_LAST_WORDS,
         "readinessProbe": {"tcpSocket": {"port": "control"}, "periodSeconds": 2},
         "volumeMounts": [
             {"name": "holdfast-state", "mountPath": STATE_FOLDER},
@@ -211,6 +212,11 @@ def coordinator_pod(job: HoldfastJob, term: int, run: int = 1, setting: Setting 
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod}
 
 
+_MODULE = ("-P", "-m")
+"""-P: a file in the working folder, which may be the user's code, must not take a library's place."""
+_LAST_WORDS = {"terminationMessagePolicy": "FallbackToLogsOnError"}
+"""Why a container cannot work is in the pod's status, where people and the operator look."""
+
 _FOR_EVER = (
     {"key": "node.kubernetes.io/not-ready", "operator": "Exists", "effect": "NoExecute"},
     {"key": "node.kubernetes.io/unreachable", "operator": "Exists", "effect": "NoExecute"},
@@ -244,6 +250,7 @@ def _container_security() -> Object:
 
 def _pod_environment(job: HoldfastJob) -> list[Object]:
     return [
+        {"name": names.HOME_VARIABLE, "value": STATE_FOLDER},
         {"name": names.JOB_VARIABLE, "value": job.id.name},
         {"name": names.NODE_VARIABLE, "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
         {"name": names.HOST_VARIABLE, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},

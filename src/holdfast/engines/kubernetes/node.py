@@ -1,0 +1,67 @@
+"""`python -m holdfast.engines.kubernetes.node`: the program of a node's pod. It prepares the job's folder and becomes the agent."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from holdfast.engines import jobs
+from holdfast.engines.agents import agent_arguments
+from holdfast.engines.folders import find_environment_problems
+from holdfast.engines.kubernetes.names import AGENT_PORT, CONFIG_FOLDER, COORDINATOR_VARIABLE, GRACE_VARIABLE
+from holdfast.engines.kubernetes.pod import PodPlace, read_pod
+from holdfast.errors import HoldfastError, UsageError
+from holdfast.protocol.python import python_module
+
+
+def main() -> int:
+    """Returns only where the job cannot run in this pod: 2."""
+    parser = argparse.ArgumentParser(prog="holdfast.engines.kubernetes.node")
+    parser.add_argument(
+        "--config", type=Path, default=Path(CONFIG_FOLDER), help="has the token and spec.json"
+    )
+    given = parser.parse_args()
+    try:
+        become_agent(read_pod(config=given.config))
+    except HoldfastError as error:
+        # Kubernetes puts the last lines of a container that failed into the pod's status.
+        sys.stderr.write(f"[holdfast] {error}\n")
+        return 2
+
+
+def become_agent(pod: PodPlace) -> NoReturn:
+    """The agent takes this process's place, so the kubelet's signals and the exit code are the agent's.
+
+    Raises:
+        UsageError: the job cannot run here.
+    """
+    coordinator = os.environ.get(COORDINATOR_VARIABLE)
+    if not coordinator:
+        raise UsageError(f"{COORDINATOR_VARIABLE} is not set: this program is for the pods of a HoldfastJob")
+    spec = pod.spec
+    if Path(spec.cwd).is_dir():
+        os.chdir(spec.cwd)
+    problems = find_environment_problems(
+        script=spec.script, module=spec.module, cwd=spec.cwd, preload=spec.preload, digest=""
+    )
+    if problems:
+        raise UsageError(f"the job {spec.name!r} cannot run in this image: {'; '.join(problems)}")
+    pod.prepare()
+    memory = jobs.memory_of(pod.folder) / pod.name
+    arguments = [
+        *agent_arguments(spec, pod.folder, pod.name, pod.host, memory),
+        f"--coordinator={coordinator}",
+        f"--grace={os.environ.get(GRACE_VARIABLE, '30')}",
+        f"--ready-port={AGENT_PORT}",
+    ]
+    # As torchrun does: workers of one machine would else each start a thread for every core of it.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    command = python_module("holdfast.agent", *arguments)
+    os.execv(command[0], command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

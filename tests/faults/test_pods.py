@@ -1,0 +1,78 @@
+"""The programs in a job's pods, started as the operator renders them."""
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+
+import pytest
+from conftest import STEPS
+from drive import Deed, Driver
+from harness import TINY, Ran, leftovers
+from pods import NAME, Pods, job_of
+
+from holdfast.engines.kubernetes import names, render
+from holdfast.engines.kubernetes.observed import Farewell
+from holdfast.protocol.endpoint import read_endpoint
+
+
+def test_what_the_pods_start_is_there(tmp_path):
+    job = job_of(TINY, (), tmp_path)
+    for pod in (render.agent_pod(job, 0), render.coordinator_pod(job, 1)):
+        _, safe, dash_m, module, *_ = pod["spec"]["containers"][0]["command"]
+        assert (safe, dash_m) == ("-P", "-m")
+        assert importlib.util.find_spec(module) is not None
+
+
+@pytest.fixture
+def pods(tmp_path):
+    made = Pods(job_of(TINY, (STEPS, "--device-s", 0.02), tmp_path, nodes=3), tmp_path)
+    yield made
+    made.end()
+
+
+def ends(pods, coordinator) -> Ran:
+    """Waits for the job's end, and looks at what its coordinator leaves."""
+    code = coordinator.code(90)
+    folder = coordinator.folder / "jobs" / NAME
+    report = folder / "report.json"
+    return Ran(code, coordinator.out(), json.loads(report.read_text()), folder)
+
+
+@pytest.mark.long
+def test_a_node_and_a_coordinator_are_lost_and_nothing_of_the_training_is(tmp_path, pods, undisturbed):
+    coordinator = pods.coordinator(1)
+    coordinator.until("started a coordinator")
+    nodes = [pods.node(number) for number in range(3)]
+    job_dir = coordinator.folder / "jobs" / NAME
+
+    async def kill_process(client, status):
+        os.kill(read_endpoint(job_dir).pid, signal.SIGKILL)
+
+    async def restart_container(client, status):
+        coordinator.kill()
+        coordinator.start()
+
+    async def lose_machine(client, status):
+        nodes[1].kill()
+        nodes.append(pods.node(3))
+
+    async def restart_node(client, status):
+        with socket.create_connection((nodes[0].address, names.AGENT_PORT), timeout=5):
+            pass  # ready
+        nodes[0].kill()
+        nodes[0].start(**{names.COORDINATOR_VARIABLE: f"{pods.coordinator_address}:{names.COORDINATOR_PORT}"})
+
+    with Driver(job_dir, [Deed(kill_process, 20), Deed(restart_container, 20)]) as first:
+        coordinator.until("started a coordinator", times=3)
+    with Driver(job_dir, [Deed(lose_machine, 0), Deed(restart_node, 20)]) as second:
+        ran = ends(pods, coordinator)
+    assert not first.left
+    assert not second.left, [pod.out()[-2000:] for pod in pods.all]
+    assert (ran.code, ran.report["outcome"]) == (0, "finished"), ran.output[-3000:]
+    assert coordinator.farewell() == Farewell(outcome="finished")
+    assert ran.report["steps"]["lost"] == 0
+    assert ran.report["final"] == undisturbed.report["final"]
+    assert [node.code() for node in (nodes[0], *nodes[2:])] == [0, 0, 0]
+    assert not any(leftovers(pod.folder) for pod in pods.all)
