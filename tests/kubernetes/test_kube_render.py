@@ -118,7 +118,7 @@ def test_an_agents_pod_has_what_the_template_asks_for() -> None:
     assert spec["terminationGracePeriodSeconds"] == 90
     assert spec["restartPolicy"] == "OnFailure"
     (worker,) = spec["containers"]
-    assert worker["command"] == ["python3", "-m", "holdfast.engines.kubernetes.node"]
+    assert worker["command"] == ["python3", "-P", "-m", "holdfast.engines.kubernetes.node"]
     assert worker["workingDir"] == names.CODE_FOLDER
     env = {one["name"]: one.get("value", one.get("valueFrom")) for one in worker["env"]}
     assert env["NCCL_DEBUG"] == "WARN"

@@ -128,8 +128,8 @@ class CoordinatorPod:
         _log.info("%s", text, extra=fields)
 
 
-def main() -> int:
-    """See `CoordinatorPod.run`. 2: the pod is not as the operator makes it; 1: the coordinator ends again and again."""
+def main() -> int | str:
+    """See `CoordinatorPod.run`. A text says why it cannot be: Kubernetes puts it into the pod's status."""
     parser = argparse.ArgumentParser(prog="holdfast.engines.kubernetes.coordinator")
     parser.add_argument("--term", type=int, required=True)
     parser.add_argument(
@@ -144,13 +144,11 @@ def main() -> int:
             pod.spec.log, {"job": pod.spec.name, "term": str(given.term)}, secrets=(pod.token,)
         )
     except HoldfastError as error:
-        sys.stderr.write(f"[holdfast] {error}\n")
-        return 2
+        return f"[holdfast] {error}"
     try:
         return asyncio.run(CoordinatorPod(pod, given.term, given.farewell).run())
     except HoldfastError as error:
-        sys.stderr.write(f"[holdfast] {error}\n")
-        return 1
+        return f"[holdfast] {error}"
     finally:
         close_log()
 

@@ -17,8 +17,9 @@ from holdfast.errors import HoldfastError, UsageError
 from holdfast.protocol.python import python_module
 
 
-def main() -> int:
-    """Returns only where the job cannot run in this pod: 2."""
+def main() -> str:
+    """Returns only where the job cannot run in this pod, and then why: Kubernetes puts a failed container's last lines into
+    the pod's status."""
     parser = argparse.ArgumentParser(prog="holdfast.engines.kubernetes.node")
     parser.add_argument(
         "--config", type=Path, default=Path(CONFIG_FOLDER), help="has the token and spec.json"
@@ -27,9 +28,7 @@ def main() -> int:
     try:
         become_agent(read_pod(config=given.config))
     except HoldfastError as error:
-        # Kubernetes puts the last lines of a container that failed into the pod's status.
-        sys.stderr.write(f"[holdfast] {error}\n")
-        return 2
+        return f"[holdfast] {error}"
 
 
 def become_agent(pod: PodPlace) -> NoReturn:

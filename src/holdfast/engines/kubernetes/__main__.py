@@ -1,0 +1,113 @@
+"""`python -m holdfast.engines.kubernetes`: the operator. One of several acts, the holder of a Lease."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from holdfast import logs
+from holdfast.engines.kubernetes.api import Api, ApiError
+from holdfast.engines.kubernetes.cluster import connect
+from holdfast.engines.kubernetes.leader import Lease
+from holdfast.engines.kubernetes.names import COORDINATOR_PORT
+from holdfast.engines.kubernetes.operator import Operator
+from holdfast.engines.kubernetes.render import Setting
+from holdfast.errors import HoldfastError
+from holdfast.protocol.lookup import AddressLookup
+from holdfast.protocol.sockets import raise_descriptor_limit
+
+LEASE = "holdfast-operator"
+OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+
+
+def main() -> int | str:
+    """Serves until SIGTERM: 0. A text says why it cannot."""
+    parser = argparse.ArgumentParser(prog="python -m holdfast.engines.kubernetes", description=__doc__)
+    parser.add_argument("--namespace", help="where its Lease is; by default that of its own pod")
+    parser.add_argument(
+        "--watch", default="", metavar="NAMESPACE", help="only the jobs there; by default all"
+    )
+    parser.add_argument("--coordinator-image", default="", help="by default the image of each job's workers")
+    parser.add_argument("--coordinator-priority-class", default="")
+    parser.add_argument("--python", default="python3", help="the interpreter in the images")
+    parser.add_argument("--log", default="", metavar="LEVEL[,json]")
+    given = parser.parse_args()
+    setting = Setting(
+        namespace=given.namespace or _own_namespace(),
+        coordinator_image=given.coordinator_image,
+        coordinator_priority_class=given.coordinator_priority_class,
+        python=given.python,
+    )
+    raise_descriptor_limit()
+    try:
+        close_log = logs.configure(given.log, {})
+    except HoldfastError as error:
+        return f"[holdfast] {error}"
+    try:
+        return asyncio.run(_serve(setting, given.watch))
+    except HoldfastError as error:
+        return f"[holdfast] {error}"
+    finally:
+        close_log()
+
+
+async def _serve(setting: Setting, watch: str) -> int:
+    leaves = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, leaves.set)
+    # Two processes of one pod, one after the other, are two: the second must not take the first one's Lease for its own.
+    identity = f"{socket.gethostname()}-{secrets.token_hex(4)}"
+    async with connect() as api:
+        lease = Lease(api, setting.namespace, LEASE, identity)
+        leading = asyncio.create_task(_lead(lease, api, setting, watch))
+        leaving = asyncio.create_task(leaves.wait())
+        try:
+            await asyncio.wait({leading, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if leading.done():
+                leading.result()
+        finally:
+            for task in (leading, leaving):
+                task.cancel()
+            await asyncio.gather(leading, leaving, return_exceptions=True)
+    return 0
+
+
+async def _lead(lease: Lease, api: Api, setting: Setting, watch: str) -> None:
+    """One time of leading after the other. Each begins with nothing but what the API server says."""
+    while True:
+        operator = Operator(api, setting, lambda host: AddressLookup(host, COORDINATOR_PORT), namespace=watch)
+        try:
+            await lease.lead(operator.run)
+        except* ApiError as refusals:
+            # What may pass is tried again where it happens. The rest is a right that is missing.
+            first = next(_errors(refusals))
+            raise HoldfastError(
+                f"the API server refuses what the operator needs ({first}); docs/kubernetes.md has its rights"
+            ) from first
+
+
+def _errors(group: BaseException) -> Iterator[BaseException]:
+    if isinstance(group, BaseExceptionGroup):
+        for one in group.exceptions:
+            yield from _errors(one)
+    else:
+        yield group
+
+
+def _own_namespace() -> str:
+    try:
+        return OWN_NAMESPACE.read_text().strip()
+    except OSError:
+        return os.environ.get("POD_NAMESPACE") or Setting().namespace
+
+
+if __name__ == "__main__":
+    sys.exit(main())
