@@ -15,8 +15,9 @@ from holdfast.engines.kubernetes.link import CoordinatorLink, RefusedByCoordinat
 from holdfast.engines.kubernetes.operator import Operator
 from holdfast.engines.kubernetes.render import Setting
 from holdfast.protocol.availability import OrderDone
-from holdfast.protocol.endpoint import Endpoint, read_endpoint
+from holdfast.protocol.endpoint import Endpoint
 from holdfast.protocol.engine_orders import ReleaseNode
+from holdfast.protocol.lookup import FolderLookup
 
 JOB = "/apis/holdfast.dev/v1alpha1/namespaces/research/holdfastjobs/llm"
 PODS = "/api/v1/namespaces/research/pods"
@@ -146,14 +147,6 @@ def test_a_job_is_suspended_resumed_and_deleted() -> None:
     operated(scene)
 
 
-class InFolder:
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    async def find(self) -> Endpoint | None:
-        return read_endpoint(self._folder)
-
-
 def job_folder(folder: Path) -> Path:
     """Of the one job that a coordinator was started for in there."""
     (endpoint,) = folder.rglob("coordinator.json")
@@ -172,7 +165,7 @@ def linked(folder: Path, scene: Callable[[Any, CoordinatorLink], Awaitable[None]
                 host="127.0.0.1",
                 term=0,
                 token=token_of(here),
-                finder=InFolder(here),
+                lookup=FolderLookup(here),
                 changed=lambda: None,
             )
             async with asyncio.timeout(30):
@@ -218,7 +211,7 @@ def test_a_coordinator_of_another_term_or_token_is_not_believed(tmp_path: Path) 
             "host": "127.0.0.1",
             "term": 0,
             "token": "another",
-            "finder": InFolder(job_folder(tmp_path)),
+            "lookup": FolderLookup(job_folder(tmp_path)),
             "changed": lambda: None,
         }
         with pytest.raises(Silent):

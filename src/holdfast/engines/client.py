@@ -15,7 +15,7 @@ import msgspec
 from holdfast.engines import jobs
 from holdfast.errors import UsageError
 from holdfast.protocol.endpoint import Endpoint, read_endpoint
-from holdfast.protocol.http_client import Unproven, proving
+from holdfast.protocol.http_client import Unproven, proven_session, request
 from holdfast.protocol.stored import read_stored_text
 
 RETRY_S = 0.05
@@ -67,10 +67,6 @@ class JobClient:
             raise NoAnswer(f"the job {self._job_dir.name!r} is not running")
         return read_endpoint(self._job_dir)
 
-    def _session(self, where: Endpoint) -> aiohttp.ClientSession:
-        limit = aiohttp.ClientTimeout(total=PATIENCE_S)  # of a WebSocket its opening
-        return aiohttp.ClientSession(timeout=limit, middlewares=[proving(self._token, where)])
-
     async def get(self, path: str) -> Any:
         """A JSON page. Raises NoAnswer when nobody answers."""
         return msgspec.json.decode(await self.get_bytes(path))
@@ -113,17 +109,13 @@ class JobClient:
         raise self._no_answer(why)
 
     async def _send(self, method: str, where: Endpoint, path: str, body: str) -> bytes:
-        async with (
-            self._session(where) as session,
-            session.request(method, f"{where.url}{path}", data=body or None) as response,
-        ):
-            data = await response.read()
-            # With this header alone: a coordinator that cannot write its ledger answers 503 as well, to be read by people.
-            if response.status == 503 and "Retry-After" in response.headers:
-                raise _NotTaken(data.decode(errors="replace").strip())
-            if response.status >= 400:
-                raise UsageError(data.decode(errors="replace").strip())
-            return data
+        answer = await request(self._token, where, method, path, body, limit_s=PATIENCE_S)
+        # With this header alone: a coordinator that cannot write its ledger answers 503 as well, to be read by people.
+        if answer.status == 503 and "Retry-After" in answer.headers:
+            raise _NotTaken(answer.words)
+        if answer.status >= 400:
+            raise UsageError(answer.words)
+        return answer.body
 
     def _no_answer(self, why: str) -> NoAnswer:
         return NoAnswer(f"the coordinator of the job {self._job_dir.name!r} does not answer: {why}")
@@ -154,7 +146,7 @@ class JobClient:
             if (where := self._where()) is None:
                 return
             async with (
-                self._session(where) as session,
+                proven_session(self._token, where, PATIENCE_S) as session,
                 session.ws_connect(f"{where.url}/watch?after={after}") as socket,
             ):
                 async for frame in socket:

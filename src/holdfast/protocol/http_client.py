@@ -6,6 +6,9 @@ not answer it right counts as no coordinator: the request fails as one that nobo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import aiohttp
 from aiohttp import ClientHandlerType, ClientMiddlewareType, ClientRequest, ClientResponse
 
@@ -37,3 +40,40 @@ def proving(token: str, where: Endpoint) -> ClientMiddlewareType:
         return response
 
     return prove
+
+
+def proven_session(token: str, where: Endpoint, limit_s: float) -> aiohttp.ClientSession:
+    """For this coordinator process alone. limit_s: for a whole request, and for the opening of a WebSocket."""
+    limit = aiohttp.ClientTimeout(total=limit_s)
+    return aiohttp.ClientSession(timeout=limit, middlewares=[proving(token, where)])
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Of a coordinator that has proven itself. Whether its status is a success is for the caller to judge."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def words(self) -> str:
+        """The body, where it says why something is refused."""
+        return self.body.decode(errors="replace").strip()
+
+
+async def request(
+    token: str, where: Endpoint, method: str, path: str, body: str | bytes = b"", *, limit_s: float
+) -> Answer:
+    """One request to a coordinator.
+
+    Raises:
+        aiohttp.ClientConnectorError: nobody listens there; nothing was sent.
+        Unproven: a stranger answered, who could do nothing with what was sent.
+        aiohttp.ClientError, OSError, TimeoutError: it may have been carried out, or not.
+    """
+    async with (
+        proven_session(token, where, limit_s) as session,
+        session.request(method, f"{where.url}{path}", data=body or None) as response,
+    ):
+        return Answer(response.status, response.headers, await response.read())

@@ -26,7 +26,7 @@ from holdfast.engines.folders import (
 )
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.protocol.endpoint import Endpoint
-from holdfast.protocol.http_client import Unproven, proving
+from holdfast.protocol.http_client import Unproven, request
 from holdfast.protocol.job import JobDescription
 from holdfast.protocol.lookup import parse_address
 from holdfast.protocol.node_place import NodePlace
@@ -146,18 +146,15 @@ async def _describe(
 
 
 async def _ask(where: Endpoint, token: str) -> JobDescription:
-    limit = aiohttp.ClientTimeout(total=ANSWER_S)
-    async with (
-        aiohttp.ClientSession(timeout=limit, middlewares=[proving(token, where)]) as session,
-        session.get(f"{where.url}{DESCRIPTION_PATH}") as answer,
-    ):
-        answer.raise_for_status()
-        try:
-            return msgspec.json.decode(await answer.read(), type=JobDescription)
-        except msgspec.MsgspecError as error:
-            raise UsageError(
-                f"the job at {where.host}:{where.port} is of another version of Holdfast ({error}); install the same here"
-            ) from None
+    answer = await request(token, where, "GET", DESCRIPTION_PATH, limit_s=ANSWER_S)
+    if answer.status >= 400:
+        raise aiohttp.ClientError(f"it answers {answer.status}: {answer.words}")
+    try:
+        return msgspec.json.decode(answer.body, type=JobDescription)
+    except msgspec.MsgspecError as error:
+        raise UsageError(
+            f"the job at {where.host}:{where.port} is of another version of Holdfast ({error}); install the same here"
+        ) from None
 
 
 def _own_address(where: Endpoint) -> str:

@@ -33,7 +33,7 @@ from holdfast.engines.kubernetes.api import Api, ApiError, Backoff, NoAnswer, Ob
 from holdfast.engines.kubernetes.check import accept, check
 from holdfast.engines.kubernetes.conditions import begun
 from holdfast.engines.kubernetes.desk import Desk
-from holdfast.engines.kubernetes.link import CoordinatorLink, Finder, RefusedByCoordinator, Silent
+from holdfast.engines.kubernetes.link import CoordinatorLink, RefusedByCoordinator, Silent
 from holdfast.engines.kubernetes.names import FINALIZER, NOTE_SKIP_SAVE
 from holdfast.engines.kubernetes.observed import MachineSeen, Observed, PodSeen, Said
 from holdfast.engines.kubernetes.reading import pod_seen
@@ -42,6 +42,7 @@ from holdfast.engines.kubernetes.render import Setting
 from holdfast.engines.kubernetes.resource import API_VERSION, GROUP, KIND, PLURAL, VERSION, HoldfastJob
 from holdfast.engines.kubernetes.status import JobStatus
 from holdfast.engines.kubernetes.times import from_timestamp
+from holdfast.protocol.lookup import Lookup
 
 _log = logging.getLogger(__name__)
 STATUS_EVERY_S = 5.0
@@ -69,11 +70,11 @@ class JobTask:
         raw: Object,
         machines: Mapping[str, MachineSeen],
         setting: Setting,
-        finder: Callable[[str], Finder],
+        lookup: Callable[[str], Lookup],
     ) -> None:
-        """finder: of the coordinator at an address."""
+        """lookup: of the coordinator at an address."""
         self._api, self._raw, self._machines, self._setting = api, raw, machines, setting
-        self._finder = finder
+        self._lookup = lookup
         metadata = raw["metadata"]
         self.name, self.namespace, self.uid = metadata["name"], metadata["namespace"], metadata["uid"]
         self.desk = Desk(self.name)
@@ -264,7 +265,7 @@ class JobTask:
             token = base64.b64decode(self._beside["Secret"]["data"][names.TOKEN_FILE]).decode()
             host, term = wanted
             self._link = CoordinatorLink(
-                host=host, term=term, token=token, finder=self._finder(host), changed=self.wake
+                host=host, term=term, token=token, lookup=self._lookup(host), changed=self.wake
             )
             self._listening = asyncio.create_task(self._link.listen())
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlencode
 
 import aiohttp
@@ -18,7 +18,8 @@ from holdfast.protocol.availability import Availability
 from holdfast.protocol.endpoint import Endpoint
 from holdfast.protocol.engine_orders import EngineOrders
 from holdfast.protocol.health import CLUSTER_NAME
-from holdfast.protocol.http_client import proving
+from holdfast.protocol.http_client import proven_session, request
+from holdfast.protocol.lookup import Lookup
 
 ANSWER_S = 5.0
 AGAIN_S = 1.0
@@ -70,23 +71,15 @@ def said_of(status: Mapping[str, Any], orders: EngineOrders, term: int) -> Said:
     )
 
 
-class Finder(Protocol):
-    """Says which coordinator listens at a pod's address. Nothing is proven by it."""
-
-    async def find(self) -> Endpoint | None:
-        """None: nobody does."""
-        ...
-
-
 class CoordinatorLink:
     """To the coordinator at one pod's address. `changed` is called whenever it has something to say, and when it is lost."""
 
     def __init__(
-        self, *, host: str, term: int, token: str, finder: Finder, changed: Callable[[], None]
+        self, *, host: str, term: int, token: str, lookup: Lookup, changed: Callable[[], None]
     ) -> None:
         self.host, self.term = host, term
         self._token, self._changed = token, changed
-        self._finder = finder
+        self._lookup = lookup
         self._where: Endpoint | None = None
 
     async def listen(self) -> None:
@@ -94,11 +87,8 @@ class CoordinatorLink:
         while True:
             with suppress(Silent, aiohttp.ClientError, OSError, TimeoutError):
                 where = await self._find()
-                limit = aiohttp.ClientTimeout(total=ANSWER_S)
                 async with (
-                    aiohttp.ClientSession(
-                        timeout=limit, middlewares=[proving(self._token, where)]
-                    ) as session,
+                    proven_session(self._token, where, ANSWER_S) as session,
                     session.ws_connect(f"{where.url}/presence") as socket,
                 ):
                     self._changed()
@@ -129,26 +119,21 @@ class CoordinatorLink:
     async def _find(self) -> Endpoint:
         # Another term's at this address: the pod is gone, and its address is another one's.
         if self._where is None:
-            self._where = await self._finder.find()
+            self._where = await self._lookup.find()
         if self._where is None or self._where.term != self.term:
             self._where = None
             raise Silent(f"no coordinator of term {self.term} at {self.host}")
         return self._where
 
-    async def _request(self, method: str, path: str, body: bytes | None = None) -> bytes:
+    async def _request(self, method: str, path: str, body: bytes = b"") -> bytes:
         where = await self._find()
-        limit = aiohttp.ClientTimeout(total=ANSWER_S)
         try:
-            async with (
-                aiohttp.ClientSession(timeout=limit, middlewares=[proving(self._token, where)]) as session,
-                session.request(method, f"{where.url}{path}", data=body) as response,
-            ):
-                data = await response.read()
+            answer = await request(self._token, where, method, path, body, limit_s=ANSWER_S)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             self._where = None
             raise Silent(f"{method} {path}: {error or type(error).__name__}") from error
-        if response.status == 503:
-            raise Silent(data.decode(errors="replace"))
-        if response.status >= 400:
-            raise RefusedByCoordinator(data.decode(errors="replace").strip())
-        return data
+        if answer.status == 503:
+            raise Silent(answer.words)
+        if answer.status >= 400:
+            raise RefusedByCoordinator(answer.words)
+        return answer.body

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from holdfast.engines.kubernetes.api import Api, ApiError, Object
 from holdfast.engines.kubernetes.informer import Informer
 from holdfast.engines.kubernetes.job_task import JobTask
-from holdfast.engines.kubernetes.link import Finder
 from holdfast.engines.kubernetes.observed import MachineSeen
 from holdfast.engines.kubernetes.reading import machine_seen
 from holdfast.engines.kubernetes.render import Setting
 from holdfast.engines.kubernetes.resource import GROUP, PLURAL, VERSION
+from holdfast.protocol.lookup import Lookup
 
 _log = logging.getLogger("holdfast.operator")
 
@@ -25,10 +25,10 @@ class Operator:
     """All jobs of the cluster, or of one namespace."""
 
     def __init__(
-        self, api: Api, setting: Setting, finder: Callable[[str], Finder], namespace: str = ""
+        self, api: Api, setting: Setting, lookup: Callable[[str], Lookup], namespace: str = ""
     ) -> None:
-        """finder: of the coordinator at an address. namespace: empty: all."""
-        self._api, self._setting, self._finder = api, setting, finder
+        """lookup: of the coordinator at an address. namespace: empty: all."""
+        self._api, self._setting, self._lookup = api, setting, lookup
         scope = f"/namespaces/{namespace}" if namespace else ""
         self._jobs_path = f"/apis/{GROUP}/{VERSION}{scope}/{PLURAL}"
         self._pods_path = f"/api/v1{scope}/pods"
@@ -98,7 +98,7 @@ class Operator:
                 raw=raw,
                 machines=self._machines,
                 setting=self._setting,
-                finder=self._finder,
+                lookup=self._lookup,
             )
             job.list_pods(list(self._pods.values()))
             running = asyncio.create_task(job.run())
