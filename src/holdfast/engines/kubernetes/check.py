@@ -57,6 +57,11 @@ def accept(job: Mapping[str, Any]) -> HoldfastJob:
     """
     if found := check(job):
         raise Refused(found)
+    return convert(job)
+
+
+def convert(job: Mapping[str, Any]) -> HoldfastJob:
+    """An object that has passed `check`, in its types."""
     metadata = job["metadata"]
     id_ = ObjectName(
         namespace=metadata.get("namespace", ""), name=metadata["name"], uid=metadata.get("uid", "")

@@ -30,7 +30,7 @@ from holdfast.engines.kubernetes.actions import (
     Tell,
 )
 from holdfast.engines.kubernetes.api import Api, ApiError, Backoff, NoAnswer, Object
-from holdfast.engines.kubernetes.check import accept, check
+from holdfast.engines.kubernetes.check import check, convert
 from holdfast.engines.kubernetes.conditions import begun
 from holdfast.engines.kubernetes.desk import Desk
 from holdfast.engines.kubernetes.link import CoordinatorLink, RefusedByCoordinator, Silent
@@ -199,7 +199,7 @@ class JobTask:
         status = msgspec.convert(self._raw.get("status", {}), JobStatus)
         said = await self._ask(status)
         return Observed(
-            job=None if problems else accept(self._raw),
+            job=None if problems else convert(self._raw),
             accepted=self._accepted(),
             problems=problems,
             refused=self._refused,
@@ -223,7 +223,9 @@ class JobTask:
 
     def _accepted(self) -> HoldfastJob | None:
         text = self._beside.get("ConfigMap", {}).get("data", {}).get(ACCEPTED_KEY)
-        return None if text is None else accept({**self._raw, "spec": msgspec.json.decode(text)})
+        # Not checked anew. It was when its run began; and a later version of the operator, which may take less, must
+        # not lose a run that an earlier one began.
+        return None if text is None else convert({**self._raw, "spec": msgspec.json.decode(text)})
 
     def _service_term(self) -> int | None:
         selector = self._beside.get("Service", {}).get("spec", {}).get("selector", {})
