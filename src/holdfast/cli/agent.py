@@ -47,19 +47,16 @@ def agent(
 
     For jobs of `holdfast run --engine join`. Exit code 0: it has left in order.
     """
-    import re
     import socket
 
+    from holdfast.engines import jobs
     from holdfast.engines.join.node import Joining, join
     from holdfast.errors import UsageError
     from holdfast.protocol.node_place import parse_place
 
-    name = node or socket.gethostname().partition(".")[0]
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", name) or name.isdecimal():
-        raise UsageError(
-            f"--node {name!r}: use letters, digits, '.', '_' and '-', beginning with a letter or digit, and not a number "
-            "alone"
-        )
+    name = jobs.check_name(node or socket.gethostname().partition(".")[0], "--node")
+    if name.isdecimal():
+        raise UsageError(f"--node {name!r}: a number alone is no name; node{name} is one")
     try:
         stands = parse_place(place)
     except ValueError as error:

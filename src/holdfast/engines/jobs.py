@@ -47,11 +47,11 @@ def default_name(script: str) -> str:
     return f"{stem}-{datetime.now():%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 
-def check_name(name: str) -> str:
-    """Raises UsageError for a name that is no good as a folder."""
+def check_name(name: str, option: str = "--job") -> str:
+    """Raises UsageError for a name that is no good as a folder. option: as which it was given."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", name):
         raise UsageError(
-            f"--job {name!r}: use letters, digits, '.', '_' and '-', beginning with a letter or digit"
+            f"{option} {name!r}: use letters, digits, '.', '_' and '-', beginning with a letter or digit"
         )
     return name
 
