@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import secrets
 import sys
 from collections.abc import Sequence
 from hashlib import sha256
@@ -49,13 +48,13 @@ def find_environment_problems(
     return found
 
 
-def find_tier_problem(url: str, own: Path, shared: bool, nonce: str) -> str:
+def find_tier_problem(url: str, own: Path, shared: bool, name: str) -> str:
     """Why a durable tier cannot be used from this machine; empty: it can.
 
-    own: the launcher's folder of the job. shared: whether this machine sees it. nonce: of `Markers`.
+    own: the launcher's folder of the job. shared: whether this machine sees it. name: of the `Markers`.
     """
     folder = Path(url.removeprefix("file://"))
-    seen = shared if folder.is_relative_to(own) else is_marked(folder, nonce)
+    seen = shared if folder.is_relative_to(own) else is_marked(folder, name)
     if not _is_folder(url) or not str(folder).startswith("/"):
         try:
             open_tier(url).check()
@@ -73,27 +72,25 @@ def find_tier_problem(url: str, own: Path, shared: bool, nonce: str) -> str:
 class Markers:
     """Files by which a machine knows the folders that it shares with the launcher's."""
 
-    def __init__(self, spec: JobSpec, job_dir: Path) -> None:
+    def __init__(self, spec: JobSpec, job_dir: Path, name: str) -> None:
+        """name: of these files. A machine is asked for it, so no other markers that may be there at the same time have it."""
         folders = [Path(t.url.removeprefix("file://")) for t in spec.saving.tiers if _is_folder(t.url)]
         own = [f for f in folders if not f.is_relative_to(job_dir)]
-        # A new name each time: several machines may be checked at once, each with files of its own.
-        self._nonce = secrets.token_hex(8)
-        self._files = [folder / (_MARKER + self._nonce) for folder in (job_dir, *own)]
+        self._files = [folder / (_MARKER + name) for folder in (job_dir, *own)]
 
-    def __enter__(self) -> str:
+    def __enter__(self) -> None:
         for file in self._files:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.touch()
-        return self._nonce
 
     def __exit__(self, *exc: object) -> None:
         for file in self._files:
             file.unlink(missing_ok=True)
 
 
-def is_marked(folder: Path, nonce: str) -> bool:
-    """Whether this machine sees the launcher's folder."""
-    return (folder / (_MARKER + nonce)).exists()
+def is_marked(folder: Path, name: str) -> bool:
+    """Whether this machine sees the launcher's folder. name: of the `Markers`."""
+    return (folder / (_MARKER + name)).exists()
 
 
 def _is_folder(url: str) -> bool:

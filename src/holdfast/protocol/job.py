@@ -70,10 +70,6 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.target if self.wait_for_spare else self.min_nodes * self.nproc
 
 
-MARKER_FILE = "marker"
-"""In the job's folder: has `JobDescription.marker`."""
-
-
 class JobDescription(msgspec.Struct, frozen=True, kw_only=True):
     """What a node that joins at an address is told of its job."""
 
@@ -84,9 +80,6 @@ class JobDescription(msgspec.Struct, frozen=True, kw_only=True):
     """SHA-256 of the script, in hex; empty where the coordinator has no script to read."""
     job_dir: str = ""
     """The launcher's folder of the job."""
-    marker: str = ""
-    """Ends the name of files in the launcher's folders, by which a node knows what it shares with it; empty: there are
-    none, and whether tiers are shared is somebody else's to know."""
 
 
 class Durable(msgspec.Struct, frozen=True):

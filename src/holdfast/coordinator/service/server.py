@@ -41,7 +41,7 @@ from holdfast.coordinator.service.store import Store, own_ledger
 from holdfast.coordinator.service.watchers import Watchers
 from holdfast.protocol import ledger
 from holdfast.protocol.endpoint import Endpoint, write_endpoint
-from holdfast.protocol.job import MARKER_FILE, JobDescription, JobSpec, Resume
+from holdfast.protocol.job import JobDescription, JobSpec, Resume
 from holdfast.protocol.leadership import EXIT_HANDED_OVER, EXIT_SUPERSEDED, LOOK_S, newest_term
 
 _log = logging.getLogger(__name__)
@@ -312,15 +312,11 @@ class Coordinator:
             with suppress(OSError):
                 digest = sha256(Path(spec.script).read_bytes()).hexdigest()
         identity = (self._job_dir / "identity").read_text()
-        marker = ""
-        with suppress(FileNotFoundError):
-            marker = (self._job_dir / MARKER_FILE).read_text()
         return JobDescription(
             spec=spec,
             identity=identity,
             script_digest=digest,
             job_dir=str(self._job_dir.absolute()),
-            marker=marker,
         )
 
     def _no_history(self, why: str) -> None:

@@ -14,7 +14,7 @@ from holdfast.engines.jobs import JobFolder
 from holdfast.engines.join.engine import JoinEngine
 from holdfast.engines.launcher import Launcher
 from holdfast.engines.shown import View
-from holdfast.protocol.job import MARKER_FILE, JobSpec
+from holdfast.protocol.job import JobSpec
 
 
 class JoinLauncher(Launcher):
@@ -32,8 +32,10 @@ class JoinLauncher(Launcher):
         resume = self._folder.prepare(self.spec, self.view.note)
         self._folder.identify()
         self.note_resume(resume)
-        # For as long as the job runs: a node may come at any time.
-        (self.job_dir / MARKER_FILE).write_text(self._markers.enter_context(Markers(self.spec, self.job_dir)))
+        # For as long as the job runs: a node may come at any time. By the identity, so that a launcher that comes after
+        # one that was killed finds its files, and removes them at the end.
+        identity = (self.job_dir / "identity").read_text()
+        self._markers.enter_context(Markers(self.spec, self.job_dir, identity))
         address, token = f"{self.host}:{self._listener.getsockname()[1]}", self.job_dir / "token"
         line = f"holdfast agent --join {address} --token-file {shlex.quote(str(token))}"
         self.note(f"start {self.spec.max_nodes + self.spec.spares} nodes, each with: {line}")

@@ -69,11 +69,12 @@ def join(given: Joining, note: Callable[[str], None]) -> None:
     problems = find_environment_problems(
         script=spec.script, module=spec.module, cwd=spec.cwd, preload=spec.preload, digest=job.script_digest
     )
-    if job.marker:
+    if spec.engine == "join":
+        # Other engines have no launcher that leaves markers; whether tiers are shared is then theirs to know.
         own = Path(job.job_dir)
-        seen = is_marked(own, job.marker)
+        seen = is_marked(own, job.identity)
         urls = [tier.url for tier in spec.saving.tiers]
-        problems += [why for url in urls if (why := find_tier_problem(url, own, seen, job.marker))]
+        problems += [why for url in urls if (why := find_tier_problem(url, own, seen, job.identity))]
     if problems:
         raise UsageError(f"the job {spec.name!r} cannot run on this machine: {'; '.join(problems)}")
     folder = jobs.job_dir(jobs.check_name(spec.name))

@@ -96,12 +96,13 @@ class SshEngine:
 
         async def try_one(name: str) -> None:
             try:
-                await self._check(self._surveyed[name], nonce)
+                await self._check(self._surveyed[name], marker)
             except HostError as error:
                 problems[name] = str(error)
                 await self._surveyed.pop(name).close()
 
-        with Markers(self._spec, self._job_dir) as nonce:
+        marker = secrets.token_hex(8)
+        with Markers(self._spec, self._job_dir, marker):
             await asyncio.gather(*(try_one(name) for name in list(self._surveyed)))
         return problems
 
@@ -123,13 +124,13 @@ class SshEngine:
     def _ends(self, link: Connection) -> Seen:
         return Seen(plain_address(link.greeting.client), plain_address(link.greeting.server))
 
-    async def _check(self, link: Connection, nonce: str) -> None:
+    async def _check(self, link: Connection, marker: str) -> None:
         spec = self._spec
         answer = await link.ask(
             Check(
                 home=str(home().absolute()),
                 job=spec.name,
-                nonce=nonce,
+                nonce=marker,
                 script=spec.script,
                 module=spec.module,
                 digest=self._digest,
@@ -177,8 +178,10 @@ class SshEngine:
             link = self._surveyed.pop(name, None)
             if link is None:
                 link = await self._connect(name)
-                with Markers(self._spec, self._job_dir) as nonce:
-                    await self._check(link, nonce)
+                # Random: several hosts may be checked at once, each with files of its own.
+                marker = secrets.token_hex(8)
+                with Markers(self._spec, self._job_dir, marker):
+                    await self._check(link, marker)
             await self._begin(name, link)
         except (HostError, OSError) as error:
             self._tell(name, f"{error}; the connection is retried")
