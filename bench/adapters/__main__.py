@@ -76,7 +76,7 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     chosen = options()
     console = Console(width=table.WIDTH)
-    found = versions(Path(sys.executable), ["torch", "holdfast", *chosen.frameworks])
+    found = versions(Path(sys.executable), ["torch", "holdfast-train", *chosen.frameworks])
     machine.introduce(console, found, "gloo on loopback, one thread for each worker")
     plan = harness.Plan(
         replicas=chosen.workers,

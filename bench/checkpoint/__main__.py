@@ -72,7 +72,7 @@ def main() -> int:
             create(DLROVER)
         except InstallError as error:
             console.print(f"{DLROVER.name}: {error}", style="red", markup=False)
-    found = versions(Path(sys.executable), ["torch", "holdfast"])
+    found = versions(Path(sys.executable), ["torch", "holdfast-train"])
     if DLROVER.trouble() is None:
         found |= versions(DLROVER.python, DLROVER.packages)
     machine.introduce(

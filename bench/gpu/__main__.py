@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = (
         torch.cuda.get_device_name(device) if chosen.device == "cuda" else "no GPU: the same code on the CPU"
     )
-    machine.introduce(console, versions(Path(sys.executable), ["torch", "holdfast"]), name)
+    machine.introduce(console, versions(Path(sys.executable), ["torch", "holdfast-train"]), name)
     raw: dict[str, object] = {"machine": asdict(machine.describe()), "device": name}
     done, cpu = True, machine.ForeignCpu()
     with stop_signals(), cpu, Children() as children:

@@ -59,7 +59,7 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     chosen = options()
     console = Console(width=WIDTH)
-    found = versions(Path(sys.executable), ["torch", "holdfast"])
+    found = versions(Path(sys.executable), ["torch", "holdfast-train"])
     machine.introduce(console, found, "gloo on loopback")
     results: dict[str, list[Comparison]] = {}
     raw: dict[str, list[list[dict[str, object]]]] = {}

@@ -95,7 +95,7 @@ def main() -> int:
     chosen = parser.parse_args()
     console = Console(width=WIDTH)
     machine.introduce(
-        console, versions(Path(sys.executable), ["torch", "holdfast"]), "one process, one thread"
+        console, versions(Path(sys.executable), ["torch", "holdfast-train"]), "one process, one thread"
     )
     torch.set_num_threads(1)
     with machine.ForeignCpu() as cpu:

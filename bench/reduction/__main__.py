@@ -55,7 +55,9 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     chosen = options()
     console = Console(width=WIDTH)
-    machine.introduce(console, versions(Path(sys.executable), ["torch", "holdfast"]), "gloo on loopback")
+    machine.introduce(
+        console, versions(Path(sys.executable), ["torch", "holdfast-train"]), "gloo on loopback"
+    )
     table = Table(
         title=f"{chosen.model} parameters: medians of {chosen.rounds} rounds with blocks of {chosen.steps} steps",
         box=box.SIMPLE_HEAD,

@@ -54,7 +54,9 @@ def main() -> int:
     if chosen.engine == "slurm":
         slurm.begin_cluster()
     console, progress = Console(width=WIDTH), Progress()
-    machine.introduce(console, versions(Path(sys.executable), ["torch", "holdfast"]), "gloo on this machine")
+    machine.introduce(
+        console, versions(Path(sys.executable), ["torch", "holdfast-train"]), "gloo on this machine"
+    )
     table = Table(
         title=f"{chosen.faults} replacements: median (min to max)", box=box.SIMPLE_HEAD, width=WIDTH
     )

@@ -190,7 +190,9 @@ def main() -> int:
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
     chosen = parser.parse_args()
     console, progress = Console(width=WIDTH), Progress()
-    machine.introduce(console, versions(Path(sys.executable), ["torch", "holdfast"]), "gloo on loopback")
+    machine.introduce(
+        console, versions(Path(sys.executable), ["torch", "holdfast-train"]), "gloo on loopback"
+    )
     table = Table(title=f"{chosen.cycles} of each change", box=box.SIMPLE_HEAD, width=WIDTH)
     for name in (
         "system",

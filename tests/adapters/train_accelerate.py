@@ -1,6 +1,6 @@
 """A script with an Accelerator at level 2: what it ends with goes into a file of each worker.
 
-train_accelerate.py FOLDER ACCUMULATE
+train_accelerate.py FOLDER ACCUMULATE [half]: with fp16
 """
 
 import json
@@ -8,6 +8,7 @@ import os
 import sys
 from pathlib import Path
 
+import half
 import torch
 import xxhash
 from accelerate.utils import set_seed
@@ -20,7 +21,10 @@ folder, accumulate, until = Path(sys.argv[1]), int(sys.argv[2]), 18
 
 def main() -> None:
     set_seed(0)
-    accelerator = Accelerator(gradient_accumulation_steps=accumulate, mixed_precision="bf16")
+    precision = "fp16" if "half" in sys.argv else "bf16"
+    accelerator = Accelerator(gradient_accumulation_steps=accumulate, mixed_precision=precision)
+    if precision == "fp16":
+        half.set_up(accelerator)
     model = torch.nn.Sequential(
         torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.1), torch.nn.Linear(16, 1)
     )
@@ -32,7 +36,7 @@ def main() -> None:
     model, optimizer, loader, held_out, scheduler = accelerator.prepare(
         model, optimizer, loader, held_out, scheduler
     )
-    losses, evaluated, committed = {}, {}, []
+    losses, evaluated, committed, skipped = {}, {}, [], []
     accelerator.run.on_commit(lambda step: committed.append(step.index))
     for step in accelerator.steps(loader, until=until, reduction="exact"):
         with step:
@@ -42,6 +46,8 @@ def main() -> None:
             step.apply(optimizer, max_grad_norm=0.5, scheduler=scheduler)
         if step.committed:
             losses[step.index] = step.loss
+            if accelerator.optimizer_step_was_skipped:
+                skipped.append(step.index)
             if step.index % 6 == 5:
                 with accelerator.run.relaxed_watchdog(), torch.no_grad():
                     model.eval()
@@ -58,6 +64,8 @@ def main() -> None:
         "committed": committed,
         "main": accelerator.is_main_process,
     }
+    if accelerator.scaler is not None:
+        end |= {"scaler": accelerator.scaler.state_dict(), "skipped": skipped}
     folder.mkdir(exist_ok=True)
     (folder / f"end-{os.getpid()}.json").write_text(json.dumps(end))
 

@@ -1,6 +1,6 @@
 """A script with Lightning's Trainer, as people write it: what it ends with goes into a file of each worker.
 
-train_lightning.py FOLDER ACCUMULATE [PATIENCE [BROKEN]]: the update of step BROKEN fails on rank 1
+train_lightning.py FOLDER ACCUMULATE [PATIENCE [BROKEN [half]]]: the update of step BROKEN fails on rank 1; half: fp16
 """
 
 import json
@@ -8,6 +8,7 @@ import os
 import sys
 from pathlib import Path
 
+import half
 import torch
 import xxhash
 from broken import break_update
@@ -17,9 +18,11 @@ from holdfast.lightning import HoldfastStrategy
 
 import lightning  # isort: skip
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint  # isort: skip
+from lightning.pytorch.plugins import MixedPrecision, Precision  # isort: skip
 
 FOLDER, ACCUMULATE = Path(sys.argv[1]), int(sys.argv[2])
 PATIENCE, BROKEN = (int(sys.argv[i]) if len(sys.argv) > i else 0 for i in (3, 4))
+PRECISION = MixedPrecision("16-mixed", "cpu", half.scaler()) if "half" in sys.argv else Precision()
 
 
 class Sums(Dataset):
@@ -70,12 +73,17 @@ class Module(lightning.LightningModule):
 
 def main() -> None:
     lightning.seed_everything(0)
-    module = Module()
+    module, skipped = Module(), []
     callbacks = [ModelCheckpoint(FOLDER / "best", monitor="val_loss")]
     if PATIENCE:
         callbacks.append(EarlyStopping("val_loss", patience=PATIENCE, min_delta=2.0))
     trainer = lightning.Trainer(
-        strategy=HoldfastStrategy(reduction="exact", buffers={"model.seen": "sum"}),
+        strategy=HoldfastStrategy(
+            reduction="exact",
+            buffers={"model.seen": "sum"},
+            on_commit=lambda step: skipped.append(step.index) if step.skipped else None,
+        ),
+        plugins=[PRECISION],
         max_epochs=8 if PATIENCE else 3,
         accumulate_grad_batches=ACCUMULATE,
         gradient_clip_val=1.0,
@@ -97,6 +105,8 @@ def main() -> None:
         "ended": module.ended,
         "validated": module.validated,
     }
+    if "half" in sys.argv:
+        end |= {"scaler": PRECISION.scaler.state_dict(), "skipped": skipped}
     (FOLDER / f"end-{os.getpid()}.json").write_text(json.dumps(end))
 
 

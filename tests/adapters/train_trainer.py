@@ -1,6 +1,6 @@
 """A script with Hugging Face's Trainer, as people write it: what it ends with goes into a file of each worker.
 
-train_trainer.py FOLDER [--accumulate N] [--epochs N] [--patience N] [--own-loss] [--broken STEP]
+train_trainer.py FOLDER [--accumulate N] [--epochs N] [--patience N] [--own-loss] [--half] [--broken STEP]
 """
 
 import argparse
@@ -8,6 +8,7 @@ import json
 import os
 from pathlib import Path
 
+import half
 import torch
 import transformers
 import xxhash
@@ -81,6 +82,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=float, default=3)
     parser.add_argument("--patience", type=int, default=0)
     parser.add_argument("--own-loss", action="store_true")
+    parser.add_argument("--half", action="store_true", help="fp16")
     parser.add_argument("--broken", type=int, default=0, help="the update of this step fails on rank 1")
     options = parser.parse_args()
 
@@ -102,7 +104,13 @@ def main() -> None:
     model.register_buffer("seen", torch.zeros(1, dtype=torch.int64))
     model.register_forward_pre_hook(count, with_kwargs=True)
     kind = HalfLoss if options.own_loss else transformers.Trainer
-    trainer = wrap(kind, reduction="exact", buffers={"model.seen": "sum"})(
+    skipped = []
+    trainer = wrap(
+        kind,
+        reduction="exact",
+        buffers={"model.seen": "sum"},
+        on_commit=lambda step: skipped.append(step.index) if step.skipped else None,
+    )(
         model=model,
         args=TrainingArguments(
             output_dir=str(options.folder),
@@ -120,11 +128,14 @@ def main() -> None:
             metric_for_best_model="loss",
             report_to="none",
             use_cpu=True,
+            fp16=options.half,
         ),
         train_dataset=Sequences(),
         eval_dataset=Sequences(),
         callbacks=callbacks,
     )
+    if options.half:
+        half.set_up(trainer.accelerator)
     out = trainer.train()
     digest = xxhash.xxh3_64()
     for parameter in trainer.model.parameters():
@@ -143,6 +154,8 @@ def main() -> None:
         "epochs": counting.epochs,
         "saves": trainer.args.should_save,
     }
+    if options.half:
+        end |= {"scaler": trainer.accelerator.scaler.state_dict(), "skipped": skipped}
     (options.folder / f"end-{os.getpid()}.json").write_text(json.dumps(end))
 
 

@@ -59,6 +59,7 @@ class Step:
         loss: global mean loss (sum of losses over sum of weights); NaN until the step is reduced.
         grad_norm: norm of the global gradient before it was clipped; NaN until the step is reduced.
         skipped: the step is committed without an update, since its gradient is not finite (`skip_nonfinite`).
+        scaler: what scales the losses of this step, where a trainer does it and not the script; for `apply`.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Step:
         self.loss = math.nan
         self.grad_norm = math.nan
         self.skipped = False
+        self.scaler: Scaler | None = None
         self._stage = Stage.OPEN
         self._began_s = time.perf_counter()
         self._replica = replica
@@ -263,6 +265,7 @@ class Step:
                 "call step.backward(loss) once for every micro-batch"
             )
         replica = self._replica
+        scaler = self.scaler if scaler is None else scaler
         if scaler is not None and not replica.state.protects(scaler):
             raise UsageError(
                 "step.apply(scaler=...): the scaler is not protected, so a newcomer would have another scale; call "

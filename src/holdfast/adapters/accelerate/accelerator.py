@@ -29,6 +29,7 @@ REFUSED = {
     "accumulate": f"a step has all its micro-batches, and a fault repeats all of them; {LOOP}",
     "clip_grad_norm_": "gradients are summed when the step is applied; give step.apply(optimizer, max_grad_norm=...)",
     "clip_grad_value_": "gradients are summed when the step is applied; give step.apply(optimizer, max_grad_norm=...)",
+    "unscale_gradients": "step.apply() divides by the scale of fp16; leave it out",
     "no_sync": f"a step sums its gradients once; {LOOP}",
     "join_uneven_inputs": f"every sample is dealt to exactly one worker; {LOOP}",
     "skip_first_batches": f"a job goes on at its next sample by itself; {LOOP}",
@@ -65,7 +66,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc] # it has no typ
                 each worker of the full job.
 
         Raises:
-            UsageError: what splits a model over processes, fp16, or a version of Accelerate that is not supported.
+            UsageError: what splits a model over processes, or a version of Accelerate that is not supported.
         """
         ACCELERATE.check(accelerate.__version__, "holdfast.accelerate")
         for name in SPLITTING:
@@ -74,11 +75,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc] # it has no typ
                     f"Accelerator({name}=...): a replica is one process here; leave it out, or shard with "
                     "holdfast.start(main) and run.mesh() (docs/sharded.md)"
                 )
-        precision = options.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-        if str(precision) == "fp16":
-            raise UsageError(
-                "Accelerator: mixed_precision is fp16, whose scaler skips updates, which is not supported yet; use 'bf16'"
-            )
         self._holdfast_run = world.own_run()
         self._holdfast_step: Step | None = None
         super().__init__(**options)
@@ -132,7 +128,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc] # it has no typ
             **_named("optimizer", [wrapper.optimizer for wrapper in self._optimizers]),
             **_named("scheduler", self._schedulers),
             **_named("registered", self._custom_objects),
+            **({} if self.scaler is None else {"scaler": self.scaler}),
         )
+        for wrapper in self._optimizers:
+            wrapper.scaler = None  # it would decide by this worker's gradients; the step does by those of all
         rules.declare(run, **models)
         data = shuffled(loader.dataset, workers=loader.num_workers, collate=loader.collate_fn)
         try:
@@ -145,6 +144,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc] # it has no typ
                 reduction=reduction,
             ):
                 self._holdfast_step = step
+                step.scaler = self.scaler
                 self._follow_rank()
                 yield step
         finally:
@@ -164,7 +164,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc] # it has no typ
             raise UsageError(
                 f"accelerator.backward() came outside of a step, where a fault could not repeat it; {LOOP}"
             )
-        self._holdfast_step.backward(loss * weight, weight=weight)
+        total = loss * weight
+        self._holdfast_step.backward(
+            total if self.scaler is None else self.scaler.scale(total), weight=weight
+        )
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the newest step changed nothing, because fp16's gradient overflowed."""
+        return self._holdfast_step is not None and self._holdfast_step.skipped
 
     def _follow_rank(self) -> None:
         # Both have a copy: what asks Accelerate's state, such as `on_main_process` and `print`, hears the same.

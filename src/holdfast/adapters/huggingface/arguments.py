@@ -84,7 +84,6 @@ def _checks(args: TrainingArguments, dataset: Any, scheduler: Any) -> list[tuple
             f"train_dataset is {type(dataset).__name__}, which has no length and no samples by number: use a map-style "
             "dataset, so that every sample is trained exactly once at any number of workers",
         ),
-        (args.fp16, "fp16=True: its loss scaler skips updates, which is not supported yet; use bf16=True"),
         (bool(args.deepspeed), "deepspeed=...: DeepSpeed owns the step; use level 1 (docs/levels.md)"),
         (
             bool(args.fsdp),

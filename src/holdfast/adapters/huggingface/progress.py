@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ class Progress:
         changes_between_steps: what follows a step changes this, too: each worker does the same with the same numbers.
         outstanding: what follows the newest committed step (callbacks, logs, evaluation, a checkpoint) was not done yet.
         loss: of the newest committed step.
-        grad_norm: of it, before clipping.
+        grad_norm: of it, before clipping; None where fp16 has skipped its update.
         learning_rate: with which it was made.
     """
 
@@ -75,7 +76,7 @@ class Progress:
             # what follows the step is still to be done, whatever the giver of the state has done since.
             if trainer.state.global_step == step.index:
                 self._take_commit(saved)
-                trainer._tr_loss += self.loss
+                self.add_loss(step.index)
             return
         if len(exporters) != len(saved["callbacks"]):
             raise ValueError(
@@ -99,6 +100,14 @@ class Progress:
         self.learning_rate = saved["learning_rate"]
         for name in COMMITTED:
             setattr(self._trainer.state, name, saved["state"][name])
+
+    def add_loss(self, steps_before: int) -> None:
+        """Adds the newest step's to what is logged next. As in the Trainer, one that is not finite (fp16 overflows) counts as
+        the mean of those before it."""
+        trainer, loss = self._trainer, self.loss
+        if trainer.args.logging_nan_inf_filter and not math.isfinite(loss):
+            loss = trainer._tr_loss / (1 + steps_before - trainer._globalstep_last_logged)
+        trainer._tr_loss += loss
 
     def put_losses(self) -> None:
         """The sums of losses that are logged next. The Trainer clears them when its loop begins, which is after the state

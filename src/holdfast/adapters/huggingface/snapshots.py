@@ -26,8 +26,8 @@ class Snapshots(TrainerCallback):
         snapshots = Snapshots(trainer, every=50)
         trainer.train(resume_from_checkpoint=snapshots.newest())
 
-    Saved are the model, the optimizer, the scheduler, TrainerState, and the random generators of each rank. The Trainer
-    itself finds its place in the data again, as with a checkpoint of its own.
+    Saved are the model, the optimizer, the scheduler, fp16's scaler, TrainerState, and the random generators of each rank. The
+    Trainer itself finds its place in the data again, as with a checkpoint of its own.
     """
 
     def __init__(self, trainer: transformers.Trainer, every: int, to: str | None = None) -> None:
@@ -38,8 +38,8 @@ class Snapshots(TrainerCallback):
             to: without `holdfast run`: where to, see `holdfast.checkpoint.save`.
 
         Raises:
-            UsageError: DeepSpeed or FSDP, whose state is not the model's and the optimizer's own; fp16; holdfast.transformers
-                was imported; or no number of steps.
+            UsageError: DeepSpeed or FSDP, whose state is not the model's and the optimizer's own; holdfast.transformers was
+                imported; or no number of steps.
         """
         self._saver = Saver(every, to, level_2="holdfast.transformers")
         if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
@@ -47,11 +47,10 @@ class Snapshots(TrainerCallback):
                 "Snapshots: DeepSpeed and FSDP split the state over ranks; save with the Trainer's own checkpoints "
                 "(save_steps, resume_from_checkpoint), which work at level 0"
             )
-        if trainer.args.fp16:
-            raise UsageError(
-                "Snapshots: fp16=True has a loss scaler, whose state is not saved yet; use bf16=True"
-            )
         self._trainer: Any = trainer
+        # Of fp16, and on a GPU only. Without one a snapshot has no such name, as those of earlier versions.
+        scaler = trainer.accelerator.scaler
+        self._scaler = {} if scaler is None else {"scaler": scaler}
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         trainer.add_callback(self)
 
@@ -74,6 +73,7 @@ class Snapshots(TrainerCallback):
                 "scheduler": scheduler,
                 "trainer": state,
                 "random": generators,
+                **self._scaler,
             },
             own=None if own is None else TrainerState.load_from_json(str(Path(own) / STATE_FILE)).global_step,
         )
@@ -84,12 +84,15 @@ class Snapshots(TrainerCallback):
         self._answer("_load_from_checkpoint", lambda: None)  # the model has it already
         self._answer("_load_optimizer_and_scheduler", lambda: self._give(optimizer, scheduler))
         self._answer("_load_rng_state", lambda: set_random_state(generators.value))
+        self._answer("_load_scaler", lambda: None)  # the scaler has it already
         return self._folder.name
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any
     ) -> None:
-        """The optimizer is there, which it was not when a snapshot was looked for."""
+        """The optimizer is there, which it was not when a snapshot was looked for; and the Trainer has read its state."""
+        if self._folder is not None:
+            self._folder.cleanup()
         optimizer = getattr(self._trainer.optimizer, "optimizer", self._trainer.optimizer)
         self._saver.expect({"model": self._trainer.model, "optimizer": optimizer})
 
@@ -126,6 +129,7 @@ class Snapshots(TrainerCallback):
                 "scheduler": trainer.lr_scheduler,
                 "trainer": Kept(fields),
                 "random": Kept(random_state()),
+                **self._scaler,
             },
             step,
         )

@@ -104,15 +104,24 @@ class HoldfastMixin:
         self._holdfast_steps_per_epoch = steps_per_epoch
         self._holdfast_progress = Progress(self)
         self._holdfast_progress.put_losses()
+        # On a CPU there is none: Accelerate computes fp16 in single precision there.
+        scaler = self._holdfast_scaler = self.accelerator.scaler
+        if scaler is not None:
+            self.optimizer.scaler = (
+                None  # it would decide by this worker's gradients; the step does by those of all
+            )
         run = self._holdfast_run = world.run_for_training()
         run.protect(
             model=self.model,
             optimizer=_raw(self.optimizer),
             scheduler=self.lr_scheduler,
             trainer=self._holdfast_progress,
+            **({} if scaler is None else {"scaler": scaler}),
         )
         run.constant(**self._holdfast_constants())
         self._holdfast_buffers.declare(run, model=self.model)
+        # Not `also=` of a step: the Trainer counts a step that fp16 has skipped, too.
+        run.on_commit(self._holdfast_count_step)
         if self._holdfast_on_commit is not None:
             run.on_commit(self._holdfast_on_commit)
         self._holdfast_steps = run.steps(
@@ -196,7 +205,7 @@ class HoldfastMixin:
                     self.optimizer,
                     max_grad_norm=self.args.max_grad_norm or None,
                     scheduler=self.lr_scheduler,
-                    also=self._holdfast_count_step,
+                    scaler=self._holdfast_scaler,
                 )
 
     def _holdfast_end_beginning(self: Any) -> None:
@@ -215,17 +224,20 @@ class HoldfastMixin:
 
     def _holdfast_backward(self: Any, loss: torch.Tensor, **options: Any) -> None:
         """What `training_step` calls: its loss is a mean over what `_holdfast_weight` counts."""
-        self._holdfast_step.backward(loss * self._holdfast_weight, weight=self._holdfast_weight)
+        total = loss * self._holdfast_weight
+        if self._holdfast_scaler is not None:
+            total = self._holdfast_scaler.scale(total)
+        self._holdfast_step.backward(total, weight=self._holdfast_weight)
 
-    def _holdfast_count_step(self: Any) -> None:
+    def _holdfast_count_step(self: Any, step: Step) -> None:
         """Part of the step's commit."""
-        self.state.global_step += 1
-        self.state.epoch = self.state.global_step / self._holdfast_steps_per_epoch
-        self._tr_loss += self._holdfast_step.loss
         progress = self._holdfast_progress
-        progress.loss, progress.grad_norm = self._holdfast_step.loss, self._holdfast_step.grad_norm
+        progress.loss, progress.grad_norm = step.loss, None if step.skipped else step.grad_norm
         progress.learning_rate = self._holdfast_rate
         progress.outstanding = True
+        progress.add_loss(self.state.global_step)
+        self.state.global_step += 1
+        self.state.epoch = self.state.global_step / self._holdfast_steps_per_epoch
 
     def _holdfast_follow_up(self: Any, model: Any, trial: Any, ignored: Any, start_time: float) -> bool:
         """What follows a committed step: callbacks, logs, evaluation, a checkpoint. Returns whether the epoch is over."""

@@ -37,7 +37,6 @@ def refuse(trainer: Any, module: Any, loader: Any) -> None:
 
 def _checks(trainer: Any, module: Any, loader: Any) -> list[tuple[bool, str]]:
     data = getattr(loader, "dataset", None)
-    precision = str(trainer.precision)
     sampler = getattr(loader, "sampler", None)
     timers = [callback for callback in trainer.callbacks if isinstance(callback, Timer)]
     schedulers = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
@@ -72,10 +71,6 @@ def _checks(trainer: Any, module: Any, loader: Any) -> list[tuple[bool, str]]:
         (
             trainer.gradient_clip_algorithm not in (None, "norm"),
             f"gradient_clip_algorithm={trainer.gradient_clip_algorithm}: the global norm is clipped; use 'norm'",
-        ),
-        (
-            "16-mixed" in precision and not precision.startswith("bf16"),
-            f"precision={precision}: its loss scaler skips updates, which is not supported yet; use bf16-mixed",
         ),
         (
             bool(schedulers),

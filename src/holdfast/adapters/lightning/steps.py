@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from holdfast.adapters.lightning.progress import LoopProgress
+    from holdfast.train.loss_scale import Scaler
     from holdfast.train.step import Step
 
 
@@ -30,6 +31,7 @@ class Source(Protocol):
     """Where steps come from: the strategy."""
 
     progress: LoopProgress
+    scaler: Scaler | None
 
     def next_step(self) -> Step | Done | None:
         """What is trained next; None: the job was asked to stop."""
@@ -112,7 +114,7 @@ class Optimization(_AutomaticOptimization):
                 call._call_callback_hooks(self.trainer, "on_before_optimizer_step", optimizer)
                 call._call_lightning_module_hook(self.trainer, "on_before_optimizer_step", optimizer)
                 step.apply(
-                    optimizer, max_grad_norm=self.trainer.gradient_clip_val or None, also=self._count_step
+                    optimizer, max_grad_norm=self.trainer.gradient_clip_val or None, scaler=strategy.scaler
                 )
             if step.committed or strategy.progress.has_fetched_step():
                 return output.asdict() if output is not None else {}
@@ -128,13 +130,14 @@ class Optimization(_AutomaticOptimization):
             )
         weigh = getattr(self.trainer.lightning_module, "holdfast_weight", extract_batch_size)
         weight = float(weigh(micro))
-        call._call_callback_hooks(self.trainer, "on_before_backward", loss)
-        call._call_lightning_module_hook(self.trainer, "on_before_backward", loss)
+        # Calls the hooks, and has fp16's scaler scale the loss.
+        loss = self.trainer.precision_plugin.pre_backward(loss, self.trainer.lightning_module)
         step.backward(loss * weight, weight=weight)
         call._call_callback_hooks(self.trainer, "on_after_backward")
         call._call_lightning_module_hook(self.trainer, "on_after_backward")
 
-    def _count_step(self) -> None:
+    def count_step(self, step: Step) -> None:
+        """Part of the step's commit, also where fp16 has skipped the update: Lightning's loops count those, too."""
         self.optim_progress.optimizer.step.increment_ready()
         self.optim_progress.optimizer.step.increment_completed()
         loop = self.trainer.fit_loop.epoch_loop

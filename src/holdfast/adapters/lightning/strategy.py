@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
     from holdfast.train.buffer_rules import BufferRule
+    from holdfast.train.loss_scale import Scaler
     from holdfast.train.run import Run
     from holdfast.train.step import Step
 
@@ -67,6 +68,8 @@ class HoldfastStrategy(SingleDeviceStrategy):
         self._trainer: Trainer | None = None
         self._steps: Iterator[Step] | None = None
         self._coming: Step | None = None
+        self._optimization: Optimization | None = None
+        self.scaler: Scaler | None = None
         self._before_steps = ExitStack()
 
     # ------------------------------------------------------------ ranks: the job's, whatever they are now
@@ -108,7 +111,7 @@ class HoldfastStrategy(SingleDeviceStrategy):
         self._trainer = trainer
         loop = trainer.fit_loop
         epoch_loop = EpochLoop(trainer, min_steps=loop.min_steps, max_steps=loop.max_steps)
-        epoch_loop.automatic_optimization = Optimization(trainer, self)
+        epoch_loop.automatic_optimization = self._optimization = Optimization(trainer, self)
         epoch_loop.val_loop = loop.epoch_loop.val_loop  # it has the validation data already
         loop.epoch_loop = epoch_loop
         loop.setup_data()  # comes to `process_dataloader`; Lightning's own call of it then finds the data there
@@ -133,19 +136,23 @@ class HoldfastStrategy(SingleDeviceStrategy):
     def _join(self, trainer: Trainer) -> None:
         loader = self._loader
         assert loader is not None
+        assert self._optimization is not None
         run = self._run = world.run_for_training()
         self.progress = LoopProgress(trainer)
         schedulers = {
             f"scheduler{i}" if i else "scheduler": config.scheduler
             for i, config in enumerate(trainer.lr_scheduler_configs)
         }
+        self.scaler = getattr(trainer.precision_plugin, "scaler", None)
         run.protect(
             model=trainer.lightning_module,
             optimizer=trainer.optimizers[0],
             trainer=self.progress,
             **schedulers,
+            **({} if self.scaler is None else {"scaler": self.scaler}),
         )
         self._buffers.declare(run, model=trainer.lightning_module)
+        run.on_commit(self._optimization.count_step)
         if self._on_commit is not None:
             run.on_commit(self._on_commit)
         limits = [trainer.max_steps] if trainer.max_steps != -1 else []
