@@ -868,6 +868,16 @@ def test_a_worker_that_ended_meanwhile_is_lost_when_its_end_is_told():
     assert desk.state.membership.phase is JobPhase.BREAKING
 
 
+def test_a_process_of_a_state_that_was_lost_is_ended_and_its_name_is_never_given_again():
+    """A coordinator that begins anew would else end the new process by the order for the old one."""
+    desk = Desk(2)
+    left = msgspec.structs.replace(running(2).view("n0.0#1"), worker="n0.0#7")
+    desk.node("n0", workers=(left,))
+    desk.node("n1")
+    assert desk.sent(m.KillWorker) == [("n0", m.KillWorker("n0.0#7"))]
+    assert sorted(start.worker for _, start in desk.sent(m.StartWorker)) == ["n0.0#8", "n1.0#9"]
+
+
 def test_a_worker_that_an_agent_no_longer_knows_is_lost_after_a_while():
     desk = running(2)
     desk.crash()

@@ -76,3 +76,34 @@ def test_a_node_and_a_coordinator_are_lost_and_nothing_of_the_training_is(tmp_pa
     assert ran.report["final"] == undisturbed.report["final"]
     assert [node.code() for node in (nodes[0], *nodes[2:])] == [0, 0, 0]
     assert not any(leftovers(pod.folder) for pod in pods.all)
+
+
+@pytest.mark.long
+def test_the_coordinator_s_machine_is_lost_and_the_ledger_goes_on_in_another_pod(tmp_path, pods, undisturbed):
+    first = pods.coordinator(1)
+    first.until("started a coordinator")
+    nodes = [pods.node(number) for number in range(3)]
+
+    async def lose_coordinator(client, status):
+        first.kill()
+
+    with Driver(first.folder / "jobs" / NAME, [Deed(lose_coordinator, 40)]) as early:
+        assert first.process.wait(60) == -signal.SIGKILL
+    second = pods.coordinator(2)
+    second.until("started a coordinator")
+
+    async def lose_machine(client, status):
+        nodes[1].kill()
+        nodes.append(pods.node(3))
+
+    job_dir = second.folder / "jobs" / NAME
+    with Driver(job_dir, [Deed(lose_machine, 60)]) as late:
+        ran = ends(pods, second)
+    assert not early.left
+    assert not late.left, [pod.out()[-2000:] for pod in pods.all]
+    assert (ran.code, ran.report["outcome"]) == (0, "finished"), ran.output[-3000:]
+    assert ran.report["steps"]["lost"] == 0
+    # The whole of it, from the first step on, although its file was lost.
+    assert ran.losses() == undisturbed.losses()
+    assert ran.report["final"] == undisturbed.report["final"]
+    assert len(ran.report["incidents"]) == 2

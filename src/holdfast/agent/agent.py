@@ -21,6 +21,7 @@ from holdfast.agent.checks import NodeChecks
 from holdfast.agent.coordinator_link import CoordinatorLink
 from holdfast.agent.health import Watcher
 from holdfast.agent.hooks import HookRun, Hooks
+from holdfast.agent.ledger_copy import LedgerCopy
 from holdfast.agent.log_tailer import LogFollower
 from holdfast.agent.process import WorkerProcess
 from holdfast.agent.ready import show_ready
@@ -103,6 +104,7 @@ class Agent:
         self._ports = _free_ports(config.host, PORTS_OFFERED)
         self._follower = LogFollower(self._on_files_changed)
         self._keeper: SnapshotKeeper | None = None
+        self._ledger_copy = LedgerCopy(config.job_dir / "nodes" / config.node)
         self._leaving: m.Leaving | None = None
         self._notices = NoticeBoard()
         self._terminated_at = 0.0
@@ -176,6 +178,7 @@ class Agent:
         )
         conversation = asyncio.create_task(self._link.run())
         conversation.add_done_callback(self._on_link_ended)
+        self._spawn(self._ledger_copy.run())
         if self._config.ready_port is not None:
             self._spawn(show_ready(self._config.host, self._config.ready_port, self._link.joined))
         if self._keeper is not None:
@@ -281,6 +284,7 @@ class Agent:
             summing=self._keeper.summing() if self._keeper else (),
             kernel=kernel_id(),
             term=self._link.term,
+            ledger=self._ledger_copy.mark if self._ledger_copy.mark.page else None,
         )
 
     def _on_order(self, order: m.ToAgent) -> None:
@@ -335,6 +339,10 @@ class Agent:
                 self._spawn(self._checks.answer(order), order)
             case m.Repair():
                 self._spawn(self._repairs.answer(order), order)
+            case m.KeepLedger():
+                self._ledger_copy.keep(order)
+            case m.SendLedger():
+                self._spawn(self._send_ledger(), order)
             case m.Drain(reason):
                 self._drain(reason)
             case m.Notify(notices):
@@ -347,6 +355,12 @@ class Agent:
                 # start.
                 self._reason, self._gives_back = reason, not keeps
                 self._over.set()
+
+    async def _send_ledger(self) -> None:
+        parts = self._ledger_copy.parts()
+        while (part := await asyncio.to_thread(next, parts, None)) is not None:
+            self._link.send(part)
+            await self._link.flushed()  # a long ledger is never in memory as a whole
 
     def _tell(self, worker: WorkerProcess, message: m.ToWorker) -> None:
         if isinstance(message, m.Arm):

@@ -15,11 +15,14 @@ from pathlib import Path
 import msgspec
 
 from holdfast import logs
+from holdfast.coordinator.service.gathering import Superseded, gather
 from holdfast.coordinator.service.ledger import RETRY_S
 from holdfast.coordinator.service.pulse import beat
 from holdfast.coordinator.service.server import Coordinator
+from holdfast.coordinator.service.store import own_ledger
 from holdfast.protocol.authentication import BACKLOG
 from holdfast.protocol.job import JobSpec, Resume
+from holdfast.protocol.leadership import EXIT_SUPERSEDED
 from holdfast.protocol.sockets import raise_descriptor_limit
 
 _log = logging.getLogger("holdfast.coordinator")
@@ -37,6 +40,12 @@ def main() -> int:
     parser.add_argument("--host", default="127.0.0.1", help="the address that agents connect to")
     parser.add_argument(
         "--term", type=int, default=0, help="the leadership term; 0: no other machine can run the coordinator"
+    )
+    parser.add_argument(
+        "--copies",
+        type=int,
+        default=0,
+        help="of the ledger, at agents: where it is on this machine alone, so that a later term can go on from one",
     )
     parser.add_argument("--lifeline", type=int)
     parser.add_argument(
@@ -58,6 +67,9 @@ def main() -> int:
     _log.info("the coordinator starts", extra={"pid": os.getpid(), "host": given.host})
     try:
         asyncio.run(_serve(given, spec, resume))
+    except Superseded as error:
+        _log.warning("%s; this one ends", error)
+        return EXIT_SUPERSEDED
     except Exception:  # noqa: BLE001 - the process ends, and its log is where people look for the reason
         _log.exception("the coordinator broke")
         return 1
@@ -67,16 +79,26 @@ def main() -> int:
 
 
 async def _serve(given: argparse.Namespace, spec: JobSpec, resume: Resume) -> None:
-    coordinator = _take_up(given, spec, resume)
-    if coordinator is None:
-        return
-    if given.pulse is not None:
-        beat(given.pulse, spec.timing.heartbeat_s / 2)
     if given.listen is None:
         listener = socket.socket(fileno=given.listen_fd)
     else:
         family = socket.AF_INET6 if ":" in given.host else socket.AF_INET
         listener = socket.create_server((given.host, given.listen), family=family, backlog=BACKLOG)
+    if given.copies and given.term > 1 and not own_ledger(given.job_dir, given.term).exists():
+        await gather(
+            listener,
+            host=given.host,
+            term=given.term,
+            job_dir=given.job_dir,
+            token=(given.job_dir / "token").read_text().strip(),
+            nodes=spec.max_nodes + spec.spares,
+            orphan_s=spec.timing.orphan_s,
+        )
+    coordinator = _take_up(given, spec, resume)
+    if coordinator is None:
+        return
+    if given.pulse is not None:
+        beat(given.pulse, spec.timing.heartbeat_s / 2)
     await coordinator.serve(listener, given.host, given.lifeline)
 
 
@@ -86,7 +108,7 @@ def _take_up(given: argparse.Namespace, spec: JobSpec, resume: Resume) -> Coordi
     logged = False
     while True:
         try:
-            return Coordinator(given.job_dir, spec, resume, given.term)
+            return Coordinator(given.job_dir, spec, resume, given.term, given.copies)
         except sqlite3.OperationalError as error:
             if not logged:
                 _log.error(

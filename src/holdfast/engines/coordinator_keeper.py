@@ -49,6 +49,8 @@ class Office:
     """See `protocol.leadership`."""
     inherited: tuple[int, ...] = ()
     """File descriptors that it keeps open."""
+    copies: int = 0
+    """Of the ledger, at agents; 0: it is in a folder that outlives this machine, or the job does not."""
     lifeline: int | None = None
     """A pipe whose end says that the launcher is gone, which ends the job; None: the job outlives its launcher."""
 
@@ -76,6 +78,7 @@ class CoordinatorKeeper:
                 f"--host={office.host}",
                 f"--listen-fd={office.listener.fileno()}",
                 f"--term={office.term}",
+                f"--copies={office.copies}",
                 *(f"--lifeline={fd}" for fd in lifelines),
                 f"--pulse={pulse}",
                 pass_fds=(*office.inherited, *lifelines, office.listener.fileno(), pulse),

@@ -301,6 +301,10 @@ def _reconcile(context: Context, node: Node, hello: m.Hello) -> None:
             worker.vanished_s = context.now  # its Exited follows, unless it was lost on the way
             context.watch.watch(Watched.VANISHED, worker.name)
     for view in hello.workers:
+        # A coordinator that lost the state of those before it counts on from what it meets: a name is one process's for ever,
+        # or an order to end the old one would end the new.
+        membership = context.state.membership
+        membership.incarnations = max(membership.incarnations, processes.incarnation_of(view.worker))
         known = context.state.membership.workers.get(view.worker)
         if known is None or known.phase is WorkerPhase.GONE:
             # A process that nobody knows would hold its GPU, and could still send state to its old peers.

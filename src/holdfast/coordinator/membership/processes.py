@@ -11,6 +11,12 @@ from holdfast.coordinator.membership import shard_policy
 from holdfast.protocol import messages as m
 
 
+def incarnation_of(worker: str) -> int:
+    """The number in the name of a process, as `start_worker` gives it; 0: it has none."""
+    number = worker.rpartition("#")[2]
+    return int(number) if number.isascii() and number.isdigit() and len(number) < 18 else 0
+
+
 def start_worker(context: Context, node: Node, slot: int, env: dict[str, str]) -> Worker:
     """A new process for one slot of a node."""
     s, spec = context.state, context.spec

@@ -27,6 +27,7 @@ from holdfast.coordinator.service.history_writer import Memory
 from holdfast.coordinator.service.inbox import Inbox, Waiting
 from holdfast.coordinator.service.injector import Injector, Strike
 from holdfast.coordinator.service.ledger import Ledger
+from holdfast.coordinator.service.ledger_copies import LedgerCopies
 from holdfast.coordinator.service.starvation import Starving
 from holdfast.coordinator.service.store import SNAPSHOT, LedgerEntry, Page, ReportedSteps
 from holdfast.coordinator.service.watchers import Watchers
@@ -79,11 +80,12 @@ class DecisionLoop:
         memory: Memory,
         lines: AgentLines,
         watchers: Watchers,
+        copies: LedgerCopies,
         job_dir: Path,
     ) -> None:
         self.core, self.clock, self.injector = core, clock, injector
         self._ledger, self._memory, self._lines, self._watchers = ledger_file, memory, lines, watchers
-        self._job_dir = job_dir
+        self._copies, self._job_dir = copies, job_dir
         # Counted here and not by SQLite, because a page may be written twice when only its writer does not
         # know that it was. With numbers of its own an entry is inserted once, whatever happens.
         self.seq = ledger_file.store.last_seq()
@@ -237,6 +239,8 @@ class DecisionLoop:
         elif page.steps:
             # Not awaited: losses are reported again by agents, and nobody acts on them.
             self._ledger.write(page)
+        if urgent:
+            self._copies.choose(lambda: {n.name: n.place for n in state.membership.nodes.values() if n.alive})
         # Announced only after the actions have been queued: whoever watches may act on an event, and must
         # find it done.
         self._carry_out(actions, strikes)

@@ -15,7 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from holdfast.coordinator.service.store import Page, StepRow, Store
+import msgspec
+
+from holdfast.coordinator.service.store import PAGES, Page, StepRow, Store
 from holdfast.errors import HoldfastError
 
 T = TypeVar("T")
@@ -37,16 +39,23 @@ class Ledger:
     """The writing side of a store, for one event loop. `trouble` is told why it cannot be written, and None when it can."""
 
     def __init__(
-        self, path: Path, shared: bool, open_store: Callable[[], Store], trouble: Callable[[str | None], None]
+        self,
+        path: Path,
+        shared: bool,
+        open_store: Callable[[], Store],
+        trouble: Callable[[str | None], None],
+        also: Callable[[int, Page], None] = lambda number, page: None,
     ) -> None:
         """shared: as for `Store`; then nobody else may open the file, and it is read between two writes.
 
-        open_store: opens it for writing. Raises sqlite3.Error where that cannot be done now.
+        open_store: opens it for writing. Raises sqlite3.Error where that cannot be done now. also: is given each page with its
+        number, before it is written.
         """
-        self._path, self._open, self._trouble = path, open_store, trouble
+        self._path, self._open, self._trouble, self._also = path, open_store, trouble, also
         # Opened at once, on the loop's thread: a ledger that cannot be opened at the start must fail the
         # start, and not the first write.
         self._store: Store | None = open_store()
+        self._pages = self._store.pages()
         self._next = Page()
         self._waiting: list[asyncio.Future[None]] = []
         self._news, self._idle = asyncio.Event(), asyncio.Event()
@@ -73,6 +82,10 @@ class Ledger:
         """Has a page written after those before it. The future is done when it is in the file. It fails only for a page that
         never can be there, whatever the disk does."""
         written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        # In the page itself: whoever puts a copy and later pages together knows which of them the copy has.
+        self._pages += 1
+        page.kept[PAGES] = msgspec.msgpack.encode(self._pages)
+        self._also(self._pages, page)
         # Pages that wait become one. After an hour of a full disk everything is written in one transaction,
         # in order, with nothing missing.
         self._next.add(page)

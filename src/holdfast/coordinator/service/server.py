@@ -35,6 +35,7 @@ from holdfast.coordinator.service.history_store import FILE_NAME
 from holdfast.coordinator.service.history_writer import Memory
 from holdfast.coordinator.service.injector import Injector, Planned
 from holdfast.coordinator.service.ledger import Ledger, SideThread, Unreadable
+from holdfast.coordinator.service.ledger_copies import LedgerCopies
 from holdfast.coordinator.service.report import build_report, build_status, shown_blame
 from holdfast.coordinator.service.routes import Routes
 from holdfast.coordinator.service.store import Store, own_ledger
@@ -50,8 +51,9 @@ _log = logging.getLogger(__name__)
 class Coordinator:
     """One job's coordinator. `serve` returns when the job is over. The process ends there where another takes its place."""
 
-    def __init__(self, job_dir: Path, spec: JobSpec, resume: Resume, term: int = 0) -> None:
-        """term: of office, where coordinators on several machines could be; 0: there is one machine.
+    def __init__(self, job_dir: Path, spec: JobSpec, resume: Resume, term: int = 0, copies: int = 0) -> None:
+        """term: of office, where coordinators on several machines could be; 0: there is one machine. copies: of the ledger, which
+        agents keep.
 
         Raises:
             sqlite3.Error: the ledger cannot be opened now.
@@ -59,8 +61,16 @@ class Coordinator:
         self._job_dir, self._term = job_dir, term
         self._token = (job_dir / "token").read_text().strip()
         path, shared = own_ledger(job_dir, term), bool(term)
+        self._lines, self._watchers = AgentLines(), Watchers(self._status)
+        self._copies = LedgerCopies(
+            count=copies, term=term, lines=self._lines, read_base=lambda: self._ledger.read(Store.copy)
+        )
         self._ledger = Ledger(
-            path, shared, lambda: Store(path, shared=shared), lambda why: self._loop.on_ledger_trouble(why)
+            path=path,
+            shared=shared,
+            open_store=lambda: Store(path, shared=shared),
+            trouble=lambda why: self._loop.on_ledger_trouble(why),
+            also=self._copies.on_page,
         )
         store = self._ledger.store
         saved = store.load()
@@ -72,7 +82,6 @@ class Coordinator:
         where = self._core.spec.health.history or str(job_dir.absolute().parents[1] / FILE_NAME)
         self._memory = Memory(where, spec.name, self._no_history)
         self._folder = SideThread("folder")
-        self._lines, self._watchers = AgentLines(), Watchers(self._status)
         self._gone = asyncio.Event()
         self._loop = DecisionLoop(
             core=self._core,
@@ -82,6 +91,7 @@ class Coordinator:
             memory=self._memory,
             lines=self._lines,
             watchers=self._watchers,
+            copies=self._copies,
             job_dir=job_dir,
         )
         checks = CheckRuns(
@@ -179,6 +189,7 @@ class Coordinator:
         await runner.cleanup()
         await self._memory.close()
         deciding.cancel()
+        self._copies.close()
         # Last of all, since everything above may still write an entry.
         if not await self._ledger.close(0.0 if self._loop.unwritten else LAST_S):
             _log.error("the ledger's last entries are lost: %s", self._ledger.why)

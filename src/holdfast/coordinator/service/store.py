@@ -52,6 +52,8 @@ _COMPUTED_AGAIN = "(:made_in > made_in or ((:made_in is null or made_in is null)
 
 SNAPSHOT = "core"
 """Under which name the core's state is kept."""
+PAGES = "pages"
+"""Under which name the number of the newest page is kept."""
 
 
 class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -212,6 +214,11 @@ class Store:
         """A small named value; None when it was never kept."""
         row = self._db.execute("select value from kept where name = ?", (name,)).fetchone()
         return None if row is None else bytes(row[0])
+
+    def pages(self) -> int:
+        """Number of the newest page; 0: there is none, or it is of a version that did not number them."""
+        value = self.kept(PAGES)
+        return 0 if value is None else msgspec.msgpack.decode(value, type=int)
 
     def add_event(self, t_s: float, utc: str, kind: str, fields: Any) -> LedgerEntry:
         """Appends to the ledger."""

@@ -28,6 +28,8 @@ from holdfast.protocol.leadership import EXIT_HANDED_OVER
 _log = logging.getLogger("holdfast.coordinator-pod")
 TRAITS = EngineTraits(keeps_nodes=False, nodes_are_machines=True)
 """Memory of a pod ends with it."""
+COPIES = 2
+"""Of the ledger. Its file ends with the pod, and a machine may be lost together with this one."""
 REASON_CHARS = 1000
 """Kubernetes takes 4096 bytes of a termination message."""
 
@@ -62,6 +64,7 @@ class CoordinatorPod:
             listener=listener,
             term=self._term,
             inherited=(lock,),
+            copies=COPIES,
         )
         keeper = CoordinatorKeeper(office, self._note, self._on_coordinator)
         keeping = asyncio.create_task(self._keep(keeper))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from holdfast.protocol.health import CheckResult, Finding
+from holdfast.protocol.ledger_mark import LedgerMark
 from holdfast.protocol.messages.from_worker import Done, FaultFired, Parked, Ready, WorkerMessage
 from holdfast.protocol.node_place import NodePlace
 from holdfast.protocol.phases import Groups, PageReading
@@ -93,6 +94,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """Where `pid` is a process, as `protocol.processes` says; empty: that cannot be told."""
     term: int = 0
     """The latest term of office of a coordinator that it has spoken with."""
+    ledger: LedgerMark | None = None
+    """How far the copy of the ledger goes that it keeps; None: it keeps none."""
 
 
 # Empty. What an agent has to report has messages of its own, and any of them is a sign of life as well.
@@ -254,8 +257,21 @@ class Repaired(msgspec.Struct, frozen=True, tag="repaired"):
     """Why it did not work; None: it did."""
 
 
+class LedgerKept(msgspec.Struct, frozen=True, kw_only=True, tag="ledger-kept"):
+    """A part of the answer to SendLedger: the parts of a base, in order, and then those of each page."""
+
+    mark: LedgerMark
+    data: bytes
+    base: bool = False
+    more: bool = False
+    """The next part belongs to this one."""
+    last: bool = False
+    """There is no more. A copy that cannot be read ends without a base."""
+
+
 AgentMessage = (
-    SnapshotStored
+    LedgerKept
+    | SnapshotStored
     | FindingsReported
     | Checked
     | Repaired

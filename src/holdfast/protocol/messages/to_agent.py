@@ -6,6 +6,7 @@ import msgspec
 
 from holdfast.protocol.faults import ArmedFault
 from holdfast.protocol.health import Remedy
+from holdfast.protocol.ledger_mark import LedgerMark
 from holdfast.protocol.messages.to_worker import Notify, Preload, ToWorker
 from holdfast.protocol.snapshots import Copy, DurableTier, Holder, Key, Shard
 
@@ -174,8 +175,30 @@ class Repair(msgspec.Struct, frozen=True, tag="repair"):
     """For people."""
 
 
+# Where no folder is shared, a coordinator on another machine goes on from what agents kept of the ledger.
+class KeepLedger(msgspec.Struct, frozen=True, kw_only=True, tag="keep-ledger"):
+    """A part of the coordinator's ledger, to be kept for its successor."""
+
+    mark: LedgerMark
+    """Up to where the ledger is known with this part."""
+    data: bytes
+    """Only coordinators read it."""
+    base: bool = False
+    """A part of a complete copy, which takes the place of what is kept; else of a page, which is added to it."""
+    begins: bool = True
+    """Else it belongs to the part before."""
+    more: bool = False
+    """The next part belongs to this one."""
+
+
+class SendLedger(msgspec.Struct, frozen=True, tag="send-ledger"):
+    """Send what is kept of the ledger, as LedgerKept."""
+
+
 ToAgent = (
-    Replicate
+    KeepLedger
+    | SendLedger
+    | Replicate
     | RunChecks
     | Repair
     | SnapshotComplete

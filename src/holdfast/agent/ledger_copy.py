@@ -1,0 +1,149 @@
+"""What this node keeps of the coordinator's ledger, for a coordinator that begins on another machine.
+
+Two files: a base, which is a complete copy, and the pages that were written since. Each begins a record with a mark and a
+length. What is in them is the coordinators' own affair: an agent only keeps and returns it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+from holdfast.protocol import messages as m
+from holdfast.protocol.ledger_mark import LedgerMark
+
+_log = logging.getLogger(__name__)
+_HEAD = struct.Struct(">QQQ")
+"""Term, page and length of what follows."""
+PART_BYTES = 4 << 20
+MOST_WAITING = 4096
+"""Parts that wait for a disk. One that takes none of them for so long is not to cost the node its memory."""
+
+
+class LedgerCopy:
+    """The copy in a folder. `run` writes what `keep` was given; a copy that has a gap is given up, and never sent."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._base, self._work, self._pages = (
+            folder / name for name in ("ledger.base", "ledger.base.tmp", "ledger.pages")
+        )
+        self._waiting: asyncio.Queue[m.KeepLedger] = asyncio.Queue(MOST_WAITING)
+        self._begun = bytearray()
+        self._broken = False
+        self.mark = self._read_mark()
+        """How far it goes: what is in the files."""
+
+    def keep(self, part: m.KeepLedger) -> None:
+        """Takes a part in, in the order of the coordinator's words."""
+        try:
+            self._waiting.put_nowait(part)
+        except asyncio.QueueFull:
+            self._give_up("the disk is too slow")
+
+    async def run(self) -> None:
+        """Writes, until it is cancelled."""
+        while True:
+            part = await self._waiting.get()
+            try:
+                await asyncio.to_thread(self._put, part)
+            except OSError as error:
+                self._give_up(str(error))
+
+    def _give_up(self, why: str) -> None:
+        """Until the next base. A copy that lacks a page would let its coordinator decide again what it had decided."""
+        if not self._broken:
+            _log.warning("this node keeps no copy of the coordinator's ledger: %s", why)
+        self._broken, self.mark = True, LedgerMark()
+
+    def _put(self, part: m.KeepLedger) -> None:
+        if part.base:
+            self._put_base(part)
+        elif not self._broken:
+            if part.begins:
+                self._begun.clear()  # of a connection that ended in the middle of a page
+            if part.mark.page != self.mark.page + 1:
+                self._give_up(f"page {part.mark.page} came after page {self.mark.page}")
+                return
+            self._begun += part.data
+            if not part.more:
+                with self._pages.open("ab") as pages:
+                    pages.write(_HEAD.pack(*part.mark, len(self._begun)) + self._begun)
+                self._begun.clear()
+                self.mark = part.mark
+
+    def _put_base(self, part: m.KeepLedger) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with self._work.open("wb" if part.begins else "ab") as work:
+            work.write(part.data)
+        if part.more:
+            return
+        # Pages first: with the old ones gone the old base is still a ledger that existed, only an older one.
+        self._pages.unlink(missing_ok=True)
+        size = self._work.stat().st_size
+        with self._pages.open("wb") as pages:
+            pages.write(_HEAD.pack(*part.mark, 0))
+        self._work.replace(self._base)
+        self._begun.clear()
+        self._broken, self.mark = False, part.mark
+        _log.info("keeps a copy of the coordinator's ledger", extra={"bytes": size, "page": part.mark.page})
+
+    def _read_mark(self) -> LedgerMark:
+        """Of what an agent before this one kept. A page that it was just writing is cut off."""
+        self._work.unlink(missing_ok=True)
+        mark, whole = LedgerMark(), 0
+        if self._base.exists():
+            for mark, end in self._records():  # noqa: B007 - the last one counts
+                whole = end
+            if self._pages.exists():
+                with self._pages.open("ab") as pages:
+                    pages.truncate(whole)
+        return mark
+
+    def _records(self) -> Iterator[tuple[LedgerMark, int]]:
+        """The mark of each record of pages that is complete, and where it ends."""
+        try:
+            with self._pages.open("rb") as pages:
+                size = pages.seek(0, 2)
+                at = 0
+                while at + _HEAD.size <= size:
+                    pages.seek(at)
+                    term, page, length = _HEAD.unpack(pages.read(_HEAD.size))
+                    at += _HEAD.size + length
+                    if at > size:
+                        return
+                    yield LedgerMark(term, page), at
+        except FileNotFoundError:
+            return
+
+    def parts(self) -> Iterator[m.LedgerKept]:
+        """All of it, for a coordinator that begins; nothing but the last word where there is none. Reads files."""
+        mark = self.mark
+        if mark.page and not self._broken:
+            try:
+                yield from self._all_parts()
+            except OSError as error:
+                _log.warning("the copy of the coordinator's ledger cannot be read: %s", error)
+        yield m.LedgerKept(mark=mark, data=b"", last=True)
+
+    def _all_parts(self) -> Iterator[m.LedgerKept]:
+        records = list(self._records())
+        with self._base.open("rb") as base:
+            left = base.seek(0, 2)
+            base.seek(0)
+            while left > 0:
+                data = base.read(PART_BYTES)
+                left -= len(data)
+                yield m.LedgerKept(mark=records[0][0], data=data, base=True, more=left > 0)
+        begin = 0
+        with self._pages.open("rb") as pages:
+            for mark, end in records:
+                pages.seek(begin + _HEAD.size)
+                size, begin = end - begin - _HEAD.size, end
+                while size > 0:
+                    data = pages.read(min(size, PART_BYTES))
+                    size -= len(data)
+                    yield m.LedgerKept(mark=mark, data=data, more=size > 0)

@@ -1,0 +1,279 @@
+"""A coordinator that begins without a ledger, on another machine than the one before it, gets it from the agents that kept a copy.
+
+It listens where it will serve, hears which agents come and what they keep, takes the newest copy, and closes their connections:
+they come back at once, to the coordinator that goes on from it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+import sqlite3
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+from aiohttp import WSCloseCode, WSMsgType, web
+
+from holdfast.coordinator.service.authentication import Entrance, authorized, give_proof
+from holdfast.coordinator.service.drain import FAREWELL_S
+from holdfast.coordinator.service.store import FIRST, Page, Store
+from holdfast.errors import HoldfastError, ProtocolError
+from holdfast.protocol import messages as m
+from holdfast.protocol.endpoint import Endpoint
+from holdfast.protocol.frames import Codec, encode
+from holdfast.protocol.ledger_mark import LedgerMark
+
+_log = logging.getLogger(__name__)
+_codec: Codec[m.AgentMessage] = Codec(m.AgentMessage)
+_pages = msgspec.msgpack.Decoder(Page)
+OTHERS_S = 0.5
+"""So long after the first copy another agent may still come with a newer one. All of them look for a coordinator several times a
+second."""
+GIVE_S = 60.0
+"""How long an agent may take for one part of its copy."""
+
+
+class Superseded(HoldfastError):
+    """An agent has spoken with a coordinator of a later term."""
+
+
+class Unusable(HoldfastError):
+    """A copy has no ledger that one could go on from."""
+
+
+@dataclass(kw_only=True)
+class Choice:
+    """Whose copy is taken, and when. Pure: it is told the time."""
+
+    nodes: int
+    """That the job has when all are there."""
+    orphan_s: float
+    """After so long without a coordinator an agent has ended its workers."""
+    began_s: float
+    heard: dict[str, LedgerMark | None] = field(default_factory=dict)
+    first_copy_s: float | None = None
+    refused: set[str] = field(default_factory=set)
+    """Whose copy proved to be unusable."""
+
+    def hear(self, node: str, mark: LedgerMark | None, now_s: float) -> None:
+        """An agent has come."""
+        self.heard[node] = mark
+        if mark is not None and self.first_copy_s is None:
+            self.first_copy_s = now_s
+
+    def refuse(self, node: str) -> None:
+        """Its copy is of no use."""
+        self.refused.add(node)
+
+    def newest(self) -> str | None:
+        """Who has the newest copy; None: nobody who came has one."""
+        there = [
+            (mark, node) for node, mark in self.heard.items() if mark is not None and node not in self.refused
+        ]
+        return max(there)[1] if there else None
+
+    def due_s(self) -> float:
+        """When to decide at the latest."""
+        if self.first_copy_s is not None and self.newest() is not None:
+            return self.first_copy_s + OTHERS_S
+        # Who keeps a copy may be slow to find this address. Once its workers have ended nothing is lost any more by
+        # beginning from a checkpoint.
+        return self.began_s + self.orphan_s
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether nothing is waited for any more."""
+        return len(self.heard) >= self.nodes or now_s >= self.due_s()
+
+
+class Gathering:
+    """Serves agents until a copy was taken, or there is none."""
+
+    def __init__(self, *, job_dir: Path, token: str, where: Endpoint, choice: Choice) -> None:
+        self._job_dir, self._token, self._where, self._choice = job_dir, token, where, choice
+        self._callers: dict[str, _Caller] = {}
+        self._news = asyncio.Event()
+        self._superseded = False
+
+    async def run(self, listener: socket.socket) -> bool:
+        """Whether there is a ledger in the job's folder now. listener: stays open.
+
+        Raises:
+            Superseded: the job is another coordinator's.
+        """
+        app = web.Application(middlewares=[authorized(self._token, self._where)])
+        app.on_response_prepare.append(give_proof)
+        app.add_routes([web.get("/agent", self._serve)])
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=FAREWELL_S)
+        await runner.setup()
+        assert runner.server is not None
+        # Its own descriptor: the door closes the one that it is given.
+        entrance = Entrance(listener.dup(), self._token, self._where, runner.server)
+        try:
+            return await self._choose()
+        finally:
+            entrance.close()
+            await entrance.settled()
+            for caller in list(self._callers.values()):
+                # Agents that leave the job would end with their coordinator: another one follows.
+                await caller.connection.close(code=WSCloseCode.SERVICE_RESTART)
+            await runner.cleanup()
+
+    async def _choose(self) -> bool:
+        loop = asyncio.get_running_loop()
+        while True:
+            if self._superseded:
+                raise Superseded("an agent has seen a later term")
+            self._news.clear()
+            if not self._choice.is_due(loop.time()):
+                with suppress(TimeoutError):
+                    async with asyncio.timeout_at(self._choice.due_s()):
+                        await self._news.wait()
+                continue
+            node = self._choice.newest()
+            if node is None:
+                _log.info(
+                    "no agent keeps the ledger; the job begins from what is saved",
+                    extra={"agents": len(self._choice.heard)},
+                )
+                return False
+            try:
+                await self._take(node)
+            except (Unusable, sqlite3.Error, OSError, TimeoutError) as error:
+                _log.warning(
+                    "the copy of the ledger at %s cannot be used: %s", node, error or type(error).__name__
+                )
+                self._choice.refuse(node)
+            else:
+                return True
+
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
+        connection = web.WebSocketResponse(max_msg_size=16 << 20)
+        await connection.prepare(request)
+        hello = await _next(connection)
+        if not isinstance(hello, m.Hello):
+            await connection.close(code=WSCloseCode.PROTOCOL_ERROR)
+            return connection
+        if hello.term > self._where.term:
+            self._superseded = True
+        caller = self._callers[hello.node] = _Caller(connection)
+        self._choice.hear(hello.node, hello.ledger, asyncio.get_running_loop().time())
+        self._news.set()
+        # Whatever else it says is in its next hello, or is told again.
+        while (message := await _next(connection)) is not None:
+            if isinstance(message, m.LedgerKept):
+                await caller.parts.put(message)
+        await caller.parts.put(None)
+        return connection
+
+    async def _take(self, node: str) -> None:
+        caller = self._callers[node]
+        await caller.connection.send_bytes(encode(m.SendLedger()))
+        with closing(Restored(self._job_dir / ".gathered.sqlite")) as restored:
+            while True:
+                async with asyncio.timeout(GIVE_S):
+                    part = await caller.parts.get()
+                if part is None:
+                    raise Unusable("its agent is gone")
+                await asyncio.to_thread(restored.add, part)
+                if part.last:
+                    break
+            mark = await asyncio.to_thread(restored.finish, self._job_dir / FIRST)
+        _log.info("took the ledger from an agent", extra={"node": node, "page": mark})
+
+
+class _Caller:
+    """An agent that came."""
+
+    def __init__(self, connection: web.WebSocketResponse) -> None:
+        self.connection = connection
+        # Bounded: what an agent sends waits in the kernel while the disk is written.
+        self.parts: asyncio.Queue[m.LedgerKept | None] = asyncio.Queue(2)
+
+
+async def _next(connection: web.WebSocketResponse) -> m.AgentMessage | None:
+    """The next message; None: the connection has ended, or speaks another language."""
+    frame = await connection.receive()
+    if frame.type is not WSMsgType.BINARY:
+        return None
+    try:
+        return _codec.decode(frame.data)
+    except ProtocolError:
+        return None
+
+
+class Restored:
+    """A ledger made of a copy's parts, in a file of its own until it is complete. Blocks; for one thread at a time."""
+
+    def __init__(self, work: Path) -> None:
+        self._work = work
+        self._store: Store | None = None
+        self._page = bytearray()
+        work.unlink(missing_ok=True)
+
+    def add(self, part: m.LedgerKept) -> None:
+        """The next part.
+
+        Raises:
+            Unusable: it does not fit to those before it.
+        """
+        if part.base:
+            if self._store is not None:
+                raise Unusable("it has two bases")
+            with self._work.open("ab") as file:
+                file.write(part.data)
+            if not part.more:
+                self._store = Store(self._work)
+        elif part.data:
+            self._page += part.data
+            if not part.more:
+                self._write(part.mark.page)
+
+    def _write(self, number: int) -> None:
+        if self._store is None:
+            raise Unusable("it has pages and no base")
+        try:
+            page = _pages.decode(self._page)
+        except msgspec.MsgspecError as error:
+            raise Unusable(f"page {number} is of another version ({error})") from None
+        self._page.clear()
+        there = self._store.pages()
+        if number <= there:
+            return  # it was written while the base was read
+        if number != there + 1:
+            raise Unusable(f"page {number} comes after page {there}")
+        self._store.write(page)
+
+    def finish(self, path: Path) -> int:
+        """Puts the ledger in its place; returns the number of its newest page.
+
+        Raises:
+            Unusable: there is no state in it.
+        """
+        if self._store is None or self._store.load() is None:
+            raise Unusable("it is not complete")
+        number = self._store.pages()
+        self.close()
+        self._work.replace(path)
+        return number
+
+    def close(self) -> None:
+        """Ends it, complete or not."""
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+
+
+async def gather(
+    listener: socket.socket, *, host: str, term: int, job_dir: Path, token: str, nodes: int, orphan_s: float
+) -> bool:
+    """See `Gathering.run`. nodes: of the job, with its spares."""
+    where = Endpoint(
+        host=host, port=listener.getsockname()[1], pid=os.getpid(), instance=secrets.token_hex(8), term=term
+    )
+    choice = Choice(nodes=nodes, orphan_s=orphan_s, began_s=asyncio.get_running_loop().time())
+    return await Gathering(job_dir=job_dir, token=token, where=where, choice=choice).run(listener)

@@ -1,0 +1,305 @@
+"""The ledger outlives its coordinator's machine: agents keep copies, and a successor goes on from the newest."""
+
+import asyncio
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from holdfast.agent.ledger_copy import LedgerCopy
+from holdfast.coordinator.kernel.state import CoreState
+from holdfast.coordinator.service import ledger_copies
+from holdfast.coordinator.service.agent_lines import AgentLines, Line
+from holdfast.coordinator.service.gathering import Choice, Restored, Unusable
+from holdfast.coordinator.service.ledger_copies import LedgerCopies, new_keepers
+from holdfast.coordinator.service.store import PAGES, SNAPSHOT, LedgerEntry, Page, Store
+from holdfast.protocol import messages as m
+from holdfast.protocol.frames import Codec
+from holdfast.protocol.job import JobSpec
+from holdfast.protocol.ledger_mark import LedgerMark
+
+NO_STATE = msgspec.msgpack.encode(CoreState(spec=JobSpec(name="j", script="x.py")))
+orders = Codec(m.ToAgent)
+
+
+def page(number, note="x"):
+    entry = LedgerEntry(seq=number, t_s=float(number), utc="", kind="history", fields={"reason": note})
+    kept = {SNAPSHOT: NO_STATE, PAGES: msgspec.msgpack.encode(number)}
+    return Page([entry], kept=kept)
+
+
+def base_of(tmp_path, upto):
+    store = Store(tmp_path / "own.sqlite")
+    for number in range(1, upto + 1):
+        store.write(page(number))
+    data = store.copy()
+    store.close()
+    return data
+
+
+def part(number, data=None, base=False, term=1, begins=True, more=False):
+    data = msgspec.msgpack.encode(page(number)) if data is None else data
+    return m.KeepLedger(mark=LedgerMark(term, number), data=data, base=base, begins=begins, more=more)
+
+
+class Node:
+    """An agent's copy, written at once."""
+
+    def __init__(self, folder, *parts):
+        self.copy = LedgerCopy(folder)
+        self.take(*parts)
+
+    def take(self, *parts):
+        for one in parts:
+            self.copy.keep(one)
+            self.copy._put(self.copy._waiting.get_nowait())
+        return self
+
+
+def restored(tmp_path, parts):
+    made = Restored(tmp_path / "work")
+    for one in parts:
+        made.add(one)
+    return made.finish(tmp_path / "restored.sqlite")
+
+
+def entries(tmp_path):
+    store = Store(tmp_path / "restored.sqlite", read_only=True)
+    try:
+        return [entry.seq for entry in store.events()]
+    finally:
+        store.close()
+
+
+def test_what_a_node_kept_is_the_ledger_again(tmp_path):
+    node = Node(tmp_path / "n", part(3, base_of(tmp_path, 3), base=True), part(4), part(5))
+    assert node.copy.mark == LedgerMark(1, 5)
+    assert restored(tmp_path, node.copy.parts()) == 5
+    assert entries(tmp_path) == [1, 2, 3, 4, 5]
+
+
+def test_pages_that_the_base_has_already_are_passed_over(tmp_path):
+    """The copy of the file is made while pages go on being written: an older state must not take a newer one's place."""
+    node = Node(tmp_path / "n", part(3, base_of(tmp_path, 5), base=True), *map(part, (4, 5, 6)))
+    assert restored(tmp_path, node.copy.parts()) == 6
+    assert entries(tmp_path) == [1, 2, 3, 4, 5, 6]
+
+
+def test_large_ones_come_in_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(ledger_copies, "PART_BYTES", 1000)
+    monkeypatch.setattr("holdfast.agent.ledger_copy.PART_BYTES", 700)
+    data, more = base_of(tmp_path, 3), msgspec.msgpack.encode(page(4, "y" * 5000))
+    sent = [
+        *ledger_copies._parts(LedgerMark(1, 3), data, base=True),
+        *ledger_copies._parts(LedgerMark(1, 4), more, base=False),
+    ]
+    assert len(sent) > 20
+    node = Node(tmp_path / "n", *sent)
+    assert len(list(node.copy.parts())) > 25
+    assert restored(tmp_path, node.copy.parts()) == 4
+
+
+def test_a_copy_with_a_gap_is_given_up_until_the_next_base(tmp_path):
+    node = Node(tmp_path / "n", part(3, base_of(tmp_path, 3), base=True), part(5))
+    assert node.copy.mark == LedgerMark()
+    assert [one.last for one in node.copy.parts()] == [True]
+    node.take(part(6))
+    assert node.copy.mark == LedgerMark()
+    node.take(part(4, base_of(tmp_path, 4), base=True), part(5))
+    assert node.copy.mark == LedgerMark(1, 5)
+
+
+def test_a_part_of_a_page_or_base_that_was_cut_off_is_forgotten(tmp_path):
+    data = base_of(tmp_path, 3)
+    node = Node(
+        tmp_path / "n",
+        part(3, data[:100], base=True, more=True),
+        part(3, data, base=True),
+        part(4, b"half", more=True),
+        part(4),
+    )
+    assert restored(tmp_path, node.copy.parts()) == 4
+
+
+def test_an_agent_that_is_started_again_has_what_it_kept(tmp_path):
+    Node(tmp_path / "n", part(3, base_of(tmp_path, 3), base=True), part(4), part(5))
+    with (tmp_path / "n" / "ledger.pages").open("r+b") as pages:
+        pages.truncate(pages.seek(0, 2) - 7)  # it was killed while it wrote the last one
+    again = Node(tmp_path / "n")
+    assert again.copy.mark == LedgerMark(1, 4)
+    again.take(part(5), part(6))
+    assert restored(tmp_path, again.copy.parts()) == 6
+
+
+@pytest.mark.parametrize("wrong", ["no-base", "gap", "two-bases", "garbage", "cut"])
+def test_what_is_no_ledger_is_refused(tmp_path, wrong):
+    data = base_of(tmp_path, 3)
+    base = m.LedgerKept(mark=LedgerMark(1, 3), data=data, base=True)
+    four = m.LedgerKept(mark=LedgerMark(1, 4), data=msgspec.msgpack.encode(page(4)))
+    five = m.LedgerKept(mark=LedgerMark(1, 5), data=msgspec.msgpack.encode(page(5)))
+    parts = {
+        "no-base": [four],
+        "gap": [base, five],
+        "two-bases": [base, base],
+        "garbage": [base, m.LedgerKept(mark=LedgerMark(1, 4), data=b"\xc1")],
+        "cut": [m.LedgerKept(mark=LedgerMark(1, 3), data=data[:50], base=True, more=True)],
+    }[wrong]
+    with pytest.raises(Unusable):
+        restored(tmp_path, parts)
+    assert not (tmp_path / "restored.sqlite").exists()
+
+
+# ------------------------------------------------------------------- who keeps, and whose copy counts
+
+
+def test_copies_stand_far_from_each_other():
+    places = {"a": ("z", "r1"), "b": ("z", "r1"), "c": ("z", "r2"), "d": ("y", "r9"), "e": ()}
+    assert new_keepers(places, [], 2) == ["a", "d"]
+    assert new_keepers(places, ["a"], 3) == ["d", "e"]
+    assert new_keepers({"a": ("z", "r1"), "b": ("z", "r1"), "c": ("z", "r2")}, ["a"], 2) == ["c"]
+    assert new_keepers({"a": ()}, [], 2) == ["a"]
+    assert new_keepers(places, ["a", "d"], 2) == []
+
+
+def test_the_newest_copy_counts_and_a_later_term_before_a_longer_one():
+    choice = Choice(nodes=3, orphan_s=60.0, began_s=0.0)
+    assert (choice.newest(), choice.due_s()) == (None, 60.0)
+    choice.hear("a", LedgerMark(1, 900), 5.0)
+    assert (choice.newest(), choice.due_s(), choice.is_due(5.0)) == ("a", 5.5, False)
+    choice.hear("b", LedgerMark(2, 40), 5.2)
+    assert (choice.newest(), choice.due_s(), choice.is_due(5.4), choice.is_due(5.5)) == (
+        "b",
+        5.5,
+        False,
+        True,
+    )
+    choice.hear("c", None, 5.3)
+    assert choice.is_due(5.3)  # there is nobody to wait for
+    choice.refuse("b")
+    assert choice.newest() == "a"
+    choice.refuse("a")
+    assert choice.newest() is None
+
+
+def test_new_nodes_alone_begin_anew_and_a_missing_one_is_waited_for():
+    """The copies may be where it is."""
+    choice = Choice(nodes=2, orphan_s=60.0, began_s=100.0)
+    choice.hear("a", None, 101.0)
+    assert (choice.is_due(101.0), choice.is_due(159.0), choice.is_due(160.0)) == (False, False, True)
+    choice.hear("b", None, 102.0)
+    assert choice.is_due(102.0)
+
+
+# ------------------------------------------------------------------- the coordinator's side
+
+
+class Sender:
+    """A coordinator's copies, and what it sends."""
+
+    def __init__(self, count=2):
+        self.lines, self.reads = AgentLines(), []
+        self.copies = LedgerCopies(count=count, term=1, lines=self.lines, read_base=self.read)
+
+    async def read(self):
+        reading = asyncio.get_running_loop().create_future()
+        self.reads.append(reading)
+        return await reading
+
+    def join(self, node):
+        line = self.lines.by_node[node] = Line(node, f"session of {node}", None)
+        line.introduced = True
+        self.choose()
+
+    def choose(self):
+        self.copies.choose(lambda: dict.fromkeys(self.lines.by_node, ()))
+
+    def sent(self, node):
+        line, found = self.lines.by_node[node], []
+        while not line.empty():
+            found.append(orders.decode(line.get_nowait()))
+        return [(one.base, one.mark.page) for one in found]
+
+
+async def turns():
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def run(test):
+    asyncio.run(test(Sender()))
+
+
+def test_a_keeper_gets_the_file_and_then_each_page():
+    async def test(sender):
+        sender.copies.on_page(1, page(1))
+        sender.join("a")
+        await turns()
+        sender.copies.on_page(2, page(2))
+        assert sender.sent("a") == []
+        sender.reads.pop().set_result(b"file")
+        await turns()
+        sender.copies.on_page(3, page(3))
+        assert sender.sent("a") == [(True, 1), (False, 2), (False, 3)]
+
+    run(test)
+
+
+def test_a_keeper_that_connected_again_gets_the_file_again():
+    async def test(sender):
+        sender.join("a")
+        await turns()
+        sender.reads.pop().set_result(b"file")
+        await turns()
+        sender.sent("a")
+        del sender.lines.by_node["a"]
+        sender.copies.on_page(1, page(1))
+        sender.join("a")
+        await turns()
+        sender.copies.on_page(2, page(2))
+        assert sender.sent("a") == []
+        sender.reads.pop().set_result(b"file")
+        await turns()
+        assert sender.sent("a") == [(True, 1), (False, 2)]
+
+    run(test)
+
+
+def test_no_more_agents_are_asked_than_wanted_and_one_that_goes_is_replaced():
+    async def test(sender):
+        for node in "abc":
+            sender.join(node)
+        await turns()
+        assert len(sender.reads) == 2
+        del sender.lines.by_node["b"]
+        sender.choose()
+        await turns()
+        for reading in sender.reads:
+            reading.set_result(b"file")
+        await turns()
+        assert (sender.sent("a"), sender.sent("c")) == ([(True, 0)], [(True, 0)])
+
+    run(test)
+
+
+def test_without_copies_no_node_is_looked_at():
+    copies = LedgerCopies(count=0, term=0, lines=AgentLines(), read_base=SimpleNamespace())
+    copies.choose(lambda: pytest.fail("asked"))
+    copies.on_page(1, page(1))
+
+
+def test_what_a_keeper_has_does_not_grow_for_ever(monkeypatch):
+    monkeypatch.setattr(ledger_copies, "BASE_AGAIN_BYTES", 1000)
+
+    async def test(sender):
+        sender.join("a")
+        await turns()
+        sender.reads.pop().set_result(b"file")
+        await turns()
+        sender.copies.on_page(1, page(1, "z" * 2000))
+        await turns()
+        sender.copies.on_page(2, page(2))
+        sender.reads.pop().set_result(b"file")
+        await turns()
+        assert sender.sent("a") == [(True, 0), (False, 1), (True, 1), (False, 2)]
+
+    run(test)
