@@ -2,6 +2,7 @@
 
 import pytest
 from desk import Desk
+from msgspec.structs import replace
 
 from holdfast.coordinator.health.stragglers import Peers
 from holdfast.coordinator.service.report import build_report, build_status
@@ -78,6 +79,27 @@ def test_a_slow_rank_is_written_down_with_figures():
     assert findings(desk)[-1]["condition"] == "healthy"
     assert build_status(desk.state, desk.now)["slow"] == []
     assert build_report(desk.state, [], desk.now)["slow"][0]["until_step"] is not None
+
+
+def test_a_slow_rank_of_an_unmodified_script_is_told_of_and_stays():
+    """By the time of its training thread, for there are no phases; and a restart of all would be no remedy."""
+    desk = Desk(nodes=3, nproc=1, health=HealthSpec(replace_slow=1.2))
+    for n in range(3):
+        desk.node(f"n{n}", slots=1)
+    first, slow, last = (w.name for w in desk.state.membership.workers.values())
+    for block in range(200):
+        for worker in (first, slow, last):
+            own_s = 0.15 if worker == slow else 0.1
+            spends(desk, worker, replace(spent(5 * block, 0.0), wait_s=0.2 - own_s, thread_s=own_s))
+    (found,) = findings(desk)
+    assert (found["rule"], found["remedy"], found["worker"]) == ("slow-rank", "watch", slow)
+    assert (
+        "1.50 times as long as its peers, 50 ms more a step, mostly in the training thread"
+        in found["evidence"]
+    )
+    (shown,) = build_status(desk.state, desk.now)["slow"]
+    assert shown["lost_s"] > 40
+    assert desk.state.membership.number == 1
 
 
 def test_all_ranks_of_a_node_are_the_node():

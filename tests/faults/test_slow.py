@@ -1,7 +1,7 @@
 """A worker that is really slowed, among workers that are not."""
 
 import pytest
-from harness import TINY, run
+from harness import HERE, TINY, run
 
 STEPS = 75
 
@@ -18,3 +18,16 @@ def test_a_slowed_worker_is_named_within_50_steps_and_changes_nothing(tmp_path, 
     assert 1.3 < slow["ratio"] < 1.7
     (found,) = ran.fields("finding")
     assert (found["rule"], found["subject"], found["source"]) == ("slow-rank", "rank 2", "peers")
+
+
+@pytest.mark.long
+def test_a_slow_rank_of_an_unmodified_script_is_named(tmp_path):
+    """Its steps take as long as those of all others, who wait for it. Its thread needs a processor for longer."""
+    script = (HERE / "train_ddp.py", 150, tmp_path / "saved", 0.0, 0.005, 1)
+    ran = run(tmp_path, "--nnodes", 3, *script)
+    assert ran.code == 0, ran.output
+    (slow,) = ran.report["slow"]
+    assert (slow["rank"], slow["part"]) == (1, "the training thread")
+    assert slow["ratio"] > 1.5
+    assert ran.report["incidents"] == []
+    assert ran.report["goodput"]["classes"]["slow_ranks"] > 0

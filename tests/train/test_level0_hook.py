@@ -54,10 +54,12 @@ def agent():
     page.close()
 
 
-def train(counter: StepCounter, steps: int) -> torch.nn.Parameter:
+def train(counter: StepCounter, steps: int, last_told: bool = False) -> torch.nn.Parameter:
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    for _ in range(steps):
+    for step in range(steps):
+        if last_told and step + 1 == steps:
+            counter.every_s = 0.0
         weight.grad = torch.ones(3)
         optimizer.step()
         counter(optimizer, (), {})
@@ -76,6 +78,17 @@ def test_steps_are_counted_and_told(agent):
     assert second.committed == 2
     assert second.median_s is not None  # a worker that stops right after must be found
     assert page.read().committed == 5
+
+
+def test_blocks_of_steps_are_told_with_the_next_word(agent):
+    ours, counter, _, _ = agent
+    counter.every_s = 3600.0
+    train(counter, 15, last_told=True)
+    codec: Codec[m.WorkerMessage] = Codec(m.WorkerMessage)
+    *_, last = (codec.read(ours) for _ in range(3))
+    assert isinstance(last, m.Progress)
+    assert [block.first for block in last.spent] == [5, 10]
+    assert all(block.thread_s is not None and block.thread_s > 0 for block in last.spent)
 
 
 def test_a_second_optimizer_does_not_count(agent):

@@ -118,12 +118,17 @@ class Spent(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """xxh3 over a part of the state after the block, the same part on all workers that hold one shard; None: not looked at."""
     late: int = -1
     """The rank for whose vote it waited longest in most of the steps; -1: not always for the same."""
+    thread_s: float | None = None
+    """At levels 0 and 1, where no phase is known and each is 0: what the training thread was on a processor, or waited for
+    one. `wait_s` is the rest of the step."""
 
     @property
     def own_s(self) -> float:
         """What this worker needs by itself."""
         # Without `wait_s`: a fast worker waits long and a slow one does not, so the whole step is equally
         # long for all and says nothing about who is slow.
+        if self.thread_s is not None:
+            return self.thread_s
         return self.data_s + self.forward_s + self.backward_s + self.update_s
 
     @property

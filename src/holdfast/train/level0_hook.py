@@ -10,9 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 from holdfast.protocol.messages import Progress
-from holdfast.protocol.phases import Phase
+from holdfast.protocol.phases import Phase, Spent
 from holdfast.train.faults import FaultPlan
 from holdfast.train.link import Link
+from holdfast.train.own_time import OwnTime, ThreadClock, trains_on_cpu
 
 PROGRESS_EVERY_S = 0.05
 
@@ -31,6 +32,8 @@ class StepCounter:
         self._sent = -math.inf
         self.every_s = PROGRESS_EVERY_S
         self._durations: deque[float] = deque(maxlen=31)
+        self._own_time: OwnTime | None = None
+        self._spent: list[Spent] = []
 
     def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """After one optimizer step."""
@@ -43,6 +46,7 @@ class StepCounter:
             return  # at level 2 the commit counts
         if self._optimizer is None:
             self._optimizer = id(optimizer)
+            self._own_time = OwnTime(ThreadClock()) if trains_on_cpu(optimizer) else None
         # A GAN has two optimizers and one step. Counting the first one that steps is the only rule that needs
         # nothing of the script.
         if id(optimizer) != self._optimizer:
@@ -55,12 +59,18 @@ class StepCounter:
         page = self._link.page
         page.committed = self._steps
         page.enter(Phase.FORWARD)
+        block = self._own_time.stepped(self._steps - 1) if self._own_time is not None else None
+        if block is not None:
+            self._spent.append(block)
         # The second is always told: until the duration of a step is known nobody can call it a standstill.
         if self._steps == 2 or now - self._sent >= self.every_s:
             self._sent = now
             median = statistics.median(self._durations) if self._durations else None
             generation = int(self._link.start.env.get("HOLDFAST_GENERATION", "0"))
-            self._link.send(Progress(generation=generation, committed=self._steps, median_s=median))
+            spent, self._spent = tuple(self._spent), []
+            self._link.send(
+                Progress(generation=generation, committed=self._steps, median_s=median, spent=spent)
+            )
         self._faults.poison = lambda: _poison(optimizer)
         for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE, Phase.COMMIT):
             self._faults.reach(phase, self._steps)

@@ -98,7 +98,7 @@ class StepTimer:
         if len(self._steps) < BLOCK_STEPS or not micros:
             return None
         parts_of = zip(*self._steps, strict=True)
-        data, forward, backward, wait, update, aside = (_mean_without_longest(s) for s in parts_of)
+        data, forward, backward, wait, update, aside = (mean_without_longest(s) for s in parts_of)
         first = step + 1 - BLOCK_STEPS
         return Spent(
             first=first,
@@ -132,7 +132,7 @@ class StepTimer:
         self.phase, self._since_s, self._parts = Phase.COMMIT, perf_counter(), [0.0] * 6
 
 
-def _mean_without_longest(values: tuple[float, ...]) -> float:
+def mean_without_longest(values: tuple[float, ...]) -> float:
     """One spike does not count. A mean of the same steps on all workers keeps what slows all of them in proportion, which
     medians do not."""
     return (sum(values) - max(values)) / (BLOCK_STEPS - 1)

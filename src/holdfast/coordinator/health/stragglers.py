@@ -102,7 +102,9 @@ def _look(context: Context, first: int, spent_by_worker: dict[str, Spent]) -> No
             by_load.setdefault(spent.micros, {})[name] = spent
     silent_corruption.compared(context, spent_by_worker)
     silent_corruption.same_state(context, first + BLOCK_STEPS, spent_by_worker)
-    reduction = context.transient(Peers).reductions.look(list(spent_by_worker.values()))
+    # Only with phases: without them a wait may be for anything, such as data.
+    phased = [spent for spent in spent_by_worker.values() if spent.thread_s is None]
+    reduction = context.transient(Peers).reductions.look(phased)
     if reduction is not None:
         _reduction(context, reduction)
     changes: list[Change] = []
@@ -149,6 +151,9 @@ def _cost(context: Context, slow: Slow, group: dict[str, Spent], ratio: float | 
     # that is 2% slow for an hour is not replaced for a stall of ten seconds.
     slow.lost_s += max(0.0, excess_s) * BLOCK_STEPS
     wanted = context.spec.health.replace_slow
+    # Without steps of a job's own a replacement is a restart of all, from a checkpoint of unknown age.
+    if not context.state.membership.counts_steps:
+        return
     if not wanted or slow.ratio < wanted or slow.pair:
         return
     if slow.lost_s >= slow.asked_s + _price_s(context):  # again and again, for it may not have been possible
@@ -300,6 +305,8 @@ def _median(group: dict[str, Spent], without: str) -> float:
 def _part(group: dict[str, Spent], worker: str) -> str:
     """The phase in which it needs most more than its peers."""
     own = group[worker]
+    if own.thread_s is not None:
+        return "the training thread"
     others = [spent for name, spent in group.items() if name != worker]
 
     def excess_s(field: str) -> float:
