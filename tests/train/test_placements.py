@@ -5,14 +5,12 @@ from contextlib import closing
 
 import pytest
 import torch
+from resharding import STEP, assert_same, box, gather, save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from holdfast.checkpoint.archive import Archive
-from holdfast.checkpoint.checksums import sums_of_buffers
-from holdfast.checkpoint.layout import encode_head
 from holdfast.errors import CollectiveFailed, StateError, UsageError
 from holdfast.protocol.messages import Generation, Member
 from holdfast.tensors.dtensor_shards import like, local_of, piece_of
@@ -152,19 +150,6 @@ def trained(model):
     return {"model": model, "optimizer": optimizer}
 
 
-def box(spec):
-    start = spec.start or (0,) * len(spec.shape)
-    return tuple(slice(a, a + n) for a, n in zip(start, spec.shape, strict=True))
-
-
-def gathered(objects, into):
-    image = state_image.capture(objects, 0)
-    for spec, tensor in zip(image.index.tensors, image.tensors, strict=True):
-        whole = into.setdefault(spec.path, torch.full(spec.global_shape or spec.shape, torch.nan))
-        whole[box(spec)] = tensor
-    return into
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_norm_counts_every_element_once(layout):
     counted: dict[str, torch.Tensor] = {}
@@ -173,27 +158,13 @@ def test_the_norm_counts_every_element_once(layout):
             times = counted.setdefault(name, torch.zeros(p.shape))
             piece = piece_of(name, p)
             if counted_here(p):
-                times[box(piece_spec(piece))] += 1
+                times[box(piece.start, tuple(piece.local.shape))] += 1
     for name, times in counted.items():
         assert torch.equal(times, torch.ones_like(times)), name
 
 
-def piece_spec(piece):
-    return type("Spec", (), {"start": piece.start, "shape": tuple(piece.local.shape)})
-
-
 def resharded(before, after, url):
-    archive, shards, content = Archive(url), [], {}
-    for worker, (_, model) in enumerate(workers(before)):
-        objects = trained(model)
-        gathered(objects, content)
-        image = state_image.capture(objects, 5)
-        total = image.index.nbytes
-        sums = sums_of_buffers(image.pieces(0, total))
-        head = encode_head(image.index, sums)
-        shards.append(archive.save_shard(5, worker, head, sums, image.pieces(0, total), total))
-    archive.commit(5, shards)
-    assert not any(t.isnan().any() for t in content.values())
+    content = save(url, (trained(model) for _, model in workers(before)))
     found: dict[str, torch.Tensor] = {}
     for worker, (place, model) in enumerate(workers(after)):
         with torch.no_grad():
@@ -201,11 +172,9 @@ def resharded(before, after, url):
                 local_of(p).zero_()
         objects = {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), foreach=False)}
         given = (worker, place.size)
-        checkpoint_restore.restore(objects, url, 5, shard=given, submesh=place.submesh)
-        gathered(objects, found)
-    assert found.keys() == content.keys()
-    for path, tensor in content.items():
-        assert torch.equal(found[path], tensor), path
+        checkpoint_restore.restore(objects, url, STEP, shard=given, submesh=place.submesh)
+        gather(objects, found)
+    assert_same(found, content)
 
 
 QUICK = [("experts-fsdp", "experts-tensor"), ("tensor-nested", "alone")]

@@ -7,17 +7,15 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
+from resharding import STEP, assert_same, gather, save
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from holdfast.checkpoint.archive import Archive
-from holdfast.checkpoint.checksums import sums_of_buffers
-from holdfast.checkpoint.layout import encode_head
 from holdfast.errors import CollectiveFailed, StateError, UsageError
 from holdfast.protocol.messages import Generation, JoinGeneration, Member
 from holdfast.tensors.dtensor_shards import like, local_of, parsed, piece_of, placed
-from holdfast.train import checkpoint_restore, state_image
+from holdfast.train import checkpoint_restore
 from holdfast.train.buffer_rules import BufferRules
 from holdfast.train.place import Place
 from holdfast.train.reconnectable_group import ReplicaGroups
@@ -74,31 +72,9 @@ def trained(place):
     return {"model": model, "optimizer": optimizer}
 
 
-def whole(place, objects, into):
-    """Puts the pieces of one shard into whole tensors."""
-    image = state_image.capture(objects, 0)
-    for spec, tensor in zip(image.index.tensors, image.tensors, strict=True):
-        target = into.setdefault(spec.path, torch.full(spec.global_shape or spec.shape, torch.nan))
-        start = spec.start or (0,) * len(spec.shape)
-        target[tuple(slice(a, a + n) for a, n in zip(start, spec.shape, strict=True))] = tensor
-    return into
-
-
 def saved(sharding, shape, url):
     """A checkpoint of a run of this shape; and what is in it."""
-    archive, shards, content = Archive(url), [], {}
-    for shard_index in range(shape[0] * shape[1]):
-        place = sharding(shape, shard_index)
-        objects = trained(place)
-        whole(place, objects, content)
-        image = state_image.capture(objects, 5)
-        total = image.index.nbytes
-        sums = sums_of_buffers(image.pieces(0, total))
-        head = encode_head(image.index, sums)
-        shards.append(archive.save_shard(5, shard_index, head, sums, image.pieces(0, total), total))
-    archive.commit(5, shards)
-    assert not any(t.isnan().any() for t in content.values())
-    return content
+    return save(url, (trained(sharding(shape, index)) for index in range(shape[0] * shape[1])))
 
 
 @pytest.mark.parametrize(("before", "after"), list(itertools.product(SHAPES, SHAPES)), ids=str)
@@ -113,13 +89,10 @@ def test_a_checkpoint_loads_into_any_sharding(sharding, tmp_path, before, after)
             for p in model.parameters():
                 local_of(p).zero_()
         objects = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
-        checkpoint_restore.restore(
-            objects, str(tmp_path), 5, shard=(shard_index, size), submesh=place.submesh
-        )
-        whole(place, objects, found)
-    assert found.keys() == content.keys()
-    for path, tensor in content.items():
-        assert torch.equal(found[path], tensor), path
+        given = (shard_index, size)
+        checkpoint_restore.restore(objects, str(tmp_path), STEP, shard=given, submesh=place.submesh)
+        gather(objects, found)
+    assert_same(found, content)
 
 
 def test_another_model_is_refused(sharding, tmp_path):
