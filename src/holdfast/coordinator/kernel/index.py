@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 from holdfast.coordinator.kernel.membership_state import MembershipState, Node, Worker
@@ -41,10 +41,18 @@ class _InOrder(Generic[T]):
 
     def entries(self) -> list[tuple[int, T]]:
         """Numbers, and who has them."""
+        self._sort()
+        return list(self._entries.values())
+
+    def names(self) -> list[str]:
+        """Of all that are in here."""
+        self._sort()
+        return list(self._entries)
+
+    def _sort(self) -> None:
         if not self._sorted:
             self._entries = {x[1].name: x for x in sorted(self._entries.values(), key=lambda x: x[0])}
             self._sorted = True
-        return list(self._entries.values())
 
 
 def _listed(*groups: _InOrder[T]) -> list[T]:
@@ -77,9 +85,11 @@ class Index:
         self._numbers: dict[str, int] = {}
         self._came = 0
         for node in membership.nodes.values():
-            self.add_node(node)
+            self._enter_node(node)
         for worker in membership.workers.values():
-            self.add_worker(worker)
+            self._enter_worker(worker)
+        for node in membership.nodes.values():
+            self.renew(node)
 
     # ------------------------------------------------------------ asked
 
@@ -124,6 +134,10 @@ class Index:
 
     def add_node(self, node: Node) -> None:
         """A node came, or a new one in the place of one of its name."""
+        self._enter_node(node)
+        self.renew(node)
+
+    def _enter_node(self, node: Node) -> None:
         self._came += 1
         self._numbers[node.name] = self._came
         self._nodes[node.phase].put(self._came, node)
@@ -131,7 +145,6 @@ class Index:
             self.alive_nodes[node.name] = node
             for place in _within(node.place):
                 self._at.setdefault(place, {})[node.name] = node
-        self.renew(node)
 
     def move_node(self, node: Node, was: NodePhase) -> None:
         """A node changed its phase."""
@@ -159,13 +172,16 @@ class Index:
 
     def add_worker(self, worker: Worker) -> None:
         """A worker was started."""
+        self._enter_worker(worker)
+        self._room_of(worker)
+
+    def _enter_worker(self, worker: Worker) -> None:
         self._came += 1
         self._numbers[worker.name] = self._came
         self._workers[worker.phase].put(self._came, worker)
         if worker.phase is not WorkerPhase.GONE:
             self.alive_workers[worker.name] = worker
             self._workers_of.setdefault(worker.node, {})[worker.name] = worker
-            self._room_of(worker)
 
     def move_worker(self, worker: Worker, was: WorkerPhase) -> None:
         """A worker changed its phase."""
@@ -202,27 +218,28 @@ class Index:
     def differences(self) -> Iterator[str]:
         """Where it is not what a look at the whole state gives."""
         fresh = Index(self._membership, self._nproc)
-        for name, kept, seen in (
-            ("alive nodes", list(self.alive_nodes), list(fresh.alive_nodes)),
-            ("alive workers", list(self.alive_workers), list(fresh.alive_workers)),
-            ("nodes with room", _names(self.nodes_with_room()), _names(fresh.nodes_with_room())),
-            ("lemons", _names(self.lemons()), _names(fresh.lemons())),
-            ("places", {p: set(n) for p, n in self._at.items()}, {p: set(n) for p, n in fresh._at.items()}),
-            *((p.value, _names(self.nodes_in(p)), _names(fresh.nodes_in(p))) for p in NodePhase),
-            *((p.value, _names(self.workers_in(p)), _names(fresh.workers_in(p))) for p in WorkerPhase),
-            *(
-                (f"workers of {n}", _names(self.workers_of(n)), _names(fresh.workers_of(n)))
-                for n in {*self._workers_of, *fresh._workers_of}
-            ),
-        ):
+        for name, kept, seen in zip(_KINDS, self._contents(), fresh._contents(), strict=True):
             if kept != seen:
                 yield f"the index has other {name} than the state: {kept}, not {seen}"
+
+    def _contents(self) -> Iterator[object]:
+        """By name, in the order of `_KINDS`."""
+        yield list(self.alive_nodes)
+        yield list(self.alive_workers)
+        yield {place: set(there) for place, there in self._at.items()}
+        yield {node: list(ours) for node, ours in self._workers_of.items()}
+        for nodes in (self._with_room, self._lemons, *self._nodes.values()):
+            yield nodes.names()
+        for workers in self._workers.values():
+            yield workers.names()
+
+
+_KINDS = (
+    *("alive nodes", "alive workers", "places", "workers of nodes", "nodes with room", "lemons"),
+    *(phase.value for phase in (*NodePhase, *WorkerPhase)),
+)
 
 
 def _within(place: NodePlace) -> Iterator[NodePlace]:
     """The place, and those that it is in."""
     return (place[:level] for level in range(1, len(place) + 1))
-
-
-def _names(ones: Iterable[Node | Worker]) -> list[str]:
-    return [one.name for one in ones]
