@@ -50,6 +50,7 @@ def undisturbed(tmp_path_factory):
     return end
 
 
+@pytest.mark.long
 @pytest.mark.capability("level 1")
 @pytest.mark.parametrize(
     ("step", "seedable"),

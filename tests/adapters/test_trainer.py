@@ -37,6 +37,7 @@ def undisturbed(tmp_path_factory) -> dict:
     return alone(tmp_path_factory.mktemp("alone"))
 
 
+@pytest.mark.long
 @pytest.mark.capability("level 2", "kill")
 def test_a_killed_worker_changes_nothing(tmp_path, undisturbed):
     ended = in_a_job(tmp_path, "--spares", 1, "--fault", "kill-worker:rank=0,step=8")

@@ -6,6 +6,7 @@ A parent package counts only where it is named: `from holdfast.checkpoint import
 """
 
 import ast
+import functools
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -37,8 +38,14 @@ def modules_of(package: Path) -> list[Module]:
     for path in sorted(package.rglob("*.py")):
         parts = path.relative_to(package.parent).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        found.append(Module(name, path, ast.parse(path.read_text(), str(path))))
+        found.append(Module(name, path, _parsed(path, path.stat().st_mtime_ns)))
     return found
+
+
+@functools.cache
+def _parsed(path: Path, changed_ns: int) -> ast.Module:
+    """Six tests look at every module."""
+    return ast.parse(path.read_text(), str(path))
 
 
 def imports_of(modules: list[Module]) -> list[Import]:
