@@ -101,10 +101,6 @@ class Steps:
         """Books the standstill up to now."""
         setattr(self.spent, self.halted_for, getattr(self.spent, self.halted_for) + now - self.halted_s)
 
-    def done_at(self, now: float) -> int:
-        """Committed steps at this moment."""
-        return self.base + (math.floor((now - self.since_s) / self.step_s) if self.running else 0)
-
     def committed_at(self, time_s: float) -> int:
         """Committed steps at an earlier time, as far as they still count."""
         # Never more than what still counts: a rewind may have undone steps of that time.

@@ -69,11 +69,6 @@ def labels(job: HoldfastJob, role: str = "") -> dict[str, str]:
     } | ({LABEL_ROLE: role} if role else {})
 
 
-def node_selector(job: HoldfastJob) -> str:
-    """Of the pods that are nodes."""
-    return f"{LABEL_JOB}={job.id.name},{LABEL_ROLE}={NODE_ROLE}"
-
-
 def owner(job: HoldfastJob) -> Object:
     """Ties an object's life to the job's."""
     return {
