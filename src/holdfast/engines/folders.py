@@ -62,6 +62,8 @@ def find_tier_problem(url: str, own: Path, shared: bool, name: str) -> str:
             return f"--checkpoint {url}: {error}"
         return ""
     if not seen:
+        # That a folder of this path is here proves nothing: every machine may have one. Checkpoints of some nodes would be
+        # where the others never look, and the job would only find out when it needs them.
         return (
             f"the checkpoints' folder {folder} is not shared with the launching machine; name one on a file system that all hosts "
             "share, or an object store, with --checkpoint"

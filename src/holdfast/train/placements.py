@@ -70,6 +70,8 @@ def is_spread(tensor: torch.Tensor | None, alike: int) -> bool:
     for dim, placement in enumerate(tensor.placements):
         if placement.is_replicate():
             continue
+        # A line has the workers that differ in this dimension alone. Divided by `alike` they are shares of the data, and
+        # the workers of one share compute the very same: only a line across shares separates what other samples made.
         lines = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim)) // alike
         if placement.is_partial() or bool((lines != lines[:, :1]).any()):
             return True

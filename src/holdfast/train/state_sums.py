@@ -59,6 +59,8 @@ class StateSums:
         if not windows:
             return None
         hasher = xxhash.xxh3_64()
+        # Which window it is follows from the block's number and the layout alone. So all workers of a shard read the same
+        # bytes without a message, and one that came late reads with the others from its first block on.
         for piece, begin, end in windows[block // EVERY_BLOCKS % len(windows)]:
             # In the order of its elements, however they lie in memory: moments that were made here may lie as a
             # channels-last parameter does, and those that were loaded do not.
@@ -104,6 +106,8 @@ def _windows(pieces: Iterable[_Piece]) -> Iterator[_Window]:
     for piece in pieces:
         tensor, begin = piece.now(), 0
         while tensor.device.type == "cpu" and begin < tensor.nbytes:
+            # A large tensor is cut into several windows and small ones share one: a look costs the same in any model, and
+            # a larger state only takes more looks until all of it was read.
             end = min(begin + room, tensor.nbytes)
             window.append((piece, begin, end))
             begin, room = end, room - (end - begin)

@@ -52,6 +52,8 @@ def admit(context: Context, node: Node, hello: m.Hello, past: Sequence[Remembere
     known = history.standing(past, node.devices)
     node.trial = known.trial
     transitions.set_lemon(context, node, known.lemon)
+    # Only once for each machine: a node that comes back brings its history again, and one repair must not count twice
+    # against the limits.
     if not any(a.machine == node.machine for a in s.health.acts):
         blast_radius.recalled(
             context, [_earlier(context, node, record) for record in known.acts[-PAST_ACTS:]]
@@ -109,6 +111,7 @@ def repeat(context: Context, node: Node) -> None:
 def checked(context: Context, node: Node, message: m.Checked) -> None:
     """An agent's answer. What was given up may be used again only if every check is well; of a new node what could not be
     told is no reason to refuse it."""
+    # The answer to an earlier order describes the machine as it was before what led to this one.
     if node.checking is None or message.request != node.checking.request:
         return
     new = node.machine not in context.state.health.quarantine
@@ -168,6 +171,8 @@ def _give_up(context: Context, machine: str, why: str, rule: str) -> None:
     health.quarantine[machine] = why
     if rule:
         health.quarantine_rules[machine] = rule
+    # Taken out first above, so that a machine given up again is the newest. The oldest is forgotten by this job alone: the
+    # site's history has it, and tells of it when the machine's node says hello.
     while len(health.quarantine) > KEPT_MACHINES:
         _take_back(context, next(iter(health.quarantine)))
 

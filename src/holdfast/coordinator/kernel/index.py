@@ -88,6 +88,7 @@ class Index:
             self._enter_node(node)
         for worker in membership.workers.values():
             self._enter_worker(worker)
+        # After all workers are in: room depends on how many a node has.
         for node in membership.nodes.values():
             self.renew(node)
 

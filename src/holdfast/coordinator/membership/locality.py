@@ -70,6 +70,8 @@ def pick(
     for _, group in groupby(newcomers, standing.tiers.__getitem__):
         tier = list(group)
         found = match(left, tier, standing.paths)
+        # A tier that fits is taken as it is. Nearness chooses only within the one that has too many: a node that failed
+        # before is no better for standing near.
         if len(chosen) + len(tier) > count:
             near = list(found.values())
             others = fewest_places([w for w in tier if w not in set(near)], standing.paths, used)
@@ -104,6 +106,8 @@ def match(seats: Mapping[S, Path], workers: Sequence[str], paths: Mapping[str, P
         if not left or not waiting:
             break
         standing: dict[Path, list[str]] = {}
+        # Reversed, because the last is popped: of those that stand equally near the first in order gets the seat. At
+        # depth 0 all share the empty place, so no seat stays free while a worker is left.
         for worker in reversed(waiting):
             if len(paths[worker]) >= depth:
                 standing.setdefault(paths[worker][:depth], []).append(worker)
@@ -131,6 +135,8 @@ def rows(columns: Sequence[Sequence[str]], paths: Mapping[str, Path], most: int)
                 if len(paths[worker]) >= depth:
                     standing.setdefault(paths[worker][:depth], [[] for _ in columns])[q].append(worker)
         for place in standing.values():
+            # A row needs one of every column. What a column has more of here than the shortest goes on to the next larger
+            # place, where it may complete a row with what was left elsewhere.
             formed += zip(*place, strict=False)
         del formed[most:]
         taken = {w for row in formed for w in row}

@@ -102,6 +102,9 @@ def missing(context: Context) -> int:
     staying, coming = count_staying(context), s.membership.replacing + expected(context)
     lemons = sum(n.leaving is None for n in context.index.lemons())
     room = wanted + max(1, context.spec.spares) - staying - lemons  # an engine may have nothing but lemons
+    # A lemon does not count as staying, so another node is asked for in its place; but it does count for the room. An
+    # engine that gives nothing but lemons is thus asked for one more than is wanted (or as many as there are spares),
+    # and not for ever.
     count = min(wanted - staying, room) - coming
     return max(0, min(count, context.spec.max_restarts + s.membership.unpaid - s.membership.replaced))
 

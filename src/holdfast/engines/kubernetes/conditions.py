@@ -132,6 +132,7 @@ def _words(seen: Observed, job: HoldfastJob | None, ended: Ended | None, suspend
     if job is None:
         return words
     pods = [pod for pod in seen.pods if not pod.coordinator and pod.stays]
+    # What is over is known: these are False and not Unknown, so that nobody waits for them to become True.
     quiet = "Suspended" if suspended else "Ended"
     if suspended or ended is not None:
         for type_ in (Is.SCHEDULED, Is.COORDINATOR_READY, Is.TRAINING, Is.FULL_STRENGTH, Is.SPARES_READY):
@@ -341,6 +342,7 @@ def _reason(words: dict[Is, _Word], ended: Ended | None, stopping: str | None) -
         return ended.message[:MESSAGE_CHARS]
     if stopping is not None:
         return stopping
+    # Each of these needs the one before it, so the first that does not hold is the cause of the others.
     for type_ in (Is.ACCEPTED, Is.SCHEDULED, Is.COORDINATOR_READY, Is.TRAINING, Is.FULL_STRENGTH):
         word = words.get(type_)
         if word is not None and not word.holds:

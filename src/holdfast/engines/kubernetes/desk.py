@@ -100,6 +100,9 @@ class Desk:
     def numbered(self, action: Number, before: tuple[int, int]) -> None:
         """The counters were written. before: term and next number until then."""
         term, next_number = before
+        # A name is granted by a counter that was written first, and to the operator that wrote it alone. One that takes over
+        # grants nothing of before: whether a pod of such a name was made and has gone cannot be told, and a second one of
+        # its name would be taken for the node that was lost. So numbers may have holes, and no name comes twice.
         self.granted |= {names.node_name(self._job, n) for n in range(next_number, action.next_number)}
         # A term that was passed over is over, whether its coordinator was made or not.
         self.granted = {name for name in self.granted if names.term_of(self._job, name) is None}

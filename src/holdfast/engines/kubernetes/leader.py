@@ -20,6 +20,9 @@ from holdfast.engines.kubernetes.times import timestamp
 _log = logging.getLogger(__name__)
 
 
+# Two never lead, because deadline_s is less than duration_s and each measures to its own disadvantage. The holder counts
+# from before its request, which may have been carried out at once. Who waits counts from when it saw the change, which is
+# after it was made. So the holder's work is cancelled before anybody else may take the Lease.
 class LeaseTimes(msgspec.Struct, frozen=True, kw_only=True):
     """How long a Lease lives."""
 
@@ -99,6 +102,8 @@ class Lease:
         version = there["metadata"]["resourceVersion"]
         spec = there.get("spec", {})
         now_s = time.monotonic()
+        # By this machine's clock alone, however old `renewTime` is: it was written by another one's. An operator that has
+        # just started therefore waits a whole duration for a Lease that somebody holds.
         if version != self._version:
             self._version, self._since_s = version, now_s
         holder = spec.get("holderIdentity") or ""

@@ -72,7 +72,7 @@ def said_of(status: Mapping[str, Any], orders: EngineOrders, term: int) -> Said:
 
 
 class CoordinatorLink:
-    """To the coordinator at one pod's address. `changed` is called whenever it has something to say, and when it is lost."""
+    """To the coordinator at one pod's address. `changed` is called when it is reached, and when it is lost."""
 
     def __init__(
         self, *, host: str, term: int, token: str, lookup: Lookup, changed: Callable[[], None]

@@ -158,6 +158,8 @@ def _nodes(seen: Observed, job: HoldfastJob) -> Iterable[Action]:
         # Its order was acknowledged by an operator that saw less than this one: a leader that was stopped and thawed.
         if pod.stays and pod.name not in lost and _given_up(seen, pod):
             yield _delete(pod, "the coordinator gave it up")
+    # Nodes on machines that are to be emptied are not counted: each is replaced while it still trains, so that its
+    # successor has been scheduled and has its image when it leaves.
     here = [
         pod
         for pod in mine.values()
@@ -174,6 +176,8 @@ def _nodes(seen: Observed, job: HoldfastJob) -> Iterable[Action]:
     avoid = frozenset(name for name in machines if name) | (
         seen.said.bad_machines if seen.said else frozenset()
     )
+    # Two looks for one pod: the first writes its number, the second makes it. An operator that is killed in between has
+    # wasted a number, and has not made a pod that nobody counts.
     for number in unmade[: max(0, min(missing, MOST_MADE))]:
         yield MakeNode(number, avoid)
     if missing > len(unmade):
@@ -226,6 +230,8 @@ def _surplus(seen: Observed, here: list[PodSeen], count: int) -> Iterable[Action
     """Pods that are too many and never joined. Of those that did the coordinator chooses who leaves."""
     said = seen.said
     assert said is not None
+    # Neither in the coordinator's list nor ready: such a pod has no part in training, so its end costs no step. Those without
+    # a machine go first, since they hold nothing, and of the others the newest.
     idle = [pod for pod in here if pod.name not in said.nodes and not pod.ready]
     for pod in sorted(idle, key=lambda pod: (pod.machine is not None, -pod.number))[:count]:
         yield _delete(pod, "the job wants fewer nodes")
@@ -309,6 +315,8 @@ def _end(seen: Observed, job: HoldfastJob) -> Ended | None:
         return Ended(reason, farewell.reason or farewell.outcome)
     began_s = _began_s(seen)
     policy = job.spec.run_policy
+    # From the status, so that a job that has trained is not ended as one that never began while its coordinator does
+    # not answer.
     trained = seen.status.progress is not None and seen.status.progress.step is not None
     late = began_s is not None and seen.now_s - began_s >= policy.startup_deadline_seconds
     if late and not trained and not (seen.said and seen.said.step):
