@@ -66,6 +66,7 @@ def test_a_killed_worker_changes_nothing(tmp_path, undisturbed):
         assert end["validated"] == undisturbed["validated"][-len(end["validated"]) :]
 
 
+@pytest.mark.long
 @pytest.mark.capability("level 2")
 def test_what_is_trained_is_what_lightning_counts(undisturbed):
     assert (undisturbed["steps"], undisturbed["epochs"]) == (STEPS, 3)

@@ -77,8 +77,6 @@ DAMAGES = [
 BY_DEFAULT = {
     ("jobs/done/spec.json", garbage),
     ("jobs/done/job.sqlite", garbage),
-    ("jobs/done/report.json", valid_json_of_something_else),
-    ("jobs/done/allocation.json", garbage),
     ("jobs/done/token", folder),
 }
 """The others take as long each: every command is run."""
@@ -92,7 +90,9 @@ def test_what_is_damaged_is_named_and_nothing_is_a_traceback(holdfast, home, wha
     assert complaints(holdfast) == []
 
 
-@pytest.mark.parametrize("what", ["", "jobs", "jobs/done"])
+@pytest.mark.parametrize(
+    "what", ["jobs", *(pytest.param(w, marks=pytest.mark.long) for w in ("", "jobs/done"))]
+)
 def test_what_is_no_folder_is_named_and_nothing_is_a_traceback(holdfast, home, what):
     (home / what).parent.mkdir(parents=True, exist_ok=True)
     (home / what).write_text("no folder")

@@ -204,6 +204,7 @@ def test_a_process_that_dies_is_replaced_once(closing, tmp_path):
     assert same(loaded(closing(hf.data.shuffled(Deadly(str(tmp_path), 1), workers=1))), good)
 
 
+@pytest.mark.long
 def test_a_sample_that_ends_every_process_is_named(closing, tmp_path):
     with pytest.raises(DataError, match=r"died twice near step .*7.*workers=0"):
         loaded(closing(hf.data.shuffled(Deadly(str(tmp_path), 9), workers=1)))

@@ -78,7 +78,7 @@ def test_an_error_in_also_is_the_scripts(tmp_path):
 @pytest.mark.parametrize(
     ("shard", "reduction"),
     [
-        (1, "exact"),
+        pytest.param(1, "exact", marks=pytest.mark.long),
         pytest.param(1, "fast", marks=pytest.mark.nightly),
         pytest.param(2, "exact", marks=pytest.mark.nightly),
         pytest.param(2, "fast", marks=pytest.mark.nightly),

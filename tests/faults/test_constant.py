@@ -12,7 +12,7 @@ STEPS = 30
 @pytest.mark.parametrize(
     ("shard", "reduction"),
     [
-        (1, "exact"),
+        pytest.param(1, "exact", marks=pytest.mark.long),
         pytest.param(1, "fast", marks=pytest.mark.nightly),
         pytest.param(2, "exact", marks=pytest.mark.nightly),
         pytest.param(2, "fast", marks=pytest.mark.nightly),

@@ -52,6 +52,7 @@ def holdfast(home, *args):
     return ran
 
 
+@pytest.mark.long
 def test_a_job_loads_nothing_of_theirs_and_the_script_finds_its_neighbours(came, tmp_path):
     ours = tmp_path / "ours"
     ours.mkdir()

@@ -68,7 +68,7 @@ def goes_on_at(home, tiers, *args):
 @pytest.mark.parametrize(
     ("writer", "ends"),
     [
-        ("save", WAYS[:1] + WAYS[-2:]),
+        pytest.param("save", WAYS[:1] + WAYS[-2:], marks=pytest.mark.long),
         *(pytest.param(w, WAYS, marks=NIGHTLY) for w in ("save", "overlap", "dcp")),
     ],
     ids=["save, the usual ends", "save", "overlap", "dcp"],

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from harness import Ran, run
 
 from holdfast.coordinator.service.store import Store
@@ -29,6 +30,7 @@ def holdfast(home: Path, *words: str) -> str:
     return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.long
 def test_what_a_script_logs_arrives_once_though_workers_and_the_coordinator_die(tmp_path):
     faults = ["--fault", "kill-worker:rank=0,step=20,phase=vote", "--fault", "kill-coordinator:step=35"]
     ran = run(tmp_path, "--nnodes", 2, "--spares", 1, *faults, LOGGING, STEPS, 0)

@@ -76,6 +76,7 @@ def test_no_answer_is_unknown():
     assert network.measured_of([]) == Measured(None, why="no answer")
 
 
+@pytest.mark.long
 def test_an_all_reduce_between_processes(tmp_path):
     peers = [{"node": n, "host": HOST, "port": 0} for n in ("a", "b")]
     peers[0]["port"] = free_port()

@@ -150,6 +150,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.long
 def test_what_torch_says_of_two_ranks_of_which_one_stays_out(tmp_path):
     """If a new version of torch names things otherwise, it is seen here and not in a hang."""
     script = tmp_path / "rank.py"
