@@ -54,6 +54,7 @@ class Constants:
 
     def left_out(self, objects: state_image.Protected) -> dict[str, frozenset[str]]:
         """What of each protected module is constant, by the names of its `state_dict`."""
+        # By identity and not by name: a tied weight has several names, and a snapshot must have it under none of them.
         held = {id(p) for frozen in self._frozen.values() for p in frozen.tensors.values()}
         found = {}
         for name, thing in objects.items():
@@ -71,6 +72,7 @@ class Constants:
         self._digests = self._digests or self._read()
         return {
             name: xxhash.xxh3_64_hexdigest(
+                # With the names: the same bytes under other names are another model.
                 repr([*zip(self._frozen[name].tensors, digests, strict=True)]).encode()
             )
             for name, digests in self._digests.items()
@@ -199,6 +201,7 @@ class _Frozen:
     def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
         with torch.no_grad():
             for held, name in zip(self.held, self.tensors, strict=True):
+                # A transfer may have written into it already.
                 if held.data_ptr() != tensors[name].data_ptr():
                     held.copy_(tensors[name])
 

@@ -61,6 +61,7 @@ class LedgerCopies:
         data = _encoder.encode(page)
         parts = _parts(LedgerMark(self._term, number), data, base=False)
         for node, keeper in self._keepers.items():
+            # Sent now, it would arrive before the base that it continues, and a copy with a hole is none.
             if not keeper.has_base:
                 keeper.waiting += parts
                 continue

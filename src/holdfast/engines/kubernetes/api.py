@@ -79,6 +79,7 @@ class Api:
             async with await self._send(method, path, query, body, content_type, timeout) as response:
                 data = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            # Never repeated here. The server may have done it, and only the caller knows whether twice does harm.
             raise NoAnswer(f"{method} {path}: {error or type(error).__name__}") from error
         if response.status >= 400:
             raise _refusal(response, data)
@@ -104,6 +105,8 @@ class Api:
 
     async def delete(self, path: str, uid: str, grace_s: int | None = None) -> Object:
         """The object of this uid, and no other of its name."""
+        # Without the uid, a request that was held up would delete the object that has taken the name since: the Secret of
+        # a job that was made anew, for instance.
         options: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}
         if grace_s is not None:
             options["gracePeriodSeconds"] = grace_s
@@ -116,6 +119,7 @@ class Api:
         while True:
             page = await self.request("GET", path, {**query, **more})
             found += page["items"]
+            # All pages are of the version of the first, so a watch that goes on from there misses nothing in between.
             if not (token := page["metadata"].get("continue")):
                 return found, page["metadata"]["resourceVersion"]
             more = {"limit": str(PAGE), "continue": token}
