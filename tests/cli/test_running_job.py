@@ -65,6 +65,16 @@ def test_its_memory_is_not_given_back_while_it_runs(job, holdfast):
     assert "a job named 'live' is running" in said.err
 
 
+def test_a_tracker_follows_until_the_job_is_stopped(job, start, holdfast, tmp_path):
+    target = tmp_path / "out.jsonl"
+    tracking = start("track", "--to", f"jsonl:{target}")
+    assert holdfast("stop").code == 0
+    assert tracking.wait(60) == 0
+    kinds = [json.loads(line)["event"] for line in target.read_text().splitlines()]
+    assert kinds == [json.loads(line)["kind"] for line in holdfast("events", "--json").out.splitlines()]
+    assert kinds[-1] == "ended"
+
+
 def test_events_are_followed_until_the_job_is_stopped(job, start, holdfast):
     following = start("events", "--follow", "--json")
     assert json.loads(following.stdout.readline())["kind"] == "waiting"

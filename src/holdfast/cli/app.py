@@ -28,6 +28,7 @@ from holdfast.cli import (
     site,
     status,
     stop,
+    track,
     why,
 )
 from holdfast.cli.torchrun import RunCommand
@@ -56,6 +57,7 @@ app.command("status")(status.status)
 app.command("events")(events.events)
 app.command("logs")(logs.logs)
 app.command("report")(report.report)
+app.command("track")(track.track)
 app.command("metrics")(metrics.metrics)
 app.command("fault")(fault.fault)
 app.command("check")(check.check)

@@ -26,6 +26,9 @@ from holdfast.protocol.faults import check_watched, node_name, parse_fault
 from holdfast.protocol.job import JobDescription
 from holdfast.protocol.notices import NoticeCause
 
+SETTLED_S = 2.0
+"""So long after a commit what its script logged for it has been told. A killed rank 0 loses its last 50 ms for good."""
+
 _engine_says = msgspec.json.Decoder(Availability)
 
 
@@ -55,6 +58,7 @@ class Routes:
             web.get("/report", self._report_page),
             web.get("/metrics", self._metrics_page),
             web.get("/ledger", self._ledger_page),
+            web.get("/news", self._news_page),
             web.get("/orders", self._orders_page),
             web.get("/presence", self._presence),
             web.get("/description", self._describe),
@@ -125,6 +129,18 @@ class Routes:
             return web.Response(
                 body=await self._ledger.read(Store.copy), content_type="application/vnd.sqlite3"
             )
+        except Unreadable as error:
+            return web.Response(status=503, text=str(error))
+
+    async def _news_page(self, request: web.Request) -> web.StreamResponse:
+        """`?seq=&place=`: what a follower of the ledger has not read yet, see `Store.news`."""
+        try:
+            seq, place = (int(request.query.get(name, "0")) for name in ("seq", "place"))
+        except ValueError:
+            return web.Response(status=400, text="send ?seq=N&place=N, whole numbers")
+        until_s = self._loop.clock() - self._loop.core.state.began_s - SETTLED_S
+        try:
+            return _json(await self._ledger.read(lambda store: store.news(seq, place, until_s)))
         except Unreadable as error:
             return web.Response(status=503, text=str(error))
 

@@ -7,11 +7,13 @@ Write-ahead logging keeps every committed row through the death of the process.
 
 from __future__ import annotations
 
+import math
 import os
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -30,10 +32,11 @@ create table if not exists events (
     fields text not null);
 create table if not exists steps (
     step integer primary key, t_s real not null, loss real, took_s real, generation integer, world integer,
-    made_in integer, weight real, grad_norm real, lr real, skipped integer);
+    made_in integer, weight real, grad_norm real, lr real, skipped integer, place integer);
 create table if not exists redone (
     step integer not null, t_s real not null, loss real, took_s real, generation integer, world integer,
-    made_in integer, weight real, grad_norm real, lr real, skipped integer, primary key (step, generation, made_in));
+    made_in integer, weight real, grad_norm real, lr real, skipped integer, place integer,
+    primary key (step, generation, made_in));
 create table if not exists figures (
     name text not null, step integer not null, value real, generation integer not null,
     primary key (name, step)) without rowid;
@@ -41,14 +44,26 @@ create table if not exists figures (
 
 
 _STEP = "step, t_s, loss, took_s, generation, world"
-_STEP_LATER = ("made_in integer", "weight real", "grad_norm real", "lr real", "skipped integer")
+_STEP_LATER = (
+    "made_in integer",
+    "weight real",
+    "grad_norm real",
+    "lr real",
+    "skipped integer",
+    "place integer",
+)
 """Columns of `steps` that files of before do not have: a writer adds them, and for a reader they are null."""
 
 _COLUMNS = ", ".join([_STEP, *(column.split()[0] for column in _STEP_LATER)])
 
+_UNSHOWN = ("made_in", "place")
+"""Columns of `steps` that tell commits apart and put them in order."""
+
 _COMPUTED_AGAIN = "(:made_in > made_in or ((:made_in is null or made_in is null) and :generation > generation and :loss is not loss))"
 """Whether what is told now is another commit of a step than the row that is there. Whoever tells of one commit names the same
 `made_in`. Files and words of before have none: there another loss in a later generation is taken for one."""
+
+_NEXT_PLACE = "(select coalesce(max(place), 0) + 1 from steps)"
 
 SNAPSHOT = "core"
 """Under which name the core's state is kept."""
@@ -91,6 +106,31 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True):
     """The learning rate of the optimizer's first group in the update."""
     skipped: bool | None = None
     """It counts without an update."""
+
+
+class NewStep(msgspec.Struct, frozen=True, kw_only=True):
+    """A commit that a follower of the ledger has not read yet."""
+
+    place: int
+    """In the order in which the ledger learned of the commits that count."""
+    made_in: int
+    """The generation that computed it. One that computes a step below others that were told goes back to it."""
+    row: StepRow
+    figures: dict[str, float | None]
+    """What the script logged for it; null: not finite."""
+
+
+class News(msgspec.Struct, frozen=True, kw_only=True):
+    """What came into a ledger after a position of a follower."""
+
+    ledger: str
+    """The ledger's own name: another start of the job has another. Empty: it has no event yet."""
+    began_utc_s: float
+    """When the job began, in seconds since 1970; times of the ledger count from it."""
+    events: list[LedgerEntry]
+    steps: list[NewStep]
+    more: bool
+    """There is more than was asked for at once."""
 
 
 class ReportedSteps(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,10 +181,7 @@ class Store:
             self._db.execute("pragma journal_mode=wal")
             self._db.execute(f"pragma synchronous={'full' if shared else 'normal'}")
             self._db.executescript(_SCHEMA)
-            there = self._columns("steps")
-            for column in _STEP_LATER:
-                if column.split()[0] not in there:
-                    self._db.execute(f"alter table steps add column {column}")
+            self._add_later_columns()
             # Only upward: an older version that continues a newer ledger must not claim that it wrote
             # everything in it.
             if self.version < ledger.VERSION:
@@ -152,6 +189,17 @@ class Store:
         except BaseException:
             self._db.close()
             raise
+
+    def _add_later_columns(self) -> None:
+        for table in ("steps", "redone"):
+            there = self._columns(table)
+            for column in _STEP_LATER:
+                if column.split()[0] not in there:
+                    self._db.execute(f"alter table {table} add column {column}")
+        # In a ledger of before nobody knows in which order its commits came; a follower takes them in that of
+        # the steps. None of these rows is told again, because all that come later have higher places.
+        self._db.execute("update steps set place = step + 1 where place is null")
+        self._db.execute("create index if not exists steps_by_place on steps (place)")
 
     @classmethod
     def of(cls, data: bytes) -> Store:
@@ -257,8 +305,11 @@ class Store:
             rows,
         )
         names = _COLUMNS.split(", ")
+        # A commit that replaces another comes last. So whoever has read up to a place finds all that is new
+        # after it, also steps that the job went back to and that are below those it has.
+        values = [_NEXT_PLACE if n == "place" else f":{n}" for n in names]
         self._db.executemany(
-            f"insert into steps ({_COLUMNS}) values ({', '.join(f':{n}' for n in names)}) on conflict(step) do update set "
+            f"insert into steps ({_COLUMNS}) values ({', '.join(values)}) on conflict(step) do update set "
             f"{', '.join(f'{n} = excluded.{n}' for n in names)} where {_COMPUTED_AGAIN}",
             rows,
         )
@@ -297,11 +348,72 @@ class Store:
         there = self._columns(table)
         if not there:  # a ledger from before there were any, which a reader may not change
             return []
-        names = [n for n in _COLUMNS.split(", ") if n in there and n != "made_in"]
+        names = [n for n in _COLUMNS.split(", ") if n in there and n not in _UNSHOWN]
         order = "step, made_in, generation" if "made_in" in there else "step"
         query = f"select {', '.join(names)} from {table} order by {order}"
         rows = [dict(zip(names, row, strict=True)) for row in self._db.execute(query)]
         return [msgspec.convert(row, StepRow, strict=False) for row in rows]
+
+    def news(self, seq: int, place: int, until_s: float = math.inf, limit: int = 500) -> News:
+        """What a follower has not read yet, oldest first: at most `limit` events and as many commits.
+
+        seq, place: of the newest event and commit that it has read. until_s: commits that were told later, in seconds since
+        the job's start, wait for the next time: what the script logs for a step may be told a moment after it.
+        """
+        if not self._columns("events"):
+            return News(ledger="", began_utc_s=0.0, events=[], steps=[], more=False)
+        first = self._db.execute("select utc, t_s from events order by seq limit 1").fetchone()
+        events = [x for x, _ in zip(self.events(seq), range(limit), strict=False)]
+        steps = self._new_steps(place, until_s, limit)
+        return News(
+            ledger=first[0] if first else "",
+            began_utc_s=datetime.fromisoformat(first[0]).timestamp() - first[1] if first else 0.0,
+            events=events,
+            steps=steps,
+            more=limit in (len(events), len(steps)),
+        )
+
+    def _new_steps(self, place: int, until_s: float, limit: int) -> list[NewStep]:
+        there = self._columns("steps")
+        if not there:
+            return []
+        names = [n for n in _COLUMNS.split(", ") if n in there and n not in _UNSHOWN]
+        # A file of before, which a reader may not change, has no places: its steps are in their own order.
+        by = "place" if "place" in there else "step + 1"
+        made_in = "coalesce(made_in, generation)" if "made_in" in there else "generation"
+        found = self._db.execute(
+            f"select {by}, {made_in}, {', '.join(names)} from steps "
+            f"where {by} > ? and t_s <= ? order by {by} limit ?",
+            (place, until_s, limit),
+        ).fetchall()
+        rows = [dict(zip(names, row[2:], strict=True)) for row in found]
+        figures = self._figures_of([row["step"] for row in rows])
+        return [
+            NewStep(
+                place=at,
+                made_in=made or 0,
+                row=msgspec.convert(row, StepRow, strict=False),
+                figures=figures.get(row["step"], {}),
+            )
+            for (at, made, *_), row in zip(found, rows, strict=True)
+        ]
+
+    def _figures_of(self, steps: list[int]) -> dict[int, dict[str, float | None]]:
+        if not steps or not self._columns("figures"):
+            return {}
+        # The table is ordered by name and then step. So the names are found by jumps, not by reading all of it.
+        names = self._db.execute(
+            "with recursive names(n) as (select min(name) from figures union all select (select min(name) from figures "
+            "where name > n) from names where n is not null) select n from names where n is not null"
+        ).fetchall()
+        found: dict[int, dict[str, float | None]] = {}
+        for (name,) in names:
+            query = (
+                "select step, value from figures where name = ? and step in (select value from json_each(?))"
+            )
+            for step, value in self._db.execute(query, (name, msgspec.json.encode(steps).decode())):
+                found.setdefault(step, {})[name] = value
+        return found
 
     def count_steps(self) -> int:
         """How many committed steps the ledger has."""

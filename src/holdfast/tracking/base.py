@@ -1,0 +1,95 @@
+"""What a tracker is, and the small file that says how far it is."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from holdfast.coordinator.service.store import NewStep
+from holdfast.errors import UsageError
+from holdfast.protocol.stored import read_stored
+from holdfast.tracking.position import Batch, Position
+
+
+class Kept(msgspec.Struct, frozen=True, kw_only=True):
+    """The file beside what a tracker wrote."""
+
+    position: Position = Position()
+    size_bytes: int = 0
+    """JSON lines: the file's size at this position; what is behind it was written by a follower that was killed."""
+    swaps: bool = False
+    """JSON lines: the file of this position may still have its other name."""
+    files: int = 0
+    """TensorBoard: files that were begun."""
+
+
+_kept = msgspec.json.Decoder(Kept)
+
+
+class Tracker(Protocol):
+    """Takes in what a ledger has, each part once."""
+
+    @property
+    def position(self) -> Position:
+        """How far it is: all before is safely written."""
+
+    def write(self, batch: Batch) -> None:
+        """Takes in a batch. Killed at any moment it is at the old position or at the new one."""
+
+    def close(self) -> None:
+        """Ends it; what it was given is written."""
+
+
+class KeptFile:
+    """A `Kept` in a file, of one process at a time."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises UsageError: another follower writes to the same target, or the file is damaged."""
+        self._path = path
+        self._lock = os.open(
+            path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+        )
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise UsageError(f"another `holdfast track` writes to this target: it has {path}.lock") from None
+        try:
+            self.value = read_stored(path, _kept, "remove it and what was tracked, and all is tracked anew")
+        except FileNotFoundError:
+            self.value = Kept()
+        except BaseException:
+            self.close()
+            raise
+
+    def replace(self, value: Kept) -> None:
+        """In one step, and safe from a loss of power when it returns."""
+        work = self._path.with_name(self._path.name + ".new")
+        with work.open("wb") as out:
+            out.write(msgspec.json.encode(value))
+            out.flush()
+            os.fsync(out.fileno())
+        work.replace(self._path)
+        self.value = value
+
+    def close(self) -> None:
+        """Another process may have it."""
+        os.close(self._lock)
+
+
+def figures(new: NewStep) -> dict[str, float]:
+    """What is known of a step as named numbers: its own, and what the script logged. The script's names win."""
+    row = new.row
+    own: dict[str, Any] = {
+        "loss": row.loss,
+        "grad_norm": row.grad_norm,
+        "lr": row.lr,
+        "weight": row.weight,
+        "took_s": row.took_s,
+        "world": row.world,
+    }
+    return {name: float(x) for name, x in {**own, **new.figures}.items() if x is not None}

@@ -1,0 +1,82 @@
+"""How far a tracker has read a job's ledger, and what comes next for it. Pure.
+
+A ledger numbers its events and the commits that count. A commit that replaces another one gets a new number, so whoever has
+read up to a number finds everything new after it, also steps that the job went back to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from holdfast.coordinator.service.store import LedgerEntry, News, NewStep
+
+
+class Position(msgspec.Struct, frozen=True, kw_only=True):
+    """What a tracker has. Kept beside what it wrote, and replaced together with it."""
+
+    ledger: str = ""
+    """Of which ledger `seq` and `place` are: each start of the job has another one."""
+    seq: int = 0
+    """Number of the newest event."""
+    place: int = 0
+    """Number of the newest commit."""
+    step: int | None = None
+    """The highest step that the tracker has now; null: none."""
+    made_in: int = 0
+    """The newest generation of which it has a commit."""
+    begins: bool = False
+    """Nothing of this ledger's steps was read yet. Its first step may be below `step`: a start resumes from a save."""
+
+    def at_beginning_of(self, ledger: str) -> Position:
+        """Before everything of the ledger of a later start."""
+        return Position(ledger=ledger, step=self.step, begins=True)
+
+
+@dataclass(frozen=True)
+class WentBack:
+    """The steps from `step` on count no more: the job computes them again."""
+
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """What a tracker is given at once, in the order of the ledger's time, and its position afterwards."""
+
+    parts: tuple[NewStep | LedgerEntry | WentBack, ...]
+    began_utc_s: float
+    """Times of the parts count from here."""
+    position: Position
+
+
+def take_in(position: Position, news: News) -> Batch:
+    """What is new for a tracker at this position of this ledger."""
+    highest, made_in, begins = position.step, position.made_in, position.begins
+    steps: list[tuple[float, NewStep | WentBack]] = []
+    for new in news.steps:
+        step = new.row.step
+        # A step below the highest is one of two. A newer generation computes it: then the job went back to it. Or
+        # its word came late. All that was told before the newer generation's word is older, so it counts no more.
+        if highest is not None and step <= highest and (new.made_in > made_in or begins):
+            steps.append((new.row.t_s, WentBack(step)))
+            highest = None
+        highest, made_in = step if highest is None else max(highest, step), max(made_in, new.made_in)
+        begins = False
+        steps.append((new.row.t_s, new))
+    events: list[tuple[float, LedgerEntry]] = [(entry.t_s, entry) for entry in news.events]
+    # Stable, and both are in the order of their times already: no two steps and no two events change places.
+    parts = sorted([*events, *steps], key=lambda timed: timed[0])
+    return Batch(
+        parts=tuple(part for _, part in parts),
+        began_utc_s=news.began_utc_s,
+        position=Position(
+            ledger=news.ledger,
+            seq=news.events[-1].seq if news.events else position.seq,
+            place=news.steps[-1].place if news.steps else position.place,
+            step=highest,
+            made_in=made_in,
+            begins=begins,
+        ),
+    )
