@@ -305,3 +305,20 @@ def test_a_pod_of_another_uid_is_not_meant() -> None:
     order = ReleaseNode("llm-n1", "silent", order_id=1)
     (deleted, *_) = actions(observed(said=said("n0", "n2", orders=(order,))))
     assert deleted.uid == "uid-n1"
+
+
+def test_nodes_that_end_with_their_job_are_not_replaced() -> None:
+    """Seen on a cluster: agents are gone before their coordinator is."""
+    ended = (pod("c1"), *(pod(f"n{number}", phase="Succeeded", ready=False) for number in range(3)))
+    assert actions(observed(pods=ended, said=None)) == ()
+    over = said("n0", "n1", "n2", outcome="finished")
+    assert actions(observed(pods=ended, said=over)) == ()
+    # One that was dismissed while the others train is replaced by the coordinator's word.
+    one = (pod("c1"), pod("n0"), pod("n1"), pod("n2", phase="Succeeded", ready=False))
+    assert actions(observed(pods=one, said=None)) == ()
+    made = actions(observed(pods=one, said=said("n0", "n1")))
+    assert DeletePod(name="llm-n2", uid="uid-n2", reason="its processes are over (Succeeded)") in made
+    assert any(isinstance(action, Number) for action in made)
+    # One that failed is no sign of the job's end.
+    failed = (pod("c1"), pod("n0"), pod("n1"), pod("n2", phase="Failed", ready=False))
+    assert any(isinstance(action, Number) for action in actions(observed(pods=failed, said=None)))

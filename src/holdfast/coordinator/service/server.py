@@ -60,7 +60,8 @@ class Coordinator:
         """
         self._job_dir, self._term = job_dir, term
         self._token = (job_dir / "token").read_text().strip()
-        path, shared = own_ledger(job_dir, term), bool(term)
+        # A file on this machine alone may be opened by others here: `holdfast events` within its pod.
+        path, shared = own_ledger(job_dir, term), bool(term) and not copies
         self._lines, self._watchers = AgentLines(), Watchers(self._status)
         self._copies = LedgerCopies(
             count=copies, term=term, lines=self._lines, read_base=lambda: self._ledger.read(Store.copy)

@@ -77,6 +77,8 @@ async def _serve(setting: Setting, watch: str) -> int:
             for task in (leading, leaving):
                 task.cancel()
             await asyncio.gather(leading, leaving, return_exceptions=True)
+            # After all that this process does as a leader has ended.
+            await lease.release()
     return 0
 
 

@@ -149,6 +149,8 @@ def _coordinator(seen: Observed, job: HoldfastJob, term: int) -> Iterable[Action
 def _nodes(seen: Observed, job: HoldfastJob) -> Iterable[Action]:
     mine = {pod.name: pod for pod in seen.pods if not pod.coordinator}
     yield from _orders(seen, mine)
+    if _may_be_over(seen, mine.values()):
+        return
     yield from _news(seen, job, mine)
     for pod in mine.values():
         if pod.ended and not pod.deleting:
@@ -186,6 +188,17 @@ def _nodes(seen: Observed, job: HoldfastJob) -> Iterable[Action]:
             yield Number(run=0, term=0, next_number=(seen.status.next_number or 0) + count)
     if missing < 0 and seen.said is not None:
         yield from _surplus(seen, here, -missing)
+
+
+def _may_be_over(seen: Observed, nodes: Iterable[PodSeen]) -> bool:
+    """Whether the job is about to end, so that no node is to be made in the place of one that has ended.
+
+    Agents end in order when their coordinator says so, and at the end of a job they are gone before it is. While it is silent
+    nobody knows which of the two it was: it says so when it speaks again, or its pod's last words do.
+    """
+    if seen.said is not None:
+        return seen.said.outcome is not None
+    return any(pod.phase == "Succeeded" and not pod.deleting for pod in nodes)
 
 
 def wanted_nodes(seen: Observed, job: HoldfastJob) -> int:
