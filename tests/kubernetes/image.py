@@ -1,7 +1,7 @@
 """An image of the environment that runs this, made without a builder and a registry: `python image.py NAME OUT.tar`.
 
 Two layers. The first has Python, the libraries that are installed and what they load from the system; the second has this
-checkout, and busybox for people. It is what the tests' cluster runs. Users' images are made of `container/Containerfile`.
+checkout, and busybox for people. It is for a cluster of tests. Users' images are made of `deploy/kubernetes/Containerfile`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ LEFT_OUT = re.compile(
     r"/(__pycache__|tests?|include|share/man|config-3[^/]*|idlelib|ensurepip|turtledemo|pip|mypy|ruff|sphinx|babel|jedi)(/|$)"
     r"|\.(a|pyc|pyi|h|hpp|cuh)$"
 )
-USERS = "root:x:0:0::/root:/bin/sh\nholdfast:x:1000:1000::/tmp:/bin/sh\ncoordinator:x:65532:65532::/tmp:/bin/sh\n"
+USERS = (
+    "root:x:0:0::/root:/bin/sh\nholdfast:x:1000:1000::/tmp:/bin/sh\ncoordinator:x:65532:65532::/tmp:/bin/sh\n"
+)
 
 
 def main() -> None:
@@ -34,7 +36,11 @@ def main() -> None:
         "architecture": "amd64",
         "os": "linux",
         "config": {
-            "Env": [f"PATH={sys.prefix}/bin:/bin:/usr/bin", f"PYTHONPATH={CODE}", "PYTHONDONTWRITEBYTECODE=1"],
+            "Env": [
+                f"PATH={sys.prefix}/bin:/bin:/usr/bin",
+                f"PYTHONPATH={CODE}",
+                "PYTHONDONTWRITEBYTECODE=1",
+            ],
             "Cmd": ["/bin/sh"],
             "User": "1000:1000",
             "WorkingDir": "/tmp",
@@ -79,7 +85,7 @@ def _anybodys(info: tarfile.TarInfo) -> tarfile.TarInfo:
 
 def _put(archive: tarfile.TarFile, name: str, data: bytes) -> None:
     info = tarfile.TarInfo(name)
-    info.size, info.mode = len(data), 0o644
+    info.size, info.mode = len(data), 0o755 if name.startswith("bin/") else 0o644
     archive.addfile(info, io.BytesIO(data))
 
 
@@ -121,8 +127,10 @@ def _code() -> Iterator[tuple[str, Path | bytes | str]]:
     yield "bin/busybox", Path("/bin/busybox")
     for name in ("sh", "ls", "cat", "sleep", "env", "id", "ps"):
         yield f"bin/{name}", "busybox"
-    command = f"#!{sys.prefix}/bin/python3 -P\nimport runpy\nrunpy.run_module('holdfast', run_name='__main__')\n"
-    yield "bin/holdfast.py", command.encode()
+    command = (
+        f"#!{sys.prefix}/bin/python3 -P\nimport runpy\nrunpy.run_module('holdfast', run_name='__main__')\n"
+    )
+    yield "bin/holdfast", command.encode()
 
 
 if __name__ == "__main__":

@@ -204,6 +204,38 @@ def test_one_operator_leads_and_the_next_takes_over() -> None:
     asyncio.run(run())
 
 
+def test_a_lease_that_was_given_back_is_taken_at_once() -> None:
+    async def run() -> None:
+        fake = FakeApi()
+        leading: asyncio.Queue[str] = asyncio.Queue()
+
+        async def lead(lease: Lease, who: str) -> None:
+            async def work() -> None:
+                leading.put_nowait(who)
+                await asyncio.Event().wait()
+
+            await lease.lead(work)
+
+        async with asyncio.timeout(20), serving(fake) as api:
+            slow = LeaseTimes(duration_s=3600.0, deadline_s=1800.0, every_s=0.05)
+            mine = Lease(api, "ops", "operator", "one", slow)
+            first = asyncio.create_task(lead(mine, "one"))
+            assert await leading.get() == "one"
+            other = Lease(api, "ops", "operator", "two", slow)
+            second = asyncio.create_task(lead(other, "two"))
+            await other.release()  # it is not its own to give back
+            (lease,) = fake.objects.values()
+            assert lease["spec"]["holderIdentity"] == "one"
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+            await mine.release()
+            assert await leading.get() == "two"
+            second.cancel()
+            await asyncio.gather(second, return_exceptions=True)
+
+    asyncio.run(run())
+
+
 def test_a_leader_stops_before_another_may_lead() -> None:
     async def run() -> None:
         fake = FakeApi()
