@@ -14,7 +14,7 @@ $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 	  echo "Python's venv is not whole here; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train,plot,object,export,data,gpu,postgres,mathstral,transformers,lightning,docs,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train,plot,object,export,data,gpu,postgres,mathstral,transformers,lightning,tensorboard,docs,dev]'
 	touch $(STAMP)
 
 demo: setup

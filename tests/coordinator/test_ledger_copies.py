@@ -1,6 +1,8 @@
 """The ledger outlives its coordinator's machine: agents keep copies, and a successor goes on from the newest."""
 
 import asyncio
+import contextlib
+from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
@@ -131,6 +133,32 @@ def test_an_agent_that_is_started_again_has_what_it_kept(tmp_path):
     assert restored(tmp_path, again.copy.parts()) == 6
 
 
+def test_an_agent_that_is_killed_between_two_files_has_no_copy(tmp_path, monkeypatch):
+    """Not an old base under the mark of a new one, which would be taken for the newest of all."""
+    older, newer = base_of(tmp_path, 3), base_of(tmp_path, 9)
+    steps = [(Path, "unlink"), (Path, "replace"), (Path, "open")]
+    for left in range(9):  # more than there are
+        folder = tmp_path / f"n{left}"
+        Node(folder, part(3, older, base=True))
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            calls = iter(range(left))
+            for owner, name in steps:
+                patch.setattr(owner, name, killed_after(calls, getattr(owner, name)))
+            Node(folder, part(9, newer, base=True))
+        kept = Node(folder).copy
+        if kept.mark.page:
+            assert restored(tmp_path, kept.parts()) == kept.mark.page, left
+
+
+def killed_after(calls, function):
+    def call(*args, **more):
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+        return function(*args, **more)
+
+    return call
+
+
 @pytest.mark.parametrize("wrong", ["no-base", "gap", "two-bases", "garbage", "cut"])
 def test_what_is_no_ledger_is_refused(tmp_path, wrong):
     data = base_of(tmp_path, 3)
@@ -210,6 +238,10 @@ class Sender:
         line.introduced = True
         self.choose()
 
+    async def give_file(self):
+        self.reads.pop().set_result(b"file")
+        await turns()
+
     def choose(self):
         self.copies.choose(lambda: dict.fromkeys(self.lines.by_node, ()))
 
@@ -236,8 +268,7 @@ def test_a_keeper_gets_the_file_and_then_each_page():
         await turns()
         sender.copies.on_page(2, page(2))
         assert sender.sent("a") == []
-        sender.reads.pop().set_result(b"file")
-        await turns()
+        await sender.give_file()
         sender.copies.on_page(3, page(3))
         assert sender.sent("a") == [(True, 1), (False, 2), (False, 3)]
 
@@ -248,8 +279,7 @@ def test_a_keeper_that_connected_again_gets_the_file_again():
     async def test(sender):
         sender.join("a")
         await turns()
-        sender.reads.pop().set_result(b"file")
-        await turns()
+        await sender.give_file()
         sender.sent("a")
         del sender.lines.by_node["a"]
         sender.copies.on_page(1, page(1))
@@ -257,8 +287,7 @@ def test_a_keeper_that_connected_again_gets_the_file_again():
         await turns()
         sender.copies.on_page(2, page(2))
         assert sender.sent("a") == []
-        sender.reads.pop().set_result(b"file")
-        await turns()
+        await sender.give_file()
         assert sender.sent("a") == [(True, 1), (False, 2)]
 
     run(test)
@@ -293,13 +322,11 @@ def test_what_a_keeper_has_does_not_grow_for_ever(monkeypatch):
     async def test(sender):
         sender.join("a")
         await turns()
-        sender.reads.pop().set_result(b"file")
-        await turns()
+        await sender.give_file()
         sender.copies.on_page(1, page(1, "z" * 2000))
         await turns()
         sender.copies.on_page(2, page(2))
-        sender.reads.pop().set_result(b"file")
-        await turns()
+        await sender.give_file()
         assert sender.sent("a") == [(True, 0), (False, 1), (True, 1), (False, 2)]
 
     run(test)

@@ -52,6 +52,16 @@ def test_a_slow_worker_is_named_once_and_its_recovery_too():
     assert look(test, *[quick] * 10, first=200) == []
 
 
+@pytest.mark.parametrize("noisy", [(100, 101, 106), (100, 101, 112)])
+def test_a_little_noise_just_before_a_large_slowdown_is_no_part_of_it(noisy):
+    """Of a worker that is half as slow again, a block that is a tenth slower than its peers is nearer to them."""
+    quick, slow = (100, 101, 99), (100, 101, 150)
+    assert look(Stragglers(), *[quick] * 5, noisy, *[slow] * 10) == [("c", True, 30)]
+    assert look(Stragglers(), *[quick] * 4, noisy, noisy, *[slow] * 10) == [("c", True, 30)]
+    # A small slowdown that is of the size looked for begins where it rises.
+    assert look(Stragglers(), *[quick] * 6, *[(100, 101, 112)] * 12)[0][2] == 30
+
+
 def test_a_worker_that_is_slow_from_the_first_step_is_named_within_50():
     (found,) = look(Stragglers(), *[(100, 101, 99, 112)] * 10)
     assert found == ("d", True, 0)

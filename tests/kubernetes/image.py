@@ -12,7 +12,6 @@ import json
 import re
 import subprocess
 import sys
-import sysconfig
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,24 +91,18 @@ def _put(archive: tarfile.TarFile, name: str, data: bytes) -> None:
 def _system() -> Iterator[tuple[str, Path | bytes | str]]:
     """Python and the libraries, at the paths that they have here."""
     loads: set[Path] = {Path(sys.executable).resolve()}
-    purelib = Path(sysconfig.get_path("purelib"))
-    base = Path(sys.base_prefix)
-    taken: set[Path] = set()
-    for folder in (base / "bin", base / "lib", Path(sys.prefix)):
+    base, environment = Path(sys.base_prefix), Path(sys.prefix)
+    for folder in (base / "bin", base / "lib", environment):
         for path in [folder, *sorted(folder.rglob("*"))]:
-            inside = str(path.relative_to(folder))
+            inside = f"/{path.relative_to(folder)}"
             # The interpreter's own packages are not those of its environment.
-            if LEFT_OUT.search(f"/{inside}") or (folder == base / "lib" and "site-packages" in inside):
+            if LEFT_OUT.search(inside) or (folder != environment and "/site-packages" in inside):
                 continue
-            if purelib.is_relative_to(base) and folder != base / "lib" and path in taken:
-                continue
-            taken.add(path)
-            if path.is_symlink() or path.is_file() or path.is_dir():
-                yield str(path).lstrip("/"), path
+            yield str(path).lstrip("/"), path
             if re.search(r"\.so(\.\d+)*$", path.name) and path.is_file():
                 loads.add(path)
     for library in sorted(_loaded(loads)):
-        if not any(library.is_relative_to(folder) for folder in (base, Path(sys.prefix))):
+        if not any(library.is_relative_to(folder) for folder in (base, environment)):
             yield str(library).lstrip("/"), library.resolve()
 
 

@@ -1,6 +1,7 @@
 """The operator's edge: over HTTP with an API server, and with a real coordinator."""
 
 import asyncio
+import importlib.util
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from fakeagents import serving as coordinating
 from fakeapi import serving
 from kubejobs import job
 from liveapi import LiveApi
+from rights import is_permitted, objects
 
 from holdfast.engines.kubernetes.link import CoordinatorLink, RefusedByCoordinator, Silent
 from holdfast.engines.kubernetes.operator import Operator
@@ -50,8 +52,25 @@ def operated(scene: Callable[[LiveApi, Callable[[], Awaitable[None]]], Awaitable
                 for task in running:
                     task.cancel()
                 await asyncio.gather(*running, return_exceptions=True)
+        asked = {(method, path, tuple(query.items())) for method, path, query, _ in fake.asked}
+        # A cluster with access control would refuse what the manifest does not name, which this server does not.
+        assert not [(m, p) for m, p, query in asked if not is_permitted(m, p, dict(query))]
 
     asyncio.run(run())
+
+
+def test_what_the_operator_is_not_for_is_not_its_right() -> None:
+    secrets = "/api/v1/namespaces/research/secrets"
+    assert not is_permitted("GET", secrets, {})
+    assert not is_permitted("GET", secrets, {"watch": "true"})
+    assert not is_permitted("PATCH", f"{secrets}/llm-holdfast", {})
+    assert not is_permitted("DELETE", "/api/v1/nodes/m1", {})
+    assert not is_permitted("POST", "/api/v1/namespaces/research/pods/llm-n0/exec", {})
+    assert is_permitted("DELETE", f"{secrets}/llm-holdfast", {})
+    (container,) = next(x for x in objects() if x["kind"] == "Deployment")["spec"]["template"]["spec"][
+        "containers"
+    ]
+    assert importlib.util.find_spec(container["command"][-1]) is not None
 
 
 ALL = {"llm-c1", "llm-n0", "llm-n1", "llm-n2"}

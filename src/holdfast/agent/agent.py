@@ -105,6 +105,7 @@ class Agent:
         self._follower = LogFollower(self._on_files_changed)
         self._keeper: SnapshotKeeper | None = None
         self._ledger_copy = LedgerCopy(config.job_dir / "nodes" / config.node)
+        self._sending_ledger: asyncio.Task[None] | None = None
         self._leaving: m.Leaving | None = None
         self._notices = NoticeBoard()
         self._terminated_at = 0.0
@@ -342,7 +343,7 @@ class Agent:
             case m.KeepLedger():
                 self._ledger_copy.keep(order)
             case m.SendLedger():
-                self._spawn(self._send_ledger(), order)
+                self._sending_ledger = self._spawn(self._send_ledger(), order)
             case m.Drain(reason):
                 self._drain(reason)
             case m.Notify(notices):
@@ -669,6 +670,8 @@ class Agent:
     def _on_connection_lost(self) -> None:
         """Ends a node that is leaving: it waits for another coordinator only where one is on its way. Without a launcher
         there is none."""
+        if self._sending_ledger is not None:
+            self._sending_ledger.cancel()  # whoever asked for it is gone, and the next one asks anew
         if self._launcher_lost or (self._leaving is not None and not self._link.left_to_another):
             self._over.set()
 
@@ -708,11 +711,12 @@ class Agent:
         _log.error("%s; ending the workers", self._reason, exc_info=error)
         self._over.set()
 
-    def _spawn(self, work: Coroutine[Any, Any, None], order: m.ToAgent | None = None) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None], order: m.ToAgent | None = None) -> asyncio.Task[None]:
         """Runs the work in parallel. order: the one that it carries out; its failure is reported to the core."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(lambda ended: self._on_task_ended(ended, order))
+        return task
 
     def _on_task_ended(self, task: asyncio.Task[None], order: m.ToAgent | None) -> None:
         self._tasks.discard(task)

@@ -81,12 +81,13 @@ class LedgerCopy:
             work.write(part.data)
         if part.more:
             return
-        # Pages first: with the old ones gone the old base is still a ledger that existed, only an older one.
+        # A base without pages counts as no copy. So an agent that is killed between two of these lines has none, and never
+        # one base under the mark of another: the older ledger would be taken for the newest.
         self._pages.unlink(missing_ok=True)
         size = self._work.stat().st_size
+        self._work.replace(self._base)
         with self._pages.open("wb") as pages:
             pages.write(_HEAD.pack(*part.mark, 0))
-        self._work.replace(self._base)
         self._begun.clear()
         self._broken, self.mark = False, part.mark
         _log.info("keeps a copy of the coordinator's ledger", extra={"bytes": size, "page": part.mark.page})

@@ -61,6 +61,8 @@ class _Track:
     """Differences between blocks that are LAG apart."""
     ratios: deque[float] = field(default_factory=lambda: deque(maxlen=SHOWN_BLOCKS))
     """Logarithms of its ratio to its peers."""
+    firsts: deque[int] = field(default_factory=lambda: deque(maxlen=SHOWN_BLOCKS))
+    """The first step of each of these blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +136,7 @@ class Stragglers:
         if jump is not None:
             track.jumps.append(jump)
         track.ratios.append(value)
+        track.firsts.append(step)
         return jump
 
     def _test(
@@ -167,7 +170,26 @@ class Stragglers:
         if level < ENOUGH * self._shift:
             return None
         track.slow = True
-        return Change(worker=name, slow=True, ratio=math.exp(level), since=track.since, compared=others)
+        since = _first_slow(track, level)
+        return Change(worker=name, slow=True, ratio=math.exp(level), since=since, compared=others)
+
+
+def _first_slow(track: _Track, level: float) -> int:
+    """The most likely first step of a slowdown of this size (the logarithm of a ratio), within the rise.
+
+    The score rises from the first block that is nearer to SLOWER than to its peers. A worker that became much slower has
+    often had one such block of noise just before, which is nearer to its peers than to what it is now.
+    """
+    if track.rising > len(track.ratios):
+        return track.since  # the rise began before all blocks that are kept
+    since, most, likelier = track.since, 0.0, 0.0
+    blocks = list(zip(track.firsts, track.ratios, strict=True))[-track.rising :]
+    for first, value in reversed(blocks):
+        # As in `_test`: of two Gaussians of equal scale, in units of level / noise².
+        likelier += value - level / 2
+        if likelier > most:
+            since, most = first, likelier
+    return since
 
 
 def _noise(jumps: deque[float]) -> float:

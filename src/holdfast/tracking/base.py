@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -79,6 +80,32 @@ class KeptFile:
     def close(self) -> None:
         """Another process may have it."""
         os.close(self._lock)
+
+
+class FileTracker(ABC):
+    """A tracker whose position is in a kept file."""
+
+    def __init__(self, kept: Path) -> None:
+        """Raises UsageError as `KeptFile`, and whatever `_begin` does; then the file is free again."""
+        self._kept = KeptFile(kept)
+        try:
+            self._begin()
+        except BaseException:
+            self._kept.close()
+            raise
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Makes the target ready to go on at the kept position."""
+
+    @property
+    def position(self) -> Position:
+        """See `Tracker`."""
+        return self._kept.value.position
+
+    def close(self) -> None:
+        """See `Tracker`."""
+        self._kept.close()
 
 
 def figures(new: NewStep) -> dict[str, float]:

@@ -10,13 +10,13 @@ import msgspec
 
 from holdfast.coordinator.service.store import LedgerEntry, NewStep
 from holdfast.observe.event_text import event_line
-from holdfast.tracking.base import Kept, KeptFile
-from holdfast.tracking.position import Batch, Position, WentBack
+from holdfast.tracking.base import FileTracker, Kept
+from holdfast.tracking.position import Batch, WentBack
 
 TEXT_CHARS = 1000
 
 
-class JsonLines:
+class JsonLines(FileTracker):
     """Each step that counts has exactly one line, in the file's order the one that was told first.
 
     A line has `kind`: `step`, `event`, or `went-back` where steps were computed again; then the lines of those before are
@@ -26,20 +26,14 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._other = path, path.with_name(path.name + ".rewritten")
-        self._kept = KeptFile(path.with_name(path.name + ".position"))
-        try:
-            if self._kept.value.swaps:
-                self._swap()
-            self._other.unlink(missing_ok=True)
-            with path.open("ab") as file:
-                file.truncate(min(self._kept.value.size_bytes, file.tell()))
-        except BaseException:
-            self._kept.close()
-            raise
+        super().__init__(path.with_name(path.name + ".position"))
 
-    @property
-    def position(self) -> Position:
-        return self._kept.value.position
+    def _begin(self) -> None:
+        if self._kept.value.swaps:
+            self._swap()
+        self._other.unlink(missing_ok=True)
+        with self._path.open("ab") as file:
+            file.truncate(min(self._kept.value.size_bytes, file.tell()))
 
     def write(self, batch: Batch) -> None:
         rewrites = any(isinstance(part, WentBack) for part in batch.parts)
@@ -55,9 +49,6 @@ class JsonLines:
         self._kept.replace(Kept(position=batch.position, size_bytes=size, swaps=rewrites))
         if rewrites:
             self._swap()
-
-    def close(self) -> None:
-        self._kept.close()
 
     def _swap(self) -> None:
         # The file is renamed after its position was kept, so the position says whether it counts. It has to be

@@ -15,7 +15,7 @@ import msgspec
 from holdfast.coordinator.service.store import LedgerEntry, NewStep
 from holdfast.errors import UsageError
 from holdfast.observe.event_text import event_line
-from holdfast.tracking.base import KeptFile, figures
+from holdfast.tracking.base import FileTracker, figures
 from holdfast.tracking.position import Batch, Position, WentBack
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ EVENTS = "events"
 TEXT_CHARS = 1000
 
 
-class TensorBoard:
+class TensorBoard(FileTracker):
     """A scalar for each figure of each step, and a text for each event that a person would read.
 
     A step whose word came late, after a higher one, may be there twice if the follower was killed as it wrote it.
@@ -35,30 +35,24 @@ class TensorBoard:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        self._kept = KeptFile(folder / "holdfast.position")
-        try:
-            step = self.position.step
-            self._steps = self._begin(folder, 0 if step is None else step + 1)
-            self._happened: SummaryWriter | None = None
-            if self.position.ledger:
-                self._happened = self._begin(self._run_of(self.position), self.position.seq + 1)
-        except BaseException:
-            self._kept.close()
-            raise
+        super().__init__(folder / "holdfast.position")
 
-    @property
-    def position(self) -> Position:
-        return self._kept.value.position
+    def _begin(self) -> None:
+        step = self.position.step
+        self._steps = self._begin_file(self._folder, 0 if step is None else step + 1)
+        self._happened: SummaryWriter | None = None
+        if self.position.ledger:
+            self._happened = self._begin_file(self._run_of(self.position), self.position.seq + 1)
 
     def write(self, batch: Batch) -> None:
         if self._happened is None or batch.position.ledger != self.position.ledger:
             if self._happened is not None:
                 self._happened.close()
-            self._happened = self._begin(self._run_of(batch.position), 0)
+            self._happened = self._begin_file(self._run_of(batch.position), 0)
         for part in batch.parts:
             if isinstance(part, WentBack):
                 self._steps.close()
-                self._steps = self._begin(self._folder, part.step)
+                self._steps = self._begin_file(self._folder, part.step)
             elif isinstance(part, NewStep):
                 for name, value in figures(part).items():
                     self._steps.add_scalar(name, value, part.row.step, batch.began_utc_s + part.row.t_s)
@@ -72,9 +66,9 @@ class TensorBoard:
         self._steps.close()
         if self._happened is not None:
             self._happened.close()
-        self._kept.close()
+        super().close()
 
-    def _begin(self, folder: Path, step: int) -> SummaryWriter:
+    def _begin_file(self, folder: Path, step: int) -> SummaryWriter:
         try:
             from tensorboardX import SummaryWriter
         except ImportError:

@@ -154,6 +154,9 @@ class AgentConnections:
             self._loop.fired(message.fault, node, self._armed_worker(message.fault))
         elif isinstance(message, m.FromWorker) and isinstance(message.message, m.FaultFired):
             self._loop.fired(message.message.fault, node, message.worker)
+        # The rest of what a coordinator that gathered its ledger asked for, and which is gone.
+        elif isinstance(message, m.LedgerKept):
+            pass
         # It decides nothing either: a spare node that does not know it is only slower to start.
         elif isinstance(message, m.FromWorker) and isinstance(message.message, m.Imported):
             self._learn(message.message)

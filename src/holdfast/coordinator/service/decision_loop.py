@@ -236,11 +236,10 @@ class DecisionLoop:
             # coordinator would decide again, perhaps otherwise, and two workers could believe that they hold
             # the same rank.
             await self._written(page)
+            self._copies.choose(lambda: {n.name: n.place for n in state.membership.nodes.values() if n.alive})
         elif page.steps:
             # Not awaited: losses are reported again by agents, and nobody acts on them.
             self._ledger.write(page)
-        if urgent:
-            self._copies.choose(lambda: {n.name: n.place for n in state.membership.nodes.values() if n.alive})
         # Announced only after the actions have been queued: whoever watches may act on an event, and must
         # find it done.
         self._carry_out(actions, strikes)

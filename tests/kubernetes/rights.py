@@ -1,0 +1,39 @@
+"""What the operator's account may do, as `deploy/kubernetes/operator.yaml` says."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+MANIFEST = Path(__file__).parents[2] / "deploy" / "kubernetes" / "operator.yaml"
+_PATH = re.compile(
+    r"^(?:/api/v1|/apis/(?P<group>[^/]+)/[^/]+)(?:/namespaces/(?P<namespace>[^/]+))?/(?P<resource>[a-z]+)"
+    r"(?:/(?P<name>[^/]+))?(?:/(?P<sub>[a-z]+))?$"
+)
+_VERBS = {"POST": "create", "PATCH": "patch", "PUT": "update", "DELETE": "delete"}
+
+
+def objects() -> list[dict[str, Any]]:
+    """All of the file."""
+    return [one for one in yaml.safe_load_all(MANIFEST.read_text()) if one]
+
+
+def is_permitted(method: str, path: str, query: Mapping[str, str]) -> bool:
+    """Whether a request for a job or a machine is."""
+    found = _PATH.match(path)
+    assert found is not None, path
+    if method == "GET":
+        verb = "watch" if "watch" in query else "get" if found["name"] else "list"
+    else:
+        verb = _VERBS[method]
+    resource = found["resource"] + (f"/{found['sub']}" if found["sub"] else "")
+    return any(
+        (found["group"] or "") in rule["apiGroups"]
+        and resource in rule["resources"]
+        and verb in rule["verbs"]
+        for one in objects()
+        if one["kind"] == "ClusterRole" and one["metadata"]["name"] in ("holdfast-jobs", "holdfast-machines")
+        for rule in one["rules"]
+    )
