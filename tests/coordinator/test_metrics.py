@@ -23,6 +23,8 @@ def figures(desk: Desk, steps: int = 0) -> dict[tuple[str, ...], float]:
     """Every sample by its name and its labels' values."""
     text = metrics_text(desk.state, steps, desk.now).decode()
     samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
+    # A scrape has these of its own, and renames those of the job.
+    assert not any({"job", "instance"} & s.labels.keys() for s in samples)
     return {(s.name, *s.labels.values()): s.value for s in samples}
 
 

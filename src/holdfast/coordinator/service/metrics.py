@@ -55,7 +55,9 @@ class _Job(Collector):
     def _training(self) -> Iterator[Metric]:
         s = self._state
         info = GaugeMetricFamily(
-            "holdfast_job_info", "Always 1; the labels name the job and its engine.", labels=["job", "engine"]
+            "holdfast_job_info",
+            "Always 1; the labels name the job and its engine.",
+            labels=["holdfast_job", "engine"],
         )
         info.add_metric([s.spec.name, s.spec.engine], 1)
         yield info
