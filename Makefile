@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.holdfast-ready
 
-.PHONY: setup demo test long-test adapters-test adapters-table golden crd s3-test slurm-test ssh-test lint figures docs clean
+.PHONY: setup demo test long-test adapters-test adapters-table golden crd s3-test slurm-test ssh-test look-test lint figures docs clean
 
 setup: $(STAMP)
 
@@ -72,6 +72,17 @@ slurm-test: setup
 ssh-test: setup
 	tests/packages.sh install "the test of --engine ssh" openssh-client openssh-server
 	$(BIN)/python -m pytest -m ssh tests/ssh
+
+# With the real MLflow, in an environment of its own: it fixes versions of much that .venv has. What it lacks it reads
+# from .venv.
+LOOK := .venv-look
+look-test: setup
+	[ -x $(LOOK)/bin/python ] || $(PYTHON) -m venv $(LOOK)
+	$(LOOK)/bin/python -m pip install --disable-pip-version-check -q 'mlflow-skinny>=3.17,<4' 'sqlalchemy>=2,<3' 'alembic>=1.13,<2'
+	site=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+	  echo "import site; site.addsitedir('$$site')" \
+	  > $$($(LOOK)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/holdfast-setup.pth
+	PYTHONPATH=src $(LOOK)/bin/python -m pytest -m look tests/tracking
 
 lint: setup
 	$(BIN)/ruff check .

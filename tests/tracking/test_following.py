@@ -136,7 +136,10 @@ def dies(what: Callable[[], None], at: int) -> bool:
 
 
 def follows(ledger: Path, target: Path) -> None:
-    with closing(Store(ledger, read_only=True)) as store, closing(tracker(f"jsonl:{target}")) as to:
+    with (
+        closing(Store(ledger, read_only=True)) as store,
+        closing(tracker(f"jsonl:{target}", target.parent)) as to,
+    ):
         read_ledger(store, to)
 
 
@@ -183,12 +186,12 @@ def test_a_later_start_goes_on_in_the_same_file(tmp_path: Path) -> None:
 
 def test_two_followers_do_not_write_to_one_target(tmp_path: Path) -> None:
     with (
-        closing(tracker(f"jsonl:{tmp_path / 'out'}")),
+        closing(tracker(f"jsonl:{tmp_path / 'out'}", tmp_path)),
         pytest.raises(UsageError, match="another `holdfast track`"),
     ):
-        tracker(f"jsonl:{tmp_path / 'out'}")
+        tracker(f"jsonl:{tmp_path / 'out'}", tmp_path)
     with pytest.raises(UsageError, match="jsonl:PATH"):
-        tracker("mlfow:x")
+        tracker("mlfow:x", tmp_path)
 
 
 def test_tensorboard_shows_each_step_that_counts_once(tmp_path: Path) -> None:
@@ -198,7 +201,7 @@ def test_tensorboard_shows_each_step_that_counts_once(tmp_path: Path) -> None:
     with closing(Store(tmp_path / "job.sqlite")) as store:
         job = Job(store)
         job.commits(0, 1, 2, 3)
-        with closing(tracker(target)) as to:
+        with closing(tracker(target, tmp_path)) as to:
             read_ledger(store, to)
             # Written, and killed before it kept its position.
             job.commits(4)
@@ -209,7 +212,7 @@ def test_tensorboard_shows_each_step_that_counts_once(tmp_path: Path) -> None:
         job.commits(2, 3)
         job.counts.pop(4)
         job.happens()
-        with closing(tracker(target)) as to:
+        with closing(tracker(target, tmp_path)) as to:
             read_ledger(store, to)
     events = accumulator.EventAccumulator(str(tmp_path / "tb"))
     events.Reload()

@@ -15,7 +15,7 @@ def track(
         typer.Option(
             "--to",
             metavar="TARGET",
-            help="jsonl:PATH or tensorboard:DIR. Can be repeated.",
+            help="jsonl:PATH, tensorboard:DIR or mlflow:URI. Can be repeated.",
             show_default=False,
         ),
     ],
@@ -30,5 +30,5 @@ def track(
 
     folder = jobs.existing(job)
     with ExitStack() as opened:
-        trackers = [opened.enter_context(closing(tracker(target))) for target in to]
+        trackers = [opened.enter_context(closing(tracker(target, folder))) for target in to]
         asyncio.run(follow(folder, trackers, ledger))

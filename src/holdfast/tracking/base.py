@@ -26,6 +26,8 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
     """JSON lines: the file of this position may still have its other name."""
     files: int = 0
     """TensorBoard: files that were begun."""
+    run: str = ""
+    """MLflow: what the run is found by. It is chosen before the run is made, so a second follower makes no second run."""
 
 
 _kept = msgspec.json.Decoder(Kept)

@@ -25,8 +25,10 @@ OpenLedger = Callable[[Path], AbstractContextManager[Store]]
 _news = msgspec.json.Decoder(News)
 
 
-def tracker(target: str) -> Tracker:
-    """Of `jsonl:PATH` or `tensorboard:DIR`.
+def tracker(target: str, folder: Path) -> Tracker:
+    """Of `jsonl:PATH`, `tensorboard:DIR` or `mlflow:URI`.
+
+    folder: the job's. A target that is no path has its position there.
 
     Raises:
         UsageError: there is no such tracker, its library is missing, or another follower writes there.
@@ -38,7 +40,11 @@ def tracker(target: str) -> Tracker:
         from holdfast.tracking.tensorboard import TensorBoard
 
         return TensorBoard(Path(where))
-    raise UsageError(f"--to {target!r}: write jsonl:PATH or tensorboard:DIR")
+    if kind == "mlflow":
+        from holdfast.tracking.mlflow import MLflow
+
+        return MLflow(where, folder)
+    raise UsageError(f"--to {target!r}: write jsonl:PATH, tensorboard:DIR or mlflow:URI")
 
 
 async def follow(folder: Path, trackers: Sequence[Tracker], open_ledger: OpenLedger) -> None:
