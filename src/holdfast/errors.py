@@ -87,6 +87,10 @@ class CollectiveFailed(StepFault):
     """A collective with the other replicas raised; the coordinator decides who is at fault."""
 
 
+class GradientsDiffer(CollectiveFailed):
+    """A micro-batch that was computed twice gave other bits; the coordinator decides who is at fault."""
+
+
 class StateLost(CollectiveFailed):
     """The state that this generation was to start from is damaged. The coordinator chooses an older one."""
 

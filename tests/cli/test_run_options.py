@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from holdfast.cli.run_options import FailureOptions, NodeOptions, RunOptions
-from holdfast.cli.spec import parse_nnodes, parse_nproc, plan
+from holdfast.cli.spec import parse_nnodes, parse_nproc, parse_replay, plan
 from holdfast.errors import UsageError
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.snapshots import Saving
@@ -61,3 +61,15 @@ def test_what_is_not_given_is_what_a_specification_has_by_default(home):
     assert planned == JobSpec(
         name="j", script=planned.script, cwd=str(home.parent), saving=Saving(tiers=tiers)
     )
+
+
+def test_a_share_of_steps_to_compute_twice():
+    assert (parse_replay("", 1), parse_replay("1/1", 2), parse_replay("1/1000", 2)) == (0, 1, 1000)
+
+
+@pytest.mark.parametrize(
+    ("text", "workers"), [("1/0", 4), ("2/3", 4), ("0.1", 4), ("1/x", 4), ("1000", 4), ("1/10", 1)]
+)
+def test_a_share_that_means_nothing_is_refused(text, workers):
+    with pytest.raises(UsageError, match="--replay"):
+        parse_replay(text, workers)

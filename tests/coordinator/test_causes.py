@@ -35,6 +35,7 @@ KINDS = {
     "NobodyHasState": "state", "LastStateIncomplete": "state", "Stopping": "stop", "RuleMatched": "health",
     "ScriptRaised": "script", "ShapesDiffer": "script", "NotFinite": "nan", "Recorded": "other",
     "StatesDiffer": "corruption",
+    "GradientsDiffer": "corruption",
 }  # fmt: skip
 """Of every cause. A new one is added here by a person who has thought about whose fault it is."""
 

@@ -6,9 +6,9 @@ import msgspec
 import pytest
 from test_straggler_cases import findings, running, spends, spent
 
-from holdfast.coordinator.kernel.phases import WorkerPhase
+from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
 from holdfast.protocol import messages as m
-from holdfast.protocol.causes import StatesDiffer
+from holdfast.protocol.causes import GradientsDiffer, StatesDiffer
 from holdfast.protocol.health import HealthSpec
 from holdfast.protocol.phases import BLOCK_STEPS, Phase
 
@@ -133,3 +133,45 @@ def test_a_rule_on_trial_takes_nobody_out():
     tells_states(desk, 0, [7, 8, 7])
     assert [f["dry_run"] for f in findings(desk)] == [True]
     assert [i for i in desk.state.incidents if not i.rule] == []
+
+
+def computes_otherwise(desk, digests, step=7):
+    """Every member says what all of them saw."""
+    number = desk.state.membership.number
+    for worker in desk.members():
+        told = m.GradientsDiffer(generation=number, step=step, micro=3, digests=digests)
+        desk.says(worker, told)
+
+
+def test_who_computed_another_gradient_than_two_others_is_taken_out():
+    desk = running(nodes=3)
+    first, odd, last = desk.members()
+    computes_otherwise(desk, {first: 5, odd: 6, last: 5})
+    (incident,) = desk.state.incidents
+    assert incident.cause == GradientsDiffer(step=7, micro=3, workers=(odd,), agree=(first, last))
+    assert "micro-batch 3 of step 7" in str(incident.cause)
+    assert desk.killed() == {odd}
+
+
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_without_a_majority_nobody_is_taken_out(nodes):
+    desk = running(nodes=nodes)
+    computes_otherwise(desk, {worker: 5 + n for n, worker in enumerate(desk.members())})
+    (incident,) = desk.state.incidents
+    assert incident.cause.agree == ()
+    assert set(incident.cause.workers) == set(desk.members())
+    assert "no two agree" in str(incident.cause)
+    assert desk.killed() == set()
+    assert desk.state.membership.phase is not JobPhase.RUNNING  # the step is computed again
+
+
+def test_a_step_that_differs_twice_without_a_majority_ends_the_job():
+    desk = running(nodes=2)
+    for _ in range(2):
+        computes_otherwise(desk, {worker: 5 + n for n, worker in enumerate(desk.members())})
+        number = desk.state.membership.number
+        for worker in desk.members():
+            desk.says(worker, m.Parked(generation=number, committed=7))
+        for worker in desk.members():
+            desk.says(worker, m.Joined(desk.state.membership.number, 0.01))
+    assert "twice in a row" in (desk.state.membership.stop_reason or "")

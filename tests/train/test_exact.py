@@ -446,3 +446,44 @@ def test_what_cannot_be_exact_is_refused():
         prepare("quick", True, CPU)
     with pytest.raises(UsageError, match="use_deterministic_algorithms"):
         prepare("exact", True, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("width", [3, 1100])
+def test_a_leaf_that_is_kept_apart_changes_no_bit_and_has_its_own_digest(width):
+    """Small parameters share memory, and a large one lies where autograd put it."""
+    torch.manual_seed(1)
+    net, unused = torch.nn.Linear(width, width), torch.nn.Linear(2, 2)
+    inputs = torch.randn(4, 2, width)
+    sums = ExactSum([*net.parameters(), *unused.parameters()], lambda: None)
+
+    def step(apart):
+        sums.begin()
+        sums.expect(4, 0, 1)
+        if apart is not None:
+            sums.keep_apart(apart)
+        for batch in inputs:
+            sums.before_backward()
+            net(batch).square().sum().backward()
+            sums.after_backward()
+        digest = None if apart is None else sums.digest_apart()
+        sums.before_again()
+        net(inputs[apart or 0]).square().sum().backward()
+        again = sums.digest_again()
+        sums.flush(SimpleNamespace(size=1))
+        sums.finish(lambda: 0.25)
+        return [p.grad.clone() for p in sums._bucket_of], digest, again
+
+    plain, _, _ = step(None)
+    seen = set()
+    for apart in range(4):
+        grads, digest, again = step(apart)
+        assert all(torch.equal(a, b) for a, b in zip(grads, plain, strict=True))
+        assert digest == again
+        seen.add(digest)
+    assert len(seen) == 4
+    sums.flip()
+    _, digest, again = step(2)
+    assert digest == again  # the first leaf was struck, and another one is looked at
+    sums.flip()
+    _, digest, again = step(0)
+    assert digest != again

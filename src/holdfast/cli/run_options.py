@@ -178,6 +178,15 @@ class HealthOptions:
             "cost more time than a replacement would.",
         ),
     ] = 0.0
+    replay: Annotated[
+        str,
+        Option(
+            metavar="1/N",
+            default="nothing is computed twice",
+            help="Compute one micro-batch of one step in N again on another node and compare the gradients' bits, for "
+            'example 1/1000. For scripts with reduction="exact".',
+        ),
+    ] = ""
     replace_suspect: Annotated[
         bool,
         Option(

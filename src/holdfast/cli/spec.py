@@ -71,6 +71,7 @@ def plan(given: RunOptions) -> JobSpec:
         slurm=given.slurm,
         ssh=ssh,
         health=plan_health(given.health),
+        replay_every=parse_replay(given.health.replay, low * nproc),
         log=_log(given.log_level),
     )
     _check_report(given.report)
@@ -101,6 +102,22 @@ def parse_nnodes(text: str) -> tuple[int, int]:
     if low < 1 or high < low:
         raise UsageError(f"--nnodes {text!r}: MIN is at least 1 and MAX at least MIN, for example 2:4")
     return low, high
+
+
+def parse_replay(text: str, workers: int) -> int:
+    """`1/1000` as 1000; 0 for nothing. workers: that the job has at least. Raises UsageError."""
+    if not text:
+        return 0
+    match = re.fullmatch(r"1/(\d{1,7})", text)
+    if match is None or not int(match[1]):
+        raise UsageError(
+            f"--replay {text!r}: write 1/N, one step in N, with N from 1 to 9999999, for example 1/1000"
+        )
+    if workers < 2:
+        raise UsageError(
+            f"--replay {text}: with one worker nobody else can compute again; give more, or leave it out"
+        )
+    return int(match[1])
 
 
 def parse_nproc(text: str, gpus_per_node: int = 0) -> int:

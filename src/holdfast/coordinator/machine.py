@@ -432,6 +432,8 @@ class Core(Context):
                 replica_groups.halted(self, worker, message)
             case m.Failed():
                 failures.failed(self, worker, message)
+            case m.GradientsDiffer():
+                failures.gradients_differ(self, worker, message)
             case m.CollectiveError():
                 generations.collective_error(self, worker, message)
             case m.Saved():

@@ -144,6 +144,14 @@ class DatasetBatches:
         self._given[micro] = ids
         return on_device(batch, self._device)
 
+    def again(self, step: int, micro: int) -> Any:
+        """A micro-batch of the step that another worker has as well: made here and now, and in no ledger.
+
+        Raises:
+            DataError: a sample of it cannot be loaded.
+        """
+        return on_device(self._maker.make(step, micro, self._ids(step, micro)), self._device)
+
     def giving(self, step: int, generation: int) -> None:
         """All is loaded that this worker adds to the step: into the ledger, before the others can have its gradient."""
         # Before this worker's last part of the gradient goes out. Later would be too late: the other workers

@@ -377,6 +377,33 @@ class StatesDiffer(_Cause, frozen=True):
         )
 
 
+class GradientsDiffer(_Cause, frozen=True, kw_only=True):
+    """A micro-batch that was computed several times gave other bits: a processor or a memory erred without a sign."""
+
+    KIND = CauseKind.CORRUPTION
+
+    step: int
+    """The step, which was dropped."""
+    micro: int
+    """The micro-batch's number in the global batch."""
+    workers: tuple[str, ...]
+    """Who computed other bits than the rest; all of them, if nobody can tell."""
+    agree: tuple[str, ...]
+    """Who computed the same; empty: no two did."""
+
+    def __str__(self) -> str:
+        what = f"the gradient of micro-batch {self.micro} of step {self.step}"
+        if self.agree:
+            return (
+                f"{what} that {', '.join(self.workers)} computed differs from that of {' and '.join(self.agree)}, who "
+                "agree: silent data corruption"
+            )
+        return (
+            f"{what} has other bits on each of {', '.join(self.workers)}, and no two agree: silent data corruption, or a "
+            "script whose gradients differ from run to run"
+        )
+
+
 class ShapesDiffer(_Cause, frozen=True):
     """Workers of one job made replicas of different shapes."""
 
@@ -438,6 +465,7 @@ Cause = (
     | ScriptRaised
     | NotFinite
     | StatesDiffer
+    | GradientsDiffer
     | ShapesDiffer
     | Recorded
 )
@@ -463,7 +491,7 @@ _WRITTEN = (
         CauseKind.STATE,
     ),
     (r"NonFiniteGradient\b", CauseKind.NAN),
-    (r"after step -?\d+ the state of ", CauseKind.CORRUPTION),
+    (r"after step -?\d+ the state of |the gradient of micro-batch ", CauseKind.CORRUPTION),
     (r"StateChanged\b|[A-Za-z_][\w.]*(Error|Exception|Interrupt)(:|$)", CauseKind.SCRIPT),
 )
 """How older versions began their causes. An error of the script is known by the class of the exception alone."""

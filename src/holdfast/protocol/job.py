@@ -11,6 +11,7 @@ from holdfast.protocol.node_place import NodePlace
 from holdfast.protocol.snapshots import Saving
 
 CACHE_VARIABLE = "HOLDFAST_DATA_CACHE"
+REPLAY_VARIABLE = "HOLDFAST_REPLAY_EVERY"
 """The environment variable that tells a worker its node's cache of remote data files."""
 
 
@@ -50,6 +51,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     places: dict[str, NodePlace] = {}
     """Node to where it stands, as the job's topology file says; others are asked of the engine or of the node."""
     data_cache: str = ""
+    replay_every: int = 0
+    """A micro-batch of one step of so many is computed twice; 0: none."""
     """`DIR[,size=50G]`; empty: nodes have no cache."""
     health: HealthSpec = HealthSpec()
     slurm: SlurmOptions = SlurmOptions()

@@ -19,11 +19,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
+import xxhash
 
 from holdfast.errors import UsageError
 from holdfast.tensors.dtensor_shards import like, local_of
+from holdfast.tensors.tree import buffer_of
 from holdfast.train.generation_group import Group
-from holdfast.train.reduction import Gradients, clip, grouped, is_large, scale_and_square, watch
+from holdfast.train.reduction import Gradients, clip, flip_bit, grouped, is_large, scale_and_square, watch
 from holdfast.train.summation_order import folds, shares, subtrees
 
 Reduction = Literal["fast", "exact"]
@@ -118,6 +120,8 @@ class _Bucket:
         self.index_of = {p: i for i, p in enumerate(parameters)}
         self.direct = is_large(parameters[0])
         self.counts = True
+        self.digests = False
+        self.digest = 0
         self.size = sum(local_of(p).numel() for p in parameters)
         self.arrived: set[torch.nn.Parameter] = set()
         self.stack: list[_Sum] = []
@@ -186,6 +190,9 @@ class _Bucket:
                 assert grad is not None
                 self.leaf = _Sum(self.parameters, local_of(grad).contiguous())
             self.stack.append(self.leaf)
+            if self.digests:
+                # Before the additions below: the next leaf is added into this memory.
+                self.digest = _digest([self.leaf.flat])
         # Autograd has made the first addition of a fold already where the leaf joined the one before it,
         # because its gradient was accumulated into that one.
         for _ in range(fold - joins):
@@ -224,6 +231,8 @@ class ExactSum(Gradients):
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._layout: _Layout | None = None
         self._leaf = 0
+        self._apart: int | None = None
+        self._flips = False
         self._inside = False
         self._next = 0
         self._group: Group | None = None
@@ -238,6 +247,7 @@ class ExactSum(Gradients):
 
     def begin(self) -> None:
         self._leaf = self._next = 0
+        self._apart = None
         self._inside = False
         self._group = None
         for bucket in self._buckets:
@@ -251,6 +261,7 @@ class ExactSum(Gradients):
     def before_backward(self) -> None:
         self._inside = True
         for bucket in self._buckets:
+            bucket.digests = self._leaf == self._apart
             bucket.open(self._joins)
 
     def after_backward(self) -> None:
@@ -273,7 +284,42 @@ class ExactSum(Gradients):
     @property
     def _joins(self) -> bool:
         """What a leaf is added to first is the leaf before it: the left half is never larger than the right one."""
-        return self._fold > 0
+        # A leaf whose bits are compared is kept apart, and added here instead of by autograd: a leaf next to
+        # another worker's is added in the same way, so the sums have the same bits.
+        return self._fold > 0 and self._leaf != self._apart
+
+    # ------------------------------------------------------------ computed twice
+
+    def keep_apart(self, leaf: int) -> None:
+        """The gradient of this worker's micro-batch number `leaf`, from 0, is asked for in this step. After `begin`."""
+        self._apart = leaf
+
+    def digest_apart(self) -> int:
+        """A checksum of that gradient, of 63 bits. After its `after_backward`."""
+        return _joined(bucket.digest for bucket in self._buckets)
+
+    def before_again(self) -> None:
+        """A backward pass follows whose gradient counts nowhere."""
+        # The sums keep their tensors, and `finish` puts them back: autograd must not add to what is on its way.
+        for bucket in self._buckets:
+            for p in bucket.parameters:
+                p.grad = None
+
+    def digest_again(self) -> int:
+        """The checksum of the gradient of that backward pass, as `digest_apart`; it is dropped."""
+        self._flip_injected([p.grad for p in self._buckets[0].parameters] if self._buckets else [])
+        digests = [_digest(_whole(p) for p in bucket.parameters) for bucket in self._buckets]
+        self.before_again()
+        return _joined(digests)
+
+    def flip(self) -> None:
+        """An injected fault: the next gradient has one bit that is wrong, as of a processor that errs."""
+        self._flips = True
+
+    def _flip_injected(self, grads: Iterable[torch.Tensor | None]) -> None:
+        for grad in grads:
+            if self._flips and grad is not None:
+                self._flips = not flip_bit(local_of(grad))
 
     def _arrived(self, p: torch.Tensor) -> None:
         assert isinstance(p, torch.nn.Parameter)
@@ -289,6 +335,7 @@ class ExactSum(Gradients):
             )
         # The copy is made inside autograd's hook, while the gradient is still in the cache.
         bucket.take(p)
+        self._flip_injected([p.grad])
         if len(bucket.arrived) == len(bucket.parameters):
             bucket.close(self._joins, self._fold)
             if self._group is not None:
@@ -416,6 +463,27 @@ class ExactSum(Gradients):
             # and one that was not waited for could still write into memory that is used again.
             if [work for work in works if not group.drain(work)]:  # each of them has its time
                 bucket.forget()
+
+
+def _whole(p: torch.nn.Parameter) -> torch.Tensor:
+    """Its gradient as it lies in a bucket: +0 where it took no part."""
+    local = local_of(p)
+    return torch.zeros_like(local) if p.grad is None else local_of(p.grad)
+
+
+def _digest(parts: Iterable[torch.Tensor]) -> int:
+    """Of the bytes of all of them, one after the other."""
+    hasher = xxhash.xxh3_64()
+    for part in parts:
+        flat = part.detach().contiguous().view(-1)
+        if flat.numel():
+            hasher.update(buffer_of(flat.cpu()))
+    return hasher.intdigest()
+
+
+def _joined(digests: Iterable[int]) -> int:
+    """One number of 63 bits: a message holds it with its sign."""
+    return xxhash.xxh3_64_intdigest(b"".join(d.to_bytes(8, "little") for d in digests)) >> 1
 
 
 def _slices(size: int, world: int) -> list[tuple[int, int]]:

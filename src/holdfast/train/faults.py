@@ -40,6 +40,7 @@ class FaultPlan:
         self._fired: set[str] = set()
         self.poison: Callable[[], None] = lambda: None
         self.flip: Callable[[], None] = lambda: None
+        self.flip_gradient: Callable[[], None] = lambda: None
         self.slow = 1.0
         link.on_arm = self.arm
         link.on_drop = drop_traffic
@@ -71,7 +72,8 @@ class FaultPlan:
         if fault.kind is FaultKind.SLOW:
             self.slow = fault.factor or 1.0
         elif fault.kind is FaultKind.FLIP_BIT:
-            self.flip()
+            # In the backward pass there is a gradient to err in; anywhere else there is only the state.
+            (self.flip_gradient if phase is Phase.BACKWARD else self.flip)()
         else:
             happen(fault.kind, self.poison)
 

@@ -80,6 +80,10 @@ class HeldState:
         self.sums = StateSums(protected)
         faults.flip = self.sums.flip
 
+    def module_buffers(self) -> list[torch.Tensor]:
+        """Those of the protected modules."""
+        return state_image.buffers_of(self._protected)
+
     def protects(self, thing: object) -> bool:
         """Whether this very object is protected."""
         return any(thing is other for other in self._protected.values())

@@ -136,6 +136,10 @@ class Gradients(Protocol):
         """After an abort: waits until gloo has let go of the buckets; takes new ones for those it keeps."""
         ...
 
+    def flip(self) -> None:
+        """An injected fault: one bit of the next gradient is wrong."""
+        ...
+
     def close(self) -> None:
         """Nobody sums these gradients any more: the parameters' hooks are taken off."""
         ...
@@ -188,7 +192,7 @@ class GradientSum(Gradients):
         self._next = 0
         self._filled: set[torch.nn.Parameter] = set()
         self._changed = changed
-        self.poison = False
+        self.poison = self._flips = False
         self._hooks = watch(chosen, self._arrived)
 
     def close(self) -> None:
@@ -243,6 +247,8 @@ class GradientSum(Gradients):
         if self.poison:
             bucket.flat[0] = math.nan
             self.poison = False
+        if self._flips:
+            self._flips = not flip_bit(bucket.flat)
         if group.size > 1:
             bucket.work = group.allreduce(bucket.flat)
         self._next += 1
@@ -266,6 +272,9 @@ class GradientSum(Gradients):
 
     def clip(self, norm: float, max_norm: float) -> None:
         clip([bucket.flat for bucket in self._buckets], norm, max_norm)
+
+    def flip(self) -> None:
+        self._flips = True
 
     def local_is_finite(self) -> bool:
         return all(p.grad is None or bool(local_of(p.grad).isfinite().all()) for p in self._bucket_of)
@@ -304,6 +313,16 @@ def grouped(
         bucket.append(p)
         open_buckets[key] = (bucket, used + size)
     return buckets
+
+
+def flip_bit(tensor: torch.Tensor) -> bool:
+    """An injected fault: one bit of the first element changes. False: there is none, or it is not contiguous."""
+    flat = tensor.detach()
+    if not flat.numel() or not flat.is_contiguous():
+        return False
+    # In the upper part of the mantissa: it is visible after any rounding, and no NaN.
+    flat.view(-1).view(torch.uint8)[max(0, flat.element_size() - 2)] ^= 8
+    return True
 
 
 def is_large(p: torch.Tensor) -> bool:

@@ -111,6 +111,7 @@ class Replica:
         self.stopped = False
         self._last: StepOutcome | None = None
         faults.poison = self._poison
+        faults.flip_gradient = gradients.flip
 
     # ------------------------------------------------------------ membership
 
@@ -382,6 +383,12 @@ class Replica:
             spent = msgspec.structs.replace(spent, state=self.state.sums.after(block))
         self._progress.note(step, spent, settled)
         self.state.guard.note(step.index + 1)
+
+    def disagree(self, step: int, micro: int, digests: dict[str, int]) -> None:
+        """Says that a micro-batch which several workers computed has not the same gradient."""
+        self.link.send(
+            m.GradientsDiffer(generation=self.place.generation, step=step, micro=micro, digests=digests)
+        )
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """As `ProgressReport.log`."""

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from holdfast.data.batches import DatasetBatches
 from holdfast.data.decoding import is_decoder
 from holdfast.errors import UsageError
+from holdfast.protocol.job import REPLAY_VARIABLE
 from holdfast.protocol.notices import Notice
 from holdfast.train import state_image, worker
 from holdfast.train.advice import Advice
@@ -342,6 +343,7 @@ class Run:
             launch=xxhash.xxh3_64_hexdigest(token.encode()),
         )
         try:
+            every = self._replay_every(reduction)
             cursor = DataCursor(global_batch, seed, batches.dataset, threads, batch_changed)
             self._cursor = cursor
             replica = self._enroll(modules, batches.count(), cursor, reduction)
@@ -349,7 +351,13 @@ class Run:
                 self._warn(replica)
                 self._tell_size(replica)
                 self._step = Step(
-                    replica, batches, replica.state.committed or 0, seed, cursor, on_commit=self._on_commit
+                    replica,
+                    batches,
+                    replica.state.committed or 0,
+                    seed,
+                    cursor,
+                    on_commit=self._on_commit,
+                    replay_every=every,
                 )
                 try:
                     yield self._step
@@ -446,6 +454,19 @@ class Run:
             self._replica.gradients.close()
         if self._sharding is not None:
             self._sharding.close()
+
+    def _replay_every(self, reduction: Reduction) -> int:
+        every = int(self._attachment.link.start.env.get(REPLAY_VARIABLE, "0"))
+        if every and reduction != "exact":
+            raise UsageError(
+                f'--replay 1/{every} compares bits, which run.steps(reduction="{reduction}") does not promise; give '
+                'reduction="exact", or leave --replay out'
+            )
+        if every and self._sharding is not None:
+            raise UsageError(
+                f"--replay 1/{every} is for models that every worker holds whole; leave it out after run.mesh()"
+            )
+        return every
 
     def _enroll(
         self, modules: list[torch.nn.Module], micro_batches: int, cursor: DataCursor, reduction: Reduction

@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from holdfast.data.seeds import micro_seed, seed_generators
-from holdfast.errors import NonFiniteGradient, UsageError
+from holdfast.errors import GradientsDiffer, NonFiniteGradient, UsageError
 from holdfast.protocol.phases import Phase
 from holdfast.tensors import staging
+from holdfast.train.again import put_aside
 from holdfast.train.control_channel import OF_A_SUM
+from holdfast.train.exact import ExactSum
 from holdfast.train.loss_scale import Scaler, advance, scale_of
 from holdfast.train.outcome import CommittedStep, Stage, StepOutcome
+from holdfast.train.replay_plan import Replay, replay_of
 from holdfast.train.step_sum import addends
 
 if TYPE_CHECKING:
@@ -35,6 +38,10 @@ class Batches(Protocol):
 
     def load(self, step: int, micro: int) -> Any:
         """Micro-batch number `micro` of the step, on the run's device."""
+        ...
+
+    def again(self, step: int, micro: int) -> Any:
+        """Any micro-batch of this step, computed once more: it counts nowhere."""
         ...
 
     def giving(self, step: int, generation: int) -> None:
@@ -70,8 +77,10 @@ class Step:
         seed: int,
         cursor: DataCursor,
         on_commit: Sequence[Callable[[Step], object]] = (),
+        replay_every: int = 0,
     ) -> None:
-        """on_commit: what the run calls in every commit."""
+        """on_commit: what the run calls in every commit. replay_every: a micro-batch of one step of so many is computed twice; 0: of
+        none."""
         self.index = index
         self.samples = cursor.samples
         self.loss = math.nan
@@ -85,6 +94,7 @@ class Step:
         self._seed = seed
         self._cursor = cursor
         self._on_commit = on_commit
+        self._replay_every = replay_every
         self._loss_scale = 1.0
         self._lr: float | None = None
         self._words: list[Word] = []
@@ -93,6 +103,10 @@ class Step:
         self._sent: list[Word] | None = None
         self._waited = False
         self._entered = False
+        self._replay: Replay | None = None
+        self._again: int | None = None
+        self._is_again = False
+        self._replays = 0
         self._prepared_s = 0.0
         self._generation = 0
         self._global_weight: float | None = None
@@ -119,6 +133,9 @@ class Step:
         # is computed by fewer workers, with other shares.
         replica.gradients.expect(seat.leaves, seat.rank, seat.world, seat.idle)
         self._mine, self._left = mine, len(mine)
+        self._replay = self._drawn()
+        if self._replay is not None and self._replay.micro in mine:
+            self._exact.keep_apart(mine.index(self._replay.micro))
         self._batches.aim(self.index, self.samples, mine)
         for done, micro in enumerate(mine):
             if replica.gradients.exact and len(mine) - self._left != done:
@@ -134,6 +151,10 @@ class Step:
             # repeated step drops out the same units, on whichever worker.
             seed_generators(micro_seed(self._seed, self.index, micro), replica.device)
             yield batch
+        if self._replay is not None and not self._left:
+            yield from self._computed_again(self._replay)
+            # Settled: what the members computed twice has the same bits.
+            self._replay = None
 
     def backward(self, loss: torch.Tensor, weight: float = 1.0) -> None:
         """Adds a micro-batch's gradient.
@@ -145,6 +166,9 @@ class Step:
         """
         replica = self._replica
         replica.phases.enter(Phase.BACKWARD, self.index)
+        if self._is_again:
+            self._backward_again(loss)
+            return
         if not self._left:
             raise UsageError(
                 f"step {self.index}: step.backward() is called once for every micro-batch of the step"
@@ -264,6 +288,11 @@ class Step:
                 f"step {self.index}: step.apply() came before step.backward() of {left} micro-batches; "
                 "call step.backward(loss) once for every micro-batch"
             )
+        if self._replay is not None:
+            raise UsageError(
+                f"step {self.index}: step.apply() came before the loop over the step had ended; under --replay it may have one "
+                "more micro-batch than this worker's share, so go through `for batch in step` to its end"
+            )
         replica = self._replica
         scaler = self.scaler if scaler is None else scaler
         if scaler is not None and not replica.state.protects(scaler):
@@ -309,6 +338,86 @@ class Step:
         replica.phases.enter(Phase.VOTE, self.index)
         replica.vote(self.index)
         replica.commit(self._outcome())
+
+    # ------------------------------------------------------------ computed twice
+
+    @property
+    def _exact(self) -> ExactSum:
+        gradients = self._replica.gradients
+        assert isinstance(gradients, ExactSum)  # `Run.steps` refuses --replay with the other
+        return gradients
+
+    def _drawn(self) -> Replay | None:
+        if not self._replay_every:
+            return None
+        place = self._replica.place
+        form = place.form
+        assert form is not None  # a step is begun by members only
+        nodes = [member.node for member in form.generation.members]
+        return replay_of(self._replay_every, self._seed, self.index, place.seat().leaves, nodes)
+
+    def _computed_again(self, replay: Replay) -> Iterator[Any]:
+        """The micro-batch, where this worker computes it again. All members compare before anybody can prepare the step, so
+        a wrong gradient that is seen is never committed.
+
+        Raises:
+            GradientsDiffer: their bits are not the same.
+        """
+        rank = self._replica.place.rank
+        # The words of the weights come before, on the same connections.
+        self._replica.phases.enter(Phase.REDUCE, self.index)
+        own = self._exact.digest_apart() if rank == replay.owner else None
+        if rank == replay.checker:
+            yield from self._once_more(replay.micro)
+            own = self._again
+        digests = self._compared(own)
+        if len(set(digests.values())) < 2:
+            return
+        # Of two that differ nobody can tell which errs.
+        if replay.third is not None:
+            own = None
+            if rank == replay.third:
+                yield from self._once_more(replay.micro)
+                own = self._again
+            digests |= self._compared(own)
+        replica, form = self._replica, self._replica.place.form
+        assert form is not None
+        by_worker = {form.generation.members[r].worker: digest for r, digest in digests.items()}
+        replica.disagree(self.index, replay.micro, by_worker)
+        raise GradientsDiffer(
+            f"the gradient of micro-batch {replay.micro} of step {self.index} has other bits where it was computed again"
+        )
+
+    def _once_more(self, micro: int) -> Iterator[Any]:
+        """One more micro-batch for the script, of which nothing stays."""
+        replica = self._replica
+        replica.phases.enter(Phase.FORWARD, self.index)
+        with put_aside(replica.state, replica.device):
+            batch = self._batches.again(self.index, micro)
+            seed_generators(micro_seed(self._seed, self.index, micro), replica.device)
+            self._is_again, before = True, self._replays
+            yield batch
+            self._is_again = False
+        if self._replays != before + 1:
+            raise UsageError(
+                f"step {self.index}: step.backward() is called once for every micro-batch of the step"
+            )
+        replica.phases.enter(Phase.REDUCE, self.index)
+
+    def _backward_again(self, loss: torch.Tensor) -> None:
+        self._exact.before_again()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._again = self._exact.digest_again()
+        self._replays += 1
+
+    def _compared(self, own: int | None) -> dict[int, int]:
+        """Rank to digest, of all members who computed the micro-batch."""
+        self._scale()
+        word = (0.0, 0.0, 0.0) if own is None else (float(own >> 32), float(own & 0xFFFFFFFF), 1.0)
+        channel = self._replica.group.channel
+        channel.send(self.index, word)
+        words = channel.receive(self.index, [word])
+        return {r: int(high) << 32 | int(low) for r, (high, low, is_one) in enumerate(words) if is_one}
 
     # ------------------------------------------------------------ what Holdfast uses
 

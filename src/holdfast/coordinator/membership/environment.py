@@ -6,7 +6,7 @@ import msgspec
 
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.membership_state import Node
-from holdfast.protocol.job import CACHE_VARIABLE
+from holdfast.protocol.job import CACHE_VARIABLE, REPLAY_VARIABLE
 from holdfast.protocol.snapshots import TIERS_VARIABLE
 
 
@@ -34,6 +34,7 @@ def environment(context: Context, node: Node, slot: int, rank: int, world: int) 
         "HOLDFAST_NODE": node.name,
         "HOLDFAST_TARGET": str(spec.target),
         "HOLDFAST_GENERATION": str(context.state.membership.number),
+        **({REPLAY_VARIABLE: str(spec.replay_every)} if spec.replay_every else {}),
         "HOLDFAST_SNAPSHOT_EVERY": spec.saving.memory,
         **({CACHE_VARIABLE: spec.data_cache} if spec.data_cache else {}),
         TIERS_VARIABLE: msgspec.json.encode(spec.saving.tiers).decode(),

@@ -25,6 +25,7 @@ from holdfast.coordinator.membership import (
     step_accounting,
 )
 from holdfast.errors import NonFiniteGradient, StateChanged
+from holdfast.health import checksums
 from holdfast.protocol import causes, ledger
 from holdfast.protocol import messages as m
 from holdfast.protocol.phases import Phase
@@ -115,6 +116,46 @@ def failed(context: Context, worker: Worker, message: m.Failed) -> None:
             processes.end_worker(context, worker)
     # The generation breaks in any case: this worker has left the step, and the others wait for it in the next
     # collective.
+    context.request(EndGeneration(cause))
+
+
+def gradients_differ(context: Context, worker: Worker, message: m.GradientsDiffer) -> None:
+    """Members computed one micro-batch, and not to the same bits. Nobody prepared the step, so it is dropped; who is proven
+    to be wrong is taken out."""
+    membership = context.state.membership
+    current = membership.generation
+    # All members say it. The first one's word ends the generation, and the others' are about one that has ended.
+    if current is None or message.generation != current.number or worker.phase is not WorkerPhase.MEMBER:
+        return
+    if not (membership.phase is JobPhase.RUNNING or membership.yielding):
+        return
+    found = checksums.apart(message.digests)
+    known = [membership.workers[name] for name in message.digests if name in membership.workers]
+    if found is None or len(known) < len(message.digests):
+        return
+    agree = tuple(sorted(set(message.digests) - set(found.workers)))
+    cause = causes.GradientsDiffer(step=message.step, micro=message.micro, workers=found.workers, agree=agree)
+    if found.proven:
+        condemn(context, [membership.workers[name] for name in found.workers], cause)
+        return
+    # The same step is computed again, which undoes an error that does not repeat itself. One that does cannot be
+    # told from a script that is not deterministic, and no worker is more suspect than the others.
+    signature = type(message).__name__
+    again = any((f.step, f.signature) == (message.step, signature) for f in membership.failures)
+    for one in known:
+        note_failure(context, message.step, signature, one, message.generation)
+    if again:
+        blame = Blame(
+            cause=cause,
+            rank=current.rank_of(known[0].name),
+            node=known[0].node,
+            step=message.step,
+            log=known[0].log,
+        )
+        context.request(EndGeneration(cause))
+        context.request(StopJob(f"twice in a row {cause}", "failed", blame))
+        return
+    context.open_incident(cause, node=known[0].node, workers=[w.name for w in known], rung="retry in process")
     context.request(EndGeneration(cause))
 
 

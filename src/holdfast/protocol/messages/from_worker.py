@@ -198,6 +198,19 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
         return f"{self.error}@{self.where}" if self.where else f"{self.error}: {self.message}"
 
 
+# Every member says it, and all say the same: the first one heard is enough, and the others may be lost.
+class GradientsDiffer(msgspec.Struct, frozen=True, kw_only=True, tag="gradients-differ"):
+    """A micro-batch was computed by several members, and its gradient has not the same bits. All of them left the step."""
+
+    generation: int
+    step: int
+    """Committed steps before it."""
+    micro: int
+    """The micro-batch's number in the global batch."""
+    digests: dict[str, int]
+    """Worker to the checksum of the gradient that it computed: two of them, and the third if there is one."""
+
+
 # Not a verdict: every peer of a lost worker reports one. Who is at fault is found by whoever reports nothing.
 class CollectiveError(msgspec.Struct, frozen=True, tag="collective-error"):
     """A collective raised in this worker: evidence, not a verdict. Or the worker could not be restored."""
@@ -359,6 +372,7 @@ WorkerMessage = (
     | Parked
     | Halted
     | Failed
+    | GradientsDiffer
     | CollectiveError
     | FaultFired
     | Saved
