@@ -1,7 +1,10 @@
 """The command line as a whole."""
 
+import os
 import subprocess
 import sys
+
+import pytest
 
 import holdfast as package
 
@@ -29,3 +32,18 @@ def test_starting_is_cheap():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "\n"
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"), [("holdfast sta", ["status"]), ("holdfast run --max-re", ["--max-restarts"])]
+)
+def test_a_shell_completes_commands_and_options(typed: str, offered: list[str]) -> None:
+    environment = {
+        **os.environ,
+        "_HOLDFAST_COMPLETE": "complete_bash",
+        "COMP_WORDS": typed,
+        "COMP_CWORD": str(typed.count(" ")),
+    }
+    code = "import sys; sys.argv = ['holdfast']; from holdfast.cli.app import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.stdout.split() == offered

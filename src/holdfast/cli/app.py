@@ -44,7 +44,6 @@ app = typer.Typer(
     name="holdfast",
     help="Keeps PyTorch training running through failures and changes of capacity.",
     no_args_is_help=True,
-    add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
