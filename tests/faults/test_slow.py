@@ -28,6 +28,8 @@ def test_a_slow_rank_of_an_unmodified_script_is_named(tmp_path):
     assert ran.code == 0, ran.output
     (slow,) = ran.report["slow"]
     assert (slow["rank"], slow["part"]) == (1, "the training thread")
-    assert slow["ratio"] > 1.5
+    # By how much is not asked here: a thread's waits for a processor count, and on a busy machine all ranks wait.
+    # tests/health/test_stragglers.py holds the ratio, with recorded times.
+    assert slow["ratio"] > 1
     assert ran.report["incidents"] == []
     assert ran.report["goodput"]["classes"]["slow_ranks"] > 0
