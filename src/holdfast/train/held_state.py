@@ -198,6 +198,8 @@ class HeldState:
         # The agent's memory outlives this process, so the copy there is brought to every tier while the job
         # already ends.
         held = saves and self.snapshots.last(step, lambda: state_image.capture(self._protected, step))
+        # Rank 0 alone, and only where it holds everything: two writers of one checkpoint would publish two
+        # manifests, and a shard alone is no checkpoint.
         if not held and not self._place.rank and self._place.shard_count == 1:
             for tier in tiers:
                 self._save(tier, step)

@@ -165,6 +165,8 @@ class AgentConnections:
 
     def _learn(self, imported: m.Imported) -> None:
         """Tells all nodes what the script imports, if that is new: the spare ones as well."""
+        # A union, never less than before. A module that only one of several scripts imports costs a spare a
+        # moment; one that was taken out again would cost a replacement its time.
         both = m.Imported(
             _union(self._imported.modules, imported.modules),
             _union(self._imported.variables, imported.variables),

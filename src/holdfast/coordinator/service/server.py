@@ -308,6 +308,8 @@ class Coordinator:
             kept = self._ledger.store.kept(HANDED_OVER)
             told = msgspec.msgpack.decode(kept, type=HandedOver) if kept else None
             if told is not None and told.seq == self._loop.seq:
+                # Only if nothing was written since: a hand-over that was followed by another coordinator is
+                # not the reason why this one begins.
                 last_s, by_intent = told.at_s, True
             self._loop.handle(ev.Recovered(last_s, by_intent))
         else:

@@ -94,11 +94,15 @@ class CoordinatorPod:
         """The folder, and what there is to go on from. A container that is started again in its pod finds both."""
         self._pod.prepare()
         path = self._pod.folder / "resume.json"
+        # Checkpoints are looked for once in a pod's life. A container that starts again in it continues with
+        # its ledger, and newer checkpoints are known there.
         if path.exists():
             return
         resume = jobs.find_checkpoints(self._pod.spec, self._note)
         if resume.checkpoints:
             self._note(f"the newest checkpoint has step {resume.checkpoints[0].step}")
+        # Written beside and renamed: a half of this file, read after a kill, would start the job from an
+        # older checkpoint or from none.
         work = path.with_suffix(".tmp")
         work.write_bytes(msgspec.json.encode(resume))
         work.replace(path)
