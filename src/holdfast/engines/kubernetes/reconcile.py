@@ -90,7 +90,9 @@ def current(seen: Observed) -> HoldfastJob | None:
     spec = msgspec.structs.replace(
         # These two fields alone. All others are in pods that run: two halves of a job with different images
         # or checkpoints would be a job that nobody asked for.
-        seen.accepted.spec, nodes=seen.job.spec.nodes, run_policy=seen.job.spec.run_policy
+        seen.accepted.spec,
+        nodes=seen.job.spec.nodes,
+        run_policy=seen.job.spec.run_policy,
     )
     return msgspec.structs.replace(seen.accepted, spec=spec)
 

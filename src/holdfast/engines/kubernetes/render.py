@@ -147,7 +147,7 @@ def agent_pod(
 
 
 def coordinator_pod(job: HoldfastJob, term: int, run: int = 1, setting: Setting = DEFAULT) -> Object:
-    """The coordinator of a term of office."""
+    """The coordinator of a term."""
     template = job.spec.template.spec
     worker = next(one for one in template["containers"] if one["name"] == WORKER)
     image = job.spec.coordinator.image or setting.coordinator_image or worker["image"]
