@@ -151,7 +151,7 @@ class CoordinatorLink:
         if self._refused != where:
             self._refused = where
             _log.warning(
-                "a coordinator of term %d is not spoken with, since one of term %d took its place",
+                "refusing a coordinator of term %d, because one of term %d took its place",
                 where.term,
                 self.term,
                 extra={"url": where.url},

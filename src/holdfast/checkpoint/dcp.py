@@ -139,7 +139,7 @@ class TieredWriter(StorageWriter):
 
 
 class TieredReader(StorageReader):
-    """Loads from the nearest tier that has the checkpoint whole, into any sharding; only the bytes that are needed.
+    """Loads from the nearest tier that has the complete checkpoint, into any sharding; only the bytes that are needed.
 
     Attributes:
         found: what is being read; its `fetched_bytes` grows.

@@ -119,7 +119,7 @@ class HeldState:
         return self._constants.image() if self._constants else None
 
     def restore(self, form: m.JoinGeneration) -> tuple[int, float]:
-        """Fetches the state of the generation's start; until it is whole this worker holds none."""
+        """Fetches the state of the generation's start; until it is complete this worker holds none."""
         began = time.monotonic()
         # From here to the end of the transfer the live tensors are a mixture. If this worker is lost in
         # between and reports, it must report that it holds nothing.
