@@ -249,7 +249,7 @@ class ObjectTier:
                     raise
 
     def publish(self, name: str, data: bytes) -> None:
-        """One request, never in parts: the object is there whole, or as it was before.
+        """One request, never in parts: the object is there complete, or as it was before.
 
         Raises:
             TierError: the store cannot take it.

@@ -59,6 +59,8 @@ def calibrate(
         for r in found.rates
     ]
     print_table(stdout, ("failures", "seen", "per node-hour", "95% confidence", ""), rows)
+    # Beside the rate, since nobody reads an interval who was given a number: with two failures the true rate
+    # may be a third or three times as much.
     if found.rates[-1].few:
         stdout.write(f"fewer than {FEW} failures: the rate may be anything in that range\n")
     if found.injected:

@@ -153,6 +153,8 @@ def _report(path: Path | None) -> dict[str, Any] | None:
         raise UsageError(f"--report {path} cannot be read: {error.strerror}") from error
     except msgspec.DecodeError as error:
         raise UsageError(f"--report {path} is no report: {error}") from error
+    # A ledger's or another program's JSON has none. Read as a report it would give times of no incidents,
+    # which are those of the preset, and look measured.
     if not isinstance(found, dict) or "incidents" not in found:
         raise UsageError(f"--report {path} is no report of a job: it has no incidents")
     return found
@@ -188,6 +190,8 @@ def _print(
         ]
         table.append(row + ([units.amount(way.cost)] if inputs.price else []))
     print_table(out, heads, table)
+    # Said and not left out in silence: three dashes in the table could also mean that the run does not
+    # finish.
     if not best.percentiles_s:
         out.write("percentiles need numpy: pip install 'holdfast-train[plan]'\n")
     out.write(f"\n► {best.name}: where its {days(best.wall_s)} go\n")

@@ -44,6 +44,8 @@ def print_table(stream: IO[str], heads: Sequence[str], rows: Sequence[Sequence[s
         last = i == len(heads) - 1
         table.add_column(head, justify="right" if i < right else "left", no_wrap=not last, overflow="fold")
     for row in rows:
+        # As `Text`, which has no markup: names and messages come from scripts and machines, and brackets in
+        # them would be taken for styles.
         table.add_row(*map(Text, row))
     text = io.StringIO()
     Console(file=text, width=WIDTH).print(table, crop=False)
@@ -148,6 +150,7 @@ def _idle(world: Report) -> str:
 
 
 def _parameters(final: Report) -> RenderableType:
+    # Three answers and not two. Nobody compared, where the script ended at level 0, is not the same as equal.
     equal = final.get("replicas_equal")
     if equal is None:
         return units.UNKNOWN

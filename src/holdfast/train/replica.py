@@ -195,7 +195,7 @@ class Replica:
         self.phases.timer.forget()
         generation = form.generation
         replica = generation.members[form.rank].replica
-        # Connections of a replica that came through the break whole are kept. Closing and making them again
+        # Connections of a replica that came through the break intact are kept. Closing and making them again
         # would cost more than all the rest of a recovery.
         if self.sharding and (
             replica < 0 or generation.number in generation.groups_connected_in[replica : replica + 1]

@@ -387,6 +387,8 @@ class Run:
                 callback(replica.place.world)
 
     def _warn(self, replica: Replica) -> None:
+        # Only between two steps: a callback that ran while others wait in a collective would look like a
+        # hang, and one of a worker that is about to be broken off would be half done.
         if not self._warnings.due():
             return
         # Nobody waits for a worker that was told to leave.
@@ -403,6 +405,8 @@ class Run:
         Raises:
             UsageError: a value that is no number, more than 64 names in a run, or a name of more than 64 characters.
         """
+        # A step that was dropped is computed again, maybe by others. Its figures would stand in the ledger
+        # beside those of the step that counts.
         if self._step is None or not self._step.committed or self._replica is None:
             return
         try:
@@ -483,6 +487,8 @@ class Run:
                     f"global_batch / micro_batch = {micro_batches} micro-batches cannot be dealt evenly to the "
                     f"{sharding.shape[0]} shards of a replica: make it a multiple of {sharding.shape[0]}"
                 )
+        # Refused at the start and for the full size, not when the job grows: a worker without a micro-batch
+        # would be idle for the life of the job.
         if micro_batches < target:
             raise UsageError(
                 f"global_batch / micro_batch = {micro_batches} micro-batches are too few for {target} workers; "
@@ -500,6 +506,8 @@ class Run:
         shards = (sharding.shard_index, sharding.size) if sharding is not None else (0, 1)
         constants = Constants(self._constant, shards)
         beat: list[Replica] = []
+        # Each once, in the order of the modules. Tied parameters stand in several modules, and a gradient
+        # that is reduced twice is twice too large.
         parameters = dict.fromkeys(p for module in modules for p in module.parameters())
         kind = ExactSum if reduction == "exact" else GradientSum
         counts = sharding.counts if sharding is not None else lambda p: True

@@ -60,6 +60,8 @@ class Sharding:
         if min(given.values()) < 1:
             what = ", ".join(f"{name}={degree}" for name, degree in given.items())
             raise UsageError(f"run.mesh({what}): {'both are' if len(given) == 2 else 'all are'} at least 1")
+        # The number of workers at full strength, not of those that are there: a job may train with fewer
+        # replicas for a while, but what is left over at full strength would never compute.
         if target % size:
             what = ", ".join(f"{n}={d}" for n, d in given.items() if n == "shard" or d > 1)
             raise UsageError(

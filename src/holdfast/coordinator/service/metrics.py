@@ -62,9 +62,13 @@ class _Job(Collector):
         info.add_metric([s.spec.name, s.spec.engine], 1)
         yield info
         phase = GaugeMetricFamily("holdfast_phase", "1 for the job's phase, else 0.", labels=["phase"])
+        # All phases, also those at 0: a query that sums over time needs a series for each, from the first
+        # scrape on.
         for name in JobPhase:
             phase.add_metric([name.value], float(s.membership.phase is name))
         yield phase
+        # Left out while it is not known. Prometheus would draw a 0 as a job that lost everything, and an
+        # alert would fire for it.
         if s.step is not None:
             yield _gauge("holdfast_step", "Committed steps of the current state.", s.step)
         steps = step_accounting.shown(s, self._steps)
@@ -151,6 +155,8 @@ class _Job(Collector):
         )
 
     def _slow(self) -> Iterator[Metric]:
+        # Only ranks that are slow now: a gauge that stayed after the rank recovered would keep its alert
+        # firing.
         now = [x for x in self._state.health.slow if x.until_step is None]
         ratio = GaugeMetricFamily(
             "holdfast_slow_rank_ratio",
