@@ -192,6 +192,8 @@ def memory_of(folder: Path) -> Path:
 def sweep_memory() -> None:
     """Gives the memory of jobs back that were killed, and whose folder is not there any more."""
     known = {p.parent.name + "-" + p.read_text() for p in (home() / "jobs").glob("*/identity")}
+    # By the identity and not by the name: a folder that was removed and made again is another job, whose
+    # memory has another name.
     for folder in memory_root().glob("*"):
         if folder.name not in known:
             remove_memory(folder)
@@ -314,6 +316,7 @@ class JobFolder:
         for name in (*old, "coordinator.json"):
             if (self.path / name).exists():
                 (self.path / name).rename(to / name)
+        # By number, which only rises: a folder that was copied or restored has any time on it.
         for number in sorted(numbers)[: -KEEP_LEDGERS + 1]:
             shutil.rmtree(runs / str(number), ignore_errors=True)
 

@@ -299,6 +299,8 @@ def _report(error: BaseException, link: Link) -> None:
     """The script's own traceback, without the frames that started it; the agent writes it into the log."""
     frames = traceback.extract_tb(error.__traceback__)
     hidden = (str(Path(__file__)), "<frozen runpy>")
+    # Where the script begins. A traceback that starts in Holdfast's own files would send a reader to the
+    # wrong place.
     first = next((i for i, f in enumerate(frames) if f.filename not in hidden), len(frames))
     trace = error.__traceback__
     for _ in range(first):
