@@ -7,26 +7,8 @@ import os
 
 from holdfast.data.decoding import is_decoder
 from holdfast.errors import UsageError
-from holdfast.train import worker
+from holdfast.train import torchrun_world, worker
 from holdfast.train.run import Run
-
-HIDDEN = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "ROLE_RANK",
-    "ROLE_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TORCHELASTIC_RUN_ID",
-    "TORCHELASTIC_RESTART_COUNT",
-    "TORCHELASTIC_MAX_RESTARTS",
-    "TORCHELASTIC_USE_AGENT_STORE",
-)
-"""What torchrun's habits put into a worker's environment."""
 
 _slot = int(os.environ.get("LOCAL_RANK", "0"))
 
@@ -76,8 +58,7 @@ def own_run() -> Run:
         return _runs[0]
     attachment = worker.attachment()
     run = _alone() if attachment is None else Run(attachment)  # reads LOCAL_RANK, for this worker's GPU
-    for name in HIDDEN:
-        os.environ.pop(name, None)
+    torchrun_world.hide()
     _runs.append(run)
     return run
 
