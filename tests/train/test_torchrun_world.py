@@ -24,6 +24,7 @@ LAUNCHED = {
 @pytest.fixture(autouse=True)
 def launched(monkeypatch):
     """This process has the variables of one worker of eight."""
+    monkeypatch.setattr(torchrun_world, "_hidden", [])  # whatever adapter another test has imported
     for name in torchrun_world.NAMES:  # also those that a test sets are put back behind it
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -52,11 +53,15 @@ def test_a_library_that_makes_a_group_on_sight_gets_one_of_this_process():
 
 
 def test_behind_main_the_variables_are_as_before_whatever_main_did():
-    with pytest.raises(KeyError), torchrun_world.world_of_one(LAUNCHED):
-        os.environ["MASTER_PORT"] = "1"
-        torchrun_world.show(1, 2, LAUNCHED)
-        del os.environ["RANK"]
-        raise KeyError
+    def main():
+        with torchrun_world.world_of_one(LAUNCHED):
+            os.environ["MASTER_PORT"] = "1"
+            torchrun_world.show(1, 2, LAUNCHED)
+            del os.environ["RANK"]
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        main()
     assert ours() == LAUNCHED
 
 
@@ -72,6 +77,10 @@ def test_the_world_of_a_replica(rank, size, node):
     assert (seen["LOCAL_WORLD_SIZE"], seen["GROUP_RANK"], seen["GROUP_WORLD_SIZE"]) == node
 
 
-def test_an_adapters_framework_finds_no_launcher():
+def test_an_adapters_framework_finds_no_launcher_whatever_follows():
     torchrun_world.hide()
+    assert not ours()
+    with torchrun_world.world_of_one(LAUNCHED):
+        assert not ours()
+        torchrun_world.show(0, 2, LAUNCHED)
     assert not ours()

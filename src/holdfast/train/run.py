@@ -70,6 +70,11 @@ class Run:
         return self._attachment.alone
 
     @property
+    def sharded(self) -> bool:
+        """Whether a replica is several workers: `mesh` was called."""
+        return self._sharding is not None
+
+    @property
     def rank(self) -> int:
         """Rank of this worker in the running generation; may change when the world does. Those that compute come first; a
         worker of a sharded replica that waits for the rest of it (`run.world.replica` is -1) has `world_size` or more."""
@@ -538,9 +543,27 @@ def start(main: Callable[[Run], object]) -> None:
         worker.leave_sigterm_to_the_agent()
         _run(main, attachment)
     else:
-        with closing(worker.alone()) as attachment, closing(Run(attachment)) as run:
+        with closing(worker.alone()) as attachment, closing(Run(attachment)) as run, _under_way(run):
             main(run)
     sys.stdout.flush()
+
+
+_begun: list[Run] = []
+"""The run whose `main` is under way in this process."""
+
+
+def under_way() -> Run | None:
+    """The run of the `main` that this is called in; None outside of `start`."""
+    return _begun[-1] if _begun else None
+
+
+@contextmanager
+def _under_way(run: Run) -> Iterator[None]:
+    _begun.append(run)
+    try:
+        yield
+    finally:
+        _begun.remove(run)
 
 
 def _run(main: Callable[[Run], object], attachment: worker.Attachment) -> None:
@@ -548,7 +571,7 @@ def _run(main: Callable[[Run], object], attachment: worker.Attachment) -> None:
     while True:
         run = Run(attachment)
         try:
-            with torchrun_world.world_of_one(attachment.link.start.env):
+            with torchrun_world.world_of_one(attachment.link.start.env), _under_way(run):
                 main(run)
             return
         except RunMainAgain as order:

@@ -29,8 +29,18 @@ NAMES = (
 """What torchrun's habits put into a worker's environment."""
 
 
+_hidden: list[bool] = []
+"""Not empty where this process has an adapter of a framework."""
+
+
 def hide() -> None:
-    """For a framework whose adapter answers what it asks: it finds no launcher, and makes no process group at all."""
+    """For a framework whose adapter answers what it asks: it finds no launcher, and makes no process group at all. For as
+    long as this process lives, also in `main` and after `run.mesh()`."""
+    _hidden[:] = [True]
+    _remove()
+
+
+def _remove() -> None:
     for name in NAMES:
         os.environ.pop(name, None)
 
@@ -44,15 +54,18 @@ def world_of_one(given: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     finally:
-        hide()
-        os.environ.update(before)
+        if not _hidden:
+            _remove()
+            os.environ.update(before)
 
 
 def show(rank: int, size: int, given: Mapping[str, str]) -> None:
     """From here on the variables are those of a world of `size` workers, where this one is `rank`. given: the variables with
     which the worker was started."""
+    if _hidden:
+        return
     on_node = max(1, min(size, int(given.get("LOCAL_WORLD_SIZE", "1"))))
-    hide()
+    _remove()
     os.environ.update(
         {
             "RANK": str(rank),
