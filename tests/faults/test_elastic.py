@@ -6,6 +6,7 @@ from collections import Counter
 from itertools import groupby
 
 import pytest
+from conftest import STEPS
 from drive import Deed, Driver, drain, engine, fault, resize, stop
 from harness import TINY, finish, leftovers, run, start
 from test_life import wait_for
@@ -105,3 +106,13 @@ def test_scripts_that_want_to_know_are_told(tmp_path):
     told = [line for line, _ in groupby(lines)]  # at the start rank 0 may change its place
     expected = [f"{n} workers, {12 // n} micro-batches here" for n in (2, 1, 2)]
     assert told == expected, ran.output[-3000:]
+
+
+def test_a_library_that_makes_a_process_group_on_sight_finds_a_world_of_one(tmp_path, undisturbed):
+    """Of all workers it would be a group that cannot lose one of them, and a newcomer would wait in it for ever."""
+    fault = ("--fault", "kill-worker:rank=1,step=20")
+    ran = run(tmp_path, "--nnodes", 3, "--spares", 1, *fault, TINY, STEPS, "--library")
+    assert ran.report["outcome"] == "finished", ran.output[-3000:]
+    assert ran.losses() == undisturbed.losses()
+    logs = "".join(path.read_text() for path in ran.job_dir.rglob("*.log"))
+    assert logs.count("library: rank 0 of 1\n") >= 4, logs

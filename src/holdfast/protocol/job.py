@@ -11,8 +11,10 @@ from holdfast.protocol.node_place import NodePlace
 from holdfast.protocol.snapshots import Saving
 
 CACHE_VARIABLE = "HOLDFAST_DATA_CACHE"
-REPLAY_VARIABLE = "HOLDFAST_REPLAY_EVERY"
 """The environment variable that tells a worker its node's cache of remote data files."""
+
+REPLAY_VARIABLE = "HOLDFAST_REPLAY_EVERY"
+"""The environment variable that tells a worker in how many steps one micro-batch is computed twice."""
 
 
 # Written once, as spec.json, and read by every process of the job. It never changes: what a person changes
@@ -51,9 +53,9 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     places: dict[str, NodePlace] = {}
     """Node to where it stands, as the job's topology file says; others are asked of the engine or of the node."""
     data_cache: str = ""
+    """`DIR[,size=50G]`; empty: nodes have no cache."""
     replay_every: int = 0
     """A micro-batch of one step of so many is computed twice; 0: none."""
-    """`DIR[,size=50G]`; empty: nodes have no cache."""
     health: HealthSpec = HealthSpec()
     slurm: SlurmOptions = SlurmOptions()
     ssh: SshOptions = SshOptions()

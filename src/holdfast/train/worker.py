@@ -55,6 +55,15 @@ class Attachment:
     _endpoint: Endpoint | None = None
     _player: threading.Thread | None = None
 
+    @property
+    def position(self) -> int:
+        """This worker's number among all, as far as it decides which shard is built here."""
+        if self.shard_index is not None:
+            return self.shard_index
+        # Not of `os.environ`, whose variables are those of another world while `main` runs.
+        env = self.link.start.env
+        return int(env.get(m.SHARD_INDEX_VARIABLE) or env.get("RANK", "0"))
+
     def endpoint(self) -> Endpoint:
         """Where other workers reach this process, for as long as it lives."""
         from holdfast.train.endpoint import Endpoint
