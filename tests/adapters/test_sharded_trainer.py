@@ -86,7 +86,9 @@ def test_the_sharded_model_trains_what_a_whole_one_trains(tmp_path, undisturbed,
     norms = [logs["grad_norm"] for logs in whole["history"] if "grad_norm" in logs]
     (end, _) = ends(undisturbed(kind).job_dir.parents[1] / "out")
     assert [logs["loss"] for logs in end["history"] if "loss" in logs] == pytest.approx(losses, rel=1e-5)
-    assert [logs["grad_norm"] for logs in end["history"] if "grad_norm" in logs] == pytest.approx(norms, rel=1e-4)
+    assert [logs["grad_norm"] for logs in end["history"] if "grad_norm" in logs] == pytest.approx(
+        norms, rel=1e-4
+    )
 
 
 def trainer(tmp_path, distributed=True, config=(), **arguments):
@@ -126,7 +128,10 @@ def test_a_whole_model_is_as_before(tmp_path):
 
 @pytest.mark.parametrize(
     ("meshed", "distributed", "words"),
-    [(True, False, r"from_pretrained\(folder, distributed_config="), (False, True, r"call run\.mesh\(shard=N\) before")],
+    [
+        (True, False, r"from_pretrained\(folder, distributed_config="),
+        (False, True, r"call run\.mesh\(shard=N\) before"),
+    ],
 )
 def test_one_of_the_two_lines_alone_is_refused(tmp_path, meshed, distributed, words):
     with pytest.raises(UsageError, match=words):
