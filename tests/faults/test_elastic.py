@@ -3,6 +3,7 @@
 import os
 import signal
 from collections import Counter
+from contextlib import closing
 from itertools import groupby
 
 import pytest
@@ -10,6 +11,9 @@ from conftest import STEPS
 from drive import Deed, Driver, drain, engine, fault, resize, stop
 from harness import TINY, finish, leftovers, run, start
 from test_life import wait_for
+
+from holdfast.coordinator.service.store import Store
+from holdfast.engines.starts import all_starts
 
 FOR_EVER = 1_000_000
 
@@ -97,6 +101,12 @@ def test_less_capacity_than_the_minimum_ends_the_job_with_its_state_saved(tmp_pa
     second = run(tmp_path, "--nnodes", 3, TINY, 150)
     assert second.report["final"] == undisturbed.report["final"]
     assert losses + second.losses() == undisturbed.losses()
+    with closing(Store(second.job_dir / "job.sqlite", read_only=True)) as store:
+        together = all_starts(second.job_dir, store)
+    assert (together["starts"], together["recomputed_s"]) == (2, 0.0)  # its state was saved
+    made = [ran.report["goodput"] for ran in (first, second)]
+    assert together["productive_s"] == pytest.approx(sum(one["productive_s"] for one in made), abs=0.01)
+    assert together["wall_s"] == pytest.approx(sum(one["wall_s"] for one in made), abs=1.0)
 
 
 def test_scripts_that_want_to_know_are_told(tmp_path):

@@ -18,6 +18,7 @@ import xxhash
 from holdfast.checkpoint.archive import Archive
 from holdfast.checkpoint.memory import memory_base, remove_memory
 from holdfast.coordinator.service.store import FIRST
+from holdfast.engines import starts
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.observe.transfer_progress import ByteCount
 from holdfast.protocol.job import Durable, JobSpec, Resume
@@ -316,9 +317,7 @@ class JobFolder:
         for name in (*old, "coordinator.json"):
             if (self.path / name).exists():
                 (self.path / name).rename(to / name)
-        # By number, which only rises: a folder that was copied or restored has any time on it.
-        for number in sorted(numbers)[: -KEEP_LEDGERS + 1]:
-            shutil.rmtree(runs / str(number), ignore_errors=True)
+        starts.keep_newest(self.path, KEEP_LEDGERS)
 
     def discard(self) -> None:
         """Removes the folder of a start that was refused, unless it was there before."""

@@ -43,6 +43,8 @@ WORDS = {
 
 def goodput_words(goodput: Mapping[str, Any]) -> str:
     """`85.8% of 93.2 s wall time`; where it is not known, what is, and why."""
+    if goodput.get("unknown") and goodput.get("wall_s") is None:
+        return f"{units.UNKNOWN}: what an earlier start did cannot be read"
     wall = f"{units.seconds(goodput.get('wall_s'))} wall time"
     if goodput.get("share") is not None or not goodput.get("unknown"):
         return f"{units.share(goodput.get('share'))} of {wall}{_recent_words(goodput)}"

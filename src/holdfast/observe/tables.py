@@ -100,6 +100,8 @@ def _header(report: Report, job_dir: Path) -> Table:
     )
     goodput = report.get("goodput") or {}
     table.add_row("goodput", goodput_words(goodput))
+    if together := report.get("all_starts"):
+        table.add_row("", f"{goodput_words(together)}, in all {together['starts']} starts of the job")
     world = report.get("world") or {}
     table.add_row("workers", _world(world))
     if idle := _idle(world):

@@ -54,6 +54,7 @@ def refuse_saving(model: Any) -> None:
 
 
 def _checks(args: Any, config: Any) -> list[tuple[bool, str]]:
+    replicas = getattr(config, "dp_replicate_size", 1)  # not in every version that is supported
     return [
         (
             config.tp_size > 1 or config.pp_size > 1,
@@ -62,8 +63,8 @@ def _checks(args: Any, config: Any) -> list[tuple[bool, str]]:
             "your own (docs/sharded.md)",
         ),
         (
-            config.dp_replicate_size > 1,
-            f"DistributedConfig(dp_replicate_size={config.dp_replicate_size}): the job has the replicas; leave it out",
+            replicas > 1,
+            f"DistributedConfig(dp_replicate_size={replicas}): the job has the replicas; leave it out",
         ),
         (
             config.fsdp_cpu_offload,

@@ -163,6 +163,11 @@ def stops(state: CoreState, now: float) -> None:
         _change(state, now, TimeClass.SAVING)
 
 
+def closes(state: CoreState, now: float) -> None:
+    """Nothing more is heard of the job: its last stretch ends."""
+    _close(state, now)
+
+
 # ---------------------------------------------------------------- what is known
 
 
