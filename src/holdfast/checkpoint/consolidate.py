@@ -37,7 +37,7 @@ Seen = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Whole:
+class MergedTensor:
     """A tensor of the merged state, put together when it is read."""
 
     name: str
@@ -56,7 +56,7 @@ class Merged:
     """A checkpoint as one state."""
 
     located: Located
-    tensors: dict[str, Whole]
+    tensors: dict[str, MergedTensor]
     """By name, in the order of the state."""
     values: dict[str, Plain]
     """What is no tensor, by name, in the order of the state."""
@@ -68,7 +68,7 @@ class Merged:
         """Bytes of all tensors."""
         return sum(t.nbytes for t in self.tensors.values())
 
-    def read(self, wholes: Sequence[Whole]) -> list[torch.Tensor]:
+    def read(self, wholes: Sequence[MergedTensor]) -> list[torch.Tensor]:
         """These tensors, contiguous and in host memory; every byte is verified.
 
         Raises:
@@ -337,11 +337,11 @@ def _shifted(tree: Any, by: int) -> Any:
 # ---------------------------------------------------------------- tensors
 
 
-def _whole(located: Located, name: str, leaf: _Leaf) -> Whole:
+def _whole(located: Located, name: str, leaf: _Leaf) -> MergedTensor:
     spec = leaf.spec
     if spec is None:
         assert leaf.local is not None
-        return Whole(name, leaf.local.dtype, tuple(leaf.local.shape), leaf)
+        return MergedTensor(name, leaf.local.dtype, tuple(leaf.local.shape), leaf)
     shape = spec.global_shape or spec.shape
     if spec.global_shape:
         there = sum(math.prod(s.shape) for _, s in located.pieces(spec.path))
@@ -351,7 +351,7 @@ def _whole(located: Located, name: str, leaf: _Leaf) -> Whole:
             raise StateError(
                 f"{located.where}: {spec.path}: the ranks' pieces have {there} elements, the whole {math.prod(shape)}"
             )
-    return Whole(name, dtype_of(spec), shape, leaf)
+    return MergedTensor(name, dtype_of(spec), shape, leaf)
 
 
 def _read(located: Located, leaves: Sequence[_Leaf]) -> list[torch.Tensor]:

@@ -36,7 +36,7 @@ import torch
 from holdfast.checkpoint import safetensors_io
 from holdfast.checkpoint.archive import Archive
 from holdfast.checkpoint.checksums import sums_of_buffers
-from holdfast.checkpoint.consolidate import RANK_NAME, Merged, Tree, Whole, build, merge, union
+from holdfast.checkpoint.consolidate import RANK_NAME, Merged, MergedTensor, Tree, build, merge, union
 from holdfast.checkpoint.disk import ADVICE, DiskTier, sync_folder
 from holdfast.checkpoint.flatten import Flat, flatten
 from holdfast.checkpoint.layout import encode_head, folder_of, parts_of, step_of
@@ -193,8 +193,8 @@ def _exported(merged: Merged, files: tuple[Path, ...]) -> Exported:
     )
 
 
-def _read_in_batches(merged: Merged, ordered: Sequence[Whole]) -> Iterator[torch.Tensor]:
-    batch: list[Whole] = []
+def _read_in_batches(merged: Merged, ordered: Sequence[MergedTensor]) -> Iterator[torch.Tensor]:
+    batch: list[MergedTensor] = []
     for tensor in ordered:
         if batch and sum(t.nbytes for t in batch) + tensor.nbytes > BATCH_BYTES:
             yield from merged.read(batch)

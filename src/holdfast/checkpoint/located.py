@@ -96,6 +96,8 @@ class Located:
 
     def nearest(self, reader: int) -> int:
         """The rank whose plain values and whole tensors a reader takes: its own, where there is one."""
+        # By the remainder, so that readers beyond the saved ranks spread over all of them, and do not all ask
+        # the first.
         return reader % self.world
 
     def own(self, path: str, reader: int) -> TensorSpec | None:

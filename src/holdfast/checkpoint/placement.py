@@ -96,6 +96,8 @@ def _shares_domain(nodes: Sequence[str], domains: Mapping[str, Domain]) -> bool:
 def _stays(group: Collection[str], domains: Mapping[str, Domain], size: int) -> bool:
     """Everyone is still there, no more and no fewer than a new group would have, and in different places."""
     return (
+        # One more than a new group is allowed: a group that took in a lone newcomer would otherwise be dealt
+        # anew at the next change, and its snapshots be sent around for nothing.
         size <= len(group) <= size + 1
         and all(n in domains for n in group)
         and not _shares_domain(list(group), domains)

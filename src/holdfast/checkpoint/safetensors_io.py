@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from holdfast.checkpoint.consolidate import Whole
+from holdfast.checkpoint.consolidate import MergedTensor
 from holdfast.errors import UsageError
 from holdfast.tensors.tree import buffer_of
 
@@ -53,7 +53,7 @@ WRITE_BYTES = 8 << 20
 MOST_NAMED = 3
 
 
-def check_names(tensors: Iterable[Whole]) -> None:
+def check_names(tensors: Iterable[MergedTensor]) -> None:
     """Raises UsageError for a tensor that the format cannot hold."""
     for tensor in tensors:
         if tensor.dtype not in DTYPES:
@@ -67,10 +67,10 @@ def check_names(tensors: Iterable[Whole]) -> None:
             )
 
 
-def plan_files(tensors: Iterable[Whole], most_bytes: int) -> dict[str, list[Whole]]:
+def plan_files(tensors: Iterable[MergedTensor], most_bytes: int) -> dict[str, list[MergedTensor]]:
     """Which file gets which tensors: in their order, up to `most_bytes` of tensors in each; a larger tensor gets a
     file of its own. A checkpoint without tensors is one file without."""
-    groups: list[list[Whole]] = [[]]
+    groups: list[list[MergedTensor]] = [[]]
     room = most_bytes
     for tensor in tensors:
         if groups[-1] and tensor.nbytes > room:
@@ -83,19 +83,21 @@ def plan_files(tensors: Iterable[Whole], most_bytes: int) -> dict[str, list[Whol
     return {f"model-{n:05}-of-{len(groups):05}{SUFFIX}": group for n, group in enumerate(groups, 1)}
 
 
-def index_of(files: dict[str, list[Whole]]) -> str:
+def index_of(files: dict[str, list[MergedTensor]]) -> str:
     """The index of several files, JSON."""
     weight_map = {t.name: name for name, group in files.items() for t in group}
     total = sum(t.nbytes for group in files.values() for t in group)
     return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
 
 
-def in_file_order(tensors: Iterable[Whole]) -> list[Whole]:
+def in_file_order(tensors: Iterable[MergedTensor]) -> list[MergedTensor]:
     """As they lie in a file."""
+    # The widest first. So every tensor begins at a multiple of its own width, and a reader can map the file
+    # instead of copying it.
     return sorted(tensors, key=lambda t: (-_ORDER[t.dtype], t.name))
 
 
-def header_of(ordered: Sequence[Whole]) -> bytes:
+def header_of(ordered: Sequence[MergedTensor]) -> bytes:
     """What comes before the tensors' bytes."""
     entries: dict[str, Any] = {_METADATA: {"format": "pt"}}  # without it transformers refuses a file
     at = 0
@@ -114,7 +116,7 @@ def header_of(ordered: Sequence[Whole]) -> bytes:
 
 
 def write_file(
-    path: Path, ordered: Sequence[Whole], tensors: Iterable[torch.Tensor], seen: Callable[[int], None]
+    path: Path, ordered: Sequence[MergedTensor], tensors: Iterable[torch.Tensor], seen: Callable[[int], None]
 ) -> None:
     """Writes a file from tensors that come one after the other.
 
@@ -215,6 +217,8 @@ def _by_index(index: Path) -> dict[str, torch.Tensor]:
         if not (index.parent / file).is_file():
             raise UsageError(f"{index} names {file}, which does not exist: copy all of its files")
         part = Opened(index.parent / file).tensors()
+        # Both ways. A tensor too many is as wrong as one too few: the index is then of other files, and the
+        # rest may be of another model as well.
         different = sorted(part.keys() ^ names)
         if different:
             named = ", ".join(different[:MOST_NAMED])
@@ -228,6 +232,8 @@ def _by_index(index: Path) -> dict[str, torch.Tensor]:
 def _weight_map(index: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(index.read_bytes())["weight_map"]
+        # Names of files and no paths: an index comes from somewhere else, and could otherwise have any file
+        # of this machine read.
         fits = all(isinstance(f, str) and Path(f).name == f for f in weight_map.values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{index} is not an index of safetensors files: {error}") from error

@@ -83,6 +83,8 @@ def _moment(text: str) -> str:
                 f"--since {text!r}: write how long ago, for example 30m, or a time (UTC), for example 2026-11-23T09:30"
             ) from None
     return (
+        # A time without a zone is UTC, as the ledger's are: read as local time it would mean another moment
+        # on each machine that asks.
         (when if when.tzinfo else when.replace(tzinfo=UTC)).astimezone(UTC).isoformat(timespec="milliseconds")
     )
 

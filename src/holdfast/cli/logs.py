@@ -49,6 +49,8 @@ def logs(
         for entry in store.events():
             sources.heard(entry.kind, entry.fields)
             seq = entry.seq
+    # Without labels for one rank: it may have had several workers, and their logs, one after the other, are
+    # what that rank printed.
     write = _write_plain if rank is not None else _write_labelled
     if follow and jobs.is_running(folder):
         import asyncio

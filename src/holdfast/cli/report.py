@@ -141,6 +141,8 @@ def _write_csv(starts: list[tuple[int, dict[str, Any]]]) -> None:
         for kind, seconds in (goodput.get("classes") or {}).items():
             share = round(seconds / wall_s, 6) if wall_s else None
             out.writerow((number, report.get("outcome"), kind, seconds, share))
+        # As a row with empty figures and not left out: a spreadsheet that sums columns takes a missing row
+        # for 0.
         for kind in goodput.get("unknown") or []:
             if kind not in goodput["classes"]:
                 out.writerow((number, report.get("outcome"), kind, None, None))

@@ -22,6 +22,8 @@ def plan_saving(given: SaveOptions, default: Path) -> Saving:
         UsageError: an option that cannot work; a tier that cannot be written.
     """
     _cadence("--snapshot-every", given.snapshot_every)
+    # There is always a durable tier: what is only in memory is lost with the machines, and nobody should
+    # learn of that afterwards.
     tiers = tuple(_tier(text) for text in given.checkpoints) or (DurableTier(str(default)),)
     # Two tiers of one URL would prune each other's checkpoints, each by its own retention.
     if len({t.url for t in tiers}) < len(tiers):

@@ -49,6 +49,8 @@ def check_ssh(planned: SshOptions, nodes: int, spares: int, nproc: str) -> None:
     """Raises UsageError for wishes that cannot be."""
     if not planned.hosts:
         raise UsageError("--engine ssh: name the hosts, for example --hosts a,b,c")
+    # Refused although the job could start smaller: the sizes are what the person asked for, and a missing
+    # host is more often a typing error than a wish.
     if nodes + spares > len(planned.hosts):
         raise UsageError(
             f"--hosts names {len(planned.hosts)}, and {nodes} nodes with {spares} spares need {nodes + spares}; name more, "

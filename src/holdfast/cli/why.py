@@ -52,6 +52,8 @@ def _list(entries: list[dict[str, Any]], ignored: list[str], as_json: bool) -> N
                 **causes[entry["fields"]["id"]],
                 "cause": entry["fields"]["cause"],
             }
+    # The newest decision of each incident, which is the one that holds: a finding may be decided again when
+    # its grace is over.
     decided = {e["fields"]["incident"]: e["fields"] for e in entries if e["kind"] == "verdict"}
     if as_json:
         write_json(

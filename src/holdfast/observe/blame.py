@@ -79,6 +79,8 @@ def _as_is(text: str) -> Text:
 
 def last_lines(tail: Sequence[str], traceback: str) -> list[str]:
     """The log's last lines without the traceback, which is shown once."""
+    # The worker's log ends with the same traceback. Shown twice it would push the lines before it, which
+    # often say more, off the screen.
     known = {line.strip() for line in traceback.splitlines()} if traceback else set()
     return [line for line in tail if line.strip() not in known][-LAST_LINES:]
 

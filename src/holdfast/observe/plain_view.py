@@ -64,6 +64,7 @@ class PlainView:
             return
         line = ENDING if self._over else progress_line(self._spec, self._status, self._rate.per_s())
         self._say(clip(line, LINE_WIDTH), self._job_time(now))
+        # Ever more rarely: a log of a week that has a line each two seconds has nothing else in it.
         self._silence_s = min(2 * self._silence_s, LONGEST_SILENCE_S)
 
     def output(self, data: bytes) -> None:

@@ -30,4 +30,6 @@ class Rate:
         if len(self._seen) < 2:
             return None
         (t0, s0), (t1, s1) = self._seen[0], self._seen[-1]
+        # None and not 0 where no step came: the job may be recovering, and "0 steps/s" would be a
+        # measurement.
         return (s1 - s0) / (t1 - t0) if t1 > t0 and s1 > s0 else None

@@ -143,6 +143,8 @@ class Snapshots(TrainerCallback):
         own = getattr(self._trainer, name)
 
         def asked(folder: str | None, *more: Any) -> None:
+            # Only for the folder that `newest` made: the same methods also load a checkpoint of the Trainer's
+            # own, such as the best one at the end.
             if self._folder is not None and folder == self._folder.name:
                 give()
             else:

@@ -88,6 +88,8 @@ class HoldfastMixin:
         self: Any, max_steps: int, steps_per_epoch: int, epochs: int, resume: Any, trial: Any
     ) -> tuple[int, int]:
         """Prepares the training and joins the job; returns the epoch that it stands in."""
+        # Two sources of one state would have to be compared, and the one that loses would be thrown away in
+        # silence. The job's own is never older.
         if resume is not None:
             raise UsageError(
                 "resume_from_checkpoint: a job goes on from its newest state by itself; leave it out. To begin with the "
@@ -137,6 +139,8 @@ class HoldfastMixin:
             seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
             reduction=self.reduction,
         )
+        # Asked for here, before the Trainer looks at its own state: the first step comes when this worker has
+        # the job's state, and what the Trainer then reads (global step, epoch) is the job's.
         self._holdfast_coming = next(self._holdfast_steps, None)
         self._holdfast_reports = self.state.is_world_process_zero = self.is_world_process_zero()
         # Callbacks that begin a training may take long, and the others wait for this worker's first step.
@@ -235,6 +239,8 @@ class HoldfastMixin:
         progress = self._holdfast_progress
         progress.loss, progress.grad_norm = step.loss, None if step.skipped else step.grad_norm
         progress.learning_rate = self._holdfast_rate
+        # Inside the commit, so a newcomer that fetches the state at this moment knows that logs, evaluation
+        # and callbacks of the step are still to be done, and does them.
         progress.outstanding = True
         progress.add_loss(self.state.global_step)
         self.state.global_step += 1
@@ -298,6 +304,8 @@ class HoldfastMixin:
         return metrics
 
     def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
+        # Asked of the arguments, which follow the rank: after a fault another worker is rank 0, and exactly
+        # one of them saves.
         if self.args.should_save:
             super()._save_checkpoint(model, trial)  # type: ignore[misc]
 
@@ -357,6 +365,8 @@ def wrap(
     """
     if not issubclass(trainer, transformers.Trainer):
         raise UsageError(f"wrap({trainer.__name__}): give a class that is derived from transformers.Trainer")
+    # By identity with the Trainer's own: a class that replaces the loop would run its own steps, and none of
+    # them would be the job's.
     replaced = [name for name in _OURS if getattr(trainer, name) is not getattr(transformers.Trainer, name)]
     if replaced:
         raise UsageError(

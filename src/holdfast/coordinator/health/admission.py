@@ -115,6 +115,8 @@ def checked(context: Context, node: Node, message: m.Checked) -> None:
     if node.checking is None or message.request != node.checking.request:
         return
     new = node.machine not in context.state.health.quarantine
+    # A machine that was given up has to prove itself; a new one has to be proven wrong. With one rule for
+    # both, sites whose sensors cannot be read would have no nodes, or faulty ones would come back.
     fine = (Condition.HEALTHY, Condition.UNKNOWN) if new else (Condition.HEALTHY,)
     bad = [r for r in message.results if r.condition not in fine]
     if bad or not message.results:

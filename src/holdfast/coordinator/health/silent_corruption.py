@@ -76,6 +76,8 @@ def same_state(context: Context, committed: int, spent: dict[str, Spent]) -> Non
     """The state after one block of steps of all workers. Who holds other bits than most others of its shard is taken out; it
     gets its state from those."""
     generation, curves = context.state.membership.generation, context.transient(Curves)
+    # Once in a generation: what differs goes on to differ in each block, and the same finding again would
+    # look like another fault.
     if generation is None or curves.told_in == generation.number:
         return
     shards: dict[int, dict[str, int]] = {}

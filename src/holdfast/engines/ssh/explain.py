@@ -46,6 +46,8 @@ def failure(name: str, code: int | None, stderr: str, python: str, version: str)
     255. python: what should have run there. version: Holdfast's, here."""
     last = next((line.strip() for line in reversed(stderr.splitlines()) if line.strip()), "")
     fields = {"name": name, "python": python, "version": version, "last": last}
+    # Before the marks: the shell's own codes for a program that is not there are certain, while stderr may
+    # hold anything that a login prints.
     if code in (126, 127):
         return f"{name}: {_NO_PYTHON.format(**fields)}"
     for marks, told in _MARKS:
@@ -56,6 +58,8 @@ def failure(name: str, code: int | None, stderr: str, python: str, version: str)
 
 def mismatch(name: str, theirs: Greeting, ours: Greeting, python: str) -> str | None:
     """Why a host's environment cannot take part; None: it can."""
+    # Exactly equal and not compatible: members exchange messages and tensors, and a job of two versions fails
+    # in a step and not at its start.
     for what, there, here in (
         ("Holdfast", theirs.version, ours.version),
         ("Python", theirs.python, ours.python),

@@ -52,6 +52,8 @@ class SshLauncher(Launcher):
         try:
             self.note(f"connecting {len(self.spec.ssh.hosts)} hosts")
             seen, self._problems = await self._ssh_engine.survey()
+            # Counted before anything is made: with too few hosts the job's folder, its token and the ledger
+            # of the run before stay as they are.
             self._enough(len(seen))
             self.host = choose_address(seen, self.spec.ssh.address, _is_ours)
         except BaseException:
