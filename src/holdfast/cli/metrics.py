@@ -38,7 +38,8 @@ def _stored(folder: Path) -> bytes:
         UsageError: the job was never started.
     """
     from holdfast.coordinator.service.metrics import metrics_text
+    from holdfast.coordinator.service.tally import Tally
 
     with ledger(folder) as store:
         state = kept_state(store, folder)
-        return metrics_text(state, store.count_steps(), state.began_s + store.last_t_s())
+        return metrics_text(state, store.tally(Tally()), state.began_s + store.last_t_s())
