@@ -57,7 +57,6 @@ app.command("events")(events.events)
 app.command("logs")(logs.logs)
 app.command("report")(report.report)
 app.command("track")(track.track)
-app.command("metrics")(metrics.metrics)
 app.command("fault")(fault.fault)
 app.command("check")(check.check)
 app.command("resize")(resize.resize)
@@ -72,6 +71,7 @@ app.add_typer(site.app, name="slurm")
 app.add_typer(node.app, name="node")
 app.add_typer(health.app, name="health")
 app.add_typer(plan.app, name="plan")
+app.add_typer(metrics.app, name="metrics")
 
 
 def _version(asked: bool) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 
 from holdfast.coordinator.kernel.membership_state import Node
-from holdfast.coordinator.kernel.phases import WorkerPhase
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.service.metric_families import counter, gauge, summary
 
@@ -49,7 +48,9 @@ def nodes(rows: Sequence[NodeRow]) -> Iterator[Metric]:
 
 def spares(state: CoreState) -> Iterator[Metric]:
     """Nodes that could take another's place."""
-    used = {w.node for w in state.membership.workers.values() if w.phase is WorkerPhase.MEMBER}
+    # By the generation and not by what workers do now: while all start again, their nodes are no spares.
+    generation = state.membership.generation
+    used = {m.worker.partition(".")[0] for m in generation.members} if generation else set()
     free = sum(n.name not in used and _is_usable(n) for n in state.membership.nodes.values())
     yield gauge("holdfast_spares", "Connected nodes that may be used and on which no rank is.", free)
     yield gauge("holdfast_wanted_spares", "Spares that the job was started with.", state.spec.spares)
