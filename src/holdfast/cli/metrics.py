@@ -38,8 +38,9 @@ def config() -> None:
     from holdfast.protocol.scrape_token import FILE_NAME, make_scrape_token
 
     home = jobs.home().absolute()
-    home.mkdir(parents=True, exist_ok=True)
-    # Prometheus refuses a configuration that names a file which is not there yet.
+    # A Prometheus that starts before the first job could not watch a folder that is not there, and would look at it only
+    # every five minutes; without the token every scrape would fail.
+    (home / FOLDER).mkdir(mode=0o700, parents=True, exist_ok=True)
     make_scrape_token(home)
     # JSON's strings are YAML's: whatever is in a path stays one string.
     sys.stdout.write(
@@ -49,6 +50,7 @@ def config() -> None:
       credentials_file: {json.dumps(str(home / FILE_NAME))}
     file_sd_configs:
       - files: [{json.dumps(str(home / FOLDER / "*.json"))}]
+        refresh_interval: 30s
 """
     )
 

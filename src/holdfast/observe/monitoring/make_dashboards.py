@@ -18,6 +18,7 @@ WIDTH = 24
 """Of Grafana's grid."""
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 JOB = '{holdfast_job=~"$holdfast_job"}'
+IDLE = '{mode="idle"}'
 OPENED, RUNNING, LOST = 'kind="incident-opened"', 'phase="running"', 'class!~"productive|computed"'
 
 Panel = dict[str, Any]
@@ -35,9 +36,8 @@ def rate(metric: str, labels: str = "") -> str:
 
 
 def quantile(q: float, metric: str, by: str) -> str:
-    """Of a histogram over the shown range: incidents are too rare for a shorter one."""
-    grown = f"increase({ours(metric + '_bucket', over='$__range')})"
-    return f"histogram_quantile({q}, sum by (le, {by}) ({grown}))"
+    """Of a histogram since the start. An increase would miss the first incident of each kind, whose series begins with it."""
+    return f"histogram_quantile({q}, sum by (le, {by}) ({ours(metric + '_bucket')}))"
 
 
 def _panel(
@@ -272,14 +272,14 @@ def job() -> dict[str, Any]:
         ),
         lines(
             "Stalls",
-            "From a fault to the next commit: half of them are shorter, and nine of ten, by kind, in the shown range.",
+            "From a fault to the next commit: half of them are shorter, and nine of ten, by kind, since the start.",
             "s",
             (quantile(0.5, "holdfast_incident_stall_seconds", "kind"), "{{kind}} half"),
             (quantile(0.9, "holdfast_incident_stall_seconds", "kind"), "{{kind}} nine of ten"),
         ),
         lines(
             "Back at full strength",
-            "From a fault: nine of ten are shorter, by kind, in the shown range.",
+            "From a fault: nine of ten are shorter, by kind, since the start.",
             "s",
             (quantile(0.9, "holdfast_incident_full_strength_seconds", "kind"), "{{kind}}"),
         ),
@@ -316,12 +316,13 @@ def job() -> dict[str, Any]:
 
 def nodes() -> dict[str, Any]:
     """Nodes and what their health watch found, beside other exporters' series of the same hosts."""
-    # Exporters name a host by its address and port, or by a label of their own. Both become `host`.
+    # Exporters name a host by its address and port, or by a label of their own; both become `host`. On one host may be
+    # nodes of several jobs, so the exporter's side is the one that is unique.
     here = f"group by (host, node) (holdfast_node_info{JOB})"
 
-    def beside(expr: str, label: str) -> str:
+    def beside(how: str, expr: str, label: str) -> str:
         host = f'label_replace({expr}, "host", "$1", "{label}", "([^:]+).*")'
-        return f"{host} * on (host) group_left (node) {here}"
+        return f"{here} * on (host) group_left () {how} by (host) ({host})"
 
     panels = [
         rows(
@@ -370,34 +371,26 @@ def nodes() -> dict[str, Any]:
             "GPU utilisation",
             "Of DCGM's exporter on the same hosts.",
             "percent",
-            (beside("avg by (Hostname) (DCGM_FI_DEV_GPU_UTIL)", "Hostname"), "{{node}}"),
+            (beside("avg", "DCGM_FI_DEV_GPU_UTIL", "Hostname"), "{{node}}"),
         ),
         lines(
             "GPU temperature",
             "The hottest of a node, of DCGM's exporter.",
             "celsius",
-            (beside("max by (Hostname) (DCGM_FI_DEV_GPU_TEMP)", "Hostname"), "{{node}}"),
+            (beside("max", "DCGM_FI_DEV_GPU_TEMP", "Hostname"), "{{node}}"),
         ),
         lines(
-            "Processors in use",
+            "Processors idle",
             "Share of all, of the node exporter on the same hosts.",
             "percentunit",
-            (
-                beside(
-                    '1 - avg by (instance) (rate(node_cpu_seconds_total{mode="idle"}[$__rate_interval]))',
-                    "instance",
-                ),
-                "{{node}}",
-            ),
+            (beside("avg", f"rate(node_cpu_seconds_total{IDLE}[$__rate_interval])", "instance"), "{{node}}"),
         ),
         lines(
             "Network, received",
             "Of the node exporter.",
             "Bps",
             (
-                beside(
-                    "sum by (instance) (rate(node_network_receive_bytes_total[$__rate_interval]))", "instance"
-                ),
+                beside("sum", "rate(node_network_receive_bytes_total[$__rate_interval])", "instance"),
                 "{{node}}",
             ),
         ),
