@@ -21,6 +21,7 @@ from holdfast.cli import (
     ls,
     metrics,
     node,
+    notify,
     plan,
     report,
     resize,
@@ -57,6 +58,7 @@ app.command("events")(events.events)
 app.command("logs")(logs.logs)
 app.command("report")(report.report)
 app.command("track")(track.track)
+app.command("notify")(notify.notify)
 app.command("fault")(fault.fault)
 app.command("check")(check.check)
 app.command("resize")(resize.resize)

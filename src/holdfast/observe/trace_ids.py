@@ -15,6 +15,11 @@ def span_id(ledger: str, incident: int, name: str) -> str:
     return _digest(ledger, str(incident), name)[:16]
 
 
+def event_id(ledger: str, seq: int) -> str:
+    """16 hexadecimal digits, of one event."""
+    return _digest(ledger, "event", str(seq))[:16]
+
+
 def _digest(*parts: str) -> str:
     # A separator that no part has, so that two lists of parts never make the same text.
     return sha256("\0".join(parts).encode()).hexdigest()

@@ -16,6 +16,38 @@ from holdfast.protocol.stored import read_stored
 from holdfast.tracking.position import Batch, Position
 
 
+class Matter(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that a person has to do."""
+
+    key: str
+    """Equal for what is the same matter again."""
+    id: str
+    """Always the same for the same event of the same ledger: whoever gets it twice can tell."""
+    text: str
+    """What happened and why, in words."""
+    command: str
+    """What says more."""
+    utc: str
+    """When, ISO 8601."""
+    incident: int | None = None
+    node: str | None = None
+
+
+class Notes(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a notifier: what is to be sent, and what was."""
+
+    waiting: tuple[Matter, ...] = ()
+    """Not known to be delivered, oldest first."""
+    more: int = 0
+    """Of those that came meanwhile so many were too many to keep."""
+    told: dict[str, float] = {}
+    """Key of a matter to when it was last taken in, in seconds since 1970."""
+    next_s: float = 0.0
+    """Nothing is sent before, in seconds since 1970."""
+    failures: int = 0
+    """Attempts in a row that were not delivered."""
+
+
 class Kept(msgspec.Struct, frozen=True, kw_only=True):
     """The file beside what a tracker wrote."""
 
@@ -28,6 +60,8 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
     """TensorBoard: files that were begun."""
     run: str = ""
     """MLflow: what the run is found by. It is chosen before the run is made, so a second follower makes no second run."""
+    notes: Notes = Notes()
+    """Notifiers."""
 
 
 _kept = msgspec.json.Decoder(Kept)
@@ -39,6 +73,10 @@ class Tracker(Protocol):
     @property
     def position(self) -> Position:
         """How far it is: all before is safely written."""
+
+    @property
+    def waits(self) -> bool:
+        """It has something of its own to do as time passes: it wants batches in which nothing is new."""
 
     def write(self, batch: Batch) -> None:
         """Takes in a batch. Killed at any moment it is at the old position or at the new one."""
@@ -99,6 +137,11 @@ class FileTracker(ABC):
     @abstractmethod
     def _begin(self) -> None:
         """Makes the target ready to go on at the kept position."""
+
+    @property
+    def waits(self) -> bool:
+        """See `Tracker`."""
+        return False
 
     @property
     def position(self) -> Position:

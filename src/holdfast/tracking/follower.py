@@ -70,7 +70,7 @@ async def _follow_running(folder: Path, client: JobClient, to: Tracker, open_led
             await asyncio.to_thread(_read_put_away, folder, to, open_ledger)
             await asyncio.to_thread(to.write, _beginning(to, news))
             continue
-        if news.events or news.steps:
+        if news.events or news.steps or to.waits:
             await asyncio.to_thread(to.write, take_in(at, news))
         ended = any(entry.kind == "ended" for entry in news.events)
         if not news.more and not ended:
