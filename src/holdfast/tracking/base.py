@@ -48,6 +48,21 @@ class Notes(msgspec.Struct, frozen=True, kw_only=True):
     """Attempts in a row that were not delivered."""
 
 
+class Told(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a sender of traces: what the ledger said of incidents that are still open."""
+
+    facts: dict[int, dict[str, Any]] = {}
+    """Number of the incident to its newest facts."""
+    about: dict[int, tuple[tuple[float, str, str], ...]] = {}
+    """When, kind and text of what was found and decided about it."""
+    before: dict[int, int] = {}
+    """The incident before on the same node."""
+    closed: frozenset[int] = frozenset()
+    """Those that are over."""
+    nodes: dict[str, int] = {}
+    """Node to its newest incident."""
+
+
 class Kept(msgspec.Struct, frozen=True, kw_only=True):
     """The file beside what a tracker wrote."""
 
@@ -62,6 +77,8 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
     """MLflow: what the run is found by. It is chosen before the run is made, so a second follower makes no second run."""
     notes: Notes = Notes()
     """Notifiers."""
+    told: Told = Told()
+    """OpenTelemetry."""
 
 
 _kept = msgspec.json.Decoder(Kept)

@@ -26,7 +26,7 @@ _news = msgspec.json.Decoder(News)
 
 
 def tracker(target: str, folder: Path) -> Tracker:
-    """Of `jsonl:PATH`, `tensorboard:DIR` or `mlflow:URI`.
+    """Of `jsonl:PATH`, `tensorboard:DIR`, `mlflow:URI` or `otlp:URL`.
 
     folder: the job's. A target that is no path has its position there.
 
@@ -44,7 +44,11 @@ def tracker(target: str, folder: Path) -> Tracker:
         from holdfast.tracking.mlflow import MLflow
 
         return MLflow(where, folder)
-    raise UsageError(f"--to {target!r}: write jsonl:PATH, tensorboard:DIR or mlflow:URI")
+    if kind == "otlp":
+        from holdfast.tracking.otlp import Otlp
+
+        return Otlp(where, folder)
+    raise UsageError(f"--to {target!r}: write jsonl:PATH, tensorboard:DIR, mlflow:URI or otlp:URL")
 
 
 async def follow(folder: Path, trackers: Sequence[Tracker], open_ledger: OpenLedger) -> None:
