@@ -24,7 +24,7 @@ POINTS = 2_000
 COORDINATOR, GENERATIONS, DECISIONS, INCIDENTS = 1, 1, 2, 10
 """The coordinator's process and its threads; overlapping incidents have one thread each, from the last on."""
 FAULTS = 100_000
-"""A node's thread beside those of its slots."""
+"""A node's first thread beside those of its slots."""
 SHORT_S = 0.001
 """How long a fault looks whose detection took no time that is known."""
 _DECISIONS = ("verdict", "formed", "restart", "resize", "asked", "storm", "blast-limit", "changed")
@@ -42,7 +42,6 @@ def chrome_trace(job: str, entries: Sequence[Entry], steps: Sequence[Step]) -> d
     for number, node in enumerate(_nodes(entries), COORDINATOR + 1):
         made.pids[node] = number
         made.process(number, node, number)
-        made.thread(number, FAULTS, "faults")
     _incidents(made, entries)
     _generations(made, entries, end_s)
     _decisions(made, entries)
@@ -61,6 +60,7 @@ class _Trace:
         self.left_out = 0
         self.pids: dict[str, int] = {}
         self._threads: set[tuple[int, int]] = set()
+        self._lanes: dict[tuple[int, int], list[float]] = {}
 
     def add(self, event: dict[str, Any]) -> None:
         if len(self.events) < MOST:
@@ -78,6 +78,14 @@ class _Trace:
         if (pid, tid) not in self._threads:
             self._threads.add((pid, tid))
             self.add({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}})
+
+    def lane(self, pid: int, first: int, name: str, begin_s: float, end_s: float) -> int:
+        """A thread, from `first` on, on which nothing is at this time. Called in the order of `begin_s`."""
+        lanes = self._lanes.setdefault((pid, first), [])
+        lane = next((i for i, free_s in enumerate(lanes) if free_s <= begin_s), len(lanes))
+        lanes[lane : lane + 1] = [end_s]
+        self.thread(pid, first + lane, name)
+        return first + lane
 
     def slice(
         self,
@@ -122,15 +130,11 @@ def _incidents(made: _Trace, entries: Iterable[Entry]) -> None:
             facts[entry["fields"]["id"]] = dict(entry["fields"])
         elif entry["kind"] == "incident-explained" and entry["fields"]["id"] in facts:
             facts[entry["fields"]["id"]]["cause"] = entry["fields"]["cause"]
-    lanes: list[float] = []
     for number, told in sorted(facts.items(), key=lambda item: item[1].get("t_s") or 0.0):
         span = whole(told)
         if span is None:
             continue
-        lane = next((i for i, free_s in enumerate(lanes) if free_s <= span.begin_s), len(lanes))
-        lanes[lane : lane + 1] = [span.end_s]
-        tid = INCIDENTS + lane
-        made.thread(COORDINATOR, tid, "incidents")
+        tid = made.lane(COORDINATOR, INCIDENTS, "incidents", span.begin_s, span.end_s)
         args = {
             k: told.get(k) for k in ("cause", "node", "ranks", "rung", "lost_steps", "verdict", "at_step")
         }
@@ -150,9 +154,10 @@ def _flow(made: _Trace, number: int, told: Mapping[str, Any], tid: int, parts: M
     if pid is not None:
         begin_s = told["t_s"]
         end_s = begin_s + max(told.get("detect_s") or 0.0, SHORT_S)
-        made.slice(pid, FAULTS, told.get("fault") or told["cause"][:80], begin_s, end_s)
+        on = made.lane(pid, FAULTS, "faults", begin_s, end_s)
+        made.slice(pid, on, told.get("fault") or told["cause"][:80], begin_s, end_s)
         if step is not None:
-            made.flow("s", number, pid, FAULTS, begin_s)
+            made.flow("s", number, pid, on, begin_s)
             if (decide := parts.get("decide")) is not None:
                 made.flow("t", number, COORDINATOR, tid, decide.begin_s)
             made.flow("f", number, COORDINATOR, tid, step.begin_s)
