@@ -72,9 +72,13 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
     swaps: bool = False
     """JSON lines: the file of this position may still have its other name."""
     files: int = 0
-    """TensorBoard: files that were begun."""
+    """TensorBoard: files that were begun. W&B: segments that are finished."""
     run: str = ""
     """MLflow: what the run is found by. It is chosen before the run is made, so a second follower makes no second run."""
+    rows: int = 0
+    """W&B: rows that were written."""
+    attempts: int = 1
+    """W&B: how often the job computed, the first time included."""
     notes: Notes = Notes()
     """Notifiers."""
     told: Told = Told()
