@@ -25,6 +25,7 @@ from holdfast.cli import (
     plan,
     report,
     resize,
+    rm,
     run,
     site,
     status,
@@ -64,6 +65,7 @@ app.command("check")(check.check)
 app.command("resize")(resize.resize)
 app.command("drain")(resize.drain)
 app.command("stop")(stop.stop)
+app.command("rm")(rm.rm)
 app.command("why")(why.why)
 checkpoint.app.command("export")(convert.export)
 checkpoint.app.command("import")(convert.import_)
