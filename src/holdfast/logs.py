@@ -232,6 +232,7 @@ class _Writer(QueueListener):
                 self._close()
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+                # For its owner alone: lines quote commands, paths and errors of the user's script.
                 self._file = os.open(self._path, flags, 0o600)
             os.write(self._file, f"{record.getMessage()}\n".encode(errors="backslashreplace"))
         except OSError:

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset, IterableDataset, WeightedRandomSampler
 from transformers import TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+import holdfast
 import holdfast.transformers as adapter
 from holdfast.adapters import world
 from holdfast.adapters.huggingface import arguments
@@ -186,6 +187,51 @@ def test_two_trainings_of_a_model(tmp_path):
         assert trainer.train().global_step == 1
     for parameter in trainer.model.parameters():
         assert len(parameter._post_accumulate_grad_hooks) == 1
+
+
+def test_trainers_in_main_take_the_run_of_main(tmp_path):
+    """The first one; without a job, a second training has a run of its own."""
+    runs = []
+
+    def main(run):
+        for _ in range(2):
+            trainer = adapter.Trainer(model=Line(), args=args(tmp_path), train_dataset=Four())
+            assert trainer.train().global_step == 1
+            runs.append((trainer._holdfast_run is run, trainer._holdfast_run))
+
+    holdfast.start(main)
+    (first, one), (second, other) = runs
+    assert (first, second) == (True, False)
+    assert one is not other
+    outside = adapter.Trainer(model=Line(), args=args(tmp_path), train_dataset=Four())
+    assert outside._holdfast_run is not one
+
+
+class Whole(torch.nn.Linear):
+    """A module that holds something which cannot be copied, such as a lock or a handle."""
+
+    def __deepcopy__(self, memo):
+        raise TypeError("cannot be copied")
+
+
+def test_a_model_that_cannot_be_copied_trains_as_any_other(tmp_path):
+    model = Line()
+    model.line = Whole(2, 1)
+    trainer = adapter.Trainer(model=model, args=args(tmp_path), train_dataset=Four())
+    assert trainer.train().global_step == 1
+
+
+def test_an_optimizer_that_holds_a_closure_is_refused(tmp_path):
+    """It would have to be saved."""
+    model = Line()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer.param_groups[0]["anneal"] = lambda rate: rate / 2
+    optimizers = (optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer))
+    trainer = adapter.Trainer(model=model, args=args(tmp_path), train_dataset=Four(), optimizers=optimizers)
+    before = model.line.weight.detach().clone()
+    with pytest.raises(UsageError, match=r"optimizer\.param_groups\.0\.anneal"):
+        trainer.train()
+    assert torch.equal(model.line.weight, before)
 
 
 class Tokens(Dataset):

@@ -10,7 +10,7 @@ shift
 framework=${version%%[=[]*}
 also=()
 case $framework in
-transformers) tests="tests/adapters/test_trainer.py tests/adapters/test_trainer_refused.py tests/adapters/test_trainer_snapshots.py" ;;
+transformers) tests="tests/adapters/test_trainer.py tests/adapters/test_trainer_refused.py tests/adapters/test_trainer_snapshots.py tests/adapters/test_sharded_trainer.py" ;;
 lightning) tests="tests/adapters/test_lightning.py tests/adapters/test_lightning_snapshots.py" ;;
 accelerate) tests="tests/adapters/test_accelerate.py tests/adapters/test_accelerate_snapshots.py" ;;
 trl) tests="tests/adapters/test_trainer.py -k trl" also=(peft) ;;

@@ -202,14 +202,14 @@ def test_a_coordinator_of_an_earlier_term_is_not_spoken_with(tmp_path):
             FolderLookup(tmp_path), "token", lambda: HELLO, NOTHING, 60.0, NOTHING, 0.5, NOTHING
         )
         refused = asyncio.Event()
-        is_deposed = link._is_deposed
+        is_superseded = link._is_superseded
 
         def looked(where):
-            if answer := is_deposed(where):
+            if answer := is_superseded(where):
                 refused.set()
             return answer
 
-        link._is_deposed = looked
+        link._is_superseded = looked
         async with serving(tmp_path, 3) as newer:
             running = asyncio.create_task(link.run())
             await newer.hears(0, m.Hello)

@@ -229,7 +229,7 @@ def test_what_rank_0_imported_is_told_to_all_nodes_and_to_those_that_come(
     with_service(tmp_path, monkeypatch, act)
 
 
-def test_an_agent_that_has_seen_a_later_term_deposes_the_coordinator(tmp_path, monkeypatch):
+def test_an_agent_that_has_seen_a_later_term_supersedes_the_coordinator(tmp_path, monkeypatch):
     """At once, whatever the folder says; what is left to write belongs to the successor."""
     ended = []
 
@@ -239,7 +239,7 @@ def test_an_agent_that_has_seen_a_later_term_deposes_the_coordinator(tmp_path, m
 
     monkeypatch.setattr(server.logs, "exit_now", exit_now)
 
-    async def depose():
+    async def supersede():
         job_dir = tmp_path / "jobs" / "job"
         job_dir.mkdir(parents=True)
         (job_dir / "token").write_text("secret")
@@ -260,5 +260,5 @@ def test_an_agent_that_has_seen_a_later_term_deposes_the_coordinator(tmp_path, m
         assert coordinator.superseded
         assert not coordinator._core.state.membership.nodes
 
-    asyncio.run(depose())
+    asyncio.run(supersede())
     assert ended == [EXIT_SUPERSEDED]

@@ -34,7 +34,7 @@ def test_a_term_is_claimed_once(tmp_path: Path) -> None:
     assert newest_term(tmp_path) == 2
 
 
-def test_a_deposed_coordinator_that_begins_late_leaves_its_successors_ledger_alone(tmp_path: Path) -> None:
+def test_a_superseded_coordinator_that_begins_late_leaves_its_successors_ledger_alone(tmp_path: Path) -> None:
     for name in (FIRST, "job-2.sqlite", "job-3.sqlite"):
         (tmp_path / name).touch()
     assert own_ledger(tmp_path, 1) == tmp_path / FIRST

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from holdfast.engines.coordinator_keeper import CoordinatorKeeper, Office, Superseded, listen
+from holdfast.engines.coordinator_keeper import CoordinatorConfig, CoordinatorKeeper, Superseded, listen
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.protocol.job_options import Timing
 
@@ -43,7 +43,7 @@ class Job:
             return self.processes[-1]
 
         monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
-        office = Office(
+        config = CoordinatorConfig(
             job_dir=tmp_path,
             timing=Timing(),
             host="127.0.0.1",
@@ -52,7 +52,7 @@ class Job:
             lifeline=lifeline,
         )
         self.begun = 0
-        self.keeper = CoordinatorKeeper(office, lambda text, **more: self.notes.append(text), self.on_start)
+        self.keeper = CoordinatorKeeper(config, lambda text, **more: self.notes.append(text), self.on_start)
 
     def on_start(self):
         self.begun += 1

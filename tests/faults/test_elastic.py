@@ -3,12 +3,17 @@
 import os
 import signal
 from collections import Counter
+from contextlib import closing
 from itertools import groupby
 
 import pytest
+from conftest import STEPS
 from drive import Deed, Driver, drain, engine, fault, resize, stop
 from harness import TINY, finish, leftovers, run, start
 from test_life import wait_for
+
+from holdfast.coordinator.service.store import Store
+from holdfast.engines.starts import all_starts
 
 FOR_EVER = 1_000_000
 
@@ -96,6 +101,12 @@ def test_less_capacity_than_the_minimum_ends_the_job_with_its_state_saved(tmp_pa
     second = run(tmp_path, "--nnodes", 3, TINY, 150)
     assert second.report["final"] == undisturbed.report["final"]
     assert losses + second.losses() == undisturbed.losses()
+    with closing(Store(second.job_dir / "job.sqlite", read_only=True)) as store:
+        together = all_starts(second.job_dir, store)
+    assert (together["starts"], together["recomputed_s"]) == (2, 0.0)  # its state was saved
+    made = [ran.report["goodput"] for ran in (first, second)]
+    assert together["productive_s"] == pytest.approx(sum(one["productive_s"] for one in made), abs=0.01)
+    assert together["wall_s"] == pytest.approx(sum(one["wall_s"] for one in made), abs=1.0)
 
 
 def test_scripts_that_want_to_know_are_told(tmp_path):
@@ -105,3 +116,13 @@ def test_scripts_that_want_to_know_are_told(tmp_path):
     told = [line for line, _ in groupby(lines)]  # at the start rank 0 may change its place
     expected = [f"{n} workers, {12 // n} micro-batches here" for n in (2, 1, 2)]
     assert told == expected, ran.output[-3000:]
+
+
+def test_a_library_that_makes_a_process_group_on_sight_finds_a_world_of_one(tmp_path, undisturbed):
+    """Of all workers it would be a group that cannot lose one of them, and a newcomer would wait in it for ever."""
+    fault = ("--fault", "kill-worker:rank=1,step=20")
+    ran = run(tmp_path, "--nnodes", 3, "--spares", 1, *fault, TINY, STEPS, "--library")
+    assert ran.report["outcome"] == "finished", ran.output[-3000:]
+    assert ran.losses() == undisturbed.losses()
+    logs = "".join(path.read_text() for path in ran.job_dir.rglob("*.log"))
+    assert logs.count("library: rank 0 of 1\n") >= 4, logs

@@ -6,6 +6,7 @@ import os
 import signal
 
 import torch
+import torch.distributed as dist
 import xxhash
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -51,6 +52,9 @@ def arguments() -> argparse.Namespace:
 
 def build(run: hf.Run, args: argparse.Namespace) -> torch.nn.Module:
     mesh = run.mesh(shard=args.shard, tensor=args.tensor)
+    if not run.alone:  # what a library finds is the replica
+        found = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        assert found == (dist.get_rank(), dist.get_world_size()), found
     torch.manual_seed(0)
     with torch.device("meta" if args.meta else "cpu"):
         blocks = [Block(args.checkpointing) for _ in range(3)]

@@ -1,9 +1,11 @@
 """A tiny level-2 job for the fault tests: some steps of a few milliseconds on synthetic data."""
 
+import os
 import sys
 import time
 
 import torch
+import torch.distributed as dist
 
 import holdfast as hf
 
@@ -32,7 +34,16 @@ def warned(notice) -> None:
     print(f"warned of the {notice.going}: {notice.cause}", flush=True)
 
 
+def library() -> None:
+    """What a library does that finds torchrun's variables."""
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group("gloo")
+    print(f"library: rank {dist.get_rank()} of {dist.get_world_size()}", flush=True)
+
+
 def main(run: hf.Run) -> None:
+    if "--library" in sys.argv:
+        library()
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(WIDTH, 8)

@@ -34,7 +34,10 @@ EARLY = KNOWN | {"productive_s": 0.0, "share": 0.0, "classes": {"start": 100.0}}
         (KNOWN, "80.0% of 100.0 s wall time"),
         (EARLY, "0.0% of 100.0 s wall time"),
         (UNTOLD, "– of 100.0 s wall time: of 85.0 s of steps only the script knows which it did again"),
-        (SILENT, "– of 100.0 s wall time: the script has told of no step, or an older version began the job"),
+        (
+            SILENT,
+            "– of 100.0 s wall time: the script has reported no step, or an older version began the job",
+        ),
         (
             KNOWN | {"wall_s": 9000.0, "recent": {"wall_s": 3600.0, "share": 0.91}},
             "80.0% of 2 h 30 min wall time, 91.0% of the last 60 min",

@@ -121,7 +121,7 @@ def place_of(layout, worker):
     return Sharding(
         shape=(degrees.get("shard", 1), degrees.get("tensor", 1)),
         context=degrees.get("context", 1),
-        shard_index=worker,
+        position=worker,
         device=torch.device("cpu"),
         host="127.0.0.1",
         target=12,

@@ -36,7 +36,7 @@ def sharding():
         made[:] = [
             Sharding(
                 shape=shape,
-                shard_index=shard_index,
+                position=shard_index,
                 device=torch.device("cpu"),
                 host="127.0.0.1",
                 target=target,

@@ -44,13 +44,15 @@ class Saver:
         flatten(state, 0)
 
     def expect(self, state: Mapping[str, Any]) -> None:
-        """Before the first step: if nothing was loaded, the memory of the first snapshot is brought in beside training."""
+        """Before the first step: if nothing was loaded, the memory of the first snapshot is brought in while training goes on."""
         if not self._step:
             api.expect(state, api.backend_for(self._to))
 
     def due(self, step: int) -> bool:
         """Whether a state of this step is to be saved. Where several updates count as steps, a multiple may be jumped
         over."""
+        # By the multiples that lie between the two steps, not by the remainder: where several updates count
+        # as one call, the exact multiple may never be seen.
         return step // self._every > self._step // self._every
 
     def save(self, state: Mapping[str, Any], step: int) -> bool:
@@ -73,6 +75,8 @@ class Saver:
             StateError: snapshots are there, but of another state, or none could be read.
         """
         found = checkpoint.load(state, source=self._to, newer_than=own)
+        # From what was loaded: a run that goes on at step 130 saves next at 150 with `every=50`, as the run
+        # before it would have.
         self._step = found or own or 0
         return found
 
@@ -109,5 +113,7 @@ def set_random_state(saved: Mapping[str, Any]) -> None:
     kind, words, *rest = saved["numpy"]
     np.random.set_state((kind, np.array(words, dtype=np.uint32), *rest))
     torch.set_rng_state(saved["torch"])
+    # Only where both have a GPU. A state that moves to a machine without one still trains, with other random
+    # numbers from there on.
     if saved["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(saved["cuda"])

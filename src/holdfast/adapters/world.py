@@ -4,37 +4,20 @@ from __future__ import annotations
 
 import atexit
 import os
+from weakref import WeakSet
 
 from holdfast.data.decoding import is_decoder
 from holdfast.errors import UsageError
-from holdfast.train import worker
-from holdfast.train.run import Run
-
-HIDDEN = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "ROLE_RANK",
-    "ROLE_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TORCHELASTIC_RUN_ID",
-    "TORCHELASTIC_RESTART_COUNT",
-    "TORCHELASTIC_MAX_RESTARTS",
-    "TORCHELASTIC_USE_AGENT_STORE",
-)
-"""What torchrun's habits put into a worker's environment."""
+from holdfast.train import torchrun_world, worker
+from holdfast.train.run import Run, under_way
 
 _slot = int(os.environ.get("LOCAL_RANK", "0"))
 
 _runs: list[Run] = []
 """This process's run: a worker belongs to one job for its whole life."""
 
-_trained: list[Run] = []
-"""The run that a training has taken."""
+_trained: WeakSet[Run] = WeakSet()
+"""Runs that a training has taken. Weakly: a run whose `main` is run again, as another shard, goes with its model."""
 
 
 def slot() -> int:
@@ -58,7 +41,7 @@ def entered() -> bool:
 
 
 def own_run() -> Run:
-    """The run of this process: of the job under `holdfast run`, a job of one under plain `python`.
+    """The run of this process: of the job under `holdfast run`, a job of one under plain `python`; that of `main` in it.
 
     Called when the adapter is imported, before a framework looks at the environment: then the framework sees one
     process, and never asks torch for a process group. A group over all workers could not lose one of them, and a spare
@@ -72,12 +55,16 @@ def own_run() -> Run:
             "a process that loads data has imported the script, and would train: put what trains below "
             'if __name__ == "__main__":'
         )
+    begun = under_way()
+    # A script may call `holdfast.start(main)` as well, for sharded replicas: then `main` has the run. Of a job of one, a
+    # second training in it takes another.
+    if begun is not None and not (begun.alone and begun in _trained):
+        return begun
     if _runs:
         return _runs[0]
     attachment = worker.attachment()
     run = _alone() if attachment is None else Run(attachment)  # reads LOCAL_RANK, for this worker's GPU
-    for name in HIDDEN:
-        os.environ.pop(name, None)
+    torchrun_world.hide()
     _runs.append(run)
     return run
 
@@ -103,7 +90,7 @@ def run_for_training() -> Run:
     elif not run.alone:
         worker.attach()
         worker.leave_sigterm_to_the_agent()
-    _trained[:] = [run]
+    _trained.add(run)
     return run
 
 

@@ -482,6 +482,8 @@ class Agent:
             # After the message was queued. The fault may end this process, and the core must know that it was
             # injected before it sees the damage.
             self._spawn(self._let_happen(worker, message))
+        # Without this, rules of the kind "no step for 60 s" would match on a worker that waits for the
+        # others, and its node would be suspected.
         if isinstance(message, m.Parked | m.Done):
             self._watcher.pauses(worker.name)
         if isinstance(message, m.Failed):
@@ -520,6 +522,8 @@ class Agent:
             "a worker ended",
             extra={"worker": worker.name, "pid": worker.pid, "code": message.code, "killed": message.killed},
         )
+        # By identity: after a fence, a process that ends late is one of the old session, and a worker of that
+        # name may be a new one.
         if self._workers.get(worker.name) is worker:
             del self._workers[worker.name]
         try:
@@ -663,6 +667,8 @@ class Agent:
 
     def _drain(self, reason: str) -> None:
         """Runs on-drain, because the node is to leave. The coordinator repeats the order after a reconnection."""
+        # Once: a hook such as "copy the files away" that ran again after each reconnection would meet its own
+        # first run.
         if self._draining is None:
             _log.info("this node is to leave: %s", reason)
             self._draining = asyncio.create_task(self._hook("on-drain", reason))
@@ -692,6 +698,8 @@ class Agent:
     def _left_alone(self) -> None:
         self._launcher_lost = True
         _log.info("the launcher has ended", extra={"connected": self._link.connected})
+        # A coordinator that lives has lost its launcher as well, and ends the job in order. Only without one
+        # does nobody else end these workers.
         if not self._link.connected:
             self._over.set()
 

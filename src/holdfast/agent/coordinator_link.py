@@ -67,7 +67,7 @@ class CoordinatorLink:
         self._orphan_s, self._orphaned = orphan_s, orphaned
         self._heartbeat_s, self._lost = heartbeat_s, lost
         self.term = 0
-        """The latest term of office of a coordinator that has proved itself here. One of an earlier term is not spoken with:
+        """The latest term of a coordinator that has proved itself here. One of an earlier term is not spoken with:
         it was cut off while another took its place, and would order what is over."""
         self.connected = False
         self.joined = asyncio.Event()
@@ -107,7 +107,7 @@ class CoordinatorLink:
         limit = aiohttp.ClientTimeout(total=ANSWER_S, sock_connect=4 * self._heartbeat_s)
         while True:
             where = await self._lookup.find()
-            refused = where is not None and self._is_deposed(where)
+            refused = where is not None and self._is_superseded(where)
             if where is not None and not refused and await self._converse(where, limit):
                 # Not a warning: a coordinator that was ended is started again, and training goes on meanwhile.
                 _log.info("lost the connection to the coordinator", extra={"url": where.url})
@@ -144,14 +144,14 @@ class CoordinatorLink:
             self.term = where.term
             return await self._talk(link)
 
-    def _is_deposed(self, where: Endpoint) -> bool:
+    def _is_superseded(self, where: Endpoint) -> bool:
         """Whether a later coordinator was met already; it is logged once."""
         if where.term >= self.term:
             return False
         if self._refused != where:
             self._refused = where
             _log.warning(
-                "a coordinator of term %d is not spoken with, since one of term %d took its place",
+                "refusing a coordinator of term %d, because one of term %d took its place",
                 where.term,
                 self.term,
                 extra={"url": where.url},

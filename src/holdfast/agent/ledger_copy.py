@@ -65,6 +65,8 @@ class LedgerCopy:
         elif not self._broken:
             if part.begins:
                 self._begun.clear()  # of a connection that ended in the middle of a page
+            # Numbers without a gap, and no page twice: a coordinator that goes on from this copy acts on
+            # every decision in it, and believes that there were no others.
             if part.mark.page != self.mark.page + 1:
                 self._give_up(f"page {part.mark.page} came after page {self.mark.page}")
                 return
@@ -95,6 +97,8 @@ class LedgerCopy:
     def _read_mark(self) -> LedgerMark:
         """Of what an agent before this one kept. A page that it was just writing is cut off."""
         self._work.unlink(missing_ok=True)
+        # A base without a record of pages has no mark, and so counts as none: an agent that was killed
+        # between the two writes of `_put_base` left it.
         mark, whole = LedgerMark(), 0
         if self._base.exists():
             for mark, end in self._records():  # noqa: B007 - the last one counts

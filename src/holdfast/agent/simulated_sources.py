@@ -74,6 +74,8 @@ async def strike(watcher: Watcher, fault: ArmedFault) -> None:
     kind = fault.kind
     if kind in BROKEN:
         machine = Machine(watcher.folder / "machine", watcher.folder / "machine" / "nvml")
+        # Written once: a second fault strikes the machine as the first one left it, with its counters, and
+        # not a healthy one.
         if not machine.root.exists():
             write_files(machine.root, HEALTHY)
         await watcher.stand_in(machine)

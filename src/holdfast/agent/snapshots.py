@@ -147,7 +147,7 @@ class SnapshotKeeper:
     # ------------------------------------------------------------ this node's workers
 
     def expect(self, message: m.SnapshotExpected) -> None:
-        """A worker will save a shard of this size: its memory is brought in beside training."""
+        """A worker will save a shard of this size: its memory is brought in while training goes on."""
         self._prepare(message.rank, message.nbytes)
 
     def _prepare(self, rank: int, nbytes: int) -> None:

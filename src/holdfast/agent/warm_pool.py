@@ -40,7 +40,7 @@ class WarmPool:
     """Keeps `size` warm processes. `take` waits when there is none yet.
 
     Once `learn` has said what the script imports, it also keeps `size` processes that have imported it. They are
-    made one at a time and only while nobody starts: training goes on beside them. `take` never waits for one.
+    made one at a time and only while nobody starts: training goes on in parallel. `take` never waits for one.
     """
 
     def __init__(self, size: int, preload: tuple[str, ...], zygote: Zygote | None = None) -> None:

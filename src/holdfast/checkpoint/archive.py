@@ -43,7 +43,7 @@ class Archive:
     # ------------------------------------------------------------ reading
 
     def steps(self) -> list[int]:
-        """Steps with a manifest, oldest first. Whether they are whole is not looked at."""
+        """Steps with a manifest, oldest first. Whether they are complete is not looked at."""
         steps = [s for s in map(step_of, self.tier.folders()) if s is not None]
         # The manifest decides, not the folder. It is written last, so a folder without one is a checkpoint
         # that is still being written, or one whose writer died. It must never be offered for a restore.
@@ -149,7 +149,7 @@ class Archive:
     def candidates(
         self, on_skip: OnSkip = lambda why: None, seen: Callable[[int], None] = lambda nbytes: None
     ) -> list[int]:
-        """Steps to go on from, newest first: the newest that `check` calls whole, and all before it, in case that it
+        """Steps to go on from, newest first: the newest that `check` calls complete, and all before it, in case that it
         proves to be damaged. `on_skip` is told why newer ones are not among them."""
         steps = self.steps()[::-1]
         # Only the newest readable one is checked here. The older ones are handed over unchecked, because each

@@ -209,7 +209,7 @@ class AgentBackend:
                 far.over(total_bytes)
 
     def expect(self, nbytes: int) -> None:
-        """The agent brings it in, beside training."""
+        """The agent brings it in while training goes on."""
         self._link.send(m.SnapshotExpected(self.rank, nbytes))
 
     def loaded(self, step: int | None) -> None:

@@ -176,6 +176,8 @@ def union(trees: Iterable[Mapping[str, Tree]]) -> dict[str, Tree]:
 
 
 def _united(first: Tree, second: Tree) -> Tree:
+    # Only dicts are united. Lists of different ranks may differ in length and meaning, and joined by position
+    # they would be a value that no rank had.
     if first[0] != "d" or second[0] != "d":
         return first
     theirs = dict(second[1])
@@ -267,6 +269,8 @@ def _kept(tree: Any, path: str, names: Mapping[str, tuple[str, str]], only: str)
     kept = [[key, part] for key, part in parts if part is not None]
     if not kept and not path.startswith(only):
         return None
+    # Never closed up: in a shorter list the numbers of the entries behind the gap, and so their names, would
+    # change.
     if kind == "d" or len(kept) < len(parts):
         return ["d", kept]
     return [kind, [part for _, part in kept]]

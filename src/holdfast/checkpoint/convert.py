@@ -402,6 +402,8 @@ def _shards_of(states: Sequence[dict[str, Any]], source: Path, step: int, seen: 
         addresses = tuple(
             (t.data_ptr(), s.nbytes) for t, s in zip(flat.tensors, flat.index.tensors, strict=True)
         )
+        # By address: ranks that share storage in the file are mapped from the same bytes. Summing them for
+        # each rank would read a large model as often as it has ranks.
         if addresses not in sums_at:
             sums_at[addresses] = sums_of_buffers(_counted(_buffers(flat), seen))
         sums, nbytes = sums_at[addresses], flat.index.nbytes

@@ -139,7 +139,7 @@ class TieredWriter(StorageWriter):
 
 
 class TieredReader(StorageReader):
-    """Loads from the nearest tier that has the checkpoint whole, into any sharding; only the bytes that are needed.
+    """Loads from the nearest tier that has the complete checkpoint, into any sharding; only the bytes that are needed.
 
     Attributes:
         found: what is being read; its `fetched_bytes` grows.
@@ -286,6 +286,8 @@ def metadata_of(located: Located) -> Metadata:
     """What torch.distributed.checkpoint plans a load with."""
     entries: dict[str, Any] = {}
     for path in located.paths():
+        # Pieces in whatever sharding they were saved: torch's planner then cuts its reads from them, so a
+        # checkpoint of eight ranks loads on three without a step in between.
         pieces = [spec for _, spec in located.pieces(path)]
         first = pieces[0]
         if first.dtype == BYTES:

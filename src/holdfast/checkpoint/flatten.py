@@ -41,6 +41,8 @@ def flatten(state: Mapping[str, Any], step: int) -> Flat:
     """
     tensors: list[tuple[str, torch.Tensor]] = []
     tree = {name: pack(plain(value), name, tensors) for name, value in state.items()}
+    # A path names a tensor when it is loaded, and for other sharding it is the only name. Two of one path
+    # would be saved, and one of them loaded twice.
     twice = [path for path, count in Counter(path for path, _ in tensors).items() if count > 1]
     if twice:
         raise UsageError(f"two tensors of the state have the path {twice[0]}: rename one")
@@ -56,6 +58,8 @@ def flatten(state: Mapping[str, Any], step: int) -> Flat:
         else:
             kept[number] = len(leaves)
             leaves.append(leaf_of(path, tensor))
+    # Without gaps and in this order: the blob is written as one stream, checksums go over fixed parts of it,
+    # and a reader finds a tensor by its offset alone.
     specs, offset = [], 0
     for leaf in leaves:
         nbytes = leaf.local.numel() * leaf.local.element_size()
@@ -158,6 +162,8 @@ def _exact(value: Any, path: str) -> list[Any]:
     if value is None or isinstance(value, bool):
         return ["x", value]
     if isinstance(value, float):
+        # By the base type's own method: a subclass may override `__float__`, and its class could not be
+        # loaded again.
         return ["x", float.__float__(value)]
     if isinstance(value, int):
         # msgpack holds 64 bits, NumPy's generators have 128. Larger numbers travel as decimal text and come

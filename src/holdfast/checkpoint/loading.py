@@ -239,6 +239,8 @@ def regions_of(
         late.append((local, staged))
         local = staged
     own = located.own(leaf.path, rank)
+    # The same piece as it was saved, which is the rule after a restart: read as one region, without the
+    # planner, whose work grows with the number of pieces.
     if own is not None and (own.shape, own.global_shape, own.start) == (
         tuple(local.shape),
         leaf.global_shape,

@@ -135,7 +135,7 @@ def find_in_archive(
         reader, readers: of so many readers that tell each other, this one looks at its share of the shards.
 
     Raises:
-        StateError: not there, or not whole as far as its manifest and heads tell.
+        StateError: not there, or not complete as far as its manifest and heads tell.
         TierError: the tier cannot be read.
     """
     manifest = archive.manifest(step)

@@ -249,7 +249,7 @@ class ObjectTier:
                     raise
 
     def publish(self, name: str, data: bytes) -> None:
-        """One request, never in parts: the object is there whole, or as it was before.
+        """One request, never in parts: the object is there complete, or as it was before.
 
         Raises:
             TierError: the store cannot take it.
@@ -277,6 +277,9 @@ class ObjectTier:
     def remove_folder(self, name: str, last: str = "") -> None:
         """Removes all objects below a name, up to a thousand with each request; `last` when the others are gone."""
         paths = self.files(name)
+        # The mark that says "this is being removed" goes last. A removal that is interrupted then still
+        # carries it, and is taken up again; without it the rest would look like a checkpoint that is being
+        # written.
         for part in ([p for p in paths if p != last], [p for p in paths if p == last]):
             if part:
                 with self._explained(f"cleared ({name})"):
@@ -300,6 +303,7 @@ class ObjectTier:
                         f"{self.url}/{name} is cut short: it ends before byte {offset}"
                     ) from error
                 raise
+        # Some stores answer a range that reaches past the end with what there is, and success.
         if len(got) != len(view):
             raise StateError(f"{self.url}/{name} is cut short: it ends at byte {offset + len(got)}")
         view[:] = got

@@ -112,6 +112,8 @@ def parse_tier(text: str, every: str = "auto") -> DurableTier:
     for name in ("keep", "keep-every"):
         if not re.fullmatch(r"\d+", fields.get(name, "1")):
             raise UsageError(f"{text!r}: {name} must be a whole number, for example {TIER_EXAMPLE}")
+    # Refused, not raised to 1: who writes 0 may mean all or none, and with one of the two meanings
+    # checkpoints would be deleted.
     if int(fields.get("keep", "2")) < 1:
         raise UsageError(f"{text!r}: keep at least 1, the newest")
     every = fields.get("every", every)
@@ -119,5 +121,7 @@ def parse_tier(text: str, every: str = "auto") -> DurableTier:
         parse_cadence(every)
     except UsageError as error:
         raise UsageError(f"{text!r}: every: {error}") from error
+    # Absolute before it leaves this process: agents have another working folder, and each would write to its
+    # own.
     absolute = url if "://" in url else str(Path(url).absolute())
     return DurableTier(absolute, every, int(fields.get("keep", "2")), int(fields.get("keep-every", "0")))

@@ -11,7 +11,7 @@ import typer
 from holdfast.cli.common import AsJson, write_json
 
 if TYPE_CHECKING:
-    from holdfast.plan.calibration import Run
+    from holdfast.plan.calibration import Calibration, Run
 
 
 def calibrate(
@@ -35,8 +35,7 @@ def calibrate(
     """Estimates failure rates with confidence intervals, phase times, and what the wall time went into, from past runs."""
     import msgspec
 
-    from holdfast.observe.tables import print_table
-    from holdfast.plan.calibration import FEW, calibrate, fields
+    from holdfast.plan.calibration import calibrate, fields
     from holdfast.protocol import units
 
     found = calibrate([_read(r, per_node) for r in runs])
@@ -48,6 +47,17 @@ def calibrate(
         return
     stdout = sys.stdout
     stdout.write(f"{units.plural(found.runs, 'run')}, {found.node_hours:,.1f} node-hours\n\n")
+    _print_rates(found)
+    _print_times(found)
+    _print_spent(found)
+    stdout.write("\nfields for plan run\n" + "".join(f"  {k}: {v}\n" for k, v in made.items()))
+
+
+def _print_rates(found: Calibration) -> None:
+    from holdfast.observe.tables import print_table
+    from holdfast.plan.calibration import FEW
+    from holdfast.protocol import units
+
     rows = [
         (
             r.kind,
@@ -58,33 +68,48 @@ def calibrate(
         )
         for r in found.rates
     ]
-    print_table(stdout, ("failures", "seen", "per node-hour", "95% confidence", ""), rows)
+    print_table(sys.stdout, ("failures", "seen", "per node-hour", "95% confidence", ""), rows)
+    # Beside the rate, since nobody reads an interval who was given a number: with two failures the true rate
+    # may be a third or three times as much.
     if found.rates[-1].few:
-        stdout.write(f"fewer than {FEW} failures: the rate may be anything in that range\n")
+        sys.stdout.write(f"fewer than {FEW} failures: the rate may be anything in that range\n")
     if found.injected:
-        stdout.write(f"{units.plural(found.injected, 'injected fault')} counted for the times only\n")
-    if found.times:
-        stdout.write("\n")
-        phases = [
-            (
-                t.phase.removesuffix("_s").replace("_", " "),
-                str(t.count),
-                units.seconds(t.median_s),
-                units.seconds(t.p90_s),
-            )
-            for t in found.times
-        ]
-        print_table(stdout, ("phase", "seen", "median", "90%"), phases)
-    if found.spent_s:
-        wall_s = sum(found.spent_s.values())
-        spent = [
-            (kind.replace("_", " "), units.seconds(seconds), units.share(seconds / wall_s))
-            for kind, seconds in found.spent_s.items()
-        ]
-        stdout.write("\n")
-        print_table(stdout, ("wall time", "time", "share"), spent)
-        stdout.write(f"goodput {units.share(found.goodput)}\n")
-    stdout.write("\nfields for plan run\n" + "".join(f"  {k}: {v}\n" for k, v in made.items()))
+        sys.stdout.write(f"{units.plural(found.injected, 'injected fault')} counted for the times only\n")
+
+
+def _print_times(found: Calibration) -> None:
+    from holdfast.observe.tables import print_table
+    from holdfast.protocol import units
+
+    if not found.times:
+        return
+    phases = [
+        (
+            t.phase.removesuffix("_s").replace("_", " "),
+            str(t.count),
+            units.seconds(t.median_s),
+            units.seconds(t.p90_s),
+        )
+        for t in found.times
+    ]
+    sys.stdout.write("\n")
+    print_table(sys.stdout, ("phase", "seen", "median", "90%"), phases)
+
+
+def _print_spent(found: Calibration) -> None:
+    from holdfast.observe.tables import print_table
+    from holdfast.protocol import units
+
+    if not found.spent_s:
+        return
+    wall_s = sum(found.spent_s.values())
+    spent = [
+        (kind.replace("_", " "), units.seconds(seconds), units.share(seconds / wall_s))
+        for kind, seconds in found.spent_s.items()
+    ]
+    sys.stdout.write("\n")
+    print_table(sys.stdout, ("wall time", "time", "share"), spent)
+    sys.stdout.write(f"goodput {units.share(found.goodput)}\n")
 
 
 def _read(name: str, per_node: int) -> Run:

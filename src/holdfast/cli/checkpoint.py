@@ -169,6 +169,7 @@ def prune(
     from holdfast.errors import UsageError
     from holdfast.protocol.units import plural
 
+    # One rule for both, this command and the running job: what the one keeps the other must not remove.
     retention = Retention(keep, keep_every)
     for archive, only in _archives(place, job):
         if only is not None:
@@ -262,6 +263,8 @@ def find(
         try:
             found += [(archive, s) for s in archive.steps() if only in (None, s)]
         except TierError as error:
+            # With one tier there is nothing to skip to, and "there is no checkpoint" would be wrong: nobody
+            # could look.
             if len(tiers) == 1:
                 raise
             reasons.append(str(error))

@@ -201,6 +201,8 @@ class _Bar:
                 share = done / total if total else 1.0
                 sys.stderr.write(f"{what}: {size(done)} of {size(total)}, {share:.0%}\n")
             return
+        # Nothing for the first two seconds: a build that is done by then prints its result alone, in a
+        # terminal as in a log.
         if self._bar is None:
             if now - self._shown_s < SILENT_S:
                 return

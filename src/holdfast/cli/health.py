@@ -113,6 +113,7 @@ def _find(known: RuleSet, name: str) -> list[Rule]:
 
     from holdfast.errors import UsageError
 
+    # As people copy it from a log: `Xid 79`, `xid: 79` and `79` are all the rule `xid-79`.
     plain = re.sub(r"[\s:=]+", "-", name.strip().lower())
     tries = [plain, f"xid-{plain}", f"sxid-{plain}"] if plain.isdigit() else [plain]
     for id in tries:

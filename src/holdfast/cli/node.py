@@ -142,6 +142,7 @@ async def _tell_jobs(machine: str, rule: str) -> list[str]:
         try:
             async with JobClient(folder) as client:
                 await client.post(f"/clear?{urlencode({'machine': machine, 'rule': rule})}")
+        # It ends or starts again just now: its successor reads the history, which has the record already.
         except NoAnswer:
             continue
         told.append(folder.name)

@@ -96,6 +96,8 @@ def crossings(
     by_name = sorted(places, key=_natural)
     paths = {host: path(places[host], host) for host in by_name}
     every = Standing(paths, dict.fromkeys(by_name, (False, 0)))
+    # The coordinator's own functions, here and below: a plan that placed nodes by rules of its own would be
+    # right about a job that does not exist.
     chosen = set(pick(every, by_name, count, (), ()))
     hosts = [h for h in by_name if h in chosen]
     workers = {f"{h} {slot}": paths[h] for h in hosts for slot in range(nproc)}

@@ -83,6 +83,8 @@ def division(
     if nproc_per_node < 1:
         raise UsageError(f"--nproc-per-node {nproc_per_node}: at least 1")
     count = global_batch // micro_batch
+    # Every size between MIN and MAX and not the two alone: a job that lost a node trains at one of those
+    # between, and may be idle there by a half.
     worlds = [n * nproc_per_node for n in range(low, high + 1)]
     if count < worlds[0]:
         raise UsageError(

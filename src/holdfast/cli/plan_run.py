@@ -153,6 +153,8 @@ def _report(path: Path | None) -> dict[str, Any] | None:
         raise UsageError(f"--report {path} cannot be read: {error.strerror}") from error
     except msgspec.DecodeError as error:
         raise UsageError(f"--report {path} is no report: {error}") from error
+    # A ledger's or another program's JSON has none. Read as a report it would give times of no incidents,
+    # which are those of the preset, and look measured.
     if not isinstance(found, dict) or "incidents" not in found:
         raise UsageError(f"--report {path} is no report of a job: it has no incidents")
     return found
@@ -172,53 +174,45 @@ def _print(
     )
     heads = ["", "way", "spares", "then", "days", "10%", "50%", "90%", "goodput", "save every"]
     heads += ["cost"] if inputs.price else []
-    table = []
-    for way in ways:
-        finishes = way.goodput >= 0.02
-        spread = [days(s, "") for s in way.percentiles_s] or ["–"] * 3
-        row = [
-            "►" if way.best else "",
-            way.strategy,
-            str(way.spares),
-            "wait" if way.waits else "smaller",
-            days(way.wall_s, "") if finishes else "never",
-            *spread,
-            units.share(way.goodput),
-            units.seconds(way.interval_s),
-        ]
-        table.append(row + ([units.amount(way.cost)] if inputs.price else []))
-    print_table(out, heads, table)
+    print_table(out, heads, [_cells(way, bool(inputs.price)) for way in ways])
+    # Said and not left out in silence: three dashes in the table could also mean that the run does not
+    # finish.
     if not best.percentiles_s:
         out.write("percentiles need numpy: pip install 'holdfast-train[plan]'\n")
     out.write(f"\n► {best.name}: where its {days(best.wall_s)} go\n")
-    print_table(
-        out,
-        ("", "days", "share", ""),
-        [
-            (
-                x.part,
-                days(x.seconds, ""),
-                units.share(x.seconds / best.wall_s),
-                "█" * round(50 * x.seconds / best.wall_s),
-            )
-            for x in losses
-        ],
-    )
+    shares = [(x.part, days(x.seconds, ""), x.seconds / best.wall_s) for x in losses]
+    bars = [(part, spent, units.share(share), "█" * round(50 * share)) for part, spent, share in shares]
+    print_table(out, ("", "days", "share", ""), bars)
     out.write("\nif the failure rate is another\n")
-    print_table(
-        out,
-        ("rate", "goodput of ►", "best then", "its goodput"),
-        [
-            (
-                f"x {r.factor:g}",
-                units.share(r.chosen_goodput),
-                "the same" if r.best == best.name else r.best,
-                units.share(r.best_goodput),
-            )
-            for r in rows
-        ],
-    )
+    others = [
+        (
+            f"x {r.factor:g}",
+            units.share(r.chosen_goodput),
+            "the same" if r.best == best.name else r.best,
+            units.share(r.best_goodput),
+        )
+        for r in rows
+    ]
+    print_table(out, ("rate", "goodput of ►", "best then", "its goodput"), others)
     out.write("\nnext\n" + "".join(f"  {command}\n" for command in commands))
+
+
+def _cells(way: Candidate, priced: bool) -> list[str]:
+    """One way's row of the table."""
+    from holdfast.plan.candidates import FINISHES
+    from holdfast.protocol import units
+
+    row = [
+        "►" if way.best else "",
+        way.strategy,
+        str(way.spares),
+        "wait" if way.waits else "smaller",
+        days(way.wall_s, "") if way.goodput >= FINISHES else "never",
+        *([days(s, "") for s in way.percentiles_s] or ["–"] * 3),
+        units.share(way.goodput),
+        units.seconds(way.interval_s),
+    ]
+    return row + ([units.amount(way.cost)] if priced else [])
 
 
 def days(seconds: float, unit: str = " days") -> str:

@@ -51,7 +51,7 @@ def report(
     if as_json and as_csv:
         raise UsageError("--json and --csv are two formats of what is printed: choose one")
     folder = jobs.existing(job)
-    shown = read_report(folder)
+    shown = read_report(folder) | {"all_starts": _all_starts(folder)}
     if as_csv:
         _write_csv([*_earlier(folder), (_number(folder), shown)])
     elif as_json:
@@ -111,19 +111,28 @@ def read_report(folder: Path) -> dict[str, Any]:
 
 def _number(folder: Path) -> int:
     """Of the newest `holdfast run` of this job, from 1. Those before were put away under their numbers."""
-    return max((n for n, _ in _put_away(folder)), default=0) + 1
+    from holdfast.engines import starts
+
+    return max((n for n, _ in starts.put_away(folder)), default=0) + 1
 
 
-def _put_away(folder: Path) -> list[tuple[int, Path]]:
-    return sorted((int(d.name), d) for d in (folder / "runs").glob("*") if d.name.isdigit())
+def _all_starts(folder: Path) -> dict[str, Any] | None:
+    """The goodput over all `holdfast run` of this job; None: there was one."""
+    from holdfast.engines import starts
+
+    if not (folder / "runs").exists():
+        return None
+    with ledger(folder) as store:
+        return starts.all_starts(folder, store)
 
 
 def _earlier(folder: Path) -> list[tuple[int, dict[str, Any]]]:
     """Reports of the runs before, of which the newest few are kept."""
+    from holdfast.engines import starts
     from holdfast.errors import UsageError
 
     found = []
-    for number, path in _put_away(folder):
+    for number, path in starts.put_away(folder):
         try:
             found.append((number, read_report(path)))
         except UsageError as error:  # it was refused before it had a ledger, or a disk lost that

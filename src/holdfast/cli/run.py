@@ -63,6 +63,7 @@ def _run(spec: JobSpec, options: RunOptions) -> str | None:
         raise
     finally:
         folder.close()
+    # Before anything is printed: a terminal that is gone, or a pipe that closed, must not cost the report.
     if options.report is not None:
         _write_report(ended, options.report)
     with unread():
@@ -137,5 +138,7 @@ def _view(spec: JobSpec, job_dir: Path, no_ui: bool) -> LiveView | PlainView:
 def _write_report(ended: dict[str, Any], path: Path) -> None:
     import msgspec
 
+    # The blame is for the end of the screen. It quotes the script's log, which a report that is passed on
+    # should not.
     shown = {k: v for k, v in ended.items() if k != "blame"}
     path.write_bytes(msgspec.json.format(msgspec.json.encode(shown), indent=1) + b"\n")

@@ -158,6 +158,8 @@ def _print(scenario: Scenario, trials: list[Trial]) -> None:
         [(word, f"{100 * share:.2f}%", "█" * round(50 * share)) for word, share in parts if share > 0],
     )
     _print_trouble(trials)
+    # The command as it was given: a trial follows from all of its options, and one that was left out would
+    # repeat another run.
     again = shlex.join(["holdfast", *sys.argv[1:], "--replay", str(trials[0].seed)])
     out.write(f"\nnext\n  {again}   # its events and report\n")
 

@@ -126,6 +126,8 @@ def parse_nproc(text: str, gpus_per_node: int = 0) -> int:
     if gpus_per_node and text in ("auto", "gpu"):
         return gpus_per_node
     if text in ("auto", "cpu", "gpu"):
+        # Counted in /dev and not asked of torch, whose import takes longer than everything else that this
+        # command does before the job starts.
         gpus = sum(1 for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
         if text == "gpu" and not gpus:
             raise UsageError("--nproc-per-node gpu: this machine has no NVIDIA GPU; give a number")
@@ -139,6 +141,8 @@ def parse_nproc(text: str, gpus_per_node: int = 0) -> int:
 
 def _check_engine(given: RunOptions) -> None:
     """An option that the engine would ignore is refused: whoever gives it expects something of it."""
+    # Compared with the defaults, so an option that is added to either dataclass is checked here without a
+    # line of its own.
     if given.engine != "slurm" and (given.slurm != SlurmOptions() or given.dry_run):
         names = ", ".join(flags(SlurmOptions))
         raise UsageError(f"{names} and --dry-run are for Slurm: give --engine slurm too")

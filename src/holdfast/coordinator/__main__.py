@@ -84,6 +84,8 @@ async def _serve(given: argparse.Namespace, spec: JobSpec, resume: Resume) -> No
     else:
         family = socket.AF_INET6 if ":" in given.host else socket.AF_INET
         listener = socket.create_server((given.host, given.listen), family=family, backlog=BACKLOG)
+    # Not for the first term, which has nothing to gather, and not after a restart in place, whose own file is
+    # newer than any copy.
     if given.copies and given.term > 1 and not own_ledger(given.job_dir, given.term).exists():
         await gather(
             listener,
@@ -97,6 +99,8 @@ async def _serve(given: argparse.Namespace, spec: JobSpec, resume: Resume) -> No
     coordinator = _take_up(given, spec, resume)
     if coordinator is None:
         return
+    # After the ledger is open: silence counts from the first word on, so a coordinator that still waits for a
+    # full disk is not ended as one whose loop hangs.
     if given.pulse is not None:
         beat(given.pulse, spec.timing.heartbeat_s / 2)
     await coordinator.serve(listener, given.host, given.lifeline)

@@ -83,6 +83,8 @@ def find_files(inputs: Iterable[str | os.PathLike[str]]) -> list[Path]:
     for name in inputs:
         path = Path(name)
         if path.is_dir():
+            # Sorted, since the order of files is the order of documents: folders list themselves in an order
+            # that differs between machines, and the data set would too.
             below = sorted(
                 p
                 for p in path.rglob("*")
@@ -124,6 +126,7 @@ def _spans_of(path: Path, reading: Reading, unit_bytes: int) -> Iterator[Span]:
     known = path.stat()
     kind, zipped = _kind_of(path, reading)
     whole = kind is Kind.TEXT and reading.documents is Documents.FILE
+    # Before the first unit is read: a build of hours must not end at the one file that it may not open.
     if not os.access(path, os.R_OK):
         raise UsageError(f"the input {path} cannot be read: no permission")
     if whole and known.st_size > MOST_FILE_BYTES:
@@ -201,6 +204,8 @@ class Reader:
             if span.begin:  # the line that the byte before is in belongs to the span before
                 file.seek(span.begin - 1)
                 at = span.begin - 1 + len(file.readline())
+            # A line belongs to the span in which it begins, and is read to its end beyond it. With the rule
+            # above, each line is in exactly one span wherever the cut falls.
             while at < span.end and (line := file.readline()):
                 at += len(line)
                 yield line

@@ -133,6 +133,7 @@ class Mixture:
         # still asked once, with all of its numbers.
         of = np.searchsorted(self._firsts, numbers, side="right") - 1
         present = np.unique(of).tolist() or [0]
+        # One source in the batch: its own tensors are passed on and not copied.
         if len(present) == 1:
             only: tuple[torch.Tensor, ...] = self.sources[present[0]].batch(
                 numbers - self._firsts[present[0]]
@@ -320,6 +321,8 @@ def _checked_units(weights: list[float]) -> list[int]:
         raise ValueError(
             f"weight {number} of the mixture, {weights[number]:g}, is less than a billionth; leave the source out"
         )
+    # Without it the same proportions, written as 0.5 or as 1/2 of other sums, would be other mixtures with
+    # other fingerprints.
     common = math.gcd(*units)
     return [each // common for each in units]
 

@@ -192,6 +192,8 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # By what it was asked for: a pickled mapping would copy the file into each worker of a data loader, a
+        # terabyte at a time.
         return _open, (self._asked, self.seq_len)
 
     def _cut(self, file: TokenFile) -> Packed | Padded:

@@ -25,7 +25,7 @@ def verify(file: TokenFile, seen: Callable[[int], None] = lambda nbytes: None) -
         What it was built from, if `holdfast data build` did it; only then are there sums to compare with.
 
     Raises:
-        DataError: it is not whole; the message has the file and what is wrong with it.
+        DataError: it is not complete; the message has the file and what is wrong with it.
     """
     description = describe(file.path.with_suffix(""))
     # The index first: it is small, and when it does not fit the tokens there is no use in reading them.

@@ -50,7 +50,7 @@ class JobClient:
         try:
             self._token = read_stored_text(
                 self._job_dir / "token",
-                "the running job cannot be spoken with; stop its launcher with Ctrl-C",
+                "without it no command reaches the running job; stop its launcher with Ctrl-C",
             )
         except FileNotFoundError:
             raise UsageError(f"there is no job {self._job_dir.name!r} in {self._job_dir.parent}") from None

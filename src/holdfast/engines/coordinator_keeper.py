@@ -35,7 +35,7 @@ class Note(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Office:
+class CoordinatorConfig:
     """What every coordinator of a job is started with."""
 
     job_dir: Path
@@ -58,37 +58,37 @@ class Office:
 class CoordinatorKeeper:
     """One coordinator at a time, until the job is over. `close` ends what is left."""
 
-    def __init__(self, office: Office, note: Note, started: Callable[[], None]) -> None:
+    def __init__(self, config: CoordinatorConfig, note: Note, started: Callable[[], None]) -> None:
         """started: called for each coordinator that was started."""
-        self._office, self._note, self._started = office, note, started
+        self._config, self._note, self._started = config, note, started
         self._coordinator: asyncio.subprocess.Process | None = None
         self._pulse = -1
         self._leave_by: signal.Signals | None = None
 
     async def start(self) -> None:
         """Starts one. Call it once: the others follow by themselves."""
-        office = self._office
+        config = self._config
         self._close_pulse()
         self._pulse, pulse = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        lifelines = () if office.lifeline is None else (office.lifeline,)
+        lifelines = () if config.lifeline is None else (config.lifeline,)
         try:
             self._coordinator = await asyncio.create_subprocess_exec(
                 *python_module("holdfast.coordinator"),
-                f"--job-dir={office.job_dir}",
-                f"--host={office.host}",
-                f"--listen-fd={office.listener.fileno()}",
-                f"--term={office.term}",
-                f"--copies={office.copies}",
+                f"--job-dir={config.job_dir}",
+                f"--host={config.host}",
+                f"--listen-fd={config.listener.fileno()}",
+                f"--term={config.term}",
+                f"--copies={config.copies}",
                 *(f"--lifeline={fd}" for fd in lifelines),
                 f"--pulse={pulse}",
-                pass_fds=(*office.inherited, *lifelines, office.listener.fileno(), pulse),
+                pass_fds=(*config.inherited, *lifelines, config.listener.fileno(), pulse),
                 stdin=asyncio.subprocess.DEVNULL,
                 # Ctrl-C in the terminal must not reach the coordinator: it has to end the job in order first.
                 start_new_session=True,
             )
         finally:
             os.close(pulse)
-        _log.info("started a coordinator", extra={"pid": self._coordinator.pid, "term": office.term})
+        _log.info("started a coordinator", extra={"pid": self._coordinator.pid, "term": config.term})
         if self._leave_by is not None:  # it was asked for while this one was being started
             self._coordinator.send_signal(self._leave_by)
         self._started()
@@ -136,7 +136,7 @@ class CoordinatorKeeper:
         self.end_now()
         if self._coordinator is not None:
             await self._coordinator.wait()
-        self._office.listener.close()
+        self._config.listener.close()
         self._close_pulse()
 
     async def _end_of(self, coordinator: asyncio.subprocess.Process) -> int:
@@ -155,7 +155,7 @@ class CoordinatorKeeper:
             ended.cancel()
 
     async def _end_if_hung(self, coordinator: asyncio.subprocess.Process) -> None:
-        silence = Silence(self._office.timing)
+        silence = Silence(self._config.timing)
         while (why := silence.verdict()) is None:
             await asyncio.sleep(silence.every_s)  # silence is no event
             silence.looked(has_spoken(self._pulse), look(coordinator.pid))

@@ -18,6 +18,7 @@ import xxhash
 from holdfast.checkpoint.archive import Archive
 from holdfast.checkpoint.memory import memory_base, remove_memory
 from holdfast.coordinator.service.store import FIRST
+from holdfast.engines import starts
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.observe.transfer_progress import ByteCount
 from holdfast.protocol.job import Durable, JobSpec, Resume
@@ -192,6 +193,8 @@ def memory_of(folder: Path) -> Path:
 def sweep_memory() -> None:
     """Gives the memory of jobs back that were killed, and whose folder is not there any more."""
     known = {p.parent.name + "-" + p.read_text() for p in (home() / "jobs").glob("*/identity")}
+    # By the identity and not by the name: a folder that was removed and made again is another job, whose
+    # memory has another name.
     for folder in memory_root().glob("*"):
         if folder.name not in known:
             remove_memory(folder)
@@ -314,8 +317,7 @@ class JobFolder:
         for name in (*old, "coordinator.json"):
             if (self.path / name).exists():
                 (self.path / name).rename(to / name)
-        for number in sorted(numbers)[: -KEEP_LEDGERS + 1]:
-            shutil.rmtree(runs / str(number), ignore_errors=True)
+        starts.keep_newest(self.path, KEEP_LEDGERS)
 
     def discard(self) -> None:
         """Removes the folder of a start that was refused, unless it was there before."""

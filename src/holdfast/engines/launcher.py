@@ -15,7 +15,7 @@ import msgspec
 
 from holdfast.engines.base import Engine
 from holdfast.engines.client import Announcement, JobClient
-from holdfast.engines.coordinator_keeper import CoordinatorKeeper, Office, Superseded, listen
+from holdfast.engines.coordinator_keeper import CoordinatorConfig, CoordinatorKeeper, Superseded, listen
 from holdfast.engines.scraping import publish, withdraw
 from holdfast.engines.shown import Shown, View
 from holdfast.errors import HoldfastError, UsageError
@@ -89,7 +89,7 @@ class Launcher(ABC):
             # First, because a port that is in use is the user's mistake and nothing has been started yet.
             self._listener = listen(self.host, self.port)
             self.engine = await self.open()
-            office = Office(
+            config = CoordinatorConfig(
                 job_dir=self.job_dir,
                 timing=self.spec.timing,
                 host=self.host,
@@ -101,7 +101,7 @@ class Launcher(ABC):
             # Before the coordinator starts: it reads the token that is made here.
             self._port = self._listener.getsockname()[1]
             publish(self.job_dir, self.host, self._port)
-            self._keeper = CoordinatorKeeper(office, self.note, self._on_coordinator)
+            self._keeper = CoordinatorKeeper(config, self.note, self._on_coordinator)
             await self._keeper.start()
             await self.staff()
             watching = asyncio.create_task(self._watch())

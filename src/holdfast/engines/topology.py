@@ -134,6 +134,8 @@ def _give(found: dict[str, NodePlace], number: int, hosts: str, place: NodePlace
     for name in names:
         if not _HOST.fullmatch(name):
             raise ValueError(f"line {number}, field hosts: {name!r} is no name of a host")
+        # Twice in the same place is no error: files are put together from several. In two places one of them
+        # is wrong, and nobody can say which.
         if found.setdefault(name, place) != place:
             raise ValueError(
                 f"line {number}, field hosts: {name} stands in {shown(place)!r} here and in {shown(found[name])!r} before; "
@@ -168,6 +170,7 @@ def _of_slurm(lines: list[tuple[int, str]]) -> dict[str, NodePlace]:
     for number, name, hosts in leaves:
         path = [name]
         while (outer := above.get(path[-1])) is not None:
+            # A file by hand may have a switch below itself. Without this the walk upward would not end.
             if outer in path or len(path) == MOST_LEVELS:
                 raise ValueError(
                     f"line {number}, field Switches: {name} is below itself, or below more than {MOST_LEVELS} others"

@@ -68,6 +68,8 @@ def board(status: Status, rate: float | None = None, rows: int = 40) -> Renderab
 def headline(status: Status, rate: float | None = None) -> Text:
     """`training  step 80  loss 2.6190  4.9 steps/s  generation 2  2 of 2 workers  0:35`."""
     median_s = status["median_s"]
+    # From the median step where nothing was measured: a single look has no second one to count against, and a
+    # rate of 0 would be wrong.
     if rate is None and median_s:
         rate = 1.0 / median_s
     word = job_word(status)
@@ -166,6 +168,8 @@ def _people(status: Status, rows: int) -> Table:
 
 def _lines(status: Status) -> Iterable[tuple[str, str, str, str, str]]:
     """Members by rank, then workers that wait, then nodes without any."""
+    # By rank, with those that have none at the end: a reader looks for the rank that a message named, and it
+    # stays in its place while generations change.
     workers = sorted(status["workers"], key=lambda w: (w["rank"] is None, w["rank"] or 0, w["worker"]))
     for w in workers:
         rank = units.UNKNOWN if w["rank"] is None else str(w["rank"])

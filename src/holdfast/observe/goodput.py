@@ -37,17 +37,21 @@ WORDS = {
     TimeClass.RESTART: "from a new start of all workers to its first step",
     TimeClass.PLANNED: "around planned changes of the membership",
     TimeClass.SAVING: "after the last step",
-    TimeClass.UNEXPLAINED: "not known: the script has told of no step, or an older version counted nothing",
+    TimeClass.UNEXPLAINED: "not known: the script has reported no step, or an older version counted nothing",
 }
 
 
 def goodput_words(goodput: Mapping[str, Any]) -> str:
     """`85.8% of 93.2 s wall time`; where it is not known, what is, and why."""
+    if goodput.get("unknown") and goodput.get("wall_s") is None:
+        return f"{units.UNKNOWN}: what an earlier start did cannot be read"
     wall = f"{units.seconds(goodput.get('wall_s'))} wall time"
     if goodput.get("share") is not None or not goodput.get("unknown"):
         return f"{units.share(goodput.get('share'))} of {wall}{_recent_words(goodput)}"
     if "unexplained" in goodput["classes"]:
-        return f"{units.UNKNOWN} of {wall}: the script has told of no step, or an older version began the job"
+        return (
+            f"{units.UNKNOWN} of {wall}: the script has reported no step, or an older version began the job"
+        )
     computed = units.seconds(goodput["computed_s"])
     return f"{units.UNKNOWN} of {wall}: of {computed} of steps only the script knows which it did again"
 

@@ -50,6 +50,8 @@ def print_table(
         last = i == len(heads) - 1
         table.add_column(head, justify="right" if i < right else "left", no_wrap=not last, overflow="fold")
     for row in rows:
+        # As `Text`, which has no markup: names and messages come from scripts and machines, and brackets in
+        # them would be taken for styles.
         table.add_row(*map(Text, row))
     text = io.StringIO()
     Console(file=text, width=width).print(table, crop=False)
@@ -104,6 +106,8 @@ def _header(report: Report, job_dir: Path) -> Table:
     )
     goodput = report.get("goodput") or {}
     table.add_row("goodput", goodput_words(goodput))
+    if together := report.get("all_starts"):
+        table.add_row("", f"{goodput_words(together)}, in all {together['starts']} starts of the job")
     world = report.get("world") or {}
     table.add_row("workers", _world(world))
     if idle := _idle(world):
@@ -154,6 +158,7 @@ def _idle(world: Report) -> str:
 
 
 def _parameters(final: Report) -> RenderableType:
+    # Three answers and not two. Nobody compared, where the script ended at level 0, is not the same as equal.
     equal = final.get("replicas_equal")
     if equal is None:
         return units.UNKNOWN

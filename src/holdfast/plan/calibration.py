@@ -166,6 +166,8 @@ def _node_hours(run: Run) -> float:
     report = run.report
     history = [(float(t), float(w)) for t, w in (report.get("world") or {}).get("history") or []]
     end_s = float((report.get("goodput") or {}).get("wall_s") or 0.0)
+    # Each size holds until the next one was formed, the last until the end. Time before the first does not
+    # count: there was no training that a failure could stop.
     ends = [*(t for t, _ in history[1:]), end_s][: len(history)]
     worker_s = sum(w * max(0.0, end - t) for (t, w), end in zip(history, ends, strict=True))
     return worker_s / max(1, run.per_node) / formulas.HOUR_S

@@ -63,6 +63,7 @@ def daly_interval_s(cost_s: float, mtbf_s: float) -> float:
     # Daly's series is for saves that are short against the MTBF. Beyond this bound he takes the MTBF itself.
     if cost_s >= 2 * mtbf_s:
         return mtbf_s
+    # The series needs a small ratio, which the bound above holds below 1.
     ratio = cost_s / (2 * mtbf_s)
     return young_interval_s(cost_s, mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_s
 
@@ -130,6 +131,8 @@ def days_lost(nodes: int, rate_per_node_hour: float, days: float, downtime_hours
 
 def share_saved(nodes: int, rate_per_node_hour: float, hours: float, than_hours: float) -> float:
     """The share of the whole time saved by `hours` of downtime per failure instead of `than_hours`."""
+    # Against the whole time with the longer downtime, which is how the published table counts; against the
+    # productive time the same saving would look larger.
     per_hour = nodes * rate_per_node_hour
     return 1 - (1 + per_hour * hours) / (1 + per_hour * than_hours)
 
@@ -150,6 +153,8 @@ def spares_for(nodes: int, rate_per_node_hour: float, repair_hours: float, proba
     """
     mean = nodes * rate_per_node_hour * repair_hours
     spares = 0
+    # It ends, because the probability rises to 1 with the spares for any mean. Counting up gives the fewest
+    # without an inverse that would have to be rounded.
     while spare_free(spares, mean) < probability:
         spares += 1
     return spares

@@ -127,6 +127,8 @@ def read(given: Mapping[str, Any], report: Mapping[str, Any] | None = None) -> I
         UsageError: names the field and an example.
     """
     for name in given:
+        # Refused with the nearest name: a misspelt field that was ignored would give a plan for another
+        # cluster, with nothing to show for it.
         if name not in FIELDS:
             near = difflib.get_close_matches(name, FIELDS, 1)
             hint = f": did you mean {near[0]!r}?" if near else f"; there are {', '.join(FIELDS)}"
@@ -224,6 +226,8 @@ def _rates(given: Mapping[str, Any], nodes: int) -> dict[str, float]:
         raise UsageError("rate and mtbf: give one of them; for example rate: 0.016%")
     if "mtbf" in given:
         hours = quantities.time_s("mtbf", given["mtbf"]) / formulas.HOUR_S
+        # An MTBF is of the whole job, a rate of one node. So the same job on more nodes fails more often in
+        # what is computed from here on.
         return {"all": 1 / (hours * nodes)}
     rates = _needed(given, "rate")
     if not isinstance(rates, Mapping):

@@ -58,6 +58,8 @@ def compare(published: Mapping[str, Any]) -> list[Cell]:
 
 def _rates(runs: list[Mapping[str, Any]]) -> Iterator[Cell]:
     for run in runs:
+        # Four digits, as published: the comparison is of cells, and a cell that agrees to fewer digits does
+        # not agree.
         exact = 100 * formulas.rate_per_node_hour(run["failures"], run["instances"], run["hours"])
         yield Cell(
             table="observed failure rates",
@@ -139,6 +141,8 @@ def _days(table: Mapping[str, Any]) -> Iterator[Cell]:
     name, row = "5: days", "10 million GPU-hours"
     for who, exact in lost.items():
         words = who.replace("_", "-")
+        # This table cuts where the others round. Both are shown, with a note where it matters, instead of a
+        # rule that fits every cell by design.
         cut = math.floor(exact)
         note = CUT if cut != round(exact) else ""
         yield Cell(

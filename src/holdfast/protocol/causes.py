@@ -52,6 +52,8 @@ class CauseKind(StrEnum):
 # Causes are values: compared, stored and sent. Words are made by __str__ where a person reads them, so a
 # better wording changes no metric, no rate and no decision.
 class _Cause(msgspec.Struct, frozen=True, tag=kebab):
+    # Without a default, so a cause that nobody classified fails at its first use in a test, and never counts
+    # as a kind that was only convenient.
     KIND: ClassVar[CauseKind]
 
     @property
@@ -492,6 +494,8 @@ _WRITTEN = (
     ),
     (r"NonFiniteGradient\b", CauseKind.NAN),
     (r"after step -?\d+ the state of |the gradient of micro-batch ", CauseKind.CORRUPTION),
+    # Last, because words of a machine's fault may quote an exception. Only what begins with the name of one
+    # is the script's.
     (r"StateChanged\b|[A-Za-z_][\w.]*(Error|Exception|Interrupt)(:|$)", CauseKind.SCRIPT),
 )
 """How older versions began their causes. An error of the script is known by the class of the exception alone."""

@@ -28,7 +28,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     instance: str
     """Made up by the process: no other has it."""
     term: int = 0
-    """Its term of office, see `protocol.leadership`; 0: no other machine can have the coordinator."""
+    """Its term, see `protocol.leadership`; 0: no other machine can have the coordinator."""
     # A stranger at the address of a coordinator that is gone could say the name of the one that lives, and pass on what it
     # is sent. So a name that was asked for is only good together with the address where it was asked: the coordinator that
     # lives has another one, and refuses.

@@ -187,6 +187,7 @@ def _split(text: str) -> tuple[str, str]:
 
 def _check(text: str, spec: FaultSpec) -> None:
     when = [name for name in ("step", "after_s", "every_s") if getattr(spec, name) is not None]
+    # One trigger for each fault: with two, a test that passed would not say which of them it was about.
     if len(when) > 1:
         raise UsageError(f"--fault {text!r}: give one of step=, after= and every=, not {len(when)}")
     if spec.rank is not None and spec.node is not None:
@@ -230,6 +231,8 @@ def _times(text: str, fields: dict[str, str]) -> int:
     if times == 0:
         raise UsageError(f"--fault {text!r}: times=0 would never happen; leave the fault out")
     if times is None:
+        # A fault that repeats has no end unless one is given; any other strikes once. A number and not
+        # infinity: the count travels in a message.
         return 1 if "every" not in fields else 1_000_000
     return times
 

@@ -1,4 +1,4 @@
-"""HTTP behind a door: a request has a thread only when its head is whole, see `protocol.authentication`.
+"""HTTP behind a door: a request has a thread only when its head is complete, see `protocol.authentication`.
 
 `http.server` gives every connection a thread and waits for its words there, without a bound in time or number.
 """

@@ -51,6 +51,8 @@ class Timing:
 
     def stall_s(self, median_step_s: float | None) -> float:
         """How long a worker may stand still, given the median step."""
+        # The floor is for jobs of short steps: five median steps of 10 ms are less than a garbage collection
+        # or a page fault takes.
         return max(self.stall_floor_s, self.stall_factor * (median_step_s or 0.0))
 
     @property

@@ -1,4 +1,4 @@
-"""Who is the job's coordinator, where several machines could be: terms of office, numbered upward.
+"""Who is the job's coordinator, where several machines could be: terms, numbered upward.
 
 A term is claimed by creating `claims/NUMBER` in the job's folder, which only one can. Whoever holds an older term than
 the newest is superseded: it must not send or write anything any more. A shared folder has no event for other machines'
@@ -15,7 +15,7 @@ GRACE_S = 0.6
 FOLDER = "claims"
 
 EXIT_SUPERSEDED = 4
-"""Exit code of a coordinator whose office another one has taken: its launcher starts none in its place."""
+"""Exit code of a coordinator whose place another one has taken: its launcher starts none in its place."""
 EXIT_HANDED_OVER = 75
 """Of one that was asked to go (EX_TEMPFAIL of sysexits.h): another is to be started, and the job has not noticed."""
 

@@ -27,7 +27,7 @@ class Phase(IntEnum):
     PARKED = 11  # out of a broken generation, waiting for the next
     DONE = 12
     ASIDE = 13  # the script's own work between two steps, announced by `run.relaxed_watchdog`
-    SNAPSHOT = 14  # the state is being copied beside a step (a phase of faults, not of the page)
+    SNAPSHOT = 14  # the state is being copied in parallel with a step (a phase of faults, not of the page)
     TIER = 15  # reading from a durable tier or writing to it, which may take its time
 
 

@@ -15,7 +15,7 @@ TIERS_VARIABLE = "HOLDFAST_TIERS"
 # up.
 class Lack(StrEnum):
     """Of what a node has too little for a shard. slot: the memory for it holds snapshots that are still needed, so there is
-    room again when one of them is whole; memory: one more does not fit."""
+    room again when one of them is complete; memory: one more does not fit."""
 
     SLOT = "slot"
     MEMORY = "memory"

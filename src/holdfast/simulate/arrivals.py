@@ -23,7 +23,7 @@ class Source:
         self._factor = factor
 
     def next(self, after_s: float) -> tuple[float, FailureClass | None]:
-        """The next failure of a thing that is whole at a time: when, and of which class."""
+        """The next failure of a thing that works at a time: when, and of which class."""
         first, which = math.inf, None
         # One draw per class and the earliest wins. Each draw happens whether or not it wins, so the stream
         # stays the same for every history.

@@ -324,6 +324,8 @@ class Cluster:
     def obey(self, machine: Machine, message: m.ToAgent) -> None:
         match message:
             case m.StartWorker(worker=name):
+                # The name that the core gave: an order for a worker of an earlier life of this machine then
+                # matches nothing, as it does with a real agent.
                 machine.worker, machine.ready = name, False
                 self.at(self.now + self.scenario.start_s, self.started, machine, name)
             case m.KillWorker(name):

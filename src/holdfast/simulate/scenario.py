@@ -170,6 +170,8 @@ def check(s: Scenario) -> None:
         raise UsageError(
             f"step: {s.step_s:g} s is longer than the whole run of {s.work_s:g} s; for example 10s"
         )
+    # As `Timing.start_s` has it. The simulated core would end every worker before it is ready, and the run
+    # would say something about this limit and nothing about the cluster.
     if s.start_s >= 150 * s.detection_s:
         raise UsageError(
             f"start: the coordinator ends workers that are not ready within 150 x detection = {150 * s.detection_s:g} s, "
@@ -188,6 +190,8 @@ def _classes(given: Mapping[str, Any]) -> tuple[FailureClass, ...]:
         if "rate" not in given:
             raise UsageError("rate is missing; for example rate: 0.0161% (failures per node-hour)")
         rate = quantities.rate("rate", given["rate"])
+        # Shares of the published mix, scaled to the rate that was given: a person knows how often a job fails
+        # far better than of what.
         whole = sum(c.rate for c in LLAMA)
         return tuple(msgspec.structs.replace(c, rate=rate * c.rate / whole) for c in LLAMA) if rate else ()
     if "rate" in given:
@@ -200,6 +204,8 @@ def _classes(given: Mapping[str, Any]) -> tuple[FailureClass, ...]:
 
 def _class(index: int, given: Mapping[str, Any]) -> FailureClass:
     at = f"failures[{index}]"
+    # Of the class itself, so that a field that is added there can be given at once, and one that is taken
+    # away is refused.
     names = {f.removesuffix("_s") for f in FailureClass.__struct_fields__} | {"burst_within"}
     _known(f"field in {at}", given, names)
     scope = given.get("scope", "node")

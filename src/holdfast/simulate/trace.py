@@ -103,6 +103,8 @@ def _dated_counts(name: str, text: str) -> Trace:
         try:
             day, clock, count = (x.strip() for x in line.split(","))
             at = datetime.fromisoformat(f"{day} {clock}")
+            # The first line is time 0, so a trace can begin on any day. Its clock has no zone: where it goes
+            # back for winter time within a trace, `_ordered` refuses it.
             first = first or at
             points.append(((at - first).total_seconds(), int(count)))
         except ValueError as error:

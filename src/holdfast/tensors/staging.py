@@ -1,4 +1,4 @@
-"""Between a GPU's memory and the host's, beside what the GPU computes.
+"""Between a GPU's memory and the host's, in parallel with what the GPU computes.
 
 Copies run on a stream of their own, which begins when the state is complete (`now`) and for which only the copying thread
 waits. Into memory whose pages the driver knows (`Pinning`: the agent's slots) the copy engine writes at the speed of PCIe;
@@ -52,7 +52,7 @@ def stream_of(device: torch.device, purpose: str) -> Any:
 
 
 class Lane:
-    """Copies to or from one device, one after the other, beside its other work."""
+    """Copies to or from one device, one after the other, in parallel with its other work."""
 
     def __init__(self, device: torch.device, ready: Ready, purpose: str = "out") -> None:
         self._stream = stream_of(device, purpose)

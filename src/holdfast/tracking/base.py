@@ -134,6 +134,8 @@ class KeptFile:
         with work.open("wb") as out:
             out.write(msgspec.json.encode(value))
             out.flush()
+            # Data first, then the name: a rename that survives a loss of power without its content would be
+            # an empty position, and everything would be tracked again.
             os.fsync(out.fileno())
         work.replace(self._path)
         self.value = value

@@ -85,6 +85,8 @@ async def follow(folder: Path, trackers: Sequence[Tracker], open_ledger: OpenLed
     if jobs.is_running(folder):
         async with JobClient(folder) as client:
             await asyncio.gather(*(_follow_running(folder, client, x, open_ledger) for x in trackers))
+    # Once more from the file, when nobody answers any more: what came between the last answer and the end is
+    # only there.
     for each in trackers:
         await asyncio.to_thread(_read_ended, folder, each, open_ledger)
 
@@ -105,6 +107,8 @@ async def _follow_running(folder: Path, client: JobClient, to: Tracker, open_led
             continue
         if news.events or news.steps or to.waits:
             await asyncio.to_thread(to.write, take_in(at, news))
+        # By the event: the launcher holds the job's lock for a while after the end, and whoever asked in that
+        # time would wait for an answer that does not come.
         ended = any(entry.kind == "ended" for entry in news.events)
         if not news.more and not ended:
             # There is no event for a commit: one for each would be a message for each step.

@@ -46,6 +46,8 @@ class JsonLines(FileTracker):
             out.flush()
             os.fsync(out.fileno())
             size = out.tell()
+        # After the lines are on the disk. Killed in between, the file is longer than its position says, and
+        # is cut back to it at the next start.
         self._kept.replace(Kept(position=batch.position, size_bytes=size, swaps=rewrites))
         if rewrites:
             self._swap()

@@ -97,6 +97,8 @@ class BufferRules:
             # A new one for each step: a collective of a step that broke may still hold the older one.
             width = sum(r.now.numel() for r in self._summed)
             rows = micro_batches if self._exact else 1
+            # In float64, whatever the buffers are: the sum of many micro-batches in half precision would
+            # depend on their number, and with it on the world size.
             self._rows = torch.zeros((rows, width), dtype=torch.float64, device=self._summed[0].now.device)
         self._micro_batches = micro_batches
 

@@ -44,6 +44,8 @@ def save(
         index.step, 0, encode_head(index, sums), sums, image.pieces(0, index.nbytes), index.nbytes, seen
     )
     archive.commit(index.step, [shard])
+    # Only after the commit, and never the one that was written just now: whatever fails before, the older
+    # checkpoint is still there.
     archive.prune(retention, spare=index.step)
     return archive.where(index.step)
 
@@ -116,6 +118,8 @@ def pull_image(objects: Protected, pull: Pull, part: Part | None, seen: Seen) ->
 
 def fill(image: Image, blob: Blob, seen: Callable[[int], None] = lambda nbytes: None) -> None:
     """Brings a blob into an image, several windows at once: an object store answers each after a while."""
+    # Taken one after the other by whichever reader is free: a window that the store is slow to give holds up
+    # one reader and not a quarter of the blob.
     lows = iter(range(0, blob.nbytes, WINDOW_BYTES))
     lock = threading.Lock()
     # An object store may take minutes to fail every request. The first failure ends all readers.

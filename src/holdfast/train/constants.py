@@ -109,6 +109,8 @@ class Constants:
                 f"the state was made with run.constant of {sorted(saved[HASHES])}, this script has {sorted(self.names)}: "
                 "name the same constants"
             )
+        # Not compared, and not refused: after a change of the shape, hashes of pieces say nothing. What a
+        # newcomer fetches from a peer is compared all the same.
         if list(saved["shard"]) != list(self._shard):
             return
         other = [name for name, found in self.hashes.items() if saved[HASHES][name] != found]
@@ -130,6 +132,8 @@ class Constants:
         Raises:
             UsageError: the peer has other tensors.
         """
+        # Names and shapes before bytes: a transfer into tensors of other shapes would fail half-way, with the
+        # live ones written over.
         mine = [(s.path, s.dtype, s.shape) for s in self.image().index.tensors]
         theirs = [(s.path, s.dtype, s.shape) for s in index.tensors]
         if mine != theirs:
@@ -165,6 +169,7 @@ class Constants:
             image = state_image.capture({name: frozen}, 0)
             found[name] = []
             for spec in image.index.tensors:
+                # Dtype and shape are part of it: the same bytes read as another dtype are other weights.
                 hasher = xxhash.xxh3_64(f"{spec.dtype} {spec.shape}".encode())
                 for piece in image.pieces(spec.offset, spec.offset + spec.nbytes):
                     hasher.update(piece)

@@ -124,7 +124,7 @@ class Group(GlooGroup):
             self._replica_groups.abort()
 
     def halt(self) -> int:
-        """Frees calls to other replicas; this one is whole, see `ReplicaGroups.halt`."""
+        """Frees calls to other replicas; this one is intact, see `ReplicaGroups.halt`."""
         self.abort()
         return self._replica_groups.halt() if self._replica_groups is not None else -1
 

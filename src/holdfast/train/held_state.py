@@ -119,7 +119,7 @@ class HeldState:
         return self._constants.image() if self._constants else None
 
     def restore(self, form: m.JoinGeneration) -> tuple[int, float]:
-        """Fetches the state of the generation's start; until it is whole this worker holds none."""
+        """Fetches the state of the generation's start; until it is complete this worker holds none."""
         began = time.monotonic()
         # From here to the end of the transfer the live tensors are a mixture. If this worker is lost in
         # between and reports, it must report that it holds nothing.
@@ -198,6 +198,8 @@ class HeldState:
         # The agent's memory outlives this process, so the copy there is brought to every tier while the job
         # already ends.
         held = saves and self.snapshots.last(step, lambda: state_image.capture(self._protected, step))
+        # Rank 0 alone, and only where it holds everything: two writers of one checkpoint would publish two
+        # manifests, and a shard alone is no checkpoint.
         if not held and not self._place.rank and self._place.shard_count == 1:
             for tier in tiers:
                 self._save(tier, step)

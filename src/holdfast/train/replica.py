@@ -195,13 +195,36 @@ class Replica:
         self.phases.timer.forget()
         generation = form.generation
         replica = generation.members[form.rank].replica
-        # Connections of a replica that came through the break whole are kept. Closing and making them again
+        # Connections of a replica that came through the break intact are kept. Closing and making them again
         # would cost more than all the rest of a recovery.
         if self.sharding and (
             replica < 0 or generation.number in generation.groups_connected_in[replica : replica + 1]
         ):
             self.sharding.groups.renew(beside=replica < 0)
         self.state.snapshots.join(form)
+        restored, restore_s = self._take_state(form)
+        self._connect(form, replica)
+        # Everybody is connected, and the generation may already be over. Reporting Joined for it would let
+        # the coordinator take this worker for one that trains.
+        self.link.check(generation.number)
+        self._page.beat()
+        self._progress.joined()
+        join_s = time.monotonic() - began - (restore_s or 0.0)
+        self.link.send(m.Joined(generation.number, join_s, restore_s, restored))
+        _log.info(
+            "joined a generation",
+            extra={
+                "generation": generation.number,
+                "rank": form.rank,
+                "world": len(generation.members),
+                "join_s": join_s,
+                "restore_s": restore_s,
+            },
+        )
+        self.state.guard.note(self.state.committed or 0, from_peer=form.restore and bool(form.donors))
+
+    def _take_state(self, form: m.JoinGeneration) -> tuple[int, float | None]:
+        """Serves and fetches the state as the order says; how much was fetched, and in how many seconds."""
         reads_for_all = form.serve and form.restore
         if reads_for_all:
             # A donor that reads the state from a tier itself must not yet answer with what it holds: that is
@@ -214,14 +237,18 @@ class Replica:
                 self._donor.publish(self.place.generation, self.state.image(), self.state.constant_image())
             else:
                 self._donor.publish(self.place.generation, None)
-        restored = 0
-        restore_s = None
         if form.restore:
-            restored, restore_s = self.state.restore(form)
+            restored = self.state.restore(form)
             if reads_for_all:
                 self._donor.publish(self.place.generation, self.state.image(), self.state.constant_image())
-        elif self.state.committed is None:
-            self.state.committed = generation.start
+            return restored
+        if self.state.committed is None:
+            self.state.committed = form.generation.start
+        return 0, None
+
+    def _connect(self, form: m.JoinGeneration, replica: int) -> None:
+        """Connects to the other members. replica: this worker's; -1: none that is complete."""
+        generation = form.generation
         # A fresh start for whoever watches the page: a collective count or a peer of the old generation would
         # look like progress, or like a culprit.
         self._page.wait_for(-1)
@@ -248,24 +275,6 @@ class Replica:
         )
         self.group.channel.waits, self.group.channel.reached = self.phases.wait_for, self._page.beat
         self.group.join(self.link.token)
-        # Everybody is connected, and the generation may already be over. Reporting Joined for it would let
-        # the coordinator take this worker for one that trains.
-        self.link.check(generation.number)
-        self._page.beat()
-        self._progress.joined()
-        join_s = time.monotonic() - began - (restore_s or 0.0)
-        self.link.send(m.Joined(generation.number, join_s, restore_s, restored))
-        _log.info(
-            "joined a generation",
-            extra={
-                "generation": generation.number,
-                "rank": form.rank,
-                "world": len(generation.members),
-                "join_s": join_s,
-                "restore_s": restore_s,
-            },
-        )
-        self.state.guard.note(self.state.committed or 0, from_peer=form.restore and bool(form.donors))
 
     def _part(self, error: Exception) -> None:
         """Leaves a generation that cannot go on, and reports what this worker holds."""

@@ -19,7 +19,7 @@ from holdfast.data.decoding import is_decoder
 from holdfast.errors import UsageError
 from holdfast.protocol.job import REPLAY_VARIABLE
 from holdfast.protocol.notices import Notice
-from holdfast.train import state_image, worker
+from holdfast.train import state_image, torchrun_world, worker
 from holdfast.train.advice import Advice
 from holdfast.train.buffer_rules import BufferRule, BufferRules, check_rule
 from holdfast.train.constants import Constants
@@ -68,6 +68,11 @@ class Run:
     def alone(self) -> bool:
         """Whether there is no job: the script was started by plain `python`."""
         return self._attachment.alone
+
+    @property
+    def sharded(self) -> bool:
+        """Whether a replica is several workers: `mesh` was called."""
+        return self._sharding is not None
 
     @property
     def rank(self) -> int:
@@ -166,8 +171,8 @@ class Run:
         neighbouring ranks. The `replicate` dimension always has one member here: the run itself sums over the replicas,
         whose number may change. The product is fixed for the life of a job.
 
-        Torch's world is the replica from now on, so a script or a framework may make further meshes of it, with other
-        dimensions for some of the parameters (those of experts, for example).
+        Torch's world is the replica from now on, and torchrun's variables say so. A script or a framework may make further
+        meshes of it, with other dimensions for some of the parameters (those of experts, for example).
 
         Args:
             shard: workers with micro-batches of their own.
@@ -185,13 +190,16 @@ class Run:
             where = self._attachment
             self._sharding = Sharding(
                 shape=(shard, tensor),
-                shard_index=where.shard_index,
+                position=where.position,
                 device=self.device,
                 host=where.link.start.host,
                 target=where.target,
                 called=self._on_collective,
                 context=context,
             )
+            if not self.alone:
+                given = where.link.start.env
+                torchrun_world.show(self._sharding.shard_index, self._sharding.size, given)
         elif self._sharding.degrees != (shard, context, tensor):
             before = "shard={}, context={}, tensor={}".format(*self._sharding.degrees)
             raise UsageError(f"run.mesh() was called with {before} before; a run has one mesh")
@@ -387,6 +395,8 @@ class Run:
                 callback(replica.place.world)
 
     def _warn(self, replica: Replica) -> None:
+        # Only between two steps: a callback that ran while others wait in a collective would look like a
+        # hang, and one of a worker that is about to be broken off would be half done.
         if not self._warnings.due():
             return
         # Nobody waits for a worker that was told to leave.
@@ -403,6 +413,8 @@ class Run:
         Raises:
             UsageError: a value that is no number, more than 64 names in a run, or a name of more than 64 characters.
         """
+        # A step that was dropped is computed again, maybe by others. Its figures would stand in the ledger
+        # beside those of the step that counts.
         if self._step is None or not self._step.committed or self._replica is None:
             return
         try:
@@ -483,6 +495,8 @@ class Run:
                     f"global_batch / micro_batch = {micro_batches} micro-batches cannot be dealt evenly to the "
                     f"{sharding.shape[0]} shards of a replica: make it a multiple of {sharding.shape[0]}"
                 )
+        # Refused at the start and for the full size, not when the job grows: a worker without a micro-batch
+        # would be idle for the life of the job.
         if micro_batches < target:
             raise UsageError(
                 f"global_batch / micro_batch = {micro_batches} micro-batches are too few for {target} workers; "
@@ -500,6 +514,8 @@ class Run:
         shards = (sharding.shard_index, sharding.size) if sharding is not None else (0, 1)
         constants = Constants(self._constant, shards)
         beat: list[Replica] = []
+        # Each once, in the order of the modules. Tied parameters stand in several modules, and a gradient
+        # that is reduced twice is twice too large.
         parameters = dict.fromkeys(p for module in modules for p in module.parameters())
         kind = ExactSum if reduction == "exact" else GradientSum
         counts = sharding.counts if sharding is not None else lambda p: True
@@ -523,7 +539,10 @@ class Run:
 
 
 def start(main: Callable[[Run], object]) -> None:
-    """Runs `main(run)`: as a member of the job under `holdfast run`, as a job of one under plain `python`."""
+    """Runs `main(run)`: as a member of the job under `holdfast run`, as a job of one under plain `python`.
+
+    While `main` runs, torchrun's variables are those of one process, or of the replica after `run.mesh()`.
+    """
     # It imports the script for the dataset's class, and needs no `if __name__ == "__main__"`.
     if is_decoder():
         return
@@ -532,9 +551,27 @@ def start(main: Callable[[Run], object]) -> None:
         worker.leave_sigterm_to_the_agent()
         _run(main, attachment)
     else:
-        with closing(worker.alone()) as attachment, closing(Run(attachment)) as run:
+        with closing(worker.alone()) as attachment, closing(Run(attachment)) as run, _under_way(run):
             main(run)
     sys.stdout.flush()
+
+
+_begun: list[Run] = []
+"""The run whose `main` is under way in this process."""
+
+
+def under_way() -> Run | None:
+    """The run of the `main` that this is called in; None outside of `start`."""
+    return _begun[-1] if _begun else None
+
+
+@contextmanager
+def _under_way(run: Run) -> Iterator[None]:
+    _begun.append(run)
+    try:
+        yield
+    finally:
+        _begun.remove(run)
 
 
 def _run(main: Callable[[Run], object], attachment: worker.Attachment) -> None:
@@ -542,7 +579,8 @@ def _run(main: Callable[[Run], object], attachment: worker.Attachment) -> None:
     while True:
         run = Run(attachment)
         try:
-            main(run)
+            with torchrun_world.world_of_one(attachment.link.start.env), _under_way(run):
+                main(run)
             return
         except RunMainAgain as order:
             # Kept outside of the run, which is thrown away: `run.mesh()` of the next call asks for it.

@@ -6,7 +6,6 @@ the replicas by Holdfast's reduction, shard by shard, so replicas come and go wi
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from holdfast.errors import StateError, UsageError
-from holdfast.protocol.messages import SHARD_INDEX_VARIABLE
 from holdfast.tensors.dtensor_shards import forget_meshes, mesh_names
 from holdfast.train.fsdp_buffers import use_pool
 from holdfast.train.placements import counted_here, why_not
@@ -41,15 +39,15 @@ class Sharding:
     def __init__(
         self,
         shape: tuple[int, int],
-        shard_index: int | None,
+        position: int,
         device: torch.device,
         host: str,
         target: int,
         called: Callable[[bool], None],
         context: int = 1,
     ) -> None:
-        """shape: shard degree, and tensor degree. shard_index: None where the coordinator has not said. target: workers of
-        the job at full strength. called: as in ReplicaGroups. context: workers that share each sample.
+        """shape: shard degree, and tensor degree. position: this worker's number among all; modulo the workers of a replica it is
+        the shard index. target: workers of the job at full strength. called: as in ReplicaGroups. context: workers that share each sample.
 
         Raises:
             UsageError: a mesh that does not fit the job.
@@ -60,18 +58,17 @@ class Sharding:
         if min(given.values()) < 1:
             what = ", ".join(f"{name}={degree}" for name, degree in given.items())
             raise UsageError(f"run.mesh({what}): {'both are' if len(given) == 2 else 'all are'} at least 1")
+        # The number of workers at full strength, not of those that are there: a job may train with fewer
+        # replicas for a while, but what is left over at full strength would never compute.
         if target % size:
             what = ", ".join(f"{n}={d}" for n, d in given.items() if n == "shard" or d > 1)
             raise UsageError(
                 f"run.mesh({what}) makes replicas of {size} workers, and the job has {target}: choose --nnodes and "
                 f"--nproc-per-node so that their product is a multiple of {size}"
             )
-        if shard_index is None:
-            asked = os.environ.get(SHARD_INDEX_VARIABLE, "") or os.environ.get("RANK", "0")
-            shard_index = int(asked) % size
-        self.shape, self.shard_index = (shard, context * tensor), shard_index
+        self.shape, self.shard_index = (shard, context * tensor), position % size
         self.degrees, self.context, self.alike = (shard, context, tensor), context, tensor
-        self.groups = ReplicaGroups(shard_index, size, host, called, device)
+        self.groups = ReplicaGroups(self.shard_index, size, host, called, device)
         # Before `init_device_mesh`, which uses torch's default group. A mesh over a group that torch made
         # itself could not be connected anew.
         self.groups.open()

@@ -1,6 +1,6 @@
 """Snapshots of a replica: its state is copied into the agent's memory while the next step computes.
 
-Parameters and moments do not change from one update to the next, so the copy runs beside the forward and backward
+Parameters and moments do not change from one update to the next, so the copy runs in parallel with the forward and backward
 pass; the update waits for it, and nothing else does. Rank 0 decides when; its word travels with the vote, so that
 all who save do so at the same commit.
 """

@@ -56,6 +56,8 @@ class Image:
         self.index = index
         self.tensors = tensors
         far = [t.device for t in tensors if staging.is_far(t)]
+        # One device for all: a worker computes on one GPU. What lies on another would be read without waiting
+        # for its kernels.
         self.near, self.device = not far, far[0] if far else torch.device("cpu")
         # Recorded by the thread that queued the kernels. A reader on another thread waits for this event, and
         # so never reads a tensor before the update that was queued for it.
@@ -268,6 +270,8 @@ def _placed_like(
 
 def parameter_of(objects: Protected, path: str) -> torch.Tensor | None:
     """The parameter for which an optimizer keeps the tensor of this path."""
+    # By number, as `state_dict` of an optimizer has it: its parameters are numbered over all groups in their
+    # order, which `param_groups` has too.
     number = MOMENT.search(path)
     optimizer: Any = objects.get(path.split(".", 1)[0])
     if number is None or not isinstance(optimizer, torch.optim.Optimizer):

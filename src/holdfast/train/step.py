@@ -237,6 +237,8 @@ class Step:
         head = (own.fingerprint, float(len(words)), float(place.weighs and place.world.replica >= 0))
         channel.send(tag, head, *words)
         heads = channel.receive_heads(tag, head, words)
+        # Compared before anything is added: with other names on one worker, all would sum different things
+        # and get the same bits.
         for rank, (theirs, _) in enumerate(heads):
             if theirs[0] != own.fingerprint:
                 raise UsageError(

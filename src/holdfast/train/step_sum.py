@@ -42,6 +42,8 @@ class Addends:
     def words(self) -> list[Word]:
         """Counts and numbers, name by name."""
         flat = [x for numbers in self.numbers.values() for x in (float(len(numbers)), *numbers)]
+        # Filled up to whole words. The counts in front tell numbers from filling, so the zeros are never
+        # added.
         flat += [0.0] * (-len(flat) % 3)
         return [(a, b, c) for a, b, c in zip(flat[::3], flat[1::3], flat[2::3], strict=True)]
 
@@ -103,6 +105,8 @@ def _without_rounding(terms: list[float]) -> list[float]:
         for part in parts:
             big, small = (x, part) if abs(x) >= abs(part) else (part, x)
             x = big + small
+            # Exact: the larger one first, so what the sum lost is a floating-point number itself. In the
+            # other order the rest would be rounded too.
             if rest := small - (x - big):
                 parts[kept] = rest
                 kept += 1

@@ -83,6 +83,8 @@ class StepTimer:
         self.enter(Phase.COMMIT)
         parts, self._parts = self._parts, [0.0] * 6
         if step % BLOCK_STEPS == 0:
+            # Blocks begin at the same steps on all workers, whenever each of them joined. So the coordinator
+            # compares times of the same steps, and a newcomer is compared from its first complete block on.
             self._steps, self._micros, self._next, self._off = [], micros, step, -1.0
             self._loss, self._late = None, []
         late, self._longest = self._longest[1], (0.0, -1)
@@ -115,12 +117,16 @@ class StepTimer:
 
     def _most_late(self) -> int:
         rank = max(self._late, key=self._late.count)
+        # Nobody, unless one rank was last in most steps: someone always is, and a name for every block would
+        # accuse each rank in turn.
         return rank if self._late.count(rank) > BLOCK_STEPS / 2 else -1
 
     def _note_loss(self, own: float | None, loss: float) -> None:
         if own is None:
             return
         off = abs(own - loss)
+        # A loss that is not finite is the furthest from the others that there is, and must not be replaced by
+        # one that is merely high.
         if not math.isfinite(off):
             self._loss, self._off = math.nan, math.inf
         elif off > self._off:

@@ -55,6 +55,15 @@ class Attachment:
     _endpoint: Endpoint | None = None
     _player: threading.Thread | None = None
 
+    @property
+    def position(self) -> int:
+        """This worker's number among all, as far as it decides which shard is built here."""
+        if self.shard_index is not None:
+            return self.shard_index
+        # Not of `os.environ`, whose variables are those of another world while `main` runs.
+        env = self.link.start.env
+        return int(env.get(m.SHARD_INDEX_VARIABLE) or env.get("RANK", "0"))
+
     def endpoint(self) -> Endpoint:
         """Where other workers reach this process, for as long as it lives."""
         from holdfast.train.endpoint import Endpoint
@@ -299,6 +308,8 @@ def _report(error: BaseException, link: Link) -> None:
     """The script's own traceback, without the frames that started it; the agent writes it into the log."""
     frames = traceback.extract_tb(error.__traceback__)
     hidden = (str(Path(__file__)), "<frozen runpy>")
+    # Where the script begins. A traceback that starts in Holdfast's own files would send a reader to the
+    # wrong place.
     first = next((i for i, f in enumerate(frames) if f.filename not in hidden), len(frames))
     trace = error.__traceback__
     for _ in range(first):

@@ -121,6 +121,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc] # it has no typ
             raise UsageError("accelerator.steps(): this Accelerator has no model; call prepare() before")
         micro_batch = _micro_batch(loader)
         rules = Buffers(buffers, LoopAdvice())
+        # Here and not in the constructor: a script makes an Accelerator to print or to load data, too, and
+        # only training joins the job.
         run = self._holdfast_run = world.run_for_training()
         models = _named("model", [self.unwrap_model(model) for model in self._models])
         run.protect(

@@ -80,6 +80,8 @@ class Snapshots:
         if found is None:
             return None
         self._accelerator.step = kept.value["step"]
+        # By number and order, since loaders have no names. With one more or less every place after it would
+        # be taken for another loader's.
         if len(kept.value["places"]) != len(self._places):
             raise UsageError(
                 f"Snapshots: the snapshot is of {len(kept.value['places'])} prepared data loaders, and here are "
@@ -103,6 +105,8 @@ class Snapshots:
         accelerator = self._accelerator
         if not self._saver.due(step) or not accelerator.sync_gradients:
             return False
+        # The random generators of this process are one for all loaders. With two loops under way no place
+        # could be found by reading one of them again.
         if sum(place.active for place in self._places) > 1:
             raise UsageError("Snapshots: a loop over another data loader is under way; save after it")
         more = {
@@ -177,6 +181,8 @@ class _Place:
 
     def _before_reading(self) -> None:
         if self._coming is not None and self._calls == self._coming["batches"] - 1:
+            # Two generators and not one: the last batch before the place is read with the numbers of that
+            # time, and what follows is drawn from where the script was when it saved.
             set_random_state(self._coming["reading"])
         elif self._coming is not None and self._calls == self._coming["batches"]:
             set_random_state(self._now)

@@ -82,6 +82,8 @@ class Snapshots:
         if found is None:
             return None
         engine = self._engine
+        # Refused before DeepSpeed sees it: it would load the partitions of the first ranks and go on with a
+        # part of the optimizer's state.
         if ranks.value != engine.world_size:
             raise UsageError(
                 f"Snapshots: the snapshot of step {found} is of {ranks.value} ranks, and here are {engine.world_size}; "
@@ -109,6 +111,8 @@ class Snapshots:
         """
         engine = self._engine
         step = int(engine.global_steps)
+        # Between two updates gradients that are kept over several batches are in no state that DeepSpeed
+        # saves: a snapshot there would lose them, and the next update would be of fewer samples.
         if not self._saver.due(step) or engine.micro_steps % engine.gradient_accumulation_steps():
             return False
         memory = _Memory({})
@@ -128,6 +132,8 @@ class Snapshots:
         """Every rank saves all that it needs, also what is the same on all of them: so each finds it where it is."""
         engine = self._engine
         names = ("checkpoint_engine", "save_non_zero_checkpoint", "_copy_recovery_script")
+        # Put back in any case: a save of the script's own, into files, uses the same three, and would go into
+        # memory that nobody reads.
         before = {name: getattr(engine, name) for name in names}
         engine.checkpoint_engine, engine.save_non_zero_checkpoint = memory, True
         engine._copy_recovery_script = lambda folder: None
@@ -184,6 +190,8 @@ def _with_scaler(files: dict[str, Any], engine: Any) -> dict[str, Any]:
     for file in files.values():
         state = file.get("optimizer_state_dict") or {}
         if isinstance(state.get(SCALER), dict):
+            # Values from the snapshot, the class from the engine. A snapshot never says which class is made:
+            # it holds plain values, and whoever could write one could otherwise choose the code that runs.
             scaler = copy.copy(engine.optimizer.loss_scaler)
             vars(scaler).update(state[SCALER])
             state[SCALER] = scaler

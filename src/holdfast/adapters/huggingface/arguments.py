@@ -87,7 +87,8 @@ def _checks(args: TrainingArguments, dataset: Any, scheduler: Any) -> list[tuple
         (bool(args.deepspeed), "deepspeed=...: DeepSpeed owns the step; use level 1 (docs/levels.md)"),
         (
             bool(args.fsdp),
-            "fsdp=...: sharded training takes holdfast.start(main) and run.mesh() (docs/sharded.md)",
+            "fsdp=...: Accelerate would shard over groups that a fault breaks; call run.mesh(shard=N) in holdfast.start(main), and "
+            "load the model with distributed_config=DistributedConfig(fsdp_size=N) (docs/transformers.md)",
         ),
         (
             args.auto_find_batch_size,

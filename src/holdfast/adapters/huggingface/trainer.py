@@ -14,7 +14,7 @@ from transformers.trainer_pt_utils import find_batch_size
 from holdfast.adapters import world
 from holdfast.adapters.advice import TrainersAdvice
 from holdfast.adapters.buffers import Buffers
-from holdfast.adapters.huggingface import arguments
+from holdfast.adapters.huggingface import arguments, sharded
 from holdfast.adapters.huggingface.progress import Progress
 from holdfast.adapters.versions import TRANSFORMERS
 from holdfast.data.mapstyle import shuffled
@@ -96,6 +96,7 @@ class HoldfastMixin:
         if trial is not None:
             raise UsageError("hyperparameter_search(): one job is one training; start one job for each trial")
         super()._init_training_state(max_steps, steps_per_epoch, epochs, None, None)  # type: ignore[misc]
+        sharded.join(world.own_run(), self)
         # The Trainer wants to know the epoch before it makes model and optimizer ready. A newcomer knows it when it has
         # fetched the state, which goes into these. So that part is done now, and `_prepare_for_training` hands it out.
         self._holdfast_prepared, _ = super()._prepare_for_training(max_steps, self._holdfast_lengths, None)  # type: ignore[misc]
@@ -299,6 +300,15 @@ class HoldfastMixin:
     def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
         if self.args.should_save:
             super()._save_checkpoint(model, trial)  # type: ignore[misc]
+
+    def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As the Trainer does it.
+
+        Raises:
+            UsageError: no worker has the whole model.
+        """
+        sharded.refuse_saving(self.model)
+        super().save_model(output_dir, _internal_call)  # type: ignore[misc]
 
     def _finalize_training(self: Any, trial: Any, num_train_samples: int, start_time: float) -> Any:
         self._holdfast_end_beginning()  # a worker that came after the last step had no epoch

@@ -77,6 +77,8 @@ class Snapshots(Callback):
                 f"Snapshots: {name} splits the state over ranks; train with one device or DDP, or save with "
                 "ModelCheckpoint, which works at level 0"
             )
+        # Its wrappers are around the methods of one trainer. Under a second one they would save the first
+        # one's state.
         if self._trainer is not None:
             raise UsageError(
                 "Snapshots: this one is used already; give each Trainer its own, and call fit() once"

@@ -116,10 +116,14 @@ class Optimization(_AutomaticOptimization):
                 step.apply(
                     optimizer, max_grad_norm=self.trainer.gradient_clip_val or None, scaler=strategy.scaler
                 )
+            # Lightning counts a batch when this returns. So it returns only for a step that counts: the loop
+            # runs on with the same one until it does, and counters, schedules and logs never see an attempt.
             if step.committed or strategy.progress.has_fetched_step():
                 return output.asdict() if output is not None else {}
             step = strategy.next_step()  # the same one again, or none: the job was asked to stop
             assert not isinstance(step, Done)
+        # Lightning's own word for "no more batches": the epoch ends in order, with its hooks and its
+        # checkpoint, as it does where the data ends.
         raise StopIteration
 
     def _backward(self, step: Step, output: Any, micro: Any) -> None:
@@ -129,6 +133,8 @@ class Optimization(_AutomaticOptimization):
                 "training_step() returned no loss: at level 2 a step has a loss of every micro-batch"
             )
         weigh = getattr(self.trainer.lightning_module, "holdfast_weight", extract_batch_size)
+        # `training_step` returns a mean. Times its weight it is the sum that a step wants, so micro-batches
+        # of different lengths count for as much as they hold.
         weight = float(weigh(micro))
         # Calls the hooks, and has fp16's scaler scale the loss.
         loss = self.trainer.precision_plugin.pre_backward(loss, self.trainer.lightning_module)

@@ -152,6 +152,8 @@ class HoldfastStrategy(SingleDeviceStrategy):
             **({} if self.scaler is None else {"scaler": self.scaler}),
         )
         self._buffers.declare(run, model=trainer.lightning_module)
+        # Before the user's own callback, which may ask the trainer for its step: it must find the one that is
+        # being committed.
         run.on_commit(self._optimization.count_step)
         if self._on_commit is not None:
             run.on_commit(self._on_commit)
@@ -167,6 +169,8 @@ class HoldfastStrategy(SingleDeviceStrategy):
             reduction=self._reduction,
         )
         self._coming = next(self._steps, None)
+        # After the first step was asked for: only then has this worker the state, its own or a peer's, and
+        # only then can the loops be put where it stands.
         self.progress.resume()
         setattr(rank_zero_only, "rank", run.rank)  # noqa: B010 - declared as a function
         # The hooks that begin a training, and the sanity check of the validation, may take long.
@@ -194,6 +198,8 @@ class HoldfastStrategy(SingleDeviceStrategy):
 
     def on_train_end(self) -> None:
         """The loops are done: so is this worker."""
+        # Asked once more, so the job hears that this worker is done. A worker that only left the loop would
+        # be waited for.
         if self._steps is not None and self.next_step() is not None:
             self._steps.close()  # type: ignore[attr-defined]
         super().on_train_end()

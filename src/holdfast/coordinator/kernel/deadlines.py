@@ -95,6 +95,8 @@ class Timers(msgspec.Struct):
 
     def next_s(self, now: float, gathering: bool) -> list[float]:
         """When there is something to look at. gathering: only then workers are waited for."""
+        # Nobody compares WAIT with the time unless workers gather. In another phase, one that is over would
+        # ask for a Tick at once, and for another after it, for ever.
         wanted = (*UNTIL_IT_IS_HANDLED, Timer.WAIT) if gathering else UNTIL_IT_IS_HANDLED
         times = [self.at_s[t] for t in wanted if t in self.at_s]
         return times + [self.at_s[t] for t in ONCE if self.is_ahead(t, now)]
@@ -161,6 +163,8 @@ class Watch:
         return names
 
     def _enter(self, kind: Watched, name: str, at_s: float) -> None:
+        # The newest entry of a name is the valid one. Older ones stay in the heap until they come to the top.
+        # To look for them now would cost a pass over the heap for every node that is watched anew.
         self._entries[kind][name] = at_s
         heapq.heappush(self._heaps[kind], (at_s, name))
 
@@ -173,6 +177,9 @@ class Watch:
                 heapq.heappop(heap)  # entered again since
                 continue
             known_s = self._deadline_s(kind, name)
+            # The state decides, not the heap: an entry that is earlier than the state says moves to where it
+            # belongs. So signs of life cost nothing when they arrive, and one heap operation when the old
+            # deadline would have come.
             if known_s == at_s:
                 return heap[0]
             heapq.heappop(heap)

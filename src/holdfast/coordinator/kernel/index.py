@@ -56,6 +56,9 @@ class _InOrder(Generic[T]):
 
 
 def _listed(*groups: _InOrder[T]) -> list[T]:
+    # Each group is in order by itself, and one group is the usual case. Several are merged by number and not
+    # joined: joined, a node that came early would stand behind one that came late, only because it is in
+    # another phase.
     found = [group.entries() for group in groups if len(group)]
     if len(found) == 1:
         return [one for _, one in found[0]]
@@ -139,6 +142,8 @@ class Index:
         self.renew(node)
 
     def _enter_node(self, node: Node) -> None:
+        # One counter for nodes and workers, and it only rises. A node that joins again gets a new number, so
+        # it counts as the newest. In the state it does too, because it was taken out and put in again.
         self._came += 1
         self._numbers[node.name] = self._came
         self._nodes[node.phase].put(self._came, node)
@@ -166,6 +171,8 @@ class Index:
         self.alive_nodes.pop(node.name, None)
         for place in _within(node.place):
             there = self._at.get(place, {})
+            # By identity and not by name: another node that joined under this name, at this place, has the
+            # entry now, and the end of the one before must not take it away.
             if there.get(node.name) is node:
                 del there[node.name]
             if not there:
@@ -188,6 +195,8 @@ class Index:
         """A worker changed its phase."""
         self._workers[was].drop(worker.name)
         self._workers[worker.phase].put(self._numbers[worker.name], worker)
+        # GONE may follow GONE, because agents report an end twice. Only the first one gives the slot back:
+        # after it, another worker may have it.
         if worker.phase is WorkerPhase.GONE and self.alive_workers.pop(worker.name, None) is not None:
             ours = self._workers_of[worker.node]
             del ours[worker.name]
@@ -202,6 +211,8 @@ class Index:
 
     def renew(self, node: Node) -> None:
         """What depends on more than the node's phase: whether it has room, and whether it is a lemon."""
+        # Computed from what is known now, at each change, and never counted up and down. A count that was
+        # wrong once would stay wrong, and a node with a free slot would not be staffed again.
         slots = min(node.slots, self._nproc)
         room = node.phase is NodePhase.IN_SERVICE and len(self._workers_of.get(node.name, {})) < slots
         for kept, belongs in ((self._with_room, room), (self._lemons, node.alive and bool(node.lemon))):

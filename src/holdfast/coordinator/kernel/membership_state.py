@@ -264,6 +264,8 @@ class Counted(msgspec.Struct, omit_defaults=True, kw_only=True):
     """Steps that were done again, as far as is known."""
     known: bool = True
     """No others were."""
+    loaded_first: int | None = None
+    """Of which state the first start went on, by the script's own number, as `step_accounting` has it; None: not known."""
 
 
 class TimeMark(msgspec.Struct, omit_defaults=True, kw_only=True):

@@ -33,6 +33,7 @@ def _job(s: CoreState) -> Iterator[str]:
         s.membership.generation is None or s.membership.generation.number != s.membership.number
     ):
         yield f"the job runs without its generation {s.membership.number}"
+    # Launchers and operators act on the outcome: it says whether the job is run again.
     if s.membership.phase is JobPhase.ENDED and s.membership.outcome is None:
         yield "the job has ended without an outcome"
     if s.membership.stop_reason is not None and s.membership.outcome is None:
@@ -77,6 +78,8 @@ def _workers(s: CoreState) -> Iterator[str]:
     )
     if s.membership.level == 2 and s.membership.phase is JobPhase.RUNNING:
         yield from (f"{name} is a member without a seat" for name in members - set(s.membership.seats))
+    # Who was told to leave is waited for. One that does not exist never leaves, and the job would end by its
+    # time-out alone.
     unknown = set(s.membership.stops) - set(s.membership.workers)
     if unknown:
         yield f"workers were told to leave that are not known: {sorted(unknown)}"
@@ -102,11 +105,15 @@ def _nodes(s: CoreState) -> Iterator[str]:
         }
         if not why[node.phase]:
             yield f"{name} is {node.phase.value}: held is {node.held!r}, leaving is {node.leaving!r}"
+        # A refused node is kept away by being lost. One that is not would get workers again, with the fault
+        # for which it was refused.
         if node.refused is not None and node.alive:
             yield f"{name} is refused and still in the job"
         # A script that believes it would save and wait for an end that does not come.
         if node.notice is not None and node.leaving is None:
             yield f"{name} stays, but its scripts were told that it leaves"
+    # Both are removed together when a person clears a machine. A rule that stayed behind would be a
+    # quarantine that no longer keeps anybody away, and looks as if it did.
     stray = set(s.health.quarantine_rules) - set(s.health.quarantine)
     if stray:
         yield f"quarantine_rules names machines that are not in quarantine: {sorted(stray)}"
@@ -130,6 +137,8 @@ def _snapshots(s: CoreState) -> Iterator[str]:
     )
     for snapshot in s.storage.snapshots:
         ranks = {h.copy.key.rank for h in snapshot.shards}
+        # A shard of such a rank is of a run of another size. Joined with the others it would be a state that
+        # no run ever had.
         if not ranks <= set(range(snapshot.world)):
             yield f"the snapshot of step {snapshot.step} has shards of ranks that do not exist"
         # The most expensive lie of all: older snapshots are given up when a newer one is complete, so a wrong
@@ -158,5 +167,7 @@ def _tiers(s: CoreState) -> Iterator[str]:
         f"a checkpoint is on its way to {url}, which is no tier of the job" for url in set(under_way) - urls
     )
     steps = [d.step for d in (s.storage.durable, *s.storage.older) if d is not None]
+    # Whoever cannot read the newest goes on to the next of the list. Out of order, a job would go back
+    # further than it must.
     if steps != sorted(steps, reverse=True):
         yield f"checkpoints are not in order from the newest to the oldest: {steps}"

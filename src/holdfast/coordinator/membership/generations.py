@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from holdfast.coordinator.kernel import incidents, transitions
 from holdfast.coordinator.kernel.context import Context
@@ -266,6 +267,29 @@ def _start_over(context: Context, survivors: list[Worker]) -> None:
     nodes.staff(context)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Start:
+    """Where a generation goes on, and who has the state of that step."""
+
+    step: int
+    """Committed steps."""
+    outcome: policy.Outcome
+    """What the step in flight becomes."""
+    holders: frozenset[str]
+    """Workers that have the state."""
+    restore: frozenset[str]
+    """Workers that fetch it."""
+    snapshot: Snapshot | None = None
+    """All go back to this one; None: to none in memory."""
+    durable: Durable | None = None
+    """All go back to this one; None: to none in a durable tier."""
+
+    @property
+    def live(self) -> bool:
+        """The state comes from workers that hold it."""
+        return self.snapshot is None and self.durable is None
+
+
 def _form(context: Context, survivors: list[Worker], kept: list[Worker], fresh: list[Worker]) -> None:
     """survivors: all that reported, for what becomes of the step in flight; kept: those of them that stay."""
     s = context.state
@@ -273,44 +297,9 @@ def _form(context: Context, survivors: list[Worker], kept: list[Worker], fresh: 
     # that has committed it, and then the step happened.
     reports = {w.name: policy.Report(w.committed, w.prepared) for w in survivors}
     reports |= {w.name: policy.Report(None) for w in fresh}
-    outcome = policy.settle(reports)
     seating = _seating(context, survivors, kept, fresh)
     ranks = seating.workers
-    columns = [
-        [w for w in ranks if s.membership.workers[w].shard_index == p]
-        for p in range(s.membership.shard_count)
-    ]
-    durable, snapshot = None, None
-    # Of some shard no live worker holds the newest state. A state is only as good as its worst shard, so all
-    # go back together to what was saved, also those that hold theirs: mixing shards of two steps would train
-    # on, without an error, from a state that never existed.
-    if any(outcome.holders.isdisjoint(column) for column in columns):
-        durable, snapshot = s.storage.durable, storage.newest_complete(context)
-        # The newer of the two wins, and memory wins a tie, because it is read at the speed of the network and
-        # costs nobody's disk.
-        if snapshot is not None and durable is not None and durable.step > snapshot.step:
-            snapshot = None
-        elif snapshot is not None:
-            durable = None
-        saved = snapshot or durable
-        start = saved.step if saved else 0
-        # No prepared gradient may be applied: it was computed from the state that is being left behind.
-        outcome = policy.Outcome(None)
-        if saved:
-            # Whoever is at the snapshot's step already holds exactly its bytes, and fetches nothing.
-            holders = frozenset(w for w in ranks if snapshot is not None and reports[w].committed == start)
-            restore = frozenset(ranks) - holders
-        else:
-            holders = frozenset(column[0] for column in columns)
-            # Nothing is saved: the very beginning. Workers that built the same bits need no transfer, which
-            # the digests show; an unseeded script differs, and then the first of each column is the original.
-            restore = frozenset(w for column in columns for w in column if _differs(context, w, column[0]))
-        _count_lost(context, start)
-        # Before the new number is given out: what was saved of later steps is void from this generation on,
-        # and `Rewind` holds the number that begins it.
-        context.request(RewindTo(start))
-    else:
-        start, holders, restore = outcome.start or 0, outcome.holders, outcome.restore
+    start = _start(context, reports, ranks)
     before = s.membership.generation.strength if s.membership.generation else 0
     connected = (
         # From the old generation, so before the new one takes its place in the state.
@@ -323,64 +312,22 @@ def _form(context: Context, survivors: list[Worker], kept: list[Worker], fresh: 
     # dropped.
     s.membership.number += 1
     complete = len(seating.replicas) * s.membership.shard_count
-    members = tuple(
-        _member(r, s.membership.workers[w], r // s.membership.shard_count if r < complete else -1)
-        for r, w in enumerate(ranks)
-    )
     s.membership.generation = m.Generation(
         number=s.membership.number,
-        members=members,
-        start=start,
+        members=tuple(
+            _member(r, s.membership.workers[w], r // s.membership.shard_count if r < complete else -1)
+            for r, w in enumerate(ranks)
+        ),
+        start=start.step,
         shape=s.membership.shape,
         groups_connected_in=connected,
     )
-    live = durable is None and snapshot is None
-    savers = storage.savers(context, s.membership.generation)
-    givers, served = [], []
-    for shard_index in range(s.membership.shard_count):
-        column = s.membership.generation.column(shard_index)
-        readers = _readers([members[r] for r in column]) if durable is not None else ()
-        # Live donors of the same shard, or, where the state comes from a durable tier, those few that read it
-        # there. Never both: a donor that holds a later state than the checkpoint would be wrong.
-        givers.append(
-            (tuple(r for r in column if ranks[r] in holders)[:MAX_DONORS] if live else ()) or readers
-        )
-        served.append(any(ranks[r] in restore for r in column) and len(column) > len(readers))
-    s.membership.seats, s.membership.givers = {}, tuple(givers)
-    mtbf_s = storage.mean_time_between_failures_s(context)
-    # The state has one seat per member, and no copy of the generation in it: with the member list in every
-    # seat, the state of a thousand workers would have a million entries, and is written with every decision.
-    for rank, name in enumerate(ranks):
-        copy: Copy | None = None
-        # Holders are listed for each reader with its own node first, so that a survivor reads its shard from
-        # its own memory and the network stays free for newcomers.
-        sources: tuple[Holder, ...] = ()
-        others: tuple[tuple[Copy, tuple[Holder, ...]], ...] = ()
-        shard_index, node = s.membership.workers[name].shard_index, s.membership.workers[name].node
-        if snapshot is not None and snapshot.world == s.membership.shard_count:
-            copy, sources = storage.sources(context, snapshot, shard_index, node)
-        elif snapshot is not None:
-            others = tuple(storage.sources(context, snapshot, x, node) for x in range(snapshot.world))
-        gives = rank in givers[shard_index]
-        reads = durable is not None and gives
-        seat = Seat(
-            rank=rank,
-            apply=name in outcome.apply,
-            restore=name in restore,
-            serve=served[shard_index] and gives,
-            fetches=name in restore and not reads,
-            copy=copy,
-            holders=sources,
-            durable=durable if reads else None,
-            saves=rank in savers,
-            mtbf_s=mtbf_s,
-            shards=others if name in restore else (),
-        )
-        _enroll(context, s.membership.workers[name], seat, start)
+    _seat(context, s.membership.generation, start)
     # Only after every member was enrolled: an exception in between leaves the state that was written last,
     # with the generation before.
     transitions.enter_job(context, JobPhase.RUNNING)
-    s.membership.generation_committed, s.membership.committed = start, max(start, s.membership.committed)
+    s.membership.generation_committed = start.step
+    s.membership.committed = max(start.step, s.membership.committed)
     s.deadlines.clear(Timer.FORM, Timer.WAIT, Timer.FORM_AFTER)
     s.membership.waiting = False
     s.membership.formed_at_s = context.now
@@ -393,15 +340,116 @@ def _form(context: Context, survivors: list[Worker], kept: list[Worker], fresh: 
     context.record(
         ledger.Formed(
             generation=s.membership.number,
-            start=start,
+            start=start.step,
             world=complete,
             workers=list(ranks),
-            restore=sorted(restore),
-            applied=bool(outcome.apply),
-            source=_source(outcome, snapshot, durable),
+            restore=sorted(start.restore),
+            applied=bool(start.outcome.apply),
+            source=_source(start),
             groups_connected_in=list(connected) if connected else None,
         )
     )
+
+
+def _start(context: Context, reports: dict[str, policy.Report], ranks: Sequence[str]) -> _Start:
+    """Where the generation of these workers goes on."""
+    s = context.state
+    outcome = policy.settle(reports)
+    columns = [
+        [w for w in ranks if s.membership.workers[w].shard_index == p]
+        for p in range(s.membership.shard_count)
+    ]
+    if not any(outcome.holders.isdisjoint(column) for column in columns):
+        return _Start(
+            step=outcome.start or 0, outcome=outcome, holders=outcome.holders, restore=outcome.restore
+        )
+    # Of some shard no live worker holds the newest state. A state is only as good as its worst shard, so all
+    # go back together to what was saved, also those that hold theirs: mixing shards of two steps would train
+    # on, without an error, from a state that never existed.
+    durable, snapshot = s.storage.durable, storage.newest_complete(context)
+    # The newer of the two wins, and memory wins a tie, because it is read at the speed of the network and
+    # costs nobody's disk.
+    if snapshot is not None and durable is not None and durable.step > snapshot.step:
+        snapshot = None
+    elif snapshot is not None:
+        durable = None
+    saved = snapshot or durable
+    step = saved.step if saved else 0
+    if saved:
+        # Whoever is at the snapshot's step already holds exactly its bytes, and fetches nothing.
+        holders = frozenset(w for w in ranks if snapshot is not None and reports[w].committed == step)
+        restore = frozenset(ranks) - holders
+    else:
+        holders = frozenset(column[0] for column in columns)
+        # Nothing is saved: the very beginning. Workers that built the same bits need no transfer, which
+        # the digests show; an unseeded script differs, and then the first of each column is the original.
+        restore = frozenset(w for column in columns for w in column if _differs(context, w, column[0]))
+    _count_lost(context, step)
+    # Before the new number is given out: what was saved of later steps is void from this generation on,
+    # and `Rewind` holds the number that begins it.
+    context.request(RewindTo(step))
+    # No prepared gradient may be applied: it was computed from the state that is being left behind.
+    return _Start(
+        step=step,
+        outcome=policy.Outcome(None),
+        holders=holders,
+        restore=restore,
+        snapshot=snapshot,
+        durable=durable,
+    )
+
+
+def _seat(context: Context, generation: m.Generation, start: _Start) -> None:
+    """Gives every member its part of the generation, and tells it."""
+    membership = context.state.membership
+    savers = storage.savers(context, generation)
+    givers, served = [], []
+    for shard_index in range(membership.shard_count):
+        column = generation.column(shard_index)
+        readers = _readers([generation.members[r] for r in column]) if start.durable is not None else ()
+        # Live donors of the same shard, or, where the state comes from a durable tier, those few that read it
+        # there. Never both: a donor that holds a later state than the checkpoint would be wrong.
+        donors = tuple(r for r in column if generation.members[r].worker in start.holders)[:MAX_DONORS]
+        givers.append((donors if start.live else ()) or readers)
+        fetch = any(generation.members[r].worker in start.restore for r in column)
+        served.append(fetch and len(column) > len(readers))
+    membership.seats, membership.givers = {}, tuple(givers)
+    mtbf_s = storage.mean_time_between_failures_s(context)
+    # The state has one seat per member, and no copy of the generation in it: with the member list in every
+    # seat, the state of a thousand workers would have a million entries, and is written with every decision.
+    for member in generation.members:
+        worker = membership.workers[member.worker]
+        gives = member.rank in givers[worker.shard_index]
+        reads = start.durable is not None and gives
+        copy, sources, others = _where_saved(context, worker, start.snapshot)
+        restores = worker.name in start.restore
+        seat = Seat(
+            rank=member.rank,
+            apply=worker.name in start.outcome.apply,
+            restore=restores,
+            serve=served[worker.shard_index] and gives,
+            fetches=restores and not reads,
+            copy=copy,
+            holders=sources,
+            durable=start.durable if reads else None,
+            saves=member.rank in savers,
+            mtbf_s=mtbf_s,
+            shards=others if restores else (),
+        )
+        _enroll(context, worker, seat, start.step)
+
+
+def _where_saved(
+    context: Context, worker: Worker, snapshot: Snapshot | None
+) -> tuple[Copy | None, tuple[Holder, ...], tuple[tuple[Copy, tuple[Holder, ...]], ...]]:
+    """A worker's shard of a snapshot and who has it; or, of a snapshot of another shape, all shards."""
+    if snapshot is None:
+        return None, (), ()
+    # Holders are listed for each reader with its own node first, so that a survivor reads its shard from
+    # its own memory and the network stays free for newcomers.
+    if snapshot.world == context.state.membership.shard_count:
+        return *storage.sources(context, snapshot, worker.shard_index, worker.node), ()
+    return None, (), tuple(storage.sources(context, snapshot, x, worker.node) for x in range(snapshot.world))
 
 
 def _seating(context: Context, survivors: list[Worker], kept: list[Worker], fresh: list[Worker]) -> Seating:
@@ -422,11 +470,11 @@ def _readers(members: Sequence[m.Member]) -> tuple[int, ...]:
     return tuple(sorted([*sorted(first.values()), *others][: -(-len(members) // READ_FOR)]))
 
 
-def _source(outcome: policy.Outcome, snapshot: Snapshot | None, durable: Durable | None) -> str:
+def _source(start: _Start) -> str:
     """Where those that hold no state get it from."""
-    if outcome.start is not None:
+    if start.outcome.start is not None:
         return "live"
-    return "memory" if snapshot else "disk" if durable else "fresh"
+    return "memory" if start.snapshot else "disk" if start.durable else "fresh"
 
 
 def _enroll(context: Context, worker: Worker, seat: Seat, start: int) -> None:

@@ -32,6 +32,8 @@ def _as_told(context: Context, going: Going, notice: Standing) -> Notice:
 
 def tell(context: Context, node: Node) -> None:
     """Tells a node's agent what stands. It takes the place of what it knew."""
+    # The complete list and not what changed: an agent that missed a message, or a worker that started since,
+    # is right again after the next one, and nobody keeps track of who has heard what.
     context.send(node.name, m.Notify(standing(context, node)))
 
 
@@ -97,5 +99,7 @@ def _is_news(known: Standing | None, until_s: float | None) -> bool:
 
 
 def _new(context: Context, cause: NoticeCause, reason: str, until_s: float | None) -> Standing:
+    # A number is given once in a job, and the count is in the state. A script that keeps the numbers it has
+    # handled would otherwise ignore the first notice of a coordinator that took over.
     context.state.membership.notices += 1
     return Standing(context.state.membership.notices, cause, reason, until_s)

@@ -108,6 +108,8 @@ def _behind_in_collectives(views: Sequence[WorkerView], waiting: frozenset[str])
         if at is None:
             continue
         for worker, reading in group.readings.items():
+            # Who waits elsewhere is held up itself, and is no cause. Named here, it would be replaced, and
+            # the job would hang again at the one for which it waits.
             if reading.entered < at.entered and worker not in waiting:
                 behind.setdefault(worker, _named(at))
     if not behind:
@@ -123,6 +125,8 @@ def _without_answer(views: Sequence[WorkerView], waiting: frozenset[str], world:
     """One does not say where it is: it may hold its interpreter, which a thread that waits in a collective does not. If all
     others stand in the same collective of all ranks, that is what it has not entered."""
     silent = tuple(v.worker for v in views if v.groups is None)
+    # Two that are silent cannot be told apart: the one may be held up by the other, and a healthy worker
+    # would be ended.
     if len(silent) != 1 or silent[0] in waiting:
         return None
     for group in _groups(views):

@@ -86,6 +86,8 @@ def join_after_s(context: Context, staying: int, full: int = 0) -> float:
 
 def free_slots(context: Context) -> list[tuple[Node, int]]:
     """Slots without a worker that may get one: the first for free, later ones from the restart budget."""
+    # A slot's first worker is free of charge and costs no restart: otherwise a job of many nodes would spend
+    # its budget on starting.
     spent = context.budget_spent()
     free = []
     for node in context.index.nodes_with_room():
@@ -133,6 +135,8 @@ def expected_until_s(context: Context) -> float:
 def expected(context: Context) -> int:
     """Nodes that the job was started with and that have not come yet."""
     membership = context.state.membership
+    # After that a node that has not come counts as lost on the way, and another one may be asked for. Without
+    # a limit, a job with one machine that never boots would wait for it and never replace it.
     if context.now >= expected_until_s(context):
         return 0
     return max(0, context.spec.max_nodes + context.spec.spares - membership.nodes_joined)

@@ -109,6 +109,8 @@ def _replicas_within_reach(context: Context, there: list[int], others: int) -> i
     s = context.state
     replicas = max(1, s.target // s.membership.shard_count)
     while replicas > 1 and len(wanted(there, s.membership.shard_count, replicas)) > others:
+        # Fewer replicas and not an incomplete one: a replica that lacks a shard computes nothing, and the
+        # workers in it are better spent on those that can be complete.
         replicas -= 1
     return replicas
 
@@ -127,6 +129,8 @@ def rebuild(context: Context) -> None:
     expected = [w.shard_index for w in coming]
     spare: list[Worker] = []
     for worker in ready:
+        # First come, first kept, in the order of age: whoever is built already for a shard that is needed
+        # stays, and only what is too many is built again.
         if there.count(worker.shard_index) < replicas:
             there.append(worker.shard_index)
         else:

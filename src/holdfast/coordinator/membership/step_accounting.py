@@ -66,6 +66,7 @@ def loaded(context: Context, generation: int, step: int | None, steps: int) -> N
     name = NOTHING if step is None else step
     if s.membership.number == 1 and not steps and not counted.gives:
         counted.given = {name: 0}  # what this job begins with, be it of a run before
+        counted.loaded_first = name
         return
     s.membership.committed = max(s.membership.committed, steps)
     before = counted.base + steps if counted.base is not None else counted.left_at
@@ -84,6 +85,13 @@ def loaded(context: Context, generation: int, step: int | None, steps: int) -> N
     for incident in incidents.open_ones(s):
         if incident.generation < s.membership.number and incident.first_commit_at_s is None:
             incident.lost_steps = max(incident.lost_steps or 0, lost)
+
+
+def began_with(state: CoreState) -> int | None:
+    """The script's own number of the state that its first start went on from; None: it has not told."""
+    counted = state.membership.counted
+    # It found nothing and saves with something else: then it may have loaded with that.
+    return None if counted.loaded_first == NOTHING and not counted.gives else counted.loaded_first
 
 
 def shown(state: CoreState, committed: int | None = None) -> dict[str, Any]:

@@ -111,6 +111,8 @@ def launched(state: CoreState, now: float) -> None:
 def attached(state: CoreState) -> None:
     """The script that was started is one of level 2."""
     wall = state.membership.wall
+    # In the marks as well: a window of the last hour is a difference of two of them, and a class that one has
+    # under its old name would come out below zero.
     for spent_s in (wall.spent_s, *(mark.spent_s for mark in wall.marks)):
         silent_s = sum(spent_s.pop(kind, 0.0) for kind in _SILENT)
         spent_s[TimeClass.START] = spent_s.get(TimeClass.START, 0.0) + silent_s
@@ -161,6 +163,11 @@ def stops(state: CoreState, now: float) -> None:
         _change(state, now, TimeClass.SAVING)
 
 
+def closes(state: CoreState, now: float) -> None:
+    """Nothing more is heard of the job: its last stretch ends."""
+    _close(state, now)
+
+
 # ---------------------------------------------------------------- what is known
 
 
@@ -178,6 +185,8 @@ def recent(state: CoreState, now: float) -> dict[TimeClass, float]:
     start_s = max(end.at_s - WINDOW_S, points[0].at_s)
     after = min(bisect_right(points, start_s, key=lambda point: point.at_s), len(points) - 1)
     before, later = points[max(0, after - 1)], points[after]
+    # The window seldom begins at a mark. Between two marks the account is taken as if it had grown evenly, so
+    # the sum of the classes is the window's length in any case.
     share = (start_s - before.at_s) / max(later.at_s - before.at_s, 1e-9)
     start = _minus(before, _minus(before, later), share)
     # A difference of sums leaves a rest of their rounding in classes that the window has none of.
@@ -224,6 +233,8 @@ def _named(state: CoreState, account: TimeMark) -> dict[TimeClass, float]:
             found[TimeClass.RECOMPUTED] = min(account.rolled_back_s, computed_s)
         left_s = computed_s - found.get(TimeClass.RECOMPUTED, 0.0)
         for kind, seconds in account.within_s.items():
+            # Never more than is left: these are told by workers and measured by their clocks, and rounding
+            # must not take a second from a class that is not of steps.
             found[kind] = min(max(0.0, seconds), left_s)
             left_s -= found[kind]
         found[steps] = left_s
@@ -343,6 +354,8 @@ def _divide_torn(state: CoreState) -> None:
         for i in incidents.open_ones(state)
         if i.generation == state.membership.number and i.first_commit_at_s is None
     ]
+    # Within the stretch that the fault ended: what a fault's report says of the time before was training,
+    # which other steps have proved.
     unseen_s = broke_s - max(since_s, min(broke_s, *struck)) if struck else 0.0
     wall.spent_s[TimeClass.INTERRUPTED] -= unseen_s
     wall.spent_s[TimeClass.DETECT] = wall.spent_s.get(TimeClass.DETECT, 0.0) + unseen_s
@@ -363,6 +376,8 @@ def _note(wall: TimeAccount, step: int) -> None:
     wall.told.append((step, _stayed_s(wall)))
     # What is gone back to is recent as a rule, or the very beginning, which stays.
     if len(wall.told) > KEPT:
+        # Every other one of the older half goes. So their number is bounded in a run of any length, and
+        # recent steps, to which a job goes back, are known most exactly.
         del wall.told[2 : KEPT // 2 : 2]
 
 

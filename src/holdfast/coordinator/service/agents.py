@@ -36,10 +36,10 @@ class AgentConnections:
         watchers: Watchers,
         gone: asyncio.Event,
         term: int,
-        deposed: Callable[[], None],
+        superseded: Callable[[], None],
     ) -> None:
-        """term: of office. deposed: called when an agent has seen a later one."""
-        self._term, self._deposed = term, deposed
+        """term: of leadership. superseded: called when an agent has seen a later one."""
+        self._term, self._superseded = term, superseded
         self._loop, self._lines, self._checks = loop, lines, checks
         self._memory, self._watchers, self._gone = memory, watchers, gone
         self.closes_with = WSCloseCode.OK
@@ -62,7 +62,7 @@ class AgentConnections:
         # later, or not at all where there is none.
         if hello.term > self._term:
             _log.warning("an agent has seen term %d", hello.term, extra={"node": hello.node})
-            self._deposed()
+            self._superseded()
             await socket.close(code=WSCloseCode.POLICY_VIOLATION)
             return socket
         line = Line(hello.node, hello.session, request.transport)
@@ -165,6 +165,8 @@ class AgentConnections:
 
     def _learn(self, imported: m.Imported) -> None:
         """Tells all nodes what the script imports, if that is new: the spare ones as well."""
+        # A union, never less than before. A module that only one of several scripts imports costs a spare a
+        # moment; one that was taken out again would cost a replacement its time.
         both = m.Imported(
             _union(self._imported.modules, imported.modules),
             _union(self._imported.variables, imported.variables),

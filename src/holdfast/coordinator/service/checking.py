@@ -85,6 +85,8 @@ class CheckRuns:
         self._count += 1
         run = _Run(self._count, wish, nodes, self.ask, self._tell)
         self._runs[run.id] = run
+        # Only runs that are over, oldest first: a person may still ask for the end of one that runs, however
+        # many have begun since.
         for old in [r for r in self._runs.values() if r.news().over][: -KEPT or None]:
             del self._runs[old.id]
         task = asyncio.create_task(run.do())

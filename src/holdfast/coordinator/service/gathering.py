@@ -75,6 +75,8 @@ class Choice:
         there = [
             (mark, node) for node, mark in self.heard.items() if mark is not None and node not in self.refused
         ]
+        # By term first and page second, as `LedgerMark` is ordered: a later coordinator began from all that
+        # an earlier one had written, so its copy is the newer one even with fewer pages.
         return max(there)[1] if there else None
 
     def due_s(self) -> float:
@@ -161,6 +163,8 @@ class Gathering:
         if hello.term > self._where.term:
             self._superseded = True
         caller = self._callers[hello.node] = _Caller(connection)
+        # The newest hello counts: an agent that came back meanwhile may have fewer pages than it had, and
+        # says so.
         self._choice.hear(hello.node, hello.ledger, asyncio.get_running_loop().time())
         self._news.set()
         # Whatever else it says is in its next hello, or is told again.
@@ -258,6 +262,8 @@ class Restored:
             raise Unusable("it is not complete")
         number = self._store.pages()
         self.close()
+        # Only a complete ledger gets this name. A process that is killed before leaves a file that nobody
+        # reads, and the next one gathers anew.
         self._work.replace(path)
         return number
 

@@ -30,18 +30,26 @@ def shown(state: CoreState, now: float) -> dict[str, Any]:
     and done again. computed_s: all steps, with what was lost in them. classes: every class that has any time; their sum is
     wall_s. recent: wall_s, productive_s, share and classes of the last hour.
     """
+    recent = wall_time.recent(state, now)
     found = wall_time.classes(state, now)
-    unknown = _unknown(state, found)
+    return totals(found, _unknown(state, found)) | {"recent": _shares(recent, _unknown(state, recent))}
+
+
+def totals(found: dict[TimeClass, float], unknown: list[TimeClass]) -> dict[str, Any]:
+    """What `shown` has of an account, but for `recent`. unknown: classes whose time cannot be told from that of others."""
     recomputed_s = _known(found, unknown, TimeClass.RECOMPUTED)
     silent = TimeClass.PRODUCTIVE in unknown and TimeClass.COMPUTED not in found
     computed_s = None if silent else sum(found.get(kind, 0.0) for kind in _STEPS)
-    recent = wall_time.recent(state, now)
     return _shares(found, unknown) | {
         "recomputed_s": _rounded(recomputed_s),
         "computed_s": _rounded(computed_s),
         "unknown": [kind.value for kind in unknown],
-        "recent": _shares(recent, _unknown(state, recent)),
     }
+
+
+def unknown_of(state: CoreState, now: float) -> list[TimeClass]:
+    """What `shown` names as unknown."""
+    return _unknown(state, wall_time.classes(state, now))
 
 
 def _shares(found: dict[TimeClass, float], unknown: list[TimeClass]) -> dict[str, Any]:

@@ -99,6 +99,8 @@ class History:
     def add(self, entry: Entry) -> None:
         """Keeps a record."""
         marks = ", ".join([self._mark] * 9)
+        # As parameters and never as a part of the statement: records quote kernel logs and scripts, which
+        # others write.
         values = tuple(str(v) if isinstance(v, Kind) else v for v in msgspec.structs.astuple(entry))
         self._run(f"insert into {TABLE} ({_COLUMNS}) values ({marks})", values)
 
@@ -131,6 +133,8 @@ class History:
             ) from error
 
     def _run(self, statement: str, values: tuple[Any, ...] = ()) -> list[Any]:
+        # No file is made where one was to be: at a wrong path, an empty history would look like machines
+        # without faults, and the next look would find a file there.
         if self._db is None:
             return []
         try:

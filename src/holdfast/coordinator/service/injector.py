@@ -81,6 +81,8 @@ class Injector:
         """Faults whose time has come."""
         strikes = []
         for plan in self.plans.values():
+            # Before the times: a spare never comes to a step, so a plan that waits for one of its steps would
+            # never strike, and a person would take the silence for a node that survived it.
             if plan.left > 0 and (idle := self._idle_node(plan, state)) is not None:
                 plan.struck = plan.id
                 strikes.append(Strike(plan.id, idle, m.RunFault(_armed(plan))))
@@ -112,6 +114,8 @@ class Injector:
 
     def mark_running(self) -> None:
         """A new coordinator goes on with the plans of the old one; their times stand."""
+        # Any value but None will do: with None, `formed` would take the next generation for the first and
+        # start the clock of every timed fault again.
         self._running_since = 0.0
 
     def next_due(self) -> float | None:
@@ -142,6 +146,8 @@ class Injector:
         """A fault is happening now."""
         plan = self.plans.get(id.partition("/")[0])
         if plan is not None:
+            # Counted as it happens and not as it is sent. A worker may end before it gets to the step; the
+            # fault then goes to whoever has the rank next, and none of those that were asked for is missing.
             plan.left -= 1
             plan.fired += 1
         return plan

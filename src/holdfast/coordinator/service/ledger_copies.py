@@ -108,6 +108,8 @@ class LedgerCopies:
             _log.warning("no copy of the ledger for %s: %s", node, error)
             self._keepers.pop(node, None)
             return
+        # It may have been replaced while the base was read, by a new connection of the same node. Pages for
+        # that one wait with its own keeper, and a base from here would come before them.
         if self._keepers.get(node) is keeper:
             keeper.has_base = True
             waiting, keeper.waiting = keeper.waiting, []
@@ -126,6 +128,7 @@ def new_keepers(places: Mapping[str, NodePlace], keepers: Iterable[str], count: 
     chosen, found = [places[node] for node in keepers if node in places], []
     left = sorted(set(places) - set(keepers))
     while left and len(chosen) < count:
+        # One at a time: where the first copy goes changes which place is the furthest for the second.
         node = min(left, key=lambda name: (_shared(places[name], chosen), name))
         left.remove(node)
         found.append(node)

@@ -105,6 +105,8 @@ def _versions() -> dict[str, str]:
 
 def _training(state: CoreState, tally: Tally, now: float) -> Iterator[Metric]:
     phase = GaugeMetricFamily("holdfast_phase", "1 for the job's phase, else 0.", labels=["phase"])
+    # All phases, also those at 0: a query that sums over time needs a series for each, from the first
+    # scrape on.
     for name in JobPhase:
         phase.add_metric([name.value], float(state.membership.phase is name))
     yield phase
@@ -123,6 +125,8 @@ def _training(state: CoreState, tally: Tally, now: float) -> Iterator[Metric]:
 
 
 def _steps(state: CoreState, tally: Tally, now: float) -> Iterator[Metric]:
+    # Left out while it is not known. Prometheus would draw a 0 as a job that lost everything, and an
+    # alert would fire for it.
     if state.step is not None:
         yield gauge("holdfast_step", "Committed steps of the current state.", state.step)
     steps = step_accounting.shown(state, tally.steps)

@@ -110,6 +110,8 @@ def health(state: CoreState) -> Iterator[Metric]:
 
 def slow(state: CoreState) -> Iterator[Metric]:
     """Ranks that others wait for."""
+    # Only ranks that are slow now: a gauge that stayed after the rank recovered would keep its alert
+    # firing.
     now = [x for x in state.health.slow if x.until_step is None]
     ratio = GaugeMetricFamily(
         "holdfast_slow_rank_ratio",

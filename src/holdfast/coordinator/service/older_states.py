@@ -36,6 +36,8 @@ def state_of(snapshot: bytes) -> CoreState:
     written = msgspec.msgpack.decode(snapshot)
     if isinstance(written, dict):
         _rename(written)
+        # By its shape and not by a version number: what a state has tells which version wrote it, also where
+        # somebody forgot to count one up.
         if "membership" not in written:
             written = _divided(_with_causes(written))
         for node in written.get("membership", {}).get("nodes", {}).values():
@@ -70,6 +72,8 @@ def _rename(state: dict[str, Any]) -> None:
     for old, new, holders in renamed:
         for holder in holders:
             if old in holder:
+                # The new name wins where both are there: a newer version wrote it, and what is under the old
+                # one is what it was read from.
                 holder.setdefault(new, holder.pop(old))
 
 

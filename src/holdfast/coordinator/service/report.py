@@ -61,6 +61,8 @@ def build_report(state: CoreState, steps: list[StepRow], now: float) -> dict[str
         "final": {
             "loss": losses[-1] if losses else None,
             "params_xxh3": ":".join(d[0] for d in digests) if all(len(d) == 1 for d in digests) else None,
+            # Unknown where nobody said a digest, and false as soon as two differ: a job of one replica is
+            # equal to itself, which says that its state was summed up, and no more.
             "replicas_equal": all(len(d) <= 1 for d in digests + states) if ended else None,
             "state_xxh3": ":".join(d[0] for d in states)
             if ended and all(len(d) == 1 for d in states)

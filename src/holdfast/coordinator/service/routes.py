@@ -141,6 +141,8 @@ class Routes:
             seq, place = (int(request.query.get(name, "0")) for name in ("seq", "place"))
         except ValueError:
             return web.Response(status=400, text="send ?seq=N&place=N, whole numbers")
+        # A follower is given a step once and never again. So it gets a step only when what the script logged
+        # for it can no longer come.
         until_s = self._loop.clock() - self._loop.core.state.began_s - SETTLED_S
         try:
             return _json(await self._ledger.read(lambda store: store.news(seq, place, until_s)))

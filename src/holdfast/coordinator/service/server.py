@@ -53,7 +53,7 @@ class Coordinator:
     """One job's coordinator. `serve` returns when the job is over. The process ends there where another takes its place."""
 
     def __init__(self, job_dir: Path, spec: JobSpec, resume: Resume, term: int = 0, copies: int = 0) -> None:
-        """term: of office, where coordinators on several machines could be; 0: there is one machine. copies: of the ledger, which
+        """term: of leadership, where coordinators on several machines could be; 0: there is one machine. copies: of the ledger, which
         agents keep.
 
         Raises:
@@ -108,7 +108,7 @@ class Coordinator:
             watchers=self._watchers,
             gone=self._gone,
             term=term,
-            deposed=self._depose,
+            superseded=self._on_superseded,
         )
         self._routes = Routes(
             loop=self._loop,
@@ -147,7 +147,9 @@ class Coordinator:
             term=self._term,
         )
         scrape_token = read_scrape_token(self._job_dir)
-        app = web.Application(middlewares=[authorized(self._token, where, scrape_token), self._in_office()])
+        app = web.Application(
+            middlewares=[authorized(self._token, where, scrape_token), self._count_requests()]
+        )
         app.on_response_prepare.append(give_proof)
         app.add_routes([web.get("/agent", self._agents.serve), *self._routes.all()])
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=FAREWELL_S)
@@ -168,7 +170,7 @@ class Coordinator:
         loop.add_signal_handler(signal.SIGTERM, self._on_sigterm)
         if lifeline is not None:
             loop.add_reader(lifeline, self._launcher_gone, lifeline)
-        holding = asyncio.create_task(self._hold_office()) if self._term else None
+        watching = asyncio.create_task(self._watch_term()) if self._term else None
         over = asyncio.create_task(self._loop.over.wait())
         leaves = asyncio.create_task(self._leaves.wait())
         # If the deciding task raised, this process ends with it. A coordinator that answers but decides
@@ -179,8 +181,8 @@ class Coordinator:
         if self._leaves.is_set() and not self._loop.over.is_set():
             await self._hand_over(entrance, deciding)
         leaves.cancel()
-        if holding is not None:
-            holding.cancel()
+        if watching is not None:
+            watching.cancel()
         if self.superseded:
             # Without cleaning up: closing the ledger or a connection properly would write or send something,
             # and both belong to the successor by now.
@@ -197,15 +199,15 @@ class Coordinator:
         if not await self._ledger.close(0.0 if self._loop.unwritten else LAST_S):
             _log.error("the ledger's last entries are lost: %s", self._ledger.why)
 
-    async def _hold_office(self) -> None:
+    async def _watch_term(self) -> None:
         """Looks whether another took over: see `protocol.leadership`. The folder may hang without this process doing so."""
         # On a thread of its own. A shared folder that hangs would otherwise stop the loop, and with it the
         # heartbeat that keeps agents calm.
         while await self._folder.do(newest_term, self._job_dir) <= self._term:  # noqa: ASYNC110 - another machine's file
             await asyncio.sleep(LOOK_S)
-        self._depose()
+        self._on_superseded()
 
-    def _depose(self) -> None:
+    def _on_superseded(self) -> None:
         """Ends this process without another word: somebody else decides."""
         _log.warning("another coordinator took over; this one ends at once", extra={"term": self._term})
         self.superseded = True
@@ -270,7 +272,7 @@ class Coordinator:
         # Without aiohttp's cleanup, which would wait for those who only listen.
         logs.exit_now(EXIT_HANDED_OVER)
 
-    def _in_office(self) -> Any:
+    def _count_requests(self) -> Any:
         """Counts requests that wait for an answer, and sends those that come too late to the next coordinator."""
 
         @web.middleware
@@ -310,6 +312,8 @@ class Coordinator:
             kept = self._ledger.store.kept(HANDED_OVER)
             told = msgspec.msgpack.decode(kept, type=HandedOver) if kept else None
             if told is not None and told.seq == self._loop.seq:
+                # Only if nothing was written since: a hand-over that was followed by another coordinator is
+                # not the reason why this one begins.
                 last_s, by_intent = told.at_s, True
             self._loop.handle(ev.Recovered(last_s, by_intent))
         else:

@@ -171,6 +171,8 @@ class Store:
     def __init__(self, path: Path, read_only: bool = False, shared: bool = False) -> None:
         """shared: the file is on a file system of several machines, where SQLite's index of the log in shared memory
         does not work: this process alone opens it, and what is committed survives the machine."""
+        # Read-only by SQLite's own mode and not by discipline: a command that looks at a job must not be able
+        # to lock its coordinator out.
         uri = f"file:{quote(str(path))}?mode={'ro' if read_only else 'rwc'}"
         # Several threads may use it, one after the other.
         self._db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
@@ -208,6 +210,7 @@ class Store:
         """What `copy` gave, for reading."""
         store = cls.__new__(cls)
         store._db = sqlite3.connect(":memory:", isolation_level=None)
+        # In memory: whoever reads a copy leaves no file beside the ledger that could be taken for it.
         store._db.deserialize(data)
         return store
 

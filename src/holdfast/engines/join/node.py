@@ -125,6 +125,8 @@ async def _describe(
     lookup = parse_address(given.address, "--join")
     began, told, why = time.monotonic(), False, "nothing answers there"
     while True:
+        # Asked anew each time, so a coordinator that begins on another machine behind the same name is found
+        # without a restart of this node.
         where = await lookup.find()
         if where is not None:
             try:

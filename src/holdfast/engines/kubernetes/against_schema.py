@@ -51,6 +51,8 @@ def _of_object(value: Mapping[str, Any], schema: Schema, path: str) -> Iterator[
     for name in schema.get("required", ()):
         if name not in value:
             yield Problem(f"{path}.{name}", None, accepted(fields[name]))
+    # The one form of `oneOf` that our own schema uses. A schema with another one must extend this, or its
+    # rule would hold on the server alone.
     choices = [branch["required"][0] for branch in schema.get("oneOf", ())]
     if choices and sum(name in value for name in choices) != 1:
         yield Problem(path, dict(value) or None, f"exactly one of {' and '.join(choices)}")
@@ -73,6 +75,8 @@ def _of_list(value: Sequence[Any], schema: Schema, path: str) -> Iterator[Proble
     keys = schema.get("x-kubernetes-list-map-keys", ())
     seen: set[tuple[Any, ...]] = set()
     for position, one in enumerate(value):
+        # As the server merges lists of this type: two entries of one key would be one after an apply, and a
+        # tier would be lost without a word.
         key = tuple(one.get(name) for name in keys) if keys and isinstance(one, Mapping) else None
         if key is not None and key in seen:
             yield Problem(

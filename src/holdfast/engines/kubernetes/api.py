@@ -41,6 +41,8 @@ class ApiError(HoldfastError):
     @property
     def may_pass(self) -> bool:
         """The same request may be taken later."""
+        # Everything else would be refused again: a right that is missing, or an object that is wrong. Asked
+        # again for ever it would only load the server.
         return self.status in (408, 429) or self.status >= 500
 
 
@@ -146,6 +148,8 @@ class Api:
                     raise _refusal(response, await response.read())
                 async for line in _lines(response.content):
                     event = msgspec.json.decode(line)
+                    # The server ends a watch by an event and not by a status: its HTTP status was sent when
+                    # the watch began.
                     if event["type"] == "ERROR":
                         told = event["object"]
                         raise ApiError(told.get("code", 500), told.get("reason", ""), told.get("message", ""))
@@ -210,6 +214,8 @@ class Backoff:
         if isinstance(error, ApiError) and error.retry_after_s is not None:
             return error.retry_after_s
         self._tries += 1
+        # Random between the half and the whole: after an outage of the server all its clients come at once,
+        # and would come at once again.
         longest_s = min(self._most_s, self._first_s * 2**self._tries)
         return random.uniform(longest_s / 2, longest_s)
 

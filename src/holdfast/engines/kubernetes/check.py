@@ -191,6 +191,8 @@ def _of_worker(spec: HoldfastJobSpec, at: str) -> Iterator[Problem]:
             yield Problem(
                 f"{at}.env[{position}].name", name, "none that begins with HOLDFAST_, but HOLDFAST_LOG"
             )
+    # Checked here because the kernel would find it hours later: snapshots fill tmpfs, tmpfs counts as the
+    # container's memory, and the node is killed at its first large snapshot.
     limit = quantity_of_limit(spec, "memory")
     given = quantity(spec.snapshots.memory) if spec.snapshots.memory is not None else None
     if given is not None and limit is not None and given > RESERVED_MEMORY_SHARE * limit:
@@ -203,6 +205,8 @@ def _of_worker(spec: HoldfastJobSpec, at: str) -> Iterator[Problem]:
 
 
 _NOT_IN_POD = {
+    # What the operator sets itself is refused and never overwritten in silence: a user who wrote it would
+    # believe that it holds.
     "restartPolicy": "no such field: the operator sets OnFailure, so an agent that crashed returns in its place",
     "terminationGracePeriodSeconds": "no such field; say it as spec.disruption.graceSeconds",
     "hostname": "no such field: the operator names each pod",

@@ -24,6 +24,8 @@ async def connect(context: str | None = None) -> AsyncIterator[Api]:
     except ModuleNotFoundError:
         raise UsageError(f"kubernetes_asyncio is not installed: pip install '{EXTRA}'") from None
     try:
+        # A kubeconfig that is named wins over the pod's own account: who sets KUBECONFIG within a pod means
+        # another cluster.
         if context is None and "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ:
             config.load_incluster_config()
         else:

@@ -63,6 +63,8 @@ def status_of(
         stopping: why its state is being saved.
         suspended: nothing of it runs.
     """
+    # Begun from what was written before: where a coordinator does not answer, its last figures stay, and
+    # nothing becomes 0 that is only unknown.
     before = seen.status
     words = _words(seen, job, ended, suspended)
     known = {one.type: one for one in before.conditions}
@@ -174,6 +176,8 @@ def _accepted(seen: Observed) -> _Word:
 def _changed(seen: Observed) -> str:
     if seen.accepted is None or seen.job is None:
         return ""
+    # Compared field by field, with the names as the user wrote them. Pods are made from the accepted spec
+    # alone, so a change has no effect before the next run, and the person who made it is told so.
     old, new = seen.accepted.spec, seen.job.spec
     fields = [name for name in old.__struct_fields__ if name not in LIVE_FIELDS]
     encoded = dict(zip(old.__struct_fields__, old.__struct_encode_fields__, strict=True))
@@ -251,6 +255,8 @@ def _state_saved(seen: Observed) -> _Word:
 
 def _condition(old: JobCondition | None, type_: Is, word: _Word, seen: Observed) -> JobCondition:
     status = _STATUS[word.holds]
+    # By the status alone: a message may change at every look, and a transition time that moved with it would
+    # say that a job was never in one state for long.
     same = old is not None and old.status == status
     return JobCondition(
         type=type_.value,
@@ -271,6 +277,8 @@ _STATUS = {True: "True", False: "False", None: "Unknown"}
 def _counts(seen: Observed, job: HoldfastJob | None) -> NodeCounts | None:
     if job is None:
         return None
+    # The coordinator's word, and not the pod's phase: a pod of a machine that was cut off stays Running for
+    # minutes after the job has gone on without it.
     lost = frozenset(
         one.node
         for one in (seen.said.orders if seen.said else ())
@@ -330,6 +338,8 @@ def _state(
     if words[Is.TRAINING].holds:
         full = words[Is.FULL_STRENGTH].holds and words[Is.SPARES_READY].holds
         return "Running" if full else "Degraded"
+    # A job that trained and whose coordinator is not reached may well train on. It is Unknown: Starting would
+    # tell a program that nothing was done yet.
     if words[Is.TRAINING].holds is None:
         trained = seen.status.progress is not None and seen.status.progress.step is not None
         return "Unknown" if trained else "Starting" if seen.status.run else "Pending"

@@ -17,7 +17,7 @@ import msgspec
 from holdfast import logs
 from holdfast.engines import jobs
 from holdfast.engines.client import JobClient
-from holdfast.engines.coordinator_keeper import CoordinatorKeeper, Office, Superseded, listen
+from holdfast.engines.coordinator_keeper import CoordinatorConfig, CoordinatorKeeper, Superseded, listen
 from holdfast.engines.kubernetes.names import CONFIG_FOLDER, COORDINATOR_PORT, TERMINATION_FILE
 from holdfast.engines.kubernetes.observed import Farewell
 from holdfast.engines.kubernetes.pod import PodPlace, read_pod
@@ -57,7 +57,7 @@ class CoordinatorPod:
         # While it is held, `holdfast status` within this pod finds the job running.
         lock = jobs.JobFolder(self._pod.spec.name).lock
         await asyncio.to_thread(self._prepare)
-        office = Office(
+        config = CoordinatorConfig(
             job_dir=self._pod.folder,
             timing=self._pod.spec.timing,
             host=self._pod.host,
@@ -66,7 +66,7 @@ class CoordinatorPod:
             inherited=(lock,),
             copies=COPIES,
         )
-        keeper = CoordinatorKeeper(office, self._note, self._on_coordinator)
+        keeper = CoordinatorKeeper(config, self._note, self._on_coordinator)
         keeping = asyncio.create_task(self._keep(keeper))
         leaving = asyncio.create_task(leaves.wait())
         try:
@@ -94,11 +94,15 @@ class CoordinatorPod:
         """The folder, and what there is to go on from. A container that is started again in its pod finds both."""
         self._pod.prepare()
         path = self._pod.folder / "resume.json"
+        # Checkpoints are looked for once in a pod's life. A container that starts again in it continues with
+        # its ledger, and newer checkpoints are known there.
         if path.exists():
             return
         resume = jobs.find_checkpoints(self._pod.spec, self._note)
         if resume.checkpoints:
             self._note(f"the newest checkpoint has step {resume.checkpoints[0].step}")
+        # Written beside and renamed: a half of this file, read after a kill, would start the job from an
+        # older checkpoint or from none.
         work = path.with_suffix(".tmp")
         work.write_bytes(msgspec.json.encode(resume))
         work.replace(path)

@@ -36,6 +36,8 @@ class PodTable:
 
     def put(self, pod: PodSeen) -> None:
         """The pod is there, and so."""
+        # A uid is never given twice. Without this, an answer that left the server before the deletion would
+        # bring the pod back, and it would count as a node for ever: no watch tells of its end again.
         if pod.uid in self._gone:
             return
         known = self._pods.get(pod.name)
@@ -87,6 +89,8 @@ class Desk:
 
     def meet(self, term: int, alive: Iterable[str], orders: Iterable[int]) -> None:
         """A coordinator answers. One of another term was told nothing."""
+        # Each term begins with what agents tell it. News that the one before was told may have been lost with
+        # it, so it is told again.
         if term != self._term:
             self._term, self._told, self._acknowledged = term, set(), set()
         # Of a node that is gone nothing is to be remembered: its name does not come again, but a job may be long.

@@ -94,6 +94,8 @@ class JobTask:
 
     def put(self, raw: Object) -> None:
         """The object is so now; an older answer changes nothing."""
+        # A watch may tell of an older object than the answer to our own write. Going back to it would undo
+        # what was decided since, and the next write would be refused as one of an old version.
         if int(raw["metadata"]["resourceVersion"]) >= int(self._raw["metadata"]["resourceVersion"]):
             self._raw = raw
         self.wake()
@@ -123,6 +125,8 @@ class JobTask:
                         await self._awake.wait()
                 except TimeoutError:
                     pass
+                # Cleared before the look, not after it: what changes during the look wakes the task again,
+                # and is looked at. In the other order it would wait for the next change.
                 self._awake.clear()
                 try:
                     due_s = await self._once()
@@ -136,9 +140,14 @@ class JobTask:
 
     async def _once(self) -> float:
         """One look. Returns after how long the next one is due; 0: when something changes."""
+        # Read once, and then kept up by what this task does itself. Watching five kinds of objects instead
+        # would cost the operator a copy of every Secret of the cluster.
         if not self._known:
             await self._read_beside()
         seen = await self._observe()
+        # All decisions are in `reconcile`, which is pure. This task may be cancelled between any two actions,
+        # or its process killed: the next look begins from what the API server has, and each action may be
+        # done again.
         plan = reconcile(seen)
         error = await self._act(plan, seen)
         # What was just done is not in it, so the next look follows at once.
@@ -298,6 +307,7 @@ class JobTask:
                 )
             case DeletePod():
                 await self._delete(action)
+            # With its uid: an object of the same name that a person made since is another job.
             case DeleteJob():
                 await self._api.delete(self._path, self.uid)
             case Tell() | AskStop() | AskResize():
@@ -342,6 +352,8 @@ class JobTask:
             if action.begins
             else msgspec.structs.replace(before, run=run, term=term, next_number=number)
         )
+        # The numbers count only once they are written. Where the object has changed meanwhile nothing is
+        # granted, and the next look decides anew.
         if await self._write(after):
             self.desk.numbered(action, (before.term or 0, before.next_number or 0))
 
@@ -349,6 +361,8 @@ class JobTask:
         name = made["metadata"]["name"]
         path = f"{self._pods}/{name}"
         try:
+            # The creation before this one had no answer, so it may have happened. It is asked for by name: a
+            # second creation would be refused as a duplicate of our own pod.
             if name in self.desk.doubtful:
                 self._saw(await self._api.get(path))
             else:
@@ -358,6 +372,8 @@ class JobTask:
             self.desk.doubtful.add(name)
             raise
         except ApiError as error:
+            # It is not there, and the request may still arrive. So the number is not used a second time: the
+            # late pod would meet another one of its name.
             if name in self.desk.doubtful and error.status == 404:
                 self.desk.burn(name)
                 self.wake()
@@ -449,6 +465,8 @@ class JobTask:
         if plan.status == before:
             return []
         if self._written is not None and _conditions(plan.status) == _conditions(before):
+            # Steps and losses change all the time, and every write goes to each watcher of the cluster.
+            # Conditions are what programs wait for, so a change of one is written at once.
             left_s = self._written[1] + STATUS_EVERY_S - now_s
             if left_s > 0:
                 return [left_s]

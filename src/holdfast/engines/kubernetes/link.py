@@ -92,6 +92,8 @@ class CoordinatorLink:
                     session.ws_connect(f"{where.url}/presence") as socket,
                 ):
                     self._changed()
+                    # Nothing is read from it: the connection itself is the message. It ends with the
+                    # coordinator's process, so the operator looks at that moment and not at the next poll.
                     async for _ in socket:
                         pass
             self._where = None
@@ -132,6 +134,8 @@ class CoordinatorLink:
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             self._where = None
             raise Silent(f"{method} {path}: {error or type(error).__name__}") from error
+        # It hands over or begins: asked again it may answer. Any other refusal is final, and the object's
+        # status has its words.
         if answer.status == 503:
             raise Silent(answer.words)
         if answer.status >= 400:

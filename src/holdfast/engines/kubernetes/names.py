@@ -78,4 +78,5 @@ def term_of(job: str, pod: str) -> int | None:
 
 def _number(prefix: str, name: str) -> int | None:
     rest = name.removeprefix(prefix)
+    # A canonical number only: `n01` and `n1` would otherwise be one node under two names of pods.
     return int(rest) if rest != name and re.fullmatch("0|[1-9][0-9]{0,8}", rest) else None

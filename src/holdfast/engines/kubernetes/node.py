@@ -46,6 +46,8 @@ def become_agent(pod: PodPlace) -> NoReturn:
     problems = find_environment_problems(
         script=spec.script, module=spec.module, cwd=spec.cwd, preload=spec.preload, digest=""
     )
+    # Before the agent starts: an image without the script fails at once and says so in the pod's status. As
+    # an agent it would join, and each of its workers would end for a reason that the core cannot know.
     if problems:
         raise UsageError(f"the job {spec.name!r} cannot run in this image: {'; '.join(problems)}")
     pod.prepare()

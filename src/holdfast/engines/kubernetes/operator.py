@@ -92,6 +92,8 @@ class Operator:
 
     def _on_job(self, raw: Object) -> None:
         uid = raw["metadata"]["uid"]
+        # By uid and never by name: a job that was deleted and made again under its name is another one, and
+        # its task must not act on what it remembers of the first.
         if uid not in self._tasks:
             job = JobTask(
                 api=self._api,

@@ -83,10 +83,16 @@ def current(seen: Observed) -> HoldfastJob | None:
     """What the run is to be: as it was started, with what may change while it runs. None: nothing can run."""
     if seen.accepted is None:
         return seen.job
+    # The object was changed into one that cannot work. The run goes on as it was accepted: a typing error in
+    # `kubectl edit` must not end a training of weeks.
     if seen.job is None:
         return seen.accepted
     spec = msgspec.structs.replace(
-        seen.accepted.spec, nodes=seen.job.spec.nodes, run_policy=seen.job.spec.run_policy
+        # These two fields alone. All others are in pods that run: two halves of a job with different images
+        # or checkpoints would be a job that nobody asked for.
+        seen.accepted.spec,
+        nodes=seen.job.spec.nodes,
+        run_policy=seen.job.spec.run_policy,
     )
     return msgspec.structs.replace(seen.accepted, spec=spec)
 
@@ -148,6 +154,8 @@ def _coordinator(seen: Observed, job: HoldfastJob, term: int) -> Iterable[Action
 
 def _nodes(seen: Observed, job: HoldfastJob) -> Iterable[Action]:
     mine = {pod.name: pod for pod in seen.pods if not pod.coordinator}
+    # First, also where the job may be over: an order that nobody acknowledges stays with the coordinator and
+    # comes again at every look.
     yield from _orders(seen, mine)
     if _may_be_over(seen, mine.values()):
         return
@@ -186,6 +194,8 @@ def _nodes(seen: Observed, job: HoldfastJob) -> Iterable[Action]:
         count = min(missing, MOST_MADE) - len(unmade)
         if count > 0:
             yield Number(run=0, term=0, next_number=(seen.status.next_number or 0) + count)
+    # Never while the coordinator is silent: it may just have taken in the node that looks like one too many
+    # from here.
     if missing < 0 and seen.said is not None:
         yield from _surplus(seen, here, -missing)
 
@@ -236,6 +246,8 @@ def going_nodes(seen: Observed) -> frozenset[str]:
 
 def _given_up(seen: Observed, pod: PodSeen) -> bool:
     known = seen.said.nodes.get(pod.name) if seen.said is not None else None
+    # Only what the coordinator said of it. A node that it does not list has not joined yet, which is no
+    # reason to delete its pod.
     return known is not None and not known.alive
 
 
@@ -255,6 +267,8 @@ def _orders(seen: Observed, mine: dict[str, PodSeen]) -> Iterable[Action]:
     if seen.said is None:
         return
     gone = lost_nodes(seen) | going_nodes(seen)
+    # Counted without those that go: an order for a node is done when as many as are wanted stay, and not when
+    # any pod was made.
     enough = sum(pod.stays and pod.name not in gone for pod in mine.values()) >= seen.said.wanted
     for order in seen.said.orders:
         match order:
@@ -341,6 +355,8 @@ def _farewell(seen: Observed) -> Farewell | None:
     """Of this run's coordinator. One of an earlier run has nothing to say about this one."""
     run = seen.status.run or 0
     told = [pod for pod in seen.pods if pod.coordinator and pod.run == run and pod.farewell is not None]
+    # The highest term: an older coordinator that was cut off may have ended with other words, about a job
+    # that went on.
     newest = max(told, key=lambda pod: pod.number, default=None)
     return None if newest is None else newest.farewell
 

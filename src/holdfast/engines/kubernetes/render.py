@@ -87,6 +87,8 @@ def spec_hash(job: HoldfastJob) -> str:
 
 
 def _metadata(job: HoldfastJob, name: str, role: str = "", **more: dict[str, str]) -> Object:
+    # The job's own labels last, so a template cannot change them: pods are found by them, and a network
+    # policy lets in by them.
     marks = more.get("labels", {}) | labels(job, role)
     notes = {"annotations": more["annotations"]} if more.get("annotations") else {}
     return {
@@ -145,7 +147,7 @@ def agent_pod(
 
 
 def coordinator_pod(job: HoldfastJob, term: int, run: int = 1, setting: Setting = DEFAULT) -> Object:
-    """The coordinator of a term of office."""
+    """The coordinator of a term."""
     template = job.spec.template.spec
     worker = next(one for one in template["containers"] if one["name"] == WORKER)
     image = job.spec.coordinator.image or setting.coordinator_image or worker["image"]
@@ -177,6 +179,8 @@ def coordinator_pod(job: HoldfastJob, term: int, run: int = 1, setting: Setting 
     if "imagePullPolicy" in worker and image == worker["image"]:
         container["imagePullPolicy"] = worker["imagePullPolicy"]
     priority = job.spec.coordinator.priority_class_name or setting.coordinator_priority_class
+    # Only volumes that the coordinator mounts: a claim that one machine can mount at a time would keep it
+    # from the machine where it should run.
     taken = {one["name"] for one in container["volumeMounts"]}
     pod: Object = {
         "restartPolicy": "OnFailure",  # exit code 75, a handing over, is followed by another in its place
@@ -256,6 +260,8 @@ def _pod_environment(job: HoldfastJob) -> list[Object]:
 def _agent_environment(job: HoldfastJob, worker: Object) -> list[Object]:
     given = {one["name"] for one in worker.get("env", ())}
     where = f"{names.service_name(job.id.name)}.{job.id.namespace}.svc:{COORDINATOR_PORT}"
+    # Shorter than Kubernetes' own: an agent that is killed while it hands its snapshots over loses those that
+    # are still on their way.
     grace_s = job.spec.disruption.grace_seconds - LEAVE_S
     return [
         *_pod_environment(job),

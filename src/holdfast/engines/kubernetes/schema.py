@@ -116,6 +116,8 @@ def _of_struct(cls: type[msgspec.Struct], documented: bool) -> dict[str, Any]:
         schema = _of_type(field.type, documented)
         if field.name in docs:
             schema = {"description": docs[field.name], **schema}
+        # Defaults are written into the object when it is made. So a later version with other defaults does
+        # not change jobs that exist, and `kubectl get -o yaml` shows what holds.
         if documented and not field.required and (default := _default(field)) is not None:
             schema["default"] = default
         properties[field.encode_name] = schema

@@ -68,7 +68,7 @@ class Progress(_Struct, frozen=True, kw_only=True):
 
 
 class SavedState(_Struct, frozen=True, kw_only=True):
-    """The newest whole state."""
+    """The newest complete state."""
 
     snapshot: str | None = None
     checkpoint: str | None = None

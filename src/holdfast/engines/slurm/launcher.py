@@ -31,7 +31,7 @@ SCRIPT_GONE = frozenset({"JobLaunchFailure", "NonZeroExitCode"})
 
 
 class SlurmLauncher(Launcher):
-    """One term of office in one allocation. term 0: the first; else what was claimed before, to go on with."""
+    """One term in one allocation. term 0: the first; else what was claimed before, to go on with."""
 
     def __init__(self, spec: JobSpec, job_dir: Path, view: View, here: ThisNode, term: int = 0) -> None:
         super().__init__(spec, job_dir, view)
@@ -74,7 +74,7 @@ class SlurmLauncher(Launcher):
         """See `Launcher.on_announcement`."""
         if announcement.kind == "event":
             self._slurm_engine.on_event(announcement.value["kind"], announcement.value["fields"])
-            # Only the launcher in office writes the roster. One that is cut off takes all nodes for lost and
+            # Only the launcher of the newest term writes the roster. One that is cut off takes all nodes for lost and
             # would write an empty one, by which any single node could take over.
             changed = announcement.value["kind"] in ("node-joined", "node-lost", "node-left")
             if changed and newest_term(self.job_dir) == self.term:

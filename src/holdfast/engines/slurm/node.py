@@ -60,10 +60,10 @@ async def _run(spec: JobSpec, job_dir: Path) -> int:
     loop.add_signal_handler(signal.SIGINT, lambda: None)
     standing_by = asyncio.create_task(stand_by.run())
     code = await agent.wait()
-    _log.info("the agent ended", extra={"code": code, "in_office": stand_by.in_office})
+    _log.info("the agent ended", extra={"code": code, "leads": stand_by.leads})
     if code == 0:  # in order; one that was killed may be started again and adopt it
         await asyncio.to_thread(remove_memory, memory / here.node)
-    if not stand_by.in_office:  # whoever has the coordinator stays until the job is over
+    if not stand_by.leads:  # whoever has the coordinator stays until the job is over
         standing_by.cancel()
     await asyncio.wait([standing_by])
     return 0
@@ -101,14 +101,14 @@ class StandBy:
     folder, and more than half of those without the coordinator's node must have said it.
 
     Attributes:
-        in_office: this process has the coordinator.
+        leads: this process has the coordinator.
         launcher: what keeps it; None before and after.
     """
 
     def __init__(self, spec: JobSpec, job_dir: Path, here: ThisNode, slurm: Slurm) -> None:
         self._spec, self._job_dir, self._here, self._slurm = spec, job_dir, here, slurm
         self._missing = job_dir / "missing"
-        self.in_office = False
+        self.leads = False
         self.launcher: SlurmLauncher | None = None
 
     async def run(self) -> None:
@@ -200,7 +200,7 @@ class StandBy:
         return job is not None and job.state == "RUNNING"
 
     async def _take_over(self, term: int) -> None:
-        self.in_office = True
+        self.leads = True
         _log.warning("taking over as coordinator", extra={"term": term})
         await asyncio.sleep(GRACE_S)  # if the other lives, it has stopped by now
         await asyncio.to_thread(succeed, self._job_dir, term)

@@ -36,6 +36,8 @@ def check_options(spec: JobSpec) -> None:
             f"--time {options.time_limit!r}: write it as Slurm does: minutes, hours:minutes:seconds or days-hours, "
             "for example 30, 4:00:00 or 2-0"
         ) from None
+    # Twice, so at least half of the time is for training: a job that begins to save as soon as it has started
+    # would queue, start and save for ever.
     if limit_s is not None and limit_s < 2 * options.warn_s:
         raise UsageError(
             f"--time {options.time_limit}: {limit_s:g} s is too short, for the job stops {options.warn_s} s before its "
@@ -170,6 +172,8 @@ class Submitter:
         while True:
             job = await self._job()
             known = jobs.read_allocation(self._folder.path)
+            # Over by the job's own word: Slurm may take minutes to end the last step, and the report is
+            # there.
             if known is not None and known.over and (job is None or job.state == "COMPLETING"):
                 return False
             if job is None or job.state not in parse.LIVING:

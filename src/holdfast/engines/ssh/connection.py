@@ -123,6 +123,8 @@ class Connection:
         return made
 
     async def _greeting(self) -> Greeting:
+        # Bounded: a shell that prints for ever at login would hold a place among those that are connected,
+        # and say nothing of the host.
         for _ in range(FOREIGN_LINES):
             try:
                 line = await self._line()

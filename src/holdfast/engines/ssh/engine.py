@@ -297,6 +297,8 @@ class SshEngine:
         link = self._links.get(node)
         if link is not None and await self._send(node, Kill()):
             await asyncio.sleep(KILLED_S)
+            # Still the same connection: a host that came back meanwhile has a new one, which is not to be
+            # cut.
             if self._links.get(node) is link:
                 await link.close()
 

@@ -82,6 +82,8 @@ class Hosts:
 
     def provide(self, now: float) -> str:
         """The job wants one more node. Returns why there is none; empty: one is being started."""
+        # The reserve first, then hosts that left only because the job got smaller. One that somebody took
+        # back or that is bad is never started again by a wish for more.
         if self.use(1):
             return ""
         for host in self.all.values():
@@ -119,6 +121,8 @@ class Hosts:
         """A connection stands. Returns why no agent may be started now; empty: it may."""
         host = self.all[name]
         host.boot = boot
+        # The boot's identity and not a time: a host that answers again may have lost its network only, and
+        # still have the fault that the reboot was for.
         if host.old_boot and boot == host.old_boot:
             return "its reboot was requested and has not happened yet"
         host.old_boot = ""
@@ -194,6 +198,8 @@ class Hosts:
             self._pause(host, now)
 
     def _rest(self, host: Host, now: float) -> None:
+        # Only an agent that was in the job counts as well. One that starts and ends before it joins would
+        # otherwise be started at full speed for ever.
         if host.joined_s is not None and now - host.joined_s >= SETTLED_S:
             host.attempts = 0
         host.stage, host.joined_s = Stage.RESTING, None

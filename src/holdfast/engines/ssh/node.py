@@ -196,6 +196,8 @@ class Node:
         with (self._folder / "hosts" / f"{order.node}.lock").open("w") as lock:
             await asyncio.to_thread(fcntl.flock, lock, fcntl.LOCK_EX)
             found = self._find(order.node)
+            # An agent of an earlier start holds the job's ports and its memory, and would join a coordinator
+            # that knows nothing of it. It has ended before the next one begins.
             if found is not None and (order.fresh or found.start != order.start):
                 self._signal(signal.SIGKILL)
                 await self._gone.wait()
@@ -245,6 +247,8 @@ class Node:
         pid = self._process.pid
         self._watch(os.pidfd_open(pid))
         known = Running(start=order.start, pid=pid, began=_began(pid), kernel=kernel_id())
+        # Written beside and renamed, after the process runs: a connection that comes next finds it, or finds
+        # none. Half a file would be read as none, and a second agent be started.
         work = self._folder / "hosts" / f".{order.node}.json"
         work.write_bytes(msgspec.json.encode(known))
         work.replace(self._folder / "hosts" / f"{order.node}.json")

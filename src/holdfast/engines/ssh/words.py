@@ -157,4 +157,6 @@ def read_order(line: bytes) -> ToHost:
 
 def read_answer(line: bytes) -> FromHost | None:
     """None for a line that somebody else printed there. Raises msgspec.MsgspecError for one that is damaged."""
+    # Lines of others are passed over and not refused: a shell's start-up file is none of ours to mend, and a
+    # host that greets its users can be used.
     return _from_host.decode(line[len(PREFIX) :]) if line.startswith(PREFIX) else None

@@ -179,6 +179,8 @@ def accept(server: socket.socket, token: str) -> socket.socket:
         except OSError:
             connection.close()
             continue
+        # Proved before a byte is echoed: the port is open to everybody for twenty seconds, and whoever echoes
+        # to strangers lets them load this network.
         if is_same(given, _proof(token, nonce)):
             return connection
         connection.close()

@@ -138,6 +138,8 @@ def _rate(port: Port, kin: Sequence[Port]) -> CheckResult:
     if not port.rate_gbps:
         return msgspec.structs.replace(unknown("rdma-rate", "the kernel reports no rate"), subject=port.name)
     usual, ports = Counter(p.rate_gbps for p in kin).most_common(1)[0]
+    # Only against a majority of its kind. Of two ports with different rates nobody knows which one is right,
+    # and a fault that is not there would cost a node.
     slow = port.rate_gbps < usual and 2 * ports > len(kin)
     narrow = port.width == 1 and port.link_layer != ETHERNET  # Ethernet's 25 Gb/s are called 1X
     detail = f"{port.width}X" if port.width else ""

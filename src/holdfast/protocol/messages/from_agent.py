@@ -93,7 +93,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     kernel: str = ""
     """Where `pid` is a process, as `protocol.processes` says; empty: that cannot be told."""
     term: int = 0
-    """The latest term of office of a coordinator that it has spoken with."""
+    """The latest term of a coordinator that it has spoken with."""
     ledger: LedgerMark | None = None
     """How far the copy of the ledger goes that it keeps; None: it keeps none."""
 

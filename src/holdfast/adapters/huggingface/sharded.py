@@ -1,0 +1,86 @@
+"""A Trainer whose model transformers has sharded over the workers of a replica (`DistributedConfig`, FSDP2)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+
+from holdfast.errors import UsageError
+
+if TYPE_CHECKING:
+    from holdfast.train.run import Run
+
+
+def is_sharded(model: Any) -> bool:
+    """Whether transformers has sharded it while it was loaded."""
+    return bool(getattr(model, "is_distributed_loading_by_transformers", False))
+
+
+def join(run: Run, trainer: Any) -> None:
+    """Connects the model to the sum over the replicas, if it is sharded. Before the optimizer is made.
+
+    Raises:
+        UsageError: with everything that cannot work, and what to write instead.
+    """
+    model = trainer.model
+    if not is_sharded(model):
+        if run.sharded:
+            raise UsageError(
+                "run.mesh() was called, and the Trainer's model is whole: load it with from_pretrained(folder, "
+                "distributed_config=DistributedConfig(fsdp_size=N)), or leave run.mesh() out"
+            )
+        return
+    if not run.sharded:
+        raise UsageError(
+            "the model is sharded over process groups that a fault breaks: call run.mesh(shard=N) before "
+            "from_pretrained, in the main of holdfast.start (docs/transformers.md)"
+        )
+    wrong = [text for found, text in _checks(trainer.args, model.config.distributed_config) if found]
+    if wrong:
+        raise UsageError(
+            "holdfast.transformers.Trainer cannot train a sharded model so:\n  " + "\n  ".join(wrong)
+        )
+    run.replicate(model)
+
+
+def refuse_saving(model: Any) -> None:
+    """Raises UsageError for a model of which every worker has a part."""
+    if is_sharded(model):
+        raise UsageError(
+            "save_model(): no worker has the model, and the workers part when the training ends; holdfast checkpoint export "
+            "writes what from_pretrained reads"
+        )
+
+
+def _checks(args: Any, config: Any) -> list[tuple[bool, str]]:
+    replicas = getattr(config, "dp_replicate_size", 1)  # not in every version that is supported
+    return [
+        (
+            config.tp_size > 1 or config.pp_size > 1,
+            f"DistributedConfig(tp_size={config.tp_size}, pp_size={config.pp_size}): Accelerate would count the workers of "
+            "a replica as processes of its own; shard with fsdp_size and ep_size, or take tensor parallelism in a loop of "
+            "your own (docs/sharded.md)",
+        ),
+        (
+            replicas > 1,
+            f"DistributedConfig(dp_replicate_size={replicas}): the job has the replicas; leave it out",
+        ),
+        (
+            config.fsdp_cpu_offload,
+            "DistributedConfig(fsdp_cpu_offload=True): a replica's groups are those of its GPUs; shard over more workers",
+        ),
+        # A fault in a collective between two steps skips the rest of what follows the step, on some workers alone. Then they
+        # would decide otherwise than the others.
+        (
+            IntervalStrategy(args.eval_strategy) is not IntervalStrategy.NO or args.eval_on_start,
+            'eval_strategy: an evaluation of a sharded model cannot be repeated after a fault; give eval_strategy="no", '
+            "and evaluate what holdfast checkpoint export writes",
+        ),
+        (
+            SaveStrategy(args.save_strategy) is not SaveStrategy.NO,
+            'save_strategy: no worker has the model; give save_strategy="no". The job keeps its state by itself, and '
+            "holdfast checkpoint export writes what from_pretrained reads",
+        ),
+        (args.fp16, "fp16=True: not tested with sharded models; use bf16=True"),
+    ]

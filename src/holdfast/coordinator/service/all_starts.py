@@ -1,0 +1,132 @@
+"""Goodput over all starts of a job (each a `holdfast run`), from the state that each start left in its ledger.
+
+A start's own account calls the steps productive that stayed in it. Where the next start went on before they ended, they
+were done again: so the accounts are not simply added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from holdfast.coordinator.kernel.state import CoreState
+from holdfast.coordinator.membership import step_accounting, wall_time
+from holdfast.coordinator.service import goodput
+from holdfast.protocol.time_classes import TimeClass
+
+_DIVIDED = (TimeClass.PRODUCTIVE, TimeClass.RECOMPUTED)
+
+
+class Start(msgspec.Struct, kw_only=True):
+    """One start of a job, as its ledger has it."""
+
+    state: CoreState
+    now: float
+    """On the clock of the state: when it ended, or was last heard of."""
+    began_at: int | None
+    """At level 2: the committed steps that its first generation went on from. None: there was none."""
+
+
+class Account(msgspec.Struct, kw_only=True):
+    """Starts whose ledgers are gone, added up: what `runs/earlier.json` has."""
+
+    starts: int = 0
+    through: int = 0
+    """Number of the newest of them. A folder with this number or one below is about to be removed."""
+    known: bool = True
+    """False: one of them could not be read."""
+    seconds: dict[str, float] = {}
+    """By class."""
+    unknown: list[str] = []
+    reached: int = 0
+    """At level 2: committed steps that stayed, as far as the starts after them had gone back."""
+
+
+def summed(earlier: Account, starts: Sequence[Start | None]) -> dict[str, Any]:
+    """What `goodput.shown` has, over `earlier` and `starts`, oldest first. None among them: it cannot be read, and so nothing
+    is known. starts: their number."""
+    account = earlier
+    for number in range(len(starts)):
+        account = _with(account, starts[number], starts[number + 1 :])
+    found = {kind: account.seconds[kind] for kind in TimeClass if account.seconds.get(kind)}
+    unknown = [kind for kind in TimeClass if kind in account.unknown]
+    if not account.known:
+        found, unknown = {}, list(TimeClass)
+    shown = goodput.totals(found, unknown)
+    return {"starts": account.starts} | shown | ({} if account.known else {"wall_s": None})
+
+
+def forget(earlier: Account, number: int, first: Start | None, later: Sequence[Start | None]) -> Account:
+    """The account with one start more, of this number, whose ledger is about to be removed. later: the starts after it."""
+    return msgspec.structs.replace(_with(earlier, first, later), through=number)
+
+
+def _with(account: Account, start: Start | None, later: Sequence[Start | None]) -> Account:
+    if start is None:
+        return Account(starts=account.starts + 1, through=account.through, known=False)
+    found, unknown, reached = _corrected(start, later)
+    # Its first generation went back into starts that are gone: which of their seconds that was, nobody knows any more.
+    if start.began_at is not None and start.began_at < account.reached:
+        unknown = [*unknown, *_DIVIDED]
+    kinds = account.seconds.keys() | found.keys()
+    return Account(
+        starts=account.starts + 1,
+        through=account.through,
+        known=account.known,
+        seconds={kind: account.seconds.get(kind, 0.0) + found.get(kind, 0.0) for kind in sorted(kinds)},
+        unknown=sorted({*account.unknown, *unknown}),
+        reached=max(account.reached, reached),
+    )
+
+
+def _corrected(start: Start, later: Sequence[Start | None]) -> tuple[dict[str, float], list[TimeClass], int]:
+    """A start's classes without what later starts did again, the classes that these hide, and how far it reached."""
+    # The state is changed as if the job itself had gone back. It is a copy of the ledger's, which stays.
+    state = start.state
+    wall_time.closes(state, start.now)
+    back = _went_back_to(state, later)
+    if isinstance(back, int):
+        wall_time.went_back(state, back)
+    found = {kind.value: s for kind, s in wall_time.classes(state, start.now).items()}
+    unknown = goodput.unknown_of(state, start.now)
+    if back is None and TimeClass.PRODUCTIVE in found:
+        found[TimeClass.COMPUTED] = sum(found.pop(kind, 0.0) for kind in _DIVIDED)
+        unknown = [*unknown, *_DIVIDED]
+    reached = state.membership.committed if state.membership.counts_steps else 0
+    return found, unknown, min(reached, back) if isinstance(back, int) else reached
+
+
+_NOWHERE = "nowhere"
+"""No later start went back into this one."""
+
+
+def _went_back_to(state: CoreState, later: Sequence[Start | None]) -> int | str | None:
+    """The position in this start that the starts after it went back to. None: nobody knows."""
+    trained = [x for x in later if x is None or x.state.membership.number]
+    if not trained:
+        return _NOWHERE
+    if None in trained or not state.membership.number:
+        return None if state.membership.number else _NOWHERE
+    levels = {x.state.membership.counts_steps for x in trained if x is not None}
+    if levels != {state.membership.counts_steps}:
+        return None  # another script, whose steps say nothing of those here
+    if state.membership.counts_steps:
+        begun = [x.began_at for x in trained if x is not None and x.began_at is not None]
+        return min(begun) if begun else _NOWHERE
+    return _of_its_states(state, [x.state for x in trained if x is not None])
+
+
+def _of_its_states(state: CoreState, later: Sequence[CoreState]) -> int | str | None:
+    """At levels 0 and 1: a script that loads with `holdfast.checkpoint` has told what it went on from."""
+    given, lowest = state.membership.counted.given, None
+    for number, after in enumerate(later):
+        name = step_accounting.began_with(after)
+        at = None if name is None else given.get(name)
+        # A later one may have gone on from a state of a start between. The next one's is of this start, or unknown.
+        if at is None and number == 0:
+            return None
+        if at is not None:
+            lowest = at if lowest is None else min(lowest, at)
+    return lowest
