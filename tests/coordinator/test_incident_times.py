@@ -30,7 +30,7 @@ def strikes(desk: Desk, first_step_s: float = 0.0) -> float:
 
 def stalls_in_metrics(desk: Desk) -> tuple[float, float]:
     """How many, and for how long."""
-    families = text_string_to_metric_families(metrics_text(desk.state, 0, desk.now).decode())
+    families = text_string_to_metric_families(metrics_text(desk.state, desk.tally(), desk.now).decode())
     seen = {s.name: s.value for f in families for s in f.samples if s.labels.get("kind") == "health"}
     name = "holdfast_incident_stall_seconds"
     return seen[f"{name}_count"], seen[f"{name}_sum"]

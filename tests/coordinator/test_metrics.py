@@ -6,11 +6,14 @@ from pathlib import Path
 import msgspec
 import pytest
 from desk import TIER, Desk, copy_of, running
+from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from holdfast.coordinator.kernel import events as e
-from holdfast.coordinator.service.metrics import metrics_text
+from holdfast.coordinator.service.metrics import Figures, metrics_text
 from holdfast.coordinator.service.report import build_status
+from holdfast.coordinator.service.tally import NewestStep, Tally, happened
+from holdfast.observe.trace_ids import trace_id
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import Condition, Finding, Remedy, Severity
 from holdfast.protocol.snapshots import DurableTier, Saving
@@ -21,7 +24,7 @@ EVERY_WHOLE = Saving(tiers=(DurableTier(TIER.url, "1"), DurableTier("s3://bucket
 
 def figures(desk: Desk, steps: int = 0) -> dict[tuple[str, ...], float]:
     """Every sample by its name and its labels' values."""
-    text = metrics_text(desk.state, steps, desk.now).decode()
+    text = metrics_text(desk.state, desk.tally(steps), desk.now).decode()
     samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
     # A scrape has these of its own, and renames those of the job.
     assert not any({"job", "instance"} & s.labels.keys() for s in samples)
@@ -54,7 +57,7 @@ def test_incidents_by_what_was_seen_of_them():
     desk.fails(desk.members()[0], 6)
     seen = figures(desk)
     assert [seen[("holdfast_incidents_total", "script")], seen[("holdfast_open_incidents",)]] == [1, 1]
-    assert seen[("holdfast_incident_stall_seconds_count", "script")] == 0
+    assert ("holdfast_incident_stall_seconds_count", "script") not in seen  # it has not ended
 
 
 def test_snapshots_their_copies_and_what_they_cost():
@@ -112,14 +115,27 @@ def test_counters_outlive_the_coordinator():
     before = figures(desk)
     desk.crash()
     after = figures(desk)
-    counted = [k for k in before if k[0].endswith(("_total", "_count", "_sum")) and "wall" not in k[0]]
+    counted = [
+        k
+        for k in before
+        if k[0].endswith(("_total", "_count", "_sum")) and "wall" not in k[0] and "events" not in k[0]
+    ]
     assert {k: after[k] for k in counted} == {k: before[k] for k in counted}
+
+
+def everything(desk: Desk) -> bytes:
+    """Of a job of which all is known that can be."""
+    tally = desk.tally(1)
+    tally.weight, tally.newest = 8.0, NewestStep(t_s=1.0, loss=2.0, grad_norm=1.0, lr=0.1, weight=8.0)
+    for worker in desk.state.membership.workers.values():
+        worker.median_s = 0.2
+    return metrics_text(desk.state, tally, desk.now)
 
 
 def test_the_table_in_the_documentation_names_every_figure_with_its_type():
     desk = running(2, saving=EVERY_WHOLE)
     desk.snapshot(6, "n0", "n1")
-    said = re.findall(r"^# TYPE (\S+) (\S+)$", metrics_text(desk.state, 1, desk.now).decode(), re.M)
+    said = re.findall(r"^# TYPE (\S+) (\S+)$", everything(desk).decode(), re.M)
     documented = re.findall(r"^\| `(holdfast_\S+)` \| (\w+) \|", DOCS.read_text(), re.M)
     assert sorted(documented) == sorted(said)
 
@@ -142,3 +158,64 @@ def test_nodes_of_which_something_cannot_be_told():
     well = msgspec.structs.replace(unknown, condition=Condition.HEALTHY)
     desk.do(e.NodeSays("n1", m.FindingsReported((well,))))
     assert figures(desk)[("holdfast_unwatched_nodes",)] == 0
+
+
+def test_what_is_not_known_of_the_newest_step_is_left_out():
+    desk = running(2, committed=3)
+    tally = Tally(commits=3, newest=NewestStep(t_s=1.0, loss=None, grad_norm=None, lr=0.5, weight=None))
+    text = metrics_text(desk.state, tally, desk.state.began_s + 4.0).decode()
+    names = {s.name: s.value for f in text_string_to_metric_families(text) for s in f.samples}
+    assert (names["holdfast_step_age_seconds"], names["holdfast_learning_rate"]) == (3.0, 0.5)
+    assert not {"holdfast_loss", "holdfast_gradient_norm", "holdfast_weight_total"} & names.keys()
+
+
+def test_exemplars_are_for_those_who_ask_for_openmetrics():
+    desk = running(3, spares=1)
+    desk.lose("n1")
+    for worker in ("n0.0#1", "n2.0#3"):
+        desk.parks(worker, 5)
+    desk.commit(6)
+    figures = Figures(desk.state, desk.tally(6), desk.now)
+    prometheus = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+    text, content_type = figures.encode(prometheus)
+    assert content_type.startswith("application/openmetrics-text; version=1.0.0")
+    samples = [s for f in openmetrics.text_string_to_metric_families(text.decode()) for s in f.samples]
+    [told] = [
+        s.exemplar for s in samples if s.name == "holdfast_incident_stall_seconds_bucket" and s.exemplar
+    ]
+    assert told.labels == {"incident": "1", "trace_id": trace_id(desk.tally().ledger, 1)}
+    plain, content_type = figures.encode("text/html")
+    assert content_type.startswith("text/plain; version=0.0.4")
+    assert b"trace_id" not in plain
+
+
+def test_who_brought_the_job_back():
+    desk = running(3, spares=1)
+    desk.lose("n1")
+    for worker in ("n0.0#1", "n2.0#3"):
+        desk.parks(worker, 5)
+    desk.commit(6)
+    assert figures(desk)[("holdfast_recoveries_total", "job")] == 1
+    tally = Tally()
+    for kind, fields in (("asked", {"incident": 3}), ("incident-closed", {"id": 3, "full_strength_s": 9.0})):
+        happened(tally, kind, fields, 0.0)
+    assert tally.recovered == {"job": 0, "person": 1}
+
+
+def test_nodes_are_named_with_their_place_and_what_they_carry():
+    desk = Desk(2, spares=1)
+    desk.node("n0", place=("zone-a", "rack7"))
+    text = metrics_text(desk.state, desk.tally(), desk.now).decode()
+    [info] = [
+        s for f in text_string_to_metric_families(text) for s in f.samples if s.name == "holdfast_node_info"
+    ]
+    assert info.labels == {
+        "node": "n0",
+        "host": "n0",
+        "place": "zone-a/rack7",
+        "rack": "rack7",
+        "identity": "",
+    }
+    seen = figures(running(3, spares=1))
+    assert [seen[("holdfast_node_ranks", n)] for n in ("n0", "n3")] == [1, 0]
+    assert (seen[("holdfast_spares",)], seen[("holdfast_wanted_spares",)]) == (1, 1)

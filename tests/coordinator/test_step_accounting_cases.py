@@ -6,6 +6,7 @@ from test_generation_cases import end, launched
 
 from holdfast.coordinator.service.metrics import metrics_text
 from holdfast.coordinator.service.report import build_report, build_status
+from holdfast.coordinator.service.tally import Tally
 from holdfast.protocol import messages as m
 
 FROM_THE_LEDGER = "median_s", "skipped"
@@ -17,7 +18,7 @@ def steps(desk: Desk) -> tuple[int | None, int | None, int | None]:
     told = build_report(desk.state, [], desk.now)["steps"]
     shown = build_status(desk.state, desk.now)["steps"]
     assert shown == {k: v for k, v in told.items() if k not in FROM_THE_LEDGER}
-    text = metrics_text(desk.state, 0, desk.now).decode()
+    text = metrics_text(desk.state, Tally(), desk.now).decode()
     scraped = dict(line.split(" ") for line in text.splitlines() if line.startswith("holdfast_steps_"))
     known = {f"holdfast_steps_{k}_total": float(v) for k, v in shown.items() if v is not None}
     assert {k: float(v) for k, v in scraped.items()} == known

@@ -14,6 +14,7 @@ from holdfast.coordinator.machine import Core
 from holdfast.coordinator.membership import step_accounting, wall_time
 from holdfast.coordinator.service import goodput
 from holdfast.coordinator.service.metrics import metrics_text
+from holdfast.coordinator.service.tally import Tally
 from holdfast.protocol import messages as m
 from holdfast.protocol.phases import Spent
 from holdfast.protocol.time_classes import TimeClass
@@ -39,7 +40,7 @@ def told(desk: Desk) -> tuple[float | None, float | None, float | None]:
     assert sum(shown["classes"].values()) == pytest.approx(shown["wall_s"], abs=1e-3)
     known = shown["productive_s"] is not None
     assert known == (shown["share"] is not None) == ("productive" not in shown["unknown"])
-    text = metrics_text(desk.state, 0, desk.now).decode()
+    text = metrics_text(desk.state, Tally(), desk.now).decode()
     assert known == ('holdfast_time_seconds{class="productive"}' in text)
     return shown["productive_s"], shown["recomputed_s"], shown["computed_s"]
 
@@ -260,7 +261,7 @@ def test_the_last_hour_is_the_difference_to_the_account_of_an_hour_before():
     assert found == {T.PRODUCTIVE: pytest.approx(wall_time.WINDOW_S)}
     shown = goodput.shown(desk.state, desk.now)
     assert shown["recent"]["share"] == pytest.approx(found[T.PRODUCTIVE] / wall_time.WINDOW_S, abs=1e-4)
-    text = metrics_text(desk.state, 0, desk.now).decode()
+    text = metrics_text(desk.state, Tally(), desk.now).decode()
     assert f"holdfast_recent_goodput {shown['recent']['share']}" in text
 
 

@@ -21,9 +21,11 @@ from holdfast.cli import (
     ls,
     metrics,
     node,
+    notify,
     plan,
     report,
     resize,
+    rm,
     run,
     site,
     status,
@@ -57,12 +59,13 @@ app.command("events")(events.events)
 app.command("logs")(logs.logs)
 app.command("report")(report.report)
 app.command("track")(track.track)
-app.command("metrics")(metrics.metrics)
+app.command("notify")(notify.notify)
 app.command("fault")(fault.fault)
 app.command("check")(check.check)
 app.command("resize")(resize.resize)
 app.command("drain")(resize.drain)
 app.command("stop")(stop.stop)
+app.command("rm")(rm.rm)
 app.command("why")(why.why)
 checkpoint.app.command("export")(convert.export)
 checkpoint.app.command("import")(convert.import_)
@@ -72,6 +75,7 @@ app.add_typer(site.app, name="slurm")
 app.add_typer(node.app, name="node")
 app.add_typer(health.app, name="health")
 app.add_typer(plan.app, name="plan")
+app.add_typer(metrics.app, name="metrics")
 
 
 def _version(asked: bool) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from holdfast.cli.common import AsJson, JobName, write_json
+from holdfast.cli.common import WIDE, AsJson, Format, JobName, Output, write_as, write_json
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.archive import Archive
@@ -25,7 +25,7 @@ Place = Annotated[
 
 
 @app.command("ls")
-def ls(place: Place = None, job: JobName = None, as_json: AsJson = False) -> None:
+def ls(place: Place = None, job: JobName = None, as_json: AsJson = False, output: Output = None) -> None:
     """Lists the checkpoints, oldest first."""
     from holdfast.errors import StateError
     from holdfast.observe.tables import print_table
@@ -41,20 +41,27 @@ def ls(place: Place = None, job: JobName = None, as_json: AsJson = False) -> Non
         except StateError as error:
             row["trouble"] = str(error)
         rows.append(row)
-    if as_json:
-        write_json(rows)
+    if write_as(rows, as_json, output):
         return
+    wide = output is Format.WIDE
+    width = WIDE if wide else PLACE_WIDTH
     cells = [
         (
             units.count(r["step"]),
             units.size(r["bytes"]),
             units.count(r["world"]),
             (r["saved_at"] or units.UNKNOWN)[:19],
-            units.clip_path(r["place"], PLACE_WIDTH),
+            units.clip_path(r["place"], width),
         )
         for r in rows
     ]
-    print_table(sys.stdout, ("step", "size", "ranks", "saved (UTC)", "place"), cells, right=3)
+    print_table(
+        sys.stdout,
+        ("step", "size", "ranks", "saved (UTC)", "place"),
+        cells,
+        right=3,
+        **({"width": WIDE} if wide else {}),
+    )
     for r in rows:
         if "trouble" in r:
             _note(f"step {r['step']} is not complete: {r['trouble']}")

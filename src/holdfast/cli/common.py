@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,6 +19,36 @@ JobName = Annotated[
     str | None, typer.Option("--job", metavar="NAME", show_default="the newest job", help="The job's name.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+WIDE = 10_000
+"""Characters of a line that nothing is folded in."""
+
+
+class Format(StrEnum):
+    """How a table is printed."""
+
+    WIDE = "wide"
+    JSON = "json"
+    YAML = "yaml"
+
+
+Output = Annotated[
+    Format | None,
+    typer.Option("-o", "--output", help="wide: every column, with full paths; json or yaml: for programs."),
+]
+
+
+def write_as(value: object, as_json: bool, output: Format | None) -> bool:
+    """Prints a value for programs, if that was asked for; whether it was."""
+    if as_json or output is Format.JSON:
+        write_json(value)
+    elif output is Format.YAML:
+        import msgspec
+        import yaml
+
+        sys.stdout.write(yaml.safe_dump(msgspec.to_builtins(value), sort_keys=False, allow_unicode=True))
+    return as_json or output in (Format.JSON, Format.YAML)
 
 
 def write_json(value: object) -> None:

@@ -40,7 +40,7 @@ def events(
     from holdfast.engines import jobs
 
     folder = jobs.existing(job)
-    show = _Printer(as_json, _kinds(kind), _moment(since) if since else "")
+    show = _Printer(as_json, _kinds(kind), moment(since) if since else "")
     follows = follow and jobs.is_running(folder)
     if tail is not None or not follows:
         # Filtered before they are counted: the newest N of those that are asked for.
@@ -62,7 +62,7 @@ def _stored(folder: Path, after: int) -> Iterator[dict[str, Any]]:
             yield {"t_s": x.t_s, "utc": x.utc, "kind": x.kind, "fields": x.fields, "seq": x.seq}
 
 
-def _moment(text: str) -> str:
+def moment(text: str) -> str:
     """As the ledger writes times (ISO 8601, UTC), which compare as text.
 
     Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -34,14 +35,24 @@ def logs(
         int,
         typer.Option("-n", "--lines", metavar="N", help="Show the last N lines of each log; 0: all.", min=0),
     ] = LINES,
+    since: Annotated[
+        str | None,
+        typer.Option(
+            "--since",
+            metavar="AGO|TIME",
+            help="Show only logs that were written to in the last 30m, 2h, or since a time (UTC). Their lines have no times.",
+        ),
+    ] = None,
 ) -> None:
     """Shows what workers printed. By default, the workers of the newest generation."""
+    from holdfast.cli.events import moment
     from holdfast.cli.sources import LogSources
     from holdfast.engines import jobs
     from holdfast.errors import UsageError
 
     if rank is not None and node is not None:
         raise UsageError("give --rank or --node, not both")
+    since_s = datetime.fromisoformat(moment(since)).timestamp() if since else 0.0
     folder = jobs.existing(job)
     sources = LogSources(rank, node)
     seq = 0
@@ -62,6 +73,7 @@ def logs(
         raise UsageError(
             f"the job {folder.name!r} has no such log: {sources.known() or 'no worker was started'}"
         )
+    chosen = {path: label for path, label in chosen.items() if _written_s(path) >= since_s}
     printed = [_print(path, label, lines, write) for path, label in chosen.items()]
     if not any(printed):
         away = (
@@ -70,6 +82,14 @@ def logs(
             else "; logs that are missing there are on the hosts of their nodes"
         )
         sys.stderr.write(f"nothing was printed; the logs are in {folder / 'logs'}{away}\n")
+
+
+def _written_s(path: Path) -> float:
+    """When something was last written to it, in seconds since 1970; 0: it is not here."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _print(path: Path, label: str, lines: int, write: Write) -> bool:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from holdfast.cli.common import AsJson, write_json
+from holdfast.cli.common import WIDE, AsJson, Format, Output, write_as
 
 ANSWER_S = 2.0
 """How long a running job may take to answer; others are shown meanwhile."""
@@ -22,6 +22,7 @@ def ls(
         bool, typer.Option("--all", help=f"All jobs, and not the newest {SHOWN} only.")
     ] = False,
     as_json: AsJson = False,
+    output: Output = None,
 ) -> None:
     """Lists jobs: state, step, goodput, age."""
     import asyncio
@@ -29,10 +30,9 @@ def ls(
     from holdfast.engines import jobs
 
     folders = jobs.folders()
-    shown = folders if all_jobs or as_json else folders[:SHOWN]
+    shown = folders if all_jobs or as_json or output in (Format.JSON, Format.YAML) else folders[:SHOWN]
     found = asyncio.run(_look_at(shown))
-    if as_json:
-        write_json(found)
+    if write_as(found, as_json, output):
         return
     if not found:
         sys.stdout.write(f"there is no job in {jobs.home() / 'jobs'}\n")
@@ -40,6 +40,7 @@ def ls(
     from holdfast.observe.tables import print_table
     from holdfast.protocol import units
 
+    wide = output is Format.WIDE
     rows = [
         (
             x["job"],
@@ -48,10 +49,12 @@ def ls(
             units.share(x["goodput"]),
             units.clock(x["age_s"]),
             x["engine"] or "-",
+            *([x["folder"]] if wide else []),
         )
         for x in found
     ]
-    print_table(sys.stdout, ("job", "state", "step", "goodput", "age", "engine"), rows)
+    names = ("job", "state", "step", "goodput", "age", "engine", *(["folder"] if wide else []))
+    print_table(sys.stdout, names, rows, **({"width": WIDE} if wide else {}))
     for x in found:
         if x["problem"]:
             sys.stderr.write(f"{x['job']}: {x['problem']}\n")
@@ -86,6 +89,7 @@ async def _entry(folder: Path) -> dict[str, Any]:
         "goodput": None,
         "age_s": round(time.time() - (folder / "spec.json").stat().st_mtime, 3),
         "engine": None,
+        "folder": str(folder),
         "problem": None,
     }
     try:

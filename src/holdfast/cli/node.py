@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from holdfast.cli.common import AsJson, write_json
+from holdfast.cli.common import AsJson, Output, write_as, write_json
 
 if TYPE_CHECKING:
     from holdfast.coordinator.service.history_store import Entry, History
@@ -31,14 +31,13 @@ Name = Annotated[
 
 
 @app.command("ls")
-def ls(where: Where = None, as_json: AsJson = False) -> None:
+def ls(where: Where = None, as_json: AsJson = False, output: Output = None) -> None:
     """Shows every machine that has a history, and rules with repeated false positives."""
     with _history(where) as history:
         entries = history.all()
     machines = [_summary(machine, entries) for machine in dict.fromkeys(e.machine for e in entries)]
     wrong = _wrong(entries)
-    if as_json:
-        write_json({"machines": machines, "false_positives": wrong})
+    if write_as({"machines": machines, "false_positives": wrong}, as_json, output):
         return
     if not machines:
         sys.stdout.write("no node has a history\n")

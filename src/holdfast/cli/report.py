@@ -27,6 +27,14 @@ def report(
     picture: Annotated[
         Path | None, typer.Option("--picture", metavar="FILE", help="Draw the tables into this SVG.")
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace",
+            metavar="FILE",
+            help="Write nodes, ranks, generations and incidents over time as JSON that ui.perfetto.dev opens.",
+        ),
+    ] = None,
     baseline: Annotated[
         str | None,
         typer.Option(
@@ -57,6 +65,9 @@ def report(
 
         draw_report(shown, folder, picture)
         sys.stderr.write(f"the tables are in {picture}\n")
+    if trace is not None:
+        _write_trace(folder, trace)
+        sys.stderr.write(f"the trace is in {trace}: open it with https://ui.perfetto.dev\n")
     if curve is not None:
         from holdfast.observe.curve import draw_curve
 
@@ -146,6 +157,17 @@ def _write_csv(starts: list[tuple[int, dict[str, Any]]]) -> None:
         for kind in goodput.get("unknown") or []:
             if kind not in goodput["classes"]:
                 out.writerow((number, report.get("outcome"), kind, None, None))
+
+
+def _write_trace(folder: Path, path: Path) -> None:
+    import msgspec
+
+    from holdfast.observe.chrome_trace import chrome_trace
+
+    with ledger(folder) as store:
+        entries = [msgspec.structs.asdict(entry) for entry in store.events()]
+        steps = sorted((row.t_s, row.world) for row in store.steps())
+    path.write_bytes(msgspec.json.encode(chrome_trace(folder.name, entries, steps)))
 
 
 def _points(folder: Path) -> list[tuple[int, float, float]]:

@@ -33,12 +33,15 @@ def run(options: RunOptions) -> None:
 
         print_script(spec)
         return
-    outcome = _run(spec, options.no_ui, options.port, options.report)
+    from holdfast.cli import followers
+
+    followers.check(options.track, options.notify)
+    outcome = _run(spec, options)
     if outcome not in ("finished", "stopped"):
         sys.exit(EXIT_FAILED)
 
 
-def _run(spec: JobSpec, no_ui: bool, port: int, report: Path | None) -> str | None:
+def _run(spec: JobSpec, options: RunOptions) -> str | None:
     """Runs the job to its end, shows it and writes its report; returns its outcome."""
     import asyncio
 
@@ -49,10 +52,10 @@ def _run(spec: JobSpec, no_ui: bool, port: int, report: Path | None) -> str | No
     # Holds the job's lock from here to `close`. Two launchers of one job would each start a coordinator, and
     # both would write the same ledger.
     folder = JobFolder(spec.name)
-    view = _view(spec, folder.path, no_ui)
+    view = _view(spec, folder.path, options.no_ui)
     try:
         with view:
-            ended = asyncio.run(_launch(spec, folder, view, port))
+            ended = asyncio.run(_launch(spec, folder, view, options))
     except UsageError:
         # The job never started. Its folder would make the name look taken, and `holdfast status` show an
         # empty job.
@@ -61,17 +64,20 @@ def _run(spec: JobSpec, no_ui: bool, port: int, report: Path | None) -> str | No
     finally:
         folder.close()
     # Before anything is printed: a terminal that is gone, or a pipe that closed, must not cost the report.
-    if report is not None:
-        _write_report(ended, report)
+    if options.report is not None:
+        _write_report(ended, options.report)
     with unread():
         view.ended(ended)
     return ended.get("outcome")
 
 
-async def _launch(spec: JobSpec, folder: JobFolder, view: LiveView | PlainView, port: int) -> dict[str, Any]:
+async def _launch(
+    spec: JobSpec, folder: JobFolder, view: LiveView | PlainView, options: RunOptions
+) -> dict[str, Any]:
     import asyncio
 
     from holdfast import logs
+    from holdfast.cli.followers import Followers
     from holdfast.engines.local.launcher import LocalLauncher
     from holdfast.engines.shown import Shown, unread
 
@@ -82,11 +88,13 @@ async def _launch(spec: JobSpec, folder: JobFolder, view: LiveView | PlainView, 
                 view.tick()
 
     ticking = asyncio.create_task(tick())
+    port = options.port
+    shown = Followers(view, spec.name, folder.path / "logs", options.track, options.notify)
     try:
         if spec.engine == "slurm":
             from holdfast.cli.slurm import submit_and_follow
 
-            return await submit_and_follow(spec, folder, Shown(view))
+            return await submit_and_follow(spec, folder, Shown(shown))
         # Without other libraries' warnings: what is written before the old logs are put away is put away
         # with them.
         close_log = logs.configure(
@@ -96,15 +104,20 @@ async def _launch(spec: JobSpec, folder: JobFolder, view: LiveView | PlainView, 
             if spec.engine == "ssh":
                 from holdfast.engines.ssh.launcher import SshLauncher
 
-                return await SshLauncher(spec, folder, view, port).run()
+                return await SshLauncher(spec, folder, shown, port).run()
             if spec.engine == "join":
                 from holdfast.engines.join.launcher import JoinLauncher
 
-                return await JoinLauncher(spec, folder, view, port).run()
-            return await LocalLauncher(spec, folder, view, port).run()
+                return await JoinLauncher(spec, folder, shown, port).run()
+            return await LocalLauncher(spec, folder, shown, port).run()
         finally:
             close_log()
     finally:
+        if shown.has_begun:
+            # They read on for as long as something of the job runs, and by its lock this process does. It has ended:
+            # nothing of it is removed after this.
+            folder.close()
+            await shown.end()
         ticking.cancel()
 
 

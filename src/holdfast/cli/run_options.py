@@ -232,6 +232,26 @@ class RunOptions:
     report: Annotated[
         Path | None, Option(metavar="FILE", help="Write the report to this file as JSON when the job ends.")
     ] = None
+    track: Annotated[
+        tuple[str, ...],
+        Option(
+            names=("--track",),
+            group="Trackers and people",
+            metavar="TARGET",
+            help="Follow the job for a tracker until it ends, as `holdfast track --to TARGET` does: jsonl:PATH, "
+            "tensorboard:DIR, mlflow:URI, wandb:PROJECT or otlp:URL. Can be repeated.",
+        ),
+    ] = ()
+    notify: Annotated[
+        tuple[str, ...],
+        Option(
+            names=("--notify",),
+            group="Trackers and people",
+            metavar="TARGET",
+            help="Tell people what the job needs them for, as `holdfast notify --to TARGET` does: slack:FILE, "
+            "webhook:FILE or mail:ADDRESS. Can be repeated.",
+        ),
+    ] = ()
     no_ui: Annotated[bool, Option(help="Print plain lines instead of the live view.")] = False
     log_level: Annotated[
         str,

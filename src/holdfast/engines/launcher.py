@@ -16,6 +16,7 @@ import msgspec
 from holdfast.engines.base import Engine
 from holdfast.engines.client import Announcement, JobClient
 from holdfast.engines.coordinator_keeper import CoordinatorConfig, CoordinatorKeeper, Superseded, listen
+from holdfast.engines.scraping import publish, withdraw
 from holdfast.engines.shown import Shown, View
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.protocol.availability import Availability, OrderDone
@@ -57,6 +58,7 @@ class Launcher(ABC):
         self._stop_asked: str | None = None
         self._keeper: CoordinatorKeeper | None = None
         self._listener: socket.socket | None = None
+        self._port: int | None = None
         # The write end is held by this process alone and nothing is ever written. When the process ends, in
         # whatever way, the kernel closes it, and all that hold the read end know.
         self._lifeline, self._held = os.pipe()
@@ -96,6 +98,9 @@ class Launcher(ABC):
                 inherited=self.inherited,
                 lifeline=self._lifeline,
             )
+            # Before the coordinator starts: it reads the token that is made here.
+            self._port = self._listener.getsockname()[1]
+            publish(self.job_dir, self.host, self._port)
             self._keeper = CoordinatorKeeper(config, self.note, self._on_coordinator)
             await self._keeper.start()
             await self.staff()
@@ -273,6 +278,8 @@ class Launcher(ABC):
         """Ends what is left of the job."""
         if self._keeper is not None:
             await self._keeper.close()
+        if self._port is not None:
+            withdraw(self.job_dir, self.host, self._port)
         if self._listener is not None:
             self._listener.close()
         # After the coordinator's end, so that it does not take the end of the nodes for faults of theirs.

@@ -37,8 +37,14 @@ def print_report(report: Report, job_dir: Path, stream: IO[str]) -> None:
     stream.flush()
 
 
-def print_table(stream: IO[str], heads: Sequence[str], rows: Sequence[Sequence[str]], right: int = 0) -> None:
-    """A plain table; the first `right` columns are figures, the last column may be folded."""
+def print_table(
+    stream: IO[str],
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    right: int = 0,
+    width: int = WIDTH,
+) -> None:
+    """A plain table; the first `right` columns are figures, the last column is folded where it is too wide."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for i, head in enumerate(heads):
         last = i == len(heads) - 1
@@ -48,7 +54,7 @@ def print_table(stream: IO[str], heads: Sequence[str], rows: Sequence[Sequence[s
         # them would be taken for styles.
         table.add_row(*map(Text, row))
     text = io.StringIO()
-    Console(file=text, width=WIDTH).print(table, crop=False)
+    Console(file=text, width=width).print(table, crop=False)
     stream.write("".join(line.rstrip() + "\n" for line in text.getvalue().splitlines()))
 
 

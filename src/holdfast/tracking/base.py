@@ -16,6 +16,53 @@ from holdfast.protocol.stored import read_stored
 from holdfast.tracking.position import Batch, Position
 
 
+class Matter(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that a person has to do."""
+
+    key: str
+    """Equal for what is the same matter again."""
+    id: str
+    """Always the same for the same event of the same ledger: whoever gets it twice can tell."""
+    text: str
+    """What happened and why, in words."""
+    command: str
+    """What says more."""
+    utc: str
+    """When, ISO 8601."""
+    incident: int | None = None
+    node: str | None = None
+
+
+class Notes(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a notifier: what is to be sent, and what was."""
+
+    waiting: tuple[Matter, ...] = ()
+    """Not known to be delivered, oldest first."""
+    more: int = 0
+    """Of those that came meanwhile so many were too many to keep."""
+    told: dict[str, float] = {}
+    """Key of a matter to when it was last taken in, in seconds since 1970."""
+    next_s: float = 0.0
+    """Nothing is sent before, in seconds since 1970."""
+    failures: int = 0
+    """Attempts in a row that were not delivered."""
+
+
+class Told(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a sender of traces: what the ledger said of incidents that are still open."""
+
+    facts: dict[int, dict[str, Any]] = {}
+    """Number of the incident to its newest facts."""
+    about: dict[int, tuple[tuple[float, str, str], ...]] = {}
+    """When, kind and text of what was found and decided about it."""
+    before: dict[int, int] = {}
+    """The incident before on the same node."""
+    closed: frozenset[int] = frozenset()
+    """Those that are over."""
+    nodes: dict[str, int] = {}
+    """Node to its newest incident."""
+
+
 class Kept(msgspec.Struct, frozen=True, kw_only=True):
     """The file beside what a tracker wrote."""
 
@@ -25,9 +72,17 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
     swaps: bool = False
     """JSON lines: the file of this position may still have its other name."""
     files: int = 0
-    """TensorBoard: files that were begun."""
+    """TensorBoard: files that were begun. W&B: segments that are finished."""
     run: str = ""
     """MLflow: what the run is found by. It is chosen before the run is made, so a second follower makes no second run."""
+    rows: int = 0
+    """W&B: rows that were written."""
+    attempts: int = 1
+    """W&B: how often the job computed, the first time included."""
+    notes: Notes = Notes()
+    """Notifiers."""
+    told: Told = Told()
+    """OpenTelemetry."""
 
 
 _kept = msgspec.json.Decoder(Kept)
@@ -39,6 +94,10 @@ class Tracker(Protocol):
     @property
     def position(self) -> Position:
         """How far it is: all before is safely written."""
+
+    @property
+    def waits(self) -> bool:
+        """It has something of its own to do as time passes: it wants batches in which nothing is new."""
 
     def write(self, batch: Batch) -> None:
         """Takes in a batch. Killed at any moment it is at the old position or at the new one."""
@@ -101,6 +160,11 @@ class FileTracker(ABC):
     @abstractmethod
     def _begin(self) -> None:
         """Makes the target ready to go on at the kept position."""
+
+    @property
+    def waits(self) -> bool:
+        """See `Tracker`."""
+        return False
 
     @property
     def position(self) -> Position:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
@@ -21,12 +22,14 @@ EVERY_S = 1.0
 """Between two questions to a running job. What is read is at least `SETTLED_S` old, so a tracker is 2 to 3 s behind; in
 exchange a job of many steps a second costs its coordinator one request a second."""
 
+KINDS = ("jsonl", "tensorboard", "mlflow", "wandb", "otlp")
+HOW = "write jsonl:PATH, tensorboard:DIR, mlflow:URI, wandb:PROJECT or otlp:URL"
 OpenLedger = Callable[[Path], AbstractContextManager[Store]]
 _news = msgspec.json.Decoder(News)
 
 
 def tracker(target: str, folder: Path) -> Tracker:
-    """Of `jsonl:PATH`, `tensorboard:DIR` or `mlflow:URI`.
+    """Of `jsonl:PATH`, `tensorboard:DIR`, `mlflow:URI`, `wandb:PROJECT` or `otlp:URL`.
 
     folder: the job's. A target that is no path has its position there.
 
@@ -44,7 +47,37 @@ def tracker(target: str, folder: Path) -> Tracker:
         from holdfast.tracking.mlflow import MLflow
 
         return MLflow(where, folder)
-    raise UsageError(f"--to {target!r}: write jsonl:PATH, tensorboard:DIR or mlflow:URI")
+    if kind == "otlp":
+        from holdfast.tracking.otlp import Otlp
+
+        return Otlp(where, folder)
+    if kind == "wandb" and where:
+        from holdfast.tracking.wandb import WeightsAndBiases
+
+        return WeightsAndBiases(where, folder)
+    raise UsageError(f"--to {target!r}: {HOW}")
+
+
+LIBRARIES = {"tensorboard": "tensorboardX", "mlflow": "mlflow", "wandb": "wandb"}
+"""Tracker to the module that it needs; its extra is called as it is."""
+
+
+def check_target(target: str) -> None:
+    """What can be known before a job starts. Raises UsageError as `tracker`."""
+    kind, _, where = target.partition(":")
+    if kind not in KINDS or (not where and kind not in ("mlflow", "otlp")):
+        raise UsageError(f"{target!r}: {HOW}")
+    library = LIBRARIES.get(kind)
+    if library is not None and find_spec(library) is None:
+        raise UsageError(f"{kind}: needs {library}: pip install 'holdfast-train[{kind}]'")
+    if kind == "mlflow":
+        from holdfast.tracking.mlflow import tracking_uri
+
+        tracking_uri(where)
+    if kind == "otlp":
+        from holdfast.tracking.otlp import traces_url
+
+        traces_url(where)
 
 
 async def follow(folder: Path, trackers: Sequence[Tracker], open_ledger: OpenLedger) -> None:
@@ -72,7 +105,7 @@ async def _follow_running(folder: Path, client: JobClient, to: Tracker, open_led
             await asyncio.to_thread(_read_put_away, folder, to, open_ledger)
             await asyncio.to_thread(to.write, _beginning(to, news))
             continue
-        if news.events or news.steps:
+        if news.events or news.steps or to.waits:
             await asyncio.to_thread(to.write, take_in(at, news))
         # By the event: the launcher holds the job's lock for a while after the end, and whoever asked in that
         # time would wait for an answer that does not come.

@@ -47,14 +47,7 @@ class MLflow(FileTracker):
         Raises:
             UsageError: MLflow is missing or cannot open the URI, the URI has a password, or another follower is at it.
         """
-        self._uri = uri or os.environ.get("MLFLOW_TRACKING_URI", "")
-        if not self._uri:
-            raise UsageError("mlflow: where to? Write mlflow:URI, or set MLFLOW_TRACKING_URI")
-        if _has_password(uri):
-            raise UsageError(
-                "mlflow: the URI has a password, and every user of the machine sees command lines: set "
-                "MLFLOW_TRACKING_URI to it, and write mlflow: alone"
-            )
+        self._uri = tracking_uri(uri)
         self._name = folder.name
         place = folder / "tracked"
         place.mkdir(mode=0o700, exist_ok=True)
@@ -129,6 +122,19 @@ class MLflow(FileTracker):
         return UsageError(
             f"mlflow: the tracker does not take it: {said}. Run it again, and it goes on from here"
         )
+
+
+def tracking_uri(uri: str) -> str:
+    """The one that was given, or else that of the environment. Raises UsageError: there is none, or it has a password."""
+    if _has_password(uri):
+        raise UsageError(
+            "mlflow: the URI has a password, and every user of the machine sees command lines: set "
+            "MLFLOW_TRACKING_URI to it, and write mlflow: alone"
+        )
+    found = uri or os.environ.get("MLFLOW_TRACKING_URI", "")
+    if not found:
+        raise UsageError("mlflow: where to? Write mlflow:URI, or set MLFLOW_TRACKING_URI")
+    return found
 
 
 def _has_password(uri: str) -> bool:

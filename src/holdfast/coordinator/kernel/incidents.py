@@ -12,9 +12,10 @@ from holdfast.coordinator.kernel.health_state import KEPT_EVIDENCE, TEXT_CHARS, 
 from holdfast.coordinator.kernel.incident_state import Incident, Injection
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.protocol import ledger
-from holdfast.protocol.causes import Cause, CauseKind, Hang, RuleMatched
+from holdfast.protocol.causes import Cause, Hang, RuleMatched
 from holdfast.protocol.health import Severity
 from holdfast.protocol.ledger import IncidentFacts
+from holdfast.protocol.ledger.incidents import counted_as
 from holdfast.protocol.messages import Joined
 from holdfast.protocol.node_place import shown as shown_place
 
@@ -418,11 +419,7 @@ def stall_s(incident: Incident) -> float | None:
 
 def kind_of(incident: Incident) -> str:
     """The kind under which an incident is counted: the name of its injected fault, else the kind of its cause."""
-    # An injected fault counts by its own name, so that a test of fault tolerance does not show up as failing
-    # hardware in the metrics that people alert on.
-    if incident.fault:
-        return incident.fault.partition(":")[0]
-    return CauseKind.HEALTH if incident.rule else incident.cause.kind
+    return counted_as(incident.fault, incident.rule, incident.cause.kind)
 
 
 def _gap(since: float | None, until: float | None) -> float | None:

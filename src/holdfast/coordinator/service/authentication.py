@@ -19,6 +19,7 @@ from holdfast.protocol.authentication import Door
 from holdfast.protocol.endpoint import NAME_PATH, CoordinatorName, Endpoint
 from holdfast.protocol.http_server import head_missing
 from holdfast.protocol.proof import ANSWER_HEADER, REFUSAL, admit
+from holdfast.protocol.scrape_token import PATH as SCRAPED
 
 _PROOF: Any = getattr(web, "RequestKey", lambda name, kind: name)("proof", str)
 """Newer versions of aiohttp warn of keys that are mere texts."""
@@ -32,14 +33,18 @@ _REFUSED = (
 _ASKS_NAME = f"GET {NAME_PATH} HTTP/".encode()
 
 
-def authorized(token: str, where: Endpoint) -> Any:
-    """Turns away who does not know the token; who proves that he does without showing it gets the proof that we do."""
+def authorized(token: str, where: Endpoint, scrape_token: str = "") -> Any:
+    """Turns away who does not know the token; who proves that he does without showing it gets the proof that we do.
+
+    scrape_token: opens `/metrics` alone, see `protocol.scrape_token`; empty: there is none.
+    """
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         # Both ways of showing the token lead to the same rights. The proof covers method and path, so what
         # was heard for one request opens no other.
-        answer = _admit(request.headers.items(), token, where, request.method, request.raw_path)
+        asked = request.method, request.raw_path
+        answer = _admit(request.headers.items(), token, scrape_token, where, *asked)
         # The same text for a wrong token as for none, so a stranger learns nothing from the difference.
         if answer is None:
             return web.Response(status=401, text=_REFUSAL)
@@ -55,10 +60,21 @@ async def give_proof(request: web.Request, response: web.StreamResponse) -> None
         response.headers[ANSWER_HEADER] = answer
 
 
-def _admit(headers: Iterable[tuple[str, str]], token: str, where: Endpoint, *asked: str) -> str | None:
+def _admit(
+    headers: Iterable[tuple[str, str]],
+    token: str,
+    scrape_token: str,
+    where: Endpoint,
+    method: str,
+    path: str,
+) -> str | None:
     """See `proof.admit`; under either of the coordinator's names."""
     given = list(headers)
-    answers = (admit(given, token, name, *asked) for name in where.names)
+    tokens = [token]
+    # Whoever has this one may look at figures and do nothing else. An empty one would be known to everybody.
+    if scrape_token and method == "GET" and path == SCRAPED:
+        tokens.append(scrape_token)
+    answers = (admit(given, known, name, method, path) for known in tokens for name in where.names)
     return next((answer for answer in answers if answer is not None), None)
 
 
@@ -66,10 +82,16 @@ class Entrance:
     """Where connections come in, until it is closed."""
 
     def __init__(
-        self, listener: socket.socket, token: str, where: Endpoint, server: Callable[[], asyncio.Protocol]
+        self,
+        listener: socket.socket,
+        token: str,
+        where: Endpoint,
+        server: Callable[[], asyncio.Protocol],
+        scrape_token: str = "",
     ) -> None:
-        """server: makes the protocol of a connection in the loop that runs now."""
+        """scrape_token: as for `authorized`. server: makes the protocol of a connection in the loop that runs now."""
         self._token, self._where, self._server = token, where, server
+        self._scrape_token = scrape_token
         said = msgspec.json.encode(CoordinatorName(instance=where.instance, term=where.term))
         head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(said)}\r\nConnection: close\r\n\r\n"
         self._says_name = head.encode() + said
@@ -109,7 +131,7 @@ class Entrance:
         path, _, _ = rest.rpartition(" ")
         headers = (line.partition(":") for line in lines)
         given = ((name, value.strip()) for name, _, value in headers)
-        return _admit(given, self._token, self._where, method, path) is not None
+        return _admit(given, self._token, self._scrape_token, self._where, method, path) is not None
 
     def _take(self, sock: socket.socket, head: bytes) -> None:
         task = self._loop.create_task(self._hand_over(sock, head))

@@ -15,9 +15,10 @@ from holdfast.coordinator.service.checking import CheckRuns, check_routes
 from holdfast.coordinator.service.decision_loop import DecisionLoop
 from holdfast.coordinator.service.drain import FAREWELL_S, drain
 from holdfast.coordinator.service.ledger import Ledger, Unreadable
-from holdfast.coordinator.service.metrics import CONTENT_TYPE, metrics_text
+from holdfast.coordinator.service.metrics import Figures
 from holdfast.coordinator.service.report import build_report, build_status
 from holdfast.coordinator.service.store import Store
+from holdfast.coordinator.service.tally import Tally
 from holdfast.coordinator.service.watchers import Watcher, Watchers, announcement
 from holdfast.errors import UsageError
 from holdfast.protocol.availability import Availability, NodeGoing
@@ -48,7 +49,7 @@ class Routes:
         self._describe_job = describe
         self._loop, self._ledger, self._checks = loop, ledger_file, checks
         self._watchers, self._gone = watchers, gone
-        self._steps = 0
+        self._tally = Tally()
 
     def all(self) -> list[web.RouteDef]:
         """For `web.Application.add_routes`."""
@@ -114,14 +115,16 @@ class Routes:
         return _json(build_report(self._loop.core.state, steps, self._loop.clock()))
 
     async def _metrics_page(self, request: web.Request) -> web.StreamResponse:
+        before = self._tally
         try:
-            self._steps = await self._ledger.read(Store.count_steps)
+            self._tally = await self._ledger.read(lambda store: store.tally(before))
         # A scrape must not fail because of the disk: the metric that alerts on the disk is on the same page.
         except Unreadable:
             pass
         writable = self._ledger.why is None
-        text = metrics_text(self._loop.core.state, self._steps, self._loop.clock(), writable)
-        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
+        figures = Figures(self._loop.core.state, self._tally, self._loop.clock(), writable)
+        body, content_type = await asyncio.to_thread(figures.encode, request.headers.get("Accept", ""))
+        return web.Response(body=body, headers={"Content-Type": content_type})
 
     async def _ledger_page(self, request: web.Request) -> web.StreamResponse:
         """The job's SQLite file."""

@@ -44,6 +44,7 @@ from holdfast.protocol import ledger
 from holdfast.protocol.endpoint import Endpoint, write_endpoint
 from holdfast.protocol.job import JobDescription, JobSpec, Resume
 from holdfast.protocol.leadership import EXIT_HANDED_OVER, EXIT_SUPERSEDED, LOOK_S, newest_term
+from holdfast.protocol.scrape_token import read_scrape_token
 
 _log = logging.getLogger(__name__)
 
@@ -145,7 +146,10 @@ class Coordinator:
             instance=secrets.token_hex(8),
             term=self._term,
         )
-        app = web.Application(middlewares=[authorized(self._token, where), self._count_requests()])
+        scrape_token = read_scrape_token(self._job_dir)
+        app = web.Application(
+            middlewares=[authorized(self._token, where, scrape_token), self._count_requests()]
+        )
         app.on_response_prepare.append(give_proof)
         app.add_routes([web.get("/agent", self._agents.serve), *self._routes.all()])
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=FAREWELL_S)
@@ -157,7 +161,7 @@ class Coordinator:
         _log.info("serving", extra={"url": where.url, "resumed": self._resumed, "seq": self._loop.seq})
         write_endpoint(self._job_dir, where)
         assert runner.server is not None
-        entrance = Entrance(listener, self._token, where, runner.server)
+        entrance = Entrance(listener, self._token, where, runner.server, scrape_token)
         loop = asyncio.get_running_loop()
         # Ctrl-C reaches the whole process group. The launcher decides what it means and asks for a stop; a
         # coordinator that ended by itself would take the job's state with it.

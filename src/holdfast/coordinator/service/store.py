@@ -22,6 +22,7 @@ import msgspec
 
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.service.older_states import state_of
+from holdfast.coordinator.service.tally import Tally, read_tally
 from holdfast.protocol import ledger
 from holdfast.protocol.messages import StepTold
 
@@ -201,7 +202,8 @@ class Store:
         # In a ledger of before nobody knows in which order its commits came; a follower takes them in that of
         # the steps. None of these rows is told again, because all that come later have higher places.
         self._db.execute("update steps set place = step + 1 where place is null")
-        self._db.execute("create index if not exists steps_by_place on steps (place)")
+        for table in ("steps", "redone"):
+            self._db.execute(f"create index if not exists {table}_by_place on {table} (place)")
 
     @classmethod
     def of(cls, data: bytes) -> Store:
@@ -418,9 +420,9 @@ class Store:
                 found.setdefault(step, {})[name] = value
         return found
 
-    def count_steps(self) -> int:
-        """How many committed steps the ledger has."""
-        return int(self._db.execute("select count(*) from steps").fetchone()[0])
+    def tally(self, before: Tally) -> Tally:
+        """The totals with all that came since `before`, at the cost of that alone."""
+        return read_tally(self._db, before)
 
     def copy(self) -> bytes:
         """The whole file, as it is now: for those who cannot open it themselves."""

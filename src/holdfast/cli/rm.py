@@ -1,0 +1,50 @@
+"""`holdfast rm`: removes the folders of jobs that have ended."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from typing import Annotated
+
+import typer
+
+
+def rm(
+    names: Annotated[
+        list[str], typer.Argument(metavar="NAME...", help="Names of jobs, as `holdfast ls` shows them.")
+    ],
+    checkpoints: Annotated[
+        bool, typer.Option("--checkpoints", help="Also where checkpoints are in the job's folder.")
+    ] = False,
+) -> None:
+    """Removes ended jobs: ledger, logs, report, and snapshots in memory. Checkpoints elsewhere stay."""
+    from holdfast.checkpoint.layout import MANIFEST
+    from holdfast.engines import jobs
+    from holdfast.engines.jobs import JobFolder
+    from holdfast.errors import UsageError
+    from holdfast.protocol import units
+
+    folders = [jobs.existing(name) for name in dict.fromkeys(names)]
+    # All is looked at before anything is removed: a name that cannot be removed leaves the others as they are.
+    for folder in folders:
+        if jobs.is_running(folder):
+            raise UsageError(
+                f"the job {folder.name!r} is running: `holdfast stop --job {folder.name}` ends it"
+            )
+        # Looked for by what makes a checkpoint, and not by the specification: that names the tiers of the newest start.
+        inside = [path.parent for path in folder.rglob(MANIFEST)]
+        if inside and not checkpoints:
+            raise UsageError(
+                f"the job {folder.name!r} has {units.plural(len(inside), 'checkpoint')} in its folder, for example "
+                f"{max(inside)}: they are removed with it only if you add --checkpoints"
+            )
+    for folder in folders:
+        nbytes = jobs.free_memory(folder.name)
+        # Its lock is held meanwhile: whoever starts a job of this name now waits for no half of the old one.
+        held = JobFolder(folder.name)
+        try:
+            shutil.rmtree(folder)
+        finally:
+            held.close()
+        memory = f", and {units.size(nbytes)} of snapshots in memory" if nbytes else ""
+        sys.stdout.write(f"removed the job {folder.name}{memory}\n")

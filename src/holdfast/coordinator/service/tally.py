@@ -1,0 +1,175 @@
+"""Totals of a ledger, brought up to date by what is new in it.
+
+A scrape must cost the same after ten million steps as after ten. So a tally remembers how far it has read, and each
+reading takes what came since. Only a new coordinator reads the ledger once from its beginning.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from bisect import bisect_left
+from datetime import datetime
+from typing import Any
+
+import msgspec
+
+from holdfast.protocol.ledger.incidents import counted_as
+
+BOUNDS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
+"""Upper bounds of the histograms' buckets; what is longer is in one more."""
+
+_DETECTED = ("detect_s", "decide_s")
+_REPAIRED = ("replace_s", "join_s", "restore_s", "first_step_s")
+
+READ = ("incident-resumed", "incident-closed", "asked")
+"""Events whose fields count, and not only their number."""
+
+
+class Durations(msgspec.Struct):
+    """A histogram."""
+
+    counts: list[int] = msgspec.field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
+    """How many fell into each bucket, in that alone."""
+    total_s: float = 0.0
+    newest: dict[int, tuple[int, float, float]] = {}
+    """Bucket to the newest that fell into it: incident, seconds, and when, in seconds since 1970."""
+
+    def add(self, seconds: float, incident: int, utc_s: float) -> None:
+        """One more."""
+        bucket = bisect_left(BOUNDS_S, seconds)
+        self.counts[bucket] += 1
+        self.total_s += seconds
+        self.newest[bucket] = incident, seconds, utc_s
+
+
+class NewestStep(msgspec.Struct, frozen=True, kw_only=True):
+    """The commit that the ledger learned of last. Null: not known."""
+
+    t_s: float
+    loss: float | None
+    grad_norm: float | None
+    lr: float | None
+    weight: float | None
+
+
+class Tally(msgspec.Struct, kw_only=True):
+    """What was counted so far, and how far that was read. `read_tally` gives a new one: one is never changed after that."""
+
+    ledger: str = ""
+    """The ledger's own name; empty: it has no event yet."""
+    seq: int = 0
+    place: int = 0
+    redone_row: int = 0
+    """How far events, commits and commits that count no more were read."""
+    commits: int = 0
+    """All, also those of steps that were computed again."""
+    redone: int = 0
+    """Of these, those that count no more."""
+    weight: float | None = None
+    """Sum over all commits. It never falls, so a rate of it is right also after the job went back; null: never told."""
+    newest: NewestStep | None = None
+    kinds: dict[str, int] = {}
+    """Events by kind."""
+    stalls: dict[str, Durations] = {}
+    """By what the incident is counted as: from each fault to the next commit."""
+    full_strength: dict[str, Durations] = {}
+    """The same to the first commit at full strength."""
+    phases: dict[str, Durations] = {}
+    """By the incident's phase, without its `_s`."""
+    asked: set[int] = set()
+    """Incidents about which a person was asked, and that are open."""
+    recovered: dict[str, int] = msgspec.field(default_factory=lambda: {"job": 0, "person": 0})
+    """Incidents that came back to full strength, by who had to do something."""
+
+    @property
+    def steps(self) -> int:
+        """Committed steps that count."""
+        return self.commits - self.redone
+
+
+_tallies = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Tally)
+
+
+def read_tally(db: sqlite3.Connection, before: Tally) -> Tally:
+    """The same with all that is new in the ledger."""
+    encoder, decoder = _tallies
+    # A copy: another thread may still make figures of the one before.
+    tally = decoder.decode(encoder.encode(before))
+    if _has(db, "events"):
+        _read_events(db, tally)
+    columns = _has(db, "steps")
+    if columns and "place" not in columns:  # of before, which a reader may not change, and nobody writes to
+        tally.commits = db.execute("select count(*) from steps").fetchone()[0]
+    elif columns:
+        _read_steps(db, tally)
+    return tally
+
+
+def _has(db: sqlite3.Connection, table: str) -> set[str]:
+    return {row[1] for row in db.execute(f"pragma table_info({table})")}
+
+
+def _read_steps(db: sqlite3.Connection, tally: Tally) -> None:
+    # In one transaction, or a commit could move from `steps` to `redone` between the two readings.
+    place, row = tally.place, tally.redone_row
+    db.execute("begin")
+    try:
+        # A commit that was read in `steps` keeps its place when it moves to `redone`, so it is counted once.
+        for table in ("steps", "redone"):
+            count, weight, newest = db.execute(
+                f"select count(*), sum(weight), max(place) from {table} where place > ?", (place,)
+            ).fetchone()
+            tally.commits += count
+            tally.place = max(tally.place, newest or 0)
+            if weight is not None:
+                tally.weight = (tally.weight or 0.0) + weight
+        count, newest = db.execute(
+            "select count(place), max(rowid) from redone where rowid > ?", (row,)
+        ).fetchone()
+        tally.redone, tally.redone_row = tally.redone + count, newest or row
+        last = db.execute(
+            "select t_s, loss, grad_norm, lr, weight from steps order by place desc limit 1"
+        ).fetchone()
+    finally:
+        db.execute("commit")
+    if last is not None:
+        tally.newest = NewestStep(t_s=last[0], loss=last[1], grad_norm=last[2], lr=last[3], weight=last[4])
+
+
+def _read_events(db: sqlite3.Connection, tally: Tally) -> None:
+    if not tally.ledger:
+        first = db.execute("select utc from events order by seq limit 1").fetchone()
+        tally.ledger = first[0] if first else ""
+    for kind, count in db.execute(
+        "select kind, count(*) from events where seq > ? group by kind", (tally.seq,)
+    ):
+        tally.kinds[kind] = tally.kinds.get(kind, 0) + count
+    query = "select seq, utc, kind, fields from events where seq > ? order by seq"
+    for seq, utc, kind, fields in db.execute(query, (tally.seq,)):
+        tally.seq = seq
+        if kind in READ:
+            happened(tally, kind, msgspec.json.decode(fields), datetime.fromisoformat(utc).timestamp())
+
+
+def happened(tally: Tally, kind: str, fields: dict[str, Any], utc_s: float) -> None:
+    """Takes in one event of an incident; of others nothing but their number counts."""
+    if kind == "asked":
+        if fields.get("incident"):
+            tally.asked.add(fields["incident"])
+        return
+    number = fields["id"]
+    # What it was counted as then: a counter may not move from one label to another when the cause is found later.
+    label = counted_as(fields.get("fault"), fields.get("rule"), fields.get("cause_kind"))
+    told, table, phases = (
+        (fields.get("stall_s"), tally.stalls, _DETECTED)
+        if kind == "incident-resumed"
+        else (fields.get("full_strength_s"), tally.full_strength, _REPAIRED)
+    )
+    if told is not None:
+        table.setdefault(label, Durations()).add(told, number, utc_s)
+    for name in phases:
+        if (took := fields.get(name)) is not None:
+            tally.phases.setdefault(name.removesuffix("_s"), Durations()).add(took, number, utc_s)
+    if kind == "incident-closed":
+        tally.recovered["person" if number in tally.asked else "job"] += 1
+        tally.asked.discard(number)

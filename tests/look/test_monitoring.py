@@ -1,0 +1,187 @@
+"""Alerts and dashboards, and what they ask for: it exists, and a real Prometheus gets it from a real job (`make look-test`)."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+import yaml
+from harness import HERE, end_leftovers, end_started, start
+from servers import Prometheus, alertmanager, listener, program, prometheus, until
+
+from holdfast.cli.app import app
+from holdfast.observe.monitoring.make_dashboards import dashboards
+from holdfast.protocol.ledger import EVENTS
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "src/holdfast/observe/monitoring"
+DOCUMENTED = set(re.findall(r"^\| `(holdfast_\w+)` \|", (ROOT / "docs/metrics.md").read_text(), re.M))
+OF_A_FAMILY = re.compile(r"_(bucket|count|sum)$")
+LABELS = {"holdfast_job"}
+VARIABLES = {"$holdfast_job": ".*", "$__rate_interval": "10s", "$__range": "10m"}
+
+
+def rules() -> list[dict[str, Any]]:
+    return yaml.safe_load((FOLDER / "alerts.yaml").read_text())["groups"][0]["rules"]
+
+
+def panels() -> list[dict[str, Any]]:
+    return [p for content in dashboards().values() for p in json.loads(content)["panels"]]
+
+
+def queries() -> Iterator[tuple[str, str]]:
+    """Title of its panel and each query, with the variables filled in."""
+    asked = [(p["title"], t["expr"]) for p in panels() for t in p["targets"]]
+    asked += [
+        (f"annotations of {name}", a["expr"])
+        for name, content in dashboards().items()
+        for a in json.loads(content)["annotations"]["list"]
+    ]
+    for title, expr in asked:
+        for name, value in VARIABLES.items():
+            expr = expr.replace(name, value)
+        yield title, expr
+
+
+def named(expr: str) -> set[str]:
+    """The job's own metrics, without what a family adds to its name."""
+    found = set(re.findall(r"\bholdfast_\w+", expr)) - LABELS
+    return {OF_A_FAMILY.sub("", name) if name not in DOCUMENTED else name for name in found}
+
+
+def test_the_committed_dashboards_are_what_the_script_makes():
+    there = {path.name: path.read_bytes() for path in (FOLDER / "dashboards").iterdir()}
+    assert there == dashboards()
+
+
+def test_every_panel_says_what_it_shows_and_in_which_unit():
+    for panel in panels():
+        assert panel["description"].endswith("."), panel["title"]
+        assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
+        assert panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24
+    boards = [json.loads(content) for content in dashboards().values()]
+    assert len({board["uid"] for board in boards}) == 4
+    assert all(board["schemaVersion"] == 39 and "id" not in board for board in boards)
+
+
+def test_dashboards_and_alerts_ask_for_figures_that_exist():
+    # What is in the document is in /metrics, see tests/coordinator/test_metrics.py.
+    for title, expr in [*queries(), *((r["alert"], r["expr"]) for r in rules())]:
+        assert named(expr) <= DOCUMENTED, title
+
+
+def test_every_alert_ends_with_a_command_that_exists():
+    commands = typer.main.get_command(app)
+    for rule in rules():
+        said = rule["annotations"]["description"].replace("{{ $labels.holdfast_job }}", "pretrain")
+        words = shlex.split(said.rpartition(": holdfast ")[2])
+        assert words, rule["alert"]
+        command, context = commands, commands.make_context("holdfast", list(words), resilient_parsing=True)
+        while hasattr(command, "get_command"):
+            name = words.pop(0)
+            command = command.get_command(context, name)
+            assert command is not None, (rule["alert"], name)
+        flags = {flag for parameter in command.params for flag in parameter.opts}
+        assert {word for word in words if word.startswith("--")} <= flags, rule["alert"]
+
+    for kind in re.findall(r'--kind (\S+)|kind="([a-z-]+-[a-z]+)"', (FOLDER / "alerts.yaml").read_text()):
+        assert "".join(kind) in EVENTS
+
+
+@pytest.mark.look
+def test_promtool_agrees(tmp_path):
+    for command in (
+        ["check", "rules", FOLDER / "alerts.yaml"],
+        ["test", "rules", FOLDER / "alerts_test.yaml"],
+    ):
+        done = subprocess.run([program("promtool"), *map(str, command)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+FAULTS = ("kill-worker:rank=1,step=30", "ecc:node=1,step=60", "nan:rank=0,step=90", "slow=2x,rank=2,step=100")
+OTHERS = """
+DCGM_FI_DEV_GPU_UTIL{{Hostname="127.0.0.1",gpu="0"}} 91
+DCGM_FI_DEV_GPU_TEMP{{Hostname="127.0.0.1",gpu="0"}} 64
+node_cpu_seconds_total{{cpu="0",mode="idle"}} {n}
+node_network_receive_bytes_total{{device="eth0"}} {n}
+"""
+NEVER_HERE = {"Findings without action"}
+"""Panels of what does not happen to this job."""
+
+
+def config_of(home: Path, tmp_path: Path, others: str, alerts_to: int) -> str:
+    """What `holdfast metrics config` prints, with what a test adds."""
+    env = {"HOLDFAST_HOME": str(home), "PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT / "src")}
+    said = subprocess.run(
+        [sys.executable, "-m", "holdfast", "metrics", "config"],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    more = {"job_name": "others", "static_configs": [{"targets": [others]}]}
+    to = {"alertmanagers": [{"static_configs": [{"targets": [f"127.0.0.1:{alerts_to}"]}]}]}
+    config = yaml.safe_load(said)
+    config["scrape_configs"].append(more)
+    config |= {"rule_files": [str(FOLDER / "alerts.yaml")], "alerting": to}
+    config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    return yaml.safe_dump(config)
+
+
+def check_queries(server: Prometheus) -> None:
+    """Every query of the dashboards is understood, and has rows."""
+    without = {title for title, expr in queries() if not server.rows(expr) and "annotations" not in title}
+    assert without <= NEVER_HERE
+
+
+def check_exemplars(server: Prometheus) -> None:
+    """Which incident it was is with the histogram."""
+    query = "holdfast_incident_stall_seconds_bucket"
+    now = float(server.rows("vector(time())")[0]["value"][1])
+    found = server.get("query_exemplars", query=query, start=str(now - 600), end=str(now + 60))
+    told = {e["labels"]["incident"] for series in found for e in series["exemplars"]}
+    assert "1" in told
+
+
+@pytest.mark.look
+def test_a_real_prometheus_shows_a_job_with_incidents_and_raises_an_alert(tmp_path):
+    home = tmp_path / "home"
+    home.mkdir()
+    tier = tmp_path / "tier"
+    options = ["--nnodes", 3, "--spares", 1, "--snapshot-every", 20, "--checkpoint", f"{tier},every=40"]
+    faults = [word for fault in FAULTS for word in ("--fault", fault)]
+    try:
+        with listener() as hook, listener() as others, alertmanager(tmp_path, hook.url) as port:
+            others.page = OTHERS.format(n=5)
+            config = config_of(home, tmp_path, others.url.removeprefix("http://"), port)
+            with prometheus(tmp_path, config) as server:
+                until(lambda: server.rows("up") or None, "Prometheus answers")
+                start(home, *options, *faults, HERE / "train_logging.py", 100_000, 0.01)
+                until(
+                    lambda: server.rows('up{holdfast_job="job"} == 1') or None, "it finds the job by itself"
+                )
+                until(
+                    lambda: server.rows("holdfast_slow_ranks == 1") or None, "all that goes wrong went wrong"
+                )
+                check_queries(server)
+                check_exemplars(server)
+                assert {r["health"] for g in server.get("rules")["groups"] for r in g["rules"]} == {"ok"}
+                hook.wait_for(lambda bodies: any(b"HoldfastRecoveryLoop" in body for body in bodies))
+        [told] = [
+            alert
+            for body in hook.bodies[:1]
+            for alert in json.loads(body)["alerts"]
+            if alert["labels"]["alertname"] == "HoldfastRecoveryLoop"
+        ]
+        assert told["annotations"]["description"].endswith("holdfast why --job job")
+    finally:
+        end_started()
+        end_leftovers(home)

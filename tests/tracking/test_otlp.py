@@ -1,0 +1,171 @@
+"""Traces of incidents: the same ids whenever they are made, and a collector's own schema understands them."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from servers import Heard, listener
+
+from holdfast.coordinator.service.store import LedgerEntry, News
+from holdfast.errors import UsageError
+from holdfast.observe.trace_ids import trace_id
+from holdfast.tracking import otlp
+from holdfast.tracking.follower import tracker
+from holdfast.tracking.otlp import Otlp
+from holdfast.tracking.position import take_in
+
+BEGAN = "2026-01-02T03:04:05.000+00:00"
+LEDGER_S = 1767323045.0
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (otlp.ENDPOINT, otlp.TRACES_ENDPOINT, otlp.HEADERS):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(otlp.time, "sleep", lambda seconds: None)
+
+
+@pytest.fixture
+def collector() -> Iterator[Heard]:
+    with listener() as heard:
+        yield heard
+
+
+def facts(number: int, t_s: float, **more: Any) -> dict[str, Any]:
+    known = {"id": number, "t_s": t_s, "node": "n1", "cause": "killed", "cause_kind": "process", "ranks": [1]}
+    return {**known, "earlier_stalls": 0, "detect_s": 0.5, **more}
+
+
+DONE = {"decide_s": 0.25, "first_step_s": 1.0, "stall_s": 3.0, "full_strength_s": 4.0, "lost_steps": 0}
+
+
+def job() -> list[LedgerEntry]:
+    told = [
+        facts(1, 1.0),
+        {"incident": 1, "node": "n1", "text": "swap it"},
+        facts(1, 1.0, **DONE),
+        facts(2, 4.0),
+        {"outcome": "stopped", "reason": None, "step": 9},
+    ]
+    kinds = ["incident-opened", "asked", "incident-closed", "incident-opened", "ended"]
+    return [
+        LedgerEntry(seq=i, t_s=float(i), utc=BEGAN, kind=kind, fields=fields)
+        for i, (kind, fields) in enumerate(zip(kinds, told, strict=True), 1)
+    ]
+
+
+def tell(to: Otlp, *entries: LedgerEntry) -> None:
+    news = News(ledger=BEGAN, began_utc_s=LEDGER_S, events=list(entries), steps=[], more=False)
+    to.write(take_in(to.position, news))
+
+
+def spans(heard: Heard) -> list[dict[str, Any]]:
+    return [
+        span
+        for body in heard.bodies
+        for resource in json.loads(body)["resourceSpans"]
+        for scope in resource["scopeSpans"]
+        for span in scope["spans"]
+    ]
+
+
+def test_one_trace_for_each_incident(tmp_path: Path, collector: Heard) -> None:
+    for piece in job():  # each in a process of its own
+        with closing(tracker(f"otlp:{collector.url}", tmp_path)) as to:
+            tell(to, piece)
+    first = [s for s in spans(collector) if s["traceId"] == trace_id(BEGAN, 1)]
+    assert [s["name"] for s in first] == [
+        "holdfast.incident",
+        "holdfast.detect",
+        "holdfast.decide",
+        "holdfast.first_step",
+    ]
+    root = first[0]
+    assert {s["parentSpanId"] for s in first[1:]} == {root["spanId"]}
+    assert (root["startTimeUnixNano"], root["endTimeUnixNano"]) == (
+        "1767323046000000000",
+        "1767323050000000000",
+    )
+    assert [e["name"] for e in root["events"]] == ["asked"]
+    assert root["status"] == {"code": otlp.OK}
+    # The second was still open as the job ended.
+    [second, _] = [s for s in spans(collector) if s["traceId"] == trace_id(BEGAN, 2)]
+    assert second["status"] == {"code": otlp.ERROR}
+    assert second["links"] == [{"traceId": root["traceId"], "spanId": root["spanId"]}]
+    assert len({s["spanId"] for s in spans(collector)}) == len(spans(collector))
+
+
+def test_killed_before_its_position_is_kept_it_sends_the_same_again(tmp_path: Path, collector: Heard) -> None:
+    with closing(Otlp(collector.url, tmp_path)) as to:
+        to._kept.replace = lambda value: None  # type: ignore[method-assign]
+        tell(to, *job())
+    with closing(Otlp(collector.url, tmp_path)) as to:
+        tell(to, *job())
+    assert len(collector.bodies) == 2
+    assert collector.bodies[0] == collector.bodies[1]
+
+
+def test_headers_and_endpoint_are_opentelemetrys(tmp_path, collector, monkeypatch):
+    monkeypatch.setenv(otlp.ENDPOINT, collector.url)
+    monkeypatch.setenv(otlp.HEADERS, "authorization=Basic%20abc, x-tenant=a")
+    with closing(Otlp("", tmp_path)) as to:
+        tell(to, *job())
+    assert collector.headers[0]["authorization"] == "Basic abc"
+    assert collector.headers[0]["x-tenant"] == "a"
+    assert not any("abc" in path.read_text() for path in tmp_path.rglob("*.position"))
+
+
+def test_a_collector_that_takes_nothing_keeps_the_position(tmp_path: Path, collector: Heard) -> None:
+    collector.status = 503
+    with closing(Otlp(collector.url, tmp_path)) as to, pytest.raises(UsageError, match="answers 503"):
+        tell(to, *job())
+    assert len(collector.bodies) == otlp.ATTEMPTS
+    collector.status = 200
+    with closing(Otlp(collector.url, tmp_path)) as to:
+        assert to.position.seq == 0
+        tell(to, *job())
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [("", "where to"), ("https://me:secret@x", "a password"), ("grpc://x", "http:// or https://")],
+)
+def test_what_is_refused(tmp_path: Path, url: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        tracker(f"otlp:{url}", tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.look
+def test_opentelemetrys_own_schema_has_every_field(tmp_path: Path, collector: Heard) -> None:
+    """JSON's ids are hexadecimal there, and protobuf's mapping wants base64: that is the only difference."""
+    from google.protobuf import json_format
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    with closing(Otlp(collector.url, tmp_path)) as to:
+        tell(to, *job())
+    [body] = collector.bodies
+
+    def as_protobuf_wants(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {
+                k: base64.b64encode(bytes.fromhex(v)).decode()
+                if k in ("traceId", "spanId", "parentSpanId")
+                else as_protobuf_wants(v)
+                for k, v in value.items()
+            }
+        return [as_protobuf_wants(x) for x in value] if isinstance(value, list) else value
+
+    request = json_format.ParseDict(as_protobuf_wants(json.loads(body)), ExportTraceServiceRequest())
+    [scope] = request.resource_spans[0].scope_spans
+    root = scope.spans[0]
+    assert (root.trace_id.hex(), len(root.trace_id), len(root.span_id)) == (trace_id(BEGAN, 1), 16, 8)
+    assert root.end_time_unix_nano - root.start_time_unix_nano == 4_000_000_000
+    assert {a.key: a.value for a in root.attributes}["holdfast.incident.id"].int_value == 1
+    assert [s.name for s in scope.spans][:2] == ["holdfast.incident", "holdfast.detect"]
