@@ -14,7 +14,7 @@ $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 	  echo "Python's venv is not whole here; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train,plot,object,export,data,gpu,postgres,mathstral,transformers,lightning,tensorboard,docs,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train,plot,object,export,data,gpu,postgres,recipes,transformers,lightning,tensorboard,docs,dev]'
 	touch $(STAMP)
 
 demo: setup
@@ -44,7 +44,7 @@ adapters-test: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[adapters]'
 	mkdir -p out/adapters
 	$(BIN)/python -m pytest -n $(TESTERS) --dist worksteal -m "nightly or not nightly" --junitxml out/adapters/installed.xml \
-	  tests/adapters; \
+	  tests/adapters tests/recipes/test_preferences.py; \
 	  status=$$?; $(BIN)/python tests/adapters/table.py out/adapters/installed.xml; exit $$status
 
 # The table in docs/frameworks.md: the adapters' tests with the installed versions and with the oldest supported ones.

@@ -31,24 +31,23 @@ HOME_BYTES = 1024
 """Room for the path of a job's home in the environment block: /proc shows this block, and tests look for it there."""
 PACKET_BYTES = 65536
 
-_address: Path | None = None
-"""Where this test process's server listens; it starts with the first job."""
+_addresses: dict[str, Path] = {}
+"""Where this test process's servers listen, by the modules that they have imported; each starts with the first job of its kind."""
 
 
-def launcher() -> list[str]:
-    """The command line that stands for `python -m holdfast.cli` in a test."""
-    return [sys.executable, __file__, "launch", str(_address or _start())]
+def launcher(modules: str = MODULES) -> list[str]:
+    """The command line that stands for `python -m holdfast.cli` in a test. modules: what the jobs preload, with commas."""
+    return [sys.executable, __file__, "launch", str(_addresses.get(modules) or _start(modules))]
 
 
-def _start() -> Path:
-    global _address
-    _address = Path(tempfile.mkdtemp(prefix="holdfast-preloaded-")) / "socket"
+def _start(modules: str) -> Path:
+    address = _addresses[modules] = Path(tempfile.mkdtemp(prefix="holdfast-preloaded-")) / "socket"
     lifeline, held = os.pipe()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(str(_address))
+        listener.bind(str(address))
         listener.listen(64)
         process = subprocess.Popen(
-            [sys.executable, "-P", __file__, "serve", str(listener.fileno()), str(lifeline)],
+            [sys.executable, "-P", __file__, "serve", str(listener.fileno()), str(lifeline), modules],
             env=_comparable(dict(os.environ)) | {HOME: "-" * HOME_BYTES, "OMP_NUM_THREADS": "1"},
             pass_fds=(listener.fileno(), lifeline),
             stdin=subprocess.DEVNULL,
@@ -61,7 +60,7 @@ def _start() -> Path:
         process.wait(10)
 
     atexit.register(end)
-    return _address
+    return address
 
 
 def _comparable(environment: dict[str, str]) -> dict[str, str]:
@@ -108,7 +107,7 @@ def launch(address: str, arguments: list[str]) -> None:
 # --------------------------------------------------------------------------------------- the process that forks
 
 
-def serve(listener: socket.socket, lifeline: int) -> None:
+def serve(listener: socket.socket, lifeline: int, imported: str) -> None:
     """Forks a fork server for every launcher that asks; ends with the test process."""
     # Only the first block of the environment shows in /proc, so its address is taken before anything is set.
     libc = ctypes.CDLL(None)
@@ -119,7 +118,7 @@ def serve(listener: socket.socket, lifeline: int) -> None:
     from holdfast.agent import __main__, fork_server, zygote  # noqa: F401 - for its forks
     from holdfast.health.ruleset import catalogue
 
-    zygote.import_modules(MODULES.split(","))
+    zygote.import_modules(imported.split(","))
     catalogue()
     os.environ["SPT_NOENV"] = (
         "1"  # the name's first change finds the arguments, while the environment is as it began
@@ -137,7 +136,7 @@ def serve(listener: socket.socket, lifeline: int) -> None:
             continue
         modules, environment, folder, mask = json.loads(packet)
         long = len(os.fsencode(environment.get(HOME, ""))) > HOME_BYTES
-        if modules != MODULES or _comparable(environment) != own or long:
+        if modules != imported or _comparable(environment) != own or long:
             client.send(b"differs")
         else:
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
@@ -145,7 +144,7 @@ def serve(listener: socket.socket, lifeline: int) -> None:
                 listener.close()
                 client.close()
                 os.close(lifeline)
-                _become(fds, environment, folder, mask, home)
+                _become(fds, environment, folder, mask, home, imported)
             pidfd = os.pidfd_open(pid)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
             socket.send_fds(client, [str(pid).encode()], [pidfd])
@@ -156,7 +155,9 @@ def serve(listener: socket.socket, lifeline: int) -> None:
     shutil.rmtree(Path(listener.getsockname()).parent)
 
 
-def _become(fds: list[int], environment: dict[str, str], folder: str, mask: int, home: int) -> None:
+def _become(
+    fds: list[int], environment: dict[str, str], folder: str, mask: int, home: int, imported: str
+) -> None:
     """The fork server of one job, as if its launcher had started it."""
     from holdfast.agent import fork_server
 
@@ -174,7 +175,7 @@ def _become(fds: list[int], environment: dict[str, str], folder: str, mask: int,
         for fd, to in zip(fds[1:], (1, 2), strict=True):
             os.dup2(fd, to)
             os.close(fd)
-        sys.argv = [fork_server.__file__, str(fds[0]), MODULES]
+        sys.argv = [fork_server.__file__, str(fds[0]), imported]
         code = fork_server.main()
     except BaseException:
         sys.excepthook(*sys.exc_info())
@@ -188,4 +189,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "launch":
         launch(sys.argv[2], sys.argv[3:])
     else:
-        serve(socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3]))
+        serve(socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3]), sys.argv[4])

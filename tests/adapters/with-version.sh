@@ -16,7 +16,7 @@ accelerate) tests="tests/adapters/test_accelerate.py tests/adapters/test_acceler
 trl) tests="tests/adapters/test_trainer.py -k trl" also=(peft) ;;
 deepspeed) tests="tests/adapters/test_deepspeed.py" also=(ninja) ;;
 ray) tests="tests/adapters/test_ray.py" ;;
-torchtitan) tests="tests/adapters/test_torchtitan.py" also=(triton) ;; # which torch for CPUs does not bring
+torchtitan) tests="tests/adapters/test_torchtitan.py tests/adapters/test_titan.py" also=(triton) ;; # which torch for CPUs does not bring
 *) echo "there are no tests for $framework" >&2 && exit 2 ;;
 esac
 

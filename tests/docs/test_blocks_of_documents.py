@@ -27,7 +27,8 @@ from holdfast.cli.app import app
 ROOT = Path(__file__).parents[2]
 MADE = ROOT / "docs" / "reference" / "commands.md"
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/mathstral/README.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+    *sorted((ROOT / "recipes").rglob("*.md")),
     *sorted(p for p in (ROOT / "docs").rglob("*.md") if p != MADE),
 ]
 LANGUAGES = {"sh", "python", "toml", "yaml", "text"}

@@ -63,10 +63,13 @@ class Ran:
             store.close()
 
 
-def start(home: Path, *args: object, job: str = "job") -> subprocess.Popen[str]:
-    """Starts the launcher; its report goes to HOME/JOB.json."""
+def start(
+    home: Path, *args: object, job: str = "job", preload: str = preloaded.MODULES
+) -> subprocess.Popen[str]:
+    """Starts the launcher; its report goes to HOME/JOB.json. preload: what warm processes import, once for all such jobs."""
     env = dict(os.environ, HOLDFAST_HOME=str(home))
-    command = [*preloaded.launcher(), "run", "--job", job, "--no-ui"]
+    command = [*preloaded.launcher(preload), "run", "--job", job, "--no-ui"]
+    command += [] if preload == preloaded.MODULES else ["--preload", preload]
     command += ["--report", str(home / f"{job}.json"), *map(str, args)]
     process = subprocess.Popen(
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
@@ -120,9 +123,11 @@ def adds_up(goodput: dict) -> None:
         assert goodput["classes"].get("unexplained", 0.0) <= 0.01 * goodput["wall_s"], goodput
 
 
-def run(home: Path, *args: object, job: str = "job", timeout: float = 100) -> Ran:
+def run(
+    home: Path, *args: object, job: str = "job", timeout: float = 100, preload: str = preloaded.MODULES
+) -> Ran:
     """One job from start to end."""
-    return finish(start(home, *args, job=job), home, job, timeout)
+    return finish(start(home, *args, job=job, preload=preload), home, job, timeout)
 
 
 def leftovers(home: Path) -> dict[int, str]:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from holdfast.cli import calibrate, placement, plan_run, simulate
+from holdfast.cli import calibrate, memory_plan, placement, plan_run, simulate
 from holdfast.cli.common import AsJson, write_json
 
 SHOWN = 3
@@ -23,6 +23,7 @@ app.command("simulate")(simulate.simulate)
 app.command("calibrate")(calibrate.calibrate)
 app.command("validate")(calibrate.validate)
 app.command("placement")(placement.placement)
+app.command("memory")(memory_plan.memory)
 
 GlobalBatch = Annotated[
     int | None,

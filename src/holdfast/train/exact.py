@@ -335,7 +335,8 @@ class ExactSum(Gradients):
             )
         # The copy is made inside autograd's hook, while the gradient is still in the cache.
         bucket.take(p)
-        self._flip_injected([p.grad])
+        if self._flips:
+            self._flip_injected([p.grad])
         if len(bucket.arrived) == len(bucket.parameters):
             bucket.close(self._joins, self._fold)
             if self._group is not None:

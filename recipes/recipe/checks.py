@@ -1,0 +1,102 @@
+"""What does not fit together is refused by name, before anything starts."""
+
+from pathlib import Path
+from typing import Any
+
+from holdfast.data.build import describe
+from recipe.config import Config, Data
+
+
+def check(config: Config, model: Any) -> None:
+    """model: the configuration of `transformers` that the folder has.
+
+    Raises:
+        ValueError: what of the file the model, the data or the replica cannot take.
+    """
+    check_parallel(config, model)
+    check_experts(config, model)
+    check_data(config.data, model.vocab_size, getattr(model, "max_position_embeddings", None))
+
+
+def check_parallel(config: Config, model: Any) -> None:
+    """Raises ValueError for a mesh that leaves the replica, and for experts that it cannot hold."""
+    shard, group = config.parallel.shard, config.parallel.experts
+    if group == 1:
+        return
+    experts = experts_of(model)
+    if experts is None:
+        raise ValueError(
+            f"parallel.experts is {group}, and a {model.model_type} has no experts: leave it out, or take another model"
+        )
+    if shard % group:
+        raise ValueError(
+            f"parallel.experts is {group}, and a replica has {shard} workers (parallel.shard): a mesh of experts lies within "
+            f"one replica, so give a divisor of {shard}, or a parallel.shard that is a multiple of {group}"
+        )
+    if experts % group:
+        raise ValueError(
+            f"parallel.experts is {group}, and the model has {experts} experts in a layer: every worker holds as many as "
+            f"the others, so give a divisor of {experts}"
+        )
+    if config.lora.rank:
+        raise ValueError("parallel.experts and lora.rank together are not supported: leave one of them out")
+
+
+def check_experts(config: Config, model: Any) -> None:
+    """Raises ValueError for what is asked of experts that a model does not have."""
+    wanted = [name for name in ("loss", "bias_rate") if getattr(config.experts, name)]
+    if wanted and experts_of(model) is None:
+        raise ValueError(
+            f"experts.{wanted[0]} is given, and a {model.model_type} has no experts: leave it out"
+        )
+
+
+def check_data(data: Data, vocabulary: int, positions: int | None) -> None:
+    """Raises ValueError for samples that a model of so many tokens and positions cannot take."""
+    if (data.tokens is None) == (data.pairs is None):
+        raise ValueError(
+            "give one of data.tokens (what `holdfast data build` wrote) and data.pairs (a JSONL file)"
+        )
+    if positions is not None and data.seq_len > positions:
+        raise ValueError(
+            f"data.seq_len is {data.seq_len}, and the model's config.json allows {positions} positions"
+        )
+    for tokens in [data.tokens] if isinstance(data.tokens, str) else data.tokens or ():
+        built = describe(Path(tokens))
+        if built is not None and built.vocabulary > vocabulary:
+            raise ValueError(
+                f"{tokens} has tokens up to {built.vocabulary - 1}, and the model {vocabulary} in all: build it with the "
+                "model's own tokenizer.json"
+            )
+
+
+def refuse_for_preferences(config: Config) -> None:
+    """Raises ValueError for what TRL's trainer does not do here."""
+    if config.data.pairs is None:
+        raise ValueError("data.pairs is missing: a JSONL file with prompt, chosen and rejected on each line")
+    if config.parallel.shard > 1 or config.parallel.experts > 1:
+        raise ValueError(
+            f"parallel.shard is {config.parallel.shard}: here every worker has a complete model. Leave it out, and give "
+            "lora.rank where a model with its moments is too large for one device"
+        )
+    for name in ("loss", "bias_rate"):
+        if getattr(config.experts, name):
+            raise ValueError(f"experts.{name} is not used when preferences are learned: leave it out")
+
+
+def check_tokenizer(folder: Path, size: int, vocabulary: int) -> None:
+    """Raises ValueError for a tokenizer of a folder that makes tokens which its model does not know."""
+    if size > vocabulary:
+        raise ValueError(
+            f"{folder}/tokenizer.json has {size} tokens, and the model's config.json {vocabulary}: it is the tokenizer of "
+            "another model"
+        )
+
+
+def experts_of(model: Any) -> int | None:
+    """In a layer; None: the model has none."""
+    for name in ("num_local_experts", "num_experts", "n_routed_experts"):
+        found = getattr(model, name, None)
+        if found:
+            return int(found)
+    return None

@@ -1,0 +1,106 @@
+"""What of torchtitan's options does not work in a job: a sentence for each, before anything is built."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from holdfast.errors import UsageError
+
+
+class Row(NamedTuple):
+    """The workers of a replica."""
+
+    shard: int
+    context: int
+    tensor: int
+
+    @property
+    def workers(self) -> int:
+        """All of them."""
+        return self.shard * self.context * self.tensor
+
+
+def row_of(parallelism: Any, workers_per_node: int) -> Row:
+    """torchtitan's degrees as those of a replica. Where it is to find out the shards, they are what is left of a node.
+
+    Raises:
+        UsageError: degrees that do not divide a node's workers.
+    """
+    context, tensor = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
+    shard = parallelism.data_parallel_shard_degree
+    if shard < 1:
+        if workers_per_node % (context * tensor):
+            raise UsageError(
+                f"--parallelism.tensor_parallel_degree {tensor} and context_parallel_degree {context} do not divide the "
+                f"{workers_per_node} workers of a node; give --parallelism.data_parallel_shard_degree, too"
+            )
+        shard = workers_per_node // (context * tensor)
+    return Row(shard, context, tensor)
+
+
+def refuse(config: Any) -> None:
+    """
+    Raises:
+        UsageError: an option that does not work in a job, with what to do instead.
+    """
+    for wrong, sentence in _all(config):
+        if wrong:
+            raise UsageError(f"holdfast.titan: {sentence}")
+
+
+def refuse_hooks(optimizers: Any) -> None:
+    """
+    Raises:
+        UsageError: something is to happen before each update, as with biases of experts: collectives, which a commit cannot
+            have, and a container's hooks do not run where its parts are stepped after a fault.
+    """
+    if optimizers._optimizer_step_pre_hooks:
+        raise UsageError(
+            "holdfast.titan: this configuration updates biases of experts in a hook of its optimizers, with collectives that a "
+            "commit cannot run. Give a model without load_balance_coeff; recipes/qwen3-30b-a3b-sft has such an update"
+        )
+
+
+def _all(config: Any) -> list[tuple[bool, str]]:
+    parallelism, training = config.parallelism, config.training
+    return [
+        (
+            parallelism.pipeline_parallel_degree > 1,
+            "--parallelism.pipeline_parallel_degree: stages of a pipeline call different collectives, so a healthy replica "
+            "could not leave a step together. Use shards and tensor parallelism; torchtitan's own trainer works at "
+            "level 1",
+        ),
+        (
+            parallelism.data_parallel_replicate_degree > 1,
+            "--parallelism.data_parallel_replicate_degree: replicas are the job's, and their number may change. Leave it out, "
+            "and give --nnodes",
+        ),
+        (
+            parallelism.expert_parallel_degree > 1,
+            "--parallelism.expert_parallel_degree has not been tried here. Leave it out; recipes/qwen3-30b-a3b-sft trains "
+            "experts on several workers",
+        ),
+        (
+            parallelism.context_parallel_degree > 1,
+            "--parallelism.context_parallel_degree has not been tried here. Leave it out; docs/sharded.md shows context "
+            "parallelism in a loop of your own",
+        ),
+        (
+            not training.disable_cuda_graphs,
+            "a captured graph of a step cannot be left in its middle. Give --training.disable_cuda_graphs",
+        ),
+        (
+            config.checkpoint.enable,
+            "--checkpoint.enable: the job saves its state by itself. Leave it out, and give `holdfast run --checkpoint DIR`; "
+            "`holdfast checkpoint export` writes safetensors",
+        ),
+        (
+            config.comm.mode != "default",
+            f"--comm.mode {config.comm.mode} simulates a world. Leave it out",
+        ),
+        (
+            hasattr(config.loss, "num_chunks"),
+            "the loss is computed in chunks, each with a backward pass of its own, which no step would know. Give "
+            "the configuration its inner loss, as `-m holdfast.titan` does",
+        ),
+    ]

@@ -1,0 +1,232 @@
+"""torchtitan's trainer as a member of a job: its own model, meshes, loss and batches; the run decides what counts."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
+from importlib import metadata
+from typing import Any, Literal
+
+import torch
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.tools.logging import logger
+from torchtitan.trainer import Trainer
+
+from holdfast.adapters.torchtitan.refusals import refuse, refuse_hooks, row_of
+from holdfast.adapters.torchtitan.streams import Numbers, Streams
+from holdfast.adapters.versions import TORCHTITAN
+from holdfast.train.run import Run
+from holdfast.train.step import Step
+
+IGNORED = -100
+"""torchtitan's IGNORE_INDEX: a label that is not learned."""
+
+_run: list[Run] = []
+"""The run that `holdfast.start` gave this process: torchtitan makes its trainer of a configuration alone."""
+
+
+@dataclass(kw_only=True, slots=True)
+class HoldfastConfig:
+    """What only a job has."""
+
+    reduction: Literal["fast", "exact"] = "fast"
+    """exact: losses and parameters are the same, bit by bit, through every fault."""
+
+
+class HoldfastTrainer(Trainer):  # type: ignore[misc] # it has no types here
+    """Only the loop over steps and what is summed over replicas are ours."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):  # type: ignore[misc]
+        """torchtitan's, with a table of ours."""
+
+        holdfast: HoldfastConfig = field(default_factory=HoldfastConfig)
+
+    def __init__(self, config: Config) -> None:
+        """
+        Raises:
+            UsageError: a version or an option that is not supported; see docs/torchtitan.md.
+        """
+        TORCHTITAN.check(metadata.version("torchtitan"), "holdfast.titan")
+        refuse(config)
+        self.holdfast_run = _run[0]
+        self.holdfast_step: Step | None = None
+        super().__init__(config)
+        refuse_hooks(self.optimizers)
+        for part in self.model_parts:
+            keep_as_it_lies(part)
+            self.holdfast_run.replicate(part)
+
+    def init_distributed(self) -> Any:
+        """torch's world is the replica. torchtitan builds all its meshes on it, and never sees how many replicas there are."""
+        row = row_of(self.config.parallelism, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        self.holdfast_run.mesh(shard=row.shard, tensor=row.tensor, context=row.context)
+        dist_utils.init_distributed(self.config.comm)  # returns at once: torch is initialised
+        # What torchtitan switches off before it initialises torch, for its own meshes.
+        torch.autograd.set_multithreading_enabled(False)
+        return ParallelDims.from_config(self.config.parallelism, row.workers)
+
+    def _forward_backward_body(
+        self, inputs: Any, labels: Any, global_valid_tokens: Any, extra_kwargs: dict[str, Any]
+    ) -> Any:
+        """torchtitan's, but for the backward pass: the run has to know which micro-batch it is, and its weight."""
+        step = self.holdfast_step
+        assert step is not None
+        with self.train_context():
+            pred = self.model_parts[0](inputs, **extra_kwargs)
+            more = {"positions": extra_kwargs["positions"]} if "positions" in extra_kwargs else {}
+            # Divided by one: a sum over tokens. The mean is taken once, over the tokens of the global batch.
+            loss, _ = self.loss_fn(pred, labels, torch.ones_like(global_valid_tokens), **more)
+            del pred
+            step.backward(loss, weight=float(global_valid_tokens))
+        return loss
+
+    def train_step(self, data_iterator: Any) -> None:
+        """One attempt. A fault in it is swallowed by `with step`, and the step comes again.
+
+        Args:
+            data_iterator: the `Streams` of the run; `train` gives them.
+        """
+        step, run = self.holdfast_step, self.holdfast_run
+        assert step is not None
+        self.optimizers.zero_grad()
+        with step:
+            for at, _ in enumerate(step):
+                # Asked only now: the step waits for its generation before it gives out the first micro-batch.
+                number = run.world.micro_batches[at]
+                began = time.perf_counter()
+                inputs, labels = data_iterator.batch(number, step.index)
+                # What torchtitan's own generator of batches tells its metrics.
+                self.metrics_processor.data_loading_times.append(time.perf_counter() - began)
+                self.metrics_processor.ntokens_since_last_log += labels.numel()
+                here = {k: v.to(self.device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+                labels = labels.to(self.device)
+                self.forward_backward_step(
+                    input_dict=here, labels=labels, global_valid_tokens=(labels != IGNORED).sum()
+                )
+            step.apply(self.optimizers, self.config.training.max_norm, self.lr_schedulers)
+
+    def train(self) -> None:
+        """torchtitan's loop, around the steps of the run."""
+        run, config = self.holdfast_run, self.config
+        run.protect(**self._holdfast_state())
+        streams = Streams(self._loader_of, self._micro_batches())
+        with config.profiler.build(global_step=0, base_folder=config.dump_folder) as profiler:
+            for step in self._steps():
+                self.holdfast_step = step
+                self.step = step.index + 1
+                self.gc_handler.run(self.step)
+                rates = self.lr_schedulers.get_metrics()
+                self.train_step(streams)
+                if not step.committed:
+                    continue
+                # What torchtitan counts up follows from the step, so it is no state: a step that comes again, or a
+                # worker that came late, has the same.
+                self.ntokens_seen = self.step * self._tokens_of_a_step()
+                self._log(step, rates)
+                if config.validator.enable and self.validator.should_validate(self.step):
+                    with run.relaxed_watchdog():
+                        self.validator.validate(self.model_parts, self.step)
+                profiler.step()
+        logger.info("Training completed")
+
+    def _steps(self) -> Iterator[Step]:
+        training, batch = self.config.training, self._micro_batches() * self.config.training.local_batch_size
+        return self.holdfast_run.steps(
+            Numbers(batch * training.steps),
+            global_batch=batch,
+            micro_batch=training.local_batch_size,
+            until=training.steps,
+            seed=self.config.debug.seed or 0,
+            reduction=self.config.holdfast.reduction,
+        )
+
+    def _holdfast_state(self) -> dict[str, Any]:
+        state: dict[str, Any] = {}
+        # torchtitan's containers write their state by names of parameters, with a pretended step to make it. Their parts
+        # are torch's own, of which a newcomer gets exactly what the others have.
+        parts = {
+            "model": self.model_parts,
+            "optimizer": self.optimizers,
+            "scheduler": self.lr_schedulers.schedulers,
+        }
+        for name, several in parts.items():
+            state |= {f"{name}{number or ''}": one for number, one in enumerate(several)}
+        return state
+
+    def _micro_batches(self) -> int:
+        """Of a global batch, over all replicas at full strength."""
+        training = self.config.training
+        if training.global_batch_size > 0:
+            return int(training.global_batch_size // training.local_batch_size)
+        # As torchtitan has it: one micro-batch for each worker that has samples of its own.
+        own = int(self.parallel_dims.tp * self.parallel_dims.cp)
+        return max(1, self.holdfast_run.full_world_size // own)
+
+    def _tokens_of_a_step(self) -> int:
+        training = self.config.training
+        return int(self._micro_batches() * training.local_batch_size * training.seq_len)
+
+    def _loader_of(self, number: int) -> Any:
+        """torchtitan's own loader for one of so many ranks as there are micro-batches in a global batch."""
+        return self.config.dataloader.build(
+            dp_world_size=self._micro_batches(),
+            dp_rank=number,
+            tokenizer=self.tokenizer,
+            seq_len=self.config.training.seq_len,
+            local_batch_size=self.config.training.local_batch_size,
+            snapshot_every_n_steps=None,
+        )
+
+    def _log(self, step: Step, rates: dict[str, float]) -> None:
+        run = self.holdfast_run
+        run.log(loss=step.loss, grad_norm=step.grad_norm, **_plain(rates))
+        # Every replica has the same numbers; torchtitan's own logger is that of one.
+        if run.world.replica != 0 or not self.metrics_processor.should_log(self.step):
+            return
+        more = {"n_tokens_seen": self.ntokens_seen, **rates}
+        norm = step.grad_norm if step.grad_norm is not None else float("nan")
+        self.metrics_processor.log(self.step, step.loss, step.loss, norm, extra_metrics=more)
+
+
+def keep_as_it_lies(model: torch.nn.Module) -> None:
+    """The state of a model is its parameters, as they lie here.
+
+    torchtitan's modules rewrite it for the checkpoints of others: what computes queries, keys and values in one has a hook that
+    gathers all of it and gives out three copies. A job's state is never gathered, and a newcomer gets the same layout.
+    """
+    for module in model.modules():
+        for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks):
+            for key, hook in list(hooks.items()):
+                # Torch puts the function of a load hook into a wrapper of its own.
+                function = getattr(hook, "hook", hook)
+                if str(getattr(function, "__module__", "")).startswith("torchtitan"):
+                    del hooks[key]
+
+
+def _plain(rates: dict[str, float]) -> dict[str, float]:
+    """Names that the ledger takes."""
+    return {name.replace("/", "_"): value for name, value in rates.items()}
+
+
+def as_holdfast(config: Any) -> Any:
+    """torchtitan's configuration as ours: the same fields, so that `build` makes our trainer."""
+    given = {f.name: getattr(config, f.name) for f in fields(config)}
+    return HoldfastTrainer.Config(**given)
+
+
+def main(make: Callable[[], Any]) -> Callable[[Run], None]:
+    """What `holdfast.start` gets. make: the configuration, anew for each trainer, since one changes it."""
+
+    def train(run: Run) -> None:
+        _run[:] = [run]
+        trainer = make().build()
+        try:
+            trainer.train()
+        finally:
+            trainer.close()
+
+    return train

@@ -1,0 +1,118 @@
+"""`holdfast plan memory`: whether a model fits, before a node is asked for."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from holdfast.cli.common import AsJson, write_json
+
+if TYPE_CHECKING:
+    from holdfast.plan.memory import Sizes
+
+
+def memory(
+    parameters: Annotated[
+        str, typer.Option("--parameters", metavar="N", help="Of the model, for example 8.03B.")
+    ],
+    layers: Annotated[int, typer.Option("--layers", metavar="N", help="Blocks of the model.")],
+    hidden: Annotated[int, typer.Option("--hidden", metavar="N", help="Channels of a token.")],
+    vocabulary: Annotated[
+        int, typer.Option("--vocabulary", metavar="N", help="Tokens that the model knows.")
+    ],
+    seq_len: Annotated[int, typer.Option("--seq-len", metavar="TOKENS", help="Tokens of a sample.")],
+    micro_batch: Annotated[
+        int, typer.Option("--micro-batch", metavar="SAMPLES", help="Samples of one forward pass.")
+    ] = 1,
+    trained: Annotated[
+        str | None,
+        typer.Option(
+            "--trained",
+            metavar="N",
+            help="Parameters that are trained, as with LoRA. Without it: all.",
+            show_default=False,
+        ),
+    ] = None,
+    block: Annotated[
+        str | None,
+        typer.Option(
+            "--block",
+            metavar="N",
+            help="Parameters of a block that a worker gathers, where experts stay where they are. Without it: all of a "
+            "block.",
+            show_default=False,
+        ),
+    ] = None,
+    shard: Annotated[
+        str, typer.Option("--shard", metavar="N,...", help="Workers of a replica, one number or several.")
+    ] = "1,2,4,8,16",
+    nproc_per_node: Annotated[
+        int, typer.Option("--nproc-per-node", metavar="N", help="Workers on each node.")
+    ] = 8,
+    as_json: AsJson = False,
+) -> None:
+    """Adds up the memory that a model takes of each device, and its snapshots of each node."""
+    import msgspec
+
+    from holdfast.plan import quantities
+    from holdfast.plan.memory import Sizes
+    from holdfast.plan.memory import memory as add_up
+
+    total = quantities.amount("--parameters", parameters, "8.03B")
+    of_these = total if trained is None else quantities.amount("--trained", trained, "13.6M")
+    sizes = Sizes(
+        parameters=total,
+        trained=of_these,
+        layers=layers,
+        hidden=hidden,
+        vocabulary=vocabulary,
+        seq_len=seq_len,
+        micro_batch=micro_batch,
+        block=None if block is None else quantities.amount("--block", block, "160M"),
+    )
+    degrees = _degrees(shard)
+    _refuse(sizes, nproc_per_node)
+    found = [add_up(sizes, degree, nproc_per_node) for degree in degrees]
+    if as_json:
+        write_json([msgspec.to_builtins(one) | {"device": one.device} for one in found])
+        return
+    from holdfast.observe.tables import print_table
+    from holdfast.plan.memory import HELD_SNAPSHOTS
+
+    rows = [(str(one.shard), *map(_gb, (one.state, one.compute, one.device, one.snapshot))) for one in found]
+    head = ("shard", "state", "while it computes", "each device", "a snapshot, each node")
+    print_table(sys.stdout, head, rows, right=5)
+    sys.stdout.write(f"sums, not measurements; up to {HELD_SNAPSHOTS} snapshots are held\n")
+
+
+def _gb(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.1f} GB"
+
+
+def _degrees(text: str) -> list[int]:
+    from holdfast.errors import UsageError
+
+    words = text.split(",")
+    if not all(word.isdecimal() and int(word) for word in words):
+        raise UsageError(f"--shard {text!r}: write numbers of workers, for example 8 or 4,8,16")
+    return sorted({int(word) for word in words})
+
+
+def _refuse(sizes: Sizes, nproc_per_node: int) -> None:
+    from holdfast.errors import UsageError
+
+    if sizes.trained > sizes.parameters:
+        raise UsageError("--trained is more than --parameters: those that are trained are a part of all")
+    counts = {
+        "--layers": sizes.layers,
+        "--hidden": sizes.hidden,
+        "--vocabulary": sizes.vocabulary,
+        "--seq-len": sizes.seq_len,
+        "--micro-batch": sizes.micro_batch,
+        "--nproc-per-node": nproc_per_node,
+    }
+    for name, count in counts.items():
+        if count < 1:
+            raise UsageError(f"{name} {count}: at least 1")
