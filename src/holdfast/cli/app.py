@@ -29,6 +29,7 @@ from holdfast.cli import (
     status,
     stop,
     track,
+    ui,
     why,
 )
 from holdfast.cli.torchrun import RunCommand
@@ -57,6 +58,7 @@ app.command("events")(events.events)
 app.command("logs")(logs.logs)
 app.command("report")(report.report)
 app.command("track")(track.track)
+app.command("ui")(ui.ui)
 app.command("metrics")(metrics.metrics)
 app.command("fault")(fault.fault)
 app.command("check")(check.check)

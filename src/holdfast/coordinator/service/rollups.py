@@ -94,9 +94,7 @@ def _below(level: int) -> str:
     return f"{_OF_BUCKETS} from rollups where level = {level - 1} and bucket >= ? and bucket < ?"
 
 
-def series(
-    db: sqlite3.Connection, first: int, last: int, points: int = POINTS
-) -> dict[str, list[Any]]:
+def series(db: sqlite3.Connection, first: int, last: int, points: int = POINTS) -> dict[str, list[Any]]:
     """Curves of the steps first..last as columns of at most `points` values, the steps ascending. Unknown is None.
 
     step: the first of the bucket. loss, grad_norm, step_s: means, with `_min` and `_max` beside them. weight_per_s: of the
@@ -116,7 +114,9 @@ def series(
         what = f"bucket, {_COLUMNS} from rollups where level = {level} and bucket between ? and ? order by bucket"
     else:
         # A ledger of before, which a reader may not change: slow, and right.
-        what = f"step / {width}, {_of(db)} from steps where step / {width} between ? and ? group by 1 order by 1"
+        what = (
+            f"step / {width}, {_of(db)} from steps where step / {width} between ? and ? group by 1 order by 1"
+        )
     return _columns(db.execute(f"select {what}", (low, high)).fetchall(), width)
 
 

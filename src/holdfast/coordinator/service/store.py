@@ -330,7 +330,9 @@ class Store:
         """Of the commit that the ledger learned of last; 0: there is none."""
         return int(self._db.execute("select coalesce(max(place), 0) from steps").fetchone()[0])
 
-    def series(self, first: int = 0, last: int | None = None, points: int = rollups.POINTS) -> dict[str, list[Any]]:
+    def series(
+        self, first: int = 0, last: int | None = None, points: int = rollups.POINTS
+    ) -> dict[str, list[Any]]:
         """See `rollups.series`. last: None: the newest step."""
         newest = self.last_step()
         if newest is None:
@@ -346,13 +348,21 @@ class Store:
 
     def entries(self, after: int, limit: int) -> list[LedgerEntry]:
         """At most `limit` events after a number, oldest first."""
+        return [
+            LedgerEntry(seq=seq, t_s=t_s, utc=utc, kind=kind, fields=msgspec.json.decode(fields))
+            for seq, t_s, utc, kind, fields in self.raw_entries(after, limit)
+        ]
+
+    def raw_entries(self, after: int, limit: int) -> list[tuple[int, float, str, str, str]]:
+        """As `entries`: (seq, t_s, utc, kind, the fields as JSON)."""
         if not self._columns("events"):
             return []
         query = "select seq, t_s, utc, kind, fields from events where seq > ? order by seq limit ?"
-        return [
-            LedgerEntry(seq=seq, t_s=t_s, utc=utc, kind=kind, fields=msgspec.json.decode(fields))
-            for seq, t_s, utc, kind, fields in self._db.execute(query, (after, limit))
-        ]
+        return self._db.execute(query, (after, limit)).fetchall()
+
+    def newest_steps(self, count: int) -> list[StepRow]:
+        """The last committed steps, ascending."""
+        return self._rows("steps", f"desc limit {count}")[::-1]
 
     def add_figures(self, figures: Iterable[tuple[str, int, float]], generation: int) -> None:
         """What the script logged: (name, step, value). A value that is told again, or anew for a step that was computed again,
@@ -384,13 +394,13 @@ class Store:
         state. The newest commit of each is in `steps`."""
         return self._rows("redone")
 
-    def _rows(self, table: str) -> list[StepRow]:
+    def _rows(self, table: str, tail: str = "") -> list[StepRow]:
         there = self._columns(table)
         if not there:  # a ledger from before there were any, which a reader may not change
             return []
         names = [n for n in _COLUMNS.split(", ") if n in there and n not in _UNSHOWN]
-        order = "step, made_in, generation" if "made_in" in there else "step"
-        query = f"select {', '.join(names)} from {table} order by {order}"
+        order = "step, made_in, generation" if "made_in" in there and not tail else "step"
+        query = f"select {', '.join(names)} from {table} order by {order} {tail}"
         rows = [dict(zip(names, row, strict=True)) for row in self._db.execute(query)]
         return [msgspec.convert(row, StepRow, strict=False) for row in rows]
 
