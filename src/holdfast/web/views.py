@@ -136,7 +136,7 @@ def now(facts: Facts, story: Story) -> dict[str, Any]:
         },
         **{
             k: facts[k]
-            for k in ("t_s", "loss", "step_s", "weight_per_s", "last_step_t_s", "until", "ledger_seq", "live")
+            for k in ("t_s", "loss", "step_s", "weight_per_s", "last_step_t_s", "ledger_seq", "live")
         },
         "ledger": story.began_utc,
         "headline": headline(facts),
