@@ -142,12 +142,12 @@ class Launcher(ABC):
         if self.host not in ("127.0.0.1", "::1"):
             self.view.note(f"page: holdfast ui --job {self.spec.name}")
             return
-        async with JobClient(self.job_dir) as client:
-            try:
+        try:
+            async with JobClient(self.job_dir) as client:
                 code = (await client.post(f"{CODE_PATH}?role=view", repeat=True))["code"]
-            except UsageError as error:
-                _log.info("no link to the page: %s", error)
-                return
+        except UsageError as error:
+            _log.info("no link to the page: %s", error)
+            return
         # Not through `note`: the code must not be in a log.
         where = read_endpoint(self.job_dir)
         if where is not None:

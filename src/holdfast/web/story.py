@@ -11,8 +11,6 @@ from typing import Any
 
 import msgspec
 
-from holdfast.observe.event_text import event_line
-from holdfast.protocol.health import remedy_text
 
 DECISIONS_KEPT = 2000
 CHECKPOINTS_KEPT = 500
@@ -75,9 +73,10 @@ class Story:
         self.incidents: dict[int, dict[str, Any]] = {}
         """Facts by number, with `seqs`: the first and the last entry that is about it."""
         self.decisions: deque[dict[str, Any]] = deque(maxlen=DECISIONS_KEPT)
+        """Entries as in `entries`, of kinds that are decisions."""
         self.checkpoints: deque[dict[str, Any]] = deque(maxlen=CHECKPOINTS_KEPT)
-        self.lines: deque[tuple[int, float, str, str]] = deque(maxlen=LINES_KEPT)
-        """(seq, t_s, kind, sentence) of what people read."""
+        self.entries: deque[dict[str, Any]] = deque(maxlen=LINES_KEPT)
+        """The newest entries: seq, t_s, kind, fields, and reason where an entry before has it."""
         self.changes: deque[dict[str, Any]] = deque(maxlen=RUNS_KEPT)
         self.worlds: deque[tuple[float, int, int]] = deque(maxlen=DECISIONS_KEPT)
         """(t_s, step, workers) of each generation."""
@@ -88,6 +87,7 @@ class Story:
         self.tier_trouble: dict[str, str] = {}
         self.ended: dict[str, Any] | None = None
         self._members = _Members()
+        self._broke = ""
 
     def add(self, seq: int, t_s: float, utc: str, kind: str, text: str) -> None:
         """text: the fields as JSON, as the ledger has them."""
@@ -115,23 +115,16 @@ class Story:
         self._say(seq, t_s, kind, fields)
 
     def _say(self, seq: int, t_s: float, kind: str, fields: dict[str, Any]) -> None:
-        line = event_line({"kind": kind, "fields": fields}, width=400)
-        if line:
-            self.lines.append((seq, t_s, kind, line))
-        if kind not in _DECISION or not line:
-            return
-        told: dict[str, Any] = {"seq": seq, "t_s": t_s, "kind": kind, "text": line}
-        if kind == "verdict":
-            told |= {
-                "incident": fields.get("incident"),
-                "node": fields.get("node"),
-                "text": remedy_text(fields["does"]),
-                "reason": fields.get("reason") or "",
-                "against": fields.get("against") or "",
-                "would": remedy_text(fields["would"]) if fields.get("would") != fields["does"] else "",
-                "weighed": fields.get("weighed") or [],
-            }
-        self.decisions.append(told)
+        # Sentences are made of what is shown, and not of all that is taken in: a sentence costs ten times what an entry does.
+        if kind in ("broke", "yield"):
+            self._broke = fields.get("reason") or ""
+        told = {"seq": seq, "t_s": t_s, "kind": kind, "fields": fields, "reason": ""}
+        self.entries.append(told)
+        if kind in _DECISION:
+            if kind == "formed":
+                # A generation follows from what ended the one before it.
+                told["reason"], self._broke = self._broke, ""
+            self.decisions.append(told)
 
     def _incident(self, seq: int, kind: str, fields: dict[str, Any]) -> None:
         known = self.incidents.setdefault(fields["id"], {"seqs": [seq, seq], "also": []})

@@ -6,11 +6,14 @@ Facts are a dict that `coordinator.service.page_facts` makes of the core's state
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from holdfast.observe.dashboard import job_word
+from holdfast.observe.event_text import event_line
 from holdfast.observe.goodput import WORDS, goodput_words
 from holdfast.protocol import units
+from holdfast.protocol.health import remedy_text
 from holdfast.protocol.ledger.incidents import PHASES
 from holdfast.web.story import STATES, Story
 
@@ -291,8 +294,35 @@ def _kind(incident: Mapping[str, Any]) -> str:
 
 def decisions(story: Story, before: int | None = None, count: int = SHOWN) -> dict[str, Any]:
     """The newest decisions with their reasons, newest first."""
-    there = [d for d in reversed(story.decisions) if before is None or d["seq"] < before]
-    return {"decisions": there[:count], "more": len(there) > count}
+    there = (e for e in reversed(story.decisions) if before is None or e["seq"] < before)
+    told = (d for e in there if (d := _decision(e)) is not None)
+    shown = list(islice(told, count))
+    return {"decisions": shown, "more": next(told, None) is not None}
+
+
+def _decision(entry: Mapping[str, Any]) -> dict[str, Any] | None:
+    """None: it is of no interest to a person."""
+    line, fields = event_line(entry, width=400), entry["fields"]
+    if not line:
+        return None
+    told: dict[str, Any] = {k: entry[k] for k in ("seq", "t_s", "kind", "reason")} | {"text": line}
+    if entry["kind"] == "verdict":
+        told |= {
+            "incident": fields.get("incident"),
+            "node": fields.get("node"),
+            "text": remedy_text(fields["does"]),
+            "reason": fields.get("reason") or "",
+            "against": fields.get("against") or "",
+            "would": remedy_text(fields["would"]) if fields.get("would") != fields["does"] else "",
+            "weighed": fields.get("weighed") or [],
+        }
+    return told
+
+
+def lines(story: Story) -> dict[str, Any]:
+    """The newest entries that people read, newest first: [seq, t_s, kind, sentence]."""
+    told = ((e, event_line(e, width=400)) for e in reversed(story.entries))
+    return {"lines": [[e["seq"], e["t_s"], e["kind"], line] for e, line in told if line]}
 
 
 def strip(story: Story, until_s: float, rows: int = ROWS) -> dict[str, Any]:

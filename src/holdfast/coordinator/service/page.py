@@ -151,7 +151,7 @@ class PageSource:
             case "checkpoints":
                 return views.checkpoints(story, facts)
             case "lines":
-                return {"lines": [list(x) for x in reversed(story.lines)]}
+                return views.lines(story)
             case _:
                 raise Refused(f"no panel {name!r}", 404)
 

@@ -94,6 +94,10 @@ export function Phases({ incident, wide }) {
   </div>`;
 }
 
+export function PhaseLegend() {
+  return html`<ul class="legend" aria-label="Phases of an incident">${PHASES.map((name) => html`<li key=${name}><span class=${`phase swatch ${name}`}></span> ${name.replace("_", " ")}</li>`)}</ul>`;
+}
+
 const PATTERNS = {
   trains: null,
   waits: "M0 4 H8",

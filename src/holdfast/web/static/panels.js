@@ -1,7 +1,7 @@
 // The panels: each shows one answer of the server, with a link to itself, its data, and the command that says the same.
 
 import { Component } from "preact";
-import { html, Phases, Shape, Strip, Timeline, Waterfall, PHASES } from "holdfast/drawings";
+import { html, PhaseLegend, Phases, Shape, Strip, Timeline, Waterfall, PHASES } from "holdfast/drawings";
 import { Curve, CurveTable } from "holdfast/curves";
 import { stored } from "holdfast/data";
 import { ago, clock, count, figure, plural, ranks, seconds, share, size, UNKNOWN } from "holdfast/words";
@@ -41,15 +41,15 @@ export function Headline({ data }) {
   const rate = now.step_s ? `${figure(1 / now.step_s, 3)} steps/s` : null;
   const links = { live: "", file: "a file", ended: "", connecting: "connecting", away: "no connection: trying again", "signed out": "signed out: open a new link of holdfast ui" };
   return html`<section class=${`headline ${line.tone}`} aria-label="State of the job">
-    <h1 aria-live="polite" aria-atomic="true"><${Shape} tone=${line.tone} /> ${line.word}<span class="after">, ${line.text}</span></h1>
+    <h1><${Shape} tone=${line.tone} /> <span aria-live="polite">${line.word}</span><span class="after">, ${line.text}</span></h1>
     ${line.why && html`<p class="why">${line.why}</p>`}
     <p class="facts">
       <span>${now.live && data.link !== "away" ? html`last step <b>${ago(age)}</b>` : html`last step at <b>${clock(now.last_step_t_s)}</b>`}</span>
       <span>loss <b>${figure(now.loss)}</b></span>
       <span>${rate ? html`<b>${rate}</b>` : "rate not known"}</span>
       <span>goodput <b>${share(now.goodput.share)}</b></span>
-      <span>running for <b>${clock(data.time())}</b></span>
-      <span>${plural(now.spares, "spare")}</span>
+      <span>${now.live ? "running for" : "ran for"} <b>${clock(data.time())}</b></span>
+      ${now.live && html`<span>${plural(now.spares, "spare")}</span>`}
       ${links[data.link] && html`<span class="link">${links[data.link]}</span>`}
     </p>
   </section>`;
@@ -80,6 +80,7 @@ export function Incidents({ data, width }) {
         <td class="number">${one.quiet ? "not at all" : seconds(one.stall_s)}</td>
         <td class="bars">${one.quiet ? html`<span class="quiet">${one.verdict || ""}</span>` : html`<${Phases} incident=${one} />`}</td>
         <td class="number">${count(one.lost_steps)}</td></tr>`)}</tbody></table></div>
+      <${PhaseLegend} />
       ${list.more && html`<p><a href="#/all-incidents">All ${count(list.all)} incidents</a></p>`}`}
   <//>`;
 }
@@ -146,7 +147,7 @@ export class Ranks extends Component {
     const columns = ["rank", "node", "state", "step", "step time", "against peers"];
     return html`<${Panel} id="ranks" title="Ranks" data=${data} address=${data.address("ranks", query)} command=${`holdfast status --job ${data.now.job}`} note=${found ? plural(found.all, "worker") : ""}>
       <label class="filter">Filter <input type="search" value=${q} placeholder="slow, waits, node:node3, …" onInput=${(e) => this.setState({ q: e.target.value.slice(0, 200), first: 0 })} /></label>
-      ${found && total === 0 && html`<p class="quiet">${found.all ? "No rank matches." : "No worker is there."}</p>`}
+      ${found && total === 0 && html`<p class="quiet">${found.all ? "No rank matches." : data.now.live ? "No worker is there yet." : "The job is over: there are no workers."}</p>`}
       ${total > 0 && html`<div class="grid" role="table" aria-label="Ranks" aria-rowcount=${total + 1} aria-colcount=${columns.length}>
         <div role="rowgroup"><div class="line top" role="row" aria-rowindex="1">${columns.map((name) => html`<span key=${name} role="columnheader">${name}</span>`)}</div></div>
         <div class="window" role="rowgroup" tabindex="0" aria-label="Rows of the table of ranks" style=${{ height: `${Math.min(total, 10) * ROW}px` }} onScroll=${(e) => this.setState({ first: Math.floor(e.target.scrollTop / ROW) })}>
@@ -171,10 +172,15 @@ export function Curves({ data, width, range, theme }) {
   const go = (from, to) => { location.hash = from === null ? "#/training" : `#/training?from=${Math.max(0, from)}&to=${Math.max(0, to)}`; };
   return html`<${Panel} id="loss" title="Curves" data=${data} address=${address} command=${`holdfast report --job ${data.now.job}`} note=${range.from === null ? "drag to zoom in, click a mark for its incident" : html`steps ${count(range.from)} to ${count(range.to)} <a href="#/training">show all</a>`}>
     ${ready(found, ({ columns, marks }) => columns.step.length === 0 ? html`<p class="quiet">No step was committed yet.</p>` : html`
-      <div class="curves">${drawn(columns).map(([value, title, note, unit, options]) => html`<${Curve} key=${value} value=${value} title=${title} note=${note} unit=${unit} columns=${columns} band=${options.band} log=${options.log} marks=${marks} width=${width} theme=${theme} onRange=${go} onMark=${(m) => { location.hash = `#/incident/${m.id}`; }} />`)}</div>
+      <div class="curves">${drawn(columns).map(([value, title, note, unit, options]) => html`<${Curve} key=${value} value=${value} title=${title} note=${note} unit=${unit} columns=${columns} band=${options.band} log=${options.log} marks=${marks} width=${columnsOf(width)} theme=${theme} onRange=${go} onMark=${(m) => { location.hash = `#/incident/${m.id}`; }} />`)}</div>
       <p class="quiet"><span class="mark incident" aria-hidden="true">▼</span> incident <span class="mark change" aria-hidden="true">■</span> change of the size. ${columns.step.length > 1 && columns.step[1] - columns.step[0] > 1 ? `A point is ${count(columns.step[1] - columns.step[0])} steps: their mean, with the least and the most as a band.` : ""}</p>
       <${CurveTable} columns=${columns} />`)}
   <//>`;
+}
+
+// Two beside each other where there is room.
+function columnsOf(width) {
+  return width > 1000 ? Math.floor((width - 24) / 2) : width;
 }
 
 function drawn(columns) {
