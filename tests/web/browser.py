@@ -38,6 +38,9 @@ class Browser:
             options.add_argument(flag)
         options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
         self.driver = webdriver.Chrome(options=options, service=Service("/usr/bin/chromedriver"))
+        # What its own first tab asked for is not the page's.
+        self.driver.get("about:blank")
+        self.requests()
         self.size(width, height)
         self.dark(dark)
 
