@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.holdfast-ready
 
-.PHONY: setup demo test long-test adapters-test adapters-table golden crd s3-test slurm-test ssh-test look-test lint figures docs clean
+.PHONY: setup demo test long-test adapters-test adapters-table golden crd s3-test slurm-test ssh-test look look-test pictures lint figures docs clean
 
 setup: $(STAMP)
 
@@ -73,16 +73,28 @@ ssh-test: setup
 	tests/packages.sh install "the test of --engine ssh" openssh-client openssh-server
 	$(BIN)/python -m pytest -m ssh tests/ssh
 
-# With the real MLflow, in an environment of its own: it fixes versions of much that .venv has. What it lacks it reads
-# from .venv.
+# With the real MLflow and a real Chromium, in an environment of its own: they fix versions of much that .venv has. What it
+# lacks it reads from .venv. The browser is Debian's, and axe comes from npm.
 LOOK := .venv-look
-look-test: setup
+AXE := axe-core@4.11.4
+look: setup
+	tests/packages.sh install "the test of the page" chromium chromium-driver
+	command -v npm >/dev/null || tests/packages.sh install "the test of the page" npm
 	[ -x $(LOOK)/bin/python ] || $(PYTHON) -m venv $(LOOK)
-	$(LOOK)/bin/python -m pip install --disable-pip-version-check -q 'mlflow-skinny>=3.17,<4' 'sqlalchemy>=2,<3' 'alembic>=1.13,<2'
+	$(LOOK)/bin/python -m pip install --disable-pip-version-check -q 'mlflow-skinny>=3.17,<4' 'sqlalchemy>=2,<3' 'alembic>=1.13,<2' \
+	  'selenium>=4.27,<5'
+	[ -f out/look/axe/package/axe.min.js ] || { mkdir -p out/look/axe && \
+	  npm pack --silent --pack-destination out/look $(AXE) >/dev/null && tar xzf out/look/axe-core-*.tgz -C out/look/axe; }
 	site=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
 	  echo "import site; site.addsitedir('$$site')" \
 	  > $$($(LOOK)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/holdfast-setup.pth
-	PYTHONPATH=src $(LOOK)/bin/python -m pytest -m look tests/tracking
+
+look-test: look
+	PYTHONPATH=src $(LOOK)/bin/python -m pytest -m look tests/tracking tests/web
+
+# The pictures of docs/page.md, of a job that it runs for them.
+pictures: look
+	PYTHONPATH=src $(LOOK)/bin/python tests/web/pictures.py docs
 
 lint: setup
 	$(BIN)/ruff check .

@@ -212,8 +212,8 @@ def test_a_slow_viewer_misses_nothing_and_nothing_waits_for_it(tmp_path: Path) -
                 if found == [1]:
                     write(store, 6, most)
                     # Other viewers look meanwhile, so what is kept in memory is far past this one.
-                    source._facts_at = -1.0
-                    await source.panel("now", {})
+                    source._taken_at = -1.0
+                    await source.panel("lines", {})
                     assert len(source._frames) == FRAMES > BATCH
                 if len(found) == most:
                     news.end()

@@ -141,7 +141,7 @@ def now(facts: Facts, story: Story) -> dict[str, Any]:
             k: facts[k]
             for k in ("t_s", "loss", "step_s", "weight_per_s", "last_step_t_s", "ledger_seq", "live")
         },
-        "ledger": story.began_utc,
+        "ledger": facts["ledger"],
         "headline": headline(facts),
         "todo": todo(facts, story),
         "nothing": nothing(facts),
@@ -220,7 +220,8 @@ def waterfall(goodput: Mapping[str, Any]) -> dict[str, Any]:
 def typical(story: Story) -> dict[str, float]:
     """Kind of a cause to the median seconds from fault to full strength, of the newest incidents of that kind."""
     kinds: dict[str, list[float]] = {}
-    for incident in list(story.incidents.values())[-500:]:
+    # A list first, made in one go: another thread may be taking entries in.
+    for incident in list(story.incidents.values())[-200:]:
         took = incident.get("full_strength_s")
         if took is not None and not incident.get("quiet"):
             kinds.setdefault(str(incident.get("cause_kind")), []).append(took)

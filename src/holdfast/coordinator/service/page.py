@@ -11,6 +11,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import msgspec
+
 from holdfast.coordinator.kernel.index import Index
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.service import page_facts, page_reader
@@ -89,15 +91,19 @@ class PageSource:
         self._frames: deque[tuple[int, bytes]] = deque(maxlen=FRAMES)
         self._facts: dict[str, Any] = {}
         self._now: dict[str, Any] = {}
+        self._made: tuple[dict[str, Any], dict[str, Any], bytes] = ({}, {}, b"")
         self._facts_at = -EVERY_S
-        self._looking: asyncio.Lock = asyncio.Lock()
+        self._taken_at = -EVERY_S
+        self._looking, self._taking = asyncio.Lock(), asyncio.Lock()
+        self._filling: asyncio.Task[None] | None = None
+        self._recent: dict[str, Any] | None = None
         self._cache: dict[tuple[Any, ...], tuple[float, int, Answer]] = {}
 
     # ------------------------------------------------------------ panels
 
     async def panel(self, name: str, query: Mapping[str, str]) -> Answer:
         """See `Source.panel`."""
-        await self._look()
+        await self._look(whole=name not in ("now", "ranks", "log", "series"))
         loop = asyncio.get_running_loop()
         key = (name, *sorted(query.items()))
         made_s, seq, kept = self._cache.get(key, (0.0, 0, None))
@@ -155,23 +161,47 @@ class PageSource:
             case _:
                 raise Refused(f"no panel {name!r}", 404)
 
-    async def _look(self) -> None:
-        """Takes in what the ledger has, and the facts of this moment; one look for all who ask at once."""
+    async def _look(self, whole: bool = True) -> None:
+        """Takes in what the ledger has, and the facts of this moment; one look for all who ask at once.
+
+        whole: waits until the story has all of the ledger. The first look at a long one takes seconds, and a person who asks
+        whether it trains need not wait for that.
+        """
+        if whole or (self._filling is not None and self._filling.done()):
+            await self._take_in()
+        elif self._filling is None:
+            self._filling = asyncio.create_task(self._take_in())
+            # What fails here fails again for whoever needs the whole of it, and is told there.
+            self._filling.add_done_callback(lambda task: task.cancelled() or task.exception())
         loop = asyncio.get_running_loop()
         async with self._looking:
             if loop.time() - self._facts_at < EVERY_S and not self._news.over:
                 return
-            # In several pieces where there is much: what waits for the same thread gets its turn between them.
-            while await self._read(lambda store: page_reader.take_in(store, self._story, self._frames)):
-                pass
-            recent = await self._read(page_reader.recent)
+            recent = self._recent or await self._read(page_reader.recent)
             facts = page_facts.facts(self._state, self._index, self._clock(), recent)
-            facts |= {"ledger_trouble": self._trouble(), "ledger_seq": self._story.seq, "live": self._live}
+            facts |= {"ledger_trouble": self._trouble(), "live": self._live}
             if not self._live and facts["outcome"] is None:
                 # A coordinator that ends a job writes the outcome before it leaves. There is none: it was killed.
                 facts |= {"phase": "ended", "outcome": "killed"}
+            self._now = views.now(facts, self._story)
             self._facts, self._facts_at = facts, loop.time()
-            self._now = await self._read(lambda _: views.now(facts, self._story))
+
+    async def _take_in(self) -> None:
+        loop = asyncio.get_running_loop()
+        async with self._taking:
+            if loop.time() - self._taken_at < EVERY_S and not self._news.over:
+                return
+            # In several pieces where there is much: what waits for the same thread gets its turn between them.
+            while await self._read(self._piece):
+                pass
+            self._taken_at = loop.time()
+
+    def _piece(self, store: Store) -> bool:
+        """On the reading thread; whether there is more."""
+        more = page_reader.take_in(store, self._story, self._frames)
+        if not more:
+            self._recent = page_reader.recent(store)
+        return more
 
     # ------------------------------------------------------------ the stream
 
@@ -191,8 +221,8 @@ class PageSource:
             if after < self._story.seq:
                 continue
             current = self._now
-            if delta := {k: v for k, v in current.items() if k not in shown or shown[k] != v}:
-                yield frame("delta", answer(delta).body)
+            if shown is not current:
+                yield self._delta(shown, current)
                 shown = current
             if self._news.over or not self._live:
                 yield frame("over", b"{}")
@@ -202,6 +232,15 @@ class PageSource:
                 continue
             await asyncio.sleep(EVERY_S)  # what happens meanwhile is one delta
             await self._look()
+
+    def _delta(self, shown: dict[str, Any], current: dict[str, Any]) -> bytes:
+        """What changed between two moments. Viewers that keep up all go from the same one to the same one."""
+        before, after, made = self._made
+        if before is not shown or after is not current:
+            changed = {k: v for k, v in current.items() if k not in shown or shown[k] != v}
+            made = frame("delta", msgspec.json.encode(changed))
+            self._made = shown, current, made
+        return made
 
     async def _after(self, after: int) -> list[tuple[int, bytes]]:
         if self._frames and self._frames[0][0] <= after + 1:

@@ -66,6 +66,8 @@ def facts(state: CoreState, index: Index, now: float, recent: Mapping[str, Any])
         "slow": [stragglers.shown(x) for x in state.health.slow if x.until_step is None][-SLOW_SHOWN:],
         "figures": script_metrics.shown(state),
         "blame": shown_blame(membership.blame) if membership.blame else None,
+        "ledger": recent["ledger"],
+        "ledger_seq": recent["ledger_seq"],
         "loss": recent["loss"],
         "step_s": recent["step_s"],
         "weight_per_s": recent["weight_per_s"],

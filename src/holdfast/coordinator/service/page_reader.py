@@ -46,12 +46,16 @@ def frames_after(store: Store, after: int, count: int) -> list[tuple[int, bytes]
 
 
 def recent(store: Store) -> dict[str, Any]:
-    """Of the newest steps: number, loss, when, the median time of a step, and weight (tokens, samples) per second."""
+    """Of the newest steps: number, loss, when, the median time of a step, and weight (tokens, samples) per second. Of the
+    ledger: when its first entry was written, by which it is known, and the number of its newest."""
     rows = store.newest_steps(RECENT)
     took = [r.took_s for r in rows if r.took_s is not None]
     weighed = [(r.weight, r.took_s) for r in rows if r.weight is not None and r.took_s]
     seconds = sum(t for _, t in weighed)
+    first = store.raw_entries(0, 1)
     return {
+        "ledger": first[0][2] if first else "",
+        "ledger_seq": store.last_seq() if first else 0,
         "step": rows[-1].step if rows else None,
         "loss": rows[-1].loss if rows else None,
         "t_s": max((r.t_s for r in rows), default=None),

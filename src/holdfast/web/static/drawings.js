@@ -34,7 +34,7 @@ function Axis({ from, to, x, height, width, left }) {
   return html`<g class="axis" aria-hidden="true">
     ${ticks(from, to, width - left).map((t) => html`<g key=${t}>
       <line x1=${x(t)} x2=${x(t)} y1="0" y2=${height} />
-      <text x=${Math.min(x(t), width - 4)} y=${height + 15} text-anchor=${x(t) > width - 40 ? "end" : "middle"}>${clock(t)}</text>
+      <text x=${Math.min(x(t), width - 4)} y=${height + 15} text-anchor=${x(t) > width - 40 ? "end" : x(t) < 24 ? "start" : "middle"}>${clock(t)}</text>
     </g>`)}
   </g>`;
 }

@@ -70,7 +70,7 @@ export function Incidents({ data, width }) {
   return html`<${Panel} id="incidents" title="Incidents" data=${data} address=${data.address("timeline")} command=${`holdfast why --job ${now.job}`} note=${list ? plural(list.all, "incident") : ""}>
     ${now.open.map((one) => html`<${Open} key=${one.id} data=${data} incident=${one} />`)}
     ${ready(drawn, (found) => found.count ? html`<${Timeline} data=${found} width=${width} now=${data.time()} />` : html`<p class="quiet">None.</p>`)}
-    ${list && list.incidents.length > 0 && html`<div class="scroll" tabindex="0" role="region" aria-label="Newest incidents"><table>
+    ${list && list.incidents.length > 0 && html`<div class="scroll" tabindex="0" role="region" aria-label="Newest incidents"><table class="cards">
       <thead><tr><th scope="col" class="number">no.</th><th scope="col">at</th><th scope="col">what</th><th scope="col">where</th><th scope="col" class="number">stood</th><th scope="col">phases</th><th scope="col" class="number">steps lost</th></tr></thead>
       <tbody>${list.incidents.map((one) => html`<tr key=${one.id}>
         <td class="number"><a href=${`#/incident/${one.id}`} aria-label=${`incident ${one.id}`}>${one.id}</a></td>
