@@ -108,13 +108,11 @@ async def ranks(state: CoreState) -> list[dict[str, Any]]:
             }
         )
     await asyncio.sleep(0)
-    rows.sort(
-        key=lambda r: (
-            -(r["ratio"] or 0.0),
-            r["state"] == "training",
-            r["rank"] is None,
-            r["rank"] or 0,
-            r["worker"],
-        )
-    )
+    rows.sort(key=_urgency)
     return rows
+
+
+def _urgency(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The slow ones first, then those that should train and do not, then members by rank, spares last."""
+    order = {"training": 1, "spare": 2}.get(row["state"], 0)
+    return -(row["ratio"] or 0.0), order, row["rank"] is None, row["rank"] or 0, row["worker"]

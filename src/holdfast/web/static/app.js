@@ -40,6 +40,8 @@ class App extends Component {
     addEventListener("resize", () => this.setState({ width: this.width() }));
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.show(this.state.theme));
     setInterval(() => document.hidden || this.data.link === "file" || this.setState({}), 1000);
+    // Drawings end where they were asked for: an open incident and the newest minutes are in the next ones.
+    setInterval(() => document.hidden || this.data.link !== "live" || this.data.again(0, ["timeline", "strip"]), 15000);
     setTimeout(() => this.go(), 300);
   }
 

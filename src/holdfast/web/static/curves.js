@@ -18,10 +18,11 @@ function drawMarks(marks) {
     const { left, top, width, height } = u.bbox;
     const ratio = devicePixelRatio;
     u.ctx.save();
+    const inks = { incident: ink("--bad"), change: ink("--busy") };
     for (const mark of marks) {
       const x = u.valToPos(mark.step, "x", true);
       if (x < left || x > left + width) continue;
-      u.ctx.strokeStyle = u.ctx.fillStyle = ink(mark.what === "incident" ? "--bad" : "--busy");
+      u.ctx.strokeStyle = u.ctx.fillStyle = inks[mark.what];
       u.ctx.globalAlpha = 0.55;
       u.ctx.lineWidth = ratio;
       u.ctx.beginPath();

@@ -13,6 +13,15 @@ export const stored = inlined ? JSON.parse(inlined.textContent) : null;
 const base = new URL(".", document.baseURI);
 const asked = new URLSearchParams(location.search);
 
+// Which panels an entry of the ledger changes.
+function about(kind) {
+  if (kind.startsWith("incident")) return ["timeline", "incidents", "incident", "strip", "decisions"];
+  if (kind === "saved" || kind.startsWith("tier")) return ["checkpoints", "decisions"];
+  if (kind.startsWith("node") || kind.startsWith("rebo") || kind === "formed" || kind === "started") return ["strip", "decisions", "ranks"];
+  return ROUTINE.has(kind) ? [] : ["decisions", "incident"];
+}
+const ROUTINE = new Set(["snapshot", "worker-started", "worker-ready", "worker-done", "worker-exited", "collective-error", "level"]);
+
 export class Data {
   constructor(changed) {
     this.changed = changed;
@@ -29,6 +38,8 @@ export class Data {
     this.last = null;         // the newest number that is known
     this.source = null;
     this.due = null;
+    this.dirty = new Set();   // addresses of what is out of date
+    this.tookMs = 0;          // the last look again
     this.curvesAt = 0;
   }
 
@@ -153,7 +164,8 @@ export class Data {
     this.last = entry.seq;
     this.seqs.push(entry.seq);
     if (this.seqs.length > SEQS_KEPT) this.seqs.splice(0, SEQS_KEPT / 2);
-    this.again(AGAIN_MS);
+    const names = about(entry.kind);
+    if (names.length) this.again(AGAIN_MS, names);
   }
 
   // Another start of the job: nothing of what is shown is of it.
@@ -165,20 +177,28 @@ export class Data {
     this.refresh().then(() => { this.again(0); this.open(); });
   }
 
-  // Several entries in a row are one reason to look again.
-  again(after) {
-    if (this.due) return;
-    this.due = setTimeout(() => {
+  // Several entries in a row are one reason to look again. names: of panels; null: all that are shown.
+  again(after, names = null) {
+    for (const [address, [name]] of this.wanted) if (!names || names.includes(name)) this.dirty.add(address);
+    if (this.due || !this.dirty.size) return;
+    // A server or a browser that is slow is asked less often: looking takes a fifth of the time at most.
+    this.due = setTimeout(async () => {
+      const began = performance.now(), addresses = [...this.dirty].filter((one) => this.wanted.has(one));
+      this.dirty.clear();
+      await Promise.all(addresses.map((one) => this.fetch(one)));
+      this.tookMs = performance.now() - began;
       this.due = null;
-      for (const address of this.wanted.keys()) this.fetch(address);
-    }, after);
+      if (this.dirty.size) this.again(0, []);
+    }, Math.max(after, 4 * this.tookMs));
   }
 
   // Curves and ranks change with every step: they are asked for again at most so often.
   curves() {
     if (stored || performance.now() - this.curvesAt < CURVES_MS) return;
     this.curvesAt = performance.now();
-    for (const [address, [name]] of this.wanted) if (name === "series" || name === "ranks") this.fetch(address);
+    const seen = document.getElementById("ranks");
+    const ranks = seen && seen.getBoundingClientRect().top < innerHeight && seen.getBoundingClientRect().bottom > 0;
+    this.again(0, ranks ? ["series", "ranks"] : ["series"]);
   }
 
   async act(name, given, dry) {

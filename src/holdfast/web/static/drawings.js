@@ -1,6 +1,6 @@
 // Drawings without a library: the timeline of incidents, what each node did, phases, and where the time went.
 
-import { h } from "preact";
+import { Component, h } from "preact";
 import htm from "htm";
 import { clock, count, plural, seconds, share } from "holdfast/words";
 
@@ -39,10 +39,21 @@ function Axis({ from, to, x, height, width, left }) {
   </g>`;
 }
 
+// A drawing of many parts is drawn again when its data came anew, and not with every second that passes.
+class Still extends Component {
+  shouldComponentUpdate(next) {
+    return next.data !== this.props.data || next.width !== this.props.width;
+  }
+}
+
 // One lane for each kind of incident; a bar from the fault to full strength, its dark part the stall. Bars that would be
 // under each other are one, with a count.
-export function Timeline({ data, width, now }) {
-  const from = data.from_s, to = Math.max(data.to_s, now || 0, from + 1);
+export class Timeline extends Still {
+  render({ data, width }) { return timeline(data, width); }
+}
+
+function timeline(data, width) {
+  const from = data.from_s, to = Math.max(data.to_s, from + 1);
   const narrow = width < 480, left = narrow ? 8 : LABEL;
   const x = (t) => left + ((t - from) / (to - from)) * (width - left - 6);
   const lanes = [...new Set(data.bars.map((b) => b.kind))];
@@ -118,9 +129,13 @@ export function Patterns() {
 }
 
 // A row is a node. A dark row is one bad machine; a dark column is all at once: network, storage, script.
-export function Strip({ data, width, now }) {
+export class Strip extends Still {
+  render({ data, width }) { return strip(data, width); }
+}
+
+function strip(data, width) {
   const narrow = width < 480, left = narrow ? 74 : LABEL;
-  const to = Math.max(data.to_s, now || 0, 1);
+  const to = Math.max(data.to_s, 1);
   const x = (t) => left + (t / to) * (width - left - 6);
   const rows = data.rows, height = Math.max(1, rows.length) * ROW;
   return html`<div>

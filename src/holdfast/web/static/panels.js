@@ -69,7 +69,7 @@ export function Incidents({ data, width }) {
   const drawn = data.want("timeline"), list = data.want("incidents", { count: 8 });
   return html`<${Panel} id="incidents" title="Incidents" data=${data} address=${data.address("timeline")} command=${`holdfast why --job ${now.job}`} note=${list ? plural(list.all, "incident") : ""}>
     ${now.open.map((one) => html`<${Open} key=${one.id} data=${data} incident=${one} />`)}
-    ${ready(drawn, (found) => found.count ? html`<${Timeline} data=${found} width=${width} now=${data.time()} />` : html`<p class="quiet">None.</p>`)}
+    ${ready(drawn, (found) => found.count ? html`<${Timeline} data=${found} width=${width} />` : html`<p class="quiet">None.</p>`)}
     ${list && list.incidents.length > 0 && html`<div class="scroll" tabindex="0" role="region" aria-label="Newest incidents"><table class="cards">
       <thead><tr><th scope="col" class="number">no.</th><th scope="col">at</th><th scope="col">what</th><th scope="col">where</th><th scope="col" class="number">stood</th><th scope="col">phases</th><th scope="col" class="number">steps lost</th></tr></thead>
       <tbody>${list.incidents.map((one) => html`<tr key=${one.id}>
@@ -125,7 +125,7 @@ export function Tiers({ data }) {
 export function Nodes({ data, width }) {
   const found = data.want("strip");
   return html`<${Panel} id="nodes" title="Nodes in time" data=${data} address=${data.address("strip")} command=${`holdfast events --job ${data.now.job} --kind node-lost`} note="the worst first; a row is one machine, a column is all at once">
-    ${ready(found, (strip) => html`<${Strip} data=${strip} width=${width} now=${data.time()} />`)}
+    ${ready(found, (strip) => html`<${Strip} data=${strip} width=${width} />`)}
   <//>`;
 }
 
@@ -155,7 +155,7 @@ export class Ranks extends Component {
             ${found.ranks.map((one, n) => html`<div class="line" role="row" key=${one.worker} aria-rowindex=${found.first + n + 2} style=${{ position: "absolute", top: `${(found.first + n) * ROW}px` }}>
               <span role="cell">${one.rank === null ? UNKNOWN : one.rank}</span>
               <span role="cell"><a href=${`#/log/${encodeURIComponent(one.worker)}`} title=${`the log of ${one.worker}`}>${one.node}</a></span>
-              <span role="cell" title=${one.cause || ""}><${Shape} tone=${one.ratio ? "bad" : one.state === "training" ? "good" : "busy"} /> ${one.ratio ? "slow" : one.state}${one.restored ? ` ${size(one.restored[0])} of ${size(one.restored[1])}` : ""}</span>
+              <span role="cell" title=${one.cause || ""}><${Shape} tone=${one.ratio ? "bad" : one.state === "training" ? "good" : one.state === "spare" ? "over" : "busy"} /> ${one.ratio ? "slow" : one.state}${one.restored ? ` ${size(one.restored[0])} of ${size(one.restored[1])}` : ""}</span>
               <span role="cell">${count(one.step)}</span><span role="cell">${seconds(one.median_s)}</span>
               <span role="cell">${one.ratio ? `${one.ratio.toFixed(2)} ×` : UNKNOWN}</span></div>`)}
           </div></div></div>`}

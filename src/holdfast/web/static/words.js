@@ -2,8 +2,10 @@
 
 export const UNKNOWN = "–";
 
+const WHOLE = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
+
 export function count(value) {
-  return value === null || value === undefined ? UNKNOWN : Math.round(value).toLocaleString("en-US");
+  return value === null || value === undefined ? UNKNOWN : WHOLE.format(value);
 }
 
 export function seconds(value) {
