@@ -67,7 +67,9 @@ def main() -> int:
         began = time.perf_counter()
         make_ledger(path, given.nodes, given.steps, given.incidents)
         mb = path.stat().st_size / 1e6
-        console.print(f"the ledger: {mb:,.0f} MB, made in {time.perf_counter() - began:.0f} s", highlight=False)
+        console.print(
+            f"the ledger: {mb:,.0f} MB, made in {time.perf_counter() - began:.0f} s", highlight=False
+        )
         ours, theirs = multiprocessing.Pipe()
         server = multiprocessing.get_context("spawn").Process(target=serve, args=(path, given.nodes, theirs))
         server.start()
@@ -145,7 +147,12 @@ def events(nodes: int, steps: int, incidents: int, rng: random.Random) -> Any:
                 t_s + 0.5, "formed", generation=number, start=facts["at_step"], world=len(names), workers=names, restore=[],
                 applied=True, source="live",
             )  # fmt: skip
-        done = {"stall_s": 2.0 + rng.random(), "full_strength_s": 3.0 + rng.random(), "lost_steps": 0, "rung": "spare"}
+        done = {
+            "stall_s": 2.0 + rng.random(),
+            "full_strength_s": 3.0 + rng.random(),
+            "lost_steps": 0,
+            "rung": "spare",
+        }
         yield row(t_s + 3.5, "incident-closed", **(facts | done))
 
 
@@ -156,11 +163,19 @@ def made_up_state(nodes: int) -> CoreState:
     membership, members = state.membership, []
     membership.phase, membership.level, membership.number = JobPhase.RUNNING, 2, 1
     for n in range(nodes):
-        membership.nodes[f"node{n}"] = Node(name=f"node{n}", session="s", host="h", slots=PER_NODE, last_seen_s=0.0)
+        membership.nodes[f"node{n}"] = Node(
+            name=f"node{n}", session="s", host="h", slots=PER_NODE, last_seen_s=0.0
+        )
         for slot in range(PER_NODE):
             name, rank = f"node{n}.{slot}#{n * PER_NODE + slot + 1}", n * PER_NODE + slot
             membership.workers[name] = Worker(
-                name=name, node=f"node{n}", slot=slot, started_s=0.0, phase=WorkerPhase.MEMBER, committed=1, median_s=1.0
+                name=name,
+                node=f"node{n}",
+                slot=slot,
+                started_s=0.0,
+                phase=WorkerPhase.MEMBER,
+                committed=1,
+                median_s=1.0,
             )
             members.append(Member(rank=rank, worker=name, node=f"node{n}", slot=slot, replica=rank))
     membership.generation = Generation(number=1, members=tuple(members))
@@ -249,7 +264,9 @@ async def _go_on(store: Store, writer: SideThread, news: News) -> None:
 def _write(store: Store, step: int, seq: int, t_s: float) -> None:
     entry = LedgerEntry(seq=seq, t_s=t_s, utc="", kind="snapshot", fields={"step": step})
     told = StepTold(step, 2.5, 0.5, made_in=1, weight=4e6, grad_norm=1.0, lr=3e-4)
-    store.write(Page(entries=[entry], steps=[ReportedSteps(t_s=t_s, losses=(told,), generation=1, world=16000)]))
+    store.write(
+        Page(entries=[entry], steps=[ReportedSteps(t_s=t_s, losses=(told,), generation=1, world=16000)])
+    )
 
 
 def _time_callbacks(held: list[float]) -> None:
@@ -275,7 +292,10 @@ def viewers(url: str, code: str, count: int, seconds: float, pipe: Any) -> list[
         figures = {}
         for number in (0, count):
             streams = [
-                subprocess.Popen(["curl", "-sN", "-b", jar.name, f"{url}/api/v1/stream?after=1000000"], stdout=subprocess.DEVNULL)
+                subprocess.Popen(
+                    ["curl", "-sN", "-b", jar.name, f"{url}/api/v1/stream?after=1000000"],
+                    stdout=subprocess.DEVNULL,
+                )
                 for _ in range(number)
             ]
             time.sleep(2)
@@ -313,11 +333,15 @@ def paints(url: str, code: Callable[[], str]) -> list[str]:
             one.open(f"{url}/")
             one.wait("return [...holdfast.wanted.keys()].every(k => k in holdfast.panels)")
             whole.append(one.run("return performance.now()"))
-            first.append(one.run("return performance.getEntriesByName('first-contentful-paint')[0].startTime"))
+            first.append(
+                one.run("return performance.getEntriesByName('first-contentful-paint')[0].startTime")
+            )
             began = one.run("return performance.now()")
             one.view("#/training")
             training.append(one.run("return performance.now()") - began)
-        sent = one.run("return performance.getEntriesByType('resource').reduce((n, r) => n + r.encodedBodySize, 0)")
+        sent = one.run(
+            "return performance.getEntriesByType('resource').reduce((n, r) => n + r.encodedBodySize, 0)"
+        )
     return [
         f"{name}: {statistics.median(times):.0f} ms ({min(times):.0f}-{max(times):.0f}, {PAINTS} times)"
         for name, times in (

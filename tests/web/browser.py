@@ -66,8 +66,12 @@ class Browser:
     def view(self, address: str) -> None:
         self.run(f"location.hash = {json.dumps(address)}")
         # Drawn with everything that it asks for, and nothing on its way.
-        self.wait("return [...holdfast.wanted.keys()].every(k => k in holdfast.panels || k in holdfast.errors)")
-        self.wait("return new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))")
+        self.wait(
+            "return [...holdfast.wanted.keys()].every(k => k in holdfast.panels || k in holdfast.errors)"
+        )
+        self.wait(
+            "return new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))"
+        )
 
     def requests(self) -> list[str]:
         """Addresses that were asked for since the last call."""
@@ -86,7 +90,9 @@ class Browser:
         """The page as it is, down to `most` pixels."""
         width, height = self.run("return [innerWidth, document.documentElement.scrollHeight]")
         self.size(width, min(most, height))
-        self.wait("return new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))")
+        self.wait(
+            "return new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))"
+        )
         path.write_bytes(base64.b64decode(self.driver.get_screenshot_as_base64()))
 
     def findings(self) -> list[str]:

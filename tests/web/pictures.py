@@ -1,6 +1,6 @@
 """`make pictures`: the pictures of docs/page.md, of a job that runs for them: both views, light and dark, and a phone.
 
-    pictures.py FOLDER
+pictures.py FOLDER
 """
 
 from __future__ import annotations
@@ -14,11 +14,16 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+from browser import CLI, ROOT, Browser, ui, until
 from PIL import Image
 
-from browser import CLI, ROOT, Browser, ui, until
-
-FAULTS = ("kill-worker:step=80", "kill-node:step=200", "nan:step=300", "kill-coordinator:step=400", "stop-worker:step=500")
+FAULTS = (
+    "kill-worker:step=80",
+    "kill-node:step=200",
+    "nan:step=300",
+    "kill-coordinator:step=400",
+    "stop-worker:step=500",
+)
 MOST = 150_000
 """Bytes of a picture."""
 SHOTS = (
@@ -33,13 +38,32 @@ SHOTS = (
 @contextmanager
 def job(home: Path) -> Iterator[None]:
     """A job that trains, after one incident of each kind."""
-    command = [*CLI, "run", "--job", "demo", "--nnodes", "3", "--spares", "3", "--max-restarts", "20", "--no-ui"]
+    command = [
+        *CLI,
+        "run",
+        "--job",
+        "demo",
+        "--nnodes",
+        "3",
+        "--spares",
+        "3",
+        "--max-restarts",
+        "20",
+        "--no-ui",
+    ]
     command += [f"--fault={fault}" for fault in FAULTS]
-    command += ["--checkpoint", f"{home}/checkpoints,every=50", str(ROOT / "tests/faults/train_tiny.py"), "1000000"]
+    command += [
+        "--checkpoint",
+        f"{home}/checkpoints,every=50",
+        str(ROOT / "tests/faults/train_tiny.py"),
+        "1000000",
+    ]
     environment = os.environ | {"HOLDFAST_HOME": str(home), "OMP_NUM_THREADS": "1"}
     with (
         (home / "log").open("wb") as log,
-        subprocess.Popen([*command, "--device-s", "0.005"], env=environment, stdout=log, stderr=log) as launcher,
+        subprocess.Popen(
+            [*command, "--device-s", "0.005"], env=environment, stdout=log, stderr=log
+        ) as launcher,
     ):
         try:
             until(lambda: b"incident 5: full strength" in (home / "log").read_bytes(), 300, "five incidents")

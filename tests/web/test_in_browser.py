@@ -23,13 +23,37 @@ TINY = Path(__file__).parents[1] / "faults/train_tiny.py"
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A job that trains until the tests are done."""
     home = tmp_path_factory.mktemp("home")
-    command = [*browser.CLI, "run", "--job", "seen", "--nnodes", "2:3", "--spares", "1", "--max-restarts", "50", "--no-ui"]
-    command += ["--checkpoint", f"{home}/saved,every=100", "--fault", "kill-worker:step=30", str(TINY), "1000000"]
+    command = [
+        *browser.CLI,
+        "run",
+        "--job",
+        "seen",
+        "--nnodes",
+        "2:3",
+        "--spares",
+        "1",
+        "--max-restarts",
+        "50",
+        "--no-ui",
+    ]
+    command += [
+        "--checkpoint",
+        f"{home}/saved,every=100",
+        "--fault",
+        "kill-worker:step=30",
+        str(TINY),
+        "1000000",
+    ]
     environment = os.environ | {"HOLDFAST_HOME": str(home), "OMP_NUM_THREADS": "1"}
     log = (home / "log").open("wb")
-    with subprocess.Popen([*command, "--device-s", "0.01"], env=environment, stdout=log, stderr=log) as job, log:
+    with (
+        subprocess.Popen([*command, "--device-s", "0.01"], env=environment, stdout=log, stderr=log) as job,
+        log,
+    ):
         try:
-            browser.until(lambda: b"incident 1: full strength" in (home / "log").read_bytes(), 120, "an incident")
+            browser.until(
+                lambda: b"incident 1: full strength" in (home / "log").read_bytes(), 120, "an incident"
+            )
             yield home
         finally:
             job.send_signal(signal.SIGINT)
@@ -85,7 +109,9 @@ def test_a_phone_needs_no_scrolling_sideways(seen) -> None:
     try:
         for view in ("#/", "#/training", "#/incident/1"):
             seen.view(view)
-            wide = seen.run("return [document.documentElement.scrollWidth, document.documentElement.clientWidth]")
+            wide = seen.run(
+                "return [document.documentElement.scrollWidth, document.documentElement.clientWidth]"
+            )
             assert wide[0] <= wide[1] <= 320, view
     finally:
         seen.size(1280, 900)
@@ -107,7 +133,9 @@ def test_a_killed_coordinator_costs_no_event(seen, home: Path) -> None:
         first = seen.run("return holdfast.last")
         before = read_endpoint(home / "jobs/seen")
         os.kill(before.pid, signal.SIGKILL)
-        browser.until(lambda: read_endpoint(home / "jobs/seen").pid != before.pid, 60, "another coordinator")
+        browser.until(
+            lambda was=before.pid: read_endpoint(home / "jobs/seen").pid != was, 60, "another coordinator"
+        )
         seen.wait(f"return holdfast.link === 'live' && holdfast.last > {first}")
     # What is in the ledger now comes, each once and in order.
     with closing(Store(home / "jobs/seen/job.sqlite", read_only=True)) as store:
@@ -140,15 +168,20 @@ def test_who_may_look_sees_no_way_to_change(home: Path) -> None:
         one.open(link)
         one.wait("return holdfast.link === 'live'")
         assert "Change something" not in one.run("return document.body.innerText")
-        assert one.run(
-            "return fetch('api/v1/act/stop', {method: 'POST', headers: {'X-Holdfast': '1'}}).then(r => r.status)"
-        ) == 403
+        assert (
+            one.run(
+                "return fetch('api/v1/act/stop', {method: 'POST', headers: {'X-Holdfast': '1'}}).then(r => r.status)"
+            )
+            == 403
+        )
 
 
 def test_one_file_needs_nothing_else(home: Path, tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     environment = os.environ | {"HOLDFAST_HOME": str(home)}
-    subprocess.run([*browser.CLI, "ui", "--html", str(path)], env=environment, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [*browser.CLI, "ui", "--html", str(path)], env=environment, check=True, stdout=subprocess.DEVNULL
+    )
     with closing(browser.Browser()) as one:
         one.open(path.as_uri())
         for view in ("#/training", "#/incident/1", "#/"):

@@ -34,7 +34,10 @@ EVENTS = 40
 
 def write(store: Store, first: int, last: int) -> None:
     fields = {"node": "node1", "host": "h", "slots": 1}
-    entries = [LedgerEntry(seq=n, t_s=float(n), utc=UTC, kind="node-joined", fields=fields) for n in range(first, last + 1)]
+    entries = [
+        LedgerEntry(seq=n, t_s=float(n), utc=UTC, kind="node-joined", fields=fields)
+        for n in range(first, last + 1)
+    ]
     store.write(Page(entries=entries))
 
 
@@ -58,7 +61,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 async def nobody(folders: list[Path]) -> list[dict[str, Any]]:
-    return [{"job": f.name, "state": "finished", "step": None, "goodput": None, "age_s": 1.0} for f in folders]
+    return [
+        {"job": f.name, "state": "finished", "step": None, "goodput": None, "age_s": 1.0} for f in folders
+    ]
 
 
 @asynccontextmanager
@@ -76,7 +81,9 @@ async def served(may_act: bool = True) -> AsyncIterator[tuple[str, Sessions, UiH
         await serving
 
 
-def asks(what: Callable[[aiohttp.ClientSession, str, Sessions], Awaitable[None]], role: Role | None = Role.VIEW) -> None:
+def asks(
+    what: Callable[[aiohttp.ClientSession, str, Sessions], Awaitable[None]], role: Role | None = Role.VIEW
+) -> None:
     """role: None: who asks has no session."""
 
     async def main() -> None:
@@ -93,13 +100,28 @@ def asks(what: Callable[[aiohttp.ClientSession, str, Sessions], Awaitable[None]]
 def test_every_panel_of_a_job_that_has_ended(home: Path) -> None:
     async def look(client: aiohttp.ClientSession, url: str, sessions: Sessions) -> None:
         found = {}
-        for name in ("now", "incidents", "timeline", "decisions", "strip", "ranks", "series", "checkpoints", "lines"):
+        for name in (
+            "now",
+            "incidents",
+            "timeline",
+            "decisions",
+            "strip",
+            "ranks",
+            "series",
+            "checkpoints",
+            "lines",
+        ):
             async with client.get(f"{url}/api/v1/{name}") as page:
                 assert page.status == 200, name
                 assert page.headers["Cache-Control"] == "no-store"
                 found[name] = await page.json()
         now = found["now"]
-        assert (now["headline"]["word"], now["step"], now["live"], now["ledger_seq"]) == ("finished", 100, False, EVENTS)
+        assert (now["headline"]["word"], now["step"], now["live"], now["ledger_seq"]) == (
+            "finished",
+            100,
+            False,
+            EVENTS,
+        )
         assert found["series"]["columns"]["step"] == list(range(100))
         assert found["series"]["columns"]["weight_per_s"][0] == pytest.approx(80.0)
         for address, status in (("nothing", 404), ("incident?id=7", 404), ("incident?id=x", 400), ("series?from=-1", 400),
@@ -136,7 +158,11 @@ def test_who_looks_cannot_act_and_nobody_changes_what_has_ended(home: Path) -> N
             assert page.status == 403
         async with client.get(f"{url}/enter?code={sessions.new_code(Role.ACT)}"):
             pass
-        for headers, status in ((own, 409), ({"Origin": url}, 403), (own | {"Origin": "http://evil.example"}, 403)):
+        for headers, status in (
+            (own, 409),
+            ({"Origin": url}, 403),
+            (own | {"Origin": "http://evil.example"}, 403),
+        ):
             async with client.post(f"{url}/api/v1/act/stop", headers=headers) as page:
                 assert page.status == status, headers
         async with client.post(f"{url}/api/v1/act/reboot", headers=own) as page:

@@ -20,7 +20,13 @@ class Told:
 
     def say(self, t_s: float, kind: str, /, **fields: Any) -> Told:
         self.seq += 1
-        self.story.add(self.seq, t_s, f"2026-01-01T00:00:{self.seq % 60:02d}", kind, json.dumps(fields, separators=(",", ":")))
+        self.story.add(
+            self.seq,
+            t_s,
+            f"2026-01-01T00:00:{self.seq % 60:02d}",
+            kind,
+            json.dumps(fields, separators=(",", ":")),
+        )
         return self
 
     def formed(self, t_s: float, number: int, *nodes: str, start: int = 0) -> Told:
@@ -64,7 +70,12 @@ def test_an_incident_is_told_to_its_end() -> None:
     told.say(6.0, "incident-explained", id=1, node="node1", cause="its disk broke", was="killed")
     told.say(6.5, "incident-joined", id=1, node="node2", cause="also lost")
     (shown,) = views.incidents(told.story)["incidents"]
-    assert (shown["cause"], shown["also"], shown["open"], shown["stall_s"]) == ("its disk broke", ["also lost"], False, 0.5)
+    assert (shown["cause"], shown["also"], shown["open"], shown["stall_s"]) == (
+        "its disk broke",
+        ["also lost"],
+        False,
+        0.5,
+    )
     assert told.story.incidents[1]["seqs"] == [2, 5]
     (bar,) = views.timeline(told.story, 10.0)["bars"]
     assert (bar["t_s"], bar["end_s"], bar["kind"]) == (5.0, 5.5, "process")
@@ -78,7 +89,11 @@ def test_what_a_node_did() -> None:
     told.formed(1.0, 1, "a", "b").say(5.0, "node-lost", node="b", cause="gone").formed(6.0, 2, "a", "c")
     told.say(8.0, "node-held", node="c", reason="checked").formed(9.0, 3, "a")
     states = {node: [STATES[s] for _, s in runs] for node, runs in told.story.runs.items()}
-    assert states == {"a": ["waits", "trains"], "b": ["waits", "trains", "lost"], "c": ["waits", "trains", "held"]}
+    assert states == {
+        "a": ["waits", "trains"],
+        "b": ["waits", "trains", "lost"],
+        "c": ["waits", "trains", "held"],
+    }
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -88,7 +103,9 @@ def test_the_difference_of_two_generations_is_that_of_their_names(seed: int) -> 
     names = [f"n{a}.{b}#{c}" for a in (1, 11, 111, 2) for b in (0, 1) for c in (1, 11)]
     for _ in range(300):
         chosen = rng.sample(names, rng.randrange(len(names)))
-        text, came, left = members.changed(json.dumps({"world": 1, "workers": chosen, "z": "]"}, separators=(",", ":")))
+        text, came, left = members.changed(
+            json.dumps({"world": 1, "workers": chosen, "z": "]"}, separators=(",", ":"))
+        )
         nodes = {name.rpartition(".")[0] for name in chosen}
         assert (came, left) == (nodes - before, before - nodes)
         assert set(members.nodes) == nodes
@@ -101,7 +118,9 @@ def test_the_strip_has_the_worst_first_and_folds_the_rest() -> None:
     nodes = [f"n{k}" for k in range(200)]
     for node in nodes:
         told.say(0.0, "node-joined", node=node, host="h", slots=1)
-    told.formed(1.0, 1, *nodes).incident(1, 5.0, node="n7").incident(2, 7.0, node="n7").incident(3, 9.0, node="n9")
+    told.formed(1.0, 1, *nodes).incident(1, 5.0, node="n7").incident(2, 7.0, node="n7").incident(
+        3, 9.0, node="n9"
+    )
     told.say(9.0, "node-lost", node="n9", cause="gone")
     strip = views.strip(told.story, 20.0)
     assert [(row[0], row[1]) for row in strip["rows"]] == [("n7", 2), ("n9", 1)]
@@ -129,7 +148,11 @@ def test_thousands_of_incidents_are_a_few_hundred_bars_and_none_is_left_out() ->
         ({"phase": "gathering", "ready": 1}, "busy", "1 worker of 2 are ready"),
         ({"phase": "ended", "outcome": "finished"}, "over", ""),
         ({"phase": "ended", "outcome": "failed", "reason": "too few"}, "bad", "too few"),
-        ({"phase": "breaking", "incidents": [{"id": 3, "cause": "killed", "quiet": False}]}, "busy", "incident 3: killed"),
+        (
+            {"phase": "breaking", "incidents": [{"id": 3, "cause": "killed", "quiet": False}]},
+            "busy",
+            "incident 3: killed",
+        ),
     ],
 )
 def test_the_headline_says_what_and_why(changes: dict[str, Any], tone: str, why: str) -> None:
@@ -177,7 +200,13 @@ def test_what_would_be_lost() -> None:
 
 def test_ranks_are_chosen_by_words() -> None:
     rows = [
-        {"rank": n, "worker": f"w{n}", "node": f"node{n % 3}", "state": "training" if n else "spare", "ratio": 2.0 if n == 4 else None}
+        {
+            "rank": n,
+            "worker": f"w{n}",
+            "node": f"node{n % 3}",
+            "state": "training" if n else "spare",
+            "ratio": 2.0 if n == 4 else None,
+        }
         for n in range(100)
     ]
     assert views.ranks(rows, "slow")["ranks"][0]["rank"] == 4

@@ -26,7 +26,9 @@ def test_a_package_is_as_its_makers_published_it(name: str) -> None:
 
 
 def test_nothing_else_is_there() -> None:
-    assert {p.name for p in VENDOR.iterdir()} == {f"{n}-{p['version']}" for n, p in PACKAGES.items()} | {"vendor.toml"}
+    assert {p.name for p in VENDOR.iterdir()} == {f"{n}-{p['version']}" for n, p in PACKAGES.items()} | {
+        "vendor.toml"
+    }
 
 
 def test_every_file_that_the_page_names_is_there() -> None:
@@ -54,6 +56,16 @@ def test_the_page_is_small() -> None:
     assert sum(len(application.file_of(path) or b"") for path in files) < 160_000
 
 
-@pytest.mark.parametrize("path", ["static/../application.py", "static//page.css", "../web/views.py", "static/vendor", "static\\page.css", "x" * 300])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "static/../application.py",
+        "static//page.css",
+        "../web/views.py",
+        "static/vendor",
+        "static\\page.css",
+        "x" * 300,
+    ],
+)
 def test_no_other_file_is_served(path: str) -> None:
     assert application.file_of(path) is None

@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 
-
 DECISIONS_KEPT = 2000
 CHECKPOINTS_KEPT = 500
 RUNS_KEPT = 200
