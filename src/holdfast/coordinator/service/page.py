@@ -177,7 +177,9 @@ class PageSource:
         async with self._looking:
             if loop.time() - self._facts_at < EVERY_S and not self._news.over:
                 return
-            recent: dict[str, Any] = self._recent or await self._read(page_reader.recent)
+            if self._recent is None:
+                self._recent = await self._read(page_reader.recent)
+            recent = self._recent
             facts = page_facts.facts(self._state, self._index, self._clock(), recent)
             facts |= {"ledger_trouble": self._trouble(), "live": self._live}
             if not self._live and facts["outcome"] is None:
