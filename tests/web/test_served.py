@@ -14,12 +14,15 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
+from aiohttp import web
 
 from holdfast.coordinator.kernel.index import Index
 from holdfast.coordinator.kernel.phases import JobPhase
 from holdfast.coordinator.kernel.state import CoreState
+from holdfast.coordinator.service.authentication import Entrance, authorized
 from holdfast.coordinator.service.page import BATCH, FRAMES, News, PageSource
 from holdfast.coordinator.service.store import LedgerEntry, Page, ReportedSteps, Store
+from holdfast.protocol.endpoint import Endpoint
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.messages import StepTold
 from holdfast.ui.host import UiHost
@@ -262,3 +265,45 @@ def test_one_file_has_what_the_page_has(home: Path) -> None:
     assert msgspec.json.decode(data[1])["now"]["step"] == 100
     assert not re.search(r'(?:src|href)="(?!data:)', text)
     assert set(application.IMPORTS) <= set(re.findall(r'"([a-z/]+)":"data:', text))
+
+
+def test_a_cookie_opens_the_coordinators_page_and_nothing_else_of_it() -> None:
+    """At the door and behind it: a connection may bring several requests."""
+
+    async def fine(request: web.Request) -> web.Response:
+        return web.Response(text="fine")
+
+    async def main() -> None:
+        listener = loopback(0)
+        port = listener.getsockname()[1]
+        where = Endpoint(host="127.0.0.1", port=port, pid=1, instance="i")
+        sessions = Sessions("token", port, lambda: 1000.0)
+        app = web.Application(middlewares=[authorized("token", where, sessions)])
+        app.add_routes([web.get("/", fine), web.get("/ledger", fine), web.post("/page-code", fine)])
+        runner = web.AppRunner(app)
+        await runner.setup()
+        assert runner.server is not None
+        entrance = Entrance(listener, "token", where, runner.server, sessions)
+        url, cookie = f"http://127.0.0.1:{port}", sessions.redeem(sessions.new_code(Role.ACT))
+        mine, token = {"Cookie": f"{sessions.cookie}={cookie}"}, {"Authorization": "Bearer token"}
+        try:
+            for first in ("/", "/ledger"):
+                async with (
+                    aiohttp.ClientSession() as client
+                ):  # the second request comes by the same connection
+                    for path, headers, status in (
+                        (first, mine, 200 if first == "/" else 401),
+                        ("/ledger", mine, 401),
+                        ("/", mine | {"Host": "evil.example"}, 421 if first == "/" else 401),
+                        ("/", {}, 401),
+                        ("/", mine | {"Authorization": "Bearer wrong"}, 401),
+                        ("/ledger", token, 200),
+                        ("/", mine, 200),
+                    ):
+                        async with client.get(f"{url}{path}", headers=headers) as page:
+                            assert page.status == status, (first, path, headers)
+        finally:
+            entrance.close()
+            await runner.cleanup()
+
+    asyncio.run(main())

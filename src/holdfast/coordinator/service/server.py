@@ -156,7 +156,9 @@ class Coordinator:
             job_dir=self._job_dir,
             sessions=Sessions(self._token, where.port, time.time, frozenset({host.lower()})),
         )
-        app = web.Application(middlewares=[authorized(self._token, where, page.sessions), self._count_requests()])
+        app = web.Application(
+            middlewares=[authorized(self._token, where, page.sessions), self._count_requests()]
+        )
         app.on_response_prepare.append(give_proof)
         app.on_response_prepare.append(headers_of_page)
         app.add_routes([web.get("/agent", self._agents.serve), *self._routes.all(), *page.routes()])
