@@ -119,9 +119,13 @@ class PageSource:
         if name == "ranks":
             rows = await page_facts.ranks(self._state)
             first, count = whole(query, "first", 0) or 0, min(500, whole(query, "count", 60) or 60)
-            return await self._read(
-                lambda _: answer(views.ranks(rows, query.get("q", "")[:200], first, count))
-            )
+            chosen = query.get("q", "")[:200]
+
+            def table(_: Store) -> Answer:
+                rows.sort(key=page_facts.urgency)
+                return answer(views.ranks(rows, chosen, first, count))
+
+            return await self._read(table)
         if name == "log":
             worker = self._state.membership.workers.get(query.get("worker", ""))
             if worker is None:

@@ -82,9 +82,13 @@ def _newest(step: int | None, recent: Mapping[str, Any]) -> int | None:
 
 
 async def ranks(state: CoreState) -> list[dict[str, Any]]:
-    """A row for each worker that is not gone: the slow ones first, then those that do not train, then by rank."""
+    """A row for each worker that is not gone, in no order: putting thousands in order holds up whoever does it."""
     membership = state.membership
-    places = {x.worker: x.rank for x in membership.generation.members} if membership.generation else {}
+    places: dict[str, int] = {}
+    members = membership.generation.members if membership.generation else ()
+    for begin in range(0, len(members), 4 * CHUNK):
+        places.update((x.worker, x.rank) for x in members[begin : begin + 4 * CHUNK])
+        await asyncio.sleep(0)
     slow = {x.worker: x.ratio for x in state.health.slow if x.until_step is None}
     blames = membership.blames
     rows: list[dict[str, Any]] = []
@@ -107,12 +111,10 @@ async def ranks(state: CoreState) -> list[dict[str, Any]]:
                 "cause": str(blames[w.name].cause) if w.name in blames else None,
             }
         )
-    await asyncio.sleep(0)
-    rows.sort(key=_urgency)
     return rows
 
 
-def _urgency(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The slow ones first, then those that should train and do not, then members by rank, spares last."""
+def urgency(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The slow ones first, then those that should train and do not, then members by rank, spares last: a key to sort rows by."""
     order = {"training": 1, "spare": 2}.get(row["state"], 0)
     return -(row["ratio"] or 0.0), order, row["rank"] is None, row["rank"] or 0, row["worker"]
