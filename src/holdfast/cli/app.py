@@ -31,6 +31,7 @@ from holdfast.cli import (
     status,
     stop,
     track,
+    ui,
     why,
 )
 from holdfast.cli.torchrun import RunCommand
@@ -60,6 +61,7 @@ app.command("logs")(logs.logs)
 app.command("report")(report.report)
 app.command("track")(track.track)
 app.command("notify")(notify.notify)
+app.command("ui")(ui.ui)
 app.command("fault")(fault.fault)
 app.command("check")(check.check)
 app.command("resize")(resize.resize)

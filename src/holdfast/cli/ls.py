@@ -31,7 +31,7 @@ def ls(
 
     folders = jobs.folders()
     shown = folders if all_jobs or as_json or output in (Format.JSON, Format.YAML) else folders[:SHOWN]
-    found = asyncio.run(_look_at(shown))
+    found = asyncio.run(look_at(shown))
     if write_as(found, as_json, output):
         return
     if not found:
@@ -62,7 +62,8 @@ def ls(
         sys.stdout.write(f"and {len(folders) - len(shown)} older ones: holdfast ls --all\n")
 
 
-async def _look_at(folders: list[Path]) -> list[dict[str, Any]]:
+async def look_at(folders: list[Path]) -> list[dict[str, Any]]:
+    """What is known of each job: job, state, step, goodput, age_s, engine, problem."""
     import asyncio
 
     # All at once would open a connection for each job of a year; one after the other would take two seconds

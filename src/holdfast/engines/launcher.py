@@ -20,6 +20,7 @@ from holdfast.engines.scraping import publish, withdraw
 from holdfast.engines.shown import Shown, View
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.protocol.availability import Availability, OrderDone
+from holdfast.protocol.endpoint import read_endpoint
 from holdfast.protocol.engine_orders import (
     EngineOrder,
     MarkNode,
@@ -31,6 +32,7 @@ from holdfast.protocol.engine_orders import (
 )
 from holdfast.protocol.job import JobSpec, Resume
 from holdfast.protocol.notices import NoticeCause
+from holdfast.web.sources import CODE_PATH
 
 _log = logging.getLogger(__name__)
 KILLED = "killed"
@@ -64,6 +66,7 @@ class Launcher(ABC):
         self._lifeline, self._held = os.pipe()
         self._told: dict[str, Any] | None = None
         self._blind = False
+        self._page_shown = False
         self._orders: asyncio.Queue[EngineOrder] = asyncio.Queue()
         self._newest_order = 0
         self._unacknowledged: dict[int, OrderDone | None] = {}
@@ -133,6 +136,30 @@ class Launcher(ABC):
             self.post(self.engine.traits)
         if self._stop_asked is not None:
             self.spawn(self._ask(self._stop_asked))
+        if not self._page_shown:
+            self._page_shown = True
+            self.spawn(self._show_page())
+
+    async def _show_page(self) -> None:
+        """Says where the job can be looked at."""
+        # There is no TLS: a link with a code is for this machine's browser alone. From elsewhere `holdfast ui` is reached
+        # through ssh.
+        if self.host not in ("127.0.0.1", "::1"):
+            self.view.note(f"page: holdfast ui --job {self.spec.name}")
+            return
+        try:
+            async with JobClient(self.job_dir) as client:
+                code = (await client.post(f"{CODE_PATH}?role=view", repeat=True))["code"]
+        except UsageError as error:
+            _log.info("no link to the page: %s", error)
+            return
+        # Not through `note`: the code must not be in a log.
+        where = read_endpoint(self.job_dir)
+        if where is not None:
+            link = f"{where.url}/enter?code={code}"
+            self.view.note(
+                f"page: {link}  (good once, for a minute; later: holdfast ui --job {self.spec.name})"
+            )
 
     async def _watch(self) -> None:
         async with JobClient(self.job_dir) as client:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -18,8 +18,10 @@ from aiohttp import web
 from holdfast.protocol.authentication import Door
 from holdfast.protocol.endpoint import NAME_PATH, CoordinatorName, Endpoint
 from holdfast.protocol.http_server import head_missing
-from holdfast.protocol.proof import ANSWER_HEADER, REFUSAL, admit
+from holdfast.protocol.proof import ANSWER_HEADER, OWN_HEADER, REFUSAL, admit
 from holdfast.protocol.scrape_token import PATH as SCRAPED
+from holdfast.web import application
+from holdfast.web.sessions import Sessions
 
 _PROOF: Any = getattr(web, "RequestKey", lambda name, kind: name)("proof", str)
 """Newer versions of aiohttp warn of keys that are mere texts."""
@@ -33,10 +35,11 @@ _REFUSED = (
 _ASKS_NAME = f"GET {NAME_PATH} HTTP/".encode()
 
 
-def authorized(token: str, where: Endpoint, scrape_token: str = "") -> Any:
+def authorized(token: str, where: Endpoint, scrape_token: str = "", sessions: Sessions | None = None) -> Any:
     """Turns away who does not know the token; who proves that he does without showing it gets the proof that we do.
 
-    scrape_token: opens `/metrics` alone, see `protocol.scrape_token`; empty: there is none.
+    scrape_token: opens `/metrics` alone, see `protocol.scrape_token`; empty: there is none. sessions: of browsers, which may
+    have the page and nothing else.
     """
 
     @web.middleware
@@ -46,12 +49,19 @@ def authorized(token: str, where: Endpoint, scrape_token: str = "") -> Any:
         asked = request.method, request.raw_path
         answer = _admit(request.headers.items(), token, scrape_token, where, *asked)
         # The same text for a wrong token as for none, so a stranger learns nothing from the difference.
+        if answer is None and sessions is not None and not _shows_token(request.headers):
+            return application.admit(sessions, request) or await handler(request)
         if answer is None:
             return web.Response(status=401, text=_REFUSAL)
         request[_PROOF] = answer
         return await handler(request)
 
     return check
+
+
+def _shows_token(headers: Mapping[str, str]) -> bool:
+    """A wrong proof is wrong, whatever cookie is beside it."""
+    return any(name.lower() in ("authorization", OWN_HEADER.lower()) for name in headers)
 
 
 async def give_proof(request: web.Request, response: web.StreamResponse) -> None:
@@ -78,6 +88,22 @@ def _admit(
     return next((answer for answer in answers if answer is not None), None)
 
 
+def first_words(head: bytes) -> tuple[str, str, list[tuple[str, str]]]:
+    """Method, path and headers of a request that was heard at a door."""
+    first, *lines = head.partition(b"\r\n\r\n")[0].decode("latin-1").split("\r\n")
+    method, _, rest = first.partition(" ")
+    path, _, _ = rest.rpartition(" ")
+    pairs = (line.partition(":") for line in lines)
+    return method, path, [(name, value.strip()) for name, _, value in pairs]
+
+
+def page_refusal(status: int) -> bytes:
+    """What a browser gets that may not pass."""
+    text = application.refusal_text(status)
+    head = f"HTTP/1.1 {status} Refused\r\nContent-Type: text/plain; charset=utf-8\r\n"
+    return f"{head}Content-Length: {len(text.encode())}\r\nConnection: close\r\n\r\n{text}".encode()
+
+
 class Entrance:
     """Where connections come in, until it is closed."""
 
@@ -88,9 +114,10 @@ class Entrance:
         where: Endpoint,
         server: Callable[[], asyncio.Protocol],
         scrape_token: str = "",
+        sessions: Sessions | None = None,
     ) -> None:
-        """scrape_token: as for `authorized`. server: makes the protocol of a connection in the loop that runs now."""
-        self._token, self._where, self._server = token, where, server
+        """scrape_token, sessions: as for `authorized`. server: makes the protocol of a connection in the loop that runs now."""
+        self._token, self._where, self._server, self._sessions = token, where, server, sessions
         self._scrape_token = scrape_token
         said = msgspec.json.encode(CoordinatorName(instance=where.instance, term=where.term))
         head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(said)}\r\nConnection: close\r\n\r\n"
@@ -115,23 +142,29 @@ class Entrance:
         if head.startswith(_ASKS_NAME):
             sock.send(self._says_name)
             return False
-        if not self._is_proven(head):
+        if (refusal := self._refusal(head)) is not None:
             # Sent without waiting: a few bytes always fit into an empty socket buffer, and a stranger must
             # not hold up the door.
-            sock.send(_REFUSED.encode())
+            sock.send(refusal)
             return False
         # The loop gets a connection that has proved itself, and never sees the others. A thousand strangers
         # cost it nothing.
         self._loop.call_soon_threadsafe(self._take, sock, head)
         return True
 
-    def _is_proven(self, head: bytes) -> bool:
-        first, *lines = head.partition(b"\r\n\r\n")[0].decode("latin-1").split("\r\n")
-        method, _, rest = first.partition(" ")
-        path, _, _ = rest.rpartition(" ")
-        headers = (line.partition(":") for line in lines)
-        given = ((name, value.strip()) for name, _, value in headers)
-        return _admit(given, self._token, self._scrape_token, self._where, method, path) is not None
+    def _refusal(self, head: bytes) -> bytes | None:
+        """None: who sent this may come in. The server decides again, for this request and for those that follow."""
+        method, path, headers = first_words(head)
+        if _admit(headers, self._token, self._scrape_token, self._where, method, path) is not None:
+            return None
+        named = {name.lower(): value for name, value in headers}
+        if self._sessions is None or _shows_token(named):
+            return _REFUSED.encode()
+        status, _ = self._sessions.judge(method, path, named)
+        if status == 200:
+            return None
+        # A person at a browser reads what to do; whoever else asks reads how to show the token.
+        return page_refusal(status) if "text/html" in named.get("accept", "") else _REFUSED.encode()
 
     def _take(self, sock: socket.socket, head: bytes) -> None:
         task = self._loop.create_task(self._hand_over(sock, head))
@@ -140,12 +173,12 @@ class Entrance:
 
     async def _hand_over(self, sock: socket.socket, head: bytes) -> None:
         try:
-            await self._loop.connect_accepted_socket(lambda: _HeardFirst(self._server(), head), sock)
+            await self._loop.connect_accepted_socket(lambda: HeardFirst(self._server(), head), sock)
         except OSError:  # the caller is gone meanwhile
             sock.close()
 
 
-class _HeardFirst(asyncio.Protocol):
+class HeardFirst(asyncio.Protocol):
     """Gives the server's protocol what was heard at the door, before the transport reads on, and makes room for it."""
 
     def __init__(self, protocol: asyncio.Protocol, head: bytes) -> None:

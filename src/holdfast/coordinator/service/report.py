@@ -146,8 +146,8 @@ def build_status(state: CoreState, now: float) -> dict[str, Any]:
                 "worker": w.name,
                 "node": w.node,
                 "rank": ranks.get(w.name),
-                "state": "restoring" if _restoring(state, w) else w.phase.value,
-                "restored": w.restored if _restoring(state, w) else None,
+                "state": "restoring" if is_restoring(state, w) else w.phase.value,
+                "restored": w.restored if is_restoring(state, w) else None,
                 "step": w.committed,
                 "log": w.log,
             }
@@ -158,7 +158,7 @@ def build_status(state: CoreState, now: float) -> dict[str, Any]:
         "slow": [stragglers.shown(x) for x in state.health.slow if x.until_step is None],
         "figures": script_metrics.shown(state),
         "blame": shown_blame(state.membership.blame) if state.membership.blame else None,
-        "saving": _saving(state, now),
+        "saving": saving(state, now),
     }
 
 
@@ -168,7 +168,7 @@ def shown_blame(blame: Blame) -> dict[str, Any]:
     return {**msgspec.to_builtins(blame), **words}
 
 
-def _restoring(state: CoreState, worker: Worker) -> bool:
+def is_restoring(state: CoreState, worker: Worker) -> bool:
     """It is a member, and fetches the state. At level 0 it is known only of what takes its time."""
     if worker.phase is not WorkerPhase.MEMBER:
         return False
@@ -178,7 +178,7 @@ def _restoring(state: CoreState, worker: Worker) -> bool:
     return worker.joined_generation < state.membership.number and seat is not None and seat.restore
 
 
-def _saving(state: CoreState, now: float) -> dict[str, Any]:
+def saving(state: CoreState, now: float) -> dict[str, Any]:
     """What is saved where, and how old it is. Durations in seconds; None: nothing yet."""
     complete = [s for s in state.storage.snapshots if s.complete]
     newest = max(complete, key=lambda s: (s.step, s.generation), default=None)

@@ -13,6 +13,7 @@ import os
 import secrets
 import signal
 import socket
+import time
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -36,6 +37,7 @@ from holdfast.coordinator.service.history_writer import Memory
 from holdfast.coordinator.service.injector import Injector, Planned
 from holdfast.coordinator.service.ledger import Ledger, SideThread, Unreadable
 from holdfast.coordinator.service.ledger_copies import LedgerCopies
+from holdfast.coordinator.service.page_host import CoordinatorPage
 from holdfast.coordinator.service.report import build_report, build_status, shown_blame
 from holdfast.coordinator.service.routes import Routes
 from holdfast.coordinator.service.store import Store, own_ledger
@@ -45,6 +47,8 @@ from holdfast.protocol.endpoint import Endpoint, write_endpoint
 from holdfast.protocol.job import JobDescription, JobSpec, Resume
 from holdfast.protocol.leadership import EXIT_HANDED_OVER, EXIT_SUPERSEDED, LOOK_S, newest_term
 from holdfast.protocol.scrape_token import read_scrape_token
+from holdfast.web.application import API, headers_of_page
+from holdfast.web.sessions import Sessions
 
 _log = logging.getLogger(__name__)
 
@@ -147,11 +151,19 @@ class Coordinator:
             term=self._term,
         )
         scrape_token = read_scrape_token(self._job_dir)
+        page = CoordinatorPage(
+            loop=self._loop,
+            ledger_file=self._ledger,
+            watchers=self._watchers,
+            job_dir=self._job_dir,
+            sessions=Sessions(self._token, where.port, time.time, frozenset({host.lower()})),
+        )
         app = web.Application(
-            middlewares=[authorized(self._token, where, scrape_token), self._count_requests()]
+            middlewares=[authorized(self._token, where, scrape_token, page.sessions), self._count_requests()]
         )
         app.on_response_prepare.append(give_proof)
-        app.add_routes([web.get("/agent", self._agents.serve), *self._routes.all()])
+        app.on_response_prepare.append(headers_of_page)
+        app.add_routes([web.get("/agent", self._agents.serve), *self._routes.all(), *page.routes()])
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=FAREWELL_S)
         await runner.setup()
         deciding = asyncio.create_task(self._loop.decide_all())
@@ -161,7 +173,7 @@ class Coordinator:
         _log.info("serving", extra={"url": where.url, "resumed": self._resumed, "seq": self._loop.seq})
         write_endpoint(self._job_dir, where)
         assert runner.server is not None
-        entrance = Entrance(listener, self._token, where, runner.server, scrape_token)
+        entrance = Entrance(listener, self._token, where, runner.server, scrape_token, page.sessions)
         loop = asyncio.get_running_loop()
         # Ctrl-C reaches the whole process group. The launcher decides what it means and asks for a stop; a
         # coordinator that ended by itself would take the job's state with it.
@@ -189,6 +201,7 @@ class Coordinator:
             logs.exit_now(EXIT_SUPERSEDED)
         _log.info("the job is over", extra={"outcome": self.outcome})
         await self._write_report()
+        page.news.end()
         await self._take_leave()
         entrance.close()
         await runner.cleanup()
@@ -281,8 +294,8 @@ class Coordinator:
                 return web.Response(
                     status=503, text="the coordinator hands over; ask again", headers={"Retry-After": "0"}
                 )
-            # One that becomes a WebSocket has no answer to wait for.
-            if "Upgrade" in request.headers:
+            # One that becomes a WebSocket has no answer to wait for, and a stream of events has no end.
+            if "Upgrade" in request.headers or request.path == f"{API}/stream":
                 return await handler(request)
             self._unanswered += 1
             try:

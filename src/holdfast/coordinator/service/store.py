@@ -1,7 +1,7 @@
 """What outlives the coordinator's process: SQLite in the job's folder.
 
-Four tables: the newest snapshot of the core, the ledger of events, one row for every committed step, and one for every
-value that the script logged.
+The newest snapshot of the core, the ledger of events, one row for every committed step with summaries of them, and one for
+every value that the script logged.
 Write-ahead logging keeps every committed row through the death of the process.
 """
 
@@ -21,6 +21,7 @@ from urllib.parse import quote
 import msgspec
 
 from holdfast.coordinator.kernel.state import CoreState
+from holdfast.coordinator.service import rollups
 from holdfast.coordinator.service.older_states import state_of
 from holdfast.coordinator.service.tally import Tally, read_tally
 from holdfast.protocol import ledger
@@ -183,8 +184,9 @@ class Store:
                 self._db.execute("pragma locking_mode=exclusive")
             self._db.execute("pragma journal_mode=wal")
             self._db.execute(f"pragma synchronous={'full' if shared else 'normal'}")
-            self._db.executescript(_SCHEMA)
+            self._db.executescript(_SCHEMA + rollups.SCHEMA)
             self._add_later_columns()
+            rollups.catch_up(self._db, self._newest_place())
             # Only upward: an older version that continues a newer ledger must not claim that it wrote
             # everything in it.
             if self.version < ledger.VERSION:
@@ -240,6 +242,7 @@ class Store:
             for reported in page.steps:
                 self.add_steps(reported.t_s, reported.losses, reported.generation, reported.world)
                 self.add_figures(reported.figures, reported.generation)
+            self._roll_up([told.step for reported in page.steps for told in reported.losses])
             for name, value in page.kept.items():
                 self.keep(name, value)
             self.commit()
@@ -319,6 +322,50 @@ class Store:
             rows,
         )
 
+    def _roll_up(self, steps: list[int]) -> None:
+        # In the transaction that wrote the steps: whoever reads finds both or neither.
+        if steps:
+            rollups.roll_up(self._db, steps)
+            rollups.mark(self._db, self._newest_place())
+
+    def _newest_place(self) -> int:
+        """Of the commit that the ledger learned of last; 0: there is none."""
+        return int(self._db.execute("select coalesce(max(place), 0) from steps").fetchone()[0])
+
+    def series(
+        self, first: int = 0, last: int | None = None, points: int = rollups.POINTS
+    ) -> dict[str, list[Any]]:
+        """See `rollups.series`. last: None: the newest step."""
+        newest = self.last_step()
+        if newest is None:
+            return rollups.series(self._db, 0, 0, points)
+        return rollups.series(self._db, max(0, first), newest if last is None else min(last, newest), points)
+
+    def last_step(self) -> int | None:
+        """Number of the newest committed step; None: there is none."""
+        if not self._columns("steps"):
+            return None
+        found = self._db.execute("select max(step) from steps").fetchone()[0]
+        return None if found is None else int(found)
+
+    def entries(self, after: int, limit: int) -> list[LedgerEntry]:
+        """At most `limit` events after a number, oldest first."""
+        return [
+            LedgerEntry(seq=seq, t_s=t_s, utc=utc, kind=kind, fields=msgspec.json.decode(fields))
+            for seq, t_s, utc, kind, fields in self.raw_entries(after, limit)
+        ]
+
+    def raw_entries(self, after: int, limit: int) -> list[tuple[int, float, str, str, str]]:
+        """As `entries`: (seq, t_s, utc, kind, the fields as JSON)."""
+        if not self._columns("events"):
+            return []
+        query = "select seq, t_s, utc, kind, fields from events where seq > ? order by seq limit ?"
+        return self._db.execute(query, (after, limit)).fetchall()
+
+    def newest_steps(self, count: int) -> list[StepRow]:
+        """The last committed steps, ascending."""
+        return self._rows("steps", f"desc limit {count}")[::-1]
+
     def add_figures(self, figures: Iterable[tuple[str, int, float]], generation: int) -> None:
         """What the script logged: (name, step, value). A value that is told again, or anew for a step that was computed again,
         replaces the one before; a late word of an older generation does not. One that is NaN is null."""
@@ -349,13 +396,13 @@ class Store:
         state. The newest commit of each is in `steps`."""
         return self._rows("redone")
 
-    def _rows(self, table: str) -> list[StepRow]:
+    def _rows(self, table: str, tail: str = "") -> list[StepRow]:
         there = self._columns(table)
         if not there:  # a ledger from before there were any, which a reader may not change
             return []
         names = [n for n in _COLUMNS.split(", ") if n in there and n not in _UNSHOWN]
-        order = "step, made_in, generation" if "made_in" in there else "step"
-        query = f"select {', '.join(names)} from {table} order by {order}"
+        order = "step, made_in, generation" if "made_in" in there and not tail else "step"
+        query = f"select {', '.join(names)} from {table} order by {order} {tail}"
         rows = [dict(zip(names, row, strict=True)) for row in self._db.execute(query)]
         return [msgspec.convert(row, StepRow, strict=False) for row in rows]
 
@@ -423,6 +470,14 @@ class Store:
     def tally(self, before: Tally) -> Tally:
         """The totals with all that came since `before`, at the cost of that alone."""
         return read_tally(self._db, before)
+
+    def count_steps(self) -> int:
+        """How many committed steps the ledger has."""
+        # The highest level has a bucket for each two million steps. A count of the rows would read all of them.
+        query = f"select sum(n) from rollups where level = {rollups.LEVELS}"
+        if self._columns("rollups"):
+            return int(self._db.execute(query).fetchone()[0] or 0)
+        return int(self._db.execute("select count(*) from steps").fetchone()[0])
 
     def copy(self) -> bytes:
         """The whole file, as it is now: for those who cannot open it themselves."""

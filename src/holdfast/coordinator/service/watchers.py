@@ -53,8 +53,12 @@ class Watchers:
     def __init__(self, status: Callable[[], dict[str, Any]]) -> None:
         self.all: set[Watcher] = set()
         self._status, self._status_due = status, False
+        self.also: Callable[[], None] = lambda: None
+        """Called where something may be different from before: the page tells its viewers in its own time."""
 
     def announce(self, kind: str, value: Any) -> None:
+        if kind == "event":
+            self.also()
         # Nothing is encoded if nobody watches; most jobs run for most of their time without anybody looking.
         if self.all:
             data = announcement(kind, value)
@@ -67,6 +71,7 @@ class Watchers:
         self.announce("log", {"text": text})
 
     def plan_status(self) -> None:
+        self.also()
         # At most five times a second, whatever happens. The status is as large as the job.
         if self.all and not self._status_due:
             self._status_due = True

@@ -1,0 +1,110 @@
+"""`holdfast ui`: the page of all jobs in a browser."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from holdfast.cli.common import JobName
+
+if TYPE_CHECKING:
+    from holdfast.ui.host import UiHost
+
+PORT = 8765
+
+
+def ui(
+    job: JobName = None,
+    port: Annotated[
+        int,
+        typer.Option(
+            "--port", metavar="PORT", help="Of this machine's loopback address; 0 takes a free one.", min=0
+        ),
+    ] = PORT,
+    act: Annotated[
+        bool,
+        typer.Option("--act", help="The link may also drain, resize, clear and stop, and not only look."),
+    ] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write the job's page into one file, and end."),
+    ] = None,
+) -> None:
+    """Shows jobs in a browser: running ones wherever their coordinator is, and those that have ended."""
+    import asyncio
+
+    from holdfast.cli.ls import look_at
+    from holdfast.engines import jobs
+    from holdfast.ui.host import UiHost
+
+    if job is not None or html is not None:
+        jobs.existing(job)  # a wrong name is refused before anything starts
+    host = UiHost(job, act, look_at)
+    if html is not None:
+        text = asyncio.run(_html(host, job or ""))
+        html.write_text(text)
+        sys.stdout.write(f"{html.absolute()}: {len(text.encode()):,} bytes\n")
+        return
+    asyncio.run(_serve(host, port, act))
+
+
+async def _html(host: UiHost, job: str) -> str:
+    from holdfast.errors import HoldfastError, UsageError
+    from holdfast.ui.single_file import single_file
+
+    try:
+        return await single_file(await host.source(job))
+    except HoldfastError as error:
+        raise UsageError(str(error)) from error
+    finally:
+        host.close()
+
+
+async def _serve(host: UiHost, port: int, act: bool) -> None:
+    import asyncio
+    import signal
+    import time
+
+    from holdfast.engines import jobs
+    from holdfast.errors import UsageError
+    from holdfast.ui.host import page_key
+    from holdfast.ui.server import UiServer, loopback
+    from holdfast.web.sessions import Role, Sessions
+
+    try:
+        listener = loopback(port)
+    except OSError as error:
+        raise UsageError(
+            f"port {port} cannot be had ({error.strerror}): choose another --port. If a `holdfast ui` has it, press Enter "
+            "in its terminal for a new link"
+        ) from None
+    bound = listener.getsockname()[1]
+    sessions = Sessions(page_key(jobs.home()), bound, time.time)
+    loop, ends = asyncio.get_running_loop(), asyncio.Event()
+
+    def link() -> None:
+        code = sessions.new_code(Role.ACT if act else Role.VIEW)
+        sys.stdout.write(f"page: http://127.0.0.1:{bound}/enter?code={code}  (good once, for a minute)\n")
+        sys.stdout.flush()
+
+    def again() -> None:
+        # An end of the input would be readable for ever.
+        if not sys.stdin.readline():
+            loop.remove_reader(sys.stdin)
+            return
+        link()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, ends.set)
+
+    def started() -> None:
+        link()
+        if sys.stdin.isatty():
+            sys.stdout.write("press Enter for another link, Ctrl-C to end\n")
+            sys.stdout.flush()
+            loop.add_reader(sys.stdin, again)
+
+    await UiServer(host, sessions, listener).serve(started, ends)

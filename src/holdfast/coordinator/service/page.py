@@ -1,0 +1,262 @@
+"""A job as the page's source, from the core's state and the ledger: in the coordinator, and for a job that has ended.
+
+What costs time is done on the thread that reads the ledger. All viewers share what was made for one of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from holdfast.coordinator.kernel.index import Index
+from holdfast.coordinator.kernel.state import CoreState
+from holdfast.coordinator.service import page_facts, page_reader
+from holdfast.coordinator.service.store import Store
+from holdfast.web import views
+from holdfast.web.sources import Answer, Refused, answer, frame, whole
+from holdfast.web.story import Story
+
+T = TypeVar("T")
+EVERY_S = 0.5
+"""Deltas are made at most so often, for all viewers together."""
+QUIET_S = 15.0
+"""A stream without news gets a comment, by which proxies and browsers know that it lives."""
+FRESH_S = 2.0
+"""A panel that was asked for is good for others for so long, if nothing has happened."""
+FRAMES = 1024
+"""Entries that are kept as they are streamed; a viewer that is further behind reads the ledger."""
+BATCH = 256
+MOST_CACHED = 32
+
+
+class Reader(Protocol):
+    """Reads the ledger on a thread, one thing after the other."""
+
+    def __call__(self, what: Callable[[Store], T], /) -> Awaitable[T]: ...
+
+
+class News:
+    """Wakes all who wait for something to happen to the job."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+        self.over = False
+        """Nothing more will happen here: streams end."""
+
+    def tell(self) -> None:
+        """Something happened."""
+        self._event.set()
+        self._event = asyncio.Event()
+
+    def end(self) -> None:
+        """Streams end now."""
+        self.over = True
+        self.tell()
+
+    async def wait(self, limit_s: float) -> bool:
+        """Whether something happened in time."""
+        try:
+            await asyncio.wait_for(self._event.wait(), limit_s)
+        except TimeoutError:
+            return False
+        return True
+
+
+class PageSource:
+    """See `web.sources.Source`."""
+
+    def __init__(
+        self,
+        *,
+        read: Reader,
+        state: CoreState,
+        index: Index,
+        clock: Callable[[], float],
+        news: News,
+        job_dir: Path,
+        live: bool,
+        trouble: Callable[[], str | None] = lambda: None,
+        act: Callable[[str, Mapping[str, str], bool], Awaitable[dict[str, Any]]] | None = None,
+    ) -> None:
+        """clock: of the core. trouble: why the ledger cannot be written. live: the job runs. act: None: it cannot be changed."""
+        self._read, self._state, self._index, self._clock = read, state, index, clock
+        self._news, self._job_dir, self._live = news, job_dir, live
+        self._trouble, self._act = trouble, act
+        self._story = Story()
+        self._frames: deque[tuple[int, bytes]] = deque(maxlen=FRAMES)
+        self._facts: dict[str, Any] = {}
+        self._now: dict[str, Any] = {}
+        self._made: tuple[dict[str, Any], dict[str, Any], bytes] = ({}, {}, b"")
+        self._facts_at = -EVERY_S
+        self._taken_at = -EVERY_S
+        self._looking, self._taking = asyncio.Lock(), asyncio.Lock()
+        self._filling: asyncio.Task[None] | None = None
+        self._recent: dict[str, Any] | None = None
+        self._cache: dict[tuple[Any, ...], tuple[float, int, Answer]] = {}
+
+    # ------------------------------------------------------------ panels
+
+    async def panel(self, name: str, query: Mapping[str, str]) -> Answer:
+        """See `Source.panel`."""
+        await self._look(whole=name not in ("now", "ranks", "log", "series"))
+        loop = asyncio.get_running_loop()
+        key = (name, *sorted(query.items()))
+        made_s, seq, kept = self._cache.get(key, (0.0, 0, None))
+        if kept is not None and seq == self._story.seq and loop.time() - made_s < FRESH_S and name != "now":
+            return kept
+        made = await self._make(name, query)
+        if len(self._cache) >= MOST_CACHED:
+            self._cache.pop(next(iter(self._cache)))
+        self._cache[key] = loop.time(), self._story.seq, made
+        return made
+
+    async def _make(self, name: str, query: Mapping[str, str]) -> Answer:
+        if name == "ranks":
+            rows = await page_facts.ranks(self._state)
+            first, count = whole(query, "first", 0) or 0, min(500, whole(query, "count", 60) or 60)
+            chosen = query.get("q", "")[:200]
+
+            def table(_: Store) -> Answer:
+                rows.sort(key=page_facts.urgency)
+                return answer(views.ranks(rows, chosen, first, count))
+
+            return await self._read(table)
+        if name == "log":
+            worker = self._state.membership.workers.get(query.get("worker", ""))
+            if worker is None:
+                raise Refused("no such worker", 404)
+            path = worker.log
+            return await self._read(lambda _: answer(page_reader.log(self._job_dir, path)))
+        facts = self._facts
+        # The story is read where it is written, so no entry is taken in meanwhile.
+        return await self._read(lambda store: answer(self._view(store, name, query, facts)))
+
+    def _view(self, store: Store, name: str, query: Mapping[str, str], facts: Mapping[str, Any]) -> Any:
+        story, before = self._story, whole(query, "before", None)
+        count = min(200, whole(query, "count", views.SHOWN) or views.SHOWN)
+        match name:
+            case "now":
+                return self._now
+            case "incidents":
+                return views.incidents(story, before, count)
+            case "incident":
+                return page_reader.incident(store, story, whole(query, "id", None))
+            case "timeline":
+                until_s = float(whole(query, "to", None) or max(facts["t_s"], story.t_s))
+                return views.timeline(story, until_s, float(whole(query, "from", 0) or 0))
+            case "decisions":
+                return views.decisions(story, before, count)
+            case "strip":
+                return views.strip(story, max(facts["t_s"], story.t_s))
+            case "series":
+                return page_reader.series(store, query) | {
+                    "marks": views.marks(story),
+                    "worlds": list(story.worlds),
+                }
+            case "checkpoints":
+                return views.checkpoints(story, facts)
+            case "lines":
+                return views.lines(story)
+            case _:
+                raise Refused(f"no panel {name!r}", 404)
+
+    async def _look(self, whole: bool = True) -> None:
+        """Takes in what the ledger has, and the facts of this moment; one look for all who ask at once.
+
+        whole: waits until the story has all of the ledger. The first look at a long one takes seconds, and a person who asks
+        whether it trains need not wait for that.
+        """
+        if whole or (self._filling is not None and self._filling.done()):
+            await self._take_in()
+        elif self._filling is None:
+            self._filling = asyncio.create_task(self._take_in())
+            # What fails here fails again for whoever needs the whole of it, and is told there.
+            self._filling.add_done_callback(lambda task: task.cancelled() or task.exception())
+        loop = asyncio.get_running_loop()
+        async with self._looking:
+            if loop.time() - self._facts_at < EVERY_S and not self._news.over:
+                return
+            if self._recent is None:
+                self._recent = await self._read(page_reader.recent)
+            recent = self._recent
+            facts = page_facts.facts(self._state, self._index, self._clock(), recent)
+            facts |= {"ledger_trouble": self._trouble(), "live": self._live}
+            if not self._live and facts["outcome"] is None:
+                # A coordinator that ends a job writes the outcome before it leaves. There is none: it was killed.
+                facts |= {"phase": "ended", "outcome": "killed"}
+            self._now = views.now(facts, self._story)
+            self._facts, self._facts_at = facts, loop.time()
+
+    async def _take_in(self) -> None:
+        loop = asyncio.get_running_loop()
+        async with self._taking:
+            if loop.time() - self._taken_at < EVERY_S and not self._news.over:
+                return
+            # In several pieces where there is much: what waits for the same thread gets its turn between them.
+            while await self._read(self._piece):
+                pass
+            self._taken_at = loop.time()
+
+    def _piece(self, store: Store) -> bool:
+        """On the reading thread; whether there is more."""
+        more = page_reader.take_in(store, self._story, self._frames)
+        if not more:
+            self._recent = page_reader.recent(store)
+        return more
+
+    # ------------------------------------------------------------ the stream
+
+    async def stream(self, after: int, ledger: str) -> AsyncGenerator[bytes]:
+        """See `Source.stream`. A slow viewer is behind in the ledger and nowhere else: nothing is queued for it."""
+        yield b"retry: 500\n\n"
+        await self._look()
+        # Another start of the job has another ledger, whose numbers begin again.
+        if after > self._story.seq or (ledger and ledger != self._story.began_utc):
+            yield frame("reset", b"{}", self._story.seq)
+            after = self._story.seq
+        shown: dict[str, Any] = {}
+        while True:
+            for seq, sent in await self._after(after):
+                yield sent
+                after = seq
+            if after < self._story.seq:
+                continue
+            current = self._now
+            if shown is not current:
+                yield self._delta(shown, current)
+                shown = current
+            if self._news.over or not self._live:
+                yield frame("over", b"{}")
+                return
+            if not await self._news.wait(QUIET_S):
+                yield b": still here\n\n"
+                continue
+            await asyncio.sleep(EVERY_S)  # what happens meanwhile is one delta
+            await self._look()
+
+    def _delta(self, shown: dict[str, Any], current: dict[str, Any]) -> bytes:
+        """What changed between two moments. Viewers that keep up all go from the same one to the same one."""
+        before, after, made = self._made
+        if before is not shown or after is not current:
+            changed = {k: v for k, v in current.items() if k not in shown or shown[k] != v}
+            made = frame("delta", msgspec.json.encode(changed))
+            self._made = shown, current, made
+        return made
+
+    async def _after(self, after: int) -> list[tuple[int, bytes]]:
+        if self._frames and self._frames[0][0] <= after + 1:
+            return [x for x in self._frames if x[0] > after][:BATCH]
+        if after >= self._story.seq:
+            return []
+        return await self._read(lambda store: page_reader.frames_after(store, after, BATCH))
+
+    async def act(self, name: str, arguments: Mapping[str, str], dry: bool) -> Answer:
+        """See `Source.act`."""
+        if self._act is None:
+            raise Refused("the job has ended: nothing of it can be changed", 409)
+        return answer(await self._act(name, arguments, dry))

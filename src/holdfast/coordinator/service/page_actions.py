@@ -1,0 +1,127 @@
+"""What a person may change from the page, each with a look at what would happen first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from holdfast.coordinator.kernel import events as ev
+from holdfast.coordinator.kernel.state import CoreState
+from holdfast.coordinator.membership import resize
+from holdfast.coordinator.service.decision_loop import DecisionLoop
+from holdfast.coordinator.service.ledger import Ledger
+from holdfast.errors import UsageError
+from holdfast.protocol import units
+from holdfast.protocol.availability import NodeGoing
+from holdfast.protocol.notices import NoticeCause
+from holdfast.web.sources import Refused
+
+REASON = "asked for on the page"
+
+
+class PageActions:
+    """Drain, resize, clear and stop: checked as the commands are, and decided by the same core."""
+
+    def __init__(self, loop: DecisionLoop, ledger_file: Ledger) -> None:
+        self._loop, self._ledger = loop, ledger_file
+
+    async def act(self, name: str, arguments: Mapping[str, str], dry: bool) -> dict[str, Any]:
+        """See `Source.act`. Raises Refused."""
+        state = self._loop.core.state
+        try:
+            told, event = prepared(state, name, arguments)
+        except UsageError as error:
+            raise Refused(str(error)) from error
+        if not dry:
+            # A change that cannot be written would be carried out much later, when nobody expects it.
+            if self._ledger.why is not None:
+                raise Refused(f"the ledger cannot be written ({self._ledger.why}): nothing is changed", 503)
+            await self._loop.effect(event)
+        return {
+            "action": name,
+            "dry": dry,
+            "would": told,
+            "command": command(state.spec.name, name, arguments),
+        }
+
+
+def prepared(state: CoreState, name: str, arguments: Mapping[str, str]) -> tuple[list[str], Any]:
+    """What would happen, in sentences, and the event that makes it happen. Raises UsageError."""
+    match name:
+        case "drain":
+            node = arguments.get("node", "")
+            resize.check_drain(state, node)
+            return drained(state, node), NodeGoing(node, REASON)
+        case "resize":
+            text = arguments.get("nodes", "")
+            if not (text.isascii() and text.isdigit() and len(text) < 8):
+                raise UsageError("send nodes, a whole number")
+            resize.check_resize(state, int(text))
+            return resized(state, int(text)), ev.ResizeRequested(int(text), REASON)
+        case "clear":
+            machine = arguments.get("machine", "")
+            if not machine or len(machine) > 200:
+                raise UsageError("send machine, as the list of what to do names it")
+            why = state.health.quarantine.get(machine)
+            told = f"{machine} may be used again" + (f"; it was not, because {why}" if why else "")
+            return [told], ev.MachineCleared(machine, "")
+        case _:
+            return stopped(state), ev.StopRequested(REASON, NoticeCause.STOP)
+
+
+def drained(state: CoreState, name: str) -> list[str]:
+    """What draining a node would do."""
+    members = state.membership.generation.members if state.membership.generation else ()
+    here = sum(x.node == name for x in members)
+    if not here:
+        return [f"{name} has no workers of the job: it leaves at once, and training does not notice"]
+    world = len(members)
+    others = sum(
+        1 for n in state.membership.nodes.values() if n.alive and n.leaving is None and n.name != name
+    )
+    if others >= state.wanted_nodes:
+        told = f"a spare node takes its place, and training goes on with {units.plural(world, 'worker')}"
+    elif (world - here) >= state.needed:
+        told = f"no spare is there: training goes on with {units.plural(world - here, 'worker')} until a node comes"
+    else:
+        told = f"{name} trains on until another node is there: {units.plural(state.needed, 'worker')} are the least"
+    return [f"{name} leaves between two steps", told, "no committed step is lost"]
+
+
+def resized(state: CoreState, nodes: int) -> list[str]:
+    """What a resize would do."""
+    before = state.wanted_nodes
+    workers = nodes * state.spec.nproc
+    workers -= workers % state.membership.shard_count
+    if nodes == before:
+        return [f"nothing: {units.plural(nodes, 'node')} are wanted already"]
+    how = "as soon as the nodes are there" if nodes > before else "between two steps"
+    return [
+        f"from {before} to {units.plural(nodes, 'node')}, which are {units.plural(workers, 'worker')}, {how}",
+        "the global batch and the order of samples stay",
+        "no committed step is lost",
+    ]
+
+
+def stopped(state: CoreState) -> list[str]:
+    """What a stop would do."""
+    tiers = [tier.url for tier in state.spec.saving.tiers]
+    saved = (
+        f"its last state is saved to {tiers[0]}"
+        if tiers
+        else "its last state stays in the nodes' memory, and nowhere else"
+    )
+    return ["the job ends at its next commit", saved, "`holdfast run` with the same --job goes on from there"]
+
+
+def command(job: str, name: str, arguments: Mapping[str, str]) -> str:
+    """The command that does the same."""
+    match name:
+        case "drain":
+            return f"holdfast drain {arguments.get('node', '')} --job {job}"
+        case "resize":
+            return f"holdfast resize {arguments.get('nodes', '')} --job {job}"
+        case "clear":
+            return f"holdfast node clear {arguments.get('machine', '')}"
+        case _:
+            return f"holdfast stop --job {job}"

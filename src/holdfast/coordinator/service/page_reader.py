@@ -1,0 +1,103 @@
+"""What the page reads of the ledger, on the thread that reads: never on the loop that answers heartbeats."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from holdfast.coordinator.service.store import Store
+from holdfast.observe.incident_report import AROUND_S, story
+from holdfast.observe.log_tail import last_lines
+from holdfast.web.sources import Refused, frame, whole
+from holdfast.web.story import Story
+
+CHUNK = 2000
+"""Entries that are taken in at once: where reading takes turns with writing, a decision waits no longer than for these."""
+RECENT = 64
+AROUND = 2000
+"""Entries around an incident that its story may be told from."""
+LOG_LINES = 200
+LOG_BYTES = 64_000
+
+
+def take_in(store: Store, told: Story, frames: Any) -> bool:
+    """Takes in what the ledger has and the story lacks; whether there is more. frames: gets each entry as it is sent."""
+    rows = store.raw_entries(told.seq, CHUNK)
+    for seq, t_s, utc, kind, text in rows:
+        told.add(seq, t_s, utc, kind, text)
+        frames.append((seq, event_frame(seq, t_s, utc, kind)))
+    return len(rows) == CHUNK
+
+
+def event_frame(seq: int, t_s: float, utc: str, kind: str) -> bytes:
+    """An entry as it is streamed: what happened and when. What it means is in the panels, which the page asks for again."""
+    return frame("event", msgspec.json.encode({"seq": seq, "t_s": t_s, "utc": utc, "kind": kind}), seq)
+
+
+def frames_after(store: Store, after: int, count: int) -> list[tuple[int, bytes]]:
+    """Entries as they are streamed."""
+    return [
+        (seq, event_frame(seq, t_s, utc, kind)) for seq, t_s, utc, kind, _ in store.raw_entries(after, count)
+    ]
+
+
+def recent(store: Store) -> dict[str, Any]:
+    """Of the newest steps: number, loss, when, the median time of a step, and weight (tokens, samples) per second. Of the
+    ledger: when its first entry was written, by which it is known, and the number of its newest."""
+    rows = store.newest_steps(RECENT)
+    took = [r.took_s for r in rows if r.took_s is not None]
+    weighed = [(r.weight, r.took_s) for r in rows if r.weight is not None and r.took_s]
+    seconds = sum(t for _, t in weighed)
+    first = store.raw_entries(0, 1)
+    return {
+        "ledger": first[0][2] if first else "",
+        "ledger_seq": store.last_seq() if first else 0,
+        "step": rows[-1].step if rows else None,
+        "loss": rows[-1].loss if rows else None,
+        "t_s": max((r.t_s for r in rows), default=None),
+        "step_s": round(statistics.median(took), 5) if took else None,
+        "weight_per_s": round(sum(w for w, _ in weighed) / seconds, 3) if seconds else None,
+    }
+
+
+def incident(store: Store, told: Story, number: int | None) -> dict[str, Any]:
+    """One incident: its facts, its story in lines, and the entries around it. Raises Refused."""
+    known = told.incidents.get(number) if number is not None else None
+    if known is None:
+        raise Refused(f"no incident {number} in this job: it has {len(told.incidents)}", 404)
+    first, last = known["seqs"]
+    # Entries before the first sign belong to it, too: a fault that was injected, a worker that ended.
+    around = store.entries(max(0, first - AROUND // 4), AROUND)
+    until_s = max((e.t_s for e in around if e.seq <= last), default=0.0) + AROUND_S
+    entries = [msgspec.structs.asdict(e) for e in around if e.seq <= last or e.t_s <= until_s]
+    return {"incident": {k: v for k, v in known.items() if k != "seqs"}, "story": story(known["id"], entries)}
+
+
+def series(store: Store, query: Mapping[str, str]) -> dict[str, Any]:
+    """Curves, see `rollups.series`. Raises Refused."""
+    first, last = whole(query, "from", 0) or 0, whole(query, "to", None)
+    points = max(2, whole(query, "points", 2000, most=2000) or 2000)
+    return {"columns": store.series(first, last, points), "newest": store.last_step()}
+
+
+def log(job_dir: Path, path: str) -> dict[str, Any]:
+    """The last lines of a worker's log, if it is in the job's folder; else where it is."""
+    if not path:
+        return {"path": None, "lines": [], "note": "where its output goes is not known"}
+    # The path came from an agent. Nothing outside of the job's folder is shown, whatever it says.
+    real, home = Path(path).resolve(), job_dir.resolve()
+    if not real.is_relative_to(home) or not real.is_file():
+        return {"path": path, "lines": [], "note": "the log is on its node, under this path"}
+    with real.open("rb") as file:
+        size = file.seek(0, 2)
+        if size > LOG_BYTES:
+            file.seek(size - LOG_BYTES)
+            text = file.read(LOG_BYTES)
+        else:
+            text = last_lines(file, 0)
+    lines = text.decode(errors="replace").splitlines()[-LOG_LINES:]
+    return {"path": path, "lines": [line.rpartition("\r")[2][:2000] for line in lines], "note": ""}

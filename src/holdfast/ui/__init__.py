@@ -1,0 +1,1 @@
+"""`holdfast ui`: the page of all jobs, at an address that stays."""

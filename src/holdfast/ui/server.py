@@ -1,0 +1,74 @@
+"""Serves the page on this machine's loopback address until it is told to end."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from aiohttp import web
+
+from holdfast.coordinator.service.authentication import HeardFirst, first_words, page_refusal
+from holdfast.protocol.authentication import BACKLOG, Door
+from holdfast.protocol.http_server import head_missing
+from holdfast.ui.host import UiHost
+from holdfast.web.application import guard, headers_of_page, routes
+from holdfast.web.sessions import Sessions
+
+CLOSE_S = 1.0
+
+
+class UiServer:
+    """Strangers on this machine are heard at the door, and the loop hears nothing of them: see `protocol.authentication`."""
+
+    def __init__(self, host: UiHost, sessions: Sessions, listener: socket.socket) -> None:
+        self._host, self._sessions, self._listener = host, sessions, listener
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def serve(self, started: Callable[[], None], ends: asyncio.Event) -> None:
+        """Until `ends` is set. started: called when it can be reached."""
+        app = web.Application(middlewares=[guard(self._sessions)])
+        app.on_response_prepare.append(headers_of_page)
+        app.add_routes(routes(self._host, self._sessions))
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=CLOSE_S)
+        await runner.setup()
+        assert runner.server is not None
+        self._server, self._loop = runner.server, asyncio.get_running_loop()
+        door = Door(self._listener, "holdfast-ui-door", head_missing, self._enter)
+        try:
+            started()
+            await ends.wait()
+        finally:
+            door.close()
+            await asyncio.sleep(0)
+            for task in self._tasks:
+                task.cancel()
+            await runner.cleanup()
+            self._host.close()
+
+    def _enter(self, sock: socket.socket, head: bytes) -> bool:
+        """In the door's thread."""
+        method, path, headers = first_words(head)
+        status, _ = self._sessions.judge(method, path, {name.lower(): value for name, value in headers})
+        if status != 200:
+            sock.send(page_refusal(status))
+            return False
+        self._loop.call_soon_threadsafe(self._take, sock, head)
+        return True
+
+    def _take(self, sock: socket.socket, head: bytes) -> None:
+        task = self._loop.create_task(self._hand_over(sock, head))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _hand_over(self, sock: socket.socket, head: bytes) -> None:
+        try:
+            await self._loop.connect_accepted_socket(lambda: HeardFirst(self._server(), head), sock)
+        except OSError:  # the browser is gone meanwhile
+            sock.close()
+
+
+def loopback(port: int) -> socket.socket:
+    """A listening socket that only this machine reaches. Raises OSError."""
+    return socket.create_server(("127.0.0.1", port), backlog=BACKLOG)

@@ -1,0 +1,69 @@
+"""The page of a job as one file: for a ticket, an artefact of a test run, a mail. It asks for nothing and needs no server."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import msgspec
+
+from holdfast.web.application import IMPORTS, STYLES, UPLOT, file_of
+from holdfast.web.sources import Refused, Source
+
+INCIDENTS = 200
+"""Incidents of the list, the newest; a file of all would grow with the job."""
+STORIES = 50
+RANKS = 500
+_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
+    "form-action 'none'"
+)
+_PANELS: tuple[tuple[str, dict[str, str]], ...] = (
+    ("now", {}),
+    ("incidents", {"count": str(INCIDENTS)}),
+    ("timeline", {}),
+    ("decisions", {"count": str(INCIDENTS)}),
+    ("strip", {}),
+    ("ranks", {"count": str(RANKS)}),
+    ("series", {}),
+    ("checkpoints", {}),
+    ("lines", {}),
+)
+
+
+async def single_file(source: Source) -> str:
+    """HTML with everything in it. Raises Refused."""
+    data: dict[str, Any] = {}
+    for name, query in _PANELS:
+        data[name] = msgspec.json.decode((await source.panel(name, query)).body)
+    for incident in data["incidents"]["incidents"][:STORIES]:
+        number = str(incident["id"])
+        try:
+            found = await source.panel("incident", {"id": number})
+        except Refused:
+            continue
+        data[f"incident?id={number}"] = msgspec.json.decode(found.body)
+    return _page(data)
+
+
+def _page(data: dict[str, Any]) -> str:
+    text = _text("static/index.html")
+    # "<" is written as an escape, so that no text of the job ends the script that it stands in.
+    told = msgspec.json.encode(data).decode().replace("<", "\\u003c")
+    imports = msgspec.json.encode({"imports": {name: _data(path) for name, path in IMPORTS.items()}}).decode()
+    styles = f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n<style>'
+    styles += "\n".join(_text(path) for path in STYLES) + "</style>"
+    scripts = (
+        f'<script type="application/json" id="holdfast-data">{told}</script>\n'
+        f'<script type="importmap">{imports}</script>\n<script src="{_data(UPLOT)}"></script>\n'
+        f'<script type="module">{_text("static/start.js")}</script>'
+    )
+    return text.replace("<!-- styles -->", styles).replace("<!-- scripts -->", scripts)
+
+
+def _text(path: str) -> str:
+    return (file_of(path) or b"").decode()
+
+
+def _data(path: str) -> str:
+    return "data:text/javascript;base64," + base64.b64encode(file_of(path) or b"").decode()

@@ -1,0 +1,1 @@
+"""The page: one web application with two hosts, the coordinator and `holdfast ui`."""

@@ -1,0 +1,261 @@
+"""The routes of the page. The coordinator and `holdfast ui` serve the same ones."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import mimetypes
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from functools import cache
+from importlib import resources
+from typing import Any, Protocol
+
+import msgspec
+from aiohttp import web
+
+from holdfast.web.sessions import ENTER, PREFIXES, QUERY_CHARS, Role, Sessions
+from holdfast.web.sources import ACTIONS, PANELS, Answer, Refused, Source, whole
+
+API = "/api/v1"
+STREAMS = 64
+"""Open streams; who wants one more is asked to come later."""
+SEND_S = 60.0
+"""A viewer that takes nothing for so long is gone."""
+BODY_BYTES = 4096
+ROLE: Any = getattr(web, "RequestKey", lambda name, kind: name)("role", str)
+IMPORTS = {
+    "preact": "static/vendor/preact-11.2.0/preact.mjs",
+    "htm": "static/vendor/htm-3.1.1/htm.module.js",
+    "holdfast/words": "static/words.js",
+    "holdfast/data": "static/data.js",
+    "holdfast/drawings": "static/drawings.js",
+    "holdfast/curves": "static/curves.js",
+    "holdfast/panels": "static/panels.js",
+    "holdfast/app": "static/app.js",
+}
+"""Modules by the names that they are imported by: the same in the page and in a file of its own."""
+UPLOT = "static/vendor/uplot-1.6.32/uPlot.iife.min.js"
+STYLES = ("static/vendor/uplot-1.6.32/uPlot.min.css", "static/page.css")
+
+
+class Host(Protocol):
+    """Whose page it is."""
+
+    may_act: bool
+
+    async def jobs(self) -> list[dict[str, Any]]:
+        """Of each job that can be opened here: job, state, step, goodput, age_s."""
+
+    async def source(self, job: str) -> Source:
+        """A job by its name; empty: the one that is shown at first. Raises Refused."""
+
+
+def routes(host: Host, sessions: Sessions) -> list[web.RouteDef]:
+    """For `web.Application.add_routes`. Who may ask is decided before, see `guard`."""
+    page = _Page(host, sessions)
+    return [
+        web.get("/", page.index),
+        web.get(ENTER, page.enter),
+        web.get("/static/{path:.+}", page.static),
+        web.get(f"{API}/jobs", page.jobs),
+        web.get(f"{API}/session", page.session),
+        web.get(f"{API}/stream", page.stream),
+        web.post(f"{API}/act/{{name}}", page.act),
+        web.get(f"{API}/{{name}}", page.panel),
+    ]
+
+
+def guard(sessions: Sessions) -> Any:
+    """A middleware that lets in whom `Sessions.judge` lets in, for a host where nobody proves a token."""
+
+    @web.middleware
+    async def check(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> Any:
+        if (refusal := admit(sessions, request)) is not None:
+            return refusal
+        return await handler(request)
+
+    return check
+
+
+def admit(sessions: Sessions, request: web.Request) -> web.Response | None:
+    """Notes the role of a request; else the refusal."""
+    headers = {name.lower(): value for name, value in request.headers.items()}
+    status, role = sessions.judge(request.method, request.raw_path, headers)
+    if status != 200:
+        return web.Response(status=status, text=refusal_text(status))
+    request[ROLE] = role or ""
+    return None
+
+
+def refusal_text(status: int) -> str:
+    """What a person reads who may not pass."""
+    if status == 421:
+        return "This name is not one of this page's. Open it by localhost or 127.0.0.1.\n"
+    if status in (401, 403):
+        return "This page needs a link that is good once and for a minute: run `holdfast ui`, and open what it prints.\n"
+    return "refused\n"
+
+
+async def headers_of_page(request: web.Request, response: web.StreamResponse) -> None:
+    """For `on_response_prepare`: nothing of another origin runs, is loaded, or may frame the page."""
+    path = request.path
+    if path not in ("/", ENTER) and not path.startswith(PREFIXES):
+        return
+    response.headers["Content-Security-Policy"] = policy()
+    response.headers["Referrer-Policy"] = "no-referrer"
+    response.headers["X-Content-Type-Options"] = "nosniff"
+    response.headers["Cross-Origin-Resource-Policy"] = "same-origin"
+    response.headers["Cache-Control"] = "no-cache" if path.startswith("/static/") else "no-store"
+
+
+@cache
+def policy() -> str:
+    """The content security policy: one inline script is allowed, by its hash."""
+    digest = base64.b64encode(hashlib.sha256(import_map().encode()).digest()).decode()
+    return (
+        f"default-src 'none'; script-src 'self' 'sha256-{digest}'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+@cache
+def import_map() -> str:
+    """Text of the import map, with addresses relative to the page."""
+    return msgspec.json.encode({"imports": {name: f"./{path}" for name, path in IMPORTS.items()}}).decode()
+
+
+@cache
+def file_of(path: str) -> bytes | None:
+    """A file of the page below `holdfast/web`; None: there is none. Cached: there are fifteen."""
+    parts = path.split("/")
+    if any(part in ("", ".", "..") for part in parts) or "\\" in path or len(path) > 200:
+        return None
+    found = resources.files("holdfast.web").joinpath(*parts)
+    return found.read_bytes() if found.is_file() else None
+
+
+@cache
+def index_page() -> str:
+    """The page itself: its parts are named in one place, `IMPORTS` and `STYLES`."""
+    text = (file_of("static/index.html") or b"").decode()
+    styles = "\n".join(f'<link rel="stylesheet" href="./{path}">' for path in STYLES)
+    scripts = f'<script type="importmap">{import_map()}</script>\n<script src="./{UPLOT}"></script>'
+    start = '<script type="module" src="./static/start.js"></script>'
+    return text.replace("<!-- styles -->", styles).replace("<!-- scripts -->", f"{scripts}\n{start}")
+
+
+class _Page:
+    def __init__(self, host: Host, sessions: Sessions) -> None:
+        self._host, self._sessions = host, sessions
+        self._streams = 0
+
+    async def index(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(text=index_page(), content_type="text/html")
+
+    async def enter(self, request: web.Request) -> web.StreamResponse:
+        """Turns a code into a cookie, once."""
+        value = self._sessions.redeem(request.query.get("code", ""))
+        if value is None:
+            return web.Response(status=403, text=refusal_text(403))
+        response = web.Response(status=303, headers={"Location": "./"})
+        response.set_cookie(
+            self._sessions.cookie, value, httponly=True, samesite="Strict", path="/", max_age=7 * 24 * 3600
+        )
+        return response
+
+    async def static(self, request: web.Request) -> web.StreamResponse:
+        path = f"static/{request.match_info['path']}"
+        data = file_of(path)
+        if data is None:
+            return web.Response(status=404, text="there is no such file\n")
+        kind = (
+            "text/javascript"
+            if path.endswith((".js", ".mjs"))
+            else mimetypes.guess_type(path)[0] or "text/plain"
+        )
+        etag = f'"{hashlib.sha256(data).hexdigest()[:32]}"'
+        if request.headers.get("If-None-Match") == etag:
+            return web.Response(status=304, headers={"ETag": etag})
+        return web.Response(body=data, content_type=kind, charset="utf-8", headers={"ETag": etag})
+
+    async def jobs(self, request: web.Request) -> web.StreamResponse:
+        return _json(request, Answer(msgspec.json.encode({"jobs": await self._host.jobs()})))
+
+    async def session(self, request: web.Request) -> web.StreamResponse:
+        may_act = self._host.may_act and request.get(ROLE) == Role.ACT
+        return _json(request, Answer(msgspec.json.encode({"act": may_act})))
+
+    async def panel(self, request: web.Request) -> web.StreamResponse:
+        name = request.match_info["name"]
+        query = {k: v for k, v in request.query.items() if k != "job"}
+        try:
+            if name not in PANELS:
+                raise Refused(f"no panel {name!r}: there are {', '.join(PANELS)}", 404)
+            source = await self._host.source(request.query.get("job", ""))
+            return _json(request, await source.panel(name, query))
+        except Refused as error:
+            return web.Response(status=error.status, text=f"{error}\n")
+
+    async def act(self, request: web.Request) -> web.StreamResponse:
+        """`?dry=1`: what would happen. Arguments are a JSON object of texts."""
+        try:
+            name = request.match_info["name"]
+            if name not in ACTIONS:
+                raise Refused(f"no action {name!r}: there are {', '.join(ACTIONS)}", 404)
+            if not self._host.may_act or request.get(ROLE, Role.ACT) != Role.ACT:
+                raise Refused(
+                    "this session may look and not act: open the page with `holdfast ui --act`", 403
+                )
+            text = await request.content.read(BODY_BYTES + 1)
+            if len(text) > BODY_BYTES:
+                raise Refused(f"more than {BODY_BYTES} bytes", 413)
+            arguments = msgspec.json.decode(text or b"{}", type=dict[str, str])
+            source = await self._host.source(request.query.get("job", ""))
+            return _json(request, await source.act(name, arguments, request.query.get("dry") == "1"))
+        except msgspec.MsgspecError:
+            return web.Response(status=400, text="send a JSON object of texts\n")
+        except Refused as error:
+            return web.Response(status=error.status, text=f"{error}\n")
+
+    async def stream(self, request: web.Request) -> web.StreamResponse:
+        """`Last-Event-ID` or `?after=`: a number of the ledger `?ledger=`."""
+        if self._streams >= STREAMS:
+            return web.Response(status=503, text="too many viewers\n", headers={"Retry-After": "5"})
+        # A browser that connects again says where it was; its address still has where it began.
+        last = request.headers.get("Last-Event-ID") or request.query.get("after", "0")
+        try:
+            after = whole({"after": last}, "after", 0) or 0
+            source = await self._host.source(request.query.get("job", ""))
+        except Refused as error:
+            return web.Response(status=error.status, text=f"{error}\n")
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"}
+        )
+        self._streams += 1
+        try:
+            await response.prepare(request)
+            async with aclosing(
+                source.stream(after, request.query.get("ledger", "")[:QUERY_CHARS])
+            ) as frames:
+                async for sent in frames:
+                    # Waits while the viewer does not read: what it has not read is in the ledger, and nowhere in this
+                    # process.
+                    async with asyncio.timeout(SEND_S):
+                        await response.write(sent)
+        except (ConnectionError, TimeoutError):
+            pass
+        finally:
+            self._streams -= 1
+        return response
+
+
+def _json(request: web.Request, found: Answer) -> web.Response:
+    packed = found.packed is not None and "gzip" in request.headers.get("Accept-Encoding", "")
+    headers = {"Content-Encoding": "gzip", "Vary": "Accept-Encoding"} if packed else {}
+    return web.Response(
+        body=found.packed if packed else found.body, content_type="application/json", headers=headers
+    )

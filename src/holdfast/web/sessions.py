@@ -1,0 +1,133 @@
+"""Who may open the page: a code that is good once becomes a cookie, and a cookie has a role.
+
+A browser cannot prove that it knows the job's token as the job's own processes do, and must not hold it. So whoever knows
+the token asks for a code, and the browser that brings it gets a cookie. The cookie is a signed text: no table of sessions,
+so it is good with the coordinator that follows, and ends with the key. Pure but for the clock that is given.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from http.cookies import CookieError, SimpleCookie
+from urllib.parse import parse_qs, urlsplit
+
+from holdfast.protocol.proof import is_same
+
+CODE_S = 60.0
+CODES_KEPT = 64
+"""Codes that nobody has used yet; of more the oldest ends."""
+COOKIE_S = 7 * 24 * 3600.0
+COOKIE_CHARS = 200
+"""A longer one is refused unread."""
+QUERY_CHARS = 2000
+LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
+"""At any port: a browser reaches the page through a forwarded one. Somebody else's page that has itself resolved to this
+machine still sends its own name."""
+PREFIXES = ("/static/", "/api/v1/")
+ENTER = "/enter"
+MARK = "X-Holdfast"
+"""A header of every request that changes something: a form on somebody else's page cannot send it."""
+
+
+class Role(StrEnum):
+    """What a session may do."""
+
+    VIEW = "view"
+    ACT = "act"
+
+
+class Sessions:
+    """Codes and cookies of one address.
+
+    Codes are asked for from one thread and looked at from another, each by one call on a dict.
+    """
+
+    def __init__(
+        self, key: str, port: int, now: Callable[[], float], hosts: frozenset[str] = frozenset()
+    ) -> None:
+        """key: a secret; cookies end with it. now: seconds since 1970. hosts: by which browsers reach it, beside LOCAL_NAMES."""
+        self._key, self._now = key.encode(), now
+        self._hosts = LOCAL_NAMES | hosts
+        # Cookies do not know ports: two jobs on one machine would overwrite each other's.
+        self.cookie = f"holdfast_{port}"
+        self._codes: dict[str, tuple[Role, float]] = {}
+
+    def new_code(self, role: Role) -> str:
+        """A code of 128 bits, good once and for CODE_S."""
+        code = secrets.token_hex(16)
+        while len(self._codes) >= CODES_KEPT:
+            self._codes.pop(next(iter(self._codes)), None)
+        # Its hash: what reads this process's memory or a log of it finds no code to use.
+        self._codes[_hash(code)] = role, self._now() + CODE_S
+        return code
+
+    def is_code(self, code: str) -> bool:
+        """Whether it could be used now."""
+        known = self._codes.get(_hash(code))
+        return known is not None and self._now() <= known[1]
+
+    def redeem(self, code: str) -> str | None:
+        """The value of a cookie for a code, which is used up; None: it is not good."""
+        role, until_s = self._codes.pop(_hash(code), (Role.VIEW, -1.0))
+        if self._now() > until_s:
+            return None
+        told = f"{role}.{int(self._now() + COOKIE_S)}"
+        return f"{told}.{self._sign(told)}"
+
+    def role(self, cookies: str) -> Role | None:
+        """What the Cookie header of a request gives; None: nothing."""
+        try:
+            jar = SimpleCookie(cookies[: 20 * COOKIE_CHARS])
+        except CookieError:
+            return None
+        value = jar[self.cookie].value if self.cookie in jar else ""
+        told, _, signed = value.rpartition(".")
+        if not told or len(value) > COOKIE_CHARS or not is_same(signed, self._sign(told)):
+            return None
+        role, _, until_s = told.partition(".")
+        return Role(role) if int(until_s) >= self._now() else None
+
+    def judge(self, method: str, target: str, headers: Mapping[str, str]) -> tuple[int, Role | None]:
+        """An HTTP status and the role of a request that shows no proof; 200: it may pass.
+
+        headers: with names in lower case. target: path and query as they were sent.
+        """
+        host = headers.get("host", "")
+        path = target.partition("?")[0]
+        if len(target) > QUERY_CHARS:
+            return 414, None
+        # First of all: a page that had its own name resolved to this machine must not learn even who is in.
+        if _name_of(host) not in self._hosts:
+            return 421, None
+        if not (path in ("/", ENTER) or path.startswith(PREFIXES)):
+            return 401, None
+        if path == ENTER:
+            codes = parse_qs(urlsplit(target).query).get("code", [""])
+            return (200, None) if method == "GET" and self.is_code(codes[0]) else (403, None)
+        role = self.role(headers.get("cookie", ""))
+        if role is None:
+            return 401, None
+        if method in ("GET", "HEAD"):
+            return 200, role
+        if method != "POST":
+            return 405, None
+        same = headers.get("origin", "") in (f"http://{host}", f"https://{host}")
+        if not same or headers.get(MARK.lower()) != "1" or role is not Role.ACT:
+            return 403, None
+        return 200, role
+
+    def _sign(self, told: str) -> str:
+        return hmac.digest(self._key, f"holdfast page 1 {self.cookie} {told}".encode(), "sha256").hex()
+
+
+def _hash(code: str) -> str:
+    return hashlib.sha256(code.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _name_of(host: str) -> str:
+    name, _, port = host.rpartition(":")
+    return (name if name and port.isdigit() else host).lower()

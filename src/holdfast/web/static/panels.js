@@ -1,0 +1,310 @@
+// The panels: each shows one answer of the server, with a link to itself, its data, and the command that says the same.
+
+import { Component } from "preact";
+import { html, PhaseLegend, Phases, Shape, Strip, Timeline, Waterfall, PHASES } from "holdfast/drawings";
+import { Curve, CurveTable } from "holdfast/curves";
+import { stored } from "holdfast/data";
+import { ago, clock, count, figure, plural, ranks, seconds, share, size, UNKNOWN } from "holdfast/words";
+
+export function Panel({ id, title, data, address, command, children, note }) {
+  return html`<section class="panel" id=${id} aria-labelledby=${`${id}-title`} tabindex="-1">
+    <div class="head">
+      <h2 id=${`${id}-title`}><a href=${`#/${id}`}>${title}</a></h2>
+      ${note && html`<span class="quiet">${note}</span>`}
+      <span class="ways">
+        ${address && !stored && html`<a href=${address} target="_blank" rel="noopener" aria-label=${`${title}: data as JSON`}>data</a>`}
+        ${command && html`<code title="The command that says the same">${command}</code>`}
+      </span>
+    </div>
+    ${data && data.errors && address && data.errors[address] ? html`<p class="trouble">${data.errors[address]}</p>` : children}
+  </section>`;
+}
+
+// A time of the job, with the hour in UTC on hover.
+export function When({ data, t }) {
+  if (t === null || t === undefined) return UNKNOWN;
+  const began = data.now && data.now.ledger ? Date.parse(data.now.ledger) : NaN;
+  const utc = Number.isNaN(began) ? "" : new Date(began + t * 1000).toISOString().replace("T", " ").slice(0, 19) + " UTC";
+  return html`<time title=${utc} datetime=${utc.replace(" UTC", "Z").replace(" ", "T")}>${clock(t)}</time>`;
+}
+
+// The newest list of every panel that needs one, or a word that it is on its way.
+function ready(found, draw) {
+  return found ? draw(found) : html`<p class="quiet">…</p>`;
+}
+
+// ------------------------------------------------------------ the first screen
+
+export function Headline({ data }) {
+  const now = data.now, line = now.headline;
+  const age = now.last_step_t_s === null ? null : data.time() - now.last_step_t_s;
+  const rate = now.step_s ? `${figure(1 / now.step_s, 3)} steps/s` : null;
+  const links = { live: "", file: "a file", ended: "", connecting: "connecting", away: "no connection: trying again", "signed out": "signed out: open a new link of holdfast ui" };
+  return html`<section class=${`headline ${line.tone}`} aria-label="State of the job">
+    <h1><${Shape} tone=${line.tone} /> <span aria-live="polite">${line.word}</span><span class="after">, ${line.text}</span></h1>
+    ${line.why && html`<p class="why">${line.why}</p>`}
+    <p class="facts">
+      <span>${now.live && data.link !== "away" ? html`last step <b>${ago(age)}</b>` : html`last step at <b>${clock(now.last_step_t_s)}</b>`}</span>
+      <span>loss <b>${figure(now.loss)}</b></span>
+      <span>${rate ? html`<b>${rate}</b>` : "rate not known"}</span>
+      <span>goodput <b>${share(now.goodput.share)}</b></span>
+      <span>${now.live ? "running for" : "ran for"} <b>${clock(data.time())}</b></span>
+      ${now.live && html`<span>${plural(now.spares, "spare")}</span>`}
+      ${links[data.link] && html`<span class="link">${links[data.link]}</span>`}
+    </p>
+  </section>`;
+}
+
+export function Todo({ data }) {
+  const now = data.now;
+  return html`<${Panel} id="todo" title="What you have to do" command=${`holdfast status --job ${now.job}`} address=${data.address("now")}>
+    ${now.todo.length === 0 && html`<p class="nothing"><${Shape} tone="good" /> ${now.nothing}</p>`}
+    <ul class="todo">${now.todo.map((one) => html`<li key=${one.text} class=${one.urgent ? "urgent" : ""}>
+      <${Shape} tone=${one.urgent ? "bad" : "busy"} /><span><b>${one.urgent ? "Now: " : ""}</b>${one.text} ${one.how && html`<code>${one.how}</code>`}</span></li>`)}</ul>
+  <//>`;
+}
+
+export function Incidents({ data, width }) {
+  const now = data.now;
+  const drawn = data.want("timeline"), list = data.want("incidents", { count: 8 });
+  return html`<${Panel} id="incidents" title="Incidents" data=${data} address=${data.address("timeline")} command=${`holdfast why --job ${now.job}`} note=${list ? plural(list.all, "incident") : ""}>
+    ${now.open.map((one) => html`<${Open} key=${one.id} data=${data} incident=${one} />`)}
+    ${ready(drawn, (found) => found.count ? html`<${Timeline} data=${found} width=${width} />` : html`<p class="quiet">None.</p>`)}
+    ${list && list.incidents.length > 0 && html`<div class="scroll" tabindex="0" role="region" aria-label="Newest incidents"><table class="cards">
+      <thead><tr><th scope="col" class="number">no.</th><th scope="col">at</th><th scope="col">what</th><th scope="col">where</th><th scope="col" class="number">stood</th><th scope="col">phases</th><th scope="col" class="number">steps lost</th></tr></thead>
+      <tbody>${list.incidents.map((one) => html`<tr key=${one.id}>
+        <td class="number"><a href=${`#/incident/${one.id}`} aria-label=${`incident ${one.id}`}>${one.id}</a></td>
+        <td><${When} data=${data} t=${one.first_t_s} /></td>
+        <td class="text">${one.open ? html`<b>open: </b>` : ""}${one.cause}${one.injected ? html` <span class="quiet">(injected)</span>` : ""}</td>
+        <td>${one.node || UNKNOWN}${one.ranks && one.ranks.length ? `, rank ${ranks(one.ranks)}` : ""}</td>
+        <td class="number">${one.quiet ? "not at all" : seconds(one.stall_s)}</td>
+        <td class="bars">${one.quiet ? html`<span class="quiet">${one.verdict || ""}</span>` : html`<${Phases} incident=${one} />`}</td>
+        <td class="number">${count(one.lost_steps)}</td></tr>`)}</tbody></table></div>
+      <${PhaseLegend} />
+      ${list.more && html`<p><a href="#/all-incidents">All ${count(list.all)} incidents</a></p>`}`}
+  <//>`;
+}
+
+// The open incident, as it runs, beside the usual time of its kind.
+function Open({ data, incident }) {
+  const age = data.time() - incident.t_s;
+  const usual = incident.usual_s;
+  return html`<div class="open-incident"><p><b>Open: <a href=${`#/incident/${incident.id}`}>incident ${incident.id}</a></b>, ${incident.cause}${incident.node ? ` on ${incident.node}` : ""}. For <b>${seconds(age)}</b>${usual ? `; its kind usually takes ${seconds(usual)}` : ""}.</p>
+    <ol class="steps">${PHASES.map((name) => { const s = incident[`${name}_s`]; return html`<li key=${name} class=${s === null || s === undefined ? "" : "done"}>${name.replace("_", " ")}: ${s === null || s === undefined ? "not yet" : seconds(s)}</li>`; })}</ol></div>`;
+}
+
+export function Decisions({ data, count: shown = 8 }) {
+  const found = data.want("decisions", { count: shown });
+  return html`<${Panel} id="decisions" title="Decisions, and why" data=${data} address=${data.address("decisions")} command=${`holdfast events --job ${data.now.job}`}>
+    ${ready(found, ({ decisions, more }) => html`<ol class="decisions">${decisions.map((one) => html`<li key=${one.seq}>
+      <${When} data=${data} t=${one.t_s} />
+      <span>${one.incident ? html`<a href=${`#/incident/${one.incident}`}>incident ${one.incident}</a>${one.node ? `, ${one.node}` : ""}: ` : ""}<b>${one.text}</b>${one.reason ? `, because ${one.reason}` : ""}
+        ${one.would && html`<br /><span class="quiet">otherwise: ${one.would}; against it: ${one.against}</span>`}
+        ${one.weighed && one.weighed.length > 0 && html`<details><summary>weighed</summary><ul>${one.weighed.map((w) => html`<li key=${w}>${w}</li>`)}</ul></details>`}
+      </span></li>`)}</ol>
+      ${decisions.length === 0 && html`<p class="quiet">None.</p>`}
+      ${more && shown < 100 && html`<p><a href="#/all-decisions">More decisions</a></p>`}`)}
+  <//>`;
+}
+
+export function Tiers({ data }) {
+  const now = data.now, since = data.time() - now.t_s;
+  return html`<${Panel} id="tiers" title="If all died now" address=${data.address("now")} command="holdfast checkpoint ls" note="what each place has, the nearest first">
+    ${now.tiers.length === 0 && html`<p class="trouble"><${Shape} tone="busy" /> Nothing is saved anywhere yet: all steps would be lost.</p>`}
+    ${now.tiers.length > 0 && html`<div class="scroll" tabindex="0" role="region" aria-label="Tiers"><table>
+      <thead><tr><th scope="col">where</th><th scope="col">state</th><th scope="col" class="number">step</th><th scope="col" class="number">age</th><th scope="col" class="number">would be lost</th><th scope="col" class="number">copies</th><th scope="col"></th></tr></thead>
+      <tbody>${now.tiers.map((one) => html`<tr key=${one.name}>
+        <th scope="row" class="text">${one.name}</th>
+        <td><${Shape} tone=${one.state === "good" ? "good" : one.state === "one copy" || one.state === "nothing yet" ? "busy" : "bad"} /> ${one.state}</td>
+        <td class="number">${count(one.step)}</td><td class="number">${one.age_s === null ? UNKNOWN : ago(one.age_s + since)}</td>
+        <td class="number">${one.lag_steps === null ? UNKNOWN : `${plural(one.lag_steps, "step")}${one.lag_s === null ? "" : ` (${seconds(one.lag_s)})`}`}</td>
+        <td class="number">${count(one.copies)}</td><td class="quiet">${one.note}${one.nbytes ? `, ${size(one.nbytes)}` : ""}</td></tr>`)}</tbody></table></div>`}
+  <//>`;
+}
+
+export function Nodes({ data, width }) {
+  const found = data.want("strip");
+  return html`<${Panel} id="nodes" title="Nodes in time" data=${data} address=${data.address("strip")} command=${`holdfast events --job ${data.now.job} --kind node-lost`} note="the worst first; a row is one machine, a column is all at once">
+    ${ready(found, (strip) => html`<${Strip} data=${strip} width=${width} />`)}
+  <//>`;
+}
+
+const ROW = 28, WINDOW = 40;
+
+// Only rows that can be seen are in the page, however many ranks there are.
+export class Ranks extends Component {
+  constructor(props) {
+    super(props);
+    this.state = { q: "", first: 0 };
+  }
+
+  render({ data }, { q, first }) {
+    const begin = Math.max(0, Math.floor(first / 20) * 20 - 10);
+    const query = { first: begin, count: WINDOW, ...(q ? { q } : {}) };
+    const found = data.want("ranks", query) || this.before;
+    this.before = found;
+    const total = found ? found.count : 0;
+    const columns = ["rank", "node", "state", "step", "step time", "against peers"];
+    return html`<${Panel} id="ranks" title="Ranks" data=${data} address=${data.address("ranks", query)} command=${`holdfast status --job ${data.now.job}`} note=${found ? plural(found.all, "worker") : ""}>
+      <label class="filter">Filter <input type="search" value=${q} placeholder="slow, waits, node:node3, …" onInput=${(e) => this.setState({ q: e.target.value.slice(0, 200), first: 0 })} /></label>
+      ${found && total === 0 && html`<p class="quiet">${found.all ? "No rank matches." : data.now.live ? "No worker is there yet." : "The job is over: there are no workers."}</p>`}
+      ${total > 0 && html`<div class="grid" role="table" aria-label="Ranks" aria-rowcount=${total + 1} aria-colcount=${columns.length}>
+        <div role="rowgroup"><div class="line top" role="row" aria-rowindex="1">${columns.map((name) => html`<span key=${name} role="columnheader">${name}</span>`)}</div></div>
+        <div class="window" role="rowgroup" tabindex="0" aria-label="Rows of the table of ranks" style=${{ height: `${Math.min(total, 10) * ROW}px` }} onScroll=${(e) => this.setState({ first: Math.floor(e.target.scrollTop / ROW) })}>
+          <div role="presentation" style=${{ height: `${total * ROW}px`, position: "relative" }}>
+            ${found.ranks.map((one, n) => html`<div class="line" role="row" key=${one.worker} aria-rowindex=${found.first + n + 2} style=${{ position: "absolute", top: `${(found.first + n) * ROW}px` }}>
+              <span role="cell">${one.rank === null ? UNKNOWN : one.rank}</span>
+              <span role="cell"><a href=${`#/log/${encodeURIComponent(one.worker)}`} title=${`the log of ${one.worker}`}>${one.node}</a></span>
+              <span role="cell" title=${one.cause || ""}><${Shape} tone=${one.ratio ? "bad" : one.state === "training" ? "good" : one.state === "spare" ? "over" : "busy"} /> ${one.ratio ? "slow" : one.state}${one.restored ? ` ${size(one.restored[0])} of ${size(one.restored[1])}` : ""}</span>
+              <span role="cell">${count(one.step)}</span><span role="cell">${seconds(one.median_s)}</span>
+              <span role="cell">${one.ratio ? `${one.ratio.toFixed(2)} ×` : UNKNOWN}</span></div>`)}
+          </div></div></div>`}
+    <//>`;
+  }
+}
+
+// ------------------------------------------------------------ the researcher's view
+
+export function Curves({ data, width, range, theme }) {
+  const query = range.from !== null ? { from: range.from, to: range.to } : {};
+  const found = data.want("series", query);
+  const address = data.address("series", query);
+  const go = (from, to) => { location.hash = from === null ? "#/training" : `#/training?from=${Math.max(0, from)}&to=${Math.max(0, to)}`; };
+  return html`<${Panel} id="loss" title="Curves" data=${data} address=${address} command=${`holdfast report --job ${data.now.job}`} note=${range.from === null ? "drag to zoom in, click a mark for its incident" : html`steps ${count(range.from)} to ${count(range.to)} <a href="#/training">show all</a>`}>
+    ${ready(found, ({ columns, marks }) => columns.step.length === 0 ? html`<p class="quiet">No step was committed yet.</p>` : html`
+      <div class="curves">${drawn(columns).map(([value, title, note, unit, options]) => html`<${Curve} key=${value} value=${value} title=${title} note=${note} unit=${unit} columns=${columns} band=${options.band} log=${options.log} marks=${marks} width=${columnsOf(width)} theme=${theme} onRange=${go} onMark=${(m) => { location.hash = `#/incident/${m.id}`; }} />`)}</div>
+      <p class="quiet"><span class="mark incident" aria-hidden="true">▼</span> incident <span class="mark change" aria-hidden="true">■</span> change of the size. ${columns.step.length > 1 && columns.step[1] - columns.step[0] > 1 ? `A point is ${count(columns.step[1] - columns.step[0])} steps: their mean, with the least and the most as a band.` : ""}</p>
+      <${CurveTable} columns=${columns} />`)}
+  <//>`;
+}
+
+// Two beside each other where there is room.
+function columnsOf(width) {
+  return width > 1000 ? Math.floor((width - 24) / 2) : width;
+}
+
+function drawn(columns) {
+  const known = (name) => columns[name].some((v) => v !== null);
+  const wide = columns.step.length > 1 && columns.step[1] - columns.step[0] > 1;
+  const found = [["loss", "Loss", "", "", { band: wide }]];
+  if (known("grad_norm")) found.push(["grad_norm", "Gradient norm", "before clipping", "", { band: wide, log: true }]);
+  if (known("lr")) found.push(["lr", "Learning rate", "", "", {}]);
+  if (known("weight_per_s")) found.push(["weight_per_s", "Throughput", "tokens or samples per second", "/s", {}]);
+  if (known("step_s")) found.push(["step_s", "Step time", "", "s", { band: wide }]);
+  found.push(["world", "Workers", "that compute", "", {}]);
+  return found;
+}
+
+export class Goodput extends Component {
+  constructor(props) {
+    super(props);
+    this.state = { recent: false };
+  }
+
+  render({ data }, { recent }) {
+    const found = data.now.goodput, part = recent ? found.recent : found;
+    return html`<${Panel} id="goodput" title="Where the time went" address=${data.address("now")} command=${`holdfast report --job ${data.now.job}`} note=${found.words}>
+      <div class="choice" role="group" aria-label="Which time">${[[false, "since the start"], [true, "last hour"]].map(([is, name]) => html`<button key=${name} type="button" aria-pressed=${recent === is} onClick=${() => this.setState({ recent: is })}>${name}</button>`)}</div>
+      ${part.bars.length ? html`<${Waterfall} part=${part} />` : html`<p class="quiet">Nothing was counted yet.</p>`}
+    <//>`;
+  }
+}
+
+export function Checkpoints({ data }) {
+  const found = data.want("checkpoints");
+  return html`<${Panel} id="checkpoints" title="Checkpoints" data=${data} address=${data.address("checkpoints")} command="holdfast checkpoint ls">
+    ${ready(found, ({ checkpoints }) => checkpoints.length === 0 ? html`<p class="quiet">None in a durable tier.</p>` : html`<div class="scroll" tabindex="0" role="region" aria-label="Checkpoints"><table>
+      <thead><tr><th scope="col" class="number">step</th><th scope="col">at</th><th scope="col" class="number">took</th><th scope="col" class="number">skipped before</th><th scope="col">where</th></tr></thead>
+      <tbody>${checkpoints.slice(0, 20).map((one) => html`<tr key=${`${one.step} ${one.url} ${one.t_s}`}><td class="number">${count(one.step)}</td><td><${When} data=${data} t=${one.t_s} /></td><td class="number">${seconds(one.took_s)}</td><td class="number">${count(one.skipped)}</td><td class="text">${one.url}</td></tr>`)}</tbody></table></div>`)}
+  <//>`;
+}
+
+export function Figures({ data }) {
+  const now = data.now, names = Object.entries(now.figures || {});
+  return html`<${Panel} id="figures" title="What the script logged" address=${data.address("now")} command=${`holdfast status --job ${now.job}`}>
+    ${names.length === 0 && html`<p class="quiet">Nothing but the loss: <code>run.log(name=value)</code> adds to it.</p>`}
+    <ul class="figures">${names.map(([name, one]) => html`<li key=${name}>${name} <b>${figure(one.value)}</b> <span class="quiet">of step ${count(one.step)}</span></li>`)}</ul>
+    <p class="quiet">${plural(now.steps.committed || 0, "step")} committed, ${now.steps.lost === null ? "it is not known how many were" : count(now.steps.lost)} done again; generation ${count(now.generation)}.</p>
+  <//>`;
+}
+
+// ------------------------------------------------------------ one thing
+
+export function Incident({ data, id }) {
+  const found = data.want("incident", { id });
+  const address = data.address("incident", { id });
+  return html`<${Panel} id=${`incident/${id}`} title=${`Incident ${id}`} data=${data} address=${address} command=${`holdfast why ${id} --job ${data.now.job}`}>
+    ${ready(found, ({ incident, story }) => html`
+      ${!incident.quiet && html`<${Phases} incident=${incident} wide=${true} />`}
+      <pre class="story" tabindex="0">${story.join("\n")}</pre>
+      ${incident.at_step !== null && incident.at_step !== undefined && html`<p><a href=${`#/training?from=${Math.max(0, incident.at_step - 100)}&to=${incident.at_step + 100}`}>The curves around step ${count(incident.at_step)}</a></p>`}`)}
+    <p><a href="#/">Back</a></p>
+  <//>`;
+}
+
+export function AllIncidents({ data, before }) {
+  const query = { count: 100, ...(before ? { before } : {}) };
+  const found = data.want("incidents", query);
+  return html`<${Panel} id="all-incidents" title="All incidents" data=${data} address=${data.address("incidents", query)} command=${`holdfast why --job ${data.now.job}`}>
+    ${ready(found, ({ incidents, more }) => html`<ol class="decisions">${incidents.map((one) => html`<li key=${one.id}><${When} data=${data} t=${one.first_t_s} /><span><a href=${`#/incident/${one.id}`}>incident ${one.id}</a>: ${one.node ? `${one.node}: ` : ""}${one.cause}; ${one.quiet ? "not disturbed" : `stood for ${seconds(one.stall_s)}`}</span></li>`)}</ol>
+      <p>${before ? html`<a href="#/all-incidents">newest</a> ` : ""}${more && html`<a href=${`#/all-incidents?before=${incidents[incidents.length - 1].id}`}>older</a>`}</p>`)}
+    <p><a href="#/">Back</a></p>
+  <//>`;
+}
+
+export function Log({ data, worker }) {
+  const found = data.want("log", { worker });
+  return html`<${Panel} id=${`log/${worker}`} title=${`Log of ${worker}`} data=${data} address=${data.address("log", { worker })} command=${`holdfast logs --job ${data.now.job}`}>
+    ${ready(found, ({ path, lines, note }) => html`<p class="quiet">${path} ${note}</p><pre class="story" tabindex="0">${lines.join("\n")}</pre>`)}
+    <p><a href="#/ranks">Back</a></p>
+  <//>`;
+}
+
+// ------------------------------------------------------------ what may be changed
+
+const FORMS = {
+  drain: { title: "Drain a node", field: "node", label: "Node" },
+  resize: { title: "Resize", field: "nodes", label: "Nodes" },
+  clear: { title: "Clear a machine", field: "machine", label: "Machine" },
+  stop: { title: "Stop the job", field: null, label: "" },
+};
+
+// Nothing is sent before the page has said what it would do.
+export class Actions extends Component {
+  constructor(props) {
+    super(props);
+    this.state = { name: null, value: "", dry: null, busy: false };
+  }
+
+  async look(event) {
+    event.preventDefault();
+    this.setState({ busy: true });
+    const found = await this.props.data.act(this.state.name, this.given(), true);
+    this.setState({ busy: false, dry: found });
+  }
+
+  async really() {
+    this.setState({ busy: true });
+    const found = await this.props.data.act(this.state.name, this.given(), false);
+    this.setState({ busy: false, dry: { ...found, done: !found.error } });
+  }
+
+  given() {
+    const { field } = FORMS[this.state.name];
+    return field ? { [field]: this.state.value.trim() } : {};
+  }
+
+  render({ data }, { name, value, dry, busy }) {
+    const form = name ? FORMS[name] : null;
+    return html`<${Panel} id="actions" title="Change something" note="each says first what it would do">
+      <div class="choice" role="group" aria-label="Which action">${Object.entries(FORMS).map(([one, { title }]) => html`<button key=${one} type="button" aria-pressed=${name === one} onClick=${() => this.setState({ name: one, value: one === "resize" ? String(data.now.least.wanted) : "", dry: null })}>${title}</button>`)}</div>
+      ${form && html`<form onSubmit=${(e) => this.look(e)}>
+        ${form.field && html`<label>${form.label} <input value=${value} required maxlength="200" onInput=${(e) => this.setState({ value: e.target.value, dry: null })} /></label>`}
+        <button type="submit" disabled=${busy}>What would happen?</button></form>`}
+      ${dry && dry.error && html`<p class="trouble" role="alert"><${Shape} tone="bad" /> ${dry.error}</p>`}
+      ${dry && !dry.error && html`<div role="status"><ul>${dry.would.map((line) => html`<li key=${line}>${line}</li>`)}</ul>
+        <p><code>${dry.command}</code></p>
+        ${dry.done ? html`<p><b>It is on its way.</b></p>` : html`<button type="button" class="really" disabled=${busy} onClick=${() => this.really()}>${form.title}: yes</button>`}</div>`}
+    <//>`;
+  }
+}

@@ -1,0 +1,3 @@
+import { start } from "holdfast/app";
+
+start();

@@ -1,0 +1,264 @@
+"""A job's ledger as the page tells it, taken in entry by entry: incidents, decisions, what each node did, checkpoints.
+
+Pure. Whoever has a story reads on from `seq`, so a look costs what has happened since the last one, and not the length of
+the ledger. All lists are bounded but that of the incidents, of which each is a few hundred bytes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import msgspec
+
+DECISIONS_KEPT = 2000
+CHECKPOINTS_KEPT = 500
+RUNS_KEPT = 200
+"""Of one node; the oldest are forgotten."""
+LINES_KEPT = 200
+_INCIDENT = frozenset(f"incident-{what}" for what in ("opened", "resumed", "closed", "settled"))
+_DECISION = frozenset(
+    {
+        "verdict",
+        "formed",
+        "started",
+        "restart",
+        "resize",
+        "capacity",
+        "changed",
+        "storm",
+        "blast-limit",
+        "node-held",
+    }
+    | {
+        "node-refused",
+        "lemon-leaves",
+        "stop-requested",
+        "stall-judged",
+        "asked",
+        "readmitted",
+        "checkpoint-unread",
+    }
+)
+STATES = ("trains", "waits", "held", "leaving", "sick", "lost", "gone")
+"""What a node does, by number."""
+_NODE_STATES = {
+    "node-joined": "waits",
+    "node-held": "held",
+    "node-leaving": "leaving",
+    "node-trains-on": "leaving",
+    "node-lost": "lost",
+    "node-refused": "gone",
+    "node-left": "gone",
+    "node-taken": "gone",
+    "readmitted": "waits",
+    "rebooting": "sick",
+    "repairing": "sick",
+}
+_WORKERS = '"workers":['
+
+
+class Story:
+    """What the page shows of a ledger. `add` takes entries in their order, each once."""
+
+    def __init__(self) -> None:
+        self.seq = 0
+        """Of the newest entry that was taken in."""
+        self.t_s = 0.0
+        """When that was, in seconds since the job's start."""
+        self.began_utc = ""
+        """When the ledger's first entry was written: its name, as for `Store.news`."""
+        self.began_t_s = 0.0
+        self.incidents: dict[int, dict[str, Any]] = {}
+        """Facts by number, with `seqs`: the first and the last entry that is about it."""
+        self.decisions: deque[dict[str, Any]] = deque(maxlen=DECISIONS_KEPT)
+        """Entries as in `entries`, of kinds that are decisions."""
+        self.checkpoints: deque[dict[str, Any]] = deque(maxlen=CHECKPOINTS_KEPT)
+        self.entries: deque[dict[str, Any]] = deque(maxlen=LINES_KEPT)
+        """The newest entries: seq, t_s, kind, fields, and reason where an entry before has it."""
+        self.changes: deque[dict[str, Any]] = deque(maxlen=RUNS_KEPT)
+        self.worlds: deque[tuple[float, int, int]] = deque(maxlen=DECISIONS_KEPT)
+        """(t_s, step, workers) of each generation."""
+        self.runs: dict[str, deque[tuple[float, int]]] = {}
+        """Node to (since when, number of the state in STATES), oldest first."""
+        self.troubles: dict[str, int] = {}
+        """Node to how many incidents were its fault."""
+        self.tier_trouble: dict[str, str] = {}
+        self.ended: dict[str, Any] | None = None
+        self._members = _Members()
+        self._broke = ""
+
+    def add(self, seq: int, t_s: float, utc: str, kind: str, text: str) -> None:
+        """text: the fields as JSON, as the ledger has them."""
+        if seq <= self.seq:
+            return
+        if not self.began_utc:
+            self.began_utc, self.began_t_s = utc, t_s
+        self.seq, self.t_s = seq, max(self.t_s, t_s)
+        if kind in ("formed", "started"):
+            text, came, left = self._members.changed(text)
+            self._formed(t_s, came, left)
+        fields = msgspec.json.decode(text)
+        if kind in _INCIDENT:
+            self._incident(seq, kind, fields)
+        elif kind in ("incident-joined", "incident-explained"):
+            self._more_of_incident(seq, kind, fields)
+        elif kind in ("formed", "started"):
+            self.worlds.append((t_s, int(fields.get("start") or 0), int(fields["world"])))
+        self._storage(t_s, kind, fields)
+        self._node(t_s, kind, fields)
+        if kind == "changed":
+            self.changes.append({"seq": seq, **fields})
+        if kind == "ended":
+            self.ended = fields
+        self._say(seq, t_s, kind, fields)
+
+    def _say(self, seq: int, t_s: float, kind: str, fields: dict[str, Any]) -> None:
+        # Sentences are made of what is shown, and not of all that is taken in: a sentence costs ten times what an entry does.
+        if kind in ("broke", "yield"):
+            self._broke = fields.get("reason") or ""
+        told = {"seq": seq, "t_s": t_s, "kind": kind, "fields": fields, "reason": ""}
+        self.entries.append(told)
+        if kind in _DECISION:
+            if kind == "formed":
+                # A generation follows from what ended the one before it.
+                told["reason"], self._broke = self._broke, ""
+            self.decisions.append(told)
+
+    def _incident(self, seq: int, kind: str, fields: dict[str, Any]) -> None:
+        known = self.incidents.setdefault(fields["id"], {"seqs": [seq, seq], "also": []})
+        # A kind that comes later knows more. `first_t_s` stays: an incident that strikes again has a later time.
+        known.setdefault("first_t_s", fields.get("t_s"))
+        cause = known.get("explained") or fields.get("cause")
+        known |= fields
+        known["cause"], known["seqs"][1] = cause, seq
+        known["open"] = kind in ("incident-opened", "incident-resumed")
+        if kind == "incident-opened" and fields.get("node"):
+            self.troubles[fields["node"]] = self.troubles.get(fields["node"], 0) + 1
+
+    def _more_of_incident(self, seq: int, kind: str, fields: dict[str, Any]) -> None:
+        known = self.incidents.get(fields["id"])
+        if known is None:
+            return
+        known["seqs"][1] = seq
+        if kind == "incident-joined":
+            known["also"] = [*known["also"][-7:], fields["cause"]]
+            return
+        known["explained"] = known["cause"] = fields["cause"]
+        known |= {k: v for k, v in fields.items() if k in ("node", "ranks") and v}
+
+    def _storage(self, t_s: float, kind: str, fields: dict[str, Any]) -> None:
+        if kind == "saved":
+            found = {k: fields.get(k) for k in ("step", "url", "took_s", "skipped")}
+            self.checkpoints.append({"t_s": t_s, **found})
+            self.tier_trouble.pop(fields["url"], None)
+        elif kind == "tier-failed":
+            self.tier_trouble[fields["url"]] = fields["reason"]
+
+    # ------------------------------------------------------------ nodes
+
+    def _node(self, t_s: float, kind: str, fields: dict[str, Any]) -> None:
+        node = fields.get("node")
+        if node and kind in _NODE_STATES:
+            self._becomes(node, t_s, _NODE_STATES[kind])
+        if node and kind == "node-joined":
+            self._members.renew(node)
+        if kind == "node-stays" and node:
+            self._becomes(node, t_s, "trains" if node in self._members.nodes else "waits")
+
+    def _formed(self, t_s: float, came: set[str], left: set[str]) -> None:
+        for node in came:
+            self._becomes(node, t_s, "trains")
+        for node in left:
+            # What took it away was said before: only one that trained until now waits from now on.
+            if self.runs.get(node) and STATES[self.runs[node][-1][1]] == "trains":
+                self._becomes(node, t_s, "waits")
+
+    def _becomes(self, node: str, t_s: float, state: str) -> None:
+        runs = self.runs.setdefault(node, deque(maxlen=RUNS_KEPT))
+        number = STATES.index(state)
+        if not runs or runs[-1][1] != number:
+            runs.append((t_s, number))
+
+
+class _Members:
+    """Which nodes have workers in the newest generation.
+
+    A generation names all its workers: of 16,000 that is a quarter of a megabyte, and two generations in a row differ in a
+    few. So the texts are compared, and only what differs is read.
+    """
+
+    def __init__(self) -> None:
+        self.nodes: dict[str, int] = {}
+        """Node to how many workers it has there."""
+        self._text = ""
+        self._again: set[str] = set()
+
+    def renew(self, node: str) -> None:
+        """A node came: if it is in the next generation, it is news even where it was in the one before."""
+        self._again.add(node)
+
+    def changed(self, fields: str) -> tuple[str, set[str], set[str]]:
+        """The fields without the names, and the nodes that came and left with this generation."""
+        begin = fields.find(_WORKERS)
+        if begin < 0:
+            return fields, set(), set()
+        begin += len(_WORKERS)
+        end = fields.find("]", begin)
+        text = fields[begin:end]
+        head, tail = _differ(self._text, text)
+        old, new = self._text[head : len(self._text) - tail], text[head : len(text) - tail]
+        before = {
+            node: self.nodes.get(node, 0)
+            for name in (*_names(old), *_names(new))
+            for node in [_node_of(name)]
+        }
+        for name in _names(old):
+            self._count(_node_of(name), -1)
+        for name in _names(new):
+            self._count(_node_of(name), 1)
+        self._text = text
+        came = {n for n, count in before.items() if not count and n in self.nodes}
+        left = {n for n, count in before.items() if count and n not in self.nodes}
+        came |= {n for n in self._again if n in self.nodes}
+        self._again.clear()
+        return fields[:begin] + fields[end:], came, left
+
+    def _count(self, node: str, by: int) -> None:
+        count = self.nodes.get(node, 0) + by
+        if count:
+            self.nodes[node] = count
+        else:
+            self.nodes.pop(node, None)
+
+
+def _differ(a: str, b: str) -> tuple[int, int]:
+    """Lengths of the beginning and of the end that two lists of names have in common, in whole names."""
+    head = _common(len(a), len(b), lambda n: a[:n] == b[:n])
+    # In the middle of a name both would be read as half of one.
+    head = a.rfind(",", 0, head) + 1
+    most = min(len(a), len(b)) - head
+    tail = _common(most, most, lambda n: n == 0 or a[-n:] == b[-n:])
+    cut = a.find(",", len(a) - tail) if tail else -1
+    return head, len(a) - cut if cut >= 0 else 0
+
+
+def _common(one: int, other: int, same: Any) -> int:
+    """The largest length for which `same` holds; it holds for all below."""
+    low, high = 0, min(one, other)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if same(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip('"') for name in text.split(",") if name]
+
+
+def _node_of(worker: str) -> str:
+    """Workers are named `node.slot#incarnation`."""
+    return worker.rpartition(".")[0] or worker

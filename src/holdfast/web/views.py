@@ -1,0 +1,425 @@
+"""What each panel of the page shows, as plain values: a state's facts and a story of the ledger in, JSON out. Pure.
+
+Facts are a dict that `coordinator.service.page_facts` makes of the core's state. Unknown is None, durations are seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+from holdfast.observe.dashboard import job_word
+from holdfast.observe.event_text import event_line
+from holdfast.observe.goodput import WORDS, goodput_words
+from holdfast.protocol import units
+from holdfast.protocol.health import remedy_text
+from holdfast.protocol.ledger.incidents import PHASES
+from holdfast.web.story import STATES, Story
+
+Facts = Mapping[str, Any]
+
+BARS = 400
+"""At most so many bars of the timeline; of more, those that are near each other are one with a count."""
+ROWS = 60
+"""Rows of the strip; the other nodes are one row."""
+SHOWN = 50
+MARKS = 300
+_ORDER = {name: number for number, name in enumerate(STATES)}
+_SHOWN_OF_INCIDENT = (
+    "id", "t_s", "first_t_s", "cause", "cause_kind", "fault", "injected", "node", "ranks", "at_step", "stall_s",
+    "full_strength_s", "lost_steps", "rung", "rule", "quiet", "verdict", "open", "earlier_stalls", "earlier_stall_s",
+    "where", *PHASES,
+)  # fmt: skip
+
+
+def headline(facts: Facts) -> dict[str, Any]:
+    """The first line: what the job does, in words, and since when. tone: good, busy, bad or over, for a shape and a colour."""
+    word = job_word(facts)
+    parts = [f"{units.count(facts['world'])} of {units.plural(facts['target'], 'worker')}"]
+    if facts["step"] is not None:
+        parts.insert(0, f"step {units.count(facts['step'])}")
+    why = _why_not(facts)
+    return {"word": word, "tone": _tone(facts), "text": ", ".join(parts), "why": why}
+
+
+def _tone(facts: Facts) -> str:
+    if facts["phase"] == "ended":
+        return "over" if facts["outcome"] in ("finished", "stopped") else "bad"
+    if facts["phase"] == "running":
+        return "good" if facts["world"] >= facts["target"] else "busy"
+    return "busy"
+
+
+def _why_not(facts: Facts) -> str:
+    """Why it does not train, or not at full strength; empty: it does, or is over as it should be."""
+    if facts["phase"] == "ended":
+        return facts["reason"] or ""
+    standing = [i for i in facts["incidents"] if not i["quiet"]]
+    if standing:
+        newest = standing[-1]
+        return f"incident {newest['id']}: {newest['cause']}"
+    if facts["phase"] == "gathering":
+        return f"{units.plural(facts['ready'], 'worker')} of {facts['target']} are ready"
+    if facts["phase"] == "running" and facts["world"] < facts["target"]:
+        return f"{units.plural(facts['target'] - facts['world'], 'worker')} fewer than wanted"
+    return facts["reason"] or ""
+
+
+def todo(facts: Facts, story: Story) -> list[dict[str, Any]]:
+    """What a person has to do, the most urgent first; empty: nothing. urgent: the job suffers until it is done."""
+    found: list[dict[str, Any]] = []
+
+    def say(urgent: bool, text: str, how: str = "") -> None:
+        found.append({"urgent": urgent, "text": text, "how": how})
+
+    job = facts["job"]
+    if facts["phase"] == "ended":
+        if facts["outcome"] not in ("finished", "stopped"):
+            cause = (
+                facts["blame"]["cause"] if facts["blame"] else facts["reason"] or "its coordinator was killed"
+            )
+            say(True, f"The job {facts['outcome']}: {cause}", f"holdfast report --job {job}")
+        return found
+    if facts["ledger_trouble"]:
+        say(True, f"Make room for the ledger, or make it writable: {facts['ledger_trouble']}", "df -h")
+    for tier in facts["tiers"]:
+        if tier["failing"]:
+            why = story.tier_trouble.get(tier["url"], "")
+            say(
+                True,
+                f"Checkpoints do not reach {tier['url']}{': ' + why if why else ''}",
+                "holdfast checkpoint ls",
+            )
+        elif tier["slow"]:
+            say(
+                True,
+                f"{tier['url']} takes nothing any more: a checkpoint stands still",
+                f"holdfast status --job {job}",
+            )
+    if facts["phase"] == "gathering" and not facts["coming"] and facts["ready"] < facts["target"]:
+        missing = facts["target"] - facts["ready"]
+        say(True, f"Add nodes: {units.plural(missing, 'worker')} are missing, and no node is on its way", "")
+    for ask in facts["asks"]:
+        where = f"holdfast why {ask['incident']} --job {job}" if ask["incident"] else "holdfast node ls"
+        say(False, f"Inspect {ask['node']}: {ask['text']}", where)
+    if facts["wants_spares"] and not facts["spares"]:
+        say(False, "Add a node: no spare is left, so the next lost node costs strength", "")
+    for slow in facts["slow"]:
+        say(
+            False,
+            f"Look at rank {units.text(slow['rank'])} on {slow['node']}: it takes {slow['ratio']:.2f} times its peers' time, "
+            f"and they wait {units.share(slow['share'])} of the time",
+            f"holdfast status --job {job}",
+        )
+    return sorted(found, key=lambda one: not one["urgent"])
+
+
+def nothing(facts: Facts) -> str:
+    """What an empty list of things to do says."""
+    if facts["phase"] == "ended":
+        return "Nothing: the job is over."
+    if any(not i["quiet"] for i in facts["incidents"]):
+        return "Nothing: the job recovers by itself."
+    return "Nothing."
+
+
+def now(facts: Facts, story: Story) -> dict[str, Any]:
+    """The panel at the top, and what changes with every step."""
+    median = typical(story)
+    opened = [
+        {k: i.get(k) for k in _SHOWN_OF_INCIDENT} | {"usual_s": median.get(str(i.get("cause_kind")))}
+        for i in facts["incidents"]
+        if not i["quiet"]
+    ]
+    return {
+        **{
+            k: facts[k]
+            for k in ("job", "engine", "phase", "outcome", "level", "generation", "world", "target", "step")
+        },
+        **{
+            k: facts[k]
+            for k in ("t_s", "loss", "step_s", "weight_per_s", "last_step_t_s", "ledger_seq", "live")
+        },
+        "ledger": facts["ledger"],
+        "headline": headline(facts),
+        "todo": todo(facts, story),
+        "nothing": nothing(facts),
+        "open": opened,
+        "tiers": tiers(facts),
+        "goodput": waterfall(facts["goodput"]),
+        "nodes": facts["nodes"],
+        "spares": facts["spares"],
+        "least": facts["least"],
+        "phases": facts["phases"],
+        "steps": facts["steps"],
+        "figures": facts["figures"],
+        "slow": facts["slow"],
+    }
+
+
+def tiers(facts: Facts) -> list[dict[str, Any]]:
+    """Where the state is, the nearest first: what is lost if all that is nearer is lost with it."""
+    rows: list[dict[str, Any]] = []
+    step, rate = facts["step"], facts["step_s"]
+    if snapshot := facts["snapshot"]:
+        copies = snapshot["nodes"]
+        rows.append(
+            {
+                "name": "memory of the nodes",
+                "step": snapshot["step"],
+                "age_s": snapshot["age_s"],
+                "copies": copies,
+                "state": "good" if copies > 1 else "one copy",
+                "nbytes": snapshot["nbytes"],
+                "note": f"in the memory of {units.plural(copies, 'node')}",
+            }
+        )
+    for tier in facts["tiers"]:
+        state = "fails" if tier["failing"] else "stands still" if tier["slow"] else "good"
+        note = "" if tier["under_way"] is None else f"step {units.count(tier['under_way'])} is on its way"
+        if tier["step"] is None and state == "good":
+            state = "nothing yet"
+        rows.append(
+            {
+                "name": tier["url"],
+                "step": tier["step"],
+                "age_s": tier["age_s"],
+                "copies": None,
+                "state": state,
+                "nbytes": None,
+                "note": note,
+            }
+        )
+    for row in rows:
+        lag = None if step is None or row["step"] is None else max(0, step - row["step"])
+        row["lag_steps"] = lag
+        row["lag_s"] = None if lag is None or rate is None else round(lag * rate, 3)
+    return rows
+
+
+def waterfall(goodput: Mapping[str, Any]) -> dict[str, Any]:
+    """Every second of wall time in one class, over all starts and in the last hour, in the classes' own order."""
+
+    def bars(part: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return [
+            {"class": str(kind), "name": str(kind).replace("_", " "), "s": s, "what": WORDS.get(kind, "")}
+            for kind, s in (part.get("classes") or {}).items()
+        ]
+
+    recent = goodput.get("recent") or {}
+    return {
+        "words": goodput_words(goodput) if goodput.get("classes") else "not known",
+        "wall_s": goodput.get("wall_s"),
+        "share": goodput.get("share"),
+        "bars": bars(goodput),
+        "recent": {"wall_s": recent.get("wall_s"), "share": recent.get("share"), "bars": bars(recent)},
+    }
+
+
+def typical(story: Story) -> dict[str, float]:
+    """Kind of a cause to the median seconds from fault to full strength, of the newest incidents of that kind."""
+    kinds: dict[str, list[float]] = {}
+    # A list first, made in one go: another thread may be taking entries in.
+    for incident in list(story.incidents.values())[-200:]:
+        took = incident.get("full_strength_s")
+        if took is not None and not incident.get("quiet"):
+            kinds.setdefault(str(incident.get("cause_kind")), []).append(took)
+    return {kind: sorted(times)[len(times) // 2] for kind, times in kinds.items()}
+
+
+def incidents(story: Story, before: int | None = None, count: int = SHOWN) -> dict[str, Any]:
+    """The newest incidents, or those before a number, newest first."""
+    numbers = sorted((n for n in story.incidents if before is None or n < before), reverse=True)
+    return {
+        "incidents": [_shown(story.incidents[n]) for n in numbers[:count]],
+        "all": len(story.incidents),
+        "more": len(numbers) > count,
+    }
+
+
+def _shown(incident: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: incident.get(k) for k in _SHOWN_OF_INCIDENT} | {"also": incident.get("also") or []}
+
+
+def timeline(story: Story, until_s: float, first_s: float = 0.0, bars: int = BARS) -> dict[str, Any]:
+    """Bars from fault to full strength, with stall and phases; where there are more than fit, groups with a count."""
+    there = [i for i in story.incidents.values() if first_s <= (i.get("first_t_s") or 0.0) <= until_s]
+    if len(there) <= bars:
+        shown = [_bar(i, until_s) for i in there]
+    else:
+        shown = _grouped(there, first_s, until_s, bars)
+    return {"from_s": first_s, "to_s": until_s, "bars": shown, "count": len(there)}
+
+
+def _bar(incident: Mapping[str, Any], until_s: float) -> dict[str, Any]:
+    begun = incident.get("first_t_s") or 0.0
+    full = incident.get("full_strength_s")
+    return {
+        "id": incident["id"],
+        "n": 1,
+        "t_s": begun,
+        "kind": _kind(incident),
+        "stall_s": incident.get("stall_s"),
+        "full_s": full,
+        "end_s": (incident.get("t_s") or begun) + full if full is not None else until_s,
+        "open": bool(incident.get("open")),
+        "quiet": bool(incident.get("quiet")),
+        "cause": units.clip(str(incident.get("cause") or ""), 120),
+        "node": incident.get("node"),
+        "phases": [[p.removesuffix("_s"), incident[p]] for p in PHASES if incident.get(p)],
+    }
+
+
+def _grouped(
+    there: Sequence[Mapping[str, Any]], first_s: float, until_s: float, bars: int
+) -> list[dict[str, Any]]:
+    width = max(1e-9, (until_s - first_s) / bars)
+    groups: dict[tuple[int, str], list[Mapping[str, Any]]] = {}
+    for incident in there:
+        place = int(((incident.get("first_t_s") or 0.0) - first_s) / width)
+        groups.setdefault((place, _kind(incident)), []).append(incident)
+    shown = []
+    for members in groups.values():
+        worst = max(members, key=lambda i: i.get("stall_s") or 0.0)
+        shown.append({**_bar(worst, until_s), "n": len(members), "open": any(i.get("open") for i in members)})
+    # The kinds share a place: of those with the most bars the longest stalls stay.
+    return sorted(shown, key=lambda b: (-(b["stall_s"] or 0.0), b["t_s"]))[: 2 * bars]
+
+
+def _kind(incident: Mapping[str, Any]) -> str:
+    if incident.get("fault"):
+        return str(incident["fault"]).partition(":")[0]
+    return "health" if incident.get("rule") else str(incident.get("cause_kind") or "other")
+
+
+def decisions(story: Story, before: int | None = None, count: int = SHOWN) -> dict[str, Any]:
+    """The newest decisions with their reasons, newest first."""
+    there = (e for e in reversed(story.decisions) if before is None or e["seq"] < before)
+    told = (d for e in there if (d := _decision(e)) is not None)
+    shown = list(islice(told, count))
+    return {"decisions": shown, "more": next(told, None) is not None}
+
+
+def _decision(entry: Mapping[str, Any]) -> dict[str, Any] | None:
+    """None: it is of no interest to a person."""
+    line, fields = event_line(entry, width=400), entry["fields"]
+    if not line:
+        return None
+    told: dict[str, Any] = {k: entry[k] for k in ("seq", "t_s", "kind", "reason")} | {"text": line}
+    if entry["kind"] == "verdict":
+        told |= {
+            "incident": fields.get("incident"),
+            "node": fields.get("node"),
+            "text": remedy_text(fields["does"]),
+            "reason": fields.get("reason") or "",
+            "against": fields.get("against") or "",
+            "would": remedy_text(fields["would"]) if fields.get("would") != fields["does"] else "",
+            "weighed": fields.get("weighed") or [],
+        }
+    return told
+
+
+def lines(story: Story) -> dict[str, Any]:
+    """The newest entries that people read, newest first: [seq, t_s, kind, sentence]."""
+    told = ((e, event_line(e, width=400)) for e in reversed(story.entries))
+    return {"lines": [[e["seq"], e["t_s"], e["kind"], line] for e, line in told if line]}
+
+
+def strip(story: Story, until_s: float, rows: int = ROWS) -> dict[str, Any]:
+    """What each node did, the worst first. Nodes that trained all the time are one row together.
+
+    A row: [node, incidents, runs], a run: [since, number of its state]. stops: when all stood still.
+    """
+    plain, others = 0, []
+    for node, runs in story.runs.items():
+        states = {number for _, number in runs}
+        if states <= {_ORDER["trains"], _ORDER["waits"]} and len(runs) <= 2 and node not in story.troubles:
+            plain += 1
+        else:
+            others.append((node, runs))
+
+    def badness(one: tuple[str, Any]) -> tuple[int, int, str]:
+        node, runs = one
+        return (-story.troubles.get(node, 0), -runs[-1][1], node)
+
+    others.sort(key=badness)
+    # A small job fits as it is, and a person wants to see all of its nodes.
+    if len(story.runs) <= rows:
+        others = sorted(story.runs.items(), key=badness)
+        plain = 0
+    stops = [
+        [i["first_t_s"], i["first_t_s"] + (i.get("stall_s") or 0.0), i["id"]]
+        for i in list(story.incidents.values())[-MARKS:]
+        if not i.get("quiet") and i.get("first_t_s") is not None
+    ]
+    return {
+        "states": list(STATES),
+        "to_s": until_s,
+        "rows": [
+            [node, story.troubles.get(node, 0), [list(r) for r in runs]] for node, runs in others[:rows]
+        ],
+        "plain": plain,
+        "hidden": max(0, len(others) - rows),
+        "stops": stops,
+    }
+
+
+def checkpoints(story: Story, facts: Facts, count: int = SHOWN) -> dict[str, Any]:
+    """Checkpoints in durable tiers, the newest first, and the snapshot in memory."""
+    return {"checkpoints": list(reversed(story.checkpoints))[:count], "tiers": tiers(facts)}
+
+
+def marks(story: Story) -> list[dict[str, Any]]:
+    """What the curves are marked with: incidents, changes of the size, rewinds. Of many the longest stalls."""
+    found = [
+        {
+            "step": i["at_step"],
+            "what": "incident",
+            "id": i["id"],
+            "stall_s": i.get("stall_s"),
+            "lost": i.get("lost_steps") or 0,
+            "text": units.clip(str(i.get("cause") or ""), 120),
+        }
+        for i in story.incidents.values()
+        if i.get("at_step") is not None and not i.get("quiet")
+    ]
+    if len(found) > MARKS:
+        found = sorted(sorted(found, key=lambda m: -(m["stall_s"] or 0.0))[:MARKS], key=lambda m: m["step"])
+    found += [
+        {
+            "step": c["at_step"],
+            "what": "change",
+            "id": c["id"],
+            "stall_s": c.get("stall_s"),
+            "lost": 0,
+            "text": f"{c['from_world']} to {units.plural(c['to_world'], 'worker')}: {c['reason']}",
+        }
+        for c in story.changes
+    ]
+    return found
+
+
+def ranks(
+    rows: Sequence[Mapping[str, Any]], chosen: str = "", first: int = 0, count: int = 60
+) -> dict[str, Any]:
+    """A window of the table of ranks. chosen: words that must all match: `node:NAME`, `slow`, `waits`, or part of a row."""
+    words = chosen.lower().split()[:8]
+    there = [row for row in rows if all(_matches(row, word) for word in words)] if words else rows
+    return {
+        "ranks": list(there[first : first + count]),
+        "count": len(there),
+        "all": len(rows),
+        "first": first,
+    }
+
+
+def _matches(row: Mapping[str, Any], word: str) -> bool:
+    if word.startswith("node:"):
+        return str(row["node"]).lower() == word.removeprefix("node:")
+    if word == "slow":
+        return bool(row["ratio"])
+    if word == "waits":
+        return str(row["state"]) not in ("training",)
+    text = f"{row['rank']} {row['worker']} {row['node']} {row['state']}".lower()
+    return word in text

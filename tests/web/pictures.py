@@ -1,0 +1,95 @@
+"""`make pictures`: the pictures of docs/page.md, of a job that runs for them: both views, light and dark, and a phone.
+
+pictures.py FOLDER
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from browser import CLI, ROOT, Browser, ui, until
+from PIL import Image
+
+FAULTS = (
+    "kill-worker:step=80",
+    "kill-node:step=200",
+    "nan:step=300",
+    "kill-coordinator:step=400",
+    "stop-worker:step=500",
+)
+MOST = 150_000
+"""Bytes of a picture."""
+SHOTS = (
+    ("page-light", "#/", 1200, False, 1500),
+    ("page-dark", "#/", 1200, True, 1500),
+    ("page-training-light", "#/training", 1200, False, 1400),
+    ("page-training-dark", "#/training", 1200, True, 1400),
+    ("page-phone", "#/", 320, False, 900),
+)
+
+
+@contextmanager
+def job(home: Path) -> Iterator[None]:
+    """A job that trains, after one incident of each kind."""
+    command = [
+        *CLI,
+        "run",
+        "--job",
+        "demo",
+        "--nnodes",
+        "3",
+        "--spares",
+        "3",
+        "--max-restarts",
+        "20",
+        "--no-ui",
+    ]
+    command += [f"--fault={fault}" for fault in FAULTS]
+    command += [
+        "--checkpoint",
+        f"{home}/checkpoints,every=50",
+        str(ROOT / "tests/faults/train_tiny.py"),
+        "1000000",
+    ]
+    environment = os.environ | {"HOLDFAST_HOME": str(home), "OMP_NUM_THREADS": "1"}
+    with (
+        (home / "log").open("wb") as log,
+        subprocess.Popen(
+            [*command, "--device-s", "0.005"], env=environment, stdout=log, stderr=log
+        ) as launcher,
+    ):
+        try:
+            until(lambda: b"incident 5: full strength" in (home / "log").read_bytes(), 300, "five incidents")
+            yield
+        finally:
+            launcher.send_signal(signal.SIGINT)
+            launcher.wait(60)
+
+
+def main() -> int:
+    folder = Path(sys.argv[1])
+    with tempfile.TemporaryDirectory(prefix="holdfast-pictures-") as made, job(Path(made)):
+        for name, view, width, dark, most in SHOTS:
+            with ui(Path(made)) as link, closing(Browser(width, 900, dark)) as one:
+                one.open(link)
+                one.view(view)
+                one.picture(folder / f"{name}.png", most)
+            # With 128 colours: a page has few, and a picture of it a third of the bytes.
+            whole = Image.open(folder / f"{name}.png").convert("RGB")
+            whole.quantize(128, dither=Image.Dither.NONE).save(folder / f"{name}.png", optimize=True)
+            size = (folder / f"{name}.png").stat().st_size
+            print(f"{name}.png: {size:,} bytes")
+            if size > MOST:
+                raise SystemExit(f"{name}.png has {size:,} bytes, more than {MOST:,}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,309 @@
+"""The page as it is served, over real connections to this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import web
+
+from holdfast.coordinator.kernel.index import Index
+from holdfast.coordinator.kernel.phases import JobPhase
+from holdfast.coordinator.kernel.state import CoreState
+from holdfast.coordinator.service.authentication import Entrance, authorized
+from holdfast.coordinator.service.page import BATCH, FRAMES, News, PageSource
+from holdfast.coordinator.service.store import LedgerEntry, Page, ReportedSteps, Store
+from holdfast.protocol.endpoint import Endpoint
+from holdfast.protocol.job import JobSpec
+from holdfast.protocol.messages import StepTold
+from holdfast.ui.host import UiHost
+from holdfast.ui.server import UiServer, loopback
+from holdfast.ui.single_file import single_file
+from holdfast.web import application
+from holdfast.web.sessions import Role, Sessions
+
+UTC = "2026-01-02T03:04:05.000+00:00"
+EVENTS = 40
+
+
+def write(store: Store, first: int, last: int) -> None:
+    fields = {"node": "node1", "host": "h", "slots": 1}
+    entries = [
+        LedgerEntry(seq=n, t_s=float(n), utc=UTC, kind="node-joined", fields=fields)
+        for n in range(first, last + 1)
+    ]
+    store.write(Page(entries=entries))
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """With one job that has ended."""
+    monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))
+    folder = tmp_path / "jobs/old"
+    folder.mkdir(parents=True)
+    spec = JobSpec(name="old", script="train.py")
+    (folder / "spec.json").write_bytes(msgspec.json.encode(spec))
+    state = CoreState(spec=spec)
+    state.membership.phase, state.membership.outcome = JobPhase.ENDED, "finished"
+    state.membership.wall.since_s = 0.0
+    with closing(Store(folder / "job.sqlite")) as store:
+        write(store, 1, EVENTS)
+        told = tuple(StepTold(n, 2.0 - n / 100, 0.1, made_in=1, weight=8.0) for n in range(100))
+        store.write(Page(steps=[ReportedSteps(t_s=50.0, losses=told, generation=1, world=2)]))
+        store.save(state)
+    return tmp_path
+
+
+async def nobody(folders: list[Path]) -> list[dict[str, Any]]:
+    return [
+        {"job": f.name, "state": "finished", "step": None, "goodput": None, "age_s": 1.0} for f in folders
+    ]
+
+
+@asynccontextmanager
+async def served(may_act: bool = True) -> AsyncIterator[tuple[str, Sessions, UiHost]]:
+    listener = loopback(0)
+    port = listener.getsockname()[1]
+    sessions, host = Sessions("a key", port, lambda: 1000.0), UiHost(None, may_act, nobody)
+    ready, ends = asyncio.Event(), asyncio.Event()
+    serving = asyncio.create_task(UiServer(host, sessions, listener).serve(ready.set, ends))
+    try:
+        await ready.wait()
+        yield f"http://127.0.0.1:{port}", sessions, host
+    finally:
+        ends.set()
+        await serving
+
+
+def asks(
+    what: Callable[[aiohttp.ClientSession, str, Sessions], Awaitable[None]], role: Role | None = Role.VIEW
+) -> None:
+    """role: None: who asks has no session."""
+
+    async def main() -> None:
+        jar = aiohttp.CookieJar(unsafe=True)
+        async with served() as (url, sessions, _), aiohttp.ClientSession(cookie_jar=jar) as client:
+            if role is not None:
+                async with client.get(f"{url}/enter?code={sessions.new_code(role)}") as page:
+                    assert page.status == 200
+            await what(client, url, sessions)
+
+    asyncio.run(main())
+
+
+def test_every_panel_of_a_job_that_has_ended(home: Path) -> None:
+    async def look(client: aiohttp.ClientSession, url: str, sessions: Sessions) -> None:
+        found = {}
+        for name in (
+            "now",
+            "incidents",
+            "timeline",
+            "decisions",
+            "strip",
+            "ranks",
+            "series",
+            "checkpoints",
+            "lines",
+        ):
+            async with client.get(f"{url}/api/v1/{name}") as page:
+                assert page.status == 200, name
+                assert page.headers["Cache-Control"] == "no-store"
+                found[name] = await page.json()
+        now = found["now"]
+        assert (now["headline"]["word"], now["step"], now["live"], now["ledger_seq"]) == (
+            "finished",
+            100,
+            False,
+            EVENTS,
+        )
+        assert found["series"]["columns"]["step"] == list(range(100))
+        assert found["series"]["columns"]["weight_per_s"][0] == pytest.approx(80.0)
+        for address, status in (("nothing", 404), ("incident?id=7", 404), ("incident?id=x", 400), ("series?from=-1", 400),
+                                ("now?job=other", 404), ("now?job=../old", 404), ("log?worker=a", 404)):  # fmt: skip
+            async with client.get(f"{url}/api/v1/{address}") as page:
+                assert page.status == status, address
+
+    asks(look)
+
+
+def test_a_stranger_gets_nothing_and_a_code_is_good_once(home: Path) -> None:
+    async def look(client: aiohttp.ClientSession, url: str, sessions: Sessions) -> None:
+        for path in ("/", "/api/v1/now", "/static/app.js", "/api/v1/stream"):
+            async with client.get(f"{url}{path}") as page:
+                assert page.status == 401
+                assert "holdfast ui" in await page.text()
+        async with client.get(f"{url}/", headers={"Host": "evil.example"}) as page:
+            assert page.status == 421
+        code = sessions.new_code(Role.VIEW)
+        for status in (303, 403):
+            async with client.get(f"{url}/enter?code={code}", allow_redirects=False) as page:
+                assert page.status == status
+        cookie = next(iter(client.cookie_jar))
+        assert cookie["httponly"]
+        assert cookie["samesite"] == "Strict"
+
+    asks(look, role=None)
+
+
+def test_who_looks_cannot_act_and_nobody_changes_what_has_ended(home: Path) -> None:
+    async def look(client: aiohttp.ClientSession, url: str, sessions: Sessions) -> None:
+        own = {"Origin": url, "X-Holdfast": "1"}
+        async with client.post(f"{url}/api/v1/act/stop", headers=own) as page:
+            assert page.status == 403
+        async with client.get(f"{url}/enter?code={sessions.new_code(Role.ACT)}"):
+            pass
+        for headers, status in (
+            (own, 409),
+            ({"Origin": url}, 403),
+            (own | {"Origin": "http://evil.example"}, 403),
+        ):
+            async with client.post(f"{url}/api/v1/act/stop", headers=headers) as page:
+                assert page.status == status, headers
+        async with client.post(f"{url}/api/v1/act/reboot", headers=own) as page:
+            assert page.status == 404
+        async with client.post(f"{url}/api/v1/act/stop", headers=own, data=b"x" * 5000) as page:
+            assert page.status == 413
+
+    asks(look)
+
+
+def test_the_page_runs_its_own_scripts_alone(home: Path) -> None:
+    async def look(client: aiohttp.ClientSession, url: str, sessions: Sessions) -> None:
+        async with client.get(f"{url}/") as page:
+            policy, text = page.headers["Content-Security-Policy"], await page.text()
+        inline = re.findall(r"<script[^>]*>([^<]+)</script>", text)
+        assert len(inline) == 1
+        assert base64.b64encode(hashlib.sha256(inline[0].encode()).digest()).decode() in policy
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        for path in re.findall(r'(?:src|href)="\./([^"]+)"', text):
+            async with client.get(f"{url}/{path}") as page:
+                assert page.status == 200, path
+                etag = page.headers["ETag"]
+            async with client.get(f"{url}/{path}", headers={"If-None-Match": etag}) as page:
+                assert page.status == 304
+
+    asks(look)
+
+
+def seqs(text: str) -> list[int]:
+    return [int(n) for n in re.findall(r"^id: (\d+)\nevent: event$", text, re.M)]
+
+
+def test_a_stream_goes_on_where_the_browser_was(home: Path) -> None:
+    async def look(client: aiohttp.ClientSession, url: str, sessions: Sessions) -> None:
+        async with client.get(f"{url}/api/v1/stream") as page:
+            text = await page.text()
+        assert seqs(text) == list(range(1, EVENTS + 1))
+        assert text.count("event: delta") == 1
+        assert text.rstrip().endswith("event: over\ndata: {}")
+        async with client.get(f"{url}/api/v1/stream?after=3", headers={"Last-Event-ID": "17"}) as page:
+            assert seqs(await page.text()) == list(range(18, EVENTS + 1))
+        async with client.get(f"{url}/api/v1/stream?after=5&ledger=another") as page:
+            text = await page.text()
+        assert "event: reset" in text
+        assert seqs(text) == []
+
+    asks(look)
+
+
+def test_a_slow_viewer_misses_nothing_and_nothing_waits_for_it(tmp_path: Path) -> None:
+    """It reads one frame while thousands are written; then it reads on, from the ledger."""
+    path = tmp_path / "job.sqlite"
+    most = 3 * FRAMES
+
+    async def main() -> list[int]:
+        news = News()
+        with closing(Store(path)) as store:
+            write(store, 1, 5)
+
+            async def read(what: Callable[[Store], Any]) -> Any:
+                with closing(Store(path, read_only=True)) as one:
+                    return what(one)
+
+            state = CoreState(spec=JobSpec(name="j", script="s"))
+            source = PageSource(
+                read=read, state=state, index=Index(state.membership, 1), clock=lambda: 1.0, news=news, job_dir=tmp_path, live=True
+            )  # fmt: skip
+            found: list[int] = []
+            stream = source.stream(0, "")
+            async for frame in stream:
+                found += seqs(frame.decode())
+                if found == [1]:
+                    write(store, 6, most)
+                    # Other viewers look meanwhile, so what is kept in memory is far past this one.
+                    source._taken_at = -1.0
+                    await source.panel("lines", {})
+                    assert len(source._frames) == FRAMES > BATCH
+                if len(found) == most:
+                    news.end()
+            return found
+
+    assert asyncio.run(main()) == list(range(1, most + 1))
+
+
+def test_one_file_has_what_the_page_has(home: Path) -> None:
+    async def main() -> str:
+        host = UiHost(None, False, nobody)
+        try:
+            return await single_file(await host.source("old"))
+        finally:
+            host.close()
+
+    text = asyncio.run(main())
+    data = re.search(r'id="holdfast-data">(.*?)</script>', text)
+    assert data is not None
+    assert msgspec.json.decode(data[1])["now"]["step"] == 100
+    assert not re.search(r'(?:src|href)="(?!data:)', text)
+    assert set(application.IMPORTS) <= set(re.findall(r'"([a-z/]+)":"data:', text))
+
+
+def test_a_cookie_opens_the_coordinators_page_and_nothing_else_of_it() -> None:
+    """At the door and behind it: a connection may bring several requests."""
+
+    async def fine(request: web.Request) -> web.Response:
+        return web.Response(text="fine")
+
+    async def main() -> None:
+        listener = loopback(0)
+        port = listener.getsockname()[1]
+        where = Endpoint(host="127.0.0.1", port=port, pid=1, instance="i")
+        sessions = Sessions("token", port, lambda: 1000.0)
+        app = web.Application(middlewares=[authorized("token", where, sessions)])
+        app.add_routes([web.get("/", fine), web.get("/ledger", fine), web.post("/page-code", fine)])
+        runner = web.AppRunner(app)
+        await runner.setup()
+        assert runner.server is not None
+        entrance = Entrance(listener, "token", where, runner.server, sessions)
+        url, cookie = f"http://127.0.0.1:{port}", sessions.redeem(sessions.new_code(Role.ACT))
+        mine, token = {"Cookie": f"{sessions.cookie}={cookie}"}, {"Authorization": "Bearer token"}
+        try:
+            for first in ("/", "/ledger"):
+                async with (
+                    aiohttp.ClientSession() as client
+                ):  # the second request comes by the same connection
+                    for path, headers, status in (
+                        (first, mine, 200 if first == "/" else 401),
+                        ("/ledger", mine, 401),
+                        ("/", mine | {"Host": "evil.example"}, 421 if first == "/" else 401),
+                        ("/", {}, 401),
+                        ("/", mine | {"Authorization": "Bearer wrong"}, 401),
+                        ("/ledger", token, 200),
+                        ("/", mine, 200),
+                    ):
+                        async with client.get(f"{url}{path}", headers=headers) as page:
+                            assert page.status == status, (first, path, headers)
+        finally:
+            entrance.close()
+            await runner.cleanup()
+
+    asyncio.run(main())

@@ -1,0 +1,216 @@
+"""What the page makes of a ledger: pure, so every case is one line of entries."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from holdfast.web import views
+from holdfast.web.story import STATES, Story, _Members
+
+
+class Told:
+    """A ledger in memory."""
+
+    def __init__(self) -> None:
+        self.story, self.seq = Story(), 0
+
+    def say(self, t_s: float, kind: str, /, **fields: Any) -> Told:
+        self.seq += 1
+        self.story.add(
+            self.seq,
+            t_s,
+            f"2026-01-01T00:00:{self.seq % 60:02d}",
+            kind,
+            json.dumps(fields, separators=(",", ":")),
+        )
+        return self
+
+    def formed(self, t_s: float, number: int, *nodes: str, start: int = 0) -> Told:
+        names = [f"{node}.0#{number}" for node in nodes]
+        return self.say(
+            t_s, "formed", generation=number, start=start, world=len(names), workers=names, restore=[], applied=False,
+            source="live",
+        )  # fmt: skip
+
+    def incident(self, number: int, t_s: float, stall_s: float = 0.5, **more: Any) -> Told:
+        facts: dict[str, Any] = {
+            "id": number, "fault": None, "injected": False, "node": "node1", "ranks": [1], "at_step": int(t_s * 10),
+            "t_s": t_s, "detect_s": 0.1, "decide_s": 0.1, "replace_s": None, "join_s": 0.1, "restore_s": 0.1,
+            "first_step_s": 0.1, "stall_s": None, "earlier_stalls": 0, "earlier_stall_s": 0.0, "full_strength_s": None,
+            "lost_steps": None, "rung": None, "cause": "killed", "cause_kind": "process", "rule": None, "quiet": False,
+            "verdict": None, "where": None,
+        } | more  # fmt: skip
+        self.say(t_s, "incident-opened", **facts)
+        done = {"stall_s": stall_s, "full_strength_s": stall_s, "lost_steps": 0, "rung": "spare"}
+        return self.say(t_s + stall_s, "incident-closed", **(facts | done))
+
+
+FACTS: dict[str, Any] = {
+    "job": "j", "engine": "local", "phase": "running", "outcome": None, "reason": None, "level": 2, "generation": 1,
+    "world": 2, "target": 2, "least": {"nodes": 1, "wanted": 2, "most": 2}, "step": 10, "steps": {}, "goodput": {"classes": {}},
+    "t_s": 100.0, "nodes": {}, "phases": {}, "spares": 1, "wants_spares": True, "ready": 2, "coming": 0, "asks": [],
+    "tiers": [], "snapshot": None, "incidents": [], "slow": [], "figures": {}, "blame": None, "loss": 1.0, "step_s": 0.5,
+    "weight_per_s": None, "last_step_t_s": 99.5, "ledger_trouble": None, "ledger": "x", "ledger_seq": 1, "live": True,
+}  # fmt: skip
+
+
+def test_an_entry_counts_once() -> None:
+    told = Told().incident(1, 5.0)
+    before = dict(told.story.incidents)
+    told.story.add(1, 5.0, "x", "incident-opened", json.dumps({"id": 9}))
+    assert told.story.incidents == before
+
+
+def test_an_incident_is_told_to_its_end() -> None:
+    told = Told().say(0.0, "node-joined", node="node1", host="h", slots=1).incident(1, 5.0)
+    told.say(6.0, "incident-explained", id=1, node="node1", cause="its disk broke", was="killed")
+    told.say(6.5, "incident-joined", id=1, node="node2", cause="also lost")
+    (shown,) = views.incidents(told.story)["incidents"]
+    assert (shown["cause"], shown["also"], shown["open"], shown["stall_s"]) == (
+        "its disk broke",
+        ["also lost"],
+        False,
+        0.5,
+    )
+    assert told.story.incidents[1]["seqs"] == [2, 5]
+    (bar,) = views.timeline(told.story, 10.0)["bars"]
+    assert (bar["t_s"], bar["end_s"], bar["kind"]) == (5.0, 5.5, "process")
+    assert [name for name, _ in bar["phases"]] == ["detect", "decide", "join", "restore", "first_step"]
+
+
+def test_what_a_node_did() -> None:
+    told = Told()
+    for node in ("a", "b", "c"):
+        told.say(0.0, "node-joined", node=node, host="h", slots=1)
+    told.formed(1.0, 1, "a", "b").say(5.0, "node-lost", node="b", cause="gone").formed(6.0, 2, "a", "c")
+    told.say(8.0, "node-held", node="c", reason="checked").formed(9.0, 3, "a")
+    states = {node: [STATES[s] for _, s in runs] for node, runs in told.story.runs.items()}
+    assert states == {
+        "a": ["waits", "trains"],
+        "b": ["waits", "trains", "lost"],
+        "c": ["waits", "trains", "held"],
+    }
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_difference_of_two_generations_is_that_of_their_names(seed: int) -> None:
+    """However the lists differ: names that begin or end alike, none, all."""
+    rng, members, before = random.Random(seed), _Members(), set()
+    names = [f"n{a}.{b}#{c}" for a in (1, 11, 111, 2) for b in (0, 1) for c in (1, 11)]
+    for _ in range(300):
+        chosen = rng.sample(names, rng.randrange(len(names)))
+        text, came, left = members.changed(
+            json.dumps({"world": 1, "workers": chosen, "z": "]"}, separators=(",", ":"))
+        )
+        nodes = {name.rpartition(".")[0] for name in chosen}
+        assert (came, left) == (nodes - before, before - nodes)
+        assert set(members.nodes) == nodes
+        assert json.loads(text) == {"world": 1, "workers": [], "z": "]"}
+        before = nodes
+
+
+def test_the_strip_has_the_worst_first_and_folds_the_rest() -> None:
+    told = Told()
+    nodes = [f"n{k}" for k in range(200)]
+    for node in nodes:
+        told.say(0.0, "node-joined", node=node, host="h", slots=1)
+    told.formed(1.0, 1, *nodes).incident(1, 5.0, node="n7").incident(2, 7.0, node="n7").incident(
+        3, 9.0, node="n9"
+    )
+    told.say(9.0, "node-lost", node="n9", cause="gone")
+    strip = views.strip(told.story, 20.0)
+    assert [(row[0], row[1]) for row in strip["rows"]] == [("n7", 2), ("n9", 1)]
+    assert (strip["plain"], strip["hidden"], len(strip["stops"])) == (198, 0, 3)
+
+
+def test_thousands_of_incidents_are_a_few_hundred_bars_and_none_is_left_out() -> None:
+    told = Told()
+    for number in range(1, 2_001):
+        told.incident(number, float(number), stall_s=1.0 + number % 7)
+    bars = views.timeline(told.story, 2_010.0)["bars"]
+    assert len(bars) <= 2 * views.BARS
+    assert sum(b["n"] for b in bars) == 2_000
+    assert len(views.marks(told.story)) <= views.MARKS
+    page = views.incidents(told.story, count=50)
+    assert (page["incidents"][0]["id"], page["more"], page["all"]) == (2_000, True, 2_000)
+    assert views.incidents(told.story, before=51, count=50)["incidents"][0]["id"] == 50
+
+
+@pytest.mark.parametrize(
+    ("changes", "tone", "why"),
+    [
+        ({}, "good", ""),
+        ({"world": 1}, "busy", "1 worker fewer than wanted"),
+        ({"phase": "gathering", "ready": 1}, "busy", "1 worker of 2 are ready"),
+        ({"phase": "ended", "outcome": "finished"}, "over", ""),
+        ({"phase": "ended", "outcome": "failed", "reason": "too few"}, "bad", "too few"),
+        (
+            {"phase": "breaking", "incidents": [{"id": 3, "cause": "killed", "quiet": False}]},
+            "busy",
+            "incident 3: killed",
+        ),
+    ],
+)
+def test_the_headline_says_what_and_why(changes: dict[str, Any], tone: str, why: str) -> None:
+    shown = views.headline(FACTS | changes)
+    assert (shown["tone"], shown["why"]) == (tone, why)
+    assert "of 2 workers" in shown["text"]
+
+
+TIER = {"url": "/t", "step": 4, "age_s": 9.0, "failing": False, "slow": False, "under_way": None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "urgent", "words"),
+    [
+        ({"ledger_trouble": "disk full"}, True, "disk full"),
+        ({"tiers": [TIER | {"failing": True}]}, True, "do not reach /t"),
+        ({"tiers": [TIER | {"slow": True}]}, True, "stands still"),
+        ({"phase": "gathering", "ready": 1}, True, "Add nodes: 1 worker"),
+        ({"spares": 0}, False, "no spare is left"),
+        ({"asks": [{"node": "n3", "text": "look at its fan", "incident": 2}]}, False, "Inspect n3"),
+        ({"slow": [{"rank": 1, "node": "n", "ratio": 1.5, "share": 0.3}]}, False, "1.50 times"),
+        ({"phase": "ended", "outcome": "failed", "blame": {"cause": "ImportError"}}, True, "ImportError"),
+    ],
+)
+def test_a_person_is_told_what_to_do(changes: dict[str, Any], urgent: bool, words: str) -> None:
+    assert views.todo(FACTS, Story()) == []
+    (one,) = views.todo(FACTS | changes, Story())
+    assert one["urgent"] is urgent
+    assert words in one["text"]
+
+
+def test_an_empty_list_says_so() -> None:
+    assert views.nothing(FACTS) == "Nothing."
+    assert "by itself" in views.nothing(FACTS | {"incidents": [{"quiet": False}]})
+
+
+def test_what_would_be_lost() -> None:
+    snapshot = {"step": 9, "nodes": 1, "nbytes": 5, "age_s": 1.0}
+    memory, tier = views.tiers(FACTS | {"snapshot": snapshot, "tiers": [TIER]})
+    assert (memory["state"], memory["lag_steps"], memory["lag_s"]) == ("one copy", 1, 0.5)
+    assert (tier["state"], tier["lag_steps"], tier["copies"]) == ("good", 6, None)
+    unknown = views.tiers(FACTS | {"tiers": [TIER | {"step": None, "age_s": None}]})[0]
+    assert (unknown["state"], unknown["lag_steps"]) == ("nothing yet", None)
+
+
+def test_ranks_are_chosen_by_words() -> None:
+    rows = [
+        {
+            "rank": n,
+            "worker": f"w{n}",
+            "node": f"node{n % 3}",
+            "state": "training" if n else "spare",
+            "ratio": 2.0 if n == 4 else None,
+        }
+        for n in range(100)
+    ]
+    assert views.ranks(rows, "slow")["ranks"][0]["rank"] == 4
+    assert views.ranks(rows, "waits")["count"] == 1
+    assert views.ranks(rows, "node:node1")["count"] == 33
+    window = views.ranks(rows, "", 90, 40)
+    assert (len(window["ranks"]), window["count"], window["first"]) == (10, 100, 90)
