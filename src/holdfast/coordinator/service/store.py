@@ -471,14 +471,6 @@ class Store:
         """The totals with all that came since `before`, at the cost of that alone."""
         return read_tally(self._db, before)
 
-    def count_steps(self) -> int:
-        """How many committed steps the ledger has."""
-        # The highest level has a bucket for each two million steps. A count of the rows would read all of them.
-        query = f"select sum(n) from rollups where level = {rollups.LEVELS}"
-        if self._columns("rollups"):
-            return int(self._db.execute(query).fetchone()[0] or 0)
-        return int(self._db.execute("select count(*) from steps").fetchone()[0])
-
     def copy(self) -> bytes:
         """The whole file, as it is now: for those who cannot open it themselves."""
         with closing(sqlite3.connect(":memory:")) as memory:
