@@ -23,7 +23,9 @@ from pathlib import Path
 TOP = Path(__file__).resolve().parents[2]
 CODE = "/opt/holdfast/lib"
 LEFT_OUT = re.compile(r"/__pycache__(/|$)|\.pyc$")
-USERS = "root:x:0:0::/root:/bin/sh\nholdfast:x:1000:1000::/tmp:/bin/sh\ncoordinator:x:65532:65532::/tmp:/bin/sh\n"
+USERS = (
+    "root:x:0:0::/root:/bin/sh\nholdfast:x:1000:1000::/tmp:/bin/sh\ncoordinator:x:65532:65532::/tmp:/bin/sh\n"
+)
 LINKS = ("bin", "sbin", "lib", "lib64")
 STAYS = "/opt/holdfast/bin/sleep"
 """What holds a pod's namespaces is of this image too. It gets no mounts, so its program needs no library."""

@@ -50,16 +50,18 @@ def logs(
             sources.heard(entry.kind, entry.fields)
             seq = entry.seq
     write = _write_plain if rank is not None else _write_labelled
+    allocation = jobs.read_allocation(folder)
+    if allocation is not None and allocation.engine == "kubernetes":
+        from holdfast.engines.kubernetes.printed import show_logs
+
+        show_logs(folder, sources.placed(_chosen(sources, folder)), lines, write, follow=follow)
+        return
     if follow and jobs.is_running(folder):
         import asyncio
 
         asyncio.run(_follow(folder, sources, seq, lines, write))
         return
-    chosen = sources.chosen()
-    if not chosen:
-        raise UsageError(
-            f"the job {folder.name!r} has no such log: {sources.known() or 'no worker was started'}"
-        )
+    chosen = _chosen(sources, folder)
     printed = [_print(path, label, lines, write) for path, label in chosen.items()]
     if not any(printed):
         away = (
@@ -68,6 +70,16 @@ def logs(
             else "; logs that are missing there are on the hosts of their nodes"
         )
         sys.stderr.write(f"nothing was printed; the logs are in {folder / 'logs'}{away}\n")
+
+
+def _chosen(sources: LogSources, folder: Path) -> dict[Path, str]:
+    from holdfast.errors import UsageError
+
+    if not (chosen := sources.chosen()):
+        raise UsageError(
+            f"the job {folder.name!r} has no such log: {sources.known() or 'no worker was started'}"
+        )
+    return chosen
 
 
 def _print(path: Path, label: str, lines: int, write: Write) -> bool:
@@ -86,7 +98,7 @@ def _print(path: Path, label: str, lines: int, write: Write) -> bool:
 
 async def _follow(folder: Path, sources: LogSources, seq: int, lines: int, write: Write) -> None:
     """The logs as they grow; workers that come later are shown from their first line on."""
-    from holdfast.engines.client import JobClient
+    from holdfast.engines.reach import client_of
     from holdfast.observe.log_tail import Tail
 
     tail = Tail(write)
@@ -96,7 +108,7 @@ async def _follow(folder: Path, sources: LogSources, seq: int, lines: int, write
         # From the last event that the ledger had: the watch begins after it, so no worker that starts
         # between the reading and the connecting is missed. A log that is chosen again with the next event
         # is followed once (`Tail.add`).
-        async with JobClient(folder) as client:
+        async with client_of(folder) as client:
             async for announcement in client.watch(seq):
                 if announcement.kind == "event":
                     sources.heard(announcement.value["kind"], announcement.value["fields"])

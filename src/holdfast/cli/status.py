@@ -27,10 +27,11 @@ def read_status(folder: Path) -> dict[str, Any]:
     """The status from the coordinator, or from the ledger if the job does not run. `running` tells which."""
     import asyncio
 
-    from holdfast.engines.client import JobClient, NoAnswer
+    from holdfast.engines.client import NoAnswer
+    from holdfast.engines.reach import client_of
 
     async def ask() -> dict[str, Any]:
-        async with JobClient(folder) as client:
+        async with client_of(folder) as client:
             answer: dict[str, Any] = await client.get("/status")
             return answer
 
