@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.holdfast-ready
 
-.PHONY: setup demo test long-test adapters-test adapters-table golden crd s3-test slurm-test ssh-test look-test lint figures docs clean
+.PHONY: setup demo test long-test adapters-test adapters-table golden crd s3-test slurm-test ssh-test kube-test look-test lint figures docs clean
 
 setup: $(STAMP)
 
@@ -14,7 +14,7 @@ $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 	  echo "Python's venv is not whole here; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train,plot,object,export,data,gpu,postgres,mathstral,transformers,lightning,tensorboard,docs,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train,plot,object,export,data,gpu,postgres,mathstral,transformers,lightning,tensorboard,kubernetes,docs,dev]'
 	touch $(STAMP)
 
 demo: setup
@@ -72,6 +72,13 @@ slurm-test: setup
 ssh-test: setup
 	tests/packages.sh install "the test of --engine ssh" openssh-client openssh-server
 	$(BIN)/python -m pytest -m ssh tests/ssh
+
+# On a real Kubernetes of four nodes on this machine, which it starts with the programs in the folder KUBE_BIN
+# (docs/kubernetes.md) and Debian's containerd, runc and CNI plugins. Needs root: every node is a set of namespaces.
+KUBE_TESTS ?= kube and not nightly
+kube-test: setup
+	PYTHON=$(BIN)/python tests/kubernetes/cluster.sh with $(BIN)/python -m pytest -s -m "$(KUBE_TESTS)" \
+	  tests/kubernetes/test_real_kubernetes.py
 
 # With the real MLflow, in an environment of its own: it fixes versions of much that .venv has. What it lacks it reads
 # from .venv.

@@ -27,6 +27,8 @@ SELF=$(readlink -f "$0")
 HERE=$(dirname "$SELF")
 PACKAGES=$HERE/../packages.sh
 PYTHON=${PYTHON:-$HERE/../../.venv/bin/python}
+# As it is from everywhere, and not where the link leads: an environment's Python is found by its own path.
+PYTHON=$(cd "$(dirname "$PYTHON")" && pwd)/$(basename "$PYTHON")
 names() { seq -f n%g 1 "$NODES"; }
 address() { echo "$NET.$((10 + ${1#n}))"; }
 

@@ -60,8 +60,9 @@ class Reach(Protocol):
         """
         ...
 
-    def listen(self, path: str) -> AsyncGenerator[str]:
-        """The texts of one WebSocket, from its beginning to its end; nothing where there is none to be had."""
+    def listen(self, after: int) -> AsyncGenerator[str]:
+        """Announcements after this event as JSON, of one connection from its beginning to its end; nothing where there is
+        none to be had."""
         ...
 
 
@@ -106,14 +107,14 @@ class FolderReach:
         except (aiohttp.ClientConnectorError, Unproven) as error:  # it may be starting again
             raise NotHeard(str(error)) from error
 
-    async def listen(self, path: str) -> AsyncGenerator[str]:
+    async def listen(self, after: int) -> AsyncGenerator[str]:
         """See `Reach`."""
         try:
             if (where := self._where()) is None:
                 return
             async with (
                 proven_session(self._token, where, PATIENCE_S) as session,
-                session.ws_connect(f"{where.url}{path}") as socket,
+                session.ws_connect(f"{where.url}/watch/{after}") as socket,
             ):
                 async for frame in socket:
                     if frame.type is aiohttp.WSMsgType.TEXT:
@@ -191,7 +192,7 @@ class JobClient:
         while await self._reach.is_running():
             # Closed at once and not by the garbage collector: the coordinator keeps a queue for every watcher
             # that it believes to be there.
-            async with aclosing(self._reach.listen(f"/watch?after={after}")) as heard:
+            async with aclosing(self._reach.listen(after)) as heard:
                 async for text in heard:
                     announcement = msgspec.json.decode(text, type=Announcement)
                     if announcement.kind == "event":

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,15 @@ def has_ended(status: JobStatus) -> bool:
 class KubernetesReach:
     """See `engines.client.Reach`."""
 
-    def __init__(self, folder: Path, allocation: Allocation) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        allocation: Allocation,
+        opened: Callable[[str | None], AbstractAsyncContextManager[Any]] = open_client,
+        port: int = names.COORDINATOR_PORT,
+    ) -> None:
+        """opened: a `kubernetes_asyncio.client.ApiClient` for a context of the kubeconfig. port: of the coordinator."""
+        self._opened, self._port = opened, port
         self._folder, self._allocation = folder, allocation
         self._name, self._namespace = folder.name, allocation.namespace
         self._open = AsyncExitStack()
@@ -57,7 +65,7 @@ class KubernetesReach:
         self._where: tuple[str, Endpoint] | None = None
 
     async def __aenter__(self) -> KubernetesReach:
-        client = await self._open.enter_async_context(open_client(self._allocation.context or None))
+        client = await self._open.enter_async_context(self._opened(self._allocation.context or None))
         self._api, self.tunnel = Api(client), Tunnel(client, self._namespace, names.COORDINATOR_PORT)
         return self
 
@@ -84,28 +92,31 @@ class KubernetesReach:
             await asyncio.sleep(AGAIN_S)
             raise NotHeard(str(error)) from error
 
-    async def listen(self, path: str) -> AsyncGenerator[str]:
-        """See `Reach`."""
+    async def listen(self, after: int) -> AsyncGenerator[str]:
+        """See `Reach`. At the job's end its ledger and report are left in the folder: they end with the coordinator's pod."""
         try:
             pod, where = await self._find()
-            async with self.tunnel.socket(pod, where, self._token, path, PATIENCE_S) as socket:
+            async with self.tunnel.socket(
+                pod, where, self._token, f"/watch/{after}/keep", PATIENCE_S
+            ) as socket:
                 async for frame in socket:
-                    if frame.type is aiohttp.WSMsgType.TEXT:
-                        if frame.data.startswith(_ENDED):
-                            await self._keep(frame.data)
-                        yield frame.data
+                    if frame.type is not aiohttp.WSMsgType.TEXT:
+                        continue
+                    if frame.data.startswith(_ENDED):
+                        # Before it is told: who hears it leaves.
+                        await self._keep(socket, frame.data)
+                    yield frame.data
         except (aiohttp.ClientError, OSError, TimeoutError, NotHeard, NoAnswer):
             pass
         self._where = None
         # Another coordinator may have the job now, and who asks again at once asks the API server each time.
         await asyncio.sleep(AGAIN_S)
 
-    async def _keep(self, ended: str) -> None:
-        """The ledger and the report end with the coordinator's pod, so whoever looks on at the end leaves them here."""
-        with suppress(aiohttp.ClientError, OSError, TimeoutError, NotHeard, NoAnswer):
-            answer = await self.send("GET", "/ledger", "")
-            if answer.status == 200:
-                await asyncio.to_thread(self._write, answer.body, msgspec.json.decode(ended)["value"])
+    async def _keep(self, socket: aiohttp.ClientWebSocketResponse, ended: str) -> None:
+        with suppress(aiohttp.ClientError, OSError, TimeoutError):
+            follows = await socket.receive(PATIENCE_S)
+            if follows.type is aiohttp.WSMsgType.BINARY:
+                await asyncio.to_thread(self._write, follows.data, msgspec.json.decode(ended)["value"])
 
     def _write(self, ledger: bytes, report: Any) -> None:
         work = self._folder / f".{FIRST}.kept"
@@ -135,16 +146,15 @@ class KubernetesReach:
         if answer.status != 200:
             raise NotHeard(f"{pod} is not reached: {_words(answer)}")
         said = _names.decode(answer.body)
-        port = names.COORDINATOR_PORT
         # By its own address, as whoever asks within the cluster: see `Endpoint.dialled`. That it is this pod's is the API
         # server's word.
         return Endpoint(
             host=host,
-            port=port,
+            port=self._port,
             pid=0,
             instance=said.instance,
             term=said.term,
-            dialled=f"{host}:{port}",
+            dialled=f"{host}:{self._port}",
         )
 
     async def _status(self) -> JobStatus:

@@ -71,7 +71,11 @@ class Tunnel:
         url, headers = await self._address(pod, path)
         headers[OWN_HEADER] = question.authorization
         async with self._session.ws_connect(
-            url, headers=headers, timeout=aiohttp.ClientWSTimeout(ws_close=limit_s)
+            # A ledger is one message, of any size.
+            url,
+            headers=headers,
+            timeout=aiohttp.ClientWSTimeout(ws_close=limit_s),
+            max_msg_size=0,
         ) as socket:
             if not question.proves(socket._response.headers.get(ANSWER_HEADER, "")):
                 raise Unproven(f"who answers for {pod} has not proven to be the job's coordinator")
