@@ -331,7 +331,7 @@ def reached(folder: Path, scene: Any, spoil: Any = lambda proxy: None) -> None:
             spoil(proxy)
             here = folder / "elsewhere" / "job"
             here.mkdir(parents=True)
-            allocation = Allocation("kubernetes", "u-1", namespace="research")
+            allocation = Allocation(engine="kubernetes", id="u-1", namespace="research")
             jobs.write_allocation(here, allocation)
             async with serving(proxy.answer) as (_, client):
 

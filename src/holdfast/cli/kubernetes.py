@@ -103,7 +103,7 @@ def remember(raw: dict[str, Any], context: str, uid: str) -> Path:
         if known is None or known.id != uid:
             folder.put_away()
         (folder.path / "spec.json").write_bytes(msgspec.json.format(msgspec.json.encode(job_spec(job))))
-        allocation = jobs.Allocation("kubernetes", uid, namespace=job.id.namespace, context=context)
+        allocation = jobs.Allocation(engine="kubernetes", id=uid, namespace=job.id.namespace, context=context)
         jobs.write_allocation(folder.path, allocation)
     finally:
         folder.close()

@@ -90,7 +90,7 @@ def existing(name: str | None) -> Path:
     return folder
 
 
-class Allocation(msgspec.Struct, frozen=True, omit_defaults=True):
+class Allocation(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """A job that a cluster runs somewhere else, as its folder has it. Locks do not reach across machines
     reliably."""
 

@@ -6,7 +6,6 @@ A pod's own log has what its agent says and what rank 0 printed. Each worker's f
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -87,6 +86,7 @@ async def _show_logs(
             "what rank 0 printed"
         )
     async with KubernetesReach(folder, allocation) as reach:
+        unreached: list[str] = []
 
         async def one(node: str, path: Path, label: str) -> None:
             rest = b""
@@ -96,7 +96,7 @@ async def _show_logs(
                     if newline:
                         write(label, whole + newline)
             except (aiohttp.ClientError, OSError) as error:
-                sys.stderr.write(f"{label}: the pod {node} is not reached: {error}\n")
+                unreached.append(f"{label}: the pod {node} is not reached: {error}")
             if rest:
                 write(label, rest + b"\n")
 
@@ -106,3 +106,5 @@ async def _show_logs(
             # One after the other, so that the lines of two logs are not mixed.
             for log in logs:
                 await one(*log)
+    if unreached:
+        raise UsageError("; ".join(unreached))
