@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import os
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 pytest.importorskip("kubernetes_asyncio")
@@ -125,23 +127,20 @@ def test_a_loss_while_the_api_server_is_down(
         async with Job(api, home, "alone-down", *options, steps=STEPS, pace_s=PACE_S) as job:
             status = await job.training(2, beyond=3, spares=1)
             seat = await job.pod(await job.coordinator())
-            lost = next(
-                node
-                for rank in (0, 1)
-                if await job.machine(node := node_of(status, rank)) != seat["spec"]["nodeName"]
-            )
+            # Of the two one may share the coordinator's machine, which is to stay.
+            nodes = [node_of(status, rank) for rank in (0, 1)]
+            where_they_are = {node: await job.machine(node) for node in nodes}
+            lost = next(n for n in nodes if where_they_are[n] != seat["spec"]["nodeName"])
             machine = await job.machine(lost)
             where = await AddressLookup(seat["status"]["podIP"], 7077).find()
             secret = await api.get(f"/api/v1/namespaces/{NAMESPACE}/secrets/alone-down-holdfast")
-            token = __import__("base64").b64decode(secret["data"]["token"]).decode()
+            token = base64.b64decode(secret["data"]["token"]).decode()
             assert where is not None
             cluster("apiserver", "stop")
             try:
                 cluster("kill", machine)
 
                 async def trains_on() -> bool:
-                    import msgspec
-
                     answer = await request(token, where, "GET", "/status", limit_s=5)
                     now = msgspec.json.decode(answer.body)
                     ranks = [w["node"] for w in now["workers"] if w["rank"] is not None]
@@ -227,7 +226,6 @@ def test_a_job_is_left_attached_suspended_resumed_and_deleted(play: Callable[[Sc
             assert "holdfast attach --job life" in job.log.read_text()
             shown = await asyncio.to_thread(holdfast, home, "logs", "--job", "life", "--rank", "0")
             assert shown.returncode == 0, shown.stderr
-            assert "goes from 2 to" not in shown.stdout
             path = f"/apis/holdfast.dev/v1alpha1/namespaces/{NAMESPACE}/holdfastjobs/life"
             await api.merge(path, {"spec": {"runPolicy": {"suspend": True}}})
             await job.condition("Suspended")

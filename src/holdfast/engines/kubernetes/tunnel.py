@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
+from urllib.parse import urlencode
 
 import aiohttp
+from yarl import URL
 
 from holdfast.protocol.endpoint import Endpoint
 from holdfast.protocol.http_client import Answer, Unproven
@@ -87,8 +89,6 @@ class Tunnel:
         Raises:
             aiohttp.ClientError: it cannot be started.
         """
-        from urllib.parse import urlencode
-
         asked = [("container", container), ("stdout", "true"), ("stderr", "true")]
         query = urlencode([*asked, *(("command", word) for word in command)])
         url = f"{self._host}/api/v1/namespaces/{self._namespace}/pods/{pod}/exec?{query}"
@@ -110,8 +110,6 @@ class Tunnel:
         return str(self._client.configuration.host).rstrip("/")
 
     async def _address(self, pod: str, path: str) -> tuple[Any, dict[str, str]]:
-        from yarl import URL
-
         # Encoded already, as the coordinator reads it: what is proven is the path to the last byte.
         at = f"{self._host}/api/v1/namespaces/{self._namespace}/pods/http:{pod}:{self._port}/proxy{path}"
         return URL(at, encoded=True), await self._credentials()
