@@ -29,6 +29,7 @@ def read_status(folder: Path) -> dict[str, Any]:
 
     from holdfast.engines.client import NoAnswer
     from holdfast.engines.reach import client_of
+    from holdfast.errors import UsageError
 
     async def ask() -> dict[str, Any]:
         async with client_of(folder) as client:
@@ -37,8 +38,12 @@ def read_status(folder: Path) -> dict[str, Any]:
 
     try:
         return {**asyncio.run(ask()), "running": True}
-    except NoAnswer:
-        return {**stored_status(folder), "running": False}
+    except NoAnswer as error:
+        try:
+            return {**stored_status(folder), "running": False}
+        except UsageError as missing:
+            # Both: that a job is suspended is no less true because nothing of it is here.
+            raise UsageError(f"{error}; {missing}") from None
 
 
 def stored_status(folder: Path) -> dict[str, Any]:
