@@ -58,7 +58,7 @@ def follow(folder: Path, no_ui: bool, report: Path | None = None) -> str | None:
     if "steps" in ended:  # a coordinator's own report
         with unread():
             view.ended(ended)
-    elif outcome != "finished":
+    elif outcome not in ("finished", "stopped"):
         sys.stderr.write(f"[holdfast] the job {folder.name} {outcome}: {ended['reason']}\n")
     return outcome
 

@@ -74,9 +74,14 @@ class Follower:
     def _report(self, status: JobStatus | None) -> dict[str, Any]:
         if self._told is not None:
             return self._told
-        failed = status is None or not status.holds(ConditionType.COMPLETE)
-        reason = "the job was deleted" if status is None else status.reason or ""
-        return {"outcome": "failed" if failed else "finished", "reason": reason, "incidents": []}
+        if status is None:
+            return {"outcome": "failed", "reason": "the job was deleted", "incidents": []}
+        failed = status.condition(ConditionType.FAILED)
+        outcome = "finished" if status.holds(ConditionType.COMPLETE) else "failed"
+        # To the object a job that was stopped has not done what it is for. Who stopped it asked for that.
+        if failed is not None and failed.reason == "Stopped":
+            outcome = "stopped"
+        return {"outcome": outcome, "reason": status.reason or "", "incidents": []}
 
     async def _watch(self) -> None:
         reach = KubernetesReach(self._folder, self._allocation)

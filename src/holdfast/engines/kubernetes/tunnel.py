@@ -19,6 +19,8 @@ from holdfast.protocol.http_client import Answer, Unproven
 from holdfast.protocol.proof import ANSWER_HEADER, OWN_HEADER, Question
 
 CONNECT_S = 5.0
+HEARTBEAT_S = 5.0
+"""Between two questions over a WebSocket whether its other end lives; it has half of that to answer."""
 
 
 class Tunnel:
@@ -73,9 +75,11 @@ class Tunnel:
         url, headers = await self._address(pod, path)
         headers[OWN_HEADER] = question.authorization
         async with self._session.ws_connect(
-            # A ledger is one message, of any size.
             url,
             headers=headers,
+            # The API server holds a connection for as long as it is asked to, also one to a machine that is gone.
+            heartbeat=HEARTBEAT_S,
+            # A ledger is one message, of any size.
             timeout=aiohttp.ClientWSTimeout(ws_close=limit_s),
             max_msg_size=0,
         ) as socket:
