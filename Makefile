@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.holdfast-ready
 
-.PHONY: setup demo test long-test adapters-test adapters-table golden crd s3-test slurm-test ssh-test look look-test pictures lint dashboards figures docs clean
+.PHONY: setup demo test long-test adapters-test adapters-table golden crd s3-test slurm-test ssh-test kube-test look look-test pictures lint dashboards figures docs clean
 
 setup: $(STAMP)
 
@@ -14,7 +14,7 @@ $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 	  echo "Python's venv is not whole here; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train,plot,object,export,data,gpu,postgres,recipes,transformers,lightning,tensorboard,docs,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train,plot,object,export,data,gpu,postgres,recipes,transformers,lightning,tensorboard,kubernetes,docs,dev]'
 	touch $(STAMP)
 
 demo: setup
@@ -72,6 +72,13 @@ slurm-test: setup
 ssh-test: setup
 	tests/packages.sh install "the test of --engine ssh" openssh-client openssh-server
 	$(BIN)/python -m pytest -m ssh tests/ssh
+
+# On a real Kubernetes of four nodes on this machine, which it starts with the programs in the folder KUBE_BIN
+# (docs/kubernetes.md) and Debian's containerd, runc and CNI plugins. Needs root: every node is a set of namespaces.
+KUBE_TESTS ?= kube and not nightly
+kube-test: setup
+	PYTHON=$(BIN)/python tests/kubernetes/cluster.sh with $(BIN)/python -m pytest -s -m "$(KUBE_TESTS)" \
+	  tests/kubernetes/test_real_kubernetes.py
 
 # With real servers: a Prometheus that scrapes a job and an Alertmanager, with their packages where they are missing (Debian
 # 12 or newer, as root), or from the folder PROM_BIN. Then the real MLflow and W&B, the page in a headless Chromium, and the

@@ -18,7 +18,7 @@ CASES = {
     "no number": (["--nnodes", "many", "train.py"], "write a number or MIN:MAX, for example 4 or 2:4"),
     "0 workers": (["--nproc-per-node", "0", "train.py"], "at least 1"),
     "spares below 0": (["--spares", "-1", "train.py"], "--spares -1: 0 or more"),
-    "another engine": (["--engine", "moon", "train.py"], "there are local, ssh, slurm and join"),
+    "another engine": (["--engine", "moon", "train.py"], "there are local, ssh, slurm, kubernetes and join"),
     "no hosts": (["--engine", "ssh", "train.py"], "name the hosts"),
     "hosts of nobody": (["--hosts", "a,b", "train.py"], "give --engine ssh too"),
     "too few hosts": (["--engine", "ssh", "--hosts", "a,b", "--nnodes", "3", "train.py"], "--hosts names 2"),

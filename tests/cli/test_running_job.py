@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -122,3 +123,22 @@ def test_what_an_engine_says_must_be_understood(job, holdfast):
     assert "the engine now allows at most 1 node: preempted" in holdfast("events").out
     with pytest.raises(UsageError, match="type"):
         asyncio.run(say('{"type": "wish"}'))
+
+
+def test_attach_shows_the_job_and_leaves_it_running(job, home):
+    command = [sys.executable, "-m", "holdfast.cli", "attach", "--job", "live", "--no-ui"]
+    with subprocess.Popen(
+        command, env=os.environ | {"HOLDFAST_HOME": str(home)}, stderr=subprocess.PIPE, text=True
+    ) as shown:
+        # Its first event: from here on it looks on.
+        assert any("waiting for nodes" in line for line in shown.stderr)
+        shown.send_signal(signal.SIGINT)
+        said = shown.stderr.read()
+    assert shown.returncode == 0, said
+    assert "the job live goes on without this command" in said
+
+
+def test_attach_wants_a_name_for_a_place(job, holdfast):
+    said = holdfast("attach", "--namespace", "research")
+    assert (said.code, said.out) == (2, "")
+    assert "give its name with --job too" in said.err

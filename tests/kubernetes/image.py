@@ -1,7 +1,12 @@
-"""An image of the environment that runs this, made without a builder and a registry: `python image.py NAME OUT.tar`.
+"""The image of the test cluster, made in a second, without a builder and a registry.
 
-Two layers. The first has Python, the libraries that are installed and what they load from the system; the second has this
-checkout, and busybox for people. It is for a cluster of tests. Users' images are made of `deploy/kubernetes/Containerfile`.
+    image.py NAME OUT.tar               this checkout's code and a few files, as `ctr images import` reads it
+    image.py --container < SPEC         the runtime's default container with this machine's Python, read-only
+
+An image with PyTorch has a gigabyte, and each node of the cluster would unpack one of its own. Here the image has the code
+alone. The interpreter and the libraries come from this machine, by mounts that the container runtime adds to every
+container, as sites add a GPU's driver. Nothing of it is in a pod's specification. Users' images are made of
+`deploy/kubernetes/Containerfile`.
 """
 
 from __future__ import annotations
@@ -10,7 +15,6 @@ import hashlib
 import io
 import json
 import re
-import subprocess
 import sys
 import tarfile
 from collections.abc import Iterator
@@ -18,112 +22,113 @@ from pathlib import Path
 
 TOP = Path(__file__).resolve().parents[2]
 CODE = "/opt/holdfast/lib"
-LEFT_OUT = re.compile(
-    r"/(__pycache__|tests?|include|share/man|config-3[^/]*|idlelib|ensurepip|turtledemo|pip|mypy|ruff|sphinx|babel|jedi)(/|$)"
-    r"|\.(a|pyc|pyi|h|hpp|cuh)$"
-)
+LEFT_OUT = re.compile(r"/__pycache__(/|$)|\.pyc$")
 USERS = (
     "root:x:0:0::/root:/bin/sh\nholdfast:x:1000:1000::/tmp:/bin/sh\ncoordinator:x:65532:65532::/tmp:/bin/sh\n"
 )
+LINKS = ("bin", "sbin", "lib", "lib64")
+STAYS = "/opt/holdfast/bin/sleep"
+"""What holds a pod's namespaces is of this image too. It gets no mounts, so its program needs no library."""
 
 
 def main() -> None:
-    """Writes the archive, as `ctr images import` reads it."""
+    """See above."""
+    if sys.argv[1:] == ["--container"]:
+        json.dump(container(json.load(sys.stdin)), sys.stdout)
+        return
     name, out = sys.argv[1:]
-    layers = [_layer(Path(f"{out}.system"), _system()), _layer(Path(f"{out}.code"), _code())]
+    write_image(name, Path(out))
+
+
+def write_image(name: str, out: Path) -> None:
+    """One layer, a configuration and a manifest, in one archive."""
+    layer = io.BytesIO()
+    with tarfile.open(fileobj=layer, mode="w") as files:
+        for at, what in _files():
+            _put(files, at, what)
+    data = layer.getvalue()
+    digest = hashlib.sha256(data).hexdigest()
     config = {
         "architecture": "amd64",
         "os": "linux",
         "config": {
             "Env": [
-                f"PATH={sys.prefix}/bin:/bin:/usr/bin",
-                f"PYTHONPATH={CODE}",
+                f"PATH={sys.prefix}/bin:/bin",
+                f"PYTHONPATH={':'.join([CODE, *_beside()])}",
                 "PYTHONDONTWRITEBYTECODE=1",
             ],
-            "Cmd": ["/bin/sh"],
+            "Cmd": [STAYS, "1000000000"],
             "User": "1000:1000",
             "WorkingDir": "/tmp",
         },
-        "rootfs": {"type": "layers", "diff_ids": [f"sha256:{digest}" for _, digest in layers]},
+        "rootfs": {"type": "layers", "diff_ids": [f"sha256:{digest}"]},
     }
     text = json.dumps(config).encode()
     config_name = f"{hashlib.sha256(text).hexdigest()}.json"
-    manifest = [
-        {"Config": config_name, "RepoTags": [name], "Layers": [f"{digest}/layer.tar" for _, digest in layers]}
-    ]
+    manifest = [{"Config": config_name, "RepoTags": [name], "Layers": [f"{digest}/layer.tar"]}]
     with tarfile.open(out, "w") as archive:
-        for path, digest in layers:
-            archive.add(path, arcname=f"{digest}/layer.tar")
-            path.unlink()
-        for file, data in ((config_name, text), ("manifest.json", json.dumps(manifest).encode())):
-            _put(archive, file, data)
+        _put(archive, f"{digest}/layer.tar", data)
+        _put(archive, config_name, text)
+        _put(archive, "manifest.json", json.dumps(manifest).encode())
 
 
-def _layer(path: Path, files: Iterator[tuple[str, Path | bytes | str]]) -> tuple[Path, str]:
-    with tarfile.open(path, "w") as layer:
-        for name, what in files:
-            if isinstance(what, bytes):
-                _put(layer, name, what)
-            elif isinstance(what, str):
-                link = tarfile.TarInfo(name)
-                link.type, link.linkname = tarfile.SYMTYPE, what
-                layer.addfile(link)
-            else:
-                layer.add(what, arcname=name, recursive=False, filter=_anybodys)
-    with path.open("rb") as file:
-        return path, hashlib.file_digest(file, "sha256").hexdigest()
+def container(spec: dict[str, object]) -> dict[str, object]:
+    """The runtime's default container, with this machine's Python at the paths that it has here."""
+    mounts = spec["mounts"]
+    assert isinstance(mounts, list)
+    # Before the others: what a pod mounts below must not be hidden by them.
+    own = [
+        {"destination": path, "type": "bind", "source": path, "options": ["rbind", "ro", "nosuid"]}
+        for path in _folders()
+    ]
+    return {**spec, "mounts": [*own, *mounts]}
 
 
-def _anybodys(info: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Read by a user that is not root, and with the same bytes for the same environment."""
-    info.uid = info.gid = info.mtime = 0
-    info.uname = info.gname = ""
-    info.mode |= 0o444 | (0o111 if info.mode & 0o100 else 0)
-    return info
+def _folders() -> list[str]:
+    """The fewest folders that have the interpreter, its environment and all that is on its path."""
+    wanted = [Path("/usr"), Path(sys.prefix), Path(sys.base_prefix), *map(Path, sys.path)]
+    there = sorted({path.resolve() for path in wanted if path.is_dir() and not _is_code(path)})
+    kept: list[Path] = []
+    for path in there:
+        if not any(path.is_relative_to(other) for other in kept):
+            kept.append(path)
+    return [str(path) for path in kept]
 
 
-def _put(archive: tarfile.TarFile, name: str, data: bytes) -> None:
-    info = tarfile.TarInfo(name)
-    info.size, info.mode = len(data), 0o755 if name.startswith("bin/") else 0o644
-    archive.addfile(info, io.BytesIO(data))
+def _is_code(path: Path) -> bool:
+    """Of a checkout: the image has this one's, and nothing else of it."""
+    return (path / "holdfast").is_dir() or path == Path(__file__).parent
 
 
-def _system() -> Iterator[tuple[str, Path | bytes | str]]:
-    """Python and the libraries, at the paths that they have here."""
-    loads: set[Path] = {Path(sys.executable).resolve()}
-    base, environment = Path(sys.base_prefix), Path(sys.prefix)
-    for folder in (base / "bin", base / "lib", environment):
-        for path in [folder, *sorted(folder.rglob("*"))]:
-            inside = f"/{path.relative_to(folder)}"
-            # The interpreter's own packages are not those of its environment.
-            if LEFT_OUT.search(inside) or (folder != environment and "/site-packages" in inside):
-                continue
-            yield str(path).lstrip("/"), path
-            if re.search(r"\.so(\.\d+)*$", path.name) and path.is_file():
-                loads.add(path)
-    for library in sorted(_loaded(loads)):
-        if not any(library.is_relative_to(folder) for folder in (base, environment)):
-            yield str(library).lstrip("/"), library.resolve()
+def _beside() -> list[str]:
+    """What PYTHONPATH adds to this process, so that the containers have it too."""
+    import os
+
+    given = filter(None, os.environ.get("PYTHONPATH", "").split(":"))
+    return [path for path in given if Path(path).is_dir() and not _is_code(Path(path))]
 
 
-def _loaded(files: set[Path]) -> set[Path]:
-    """What the dynamic linker finds for them outside of the environment."""
-    listed = subprocess.run(["ldd", *map(str, files)], capture_output=True, text=True, check=False).stdout
-    return {Path(found) for found in re.findall(r"(?:=> )?(/\S+) \(0x", listed)}
-
-
-def _code() -> Iterator[tuple[str, Path | bytes | str]]:
-    for path in sorted((TOP / "src").rglob("*")):
-        if not LEFT_OUT.search(str(path.relative_to(TOP / "src"))):
-            yield f"{CODE.lstrip('/')}/{path.relative_to(TOP / 'src')}", path
+def _files() -> Iterator[tuple[str, bytes | str]]:
+    """Paths with their bytes, or with where they lead."""
     yield "etc/passwd", USERS.encode()
-    yield "bin/busybox", Path("/bin/busybox")
-    for name in ("sh", "ls", "cat", "sleep", "env", "id", "ps"):
-        yield f"bin/{name}", "busybox"
-    command = (
-        f"#!{sys.prefix}/bin/python3 -P\nimport runpy\nrunpy.run_module('holdfast', run_name='__main__')\n"
-    )
-    yield "bin/holdfast", command.encode()
+    yield STAYS.lstrip("/"), Path("/bin/busybox").read_bytes()
+    yield from ((name, f"usr/{name}") for name in LINKS)
+    for path in sorted((TOP / "src").rglob("*")):
+        inside = path.relative_to(TOP / "src")
+        if path.is_file() and not LEFT_OUT.search(f"/{inside}"):
+            yield f"{CODE.lstrip('/')}/{inside}", path.read_bytes()
+
+
+def _put(archive: tarfile.TarFile, name: str, what: bytes | str) -> None:
+    """The same bytes for the same code, and readable by a user that is not root."""
+    info = tarfile.TarInfo(name)
+    info.mode = 0o755 if f"/{name}" == STAYS else 0o644
+    if isinstance(what, str):
+        info.type, info.linkname = tarfile.SYMTYPE, what
+        archive.addfile(info)
+        return
+    info.size = len(what)
+    archive.addfile(info, io.BytesIO(what))
 
 
 if __name__ == "__main__":

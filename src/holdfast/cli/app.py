@@ -10,6 +10,7 @@ import typer
 import holdfast as package
 from holdfast.cli import (
     agent,
+    attach,
     check,
     checkpoint,
     convert,
@@ -54,6 +55,7 @@ app = typer.Typer(
 # imported at its top would be paid for by each, and by the refusal of a misspelt option.
 app.command("run", cls=RunCommand, context_settings=run.CONTEXT)(run.run)
 app.command("agent")(agent.agent)
+app.command("attach")(attach.attach)
 app.command("ls")(ls.ls)
 app.command("status")(status.status)
 app.command("events")(events.events)

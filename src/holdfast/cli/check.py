@@ -108,10 +108,10 @@ def _of_job(job: str | None, options: CheckOptions) -> Results:
 async def _ask(folder: Path, options: CheckOptions) -> Results:
     import msgspec
 
-    from holdfast.engines.client import JobClient
+    from holdfast.engines.reach import client_of
     from holdfast.protocol.checking import CheckNews
 
-    async with JobClient(folder) as client:
+    async with client_of(folder) as client:
         with _Doing() as doing:
             news = msgspec.convert(
                 await client.post("/check", msgspec.json.encode(options).decode()), CheckNews

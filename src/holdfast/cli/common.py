@@ -81,11 +81,11 @@ def ledger(folder: Path) -> Iterator[Store]:
     from holdfast.errors import UsageError
 
     path = newest_ledger(folder)
-    if not path.is_file():
-        raise UsageError(f"the job {folder.name!r} was never started: there is no {path}")
     # SQLite's locks and shared memory do not work across the machines of a shared file system. While a cluster runs the job,
     # its coordinator is on another machine and writes the file, so it is asked for a consistent copy instead.
     copy = _copy_from_afar(folder)
+    if copy is None and not path.is_file():
+        raise UsageError(_why_no_ledger(folder, path))
     store = Store(path, read_only=True) if copy is None else Store.of(copy)
     try:
         yield store
@@ -95,19 +95,32 @@ def ledger(folder: Path) -> Iterator[Store]:
         store.close()
 
 
+def _why_no_ledger(folder: Path, path: Path) -> str:
+    from holdfast.engines.jobs import read_allocation
+
+    allocation = read_allocation(folder)
+    if allocation is not None and allocation.engine == "kubernetes":
+        return (
+            f"the ledger of the job {folder.name!r} ended with its coordinator's pod: nobody looked on here at its end, with "
+            "`holdfast run` or `holdfast attach`"
+        )
+    return f"the job {folder.name!r} was never started: there is no {path}"
+
+
 def _copy_from_afar(folder: Path) -> bytes | None:
     """The ledger of a job that a cluster runs, from its coordinator. None: the file itself can be read."""
     import asyncio
 
-    from holdfast.engines.client import JobClient, NoAnswer
+    from holdfast.engines.client import NoAnswer
     from holdfast.engines.jobs import read_allocation
+    from holdfast.engines.reach import client_of
 
     allocation = read_allocation(folder)
     if allocation is None or allocation.over:
         return None
 
     async def ask() -> bytes:
-        async with JobClient(folder) as client:
+        async with client_of(folder) as client:
             return await client.get_bytes("/ledger")
 
     try:

@@ -133,9 +133,9 @@ def _kinds(chosen: list[str] | None) -> frozenset[str] | None:
 
 
 async def _follow(folder: Path, show: _Printer) -> None:
-    from holdfast.engines.client import JobClient
+    from holdfast.engines.reach import client_of
 
-    async with JobClient(folder) as client:
+    async with client_of(folder) as client:
         async for announcement in client.watch(show.last_seq):
             if announcement.kind == "event":
                 show(announcement.value)

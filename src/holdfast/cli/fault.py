@@ -37,9 +37,10 @@ async def _inject(folder: Path, spec: str, deadly: bool) -> None:
     """Sends the fault. `deadly`: it kills the coordinator itself."""
     # A coordinator that is killed cannot answer, so there no answer means success. Asking for the status first tells that
     # case apart from a job without a coordinator.
-    from holdfast.engines.client import JobClient, NoAnswer
+    from holdfast.engines.client import NoAnswer
+    from holdfast.engines.reach import client_of
 
-    async with JobClient(folder) as client:
+    async with client_of(folder) as client:
         if deadly:
             await client.get("/status")
         try:

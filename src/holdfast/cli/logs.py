@@ -63,16 +63,22 @@ def logs(
     # Without labels for one rank: it may have had several workers, and their logs, one after the other, are
     # what that rank printed.
     write = _write_plain if rank is not None else _write_labelled
+    allocation = jobs.read_allocation(folder)
+    if allocation is not None and allocation.engine == "kubernetes":
+        from holdfast.engines.kubernetes.printed import show_logs
+
+        if since:
+            raise UsageError(
+                f"--since: the logs of {folder.name!r} are in its pods; use -n, or kubectl logs --since"
+            )
+        show_logs(folder, sources.placed(_chosen(sources, folder)), lines, write, follow=follow)
+        return
     if follow and jobs.is_running(folder):
         import asyncio
 
         asyncio.run(_follow(folder, sources, seq, lines, write))
         return
-    chosen = sources.chosen()
-    if not chosen:
-        raise UsageError(
-            f"the job {folder.name!r} has no such log: {sources.known() or 'no worker was started'}"
-        )
+    chosen = _chosen(sources, folder)
     chosen = {path: label for path, label in chosen.items() if _written_s(path) >= since_s}
     printed = [_print(path, label, lines, write) for path, label in chosen.items()]
     if not any(printed):
@@ -92,6 +98,16 @@ def _written_s(path: Path) -> float:
         return 0.0
 
 
+def _chosen(sources: LogSources, folder: Path) -> dict[Path, str]:
+    from holdfast.errors import UsageError
+
+    if not (chosen := sources.chosen()):
+        raise UsageError(
+            f"the job {folder.name!r} has no such log: {sources.known() or 'no worker was started'}"
+        )
+    return chosen
+
+
 def _print(path: Path, label: str, lines: int, write: Write) -> bool:
     """Whether there was anything to print."""
     from holdfast.observe.log_tail import last_lines
@@ -108,7 +124,7 @@ def _print(path: Path, label: str, lines: int, write: Write) -> bool:
 
 async def _follow(folder: Path, sources: LogSources, seq: int, lines: int, write: Write) -> None:
     """The logs as they grow; workers that come later are shown from their first line on."""
-    from holdfast.engines.client import JobClient
+    from holdfast.engines.reach import client_of
     from holdfast.observe.log_tail import Tail
 
     tail = Tail(write)
@@ -118,7 +134,7 @@ async def _follow(folder: Path, sources: LogSources, seq: int, lines: int, write
         # From the last event that the ledger had: the watch begins after it, so no worker that starts
         # between the reading and the connecting is missed. A log that is chosen again with the next event
         # is followed once (`Tail.add`).
-        async with JobClient(folder) as client:
+        async with client_of(folder) as client:
             async for announcement in client.watch(seq):
                 if announcement.kind == "event":
                     sources.heard(announcement.value["kind"], announcement.value["fields"])

@@ -108,10 +108,10 @@ async def _entry(folder: Path) -> dict[str, Any]:
 async def _running(folder: Path) -> dict[str, Any]:
     import asyncio
 
-    from holdfast.engines.client import JobClient
+    from holdfast.engines.reach import client_of
     from holdfast.observe.dashboard import job_word
 
-    async with asyncio.timeout(ANSWER_S), JobClient(folder) as client:
+    async with asyncio.timeout(ANSWER_S), client_of(folder) as client:
         status = await client.get("/status")
     return {"state": job_word(status), "step": status["step"], "goodput": status["goodput"].get("share")}
 

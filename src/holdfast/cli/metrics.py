@@ -81,10 +81,11 @@ def read_metrics(folder: Path) -> bytes:
     """From the coordinator, as Prometheus gets them; from the ledger when the job does not run."""
     import asyncio
 
-    from holdfast.engines.client import JobClient, NoAnswer
+    from holdfast.engines.client import NoAnswer
+    from holdfast.engines.reach import client_of
 
     async def ask() -> bytes:
-        async with JobClient(folder) as client:
+        async with client_of(folder) as client:
             return await client.get_bytes("/metrics")
 
     try:

@@ -133,14 +133,15 @@ async def _tell_jobs(machine: str, rule: str) -> list[str]:
     from urllib.parse import urlencode
 
     from holdfast.engines import jobs
-    from holdfast.engines.client import JobClient, NoAnswer
+    from holdfast.engines.client import NoAnswer
+    from holdfast.engines.reach import client_of
 
     told = []
     for folder in sorted((jobs.home() / "jobs").glob("*")):
         if not jobs.is_running(folder):
             continue
         try:
-            async with JobClient(folder) as client:
+            async with client_of(folder) as client:
                 await client.post(f"/clear?{urlencode({'machine': machine, 'rule': rule})}")
         # It ends or starts again just now: its successor reads the history, which has the record already.
         except NoAnswer:

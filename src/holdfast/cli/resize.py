@@ -70,7 +70,7 @@ def drain(
 
 
 async def _post(folder: Path, path: str, body: str = "") -> Any:
-    from holdfast.engines.client import JobClient
+    from holdfast.engines.reach import client_of
 
-    async with JobClient(folder) as client:
+    async with client_of(folder) as client:
         return await client.post(path, body)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from holdfast.cli.options import command
 from holdfast.cli.run_options import RunOptions
+from holdfast.cli.view import keep_ticking, view_of, write_report
 
 if TYPE_CHECKING:
     from holdfast.engines.jobs import JobFolder
@@ -19,12 +19,18 @@ if TYPE_CHECKING:
 # be taken for Holdfast's.
 CONTEXT = {"allow_interspersed_args": False, "ignore_unknown_options": False}
 EXIT_FAILED = 1
-TICK_S = 0.25
 
 
 @command
 def run(options: RunOptions) -> None:
     """Runs a training script on several nodes and keeps it running through failures."""
+    if options.engine == "kubernetes":
+        from holdfast.cli.kubernetes import run_on_kubernetes
+
+        outcome = run_on_kubernetes(options)
+        if outcome not in ("finished", "stopped", "left"):
+            sys.exit(EXIT_FAILED)
+        return
     from holdfast.cli.spec import plan
 
     spec = plan(options)
@@ -52,7 +58,7 @@ def _run(spec: JobSpec, options: RunOptions) -> str | None:
     # Holds the job's lock from here to `close`. Two launchers of one job would each start a coordinator, and
     # both would write the same ledger.
     folder = JobFolder(spec.name)
-    view = _view(spec, folder.path, options.no_ui)
+    view = view_of(spec, folder.path, options.no_ui)
     try:
         with view:
             ended = asyncio.run(_launch(spec, folder, view, options))
@@ -65,7 +71,7 @@ def _run(spec: JobSpec, options: RunOptions) -> str | None:
         folder.close()
     # Before anything is printed: a terminal that is gone, or a pipe that closed, must not cost the report.
     if options.report is not None:
-        _write_report(ended, options.report)
+        write_report(ended, options.report)
     with unread():
         view.ended(ended)
     return ended.get("outcome")
@@ -79,15 +85,9 @@ async def _launch(
     from holdfast import logs
     from holdfast.cli.followers import Followers
     from holdfast.engines.local.launcher import LocalLauncher
-    from holdfast.engines.shown import Shown, unread
+    from holdfast.engines.shown import Shown
 
-    async def tick() -> None:
-        while True:
-            await asyncio.sleep(TICK_S)
-            with unread():
-                view.tick()
-
-    ticking = asyncio.create_task(tick())
+    ticking = asyncio.create_task(keep_ticking(view))
     port = options.port
     shown = Followers(view, spec.name, folder.path / "logs", options.track, options.notify)
     try:
@@ -119,26 +119,3 @@ async def _launch(
             folder.close()
             await shown.end()
         ticking.cancel()
-
-
-def _view(spec: JobSpec, job_dir: Path, no_ui: bool) -> LiveView | PlainView:
-    """The live view on a terminal, plain lines elsewhere. Holdfast writes to stderr; stdout belongs to the script."""
-    # Asked of stderr and not of stdout: with `holdfast run > log` the view can still draw, and the script's
-    # output goes into the file as the script wrote it.
-    if not no_ui and sys.stderr.isatty():
-        from holdfast.observe.live import LiveView, terminal
-
-        if (console := terminal(sys.stderr)) is not None:
-            return LiveView(spec, job_dir, console)
-    from holdfast.observe.plain_view import PlainView
-
-    return PlainView(spec, job_dir)
-
-
-def _write_report(ended: dict[str, Any], path: Path) -> None:
-    import msgspec
-
-    # The blame is for the end of the screen. It quotes the script's log, which a report that is passed on
-    # should not.
-    shown = {k: v for k, v in ended.items() if k != "blame"}
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(shown), indent=1) + b"\n")

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
+from holdfast.cli.kube_options import KubernetesOptions
 from holdfast.protocol.job_options import SlurmOptions, SshOptions, Timing
 from holdfast.protocol.options import Argument, Group, Option
 
@@ -221,9 +222,9 @@ class RunOptions:
     engine: Annotated[
         str,
         Option(
-            choices=("local", "ssh", "slurm", "join"),
-            help="Where the nodes come from: processes on this machine, hosts reached by ssh, Slurm, or whoever starts "
-            "`holdfast agent --join` on other machines.",
+            choices=("local", "ssh", "slurm", "kubernetes", "join"),
+            help="Where the nodes come from: processes on this machine, hosts reached by ssh, Slurm, Kubernetes, or whoever "
+            "starts `holdfast agent --join` on other machines.",
         ),
     ] = "local"
     port: Annotated[
@@ -269,6 +270,21 @@ class RunOptions:
         default_factory=SshOptions
     )
     slurm: Annotated[SlurmOptions, Group("Slurm, with --engine slurm")] = field(default_factory=SlurmOptions)
+    kubernetes: Annotated[KubernetesOptions, Group("Kubernetes, with --engine kubernetes")] = field(
+        default_factory=KubernetesOptions
+    )
     dry_run: Annotated[
-        bool, Option(group="Slurm, with --engine slurm", help="Print the batch script and exit.")
+        bool,
+        Option(
+            group="Slurm and Kubernetes",
+            help="Print the batch script, or the objects as YAML, and exit.",
+        ),
     ] = False
+    file: Annotated[
+        Path | None,
+        Option(
+            names=("-f", "--file"),
+            metavar="FILE",
+            help="YAML with options by their names, for example `nnodes: 4`; script and args too. The command line goes before it.",
+        ),
+    ] = None

@@ -53,6 +53,11 @@ class LogSources:
             workers = self._members or list(self._logs)
         return {self._logs[w]: self._label(w) for w in workers if w in self._logs}
 
+    def placed(self, chosen: Mapping[Path, str]) -> list[tuple[str, Path, str]]:
+        """Those that `chosen` returned, each as its node, log and label."""
+        nodes = {log: self._nodes[worker] for worker, log in self._logs.items()}
+        return [(nodes[log], log, label) for log, label in chosen.items()]
+
     def known(self) -> str:
         """The ranks and nodes that have logs, for a message."""
         if not self._logs:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from holdfast import logs
 from holdfast.cli.health_plan import plan_health
+from holdfast.cli.kube_options import KubernetesOptions
 from holdfast.cli.memory import check_memory
 from holdfast.cli.options import flags
 from holdfast.cli.place_plan import plan_places
@@ -36,7 +37,7 @@ def plan(given: RunOptions) -> JobSpec:
     Raises:
         UsageError: something in it cannot work; nothing was started or written.
     """
-    _check_engine(given)
+    check_engine(given)
     ssh, spares = plan_ssh(given.ssh), given.nodes.spares
     nnodes = given.nodes.nnodes or str(max(1, len(ssh.hosts) - spares))
     low, high = parse_nnodes(nnodes)
@@ -74,7 +75,7 @@ def plan(given: RunOptions) -> JobSpec:
         replay_every=parse_replay(given.health.replay, low * nproc),
         log=_log(given.log_level),
     )
-    _check_report(given.report)
+    check_report(given.report)
     # Slurm's nodes have their own memory; only the local engine puts all of them on this machine.
     if given.engine == "local":
         check_memory(high + spares, nproc, available_bytes())
@@ -139,13 +140,17 @@ def parse_nproc(text: str, gpus_per_node: int = 0) -> int:
     return int(text)
 
 
-def _check_engine(given: RunOptions) -> None:
-    """An option that the engine would ignore is refused: whoever gives it expects something of it."""
-    # Compared with the defaults, so an option that is added to either dataclass is checked here without a
-    # line of its own.
-    if given.engine != "slurm" and (given.slurm != SlurmOptions() or given.dry_run):
-        names = ", ".join(flags(SlurmOptions))
-        raise UsageError(f"{names} and --dry-run are for Slurm: give --engine slurm too")
+def check_engine(given: RunOptions) -> None:
+    """An option that the engine would ignore is refused: whoever gives it expects something of it. Raises UsageError."""
+    # Compared with the defaults, so an option that is added to a dataclass is checked here without a line of its own.
+    if given.engine != "slurm" and given.slurm != SlurmOptions():
+        raise UsageError(f"{', '.join(flags(SlurmOptions))} are for Slurm: give --engine slurm too")
+    if given.engine != "kubernetes" and given.kubernetes != KubernetesOptions():
+        raise UsageError(
+            f"{', '.join(flags(KubernetesOptions))} are for Kubernetes: give --engine kubernetes too"
+        )
+    if given.engine not in ("slurm", "kubernetes") and given.dry_run:
+        raise UsageError("--dry-run is for --engine slurm and --engine kubernetes")
     allowed = SshOptions(address=given.ssh.address) if given.engine == "join" else SshOptions()
     if given.engine != "ssh" and given.ssh != allowed:
         raise UsageError(f"{', '.join(flags(SshOptions))} are for hosts: give --engine ssh too")
@@ -204,7 +209,8 @@ def _importable(module: str) -> bool:
         sys.path.remove(here)
 
 
-def _check_report(report: Path | None) -> None:
+def check_report(report: Path | None) -> None:
+    """Raises UsageError where it cannot be written."""
     if report is None:
         return
     folder = report.resolve().parent

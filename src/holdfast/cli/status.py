@@ -27,17 +27,23 @@ def read_status(folder: Path) -> dict[str, Any]:
     """The status from the coordinator, or from the ledger if the job does not run. `running` tells which."""
     import asyncio
 
-    from holdfast.engines.client import JobClient, NoAnswer
+    from holdfast.engines.client import NoAnswer
+    from holdfast.engines.reach import client_of
+    from holdfast.errors import UsageError
 
     async def ask() -> dict[str, Any]:
-        async with JobClient(folder) as client:
+        async with client_of(folder) as client:
             answer: dict[str, Any] = await client.get("/status")
             return answer
 
     try:
         return {**asyncio.run(ask()), "running": True}
-    except NoAnswer:
-        return {**stored_status(folder), "running": False}
+    except NoAnswer as error:
+        try:
+            return {**stored_status(folder), "running": False}
+        except UsageError as missing:
+            # Both: that a job is suspended is no less true because nothing of it is here.
+            raise UsageError(f"{error}; {missing}") from None
 
 
 def stored_status(folder: Path) -> dict[str, Any]:

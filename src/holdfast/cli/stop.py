@@ -32,9 +32,9 @@ def stop(job: JobName = None) -> None:
 
 
 async def _stop(folder: Path) -> None:
-    from holdfast.engines.client import JobClient
+    from holdfast.engines.reach import client_of
 
-    async with JobClient(folder) as client:
+    async with client_of(folder) as client:
         await client.post("/stop?reason=holdfast%20stop", repeat=True)
         async for announcement in client.watch():
             if announcement.kind == "ended":

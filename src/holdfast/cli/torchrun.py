@@ -14,6 +14,7 @@ from typing import Any
 
 from typer.core import TyperCommand
 
+from holdfast.cli.job_file import expand
 from holdfast.errors import UsageError
 
 _ADDRESSES = "--rdzv-endpoint", "--master-addr", "--local-addr"
@@ -125,7 +126,8 @@ class RunCommand(TyperCommand):
     """`holdfast run`, which also takes a command line of torchrun."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Leaves torchrun's options out, and says so."""
+        """Reads the job file, leaves torchrun's options out, and says so."""
+        args = expand(args, self.params)
         valued = frozenset(_valued(self.params))
         pasted = take_out(args, valued.__contains__)
         if pasted.left_out:

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 import msgspec
@@ -15,7 +15,7 @@ import msgspec
 from holdfast.engines import jobs
 from holdfast.errors import UsageError
 from holdfast.protocol.endpoint import Endpoint, read_endpoint
-from holdfast.protocol.http_client import Unproven, proven_session, request
+from holdfast.protocol.http_client import Answer, Unproven, proven_session, request
 from holdfast.protocol.stored import read_stored_text
 
 RETRY_S = 0.05
@@ -23,8 +23,8 @@ PATIENCE_S = 10.0
 """How long an answer may take, and how long a coordinator may take that is being started again."""
 
 
-class _NotTaken(Exception):
-    """The coordinator is about to leave the job to another one, and did nothing of what was asked."""
+class NotHeard(Exception):
+    """Nobody took the request: there is no coordinator yet, or it is about to leave the job to another one."""
 
 
 class NoAnswer(UsageError):
@@ -39,14 +39,41 @@ class Announcement(msgspec.Struct, frozen=True):
     value: Any
 
 
-class JobClient:
-    """HTTP to the coordinator of one job, with the job's token. An async context manager."""
+class Reach(Protocol):
+    """A way to the coordinator of one job, whichever it is now. An async context manager."""
+
+    async def __aenter__(self) -> Reach: ...
+
+    async def __aexit__(self, *exc: object) -> None: ...
+
+    async def is_running(self) -> bool:
+        """Whether there may be a coordinator."""
+        ...
+
+    async def send(self, method: str, path: str, body: str) -> Answer:
+        """One request.
+
+        Raises:
+            NotHeard: it may be sent again.
+            NoAnswer: the job is not running.
+            aiohttp.ClientError, TimeoutError: it may have been carried out, or not.
+        """
+        ...
+
+    def listen(self, after: int) -> AsyncGenerator[str]:
+        """Announcements after this event as JSON, of one connection from its beginning to its end; nothing where there is
+        none to be had."""
+        ...
+
+
+class FolderReach:
+    """By the job's folder, which has the coordinator's address and the token."""
 
     def __init__(self, job_dir: Path) -> None:
         self._job_dir = job_dir
         self._token = ""
 
-    async def __aenter__(self) -> JobClient:
+    async def __aenter__(self) -> FolderReach:
         try:
             self._token = read_stored_text(
                 self._job_dir / "token",
@@ -59,6 +86,10 @@ class JobClient:
     async def __aexit__(self, *exc: object) -> None:
         return
 
+    async def is_running(self) -> bool:
+        """See `Reach`."""
+        return jobs.is_running(self._job_dir)
+
     def _where(self) -> Endpoint | None:
         """None while the coordinator is still starting."""
         # Asked before every attempt. The address in the folder outlives the coordinator, and another program
@@ -66,6 +97,46 @@ class JobClient:
         if not jobs.is_running(self._job_dir):
             raise NoAnswer(f"the job {self._job_dir.name!r} is not running")
         return read_endpoint(self._job_dir)
+
+    async def send(self, method: str, path: str, body: str) -> Answer:
+        """See `Reach`."""
+        if (where := self._where()) is None:
+            raise NotHeard("it is still starting")
+        try:
+            return await request(self._token, where, method, path, body, limit_s=PATIENCE_S)
+        except (aiohttp.ClientConnectorError, Unproven) as error:  # it may be starting again
+            raise NotHeard(str(error)) from error
+
+    async def listen(self, after: int) -> AsyncGenerator[str]:
+        """See `Reach`."""
+        try:
+            if (where := self._where()) is None:
+                return
+            async with (
+                proven_session(self._token, where, PATIENCE_S) as session,
+                session.ws_connect(f"{where.url}/watch/{after}") as socket,
+            ):
+                async for frame in socket:
+                    if frame.type is aiohttp.WSMsgType.TEXT:
+                        yield frame.data
+        except (aiohttp.ClientError, OSError, NoAnswer):
+            return
+
+
+class JobClient:
+    """HTTP to the coordinator of one job, with the job's token. An async context manager."""
+
+    def __init__(self, job_dir: Path, reach: Reach | None = None) -> None:
+        """reach: the way to it; None: by the folder."""
+        self._name = job_dir.name
+        self._reach: Reach = FolderReach(job_dir) if reach is None else reach
+
+    async def __aenter__(self) -> JobClient:
+        await self._reach.__aenter__()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._reach.__aexit__(*exc)
 
     async def get(self, path: str) -> Any:
         """A JSON page. Raises NoAnswer when nobody answers."""
@@ -90,46 +161,40 @@ class JobClient:
         # Other requests are only sent again where nobody heard them. One that was sent and not answered may have
         # been carried out, and a fault must not be injected twice.
         while time.monotonic() < deadline:
-            if (where := self._where()) is not None:
-                try:
-                    return await self._send(method, where, path, body)
-                except (
-                    aiohttp.ClientConnectorError,
-                    Unproven,
-                    _NotTaken,
-                ) as error:  # not heard: it may be starting again
-                    why = str(error)
-                except (aiohttp.ClientError, TimeoutError) as error:
-                    if repeat:
-                        why = str(error) or type(error).__name__
-                        await asyncio.sleep(RETRY_S)
-                        continue
-                    raise self._no_answer(str(error) or type(error).__name__) from error
+            try:
+                return await self._send(method, path, body)
+            except NotHeard as error:
+                why = str(error)
+            except (aiohttp.ClientError, TimeoutError) as error:
+                why = str(error) or type(error).__name__
+                if not repeat:
+                    raise self._no_answer(why) from error
             await asyncio.sleep(RETRY_S)
         raise self._no_answer(why)
 
-    async def _send(self, method: str, where: Endpoint, path: str, body: str) -> bytes:
-        answer = await request(self._token, where, method, path, body, limit_s=PATIENCE_S)
+    async def _send(self, method: str, path: str, body: str) -> bytes:
+        answer = await self._reach.send(method, path, body)
         # With this header alone: a coordinator that cannot write its ledger answers 503 as well, to be read by people.
         if answer.status == 503 and "Retry-After" in answer.headers:
-            raise _NotTaken(answer.words)
+            raise NotHeard(answer.words)
         if answer.status >= 400:
             raise UsageError(answer.words)
         return answer.body
 
     def _no_answer(self, why: str) -> NoAnswer:
-        return NoAnswer(f"the coordinator of the job {self._job_dir.name!r} does not answer: {why}")
+        return NoAnswer(f"the coordinator of the job {self._name!r} does not answer: {why}")
 
     async def watch(self, after: int = 0) -> AsyncIterator[Announcement]:
         """Announcements, across restarts of the coordinator, until the job has ended or nothing of it runs.
 
         after: number (`seq`) of the last event that is known already.
         """
-        while jobs.is_running(self._job_dir):
+        while await self._reach.is_running():
             # Closed at once and not by the garbage collector: the coordinator keeps a queue for every watcher
             # that it believes to be there.
-            async with aclosing(self._listen(after)) as heard:
-                async for announcement in heard:
+            async with aclosing(self._reach.listen(after)) as heard:
+                async for text in heard:
+                    announcement = msgspec.json.decode(text, type=Announcement)
                     if announcement.kind == "event":
                         # A new coordinator is asked for everything after this number, so that no event is
                         # shown twice and none is missed.
@@ -139,18 +204,3 @@ class JobClient:
                         return
             # There is no event for "the coordinator listens again": try.
             await asyncio.sleep(RETRY_S)
-
-    async def _listen(self, after: int) -> AsyncGenerator[Announcement]:
-        """One connection, from its beginning to its end; nothing when there is none to be had."""
-        try:
-            if (where := self._where()) is None:
-                return
-            async with (
-                proven_session(self._token, where, PATIENCE_S) as session,
-                session.ws_connect(f"{where.url}/watch?after={after}") as socket,
-            ):
-                async for frame in socket:
-                    if frame.type is aiohttp.WSMsgType.TEXT:
-                        yield msgspec.json.decode(frame.data, type=Announcement)
-        except (aiohttp.ClientError, OSError, NoAnswer):
-            return

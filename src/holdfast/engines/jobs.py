@@ -90,7 +90,7 @@ def existing(name: str | None) -> Path:
     return folder
 
 
-class Allocation(msgspec.Struct, frozen=True):
+class Allocation(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """A job that a cluster runs somewhere else, as its folder has it. Locks do not reach across machines
     reliably."""
 
@@ -99,6 +99,10 @@ class Allocation(msgspec.Struct, frozen=True):
     """The cluster's own."""
     over: bool = False
     """Nothing of it runs any more."""
+    namespace: str = ""
+    """Kubernetes': where the job's object is."""
+    context: str = ""
+    """Of the kubeconfig; empty: its current one."""
 
 
 _allocations = msgspec.json.Decoder(Allocation)

@@ -13,6 +13,7 @@ import msgspec
 from holdfast.coordinator.service.store import News, Store
 from holdfast.engines import jobs
 from holdfast.engines.client import JobClient, NoAnswer
+from holdfast.engines.reach import client_of
 from holdfast.errors import UsageError
 from holdfast.tracking.base import Tracker
 from holdfast.tracking.jsonl import JsonLines
@@ -83,7 +84,7 @@ def check_target(target: str) -> None:
 async def follow(folder: Path, trackers: Sequence[Tracker], open_ledger: OpenLedger) -> None:
     """Until the job has ended; of a job that has, all at once."""
     if jobs.is_running(folder):
-        async with JobClient(folder) as client:
+        async with client_of(folder) as client:
             await asyncio.gather(*(_follow_running(folder, client, x, open_ledger) for x in trackers))
     # Once more from the file, when nobody answers any more: what came between the last answer and the end is
     # only there.

@@ -109,7 +109,8 @@ class Gathering:
         """
         app = web.Application(middlewares=[authorized(self._token, self._where)])
         app.on_response_prepare.append(give_proof)
-        app.add_routes([web.get("/agent", self._serve)])
+        # Other requests are for the coordinator that this one becomes. To a person 404 would be its answer.
+        app.add_routes([web.get("/agent", self._serve), web.route("*", "/{path:.*}", _later)])
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=FAREWELL_S)
         await runner.setup()
         assert runner.server is not None
@@ -197,6 +198,12 @@ class _Caller:
         self.connection = connection
         # Bounded: what an agent sends waits in the kernel while the disk is written.
         self.parts: asyncio.Queue[m.LedgerKept | None] = asyncio.Queue(2)
+
+
+async def _later(request: web.Request) -> web.StreamResponse:
+    return web.Response(
+        status=503, text="the coordinator gathers its ledger; ask again", headers={"Retry-After": "1"}
+    )
 
 
 async def _next(connection: web.WebSocketResponse) -> m.AgentMessage | None:

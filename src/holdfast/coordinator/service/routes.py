@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -55,6 +56,9 @@ class Routes:
         """For `web.Application.add_routes`."""
         return [
             web.get("/watch", self._watch),
+            # In the path and not in a query: Kubernetes' API server leaves the query of a WebSocket out on its way.
+            web.get(r"/watch/{after:\d{1,18}}", self._watch),
+            web.get(r"/watch/{after:\d{1,18}}/keep", self._watch),
             web.get("/status", self._status_page),
             web.get("/report", self._report_page),
             web.get("/metrics", self._metrics_page),
@@ -77,15 +81,19 @@ class Routes:
         return _json(await asyncio.to_thread(self._describe_job))
 
     async def _watch(self, request: web.Request) -> web.StreamResponse:
-        """Every event from `?after=SEQ` on and the status as it changes, one JSON text each."""
+        """Every event from `/SEQ` or `?after=SEQ` on and the status as it changes, one JSON text each. With `/keep` the ledger follows
+        in binary when the job has ended: for who looks on from where the job's folder is not."""
         socket = web.WebSocketResponse()
         await socket.prepare(request)
         watcher = Watcher()
-        after = int(request.query.get("after", "0"))
+        after = int(request.match_info.get("after") or request.query.get("after", "0"))
         # Registered before the past is read. In the other order an event that is announced in between would
         # be neither in the past nor announced.
         self._watchers.all.add(watcher)
-        sender = asyncio.create_task(drain(watcher.queue, socket, text=True))
+        keeps = request.path.endswith("/keep")
+        sender = asyncio.create_task(
+            self._drain_with_ledger(watcher, socket) if keeps else drain(watcher.queue, socket, text=True)
+        )
         try:
             try:
                 watcher.begin(await self._ledger.read(lambda store: _past(store, after)))
@@ -103,6 +111,18 @@ class Routes:
             self._gone.set()
             sender.cancel()
         return socket
+
+    async def _drain_with_ledger(self, watcher: Watcher, socket: web.WebSocketResponse) -> None:
+        try:
+            while (data := await watcher.queue.get()) is not None:
+                await socket.send_str(data.decode())
+            # After the last announcement nobody can ask any more: the port is about to be closed.
+            if self._loop.core.state.membership.outcome is not None:
+                with suppress(Unreadable):
+                    await socket.send_bytes(await self._ledger.read(Store.copy))
+            await socket.close()
+        except (ConnectionError, OSError):
+            return
 
     async def _status_page(self, request: web.Request) -> web.StreamResponse:
         return _json(self._status())

@@ -96,9 +96,9 @@ class Api:
         """dry_run: the server checks everything, and makes nothing."""
         return await self.request("POST", path, {"dryRun": "All"} if dry_run else None, made)
 
-    async def apply(self, path: str, made: Object) -> Object:
-        """Server-side apply: of the fields that it names we are the owner, whoever wrote them before."""
-        query = {"fieldManager": MANAGER, "force": "true"}
+    async def apply(self, path: str, made: Object, manager: str = MANAGER, dry_run: bool = False) -> Object:
+        """Server-side apply: of the fields that it names the manager is the owner, whoever wrote them before."""
+        query = {"fieldManager": manager, "force": "true"} | ({"dryRun": "All"} if dry_run else {})
         return await self.request("PATCH", path, query, made, "application/apply-patch+yaml")
 
     async def merge(self, path: str, patch: Object) -> Object:

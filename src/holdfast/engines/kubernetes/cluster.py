@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from holdfast.engines.kubernetes.api import Api
 from holdfast.errors import UsageError
@@ -19,10 +20,18 @@ async def connect(context: str | None = None) -> AsyncIterator[Api]:
     Raises:
         UsageError: there is no way to one.
     """
+    async with open_client(context) as transport:
+        yield Api(transport)
+
+
+@asynccontextmanager
+async def open_client(context: str | None = None) -> AsyncIterator[Any]:
+    """The `kubernetes_asyncio.client.ApiClient` of `connect`."""
     try:
         from kubernetes_asyncio import client, config
-    except ModuleNotFoundError:
-        raise UsageError(f"kubernetes_asyncio is not installed: pip install '{EXTRA}'") from None
+    except ModuleNotFoundError as error:
+        # By the name of what is missing: it may be something that this library needs.
+        raise UsageError(f"{error.name} is not installed: pip install '{EXTRA}'") from None
     try:
         # A kubeconfig that is named wins over the pod's own account: who sets KUBECONFIG within a pod means
         # another cluster.
@@ -35,4 +44,27 @@ async def connect(context: str | None = None) -> AsyncIterator[Api]:
             f"no way to a cluster: {error}; name a kubeconfig in KUBECONFIG, as for kubectl"
         ) from None
     async with client.ApiClient() as transport:
-        yield Api(transport)
+        yield transport
+
+
+def current_namespace(context: str | None) -> str:
+    """The namespace that kubectl would take.
+
+    Raises:
+        UsageError: there is no such context.
+    """
+    try:
+        from kubernetes_asyncio import config
+    except ModuleNotFoundError as error:
+        raise UsageError(f"{error.name} is not installed: pip install '{EXTRA}'") from None
+    try:
+        contexts, active = config.list_kube_config_contexts()
+    except (config.ConfigException, OSError) as error:
+        raise UsageError(
+            f"no way to a cluster: {error}; name a kubeconfig in KUBECONFIG, as for kubectl"
+        ) from None
+    found = active if context is None else next((one for one in contexts if one["name"] == context), None)
+    if found is None:
+        there = ", ".join(one["name"] for one in contexts) or "none"
+        raise UsageError(f"--context {context!r}: the kubeconfig has {there}")
+    return str(found["context"].get("namespace") or "default")

@@ -20,7 +20,7 @@ from holdfast.protocol.job import JobSpec
 async def _run(spec: JobSpec, job_dir: Path) -> int:
     """Runs the job to its end."""
     here = await find_this_node(Slurm())
-    jobs.write_allocation(job_dir, jobs.Allocation("slurm", here.allocation))
+    jobs.write_allocation(job_dir, jobs.Allocation(engine="slurm", id=here.allocation))
     with PlainView(spec, job_dir) as view:
         launcher = SlurmLauncher(spec, job_dir, view, here)
         try:
@@ -30,7 +30,7 @@ async def _run(spec: JobSpec, job_dir: Path) -> int:
             view.note("another node runs the coordinator now; this one only waits")
             await asyncio.Event().wait()
         except HoldfastError:
-            jobs.write_allocation(job_dir, jobs.Allocation("slurm", here.allocation, over=True))
+            jobs.write_allocation(job_dir, jobs.Allocation(engine="slurm", id=here.allocation, over=True))
             raise
     view.ended(report)
     await launcher.conclude(report)

@@ -108,12 +108,12 @@ class SlurmLauncher(Launcher):
                 self.note(f"the job is queued again, to continue from its state: {reason}")
                 await slurm.run("scontrol", "requeue", id)
                 return
-            jobs.write_allocation(self.job_dir, Allocation("slurm", id, over=True))
+            jobs.write_allocation(self.job_dir, Allocation(engine="slurm", id=id, over=True))
             if not self.fresh:  # the batch script, whose end is the job's, is lost
                 await slurm.cancel(id)
         except SlurmError as error:
             self.note(str(error))
-            jobs.write_allocation(self.job_dir, Allocation("slurm", id, over=True))
+            jobs.write_allocation(self.job_dir, Allocation(engine="slurm", id=id, over=True))
 
     def _lost_its_script(self, job: JobLine) -> bool:
         """Slurm ends the job because its batch script is no more: its host had been cut off, and came back."""

@@ -87,7 +87,7 @@ class Submitter:
             self._id = await self._slurm.submit(self.script, path)
         except SlurmError as error:
             raise UsageError(f"Slurm refused the job: {error}") from None
-        jobs.write_allocation(path, Allocation("slurm", self._id))
+        jobs.write_allocation(path, Allocation(engine="slurm", id=self._id))
         return self._id
 
     async def _check_limit(self) -> None:
@@ -225,7 +225,7 @@ class Submitter:
         return report
 
     def _mark_over(self) -> None:
-        jobs.write_allocation(self._folder.path, Allocation("slurm", self._id, over=True))
+        jobs.write_allocation(self._folder.path, Allocation(engine="slurm", id=self._id, over=True))
 
     def _why_gone(self) -> str:
         self._mark_over()

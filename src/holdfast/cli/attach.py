@@ -1,0 +1,91 @@
+"""`holdfast attach`: shows a running job again, until it ends or this command does."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from holdfast.cli.common import JobName
+
+
+def attach(
+    job: JobName = None,
+    namespace: Annotated[
+        str, typer.Option("--namespace", metavar="NAME", help="Kubernetes: of a job that is not known here.")
+    ] = "",
+    context: Annotated[
+        str, typer.Option("--context", metavar="NAME", help="Of the kubeconfig; by default the current one.")
+    ] = "",
+    no_ui: Annotated[
+        bool, typer.Option("--no-ui", help="Print plain lines instead of the live view.")
+    ] = False,
+) -> None:
+    """Shows a running job again. Ctrl-C ends this command and not the job."""
+    from holdfast.engines import jobs
+    from holdfast.errors import UsageError
+
+    if job is not None and (
+        namespace or context or not (jobs.job_dir(jobs.check_name(job)) / "spec.json").is_file()
+    ):
+        from holdfast.cli.kubernetes import find
+
+        folder = find(job, namespace, context)
+    elif namespace or context:
+        raise UsageError("--namespace and --context say where a job is; give its name with --job too")
+    else:
+        folder = jobs.existing(job)
+    if not jobs.is_running(folder):
+        sys.stdout.write(
+            f"the job {folder.name} is not running; `holdfast report --job {folder.name}` shows what it did\n"
+        )
+        return
+    allocation = jobs.read_allocation(folder)
+    if allocation is not None and allocation.engine == "kubernetes":
+        from holdfast.cli.kubernetes import follow
+
+        outcome = follow(folder, no_ui)
+    else:
+        outcome = _look_on(folder, no_ui)
+    if outcome not in ("finished", "stopped", "left"):
+        sys.exit(1)
+
+
+def _look_on(folder: Path, no_ui: bool) -> str | None:
+    """At a job that another command runs here, or that Slurm runs."""
+    import asyncio
+
+    from holdfast.cli.view import view_of
+    from holdfast.engines import jobs
+    from holdfast.engines.reach import client_of
+    from holdfast.engines.shown import Shown
+
+    view = view_of(jobs.read_spec(folder), folder, no_ui)
+    shown = Shown(view)
+
+    async def watch() -> dict[str, Any] | None:
+        async with client_of(folder) as client:
+            async for announcement in client.watch():
+                match announcement.kind:
+                    case "event":
+                        shown.event(announcement.value)
+                    case "status":
+                        shown.status(announcement.value)
+                    case "ended":
+                        return dict(announcement.value)
+        return None
+
+    try:
+        with view:
+            ended = asyncio.run(watch())
+    except KeyboardInterrupt:
+        sys.stderr.write(f"[holdfast] the job {folder.name} goes on without this command\n")
+        return "left"
+    if ended is None:
+        sys.stderr.write(f"[holdfast] the job {folder.name} does not run any more\n")
+        return "stopped"
+    view.ended(ended)
+    outcome: str | None = ended["outcome"]
+    return outcome

@@ -1,0 +1,42 @@
+"""What `holdfast run --engine kubernetes` can be told beside what every engine can."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from holdfast.protocol.options import Option
+
+# As run_options.py: read by `holdfast --help`, so nothing that is slow to import.
+
+
+@dataclass(frozen=True, kw_only=True)
+class KubernetesOptions:
+    """Of the object and its pods. Whatever else a pod needs is in a template."""
+
+    image: Annotated[str, Option(metavar="IMAGE", help="Image of the nodes, with Holdfast and PyTorch.")] = ""
+    namespace: Annotated[
+        str, Option(metavar="NAME", default="the context's", help="Where the job's object is made.")
+    ] = ""
+    context: Annotated[
+        str, Option(metavar="NAME", default="the current one", help="Of the kubeconfig: which cluster.")
+    ] = ""
+    in_image: Annotated[
+        bool,
+        Option(
+            help="SCRIPT is a path in the image. Otherwise the file is sent along, alone, in a ConfigMap."
+        ),
+    ] = False
+    node_cpus: Annotated[
+        str, Option(metavar="N", help="Processors of each node, as Kubernetes writes them: 8 or 500m.")
+    ] = ""
+    node_memory: Annotated[
+        str, Option(metavar="SIZE", help="Memory of each node, as Kubernetes writes it, for example 64Gi.")
+    ] = ""
+    node_gpus: Annotated[int, Option(metavar="N", least=0, help="NVIDIA GPUs of each node.")] = 0
+    pod_template: Annotated[
+        Path | None,
+        Option(
+            metavar="FILE",
+            help="YAML of a pod template whose container `worker` becomes the node: volumes, tolerations, secrets.",
+        ),
+    ] = None

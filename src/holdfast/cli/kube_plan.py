@@ -1,0 +1,210 @@
+"""Makes a HoldfastJob of the options of `holdfast run`. Nothing is sent."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from holdfast.checkpoint.tier import parse_tier
+from holdfast.cli.health_plan import parse_share
+from holdfast.cli.kube_options import KubernetesOptions
+from holdfast.cli.run_options import HealthOptions, RunOptions, SaveOptions
+from holdfast.cli.spec import parse_nnodes
+from holdfast.engines.jobs import default_name
+from holdfast.engines.kubernetes.resource import MAX_NAME, NAME_PATTERN, WORKER
+from holdfast.engines.kubernetes.submission import CODE_BYTES, Submission
+from holdfast.errors import UsageError
+from holdfast.protocol.options import declared
+
+
+def plan_submission(given: RunOptions) -> Submission:
+    """The object, and the ConfigMap of the script if it is sent along. What the object's own check refuses is not looked at.
+
+    Raises:
+        UsageError: an option that cannot work here.
+    """
+    _refuse_others(given)
+    ours = given.kubernetes
+    name = given.job or _name_of(given.script)
+    if len(name) > MAX_NAME or not re.fullmatch(NAME_PATTERN, name):
+        raise UsageError(
+            f"--job {name!r}: on Kubernetes lower-case letters, digits and '-', beginning with a letter, at most {MAX_NAME}"
+        )
+    low, high = parse_nnodes(given.nodes.nnodes or "1")
+    code = None if given.module or ours.in_image else _code(given.script)
+    spec: dict[str, Any] = {
+        "nodes": high,
+        **({"minNodes": low} if low != high else {}),
+        "spares": given.nodes.spares,
+        "waitForSpare": given.nodes.wait_for_spare,
+        "procsPerNode": _number(given.nodes.nproc_per_node),
+        "run": _run(given, f"{name}-code" if code else ""),
+        "snapshots": _snapshots(given.save),
+        "checkpoints": [_checkpoint(text) for text in given.save.checkpoints],
+        "timing": {
+            "detectionMilliseconds": round(given.failures.timing.detection_s * 1000),
+            "stallFactorPercent": round(given.failures.timing.stall_factor * 100),
+        },
+        "health": _health(given.health),
+        "runPolicy": {"maxRestarts": given.failures.max_restarts},
+        "faults": list(given.failures.faults),
+        "template": _template(ours, given.log_level),
+    }
+    return Submission(
+        name=name,
+        namespace=ours.namespace,
+        context=ours.context,
+        spec={field: value for field, value in spec.items() if value not in ([], {}, False)},
+        code=code,
+    )
+
+
+def _name_of(script: str) -> str:
+    name = default_name(script).lower()
+    return re.sub(r"^[^a-z]+|[^a-z0-9-]", "-", name)[-MAX_NAME:].strip("-")
+
+
+def _refuse_others(given: RunOptions) -> None:
+    """Of this machine, or of what the object does not have. An option that would be ignored is refused."""
+    if not given.kubernetes.image and given.kubernetes.pod_template is None:
+        raise UsageError(
+            "--image is missing: the image of the nodes, with Holdfast and PyTorch, for example registry/train:1"
+        )
+    for option in _set(given.nodes, "racks", "topology"):
+        raise UsageError(
+            f"{option}: on Kubernetes the machines' labels say where they stand; see spec.topology of the object"
+        )
+    for option in _set(given.health, "watch", "rules", "history", "hooks", "replay"):
+        raise UsageError(f"{option} is not for --engine kubernetes: a HoldfastJob has no such field")
+    for option in _set(given.save, "data_cache"):
+        raise UsageError(f"{option} is not for --engine kubernetes; mount a volume with --pod-template")
+    for option in _set(given, "track", "notify"):
+        raise UsageError(
+            f"{option} is not for --engine kubernetes, where this command may be left; run `holdfast {option[2:]}` beside it"
+        )
+    for option in _set(given, "port"):
+        raise UsageError(f"{option} is not for --engine kubernetes: the coordinator has a pod of its own")
+
+
+def _set(options: Any, *fields: str) -> Iterator[str]:
+    """The flags of those that were given."""
+    kind: Any = type(options)
+    for one in declared(kind):
+        if one.name in fields and getattr(options, one.name) != one.default:
+            yield one.flag
+
+
+def _number(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
+
+
+def _run(given: RunOptions, config_map: str) -> dict[str, Any]:
+    what = (
+        {"module": given.script}
+        if given.module
+        else {"script": Path(given.script).name if config_map else given.script}
+    )
+    preload = [part for part in (part.strip() for part in given.preload.split(",")) if part]
+    return {
+        **what,
+        **({"args": list(given.args)} if given.args else {}),
+        "preload": preload,
+        **({"code": {"configMap": config_map}} if config_map else {}),
+    }
+
+
+def _code(script: str) -> dict[str, str]:
+    """The script's text by its name."""
+    path = Path(script)
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "no text"
+        raise UsageError(
+            f"{script}: {why}; name a script of this machine, which is sent along, or a path in the image with --in-image"
+        ) from None
+    if len(text.encode()) > CODE_BYTES:
+        raise UsageError(
+            f"{script}: a ConfigMap has at most {CODE_BYTES} bytes; put the script into the image, and give --in-image"
+        )
+    return {path.name: text}
+
+
+def _snapshots(given: SaveOptions) -> dict[str, Any]:
+    memory = {"memory": given.snapshot_memory} if given.snapshot_memory else {}
+    return {"every": given.snapshot_every, "copies": given.copies, **memory}
+
+
+def _checkpoint(text: str) -> dict[str, Any]:
+    try:
+        tier = parse_tier(text)
+    except UsageError as error:
+        raise UsageError(f"--checkpoint {error}") from error
+    if "://" not in text and not text.startswith("/"):
+        raise UsageError(
+            f"--checkpoint {text}: a URL, or an absolute folder of a volume that all nodes mount (--pod-template)"
+        )
+    return {
+        "url": tier.url,
+        "every": tier.every,
+        "keep": tier.keep,
+        **({"keepEvery": tier.keep_every} if tier.keep_every else {}),
+    }
+
+
+def _health(given: HealthOptions) -> dict[str, Any]:
+    slow = {"replaceSlowPercent": round(given.replace_slow * 100)} if given.replace_slow else {}
+    return {
+        **({"dryRun": list(given.dry_run_rules)} if given.dry_run_rules else {}),
+        "blastRadiusPercent": max(1, round(100 * parse_share("--blast-radius", given.blast_radius))),
+        **({"deepChecks": True} if given.deep else {}),
+        **slow,
+        **({"replaceSuspect": True} if given.replace_suspect else {}),
+    }
+
+
+def _template(ours: KubernetesOptions, log: str) -> dict[str, Any]:
+    template = (
+        _read_template(ours.pod_template) if ours.pod_template is not None else {"spec": {"containers": []}}
+    )
+    containers = template["spec"].setdefault("containers", [])
+    worker = next((one for one in containers if one.get("name") == WORKER), None)
+    if worker is None:
+        worker = {"name": WORKER}
+        containers.append(worker)
+    if ours.image:
+        worker["image"] = ours.image
+    resources = worker.setdefault("resources", {})
+    limits = {
+        **({"memory": ours.node_memory} if ours.node_memory else {}),
+        **({"cpu": ours.node_cpus} if ours.node_cpus else {}),
+        **({"nvidia.com/gpu": str(ours.node_gpus)} if ours.node_gpus else {}),
+    }
+    if limits:
+        # Kubernetes takes a limit for the request as well where none is given.
+        resources["limits"] = {**resources.get("limits", {}), **limits}
+    if not resources:
+        del worker["resources"]
+    if log:
+        worker.setdefault("env", []).append({"name": "HOLDFAST_LOG", "value": log})
+    return template
+
+
+def _read_template(path: Path) -> dict[str, Any]:
+    from holdfast.cli.yaml_file import read_yaml
+
+    read = read_yaml("--pod-template", path)
+    # A whole Pod is one too: people have these.
+    template: dict[str, Any] = {key: read[key] for key in ("metadata", "spec") if key in read}
+    metadata = template.get("metadata") or {}
+    template["metadata"] = {key: metadata[key] for key in ("labels", "annotations") if key in metadata}
+    if not template["metadata"]:
+        del template["metadata"]
+    spec = template.get("spec")
+    if not isinstance(spec, dict) or not isinstance(spec.get("containers", []), list):
+        raise UsageError(f"--pod-template {path}: a pod template has `spec` with `containers`")
+    if not all(isinstance(one, Mapping) for one in spec.get("containers", [])):
+        raise UsageError(f"--pod-template {path}: each of `spec.containers` has a `name`")
+    return template

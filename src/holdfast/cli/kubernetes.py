@@ -1,0 +1,167 @@
+"""`holdfast run --engine kubernetes`: submits the job and follows it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from holdfast.cli.run_options import RunOptions
+    from holdfast.engines.kubernetes.submission import Submission
+
+
+def run_on_kubernetes(options: RunOptions) -> str | None:
+    """Returns the job's outcome; `left` where the person left it."""
+    from holdfast.cli.kube_plan import plan_submission
+    from holdfast.cli.spec import check_engine, check_report
+    from holdfast.engines.kubernetes.submission import refuse_wrong
+
+    check_engine(options)
+    check_report(options.report)
+    submission = plan_submission(options)
+    if options.dry_run:
+        from holdfast.cli.yaml_file import yaml_text
+
+        refuse_wrong(submission)
+        sys.stdout.write(yaml_text([_without_empty(one) for one in submission.objects()]))
+        return "finished"
+    folder = _submit(submission)
+    return follow(folder, options.no_ui, options.report)
+
+
+def follow(folder: Path, no_ui: bool, report: Path | None = None) -> str | None:
+    """Shows the job of this folder until it is over or the person leaves; returns its outcome."""
+    import asyncio
+
+    from holdfast.cli.view import keep_ticking, view_of, write_report
+    from holdfast.engines import jobs
+    from holdfast.engines.kubernetes.follow import LEFT, Follower
+    from holdfast.engines.shown import Shown, unread
+
+    view = view_of(jobs.read_spec(folder), folder, no_ui)
+
+    async def show() -> dict[str, Any]:
+        ticking = asyncio.create_task(keep_ticking(view))
+        try:
+            return await Follower(folder, Shown(view)).run()
+        finally:
+            ticking.cancel()
+
+    with view:
+        ended = asyncio.run(show())
+    outcome: str | None = ended.get("outcome")
+    if outcome == LEFT:
+        return LEFT
+    if report is not None:
+        write_report(ended, report)
+    if "steps" in ended:  # a coordinator's own report
+        with unread():
+            view.ended(ended)
+    elif outcome not in ("finished", "stopped"):
+        sys.stderr.write(f"[holdfast] the job {folder.name} {outcome}: {ended['reason']}\n")
+    return outcome
+
+
+def _submit(submission: Submission) -> Path:
+    """Makes the objects, and a folder here by which commands find the job."""
+    import asyncio
+
+    import msgspec
+
+    from holdfast.engines.kubernetes.cluster import connect, current_namespace
+    from holdfast.engines.kubernetes.submission import submit
+
+    namespace = submission.namespace or current_namespace(submission.context or None)
+    submission = msgspec.structs.replace(submission, namespace=namespace)
+
+    async def make() -> str:
+        async with connect(submission.context or None) as client:
+            return await submit(client, submission)
+
+    _refuse_other(submission.name, namespace, submission.context)
+    uid = asyncio.run(make())
+    folder = remember(submission.job, submission.context, uid)
+    sys.stderr.write(
+        f"[holdfast] submitted {namespace}/{submission.name}; it continues if this command ends\n"
+    )
+    return folder
+
+
+def remember(raw: dict[str, Any], context: str, uid: str) -> Path:
+    """A folder by which commands find a job of a cluster. What an earlier job of this name left there is put away."""
+    import msgspec
+
+    from holdfast.engines import jobs
+    from holdfast.engines.kubernetes.check import convert
+    from holdfast.engines.kubernetes.job_spec import job_spec
+
+    job = convert(raw)
+    folder = jobs.JobFolder(job.id.name)
+    try:
+        known = jobs.read_allocation(folder.path)
+        if known is None or known.id != uid:
+            folder.put_away()
+        (folder.path / "spec.json").write_bytes(msgspec.json.format(msgspec.json.encode(job_spec(job))))
+        allocation = jobs.Allocation(engine="kubernetes", id=uid, namespace=job.id.namespace, context=context)
+        jobs.write_allocation(folder.path, allocation)
+    finally:
+        folder.close()
+    return folder.path
+
+
+def find(name: str, namespace: str, context: str) -> Path:
+    """Remembers a job that somebody made, with `kubectl apply` for instance.
+
+    Raises:
+        UsageError: there is none, or it cannot be read.
+    """
+    import asyncio
+
+    from holdfast.engines.kubernetes.api import ApiError, NoAnswer
+    from holdfast.engines.kubernetes.check import check
+    from holdfast.engines.kubernetes.cluster import connect, current_namespace
+    from holdfast.engines.kubernetes.reach import job_path
+    from holdfast.errors import UsageError
+
+    namespace = namespace or current_namespace(context or None)
+
+    async def get() -> dict[str, Any]:
+        async with connect(context or None) as client:
+            return await client.get(job_path(namespace, name))
+
+    _refuse_other(name, namespace, context)
+    try:
+        raw = asyncio.run(get())
+    except ApiError as error:
+        raise UsageError(f"--job {name}: the API server says: {error}") from None
+    except NoAnswer as error:
+        raise UsageError(f"the API server does not answer: {error}") from None
+    if found := check(raw):
+        raise UsageError("the job cannot be read: " + "; ".join(map(str, found)))
+    return remember(raw, context, str(raw["metadata"]["uid"]))
+
+
+def _refuse_other(name: str, namespace: str, context: str) -> None:
+    """Commands find a job by its name alone."""
+    from holdfast.engines import jobs
+    from holdfast.errors import UsageError
+
+    folder = jobs.job_dir(jobs.check_name(name))
+    known = jobs.read_allocation(folder)
+    same = known is not None and (known.engine, known.namespace, known.context) == (
+        "kubernetes",
+        namespace,
+        context,
+    )
+    if not same and jobs.is_running(folder):
+        where = "here" if known is None else f"on {known.engine} {known.namespace}".strip()
+        raise UsageError(
+            f"a job named {name!r} is running {where}: choose another --job, or set HOLDFAST_HOME to another folder"
+        )
+
+
+def _without_empty(made: dict[str, Any]) -> dict[str, Any]:
+    """Without the namespace that was not said: kubectl takes the context's."""
+    metadata = {key: value for key, value in made["metadata"].items() if value}
+    return {**made, "metadata": metadata}

@@ -1,0 +1,36 @@
+"""Files in YAML that people give to commands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from holdfast.errors import UsageError
+
+
+def read_yaml(option: str, path: Path) -> dict[str, Any]:
+    """A mapping. option: as which the file was given.
+
+    Raises:
+        UsageError: it cannot be read, or is something else.
+    """
+    try:
+        import yaml
+    except ModuleNotFoundError:
+        raise UsageError(f"{option} {path}: PyYAML is not installed: pip install pyyaml") from None
+    try:
+        read = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{option} {path}: {getattr(error, 'strerror', None) or 'no text'}") from None
+    except yaml.YAMLError as error:
+        raise UsageError(f"{option} {path}: no YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(read, dict) or not all(isinstance(key, str) for key in read):
+        raise UsageError(f"{option} {path}: a mapping of names to values is expected")
+    return read
+
+
+def yaml_text(values: list[dict[str, Any]]) -> str:
+    """Documents one after the other, as kubectl reads them."""
+    import yaml
+
+    return str(yaml.safe_dump_all(values, sort_keys=False, default_flow_style=False))

@@ -1,0 +1,167 @@
+"""Makes a job's object at the API server. Everything that can be refused is refused before anything is made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from holdfast.engines.kubernetes import api, names, render
+from holdfast.engines.kubernetes.against_schema import Problem
+from holdfast.engines.kubernetes.api import Api, ApiError
+from holdfast.engines.kubernetes.check import check, convert
+from holdfast.engines.kubernetes.reach import has_ended, job_path
+from holdfast.engines.kubernetes.resource import API_VERSION, GROUP, KIND, VERSION
+from holdfast.engines.kubernetes.status import JobStatus
+from holdfast.errors import UsageError
+
+MANAGER = "holdfast"
+"""The owner of the fields that the command line writes."""
+CODE_BYTES = 1_000_000
+"""Of a script that is sent along. A ConfigMap has at most 1 MiB with everything."""
+Object = dict[str, Any]
+
+
+class Submission(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be made."""
+
+    name: str
+    namespace: str
+    context: str
+    """Of the kubeconfig; empty: its current one."""
+    spec: Object
+    code: dict[str, str] | None
+    """File to text, for the ConfigMap that `spec.run.code` names; None: the image has the code."""
+
+    @property
+    def job(self) -> Object:
+        """The HoldfastJob."""
+        return {
+            "apiVersion": API_VERSION,
+            "kind": KIND,
+            "metadata": {"name": self.name, "namespace": self.namespace},
+            "spec": self.spec,
+        }
+
+    def config_map(self, uid: str = "") -> Object | None:
+        """Of the code. uid: of the job that it is removed with."""
+        if self.code is None:
+            return None
+        owner = {"apiVersion": API_VERSION, "kind": KIND, "name": self.name, "uid": uid}
+        return {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": {
+                "name": f"{self.name}-code",
+                "namespace": self.namespace,
+                "labels": {names.LABEL_JOB: self.name},
+                **({"ownerReferences": [owner]} if uid else {}),
+            },
+            "data": self.code,
+        }
+
+    def objects(self) -> list[Object]:
+        """All, in the order in which they are made."""
+        code = self.config_map()
+        return [*([code] if code is not None else []), self.job]
+
+
+def refuse_wrong(submission: Submission) -> None:
+    """Raises UsageError with every field that is wrong, its value and what is accepted."""
+    if found := check(submission.job):
+        raise UsageError(_told(found, ""))
+
+
+async def submit(client: Api, submission: Submission) -> str:
+    """Makes the objects; returns the job's uid.
+
+    Raises:
+        UsageError: it is refused, by us or by the API server, or the name is taken. Nothing was made.
+    """
+    try:
+        await _refuse_taken(client, submission)
+        await _dry_run(client, submission)
+        code = submission.config_map()
+        if code is not None:
+            await client.apply(_config_map_path(submission), code, manager=MANAGER)
+        made = await client.apply(
+            job_path(submission.namespace, submission.name), submission.job, manager=MANAGER
+        )
+        uid = str(made["metadata"]["uid"])
+        owned = submission.config_map(uid)
+        if owned is not None:
+            # Only now is there somebody to own it. It goes with the job.
+            await client.apply(_config_map_path(submission), owned, manager=MANAGER)
+    except ApiError as error:
+        raise UsageError(f"the API server refuses the job: {error}") from None
+    except api.NoAnswer as error:
+        raise UsageError(f"the API server does not answer: {error}") from None
+    return uid
+
+
+async def _refuse_taken(client: Api, submission: Submission) -> None:
+    try:
+        await client.get(f"/apis/{GROUP}/{VERSION}")
+    except ApiError as error:
+        if error.status != 404:
+            raise
+        raise UsageError(
+            "this cluster knows no HoldfastJobs: its operator is not installed (docs/kubernetes.md has the two commands)"
+        ) from None
+    try:
+        there = await client.get(job_path(submission.namespace, submission.name))
+    except ApiError as error:
+        if error.status == 404:
+            return
+        raise
+    status = msgspec.convert(there.get("status", {}), JobStatus)
+    where = f"--job {submission.name}: the namespace {submission.namespace!r} has a job of this name"
+    if has_ended(status):
+        raise UsageError(
+            f"{where}, which is over ({status.state}): `kubectl delete hj {submission.name} -n {submission.namespace}` removes "
+            "it, or choose another name"
+        )
+    raise UsageError(f"{where} ({status.state or 'new'}): `holdfast attach --job {submission.name}` shows it")
+
+
+async def _dry_run(client: Api, submission: Submission) -> None:
+    """The API server's own words, beside ours."""
+    problems = check(submission.job)
+    theirs = ""
+    try:
+        if (code := submission.config_map()) is not None:
+            await client.apply(_config_map_path(submission), code, manager=MANAGER, dry_run=True)
+        await client.apply(
+            job_path(submission.namespace, submission.name), submission.job, manager=MANAGER, dry_run=True
+        )
+        if not problems:
+            await _try_pod(client, submission)
+    except ApiError as error:
+        if error.may_pass:
+            raise
+        theirs = str(error)
+    if problems or theirs:
+        raise UsageError(_told(problems, theirs))
+
+
+async def _try_pod(client: Api, submission: Submission) -> None:
+    """Pod Security, quotas and webhooks are the cluster's own. The first node's pod is shown to them."""
+    pod = render.agent_pod(convert(submission.job), 0)
+    del pod["metadata"]["ownerReferences"]  # of an object that is not there yet
+    try:
+        await client.create(f"/api/v1/namespaces/{submission.namespace}/pods", pod, dry_run=True)
+    except ApiError as error:
+        # Who may write jobs need not be allowed to make pods. The operator asks again, and says it in `Accepted`.
+        if error.status != 403 or "cannot create resource" not in str(error):
+            raise
+
+
+def _told(problems: tuple[Problem, ...], theirs: str) -> str:
+    lines = [f"  {problem}" for problem in problems]
+    if theirs:
+        lines.append(f"  the API server says: {theirs}")
+    return "the job cannot be submitted:\n" + "\n".join(lines)
+
+
+def _config_map_path(submission: Submission) -> str:
+    return f"/api/v1/namespaces/{submission.namespace}/configmaps/{submission.name}-code"

@@ -1,0 +1,264 @@
+"""The test cluster's machines, and jobs on it. Started by `tests/kubernetes/cluster.sh with`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from holdfast.coordinator.service.store import Store
+from holdfast.engines.client import Announcement
+from holdfast.engines.kubernetes.api import Api, ApiError, NoAnswer
+from holdfast.engines.kubernetes.cluster import connect
+from holdfast.engines.kubernetes.reach import job_path
+from holdfast.engines.kubernetes.schema import crd_text
+from holdfast.engines.reach import client_of
+
+CLUSTER = os.environ.get("HOLDFAST_KUBE_CLUSTER", "")
+IMAGE = os.environ.get("HOLDFAST_KUBE_IMAGE", "")
+ROOT = Path(__file__).parents[2]
+TRAIN = ROOT / "tests" / "slurm" / "train_paced.py"
+MACHINES = [f"n{i}" for i in range(1, 5)]
+NAMESPACE = "research"
+PATIENCE_S = 150.0
+"""Of a machine with two processors, on which everything of a cluster runs."""
+LOOK_S = 0.2
+
+
+def cluster(*argv: str) -> None:
+    """cluster.sh: kill, boot, cut, heal, apiserver."""
+    subprocess.run([CLUSTER, *argv], check=True, timeout=150)
+
+
+async def until(true: Callable[[], Awaitable[object]], what: str, within_s: float = PATIENCE_S) -> Any:
+    """Waits until the cluster says so. It may not answer at all for a while."""
+    end = time.monotonic() + within_s
+    while True:
+        try:
+            if found := await true():
+                return found
+        except (NoAnswer, ApiError):
+            pass
+        assert time.monotonic() < end, f"not within {within_s:g} s: {what}"
+        await asyncio.sleep(LOOK_S)
+
+
+async def install(api: Api) -> None:
+    """The definition and the operator, as docs/kubernetes.md says, with the image of the tests."""
+    text = (ROOT / "deploy" / "kubernetes" / "operator.yaml").read_text()
+    objects = [yaml.safe_load(crd_text()), *filter(None, yaml.safe_load_all(text))]
+    for made in objects:
+        if made["kind"] == "Deployment":
+            made["spec"]["template"]["spec"]["containers"][0]["image"] = IMAGE
+        await api.apply(_path(made), made, manager="tests")
+    labels = {"pod-security.kubernetes.io/enforce": "restricted"}
+    namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE, "labels": labels}}
+    await api.apply(_path(namespace), namespace, manager="tests")
+
+
+def _path(made: dict[str, Any]) -> str:
+    group = made["apiVersion"]
+    folder = f"/api/{group}" if "/" not in group else f"/apis/{group}"
+    if "namespace" in made["metadata"]:
+        folder += f"/namespaces/{made['metadata']['namespace']}"
+    plural = {"NetworkPolicy": "networkpolicies"}.get(made["kind"], f"{made['kind'].lower()}s")
+    return f"{folder}/{plural}/{made['metadata']['name']}"
+
+
+async def operators(api: Api) -> list[dict[str, Any]]:
+    """Their pods."""
+    path = "/api/v1/namespaces/holdfast-system/pods"
+    return (await api.list_all(path, {}))[0]
+
+
+async def mend(api: Api) -> None:
+    """Every machine is up, plugged in and may be used, the operator too, and no job is left."""
+    for machine in MACHINES:
+        cluster("heal", machine)
+        if not (Path(os.environ["HOLDFAST_KUBE_DIR"]) / "pid" / f"power-{machine}").exists():
+            cluster("boot", machine)
+    for machine in MACHINES:
+        await api.merge(f"/api/v1/nodes/{machine}", {"spec": {"unschedulable": None}})
+    folder = f"/apis/holdfast.dev/v1alpha1/namespaces/{NAMESPACE}/holdfastjobs"
+    for job in (await api.list_all(folder, {}))[0]:
+        metadata = job["metadata"]
+        await api.merge(
+            f"{folder}/{metadata['name']}", {"metadata": {"annotations": {"holdfast.dev/skip-save": "true"}}}
+        )
+        await api.delete(f"{folder}/{metadata['name']}", metadata["uid"])
+
+    async def nothing() -> bool:
+        jobs = (await api.list_all(folder, {}))[0]
+        pods = (await api.list_all(f"/api/v1/namespaces/{NAMESPACE}/pods", {}))[0]
+        return not jobs and not pods
+
+    async def all_ready() -> bool:
+        nodes = (await api.list_all("/api/v1/nodes", {}))[0]
+        return sum(is_true(node, "Ready") for node in nodes) == len(MACHINES)
+
+    async def operated() -> bool:
+        return any(is_true(pod, "Ready") for pod in await operators(api))
+
+    await until(all_ready, "all machines are ready")
+    await until(operated, "an operator is there")
+    await until(nothing, "no job and no pod is left")
+
+
+def is_true(made: dict[str, Any], condition: str) -> bool:
+    """Of a job, a pod or a machine."""
+    found = made.get("status", {}).get("conditions", ())
+    return any(one["type"] == condition and one["status"] == "True" for one in found)
+
+
+class Job:
+    """`holdfast run --engine kubernetes`, and what became of it."""
+
+    def __init__(self, api: Api, home: Path, name: str, *options: object, steps: int, pace_s: float) -> None:
+        self.api, self.name, self.home = api, name, home
+        self.dir = home / "jobs" / name
+        self.log = home / f"{name}.log"
+        argv = ["run", "--engine", "kubernetes", "--image", IMAGE, "--namespace", NAMESPACE, "--job", name]
+        argv += [
+            "--node-memory",
+            "1500Mi",
+            "--no-ui",
+            *map(str, options),
+            str(TRAIN),
+            str(steps),
+            str(pace_s),
+        ]
+        with self.log.open("wb") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "holdfast.cli", *argv, "/tmp/at-once"],
+                env=dict(os.environ, HOLDFAST_HOME=str(home)),
+                stdout=out,
+                stderr=out,
+            )
+
+    async def __aenter__(self) -> Job:
+        os.environ["HOLDFAST_HOME"] = str(self.home)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        if exc[0] is not None:
+            print(f"--- {self.log.name}\n{self.log.read_text()[-4000:]}", file=sys.stderr)
+            print(f"--- the object\n{yaml.safe_dump((await self.object()).get('status'))}", file=sys.stderr)
+
+    async def wait(self, within_s: float = PATIENCE_S) -> int:
+        """The command's exit code."""
+        return await asyncio.to_thread(self.process.wait, within_s)
+
+    async def object(self) -> dict[str, Any]:
+        return await self.api.get(job_path(NAMESPACE, self.name))
+
+    async def condition(self, type_: str, within_s: float = PATIENCE_S) -> dict[str, Any]:
+        """Waits until it holds; returns the object."""
+
+        async def holds() -> dict[str, Any] | None:
+            made = await self.object()
+            return made if is_true(made, type_) else None
+
+        found: dict[str, Any] = await until(holds, f"{self.name} is {type_}", within_s)
+        return found
+
+    async def pod(self, name: str) -> dict[str, Any]:
+        return await self.api.get(f"/api/v1/namespaces/{NAMESPACE}/pods/{name}")
+
+    async def machine(self, pod: str) -> str:
+        return str((await self.pod(pod))["spec"]["nodeName"])
+
+    async def coordinator(self) -> str:
+        """Its pod."""
+        return str((await self.object())["status"]["coordinator"]["pod"])
+
+    async def see(self, wanted: Callable[[Announcement], object], within_s: float = PATIENCE_S) -> Any:
+        """Waits for something that the coordinator says, across coordinators, by the API server's proxy."""
+        await until(self._is_known, "the job is submitted", within_s)
+        async with (
+            asyncio.timeout(within_s),
+            client_of(self.dir) as client,
+            aclosing(client.watch()) as heard,
+        ):
+            async for said in heard:
+                if found := wanted(said):
+                    return found
+        raise AssertionError("the job has ended")
+
+    async def _is_known(self) -> bool:
+        assert self.process.poll() in (None, 0), self.log.read_text()
+        return (self.dir / "allocation.json").exists()
+
+    async def training(self, nodes: int, beyond: int = 0, spares: int = 0) -> dict[str, Any]:
+        """Waits until so many train, beyond a step, with so many spares ready; returns the status."""
+
+        def wanted(said: Announcement) -> Any:
+            if said.kind != "status" or said.value["phase"] != "running":
+                return None
+            ready = sum(w["state"] == "ready" for w in said.value["workers"])
+            ranks = sum(w["rank"] is not None for w in said.value["workers"])
+            full = ranks == nodes and ready >= spares and (said.value["step"] or 0) > beyond
+            return said.value if full else None
+
+        status: dict[str, Any] = await self.see(wanted)
+        return status
+
+    async def stop(self) -> None:
+        """In order, as `holdfast stop` asks for it."""
+        async with client_of(self.dir) as client:
+            await client.post("/stop?reason=enough", repeat=True)
+
+    async def stops_as(self, undisturbed: list[float], incidents: int | None = None) -> None:
+        """Ends it; each step has the loss that it has without faults, and none is missing."""
+        await self.stop()
+        code = await self.wait()
+        told = self.log.read_text()
+        assert code == 0, told
+        mine = self.losses()
+        assert len(mine) > 5
+        assert mine == undisturbed[: len(mine)]
+        report = json.loads((self.dir / "report.json").read_text())
+        assert report["steps"]["committed"] == len(mine)
+        if incidents is not None:
+            assert len(report["incidents"]) == incidents, told
+
+    def losses(self) -> list[float]:
+        """Of each step, from the copy of the ledger that the command left."""
+        return losses(self.dir)
+
+    def detach(self) -> int:
+        """Ctrl-C; returns the exit code."""
+        self.process.send_signal(signal.SIGINT)
+        return self.process.wait(PATIENCE_S)
+
+
+def losses(folder: Path) -> list[float]:
+    store = Store(folder / "job.sqlite", read_only=True)
+    try:
+        return [step.loss for step in store.steps()]
+    finally:
+        store.close()
+
+
+def node_of(status: dict[str, Any], rank: int) -> str:
+    """The pod of a rank."""
+    return str(next(w["node"] for w in status["workers"] if w["rank"] == rank))
+
+
+@asynccontextmanager
+async def reached():
+    """The API server."""
+    async with connect() as api:
+        yield api

@@ -1,0 +1,307 @@
+"""Jobs on a real Kubernetes of four machines, made with the command line: `make kube-test`."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+pytest.importorskip("kubernetes_asyncio")
+pytest.importorskip("yaml")
+from realkube import (
+    IMAGE,
+    MACHINES,
+    NAMESPACE,
+    PATIENCE_S,
+    TRAIN,
+    Job,
+    cluster,
+    install,
+    losses,
+    mend,
+    node_of,
+    operators,
+    reached,
+    until,
+)
+
+from holdfast.engines.kubernetes.api import Api, ApiError
+from holdfast.protocol.http_client import request
+from holdfast.protocol.lookup import AddressLookup
+
+pytestmark = [pytest.mark.kube, pytest.mark.timeout(400)]
+STEPS = 600
+"""More than any scene needs; each ends its job by `holdfast stop`."""
+PACE_S = 0.1
+Scene = Callable[[Api], Awaitable[None]]
+
+
+@pytest.fixture(scope="session")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if "HOLDFAST_KUBE_DIR" not in os.environ:
+        pytest.skip("there is no Kubernetes: make kube-test starts one")
+
+    async def prepare() -> None:
+        async with reached() as api:
+            await install(api)
+
+    asyncio.run(prepare())
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture
+def play(home: Path) -> Callable[[Scene], None]:
+    """Runs a scene, and leaves the cluster as it was."""
+
+    def run(scene: Scene) -> None:
+        async def act() -> None:
+            async with reached() as api:
+                try:
+                    await scene(api)
+                finally:
+                    await mend(api)
+
+        asyncio.run(act())
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def undisturbed(home: Path) -> list[float]:
+    """The losses of the same training on one worker of this machine, that nothing happens to."""
+    env = dict(os.environ, HOLDFAST_HOME=str(home), OMP_NUM_THREADS="1")
+    argv = [sys.executable, "-m", "holdfast.cli", "run", "--no-ui", "--job", "alone", str(TRAIN), str(STEPS)]
+    subprocess.run(argv, env=env, check=True, timeout=2 * PATIENCE_S, capture_output=True)
+    return losses(home / "jobs" / "alone")
+
+
+def test_a_machine_without_power_and_an_agent_killed_cost_no_step(
+    play: Callable[[Scene], None], home: Path, undisturbed: list[float]
+):
+    async def scene(api: Api) -> None:
+        options = ("--nnodes", 2, "--spares", 1)
+        async with Job(api, home, "power", *options, steps=STEPS, pace_s=PACE_S) as job:
+            status = await job.training(2, beyond=3, spares=1)
+            cluster("kill", await job.machine(node_of(status, 1)))
+            status = await job.training(2, beyond=status["step"] + 5)
+            # In its place: the container is started again in its pod, and the node comes back.
+            killed = node_of(status, 0)
+            pod = await job.pod(killed)
+            first = pod["status"]["containerStatuses"][0]["containerID"].rpartition("/")[2]
+            machine = pod["spec"]["nodeName"]
+            socket = f"{os.environ['HOLDFAST_KUBE_DIR']}/{machine}/containerd.sock"
+            cluster("exec", machine, "ctr", "-a", socket, "-n", "k8s.io", "task", "kill", "-s", "KILL", first)
+            await job.training(2, beyond=status["step"] + 5)
+            await job.stops_as(undisturbed, incidents=2)
+
+    play(scene)
+
+
+def test_a_job_runs_to_its_end(play: Callable[[Scene], None], home: Path):
+    async def scene(api: Api) -> None:
+        async with Job(api, home, "whole", "--nnodes", 2, steps=30, pace_s=0) as job:
+            assert await job.wait() == 0, job.log.read_text()
+            made = await job.condition("Complete")
+            assert made["status"]["state"] == "Succeeded"
+            assert len(job.losses()) == 30
+            report = await asyncio.to_thread(holdfast, home, "report", "--job", "whole")
+            assert "finished" in report.stdout
+
+    play(scene)
+
+
+def test_a_loss_while_the_api_server_is_down(
+    play: Callable[[Scene], None], home: Path, undisturbed: list[float]
+):
+    """Neither the API server nor the operator is needed for a recovery."""
+
+    async def scene(api: Api) -> None:
+        options = ("--nnodes", 2, "--spares", 1)
+        async with Job(api, home, "alone-down", *options, steps=STEPS, pace_s=PACE_S) as job:
+            status = await job.training(2, beyond=3, spares=1)
+            seat = await job.pod(await job.coordinator())
+            # Of the two one may share the coordinator's machine, which is to stay.
+            nodes = [node_of(status, rank) for rank in (0, 1)]
+            where_they_are = {node: await job.machine(node) for node in nodes}
+            lost = next(n for n in nodes if where_they_are[n] != seat["spec"]["nodeName"])
+            machine = await job.machine(lost)
+            where = await AddressLookup(seat["status"]["podIP"], 7077).find()
+            secret = await api.get(f"/api/v1/namespaces/{NAMESPACE}/secrets/alone-down-holdfast")
+            token = base64.b64decode(secret["data"]["token"]).decode()
+            assert where is not None
+            cluster("apiserver", "stop")
+            try:
+                cluster("kill", machine)
+
+                async def trains_on() -> bool:
+                    answer = await request(token, where, "GET", "/status", limit_s=5)
+                    now = msgspec.json.decode(answer.body)
+                    ranks = [w["node"] for w in now["workers"] if w["rank"] is not None]
+                    return lost not in ranks and len(ranks) == 2 and now["step"] > status["step"] + 10
+
+                await until(trains_on, "the spare trains, without an API server")
+            finally:
+                cluster("apiserver", "start")
+            await job.stops_as(undisturbed)
+
+    play(scene)
+
+
+def test_operators_killed_and_the_coordinators_machine_lost(
+    play: Callable[[Scene], None], home: Path, undisturbed: list[float]
+):
+    async def scene(api: Api) -> None:
+        options = ("--nnodes", 2, "--spares", 1)
+        async with Job(api, home, "seat", *options, steps=STEPS, pace_s=PACE_S) as job:
+            status = await job.training(2, beyond=3, spares=1)
+            for pod in await operators(api):
+                path = f"/api/v1/namespaces/holdfast-system/pods/{pod['metadata']['name']}"
+                await api.delete(path, pod["metadata"]["uid"], 0)
+            before = await job.coordinator()
+            cluster("kill", await job.machine(before))
+
+            async def succeeded() -> bool:
+                return await job.coordinator() != before
+
+            await until(succeeded, "a coordinator of the next term")
+            await job.training(2, beyond=status["step"])
+            await job.stops_as(undisturbed)
+
+    play(scene)
+
+
+def test_every_machine_is_drained_one_by_one(
+    play: Callable[[Scene], None], home: Path, undisturbed: list[float]
+):
+    async def evict(api: Api, pod: str) -> bool:
+        """As `kubectl drain`: asked again while the budget refuses."""
+        path = f"/api/v1/namespaces/{NAMESPACE}/pods/{pod}"
+        eviction = {
+            "apiVersion": "policy/v1",
+            "kind": "Eviction",
+            "metadata": {"name": pod, "namespace": NAMESPACE},
+        }
+        try:
+            await api.get(path)
+            await api.request("POST", f"{path}/eviction", None, eviction)
+        except ApiError as error:
+            if error.status not in (404, 429):
+                raise AssertionError(str(error)) from error
+            return error.status == 404
+        return False
+
+    async def scene(api: Api) -> None:
+        async with Job(api, home, "drained", "--nnodes", 2, steps=STEPS, pace_s=PACE_S) as job:
+            status = await job.training(2, beyond=2)
+            for machine in MACHINES:
+                await api.merge(f"/api/v1/nodes/{machine}", {"spec": {"unschedulable": True}})
+                pods = (
+                    await api.list_all(
+                        f"/api/v1/namespaces/{NAMESPACE}/pods", {"fieldSelector": f"spec.nodeName={machine}"}
+                    )
+                )[0]
+                for pod in pods:
+                    name = pod["metadata"]["name"]
+                    await until(lambda name=name: evict(api, name), f"{name} has left {machine}")
+                await api.merge(f"/api/v1/nodes/{machine}", {"spec": {"unschedulable": None}})
+            assert job.process.poll() is None, "the job was over before the last machine was drained"
+            # The coordinator may have moved with the last machine.
+            await job.training(2, beyond=status["step"])
+            # Planned changes are no faults.
+            await job.stops_as(undisturbed, incidents=0)
+
+    play(scene)
+
+
+def test_a_job_is_left_attached_suspended_resumed_and_deleted(play: Callable[[Scene], None], home: Path):
+    async def scene(api: Api) -> None:
+        async with Job(api, home, "life", "--nnodes", 2, steps=100_000, pace_s=PACE_S) as job:
+            await job.training(2, beyond=1)
+            assert await asyncio.to_thread(job.detach) == 0
+            assert "holdfast attach --job life" in job.log.read_text()
+            shown = await asyncio.to_thread(holdfast, home, "logs", "--job", "life", "--rank", "0")
+            assert shown.returncode == 0, shown.stderr
+            path = f"/apis/holdfast.dev/v1alpha1/namespaces/{NAMESPACE}/holdfastjobs/life"
+            await api.merge(path, {"spec": {"runPolicy": {"suspend": True}}})
+            await job.condition("Suspended")
+
+            async def given_back() -> bool:
+                return not (await api.list_all(f"/api/v1/namespaces/{NAMESPACE}/pods", {}))[0]
+
+            await until(given_back, "every pod is given back")
+            asked = await asyncio.to_thread(holdfast, home, "status", "--job", "life")
+            assert "suspended" in asked.stdout + asked.stderr
+            await api.merge(path, {"spec": {"runPolicy": {"suspend": False}}})
+            await job.training(2, beyond=1)
+            made = await job.object()
+            await api.delete(path, made["metadata"]["uid"])
+
+            async def gone() -> bool:
+                try:
+                    await api.get(path)
+                except ApiError as error:
+                    return error.status == 404
+                return False
+
+            await until(gone, "the object is gone")
+            await until(given_back, "every pod is gone with it")
+
+    play(scene)
+
+
+@pytest.mark.parametrize(
+    ("option", "ours", "theirs"),
+    [
+        (("--copies", "9"), "spec.snapshots.copies: 9", "should be less than or equal to 8"),
+        (("--namespace", "nowhere"), "", 'namespaces "nowhere" not found'),
+        (("--node-memory", "2Q"), "", "quantities must match"),
+        (("--fault", "boom"), "spec.faults[0]", ""),
+    ],
+)
+def test_what_is_wrong_is_told_before_anything_is_made(
+    play: Callable[[Scene], None], home: Path, option: tuple[str, str], ours: str, theirs: str
+):
+    async def scene(api: Api) -> None:
+        asked = (
+            "run",
+            "--engine",
+            "kubernetes",
+            "--image",
+            IMAGE,
+            "--namespace",
+            NAMESPACE,
+            "--job",
+            "wrong",
+        )
+        refused = await asyncio.to_thread(holdfast, home, *asked, *option, str(TRAIN), "5")
+        assert refused.returncode == 2
+        assert ours in refused.stderr
+        assert theirs in refused.stderr
+        for path in (
+            "/apis/holdfast.dev/v1alpha1/holdfastjobs",
+            f"/api/v1/namespaces/{NAMESPACE}/configmaps",
+        ):
+            made = (await api.list_all(path, {}))[0]
+            assert [one["metadata"]["name"] for one in made if "wrong" in one["metadata"]["name"]] == []
+
+    play(scene)
+
+
+def holdfast(home: Path, *argv: str) -> subprocess.CompletedProcess[str]:
+    """A command of the person's."""
+    env = dict(os.environ, HOLDFAST_HOME=str(home))
+    return subprocess.run(
+        [sys.executable, "-m", "holdfast.cli", *argv],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
