@@ -68,7 +68,7 @@ def test_a_folder_in_no_home_is_nobodys(tmp_path: Path) -> None:
 async def answers(scrape_token: str, bearer: str, method: str, path: str) -> int:
     listener = socket.create_server(("127.0.0.1", 0))
     where = Endpoint(host="127.0.0.1", port=listener.getsockname()[1], pid=1, instance="x")
-    app = web.Application(middlewares=[authorized("job", where, scrape_token)])
+    app = web.Application(middlewares=[authorized("job", where, scrape_token=scrape_token)])
 
     async def well(request: web.Request) -> web.Response:
         return web.Response()
@@ -77,7 +77,7 @@ async def answers(scrape_token: str, bearer: str, method: str, path: str) -> int
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     assert runner.server is not None
-    entrance = Entrance(listener, "job", where, runner.server, scrape_token)
+    entrance = Entrance(listener, "job", where, runner.server, scrape_token=scrape_token)
     try:
         async with (
             aiohttp.ClientSession(headers={"Authorization": f"Bearer {bearer}"}) as session,

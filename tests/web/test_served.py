@@ -278,12 +278,12 @@ def test_a_cookie_opens_the_coordinators_page_and_nothing_else_of_it() -> None:
         port = listener.getsockname()[1]
         where = Endpoint(host="127.0.0.1", port=port, pid=1, instance="i")
         sessions = Sessions("token", port, lambda: 1000.0)
-        app = web.Application(middlewares=[authorized("token", where, sessions)])
+        app = web.Application(middlewares=[authorized("token", where, sessions=sessions)])
         app.add_routes([web.get("/", fine), web.get("/ledger", fine), web.post("/page-code", fine)])
         runner = web.AppRunner(app)
         await runner.setup()
         assert runner.server is not None
-        entrance = Entrance(listener, "token", where, runner.server, sessions)
+        entrance = Entrance(listener, "token", where, runner.server, sessions=sessions)
         url, cookie = f"http://127.0.0.1:{port}", sessions.redeem(sessions.new_code(Role.ACT))
         mine, token = {"Cookie": f"{sessions.cookie}={cookie}"}, {"Authorization": "Bearer token"}
         try:

@@ -35,7 +35,9 @@ _REFUSED = (
 _ASKS_NAME = f"GET {NAME_PATH} HTTP/".encode()
 
 
-def authorized(token: str, where: Endpoint, scrape_token: str = "", sessions: Sessions | None = None) -> Any:
+def authorized(
+    token: str, where: Endpoint, *, scrape_token: str = "", sessions: Sessions | None = None
+) -> Any:
     """Turns away who does not know the token; who proves that he does without showing it gets the proof that we do.
 
     scrape_token: opens `/metrics` alone, see `protocol.scrape_token`; empty: there is none. sessions: of browsers, which may
@@ -113,6 +115,7 @@ class Entrance:
         token: str,
         where: Endpoint,
         server: Callable[[], asyncio.Protocol],
+        *,
         scrape_token: str = "",
         sessions: Sessions | None = None,
     ) -> None:

@@ -159,7 +159,10 @@ class Coordinator:
             sessions=Sessions(self._token, where.port, time.time, frozenset({host.lower()})),
         )
         app = web.Application(
-            middlewares=[authorized(self._token, where, scrape_token, page.sessions), self._count_requests()]
+            middlewares=[
+                authorized(self._token, where, scrape_token=scrape_token, sessions=page.sessions),
+                self._count_requests(),
+            ]
         )
         app.on_response_prepare.append(give_proof)
         app.on_response_prepare.append(headers_of_page)
@@ -173,7 +176,9 @@ class Coordinator:
         _log.info("serving", extra={"url": where.url, "resumed": self._resumed, "seq": self._loop.seq})
         write_endpoint(self._job_dir, where)
         assert runner.server is not None
-        entrance = Entrance(listener, self._token, where, runner.server, scrape_token, page.sessions)
+        entrance = Entrance(
+            listener, self._token, where, runner.server, scrape_token=scrape_token, sessions=page.sessions
+        )
         loop = asyncio.get_running_loop()
         # Ctrl-C reaches the whole process group. The launcher decides what it means and asks for a stop; a
         # coordinator that ended by itself would take the job's state with it.
