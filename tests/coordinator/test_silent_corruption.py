@@ -151,6 +151,21 @@ def test_who_computed_another_gradient_than_two_others_is_taken_out():
     assert incident.cause == GradientsDiffer(step=7, micro=3, workers=(odd,), agree=(first, last))
     assert "micro-batch 3 of step 7" in str(incident.cause)
     assert desk.killed() == {odd}
+    (ask,) = desk.state.health.asks
+    assert (ask.node, ask.rule) == (desk.state.membership.workers[odd].node, "gradient-apart")
+    assert "holdfast check --deep" in ask.text
+
+
+def test_the_node_of_a_wrong_gradient_is_replaced_where_that_is_wanted():
+    desk = running(nodes=3, health=HealthSpec(replace_suspect=True))
+    first, odd, last = desk.members()
+    computes_otherwise(desk, {first: 5, odd: 6, last: 5})
+    (found,) = findings(desk)
+    assert (found["rule"], found["remedy"], found["node"]) == (
+        "gradient-apart",
+        "replace",
+        desk.state.membership.workers[odd].node,
+    )
 
 
 @pytest.mark.parametrize("nodes", [2, 3])

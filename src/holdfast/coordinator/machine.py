@@ -297,6 +297,8 @@ class Core(Context):
                 durable_checkpoints.forget_last(self)
             case requests.NoteNonFinite(worker, message):
                 silent_corruption.brought(self, worker, message)
+            case requests.NoteMiscomputed(worker, cause):
+                silent_corruption.miscomputed(self, worker, cause)
             case _:
                 raise TypeError(f"no part serves {request}")
         return None

@@ -21,6 +21,7 @@ LOSS_JUMP = "loss-jump"
 PART_APART = "part-apart"
 NOT_FINITE = "part-not-finite"
 STATE_APART = "state-apart"
+GRADIENT_APART = "gradient-apart"
 
 TIMES = 3
 """At so many different steps a node alone brings what is not finite, until a person is asked for: by chance, as the
@@ -107,16 +108,29 @@ def _differs(
         return
     agree = len(sums) - len(found.workers)
     told = f"after step {committed - 1} it holds another state than {agree} others of its shard: silent data corruption"
+    _proven(context, worker, STATE_APART, told)
     node = context.state.membership.nodes.get(worker.node)
-    if node is None or context.spec.health.replace_suspect or on_trial(context, STATE_APART):
-        _suspect(context, worker, STATE_APART, told)
-    else:
-        # No finding, which would be the cause of the incident that follows: here the cause is known, and has a type.
-        check = f"{worker.name}: {told}. Run `holdfast check --deep {node.name}`"
-        notes.ask(context, node, STATE_APART, check)
     if node is not None and not on_trial(context, STATE_APART):
         cause = causes.StatesDiffer(step=committed, workers=found.workers, agree=agree)
         context.request(EvictWorkers(node, [worker], cause))
+
+
+def miscomputed(context: Context, worker: Worker, cause: causes.GradientsDiffer) -> None:
+    """A worker was taken out for a gradient that two others have proven wrong. What is at fault is still in the node."""
+    if context.spec.health.watch:
+        told = f"its gradient in step {cause.step} differs from that of {len(cause.agree)} others: silent data corruption"
+        _proven(context, worker, GRADIENT_APART, told)
+
+
+def _proven(context: Context, worker: Worker, rule: str, told: str) -> None:
+    """The worker's successor may start on the same node, so its node is for a person, or is replaced."""
+    node = context.state.membership.nodes.get(worker.node)
+    if node is None or context.spec.health.replace_suspect or on_trial(context, rule):
+        _suspect(context, worker, rule, told)
+    else:
+        # No finding, which would be the cause of the incident that follows: here the cause is known, and has a type.
+        # What to do comes first: the text is cut where it is kept.
+        notes.ask(context, node, rule, f"run `holdfast check --deep {node.name}`: of {worker.name}, {told}")
 
 
 def brought(context: Context, worker: Worker, message: m.Failed) -> None:

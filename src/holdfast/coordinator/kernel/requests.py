@@ -14,7 +14,7 @@ from holdfast.coordinator.kernel.history import Remembered
 from holdfast.coordinator.kernel.incident_state import Incident
 from holdfast.coordinator.kernel.membership_state import Blame, Node, Worker
 from holdfast.protocol import messages as m
-from holdfast.protocol.causes import Cause
+from holdfast.protocol.causes import Cause, GradientsDiffer
 from holdfast.protocol.health import Remedy
 from holdfast.protocol.job import Durable
 from holdfast.protocol.snapshots import Copy
@@ -300,3 +300,11 @@ class NoteNonFinite(Request[None]):
 
     worker: Worker
     message: m.Failed
+
+
+@dataclass(frozen=True)
+class NoteMiscomputed(Request[None]):
+    """A worker is taken out, because others have proven that it computed other bits than they did."""
+
+    worker: Worker
+    cause: GradientsDiffer

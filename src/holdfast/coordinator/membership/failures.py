@@ -13,6 +13,7 @@ from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
 from holdfast.coordinator.kernel.requests import (
     AwaitChecksums,
     EndGeneration,
+    NoteMiscomputed,
     NoteNonFinite,
     RefuseNode,
     StopJob,
@@ -136,7 +137,11 @@ def gradients_differ(context: Context, worker: Worker, message: m.GradientsDiffe
     agree = tuple(sorted(set(message.digests) - set(found.workers)))
     cause = causes.GradientsDiffer(step=message.step, micro=message.micro, workers=found.workers, agree=agree)
     if found.proven:
-        condemn(context, [membership.workers[name] for name in found.workers], cause)
+        wrong = [membership.workers[name] for name in found.workers]
+        condemn(context, wrong, cause)
+        # Without this the worker's successor would start on the same processor, and nobody would look at it.
+        for one in wrong:
+            context.request(NoteMiscomputed(one, cause))
         return
     # The same step is computed again, which undoes an error that does not repeat itself. One that does cannot be
     # told from a script that is not deterministic, and no worker is more suspect than the others.
