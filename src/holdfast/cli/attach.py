@@ -56,6 +56,7 @@ def attach(
 def _look_on(folder: Path, no_ui: bool) -> str | None:
     """At a job that another command runs here, or that Slurm runs."""
     import asyncio
+    import signal
 
     from holdfast.cli.view import view_of
     from holdfast.engines import jobs
@@ -66,6 +67,11 @@ def _look_on(folder: Path, no_ui: bool) -> str | None:
     shown = Shown(view)
 
     async def watch() -> dict[str, Any] | None:
+        watching = asyncio.current_task()
+        assert watching is not None
+        # Of our own, as every launcher has it: a script that starts this command with `&` has SIGINT ignored, and then
+        # Python raises no KeyboardInterrupt.
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, watching.cancel)
         async with client_of(folder) as client:
             async for announcement in client.watch():
                 match announcement.kind:
@@ -80,7 +86,7 @@ def _look_on(folder: Path, no_ui: bool) -> str | None:
     try:
         with view:
             ended = asyncio.run(watch())
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         sys.stderr.write(f"[holdfast] the job {folder.name} goes on without this command\n")
         return "left"
     if ended is None:
