@@ -27,6 +27,7 @@ def attach(
     from holdfast.engines import jobs
     from holdfast.errors import UsageError
 
+    # Where a place is said, or nothing is known here, the cluster is asked. Its answer makes the folder.
     if job is not None and (
         namespace or context or not (jobs.job_dir(jobs.check_name(job)) / "spec.json").is_file()
     ):
@@ -49,6 +50,7 @@ def attach(
         outcome = follow(folder, no_ui)
     else:
         outcome = _look_on(folder, no_ui)
+    # Leaving is no failure, and scripts decide by the exit code.
     if outcome not in ("finished", "stopped", "left"):
         sys.exit(1)
 

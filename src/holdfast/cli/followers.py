@@ -29,6 +29,7 @@ def check(track: Sequence[str], notify: Sequence[str]) -> None:
         from holdfast.tracking.notify import sender
 
         for target in notify:
+            # Making one is the check of its file, its variable or its program. Nothing is sent.
             sender(target)
 
 
@@ -88,9 +89,11 @@ class Followers:
 
     async def end(self) -> None:
         """After the job's end: waits until they have read it, and ends whoever takes too long."""
+        # This wait cancels nothing: who is late is ended below, and still waited for.
         _, late = await asyncio.wait(self._following, timeout=LAST_S)
         for process in self._processes:
             if process.returncode is None:
                 process.terminate()
+        # Until they are gone: no process may outlive the command that started it.
         if late:
             await asyncio.wait(late)

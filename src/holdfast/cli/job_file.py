@@ -47,6 +47,8 @@ def expand(args: Sequence[str], params: Sequence[Any]) -> list[str]:
         if key not in (SCRIPT, ARGS)
         for word in _words(path, key, value, options.get(key), negations.get(key))
     ]
+    # A script on the command line replaces the file's script and its arguments: half of each would
+    # be a mix that nobody wrote.
     if not script:
         script = [
             *([_text(path, SCRIPT, read[SCRIPT])] if SCRIPT in read else []),
@@ -112,6 +114,7 @@ def _list(path: Path, key: str, value: Any) -> list[Any]:
 
 
 def _text(path: Path, key: str, value: Any) -> str:
+    # YAML reads a bare `no` as false. The text `False` is not what the person wrote, so it is refused.
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise UsageError(
             f"-f {path}: {key}: {value!r}; accepted: a text or a number; in quotes where YAML reads another"

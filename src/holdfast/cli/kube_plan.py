@@ -158,6 +158,7 @@ def _health(given: HealthOptions) -> dict[str, Any]:
     slow = {"replaceSlowPercent": round(given.replace_slow * 100)} if given.replace_slow else {}
     return {
         **({"dryRun": list(given.dry_run_rules)} if given.dry_run_rules else {}),
+        # At least 1: a small share that is rounded to 0 would forbid every action.
         "blastRadiusPercent": max(1, round(100 * parse_share("--blast-radius", given.blast_radius))),
         **({"deepChecks": True} if given.deep else {}),
         **slow,
@@ -199,6 +200,7 @@ def _read_template(path: Path) -> dict[str, Any]:
     # A whole Pod is one too: people have these.
     template: dict[str, Any] = {key: read[key] for key in ("metadata", "spec") if key in read}
     metadata = template.get("metadata") or {}
+    # A Pod's name, namespace and owner are its own: as a template's they would be the same for every node.
     template["metadata"] = {key: metadata[key] for key in ("labels", "annotations") if key in metadata}
     if not template["metadata"]:
         del template["metadata"]

@@ -23,6 +23,7 @@ def run_on_kubernetes(options: RunOptions) -> str | None:
     if options.dry_run:
         from holdfast.cli.yaml_file import yaml_text
 
+        # Without a cluster only our own checks can speak, and what is printed has passed them.
         refuse_wrong(submission)
         sys.stdout.write(yaml_text([_without_empty(one) for one in submission.objects()]))
         return "finished"
@@ -79,6 +80,7 @@ def _submit(submission: Submission) -> Path:
         async with connect(submission.context or None) as client:
             return await submit(client, submission)
 
+    # Before anything is made: a folder stands for one job, and commands would go to the wrong one.
     _refuse_other(submission.name, namespace, submission.context)
     uid = asyncio.run(make())
     folder = remember(submission.job, submission.context, uid)
@@ -97,9 +99,11 @@ def remember(raw: dict[str, Any], context: str, uid: str) -> Path:
     from holdfast.engines.kubernetes.job_spec import job_spec
 
     job = convert(raw)
+    # It holds the folder's lock: two commands that remember the same job must not mix their files.
     folder = jobs.JobFolder(job.id.name)
     try:
         known = jobs.read_allocation(folder.path)
+        # By the uid: a job that was deleted and made again under its name is another job.
         if known is None or known.id != uid:
             folder.put_away()
         (folder.path / "spec.json").write_bytes(msgspec.json.format(msgspec.json.encode(job_spec(job))))

@@ -40,5 +40,6 @@ def notify(
 
     folder = jobs.existing(job)
     with ExitStack() as opened:
+        # All are opened before one follows: a wrong target is refused before any message goes out.
         notifiers = [opened.enter_context(closing(Notifier(target, folder, link))) for target in to]
         asyncio.run(follow(folder, notifiers, ledger))

@@ -24,6 +24,7 @@ def rm(
     from holdfast.errors import UsageError
     from holdfast.protocol import units
 
+    # A name that is given twice is taken once: the second removal would find nothing, and fail.
     folders = [jobs.existing(name) for name in dict.fromkeys(names)]
     # All is looked at before anything is removed: a name that cannot be removed leaves the others as they are.
     for folder in folders:
@@ -39,6 +40,7 @@ def rm(
                 f"{max(inside)}: they are removed with it only if you add --checkpoints"
             )
     for folder in folders:
+        # Before the folder: whoever is killed in between still has a folder, and can run this again.
         nbytes = jobs.free_memory(folder.name)
         # Its lock is held meanwhile: whoever starts a job of this name now waits for no half of the old one.
         held = JobFolder(folder.name)

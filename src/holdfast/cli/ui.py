@@ -75,6 +75,7 @@ async def _serve(host: UiHost, port: int, act: bool) -> None:
     from holdfast.web.sessions import Role, Sessions
 
     try:
+        # Bound before the link is printed: no other program can take the port and be shown the code.
         listener = loopback(port)
     except OSError as error:
         raise UsageError(
@@ -82,6 +83,7 @@ async def _serve(host: UiHost, port: int, act: bool) -> None:
             "in its terminal for a new link"
         ) from None
     bound = listener.getsockname()[1]
+    # With the port that was really given: the cookie's name has it, so two pages on one machine keep apart.
     sessions = Sessions(page_key(jobs.home()), bound, time.time)
     loop, ends = asyncio.get_running_loop(), asyncio.Event()
 
@@ -102,6 +104,7 @@ async def _serve(host: UiHost, port: int, act: bool) -> None:
 
     def started() -> None:
         link()
+        # Only for a person: a pipe that has something to read would make links that nobody asked for.
         if sys.stdin.isatty():
             sys.stdout.write("press Enter for another link, Ctrl-C to end\n")
             sys.stdout.flush()

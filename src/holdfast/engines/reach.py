@@ -13,6 +13,7 @@ def client_of(folder: Path) -> JobClient:
     allocation = jobs.read_allocation(folder)
     if allocation is None or allocation.engine != "kubernetes":
         return JobClient(folder)
+    # Only for such a job: commands for others must not pay for importing the cluster's client.
     from holdfast.engines.kubernetes.reach import KubernetesReach
 
     return JobClient(folder, KubernetesReach(folder, allocation))

@@ -21,6 +21,7 @@ _FORMED = "formed"
 
 def put_away(job_dir: Path) -> list[tuple[int, Path]]:
     """Folders of the starts before the newest one that are kept, oldest first, with their numbers from 1."""
+    # By number and not by name: 10 comes after 9, and the account depends on the order.
     return sorted((int(d.name), d) for d in (job_dir / "runs").glob("*") if d.name.isdigit())
 
 
@@ -41,6 +42,8 @@ def all_starts(job_dir: Path, newest: Store) -> dict[str, Any] | None:
 def read(folder: Path) -> Start | None:
     """What the ledger in a folder has of its start; None: it cannot be read."""
     try:
+        # A writer would bring an older ledger's tables up to date, and nobody may change
+        # what an ended start has left.
         store = Store(newest_ledger(folder), read_only=True)
     except (OSError, sqlite3.Error, HoldfastError):
         return None
@@ -60,8 +63,10 @@ def keep_newest(job_dir: Path, count: int) -> None:
         if number > earlier.through and newest_ledger(folder).exists():
             later = [read(f) for _, f in there[place + 1 :] if newest_ledger(f).exists()]
             work = runs / f".{EARLIER}"
+            # Written beside and renamed: a kill leaves the old account or the new one, and never half of one.
             work.write_bytes(msgspec.json.encode(forget(earlier, number, read(folder), later)))
             work.rename(runs / EARLIER)
+        # What cannot be removed now is tried again later. It is in the account, so it counts once.
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -71,6 +76,7 @@ def _earlier(runs: Path) -> Account:
     except FileNotFoundError:
         return Account()
     except (OSError, msgspec.MsgspecError):
+        # Damaged is unknown and not empty: goodput without those starts would look too good.
         return Account(starts=1, known=False)
 
 
@@ -79,6 +85,8 @@ def _start(store: Store) -> Start | None:
         state = store.load()
         if state is None:
             return None
+        # The first generation tells what the start went on from. Later ones tell where
+        # it went back to by itself.
         formed = (e.fields.get("start") for e in store.events() if e.kind == _FORMED)
         began_at = next(formed, None) if state.membership.counts_steps else None
         return Start(state=state, now=state.began_s + store.last_t_s(), began_at=began_at)

@@ -83,6 +83,7 @@ class _Trace:
         """A thread, from `first` on, on which nothing is at this time. Called in the order of `begin_s`."""
         lanes = self._lanes.setdefault((pid, first), [])
         lane = next((i for i, free_s in enumerate(lanes) if free_s <= begin_s), len(lanes))
+        # A slice just past the end appends, so a new lane needs no case of its own.
         lanes[lane : lane + 1] = [end_s]
         self.thread(pid, first + lane, name)
         return first + lane
@@ -97,6 +98,8 @@ class _Trace:
         args: Mapping[str, Any] | None = None,
     ) -> None:
         """A stretch of time. One that begins within another of its thread must end within it."""
+        # Both ends are rounded, and not the duration: a part that is rounded by itself
+        # could end after the whole.
         at = {"pid": pid, "tid": tid, "ts": _us(begin_s), "dur": max(0, _us(end_s) - _us(begin_s))}
         self.add({"ph": "X", "cat": "holdfast", "name": name, **at, "args": dict(args or {})})
 
@@ -130,6 +133,7 @@ def _incidents(made: _Trace, entries: Iterable[Entry]) -> None:
             facts[entry["fields"]["id"]] = dict(entry["fields"])
         elif entry["kind"] == "incident-explained" and entry["fields"]["id"] in facts:
             facts[entry["fields"]["id"]]["cause"] = entry["fields"]["cause"]
+    # By their begins, as `lane` needs it. By number, an incident that struck again would lie across another.
     for number, told in sorted(facts.items(), key=lambda item: item[1].get("t_s") or 0.0):
         span = whole(told)
         if span is None:
@@ -172,6 +176,8 @@ def _generations(made: _Trace, entries: Sequence[Entry], end_s: float) -> None:
         name = f"generation {fields['generation']}"
         made.slice(COORDINATOR, GENERATIONS, name, entry["t_s"], until_s, args)
         made.counter("world size", entry["t_s"], fields["world"])
+        # Viewers draw a value on until the next one: without this the time between two generations
+        # would look trained.
         made.counter("world size", until_s, 0)
 
 
@@ -212,6 +218,7 @@ def _workers(made: _Trace, entries: Sequence[Entry], end_s: float) -> None:
         if entry["kind"] == "worker-started":
             began.setdefault(worker, entry["t_s"])
         elif entry["kind"] in ("worker-exited", "worker-ended", "worker-done"):
+            # The first sign of the end counts: a worker that exited is named again when its node is lost.
             ended.setdefault(worker, entry["t_s"])
         elif entry["kind"] in ("node-lost", "node-left"):
             node = entry["fields"]["node"]

@@ -22,6 +22,7 @@ def whole(facts: Facts) -> Span | None:
     began_s = facts.get("t_s")
     if began_s is None:
         return None
+    # The latest end that is known: full strength comes after the stall, and the stall after the detection.
     known = [facts.get(name) for name in ("full_strength_s", "stall_s", "detect_s")]
     return Span("incident", began_s, began_s + next((x for x in known if x is not None), 0.0))
 

@@ -73,9 +73,13 @@ def memory(sizes: Sizes, shard: int, workers_per_node: int) -> Memory:
 def compute_bytes(sizes: Sizes) -> float:
     """Of a device while it computes: embedding and head with two blocks (one ahead), the inputs of all blocks, one block's
     activations, and the logits."""
+    # Both are counted, also where a model ties them: the sum is then a little too high, on the safe side.
     ends = 2.0 * sizes.vocabulary * sizes.hidden
+    # Never below zero: sizes that do not fit together must not lower the sum.
     block = sizes.block if sizes.block is not None else max(0.0, sizes.parameters - ends) / sizes.layers
     tokens = sizes.seq_len * sizes.micro_batch
+    # The block ahead is gathered in bf16 and has no gradient yet, so it takes less than the one at work.
     gathered = COMPUTE_BYTES * (ends + block) + FROZEN_BYTES * block
+    # Of a block only its input is kept, in bf16: the backward pass computes the rest again.
     inputs = 2.0 * tokens * sizes.hidden * sizes.layers
     return gathered + inputs + BLOCK_BYTES * tokens * sizes.hidden + LOGIT_BYTES * tokens * sizes.vocabulary

@@ -43,6 +43,7 @@ def make_scrape_token(home: Path) -> None:
     try:
         with os.fdopen(fd, "w") as out:
             out.write(secrets.token_urlsafe(32))
+        # A link and no rename: a rename would replace the token of a job that was faster.
         with suppress(FileExistsError):
             os.link(work, path)
     finally:

@@ -61,6 +61,7 @@ def _why(job: str, incident: int | None) -> str:
 
 def take_in(notes: Notes, matters: list[Matter], now_s: float) -> Notes:
     """With what is new among the matters. now_s: seconds since 1970."""
+    # Forgotten after AGAIN_S: a matter that still stands then is told once more.
     told = {key: at_s for key, at_s in notes.told.items() if now_s - at_s < AGAIN_S}
     new = []
     for matter in matters:
@@ -69,6 +70,7 @@ def take_in(notes: Notes, matters: list[Matter], now_s: float) -> Notes:
             told[matter.key] = now_s
     waiting = (*notes.waiting, *new)
     newest = dict(sorted(told.items(), key=lambda item: item[1])[-REMEMBERED:])
+    # What is beyond the bound is counted: whoever gets the message has to know that there is more.
     more = notes.more + max(0, len(waiting) - MOST)
     return msgspec.structs.replace(notes, waiting=waiting[:MOST], more=more, told=newest)
 

@@ -76,6 +76,8 @@ class Notifier(FileTracker):
         self._first_s = time.time()
         place = folder / "tracked"
         place.mkdir(mode=0o700, exist_ok=True)
+        # A target has characters that no name of a file takes. By its hash two targets
+        # never share a position.
         key = hashlib.sha256(target.encode()).hexdigest()[:16]
         super().__init__(place / f"notify-{key}.position")
 
@@ -132,6 +134,7 @@ class Notifier(FileTracker):
     def _keep(self, notes: Notes, batch: Batch) -> None:
         kept = self._kept.value
         new = msgspec.structs.replace(kept, notes=notes, position=batch.position)
+        # Each replacement is a write to the disk, and most batches change nothing.
         if new != kept:
             self._kept.replace(new)
 
@@ -168,6 +171,7 @@ def sender(target: str) -> Send:
     if kind in ("slack", "webhook") and where:
         url = _secret_url(kind, where)
         body = _slack if kind == "slack" else msgspec.to_builtins
+        # A sender runs on the tracker's own thread, where no loop is running.
         return lambda message: asyncio.run(_post(url, body(message)))
     if kind == "mail" and "@" in where and not any(c.isspace() for c in where):
         command = shlex.split(os.environ.get(MAIL_VARIABLE, MAIL_COMMAND))
@@ -222,12 +226,14 @@ async def _post(url: str, body: Any) -> None:
             if answer.status >= 300:
                 raise NotDelivered(f"the webhook answers {answer.status}")
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+        # Only the kind of the error: its words have the URL, which is a secret.
         raise NotDelivered(f"the webhook does not answer ({type(error).__name__})") from None
 
 
 def _mail(command: list[str], to: str, message: Message) -> None:
     mail = EmailMessage()
     mail["To"] = to
+    # The first line alone: a header with a line break is refused, or would begin another header.
     mail["Subject"] = f"[holdfast] {message.text.partition(chr(10))[0]}"
     mail.set_content(message.text)
     try:

@@ -78,6 +78,8 @@ class Otlp(FileTracker):
             if isinstance(part, LedgerEntry):
                 told = _heard(told, part)
                 spans += self._spans_of(told, part, batch)
+        # Sent before the position is kept: killed in between, the next follower sends
+        # spans with the same ids.
         if spans:
             self._send(_request(spans, self._job, batch.position.ledger))
         told = _without_closed(told)
@@ -85,6 +87,7 @@ class Otlp(FileTracker):
 
     def _spans_of(self, told: Told, entry: LedgerEntry, batch: Batch) -> list[dict[str, Any]]:
         over = [entry.fields["id"]] if entry.kind in _OVER else []
+        # Nothing comes after the end, so incidents that are open are sent as far as they came.
         over = list(told.facts) if entry.kind == "ended" else over
         made = Made(ledger=batch.position.ledger, began_utc_s=batch.began_utc_s)
         return [
@@ -121,6 +124,7 @@ async def _post(url: str, headers: Mapping[str, str], body: bytes) -> str | None
         ):
             return None if answer.status < 300 else f"it answers {answer.status}"
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+        # Only the kind of the error: its words have the URL, and that may have a password.
         return f"no answer ({type(error).__name__})"
 
 
@@ -174,6 +178,7 @@ def _heard(told: Told, entry: LedgerEntry) -> Told:
         about[number] = (*about.get(number, ()), (entry.t_s, entry.kind, text))[:MOST_EVENTS]
     nodes = dict(told.nodes)
     if entry.kind == "incident-opened" and (node := fields.get("node")):
+        # Taken out and put in anew: the order is that of the newest incident, and the bound drops the oldest.
         nodes.pop(node, None)
         nodes[node] = fields["id"]
         nodes = dict(list(nodes.items())[-MOST_NODES:])
@@ -278,9 +283,11 @@ def _attributes(values: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _value(value: Any) -> dict[str, Any]:
     match value:
+        # Before int: in Python every bool is an int, and would be sent as a number.
         case bool():
             return {"boolValue": value}
         case int():
+            # As text: the JSON form of OTLP has 64-bit integers so, since readers of JSON may round them.
             return {"intValue": str(value)}
         case float():
             return {"doubleValue": value}

@@ -97,8 +97,11 @@ class WeightsAndBiases(FileTracker):
         kept = self._kept.value
         if self._rows:
             folder = self._segment()
+            # It must be new: into a folder that is there W&B would write beside what
+            # another process has left.
             folder.mkdir()
             self._log(folder, kept.rows)
+        # Only after W&B has finished the file. Until then the ledger alone surely has these rows.
         self._kept.replace(
             msgspec.structs.replace(
                 kept,

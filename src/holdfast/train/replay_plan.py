@@ -38,12 +38,14 @@ def replay_of(every: int, seed: int, step: int, micro_batches: int, nodes: Seque
         micro_batches: in a global batch.
         nodes: the node of every rank.
     """
+    # One worker alone would compare itself with itself: what errs the same way each time is not found.
     if not every or len(nodes) < 2:
         return None
     # One step of each block of `every`, and not always the same one: what else a job does at a fixed interval
     # (snapshots, evaluations) would always, or never, fall together with it.
     if step % every != _draw(seed, step // every, 0) % every:
         return None
+    # Each choice has a draw of its own: with one for all, an owner would always have the same checker.
     micro = _draw(seed, step, 1) % micro_batches
     owner = next(rank for rank, mine in enumerate(shares(micro_batches, len(nodes))) if micro in mine)
     checker = _other(nodes, (owner,), _draw(seed, step, 2))

@@ -54,6 +54,7 @@ def world_of_one(given: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     finally:
+        # An adapter may have hidden them meanwhile, and that is for good: what was there must not come back.
         if not _hidden:
             _remove()
             os.environ.update(before)
@@ -64,6 +65,8 @@ def show(rank: int, size: int, given: Mapping[str, str]) -> None:
     which the worker was started."""
     if _hidden:
         return
+    # A replica may be smaller than a node: a local world that is larger than the world
+    # makes no sense to a library.
     on_node = max(1, min(size, int(given.get("LOCAL_WORLD_SIZE", "1"))))
     _remove()
     os.environ.update(

@@ -22,6 +22,7 @@ class EndedJob:
 
     def __init__(self, folder: Path) -> None:
         self._path, self._folder = newest_ledger(folder), folder
+        # A thread of its own: a long ledger that is read here must not hold up the page of another job.
         self._thread = SideThread("page-reader")
         self._source: PageSource | None = None
 
@@ -47,6 +48,8 @@ class EndedJob:
 
     def _with_store(self, what: Callable[[Store], T]) -> T:
         try:
+            # Opened for each reading: no handle stays on a ledger that `holdfast rm` removes
+            # or the next start puts away.
             store = Store(self._path, read_only=True)
             try:
                 return what(store)
@@ -65,6 +68,8 @@ class EndedJob:
                 read=self._read,
                 state=state,
                 index=Index(state.membership, state.spec.nproc),
+                # Time stands still at the ledger's end. By this machine's clock an ended job
+                # would go on losing goodput.
                 clock=lambda: state.began_s + last_s,
                 news=news,
                 job_dir=self._folder,

@@ -40,6 +40,7 @@ class UiHost:
         """See `Host.jobs`."""
         now_s = asyncio.get_running_loop().time()
         if now_s - self._list[0] >= LIST_S:
+            # A home may be on a network file system, and a slow one must not stop the streams of this loop.
             folders = (await asyncio.to_thread(jobs.folders))[:LISTED]
             self._list = now_s, await self._look(folders)
         return self._list[1]
@@ -51,10 +52,14 @@ class UiHost:
         except UsageError as error:
             raise Refused(str(error), 404) from error
         if running:
+            # It holds nothing open, so it is made for each request and nobody has to
+            # close it when the job ends.
             return RunningJob(folder)
         # By its start: a job that is started again has another ledger when it ends again.
         key = folder.name, started_s
         if key not in self._ended:
+            # Each has a thread and a story in memory. Whoever looks through many old
+            # jobs must not collect them.
             while len(self._ended) >= OPEN_KEPT:
                 self._ended.pop(next(iter(self._ended))).close()
             self._ended[key] = EndedJob(folder)
@@ -84,6 +89,8 @@ def page_key(home: Path) -> str:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
             found = path.read_text()
+            # A shorter one is left by a full disk, or by a process that was killed as it
+            # wrote. It could be guessed.
             if len(found) >= 32:
                 return found
             raise UsageError(f"{path} is damaged: remove it, and open the page with a new link") from None

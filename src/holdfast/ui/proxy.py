@@ -64,6 +64,7 @@ class RunningJob:
 
     def _token(self) -> str:
         try:
+            # Read for each request: every start of the job makes a new token.
             return read_stored_text(self._folder / "token", "the running job cannot be spoken with")
         except (FileNotFoundError, UsageError) as error:
             raise Refused(str(error), 503) from None
@@ -80,12 +81,16 @@ class RunningJob:
                     read = await response.read()
                     if response.status < 400:
                         return Answer(read)
+                    # Only this answer says that nothing was done and that another try can work. Any other is
+                    # the coordinator's own word.
                     if response.status != 503 or "Retry-After" not in response.headers:
                         raise Refused(read.decode(errors="replace").strip(), response.status)
                     error: Exception = Refused("the coordinator hands over", 503)
             except (aiohttp.ClientConnectorError, Unproven) as failure:  # nobody heard it
                 error = failure
             except (aiohttp.ClientError, TimeoutError) as failure:
+                # The request may have been carried out while its answer was lost. Sent again, an
+                # action could be done twice.
                 if not again:
                     raise Refused(
                         f"the coordinator did not answer; look before you try again: {failure}", 504
@@ -106,6 +111,7 @@ class RunningJob:
                     f"{where.url}{path}", timeout=aiohttp.ClientTimeout(total=None, sock_read=QUIET_S)
                 ) as response,
             ):
+                # The browser connects again by itself, and then the coordinator is looked for anew.
                 if response.status != 200:
                     return
                 # In whole events: half of one before the end would be read as one by nobody, and hide the next.
@@ -115,4 +121,5 @@ class RunningJob:
                     if end:
                         yield whole + end
         except (aiohttp.ClientError, TimeoutError):
+            # Without this word a broken stream looks like a job in which nothing happens.
             yield frame("away", b"{}")

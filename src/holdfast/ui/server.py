@@ -35,11 +35,14 @@ class UiServer:
         await runner.setup()
         assert runner.server is not None
         self._server, self._loop = runner.server, asyncio.get_running_loop()
+        # After the runner: the door hands over at once, and needs a server to hand over to.
         door = Door(self._listener, "holdfast-ui-door", head_missing, self._enter)
         try:
             started()
             await ends.wait()
         finally:
+            # First nobody new. The pause lets the loop take what the door handed over just before,
+            # so that it is cancelled, too.
             door.close()
             await asyncio.sleep(0)
             for task in self._tasks:
@@ -52,13 +55,16 @@ class UiServer:
         method, path, headers = first_words(head)
         status, _ = self._sessions.judge(method, path, {name.lower(): value for name, value in headers})
         if status != 200:
+            # One try and no waiting: a stranger who does not read must not hold up the door.
             sock.send(page_refusal(status))
             return False
+        # Tasks and transports belong to the loop, and none may be made in this thread.
         self._loop.call_soon_threadsafe(self._take, sock, head)
         return True
 
     def _take(self, sock: socket.socket, head: bytes) -> None:
         task = self._loop.create_task(self._hand_over(sock, head))
+        # The loop has only weak references to tasks: one that nobody holds may vanish before it ends.
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -71,4 +77,5 @@ class UiServer:
 
 def loopback(port: int) -> socket.socket:
     """A listening socket that only this machine reaches. Raises OSError."""
+    # By its number: the name `localhost` may lead to another address on some machines.
     return socket.create_server(("127.0.0.1", port), backlog=BACKLOG)

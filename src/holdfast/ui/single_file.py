@@ -14,6 +14,7 @@ INCIDENTS = 200
 """Incidents of the list, the newest; a file of all would grow with the job."""
 STORIES = 50
 RANKS = 500
+# Whatever a job's texts say, nothing is fetched: a file out of a mail must not call anybody.
 _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
     "form-action 'none'"
@@ -41,6 +42,7 @@ async def single_file(source: Source) -> str:
         try:
             found = await source.panel("incident", {"id": number})
         except Refused:
+            # A story that cannot be told must not cost the whole file.
             continue
         data[f"incident?id={number}"] = msgspec.json.decode(found.body)
     return _page(data)

@@ -19,12 +19,19 @@ from holdfast.web.sessions import ENTER, PREFIXES, QUERY_CHARS, Role, Sessions
 from holdfast.web.sources import ACTIONS, PANELS, Answer, Refused, Source, whole
 
 API = "/api/v1"
+# Each open stream holds a connection and a task. Without a bound, forgotten tabs could take the
+# descriptors that agents need.
 STREAMS = 64
 """Open streams; who wants one more is asked to come later."""
 SEND_S = 60.0
 """A viewer that takes nothing for so long is gone."""
+# Arguments are a few short names. A larger body is refused unparsed, so no viewer
+# fills this process's memory.
 BODY_BYTES = 4096
+# Newer versions of aiohttp warn of a text as the key of a request; older ones have nothing else.
 ROLE: Any = getattr(web, "RequestKey", lambda name, kind: name)("role", str)
+# Every module of the page needs its line here: the import map and the single file both find
+# modules by this table alone.
 IMPORTS = {
     "preact": "static/vendor/preact-11.2.0/preact.mjs",
     "htm": "static/vendor/htm-3.1.1/htm.module.js",
@@ -84,6 +91,8 @@ def guard(sessions: Sessions) -> Any:
 def admit(sessions: Sessions, request: web.Request) -> web.Response | None:
     """Notes the role of a request; else the refusal."""
     headers = {name.lower(): value for name, value in request.headers.items()}
+    # The target as it was sent, as at the door: two readings of one target could let
+    # in what the other refuses.
     status, role = sessions.judge(request.method, request.raw_path, headers)
     if status != 200:
         return web.Response(status=status, text=refusal_text(status))
@@ -103,18 +112,25 @@ def refusal_text(status: int) -> str:
 async def headers_of_page(request: web.Request, response: web.StreamResponse) -> None:
     """For `on_response_prepare`: nothing of another origin runs, is loaded, or may frame the page."""
     path = request.path
+    # The job's own processes ask on other paths, with a proof and without a browser. These
+    # headers mean nothing to them.
     if path not in ("/", ENTER) and not path.startswith(PREFIXES):
         return
     response.headers["Content-Security-Policy"] = policy()
+    # The address of /enter has a code in it, which must not reach another site as a referrer.
     response.headers["Referrer-Policy"] = "no-referrer"
     response.headers["X-Content-Type-Options"] = "nosniff"
     response.headers["Cross-Origin-Resource-Policy"] = "same-origin"
+    # A job's answers are kept by no browser. Files are asked for again by their ETag, so a page never
+    # mixes two versions of them.
     response.headers["Cache-Control"] = "no-cache" if path.startswith("/static/") else "no-store"
 
 
 @cache
 def policy() -> str:
     """The content security policy: one inline script is allowed, by its hash."""
+    # Of the very text that is sent. A hash that is written down apart would differ one day,
+    # and no module would load.
     digest = base64.b64encode(hashlib.sha256(import_map().encode()).digest()).decode()
     return (
         f"default-src 'none'; script-src 'self' 'sha256-{digest}'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -131,6 +147,7 @@ def import_map() -> str:
 @cache
 def file_of(path: str) -> bytes | None:
     """A file of the page below `holdfast/web`; None: there is none. Cached: there are fifteen."""
+    # The path comes out of a stranger's URL: no part of it may lead out of the package.
     parts = path.split("/")
     if any(part in ("", ".", "..") for part in parts) or "\\" in path or len(path) > 200:
         return None
@@ -158,10 +175,15 @@ class _Page:
 
     async def enter(self, request: web.Request) -> web.StreamResponse:
         """Turns a code into a cookie, once."""
+        # Only here is a code used up. The door merely looks, so a request that fails
+        # on its way in keeps its code.
         value = self._sessions.redeem(request.query.get("code", ""))
         if value is None:
             return web.Response(status=403, text=refusal_text(403))
+        # Relative, so that a forwarded port or a proxy's prefix stays. The browser leaves the
+        # address that has the code.
         response = web.Response(status=303, headers={"Location": "./"})
+        # No script reads the cookie, and no page of another site makes a browser send it.
         response.set_cookie(
             self._sessions.cookie, value, httponly=True, samesite="Strict", path="/", max_age=7 * 24 * 3600
         )
@@ -177,6 +199,7 @@ class _Page:
             if path.endswith((".js", ".mjs"))
             else mimetypes.guess_type(path)[0] or "text/plain"
         )
+        # Of the content and not of a date: two coordinators may have the same file with different dates.
         etag = f'"{hashlib.sha256(data).hexdigest()[:32]}"'
         if request.headers.get("If-None-Match") == etag:
             return web.Response(status=304, headers={"ETag": etag})
@@ -186,11 +209,14 @@ class _Page:
         return _json(request, Answer(msgspec.json.encode({"jobs": await self._host.jobs()})))
 
     async def session(self, request: web.Request) -> web.StreamResponse:
+        # This only tells the page what to show. `act` decides by itself, whatever a page believes.
         may_act = self._host.may_act and request.get(ROLE) == Role.ACT
         return _json(request, Answer(msgspec.json.encode({"act": may_act})))
 
     async def panel(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["name"]
+        # `job` has chosen the source. Left in, it would make a second key for the same
+        # panel in the source's cache.
         query = {k: v for k, v in request.query.items() if k != "job"}
         try:
             if name not in PANELS:
@@ -206,10 +232,13 @@ class _Page:
             name = request.match_info["name"]
             if name not in ACTIONS:
                 raise Refused(f"no action {name!r}: there are {', '.join(ACTIONS)}", 404)
+            # A request without a role has proven the job's token. It is no browser, and
+            # may do what the commands may.
             if not self._host.may_act or request.get(ROLE, Role.ACT) != Role.ACT:
                 raise Refused(
                     "this session may look and not act: open the page with `holdfast ui --act`", 403
                 )
+            # One byte more than is allowed tells a body that is too long from one of just this length.
             text = await request.content.read(BODY_BYTES + 1)
             if len(text) > BODY_BYTES:
                 raise Refused(f"more than {BODY_BYTES} bytes", 413)
@@ -238,6 +267,8 @@ class _Page:
         self._streams += 1
         try:
             await response.prepare(request)
+            # Closed at once and not by the garbage collector: a generator of a viewer that left
+            # would go on waiting for news.
             async with aclosing(
                 source.stream(after, request.query.get("ledger", "")[:QUERY_CHARS])
             ) as frames:
@@ -247,6 +278,8 @@ class _Page:
                     async with asyncio.timeout(SEND_S):
                         await response.write(sent)
         except (ConnectionError, TimeoutError):
+            # A viewer that is gone is no error here. It comes back with the number of
+            # the entry that it saw last.
             pass
         finally:
             self._streams -= 1

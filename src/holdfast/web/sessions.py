@@ -59,6 +59,8 @@ class Sessions:
     def new_code(self, role: Role) -> str:
         """A code of 128 bits, good once and for CODE_S."""
         code = secrets.token_hex(16)
+        # Whoever may ask for codes could ask without end. The oldest goes, since it is
+        # the nearest to its own end.
         while len(self._codes) >= CODES_KEPT:
             self._codes.pop(next(iter(self._codes)), None)
         # Its hash: what reads this process's memory or a log of it finds no code to use.
@@ -72,20 +74,28 @@ class Sessions:
 
     def redeem(self, code: str) -> str | None:
         """The value of a cookie for a code, which is used up; None: it is not good."""
+        # Taken out in one call before it is looked at: of two browsers that bring the
+        # same code, only one gets in.
         role, until_s = self._codes.pop(_hash(code), (Role.VIEW, -1.0))
         if self._now() > until_s:
             return None
+        # The end is within the signed text: a browser that keeps its cookie for longer
+        # is refused all the same.
         told = f"{role}.{int(self._now() + COOKIE_S)}"
         return f"{told}.{self._sign(told)}"
 
     def role(self, cookies: str) -> Role | None:
         """What the Cookie header of a request gives; None: nothing."""
         try:
+            # A browser sends the cookies of all ports of this name, so there may be many. The bound limits
+            # what a stranger's header costs.
             jar = SimpleCookie(cookies[: 20 * COOKIE_CHARS])
         except CookieError:
             return None
         value = jar[self.cookie].value if self.cookie in jar else ""
         told, _, signed = value.rpartition(".")
+        # The signature comes before the content: `Role` and `int` below meet only what
+        # this program has written.
         if not told or len(value) > COOKIE_CHARS or not is_same(signed, self._sign(told)):
             return None
         role, _, until_s = told.partition(".")
@@ -105,29 +115,37 @@ class Sessions:
             return 421, None
         if not (path in ("/", ENTER) or path.startswith(PREFIXES)):
             return 401, None
+        # Looked at and not used up: the door's thread asks this first, and the application asks it again.
         if path == ENTER:
             codes = parse_qs(urlsplit(target).query).get("code", [""])
             return (200, None) if method == "GET" and self.is_code(codes[0]) else (403, None)
         role = self.role(headers.get("cookie", ""))
         if role is None:
             return 401, None
+        # Reading changes nothing, and a page of another site cannot see the answer. So it needs
+        # no more than the cookie.
         if method in ("GET", "HEAD"):
             return 200, role
         if method != "POST":
             return 405, None
+        # A browser says with each POST whose page sends it. Another site's page cannot give our name there.
         same = headers.get("origin", "") in (f"http://{host}", f"https://{host}")
         if not same or headers.get(MARK.lower()) != "1" or role is not Role.ACT:
             return 403, None
         return 200, role
 
     def _sign(self, told: str) -> str:
+        # The cookie's name is signed, too, and has the port: the cookie of one page is no good
+        # at another with the same key.
         return hmac.digest(self._key, f"holdfast page 1 {self.cookie} {told}".encode(), "sha256").hex()
 
 
 def _hash(code: str) -> str:
+    # A code out of a URL may have any character. One that is no code has to be unknown, and must not raise.
     return hashlib.sha256(code.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _name_of(host: str) -> str:
+    # An IPv6 address has colons of its own: only digits behind the last colon are a port.
     name, _, port = host.rpartition(":")
     return (name if name and port.isdigit() else host).lower()

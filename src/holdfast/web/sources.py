@@ -64,6 +64,7 @@ class Source(Protocol):
 def answer(value: Any) -> Answer:
     """Encodes and compresses: to be called from a thread where the value is large."""
     body = msgspec.json.encode(value)
+    # Compressed once and kept with the answer, and not once more for each viewer.
     return Answer(body, gzip.compress(body, 5) if len(body) > GZIP_BYTES else None)
 
 
@@ -72,6 +73,7 @@ def whole(query: Mapping[str, str], name: str, default: int | None, most: int = 
     text = query.get(name)
     if text is None or text == "":
         return default
+    # int() also takes signs, underscores and digits of other scripts, and is slow for a text without a bound.
     if len(text) > 16 or not text.isascii() or not text.isdigit() or int(text) > most:
         raise Refused(f"{name}: send a whole number from 0 to {most}")
     return int(text)

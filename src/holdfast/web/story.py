@@ -40,6 +40,8 @@ _DECISION = frozenset(
         "checkpoint-unread",
     }
 )
+# `views.strip` shows nodes with a larger number first: a new state belongs where its urgency
+# is, and not at the end.
 STATES = ("trains", "waits", "held", "leaving", "sick", "lost", "gone")
 """What a node does, by number."""
 _NODE_STATES = {
@@ -90,11 +92,15 @@ class Story:
 
     def add(self, seq: int, t_s: float, utc: str, kind: str, text: str) -> None:
         """text: the fields as JSON, as the ledger has them."""
+        # An entry that is read twice must not count twice: `troubles` and the members are sums.
         if seq <= self.seq:
             return
         if not self.began_utc:
             self.began_utc, self.began_t_s = utc, t_s
+        # Entries are in order by their numbers. If a later one has an earlier time, the page's
+        # time still never runs back.
         self.seq, self.t_s = seq, max(self.t_s, t_s)
+        # Before the fields are decoded: the names of all workers are nearly all of such an entry.
         if kind in ("formed", "started"):
             text, came, left = self._members.changed(text)
             self._formed(t_s, came, left)
@@ -129,10 +135,12 @@ class Story:
         known = self.incidents.setdefault(fields["id"], {"seqs": [seq, seq], "also": []})
         # A kind that comes later knows more. `first_t_s` stays: an incident that strikes again has a later time.
         known.setdefault("first_t_s", fields.get("t_s"))
+        # An explanation that was found knows more than the closing event, which repeats the first cause.
         cause = known.get("explained") or fields.get("cause")
         known |= fields
         known["cause"], known["seqs"][1] = cause, seq
         known["open"] = kind in ("incident-opened", "incident-resumed")
+        # Counted as it opens and only then: later events tell of the same incident.
         if kind == "incident-opened" and fields.get("node"):
             self.troubles[fields["node"]] = self.troubles.get(fields["node"], 0) + 1
 
@@ -145,12 +153,14 @@ class Story:
             known["also"] = [*known["also"][-7:], fields["cause"]]
             return
         known["explained"] = known["cause"] = fields["cause"]
+        # An explanation that names no node must not take away the one that the first sign had.
         known |= {k: v for k, v in fields.items() if k in ("node", "ranks") and v}
 
     def _storage(self, t_s: float, kind: str, fields: dict[str, Any]) -> None:
         if kind == "saved":
             found = {k: fields.get(k) for k in ("step", "url", "took_s", "skipped")}
             self.checkpoints.append({"t_s": t_s, **found})
+            # A save that arrived is the one proof that a tier works again.
             self.tier_trouble.pop(fields["url"], None)
         elif kind == "tier-failed":
             self.tier_trouble[fields["url"]] = fields["reason"]
@@ -163,6 +173,7 @@ class Story:
             self._becomes(node, t_s, _NODE_STATES[kind])
         if node and kind == "node-joined":
             self._members.renew(node)
+        # A departure was called off, so the node does what it did before. Nothing else says what that was.
         if kind == "node-stays" and node:
             self._becomes(node, t_s, "trains" if node in self._members.nodes else "waits")
 
@@ -208,6 +219,8 @@ class _Members:
         text = fields[begin:end]
         head, tail = _differ(self._text, text)
         old, new = self._text[head : len(self._text) - tail], text[head : len(text) - tail]
+        # The counts before anything changes. A name that only moves within the list leaves
+        # and comes, and is no news.
         before = {
             node: self.nodes.get(node, 0)
             for name in (*_names(old), *_names(new))
@@ -220,8 +233,10 @@ class _Members:
         self._text = text
         came = {n for n, count in before.items() if not count and n in self.nodes}
         left = {n for n, count in before.items() if count and n not in self.nodes}
+        # A node that was lost and came back between two generations has the same name in both.
         came |= {n for n in self._again if n in self.nodes}
         self._again.clear()
+        # The list stays there, empty: whoever decodes the fields still finds its key.
         return fields[:begin] + fields[end:], came, left
 
     def _count(self, node: str, by: int) -> None:
@@ -246,6 +261,8 @@ def _differ(a: str, b: str) -> tuple[int, int]:
 def _common(one: int, other: int, same: Any) -> int:
     """The largest length for which `same` holds; it holds for all below."""
     low, high = 0, min(one, other)
+    # By halves, each comparison is one of slices. A loop over characters would be a step
+    # of Python for each of them.
     while low < high:
         middle = (low + high + 1) // 2
         if same(middle):

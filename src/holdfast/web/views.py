@@ -55,6 +55,7 @@ def _why_not(facts: Facts) -> str:
     """Why it does not train, or not at full strength; empty: it does, or is over as it should be."""
     if facts["phase"] == "ended":
         return facts["reason"] or ""
+    # A quiet incident costs no training, so it explains nothing that a person sees.
     standing = [i for i in facts["incidents"] if not i["quiet"]]
     if standing:
         newest = standing[-1]
@@ -97,12 +98,14 @@ def todo(facts: Facts, story: Story) -> list[dict[str, Any]]:
                 f"{tier['url']} takes nothing any more: a checkpoint stands still",
                 f"holdfast status --job {job}",
             )
+    # Not while a node is on its way: whoever adds another one would pay for one too many.
     if facts["phase"] == "gathering" and not facts["coming"] and facts["ready"] < facts["target"]:
         missing = facts["target"] - facts["ready"]
         say(True, f"Add nodes: {units.plural(missing, 'worker')} are missing, and no node is on its way", "")
     for ask in facts["asks"]:
         where = f"holdfast why {ask['incident']} --job {job}" if ask["incident"] else "holdfast node ls"
         say(False, f"Inspect {ask['node']}: {ask['text']}", where)
+    # Only of a job that was started with spares: to any other the lack of one is no news.
     if facts["wants_spares"] and not facts["spares"]:
         say(False, "Add a node: no spare is left, so the next lost node costs strength", "")
     for slow in facts["slow"]:
@@ -112,6 +115,7 @@ def todo(facts: Facts, story: Story) -> list[dict[str, Any]]:
             f"and they wait {units.share(slow['share'])} of the time",
             f"holdfast status --job {job}",
         )
+    # The sort is stable, so within a group the order is the one in which things are said above.
     return sorted(found, key=lambda one: not one["urgent"])
 
 
@@ -178,6 +182,7 @@ def tiers(facts: Facts) -> list[dict[str, Any]]:
     for tier in facts["tiers"]:
         state = "fails" if tier["failing"] else "stands still" if tier["slow"] else "good"
         note = "" if tier["under_way"] is None else f"step {units.count(tier['under_way'])} is on its way"
+        # A tier that has nothing yet is not good: nothing could be loaded from it.
         if tier["step"] is None and state == "good":
             state = "nothing yet"
         rows.append(
@@ -192,6 +197,7 @@ def tiers(facts: Facts) -> list[dict[str, Any]]:
             }
         )
     for row in rows:
+        # A job that went back may be behind its own save. A lag below zero would read like an error.
         lag = None if step is None or row["step"] is None else max(0, step - row["step"])
         row["lag_steps"] = lag
         row["lag_s"] = None if lag is None or rate is None else round(lag * rate, 3)
@@ -262,6 +268,8 @@ def _bar(incident: Mapping[str, Any], until_s: float) -> dict[str, Any]:
         "kind": _kind(incident),
         "stall_s": incident.get("stall_s"),
         "full_s": full,
+        # Durations count from `t_s`, the newest strike, and `begun` is the first.
+        # An open one lasts until now.
         "end_s": (incident.get("t_s") or begun) + full if full is not None else until_s,
         "open": bool(incident.get("open")),
         "quiet": bool(incident.get("quiet")),
@@ -274,10 +282,12 @@ def _bar(incident: Mapping[str, Any], until_s: float) -> dict[str, Any]:
 def _grouped(
     there: Sequence[Mapping[str, Any]], first_s: float, until_s: float, bars: int
 ) -> list[dict[str, Any]]:
+    # A job that has just begun has a range of no length, by which nothing could be divided.
     width = max(1e-9, (until_s - first_s) / bars)
     groups: dict[tuple[int, str], list[Mapping[str, Any]]] = {}
     for incident in there:
         place = int(((incident.get("first_t_s") or 0.0) - first_s) / width)
+        # Kinds stay apart: a group of two kinds would hide the rarer one behind the worse one.
         groups.setdefault((place, _kind(incident)), []).append(incident)
     shown = []
     for members in groups.values():
@@ -297,6 +307,7 @@ def decisions(story: Story, before: int | None = None, count: int = SHOWN) -> di
     """The newest decisions with their reasons, newest first."""
     there = (e for e in reversed(story.decisions) if before is None or e["seq"] < before)
     told = (d for e in there if (d := _decision(e)) is not None)
+    # Sentences are made as they are taken, so an answer costs what it shows and not what is kept.
     shown = list(islice(told, count))
     return {"decisions": shown, "more": next(told, None) is not None}
 
@@ -334,6 +345,8 @@ def strip(story: Story, until_s: float, rows: int = ROWS) -> dict[str, Any]:
     plain, others = 0, []
     for node, runs in story.runs.items():
         states = {number for _, number in runs}
+        # It waited and then trained. Nearly every node of a large job did, and their
+        # rows would bury the others.
         if states <= {_ORDER["trains"], _ORDER["waits"]} and len(runs) <= 2 and node not in story.troubles:
             plain += 1
         else:
@@ -404,6 +417,7 @@ def ranks(
     rows: Sequence[Mapping[str, Any]], chosen: str = "", first: int = 0, count: int = 60
 ) -> dict[str, Any]:
     """A window of the table of ranks. chosen: words that must all match: `node:NAME`, `slow`, `waits`, or part of a row."""
+    # Each word is looked for in thousands of rows, on a thread that others wait for.
     words = chosen.lower().split()[:8]
     there = [row for row in rows if all(_matches(row, word) for word in words)] if words else rows
     return {

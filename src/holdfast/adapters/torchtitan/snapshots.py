@@ -60,6 +60,7 @@ class Snapshots(CheckpointManager):  # type: ignore[misc] # it has no types here
 
     @torch.no_grad()
     def _load(self, step: int = -1) -> bool:
+        # A step that a person names is one of torchtitan's checkpoints: a snapshot must not take its place.
         if step == -1:
             own, generators = self._find_load_step(), Kept()
             found = self._saver.load(
@@ -94,6 +95,7 @@ MARK = "holdfast bytes"
 
 def _to_tensors(value: Any) -> Any:
     if isinstance(value, bytes):
+        # A copy that can be written: torch warns of a tensor over bytes, which nobody may change.
         return {MARK: torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0)}
     if isinstance(value, dict):
         return {name: _to_tensors(part) for name, part in value.items()}

@@ -51,6 +51,8 @@ class HoldfastTrainer(Trainer):  # type: ignore[misc] # it has no types here
             UsageError: a version or an option that is not supported; see docs/torchtitan.md.
         """
         TORCHTITAN.check(metadata.version("torchtitan"), "holdfast.titan")
+        # Before torchtitan builds anything: a large model takes minutes, and the refusal
+        # would come after them.
         refuse(config)
         self.holdfast_run = _run[0]
         self.holdfast_step: Step | None = None
@@ -63,6 +65,8 @@ class HoldfastTrainer(Trainer):  # type: ignore[misc] # it has no types here
     def init_distributed(self) -> Any:
         """torch's world is the replica. torchtitan builds all its meshes on it, and never sees how many replicas there are."""
         row = row_of(self.config.parallelism, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        # Before torchtitan looks for a process group: it finds one and makes none. One over all workers
+        # could not lose any of them.
         self.holdfast_run.mesh(shard=row.shard, tensor=row.tensor, context=row.context)
         dist_utils.init_distributed(self.config.comm)  # returns at once: torch is initialised
         # What torchtitan switches off before it initialises torch, for its own meshes.
@@ -92,6 +96,7 @@ class HoldfastTrainer(Trainer):  # type: ignore[misc] # it has no types here
         """
         step, run = self.holdfast_step, self.holdfast_run
         assert step is not None
+        # At the begin of an attempt: the one before may have been cut off by a fault, and left gradients.
         self.optimizers.zero_grad()
         with step:
             for at, _ in enumerate(step):
@@ -121,6 +126,7 @@ class HoldfastTrainer(Trainer):  # type: ignore[misc] # it has no types here
                 self.gc_handler.run(self.step)
                 rates = self.lr_schedulers.get_metrics()
                 self.train_step(streams)
+                # An attempt that failed is no step. Logged, it would be in the curves twice.
                 if not step.committed:
                     continue
                 # What torchtitan counts up follows from the step, so it is no state: a step that comes again, or a
@@ -128,6 +134,7 @@ class HoldfastTrainer(Trainer):  # type: ignore[misc] # it has no types here
                 self.ntokens_seen = self.step * self._tokens_of_a_step()
                 self._log(step, rates)
                 if config.validator.enable and self.validator.should_validate(self.step):
+                    # An evaluation takes longer than a step, and would look like a stall.
                     with run.relaxed_watchdog():
                         self.validator.validate(self.model_parts, self.step)
                 profiler.step()

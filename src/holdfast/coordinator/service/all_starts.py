@@ -55,6 +55,7 @@ def summed(earlier: Account, starts: Sequence[Start | None]) -> dict[str, Any]:
     if not account.known:
         found, unknown = {}, list(TimeClass)
     shown = goodput.totals(found, unknown)
+    # Of a start that cannot be read not even the length is known, so there is no wall time of all.
     return {"starts": account.starts} | shown | ({} if account.known else {"wall_s": None})
 
 
@@ -64,6 +65,7 @@ def forget(earlier: Account, number: int, first: Start | None, later: Sequence[S
 
 
 def _with(account: Account, start: Start | None, later: Sequence[Start | None]) -> Account:
+    # One that cannot be read makes every sum unknown: a total without it would look too good.
     if start is None:
         return Account(starts=account.starts + 1, through=account.through, known=False)
     found, unknown, reached = _corrected(start, later)
@@ -95,6 +97,7 @@ def _corrected(start: Start, later: Sequence[Start | None]) -> tuple[dict[str, f
         found[TimeClass.COMPUTED] = sum(found.pop(kind, 0.0) for kind in _DIVIDED)
         unknown = [*unknown, *_DIVIDED]
     reached = state.membership.committed if state.membership.counts_steps else 0
+    # Steps after the point that a later start went back to did not stay, so they were not reached.
     return found, unknown, min(reached, back) if isinstance(back, int) else reached
 
 

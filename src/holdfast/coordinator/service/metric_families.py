@@ -47,6 +47,7 @@ def histogram(
                 buckets.append((le, below))
                 continue
             incident, seconds, utc_s = newest
+            # The same id as the trace has, so a point of a chart leads to its trace.
             labels = {"incident": str(incident), "trace_id": trace_id(ledger, incident)}
             buckets.append((le, below, Exemplar(labels, seconds, utc_s)))
         family.add_metric([key], buckets, durations.total_s)

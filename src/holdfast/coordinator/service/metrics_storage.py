@@ -42,6 +42,7 @@ def snapshots(state: CoreState, now: float) -> Iterator[Metric]:
 def _lag(state: CoreState, now: float) -> Iterator[Metric]:
     there = state.storage.snapshots
     complete = max((x.step for x in there if x.complete), default=None)
+    # Without a complete snapshot there is no distance. A 0 would say that all copies are there.
     if complete is not None:
         newest = max(x.step for x in there)
         yield gauge(
@@ -49,6 +50,7 @@ def _lag(state: CoreState, now: float) -> Iterator[Metric]:
             "Steps from the newest complete snapshot to the newest one.",
             newest - complete,
         )
+    # An older one that never became complete is not waited for: the complete one has taken its place.
     waiting = [x for x in there if complete is None or x.step > complete]
     yield gauge(
         "holdfast_replication_lag_seconds",
@@ -64,6 +66,7 @@ def _newest(state: CoreState, held_by: int) -> Snapshot | None:
         nodes: dict[int, set[str]] = defaultdict(set)
         for entry in snapshot.shards:
             nodes[entry.copy.key.rank].update(entry.nodes)
+        # Of every rank: with one shard missing, nothing of the state can be restored.
         if len(nodes) == snapshot.world and all(len(n) >= held_by for n in nodes.values()):
             there.append(snapshot)
     return max(there, key=lambda x: (x.step, x.generation), default=None)
@@ -104,11 +107,13 @@ def tiers(state: CoreState, now: float) -> Iterator[Metric]:
         "1 while a checkpoint is on its way and no byte of it arrives.",
         labels=["tier"],
     )
+    # Tiers of the specification only: their number is fixed, and with it the number of series.
     for url in (t.url for t in state.spec.saving.tiers):
         last, totals = state.storage.stored.get(url), state.storage.totals.tiers.get(url)
         if last is not None and last.took_s is not None:
             step.add_metric([url], last.step)
             age.add_metric([url], now - last.began_s)
+        # Here 0 is known, for nothing was written. A rate needs the series from the first scrape on.
         nbytes.add_metric([url], totals.nbytes if totals else 0)
         took.add_metric([url], totals.checkpoints if totals else 0, totals.took_s if totals else 0.0)
         failures.add_metric([url], totals.failures if totals else 0)

@@ -50,6 +50,7 @@ class News:
 
     def tell(self) -> None:
         """Something happened."""
+        # Whoever waits from now on gets a new event: it is for what comes next, and not for this.
         self._event.set()
         self._event = asyncio.Event()
 
@@ -107,9 +108,12 @@ class PageSource:
         loop = asyncio.get_running_loop()
         key = (name, *sorted(query.items()))
         made_s, seq, kept = self._cache.get(key, (0.0, 0, None))
+        # Good only while nothing was taken in since. `now` is never taken from here:
+        # `_look` has just made it.
         if kept is not None and seq == self._story.seq and loop.time() - made_s < FRESH_S and name != "now":
             return kept
         made = await self._make(name, query)
+        # Keys are words of viewers, so their number has to have a bound.
         if len(self._cache) >= MOST_CACHED:
             self._cache.pop(next(iter(self._cache)))
         self._cache[key] = loop.time(), self._story.seq, made
@@ -117,6 +121,8 @@ class PageSource:
 
     async def _make(self, name: str, query: Mapping[str, str]) -> Answer:
         if name == "ranks":
+            # Made in pieces on the loop, which owns the state. Sorting and encoding need no
+            # state, and go to the thread.
             rows = await page_facts.ranks(self._state)
             first, count = whole(query, "first", 0) or 0, min(500, whole(query, "count", 60) or 60)
             chosen = query.get("q", "")[:200]
@@ -127,6 +133,7 @@ class PageSource:
 
             return await self._read(table)
         if name == "log":
+            # By a worker's name and never by a path: a viewer can only choose among the job's own logs.
             worker = self._state.membership.workers.get(query.get("worker", ""))
             if worker is None:
                 raise Refused("no such worker", 404)
@@ -138,6 +145,7 @@ class PageSource:
 
     def _view(self, store: Store, name: str, query: Mapping[str, str], facts: Mapping[str, Any]) -> Any:
         story, before = self._story, whole(query, "before", None)
+        # A query must not ask for an answer that grows with the job.
         count = min(200, whole(query, "count", views.SHOWN) or views.SHOWN)
         match name:
             case "now":
@@ -178,9 +186,11 @@ class PageSource:
             # What fails here fails again for whoever needs the whole of it, and is told there.
             self._filling.add_done_callback(lambda task: task.cancelled() or task.exception())
         loop = asyncio.get_running_loop()
+        # One after the other: the second who asks finds the facts that the first has made.
         async with self._looking:
             if loop.time() - self._facts_at < EVERY_S and not self._news.over:
                 return
+            # Asked for by itself the first time, so that `now` need not wait until the story is read.
             if self._recent is None:
                 self._recent = await self._read(page_reader.recent)
             recent = self._recent
@@ -189,6 +199,8 @@ class PageSource:
             if not self._live and facts["outcome"] is None:
                 # A coordinator that ends a job writes the outcome before it leaves. There is none: it was killed.
                 facts |= {"phase": "ended", "outcome": "killed"}
+            # A new dict each time, never one that is changed: a stream knows by identity
+            # which moment it has shown.
             self._now = views.now(facts, self._story)
             self._facts, self._facts_at = facts, loop.time()
 
@@ -205,6 +217,7 @@ class PageSource:
     def _piece(self, store: Store) -> bool:
         """On the reading thread; whether there is more."""
         more = page_reader.take_in(store, self._story, self._frames)
+        # Only with the last piece: between two pieces the story is older than the newest steps.
         if not more:
             self._recent = page_reader.recent(store)
         return more
@@ -213,6 +226,7 @@ class PageSource:
 
     async def stream(self, after: int, ledger: str) -> AsyncGenerator[bytes]:
         """See `Source.stream`. A slow viewer is behind in the ledger and nowhere else: nothing is queued for it."""
+        # Browsers wait for seconds by their own choice, and a coordinator that follows is there in less.
         yield b"retry: 500\n\n"
         await self._look()
         # Another start of the job has another ledger, whose numbers begin again.
@@ -224,6 +238,7 @@ class PageSource:
             for seq, sent in await self._after(after):
                 yield sent
                 after = seq
+            # One batch at a time: what else waits for the thread gets its turn in between.
             if after < self._story.seq:
                 continue
             current = self._now
@@ -242,6 +257,8 @@ class PageSource:
     def _delta(self, shown: dict[str, Any], current: dict[str, Any]) -> bytes:
         """What changed between two moments. Viewers that keep up all go from the same one to the same one."""
         before, after, made = self._made
+        # A viewer that is behind gets a delta of its own. It is right by what that viewer
+        # has, whoever asked before.
         if before is not shown or after is not current:
             changed = {k: v for k, v in current.items() if k not in shown or shown[k] != v}
             made = frame("delta", msgspec.json.encode(changed))
@@ -249,6 +266,7 @@ class PageSource:
         return made
 
     async def _after(self, after: int) -> list[tuple[int, bytes]]:
+        # Only if there is no gap between what the viewer has and what is kept. Else entries would be missing.
         if self._frames and self._frames[0][0] <= after + 1:
             return [x for x in self._frames if x[0] > after][:BATCH]
         if after >= self._story.seq:

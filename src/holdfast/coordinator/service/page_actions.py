@@ -29,6 +29,7 @@ class PageActions:
         """See `Source.act`. Raises Refused."""
         state = self._loop.core.state
         try:
+            # For a dry run, too: what a look promises is what would be accepted.
             told, event = prepared(state, name, arguments)
         except UsageError as error:
             raise Refused(str(error)) from error
@@ -76,6 +77,7 @@ def drained(state: CoreState, name: str) -> list[str]:
     if not here:
         return [f"{name} has no workers of the job: it leaves at once, and training does not notice"]
     world = len(members)
+    # Without those that leave already: two drains at once must not count on each other's node.
     others = sum(
         1 for n in state.membership.nodes.values() if n.alive and n.leaving is None and n.name != name
     )
@@ -92,6 +94,7 @@ def resized(state: CoreState, nodes: int) -> list[str]:
     """What a resize would do."""
     before = state.wanted_nodes
     workers = nodes * state.spec.nproc
+    # A replica is whole or does not train, so workers that fill none are not counted.
     workers -= workers % state.membership.shard_count
     if nodes == before:
         return [f"nothing: {units.plural(nodes, 'node')} are wanted already"]

@@ -92,6 +92,8 @@ async def ranks(state: CoreState) -> list[dict[str, Any]]:
     slow = {x.worker: x.ratio for x in state.health.slow if x.until_step is None}
     blames = membership.blames
     rows: list[dict[str, Any]] = []
+    # A list of its own: in the pauses the core adds and removes workers, which an iteration of
+    # the dict would not survive.
     for number, w in enumerate(list(membership.workers.values())):
         if number % CHUNK == CHUNK - 1:
             await asyncio.sleep(0)
@@ -116,5 +118,6 @@ async def ranks(state: CoreState) -> list[dict[str, Any]]:
 
 def urgency(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """The slow ones first, then those that should train and do not, then members by rank, spares last: a key to sort rows by."""
+    # Every other state is one of a worker that should train and does not, so it comes first.
     order = {"training": 1, "spare": 2}.get(row["state"], 0)
     return -(row["ratio"] or 0.0), order, row["rank"] is None, row["rank"] or 0, row["worker"]

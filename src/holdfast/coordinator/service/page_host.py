@@ -39,6 +39,7 @@ class CoordinatorPage:
     ) -> None:
         self.sessions, self.news = sessions, News()
         self._loop, self._ledger, self._job_dir = loop, ledger_file, job_dir
+        # By the call that wakes the watchers: the page hears of all that they hear of, and polls nothing.
         watchers.also = self.news.tell
         self._source: PageSource | None = None
 
@@ -76,6 +77,7 @@ class CoordinatorPage:
                 news=self.news,
                 job_dir=self._job_dir,
                 live=True,
+                # Asked each time: the ledger may fail, and recover, after the source was made.
                 trouble=lambda: self._ledger.why,
                 act=PageActions(self._loop, self._ledger).act,
             )

@@ -29,6 +29,7 @@ def take_in(store: Store, told: Story, frames: Any) -> bool:
     rows = store.raw_entries(told.seq, CHUNK)
     for seq, t_s, utc, kind, text in rows:
         told.add(seq, t_s, utc, kind, text)
+        # Kept as bytes: an entry is encoded once, however many viewers get it.
         frames.append((seq, event_frame(seq, t_s, utc, kind)))
     return len(rows) == CHUNK
 
@@ -50,6 +51,7 @@ def recent(store: Store) -> dict[str, Any]:
     ledger: when its first entry was written, by which it is known, and the number of its newest."""
     rows = store.newest_steps(RECENT)
     took = [r.took_s for r in rows if r.took_s is not None]
+    # A step without a time counts in neither sum: its weight alone would raise the rate.
     weighed = [(r.weight, r.took_s) for r in rows if r.weight is not None and r.took_s]
     seconds = sum(t for _, t in weighed)
     first = store.raw_entries(0, 1)
@@ -95,9 +97,11 @@ def log(job_dir: Path, path: str) -> dict[str, Any]:
     with real.open("rb") as file:
         size = file.seek(0, 2)
         if size > LOG_BYTES:
+            # Only the end is read: a worker's log may have many gigabytes.
             file.seek(size - LOG_BYTES)
             text = file.read(LOG_BYTES)
         else:
             text = last_lines(file, 0)
     lines = text.decode(errors="replace").splitlines()[-LOG_LINES:]
+    # A progress bar writes over its own line: a terminal shows what is behind the last return.
     return {"path": path, "lines": [line.rpartition("\r")[2][:2000] for line in lines], "note": ""}

@@ -53,7 +53,9 @@ _OF_BUCKETS = (
 def roll_up(db: sqlite3.Connection, steps: Iterable[int]) -> None:
     """Computes the buckets of these steps anew, in the transaction that wrote them."""
     buckets = sorted({step // FACTOR for step in steps})
+    # From below: each level is made of the one below it, which is right by then.
     for level in range(1, LEVELS + 1):
+        # A bucket without steps gets no row: sums over nothing would write one full of nulls.
         db.executemany(
             f"insert or replace into rollups select {level}, ?, {_below(level)} having count(*) > 0",
             [(b, b * FACTOR, (b + 1) * FACTOR) for b in buckets],
@@ -67,8 +69,11 @@ def catch_up(db: sqlite3.Connection, place: int) -> None:
     place: of the newest step in the file. Takes seconds for a million steps, once.
     """
     row = db.execute("select value from kept where name = ?", (ROLLED,)).fetchone()
+    # A program without summaries moves the newest place and not the mark. Then no summary can be trusted.
     if row is not None and int(row[0]) == place:
         return
+    # One transaction: readers see the old summaries until the new ones are whole, and
+    # a kill leaves the old ones.
     db.execute("begin")
     db.execute("delete from rollups")
     db.execute(
@@ -101,6 +106,7 @@ def series(db: sqlite3.Connection, first: int, last: int, points: int = POINTS) 
     steps whose weight and time are known. world: the fewest workers.
     """
     level = 0
+    # Two more than the quotient: the range may begin and end in the middle of a bucket.
     while (last - first) // FACTOR**level + 2 > points:
         level += 1
     there = {row[0] for row in db.execute("select name from sqlite_master where type = 'table'")}
@@ -156,5 +162,6 @@ def _columns(rows: list[tuple[Any, ...]], width: int) -> dict[str, list[Any]]:
             w / t if w is not None and t else None
             for w, t in zip(by["weight_sum"], by["weight_took"], strict=True)
         ],
+        # The fewest and not a mean: between 8 and 16 workers there is a size that the job never had.
         "world": by["world_min"],
     }

@@ -39,6 +39,8 @@ class Durations(msgspec.Struct):
         bucket = bisect_left(BOUNDS_S, seconds)
         self.counts[bucket] += 1
         self.total_s += seconds
+        # One for each bucket is all that an exemplar needs, so this does not grow
+        # with the number of incidents.
         self.newest[bucket] = incident, seconds, utc_s
 
 
@@ -121,6 +123,7 @@ def _read_steps(db: sqlite3.Connection, tally: Tally) -> None:
             ).fetchone()
             tally.commits += count
             tally.place = max(tally.place, newest or 0)
+            # A script that tells no weight leaves it unknown: 0 would be drawn as a rate of nothing.
             if weight is not None:
                 tally.weight = (tally.weight or 0.0) + weight
         count, newest = db.execute(
@@ -137,6 +140,8 @@ def _read_steps(db: sqlite3.Connection, tally: Tally) -> None:
 
 
 def _read_events(db: sqlite3.Connection, tally: Tally) -> None:
+    # A ledger's name is when it began. It is read once, so that all exemplars of a start
+    # lead to the same traces.
     if not tally.ledger:
         first = db.execute("select utc from events order by seq limit 1").fetchone()
         tally.ledger = first[0] if first else ""
@@ -172,4 +177,6 @@ def happened(tally: Tally, kind: str, fields: dict[str, Any], utc_s: float) -> N
             tally.phases.setdefault(name.removesuffix("_s"), Durations()).add(took, number, utc_s)
     if kind == "incident-closed":
         tally.recovered["person" if number in tally.asked else "job"] += 1
+        # Forgotten with the close: if the incident opens again, only a new question
+        # makes it a person's recovery.
         tally.asked.discard(number)

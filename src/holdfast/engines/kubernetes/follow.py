@@ -44,6 +44,7 @@ class Follower:
         leaves = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            # By default the signal would end this process at once, and nobody would say that the job goes on.
             loop.add_signal_handler(number, leaves.set)
         watching = asyncio.create_task(self._watch())
         looking = asyncio.create_task(self._look())
@@ -51,6 +52,7 @@ class Follower:
         tasks = {watching, looking, leaving}
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            # Before the others are asked: a person who leaves gets out at once, whatever they still do.
             if leaving.done():
                 name = self._folder.name
                 self._view.note(
@@ -58,6 +60,7 @@ class Follower:
                     f"`holdfast stop --job {name}` ends it"
                 )
                 return {"outcome": LEFT, "reason": "", "incidents": []}
+            # A refusal, for example. Whoever waited for the operator's word instead would never see it.
             if watching.done() and watching.exception() is not None:
                 watching.result()
             # Both say it, and either may be first. The coordinator's report has more; the operator also knows of an end
@@ -110,6 +113,8 @@ class Follower:
                 except api.NoAnswer as error:
                     self._note(f"the API server does not answer; training does not need it ({error})")
                 except ApiError as error:
+                    # A version that is too old is listed anew, and a passing trouble passes. Anything else
+                    # stays, and has to be told.
                     if not error.is_gone and not error.may_pass:
                         raise UsageError(f"the API server refuses: {error}") from None
                 except (aiohttp.ClientError, OSError) as error:
@@ -119,6 +124,7 @@ class Follower:
     async def _look_on(self, client: Api) -> JobStatus | None:
         path = f"/apis/{GROUP}/{VERSION}/namespaces/{self._allocation.namespace}/{PLURAL}"
         only = {"fieldSelector": f"metadata.name={self._folder.name}"}
+        # The watch goes on from the version of this list, so nothing between the two is missed.
         there, version = await client.list_all(path, only)
         if not there:
             return None

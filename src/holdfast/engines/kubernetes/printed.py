@@ -21,6 +21,7 @@ from holdfast.errors import UsageError
 
 def tail_command(path: Path, lines: int, follow: bool) -> list[str]:
     """lines: the last so many; 0: all."""
+    # By its name (-F): a log that is not there yet, or is replaced, is still found.
     return ["tail", *(["-F"] if follow else []), "-n", str(lines) if lines else "+1", str(path)]
 
 
@@ -37,6 +38,8 @@ class Printed:
         if kind == "worker-started":
             self._logs[fields["worker"]] = fields["node"], Path(fields["log"])
         elif kind in ("formed", "started") and fields["workers"]:
+            # Rank 0 may be another worker in each generation. Those before are followed on: last
+            # lines say why a worker died.
             first = fields["workers"][0]
             if first in self._logs and first not in self._following:
                 self._following[first] = asyncio.create_task(self._follow(*self._logs[first]))
@@ -92,10 +95,13 @@ async def _show_logs(
             rest = b""
             try:
                 async for data in reach.tunnel.run(node, WORKER, tail_command(path, lines, follow)):
+                    # Whole lines only: pieces of several logs come mixed, and half a line would
+                    # be completed by another log.
                     whole, newline, rest = (rest + data).rpartition(b"\n")
                     if newline:
                         write(label, whole + newline)
             except (aiohttp.ClientError, OSError) as error:
+                # Told at the end: one pod that is gone must not hide the logs of all others.
                 unreached.append(f"{label}: the pod {node} is not reached: {error}")
             if rest:
                 write(label, rest + b"\n")

@@ -87,6 +87,8 @@ class KubernetesReach:
         try:
             pod, where = await self._find()
             return await self.tunnel.request(pod, where, self._token, method, path, body, PATIENCE_S)
+        # In these cases the coordinator has not taken the request. Other errors leave that
+        # open, and are the caller's.
         except (aiohttp.ClientConnectorError, Unproven, NotHeard) as error:
             self._where = None
             await asyncio.sleep(AGAIN_S)
@@ -119,6 +121,7 @@ class KubernetesReach:
                 await asyncio.to_thread(self._write, follows.data, msgspec.json.decode(ended)["value"])
 
     def _write(self, ledger: bytes, report: Any) -> None:
+        # The ledger first: a command that finds the report finds the ledger that it tells of.
         work = self._folder / f".{FIRST}.kept"
         work.write_bytes(ledger)
         work.replace(self._folder / FIRST)
@@ -143,6 +146,8 @@ class KubernetesReach:
             answer = await self.tunnel.ask_openly(pod, NAME_PATH, PATIENCE_S)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise NotHeard(str(error) or type(error).__name__) from error
+        # Where the pod is not reached, the API server answers by itself. That must not be
+        # read as a coordinator's name.
         if answer.status != 200:
             raise NotHeard(f"{pod} is not reached: {_words(answer)}")
         said = _names.decode(answer.body)
@@ -183,6 +188,8 @@ class KubernetesReach:
             raise NotHeard(f"the API server does not answer: {error}") from error
         except ApiError as error:
             if error.status == 404:
+                # A new job has no Secret yet, so one waits. A missing object was deleted,
+                # and nothing more will come.
                 if "secrets" in path:
                     raise NotHeard(gone) from error
                 self._is_over()
@@ -193,6 +200,7 @@ class KubernetesReach:
 
     def _is_over(self) -> None:
         """No command asks for it again."""
+        # A folder that cannot be written costs the next command one more question, and nothing else.
         with suppress(OSError):
             jobs.write_allocation(self._folder, msgspec.structs.replace(self._allocation, over=True))
 

@@ -79,8 +79,10 @@ async def submit(client: Api, submission: Submission) -> str:
         UsageError: it is refused, by us or by the API server, or the name is taken. Nothing was made.
     """
     try:
+        # First of all: applying would change a job of this name that is there already.
         await _refuse_taken(client, submission)
         await _dry_run(client, submission)
+        # The code before the job: a pod that starts at once mounts it.
         code = submission.config_map()
         if code is not None:
             await client.apply(_config_map_path(submission), code, manager=MANAGER)
@@ -134,6 +136,7 @@ async def _dry_run(client: Api, submission: Submission) -> None:
         await client.apply(
             job_path(submission.namespace, submission.name), submission.job, manager=MANAGER, dry_run=True
         )
+        # Our own rendering makes the pod that is tried, and it needs an object without errors.
         if not problems:
             await _try_pod(client, submission)
     except ApiError as error:

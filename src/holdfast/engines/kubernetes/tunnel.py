@@ -49,6 +49,7 @@ class Tunnel:
             Unproven: another one answered, perhaps the API server itself: the pod did not take the request.
             aiohttp.ClientError, TimeoutError: it may have been carried out, or not.
         """
+        # For this one request: the proof covers method and path, so nobody on the way can use it for another.
         question = Question(token, where.name, method, path)
         url, headers = await self._address(pod, path)
         headers[OWN_HEADER] = question.authorization
@@ -57,6 +58,7 @@ class Tunnel:
             method, url, headers=headers, data=body.encode() or None, timeout=limit
         ) as response:
             data = await response.read()
+            # Before the answer is used: who stands between can answer by itself, with any status.
             if not question.proves(response.headers.get(ANSWER_HEADER, "")):
                 raise Unproven(f"{pod} is not reached: {data[:200].decode(errors='replace').strip()}")
             return Answer(response.status, response.headers, data)
@@ -83,6 +85,8 @@ class Tunnel:
             timeout=aiohttp.ClientWSTimeout(ws_close=limit_s),
             max_msg_size=0,
         ) as socket:
+            # aiohttp gives no public way to the headers of the handshake. Without this look anybody's
+            # socket would be believed.
             if not question.proves(socket._response.headers.get(ANSWER_HEADER, "")):
                 raise Unproven(f"who answers for {pod} has not proven to be the job's coordinator")
             yield socket
@@ -106,6 +110,8 @@ class Tunnel:
 
     @property
     def _session(self) -> aiohttp.ClientSession:
+        # The client's own session knows the cluster's certificates and the person's. Ours would have
+        # to read the kubeconfig again.
         session: aiohttp.ClientSession = self._client.rest_client.pool_manager
         return session
 
@@ -120,5 +126,6 @@ class Tunnel:
 
     async def _credentials(self) -> dict[str, str]:
         headers: dict[str, str] = {}
+        # Asked for each request: a token of a cloud ends after a while, and the client renews it.
         await self._client.update_params_for_auth(headers, [], ["BearerToken"])
         return headers

@@ -127,9 +127,11 @@ def _dashboard(uid: str, title: str, text: str, panels: Iterable[Panel]) -> dict
                     "type": "query",
                     "datasource": SOURCE,
                     "query": "label_values(holdfast_job_info, holdfast_job)",
+                    # Asked again when the time range changes (2): jobs come and go while a dashboard is open.
                     "refresh": 2,
                     "multi": True,
                     "includeAll": True,
+                    # Otherwise Grafana writes every job's name into each query, which grows with the site.
                     "allValue": ".*",
                     "current": {"text": "All", "value": "$__all"},
                 },
