@@ -25,7 +25,8 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 def nothing_left(tmp_path):
     yield
     end_started()
-    end_leftovers(tmp_path)
+    for home in (tmp_path, tmp_path / "calm", tmp_path / "struck"):
+        end_leftovers(home)
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +71,15 @@ def holdfast(*args):
 
 def both(tmp_path, command):
     """The undisturbed run and the struck one, side by side."""
+    # Each has a home of its own: whoever ends first must leave nothing that runs, and the other one still does.
+    homes = {job: tmp_path / job for job in ("calm", "struck")}
+    for home in homes.values():
+        home.mkdir()
     started = {
-        "calm": start(tmp_path, "--nnodes", 2, *command, job="calm", preload=PRELOAD),
-        "struck": start(tmp_path, *STRUCK, *command, job="struck", preload=PRELOAD),
+        "calm": start(homes["calm"], "--nnodes", 2, *command, job="calm", preload=PRELOAD),
+        "struck": start(homes["struck"], *STRUCK, *command, job="struck", preload=PRELOAD),
     }
-    calm, struck = (finish(process, tmp_path, job, timeout=200) for job, process in started.items())
+    calm, struck = (finish(process, homes[job], job, timeout=200) for job, process in started.items())
     assert (calm.code, struck.code) == (0, 0), calm.output[-2000:] + struck.output[-3000:]
     assert len(struck.report["incidents"]) == 2
     assert calm.report["incidents"] == []
@@ -109,7 +114,7 @@ def test_a_kill_and_a_lost_node_change_no_bit_and_what_was_trained_comes_out(
     assert struck.report["final"]["replicas_equal"] is True
     assert ("loads" in calm.report["final"]["covered"]) == (config.experts.bias_rate > 0)
 
-    monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))
+    monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "struck"))
     out = tmp_path / "out"
     told_both = recipes.config.read(RECIPES / file, [f"model.folder={folder}/model"])
     recipes.export.export(told_both, out, "struck", step=None)

@@ -23,6 +23,7 @@ from holdfast.protocol.health import CheckResult, Condition
 from holdfast.protocol.proof import is_same
 
 BLOCK_BYTES = 1 << 20
+ROUNDS = 3
 ECHOES = 200
 ECHO_BYTES = 64
 NONCE_BYTES = 16
@@ -36,15 +37,22 @@ _END = struct.Struct("!QQ")
 
 
 def check_loopback(task: Task) -> Iterator[CheckResult]:
-    """Through the own address and back."""
+    """Through the own address and back, the best of three."""
+    # A machine that trains meanwhile is not slow for it. What comes back changed is no matter of load: once is enough.
+    rounds = [_to_itself(task.host, task.seconds / 4 / ROUNDS) for _ in range(ROUNDS)]
+    damaged = next((one for one in rounds if one.damaged), None)
+    yield _result("loopback", damaged or max(rounds, key=lambda one: one.bytes_per_s or 0.0), "")
+
+
+def _to_itself(host: str, seconds: float) -> Measured:
     token = secrets.token_hex(8)
-    with socket.create_server((task.host, 0)) as server:
+    with socket.create_server((host, 0)) as server:
         port = server.getsockname()[1]
-        serving = threading.Thread(target=_serve_quietly, args=(server, token, task.seconds / 4), daemon=True)
+        serving = threading.Thread(target=_serve_quietly, args=(server, token, seconds), daemon=True)
         serving.start()
-        measured = connect_and_measure(task.host, port, token, task.seconds / 4)
+        measured = connect_and_measure(host, port, token, seconds)
         serving.join(SILENT_S)
-    yield _result("loopback", measured, "")
+    return measured
 
 
 def check_pair(task: Task) -> Iterator[CheckResult]:
