@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from ends import by_itself, ends
 from harness import run
+
+from holdfast.adapters.huggingface.progress import Progress
 
 SCRIPT = Path(__file__).parent / "train_trainer.py"
 STEPS = 18
@@ -157,3 +160,24 @@ def test_trl_with_an_adapter_of_peft(tmp_path, kind):
     assert ends(tmp_path / "out") == 2 * [wanted]
     # What is trained and Adam's two moments of it: neither the base under an adapter nor a reference model.
     assert ran.fields("snapshot")[-1]["nbytes"] < 3 * wanted["trained_bytes"] + 1000
+
+
+def test_what_a_worker_logs_of_its_own_samples_is_no_part_of_the_state():
+    """Else replicas would differ that are equal, and the copies of a snapshot with them (TRL logs its rewards so)."""
+    logs = {"loss": 0.5, "grad_norm": 1.0, "learning_rate": 1e-4, "epoch": 0.5, "rewards/chosen": 0.1, "step": 4}
+    evaluated = {"eval_loss": 0.4, "eval_runtime": 1.5, "eval_samples_per_second": 9.0, "step": 4}
+    state = SimpleNamespace(
+        epoch=0.5, global_step=4, best_metric=None, best_global_step=0, log_history=[logs, evaluated]
+    )
+    trainer = SimpleNamespace(
+        state=state,
+        _tr_loss=0.0,
+        _total_loss_scalar=0.0,
+        _globalstep_last_logged=4,
+        control=None,
+        callback_handler=SimpleNamespace(callbacks=[]),
+    )
+    assert Progress(trainer).state_dict()["history"] == [
+        {"loss": 0.5, "grad_norm": 1.0, "learning_rate": 1e-4, "epoch": 0.5, "step": 4},
+        {"eval_loss": 0.4, "step": 4},
+    ]
