@@ -164,7 +164,14 @@ def test_trl_with_an_adapter_of_peft(tmp_path, kind):
 
 def test_what_a_worker_logs_of_its_own_samples_is_no_part_of_the_state():
     """Else replicas would differ that are equal, and the copies of a snapshot with them (TRL logs its rewards so)."""
-    logs = {"loss": 0.5, "grad_norm": 1.0, "learning_rate": 1e-4, "epoch": 0.5, "rewards/chosen": 0.1, "step": 4}
+    logs = {
+        "loss": 0.5,
+        "grad_norm": 1.0,
+        "learning_rate": 1e-4,
+        "epoch": 0.5,
+        "rewards/chosen": 0.1,
+        "step": 4,
+    }
     evaluated = {"eval_loss": 0.4, "eval_runtime": 1.5, "eval_samples_per_second": 9.0, "step": 4}
     state = SimpleNamespace(
         epoch=0.5, global_step=4, best_metric=None, best_global_step=0, log_history=[logs, evaluated]
