@@ -21,14 +21,21 @@ torch.cpu.memory_stats = lambda *which: {}
 warnings.simplefilter("ignore")
 
 import torchtitan.hf_datasets.text_datasets as text  # noqa: E402
-from torch.nn.functional import scaled_dot_product_attention  # noqa: E402
+from torch.nn.attention.flex_attention import create_mask  # noqa: E402
 from torchtitan.models.common.attention import FlexAttention  # noqa: E402
 
 from holdfast import titan  # noqa: E402
 
 
-def attend(q, k, v, scale=None, **more):
-    return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True), None
+def attend(q, k, v, score_mod=None, block_mask=None, scale=None, enable_gqa=False, **more):
+    """What flex attention computes, without its kernel: with the mask that it was given, and what sinks need beside it."""
+    if enable_gqa:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.transpose(-1, -2) * (scale or q.shape[-1] ** -0.5)
+    heads = (q.shape[0], 1, q.shape[2], k.shape[2])
+    seen = create_mask(block_mask.mask_mod, *heads, device="cpu")
+    scores = scores.float().masked_fill(~seen, float("-inf"))
+    return scores.softmax(-1).to(v.dtype) @ v, SimpleNamespace(lse=scores.logsumexp(-1))
 
 
 FlexAttention.compiled_flex_attn = staticmethod(attend)

@@ -46,7 +46,9 @@ def test_a_lost_worker_changes_no_bit(tmp_path, nodes, fault, more):
     """Two replicas, one of which loses a worker in the middle of its schedule, against one that nobody disturbs. The other one
     keeps its connections: it leaves the step together, though its stages are at different calls."""
     expected = run(tmp_path, "--nnodes", nodes, SCRIPT, STEPS, *more, job="expected")
-    ran = run(tmp_path, "--nnodes", f"{nodes}:{2 * nodes}", "--fault", fault, SCRIPT, STEPS, *more, timeout=180)
+    ran = run(
+        tmp_path, "--nnodes", f"{nodes}:{2 * nodes}", "--fault", fault, SCRIPT, STEPS, *more, timeout=180
+    )
     check(ran)
     assert ran.losses() == expected.losses()
     assert ran.report["final"]["params_xxh3"] == expected.report["final"]["params_xxh3"]

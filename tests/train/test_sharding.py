@@ -11,7 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from holdfast.errors import CollectiveFailed, StateError, UsageError
+from holdfast.errors import StateError, UsageError
 from holdfast.protocol.messages import Generation, JoinGeneration, Member
 from holdfast.tensors.dtensor_shards import like, local_of, parsed, piece_of, placed
 from holdfast.train import checkpoint_restore

@@ -72,7 +72,10 @@ def _check(schedule: Any) -> None:
             "micro-batch"
         )
     # Torch makes room for a gradient where the example asks for one, and computes without it where it does not.
-    ends = [*_floating(stage._user_meta.inputs, not stage.is_first), *_floating(stage._user_meta.outputs, not stage.is_last)]
+    ends = [
+        *_floating(stage._user_meta.inputs, not stage.is_first),
+        *_floating(stage._user_meta.outputs, not stage.is_last),
+    ]
     if not all(meta.requires_grad for meta in ends):
         raise UsageError(
             f"step.pipeline(): what stage {stage.stage_index} exchanges with the others takes no gradient by its input_args or "
@@ -90,7 +93,13 @@ def _prepare(schedule: PipelineScheduleSingle) -> None:
     # Private fields of PyTorch 2.13: a schedule has no public way to begin anew. A test strikes a worker in the middle
     # of a schedule, and compares every bit with an undisturbed run.
     schedule._internal_losses.clear()
-    for left in (stage.fwd_cache, stage.bwd_cache, stage.backward_state, stage.dw_runner, stage.output_chunks):
+    for left in (
+        stage.fwd_cache,
+        stage.bwd_cache,
+        stage.backward_state,
+        stage.dw_runner,
+        stage.output_chunks,
+    ):
         left.clear()
     # New memory for what comes: gloo may hold the old.
     stage.args_recv_info.clear()

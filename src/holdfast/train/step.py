@@ -197,7 +197,9 @@ class Step:
                 self._say_weight()
         self._added(last)
 
-    def pipeline(self, schedule: Any, *args: Any, target: Any = None, weight: float = 1.0, **more: Any) -> None:
+    def pipeline(
+        self, schedule: Any, *args: Any, target: Any = None, weight: float = 1.0, **more: Any
+    ) -> None:
         """Adds a micro-batch's gradient that the stages of a pipeline compute together, after `run.mesh(stage=...)`. In the place
         of the forward pass and `step.backward`; every stage calls it with the same micro-batch.
 
@@ -214,7 +216,9 @@ class Step:
         """
         replica = self._replica
         if replica.sharding is None or replica.sharding.stages == 1:
-            raise UsageError("step.pipeline() is for the stages of a pipeline: call run.mesh(stage=...) first")
+            raise UsageError(
+                "step.pipeline() is for the stages of a pipeline: call run.mesh(stage=...) first"
+            )
         replica.phases.enter(Phase.BACKWARD, self.index)
         last = self._taken("step.pipeline()")
         if last:

@@ -352,7 +352,14 @@ class Trainer(SimWorker):
             self.plane.gone(self)
         self.enter(Phase.PARKED)
         held = self.held[0] if self.held else None
-        self.say(m.Parked(generation=self.seen, committed=held, prepared=self.prepared, agreement=agreement if self.begun >= 0 else -1))
+        self.say(
+            m.Parked(
+                generation=self.seen,
+                committed=held,
+                prepared=self.prepared,
+                agreement=agreement if self.begun >= 0 else -1,
+            )
+        )
         self.cluster.moment("parked", self)
 
     def _stop(self, stop: m.Stop) -> None:
