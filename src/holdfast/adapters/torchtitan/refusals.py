@@ -66,9 +66,9 @@ def _all(config: Any) -> list[tuple[bool, str]]:
     return [
         (
             parallelism.pipeline_parallel_degree > 1,
-            "--parallelism.pipeline_parallel_degree: stages of a pipeline call different collectives, so a healthy replica "
-            "could not leave a step together. Use shards and tensor parallelism; torchtitan's own trainer works at "
-            "level 1",
+            "--parallelism.pipeline_parallel_degree: torchtitan's schedules ask their neighbours for shapes at their first step, and a "
+            "worker that comes after a fault would wait for an answer. Use shards, tensor, context and expert parallelism; "
+            "docs/sharded.md shows a pipeline in a loop of your own, and torchtitan's own trainer works at level 1",
         ),
         (
             parallelism.data_parallel_replicate_degree > 1,

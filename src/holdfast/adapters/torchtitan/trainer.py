@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from functools import partial
 from importlib import metadata
 from typing import Any, Literal
 
 import torch
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.protocols import module as titan_modules
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
@@ -58,7 +61,8 @@ class HoldfastTrainer(Trainer):  # type: ignore[misc] # it has no types here
         refuse(config)
         self.holdfast_run = _run[0]
         self.holdfast_step: Step | None = None
-        super().__init__(config)
+        with built_alone():
+            super().__init__(config)
         self.loads = Loads(with_biases(self.model_parts))
         take_hook_off(self.optimizers)
         refuse_hooks(self.optimizers)
@@ -206,6 +210,22 @@ class HoldfastTrainer(Trainer):  # type: ignore[misc] # it has no types here
         more = {"n_tokens_seen": self.ntokens_seen, **rates}
         norm = step.grad_norm if step.grad_norm is not None else float("nan")
         self.metrics_processor.log(self.step, step.loss, step.loss, norm, extra_metrics=more)
+
+
+@contextmanager
+def built_alone() -> Iterator[None]:
+    """torchtitan places tensors on its meshes without a word to others.
+
+    It would send each from the first worker, and nobody is connected before the first step. All make them from the same
+    seed or of the configuration, so all have the same.
+    """
+    # The name that torchtitan's modules call. A test holds that it is there.
+    before = titan_modules.distribute_tensor
+    titan_modules.distribute_tensor = partial(before, src_data_rank=None)
+    try:
+        yield
+    finally:
+        titan_modules.distribute_tensor = before
 
 
 def keep_as_it_lies(model: torch.nn.Module) -> None:
