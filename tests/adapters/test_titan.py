@@ -96,7 +96,7 @@ def job(home, folder, name, *options, given=(*LLAMA, *WIDE), layers=0):
     }
     command = [sys.executable, "-m", "holdfast", "run", "--no-ui", "--job", name]
     command += ["--report", home / f"{name}.json", *options, SCRIPT, folder, *OPTIONS, *given]
-    ran = subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True, timeout=500)
+    ran = subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True, timeout=1500)
     assert ran.returncode == 0, ran.stdout[-3000:]
     return json.loads((home / f"{name}.json").read_text())
 
@@ -115,23 +115,26 @@ def test_a_killed_worker_and_a_lost_node_change_no_bit(tmp_path, folder):
 
 
 LAYOUTS = {
-    "llama-tensor": "llama3 llama3_debugmodel 1 --parallelism.tensor_parallel_degree 2",
-    "llama-context": "llama3 llama3_debugmodel 1 --parallelism.context_parallel_degree 2",
-    "qwen3": "qwen3 qwen3_debugmodel 2",
-    "qwen3-experts": "qwen3 qwen3_moe_debug 2 --parallelism.expert_parallel_degree 2",
-    "deepseek-experts": "deepseek_v3 deepseek_v3_debugmodel 2 --parallelism.expert_parallel_degree 2",
-    "gpt-oss-experts": "gpt_oss gpt_oss_debugmodel_flex 2 --parallelism.expert_parallel_degree 2",
+    "llama-tensor": "llama3 llama3_debugmodel 16 1 --parallelism.tensor_parallel_degree 2",
+    "llama-context": "llama3 llama3_debugmodel 256 1 --parallelism.context_parallel_degree 2",
+    "qwen3": "qwen3 qwen3_debugmodel 16 2",
+    "qwen3-experts": "qwen3 qwen3_moe_debug 16 2 --parallelism.expert_parallel_degree 2",
+    "deepseek-experts": "deepseek_v3 deepseek_v3_debugmodel 16 2 --parallelism.expert_parallel_degree 2",
+    "gpt-oss-experts": "gpt_oss gpt_oss_debugmodel_flex 16 2 --parallelism.expert_parallel_degree 2",
 }
+"""Module, configuration, tokens of a sequence (under context parallelism two blocks of attention), shards."""
 PHASES = ("forward", "backward", "reduce", "vote", "update", "commit")
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(3000)
 @pytest.mark.capability("level 2")
 @pytest.mark.parametrize(("layout", "phase"), list(zip(LAYOUTS, PHASES, strict=True)))
 def test_a_worker_that_is_killed_in_any_phase_changes_no_bit_of_any_model(tmp_path, folder, layout, phase):
     """Each model in two replicas of two workers, of which one is killed and replaced: the job shrinks, and grows again."""
-    module, config, shards, *more = LAYOUTS[layout].split()
-    given = ("--module", module, "--config", config, *NARROW, shards, *more)
+    module, config, tokens, shards, *more = LAYOUTS[layout].split()
+    degrees = ("--parallelism.data_parallel_shard_degree", shards, *more)
+    given = ("--module", module, "--config", config, *NARROW, tokens, *degrees)
     calm = job(tmp_path, folder, "calm", "--nnodes", 2, given=given, layers=2)
     kill = f"kill-worker:rank=1,step=3,phase={phase}"
     struck = job(tmp_path, folder, "struck", "--nnodes", "2:4", "--fault", kill, given=given, layers=2)
