@@ -55,8 +55,9 @@ def halted(context: Context, worker: Worker, message: m.Halted) -> None:
         return
     replica_members = members(context, replica)
     order = answered(halting, worker.name, message, len(replica_members))
-    for other in replica_members if order is not None else ():
-        context.tell(other, order)
+    if order is not None:
+        for other in replica_members:
+            context.tell(other, order)
 
 
 def answered(halting: Halting, worker: str, message: m.Halted, workers: int) -> m.RunTo | None:
