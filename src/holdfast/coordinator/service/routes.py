@@ -14,10 +14,10 @@ from holdfast.coordinator.kernel import events as ev
 from holdfast.coordinator.membership import resize
 from holdfast.coordinator.service.checking import CheckRuns, check_routes
 from holdfast.coordinator.service.decision_loop import DecisionLoop
-from holdfast.coordinator.service.drain import FAREWELL_S, drain
+from holdfast.coordinator.service.drain import FAREWELL_S
 from holdfast.coordinator.service.ledger import Ledger, Unreadable
 from holdfast.coordinator.service.metrics import Figures
-from holdfast.coordinator.service.report import build_report, build_status
+from holdfast.coordinator.service.report import build_report
 from holdfast.coordinator.service.store import Store
 from holdfast.coordinator.service.tally import Tally
 from holdfast.coordinator.service.watchers import Watcher, Watchers, announcement
@@ -81,29 +81,22 @@ class Routes:
         return _json(await asyncio.to_thread(self._describe_job))
 
     async def _watch(self, request: web.Request) -> web.StreamResponse:
-        """Every event from `/SEQ` or `?after=SEQ` on and the status as it changes, one JSON text each. With `/keep` the ledger follows
-        in binary when the job has ended: for who looks on from where the job's folder is not."""
+        """Every event from `/SEQ` or `?after=SEQ` on, and the status, whole and then as it changes (`protocol.status_change`), one
+        JSON text each. With `/keep` the ledger follows in binary when the job has ended: for who looks on from where the
+        job's folder is not."""
         socket = web.WebSocketResponse()
         await socket.prepare(request)
-        watcher = Watcher()
-        after = int(request.match_info.get("after") or request.query.get("after", "0"))
+        watcher = Watcher(int(request.match_info.get("after") or request.query.get("after", "0")))
         # Registered before the past is read. In the other order an event that is announced in between would
         # be neither in the past nor announced.
         self._watchers.all.add(watcher)
-        keeps = request.path.endswith("/keep")
-        sender = asyncio.create_task(
-            self._drain_with_ledger(watcher, socket) if keeps else drain(watcher.queue, socket, text=True)
-        )
+        # Those that were announced while nobody listened, or that an engine before this one was given.
+        for order in self._loop.open_orders():
+            watcher.tell(announcement(kind_of(order), as_announced(order)))
+        sender = asyncio.create_task(self._send(watcher, socket, keeps=request.path.endswith("/keep")))
         try:
-            try:
-                watcher.begin(await self._ledger.read(lambda store: _past(store, after)))
-            except Unreadable as error:
-                # A ledger that cannot be read is no reason to see nothing: the live events follow.
-                watcher.begin([(0, announcement("log", {"text": str(error)}))])
-            watcher.tell(announcement("status", self._status()))
-            # Those that were announced while nobody listened, or that an engine before this one was given.
-            for order in self._loop.open_orders():
-                watcher.tell(announcement(kind_of(order), as_announced(order)))
+            # The status of before may be as old as the last watcher.
+            await self._watchers.look()
             async for _ in socket:
                 pass
         finally:
@@ -112,20 +105,20 @@ class Routes:
             sender.cancel()
         return socket
 
-    async def _drain_with_ledger(self, watcher: Watcher, socket: web.WebSocketResponse) -> None:
+    async def _send(self, watcher: Watcher, socket: web.WebSocketResponse, keeps: bool) -> None:
         try:
-            while (data := await watcher.queue.get()) is not None:
-                await socket.send_str(data.decode())
+            code = await watcher.send(socket, self._ledger.read, self._watchers.feed)
             # After the last announcement nobody can ask any more: the port is about to be closed.
-            if self._loop.core.state.membership.outcome is not None:
+            if keeps and self._loop.core.state.membership.outcome is not None:
                 with suppress(Unreadable):
                     await socket.send_bytes(await self._ledger.read(Store.copy))
-            await socket.close()
+            await socket.close(code=code)
         except (ConnectionError, OSError):
             return
 
     async def _status_page(self, request: web.Request) -> web.StreamResponse:
-        return _json(self._status())
+        body = await self._watchers.feed.page()
+        return web.Response(body=body, content_type="application/json")
 
     async def _report_page(self, request: web.Request) -> web.StreamResponse:
         try:
@@ -289,13 +282,6 @@ class Routes:
             return None
         told = f"the ledger cannot be written ({self._ledger.why}): nothing is changed; try again when it can"
         return web.Response(status=503, text=told)
-
-    def _status(self) -> dict[str, Any]:
-        return build_status(self._loop.core.state, self._loop.clock())
-
-
-def _past(store: Store, after: int) -> list[tuple[int, bytes]]:
-    return [(entry.seq, announcement("event", entry)) for entry in store.events(after)]
 
 
 def _json(value: Any) -> web.Response:
