@@ -103,7 +103,7 @@ def read_report(folder: Path) -> dict[str, Any]:
         state = store.load()
         if state is None:
             raise UsageError(f"the job {folder.name!r} was never started")
-        shown = build_report(state, store.steps(), state.began_s + store.last_t_s())
+        shown = build_report(state, store.summary(), state.began_s + store.last_t_s())
     if shown["outcome"] is None:
         shown["outcome"] = "running" if jobs.is_running(folder) else "killed"
     return shown

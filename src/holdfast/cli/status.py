@@ -57,14 +57,14 @@ def stored_status(folder: Path) -> dict[str, Any]:
     with ledger(folder) as store:
         state = kept_state(store, folder)
         shown = build_status(state, state.began_s + store.last_t_s())
-        steps = store.steps()
+        last = store.last_step()
     # A coordinator that ends a job writes the outcome before it leaves. Nobody answers and there is none:
     # it was killed.
     if shown["outcome"] is None:
         shown |= {"phase": "ended", "outcome": "killed"}
     # The state was stored when something happened last; the steps after that are in their own table.
-    if steps:
-        shown["step"] = max(shown["step"], steps[-1].step + 1)
+    if last is not None:
+        shown["step"] = max(shown["step"], last + 1)
     return shown
 
 

@@ -122,6 +122,11 @@ def _header(report: Report, job_dir: Path) -> Table:
     if memory := report.get("in_memory"):
         table.add_row("memory", Text(_kept(memory, report.get("job", job_dir.name))))
     table.add_row("incidents", _summary(report.get("incidents") or []))
+    if dropped := report.get("dropped"):
+        gone = ", ".join(f"{units.count(number)} {what}" for what, number in dropped.items())
+        table.add_row(
+            "let go", Text(f"of the ledger's rows: {gone}; all are counted above, and in the curves")
+        )
     table.add_row("logs", Text(str(job_dir / "logs")))
     return table
 

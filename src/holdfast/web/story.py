@@ -217,6 +217,9 @@ class _Members:
         begin += len(_WORKERS)
         end = fields.find("]", begin)
         text = fields[begin:end]
+        # An old ledger lets go of the names, see `compaction`: that says nothing of who came or left.
+        if not text:
+            return fields, set(), set()
         head, tail = _differ(self._text, text)
         old, new = self._text[head : len(self._text) - tail], text[head : len(text) - tail]
         # The counts before anything changes. A name that only moves within the list leaves

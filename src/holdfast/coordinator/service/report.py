@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -14,28 +14,22 @@ from holdfast.coordinator.kernel.phases import WorkerPhase
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.membership import queries, resize, script_metrics, step_accounting
 from holdfast.coordinator.service import goodput
-from holdfast.coordinator.service.store import StepRow
+from holdfast.coordinator.service.step_summary import StepSummary
 from holdfast.coordinator.storage.queries import has_all, how_far
 
 SCHEMA = 1
 INCIDENTS_SHOWN = 20
 
 
-def build_report(state: CoreState, steps: list[StepRow], now: float) -> dict[str, Any]:
-    """The report as `--report` writes it. Unknown is None, never 0. Durations in seconds."""
-    took = [s.took_s for s in steps if s.took_s is not None]
+def build_report(
+    state: CoreState, steps: StepSummary, now: float, shown: Sequence[Any] | None = None
+) -> dict[str, Any]:
+    """The report as `--report` writes it. Unknown is None, never 0. Durations in seconds.
+
+    shown: the incidents, as whoever has no time for all of them at once made them, see `incidents.shown`.
+    """
     ended = [w for w in state.membership.workers.values() if w.digest is not None]
-    # By shard: replicas are equal if all holders of each shard agree. A digest over all workers would differ
-    # between shards by design.
-    digests = [
-        sorted({str(w.digest) for w in ended if w.shard_index == p})
-        for p in range(state.membership.shard_count)
-    ]
-    states = [
-        sorted({str(w.state_digest) for w in ended if w.shard_index == p})
-        for p in range(state.membership.shard_count)
-    ]
-    losses = [s.loss for s in steps if s.loss is not None]
+    digests, states = _by_shard(state, ended)
     return {
         "schema": SCHEMA,
         "job": state.spec.name,
@@ -48,18 +42,19 @@ def build_report(state: CoreState, steps: list[StepRow], now: float) -> dict[str
             "micro_batches": state.membership.micro_batches,
             "idle": _idle(state),
         },
-        "steps": step_accounting.shown(state, len(steps))
+        "steps": step_accounting.shown(state, steps.count)
         | {
-            "median_s": _median_s(state, took),
-            "skipped": _skipped(steps),
+            "median_s": _median_s(state, steps.median_s),
+            "skipped": steps.skipped,
         },
-        "incidents": [incidents.shown(state, i) for i in state.incidents],
+        "dropped": steps.dropped,
+        "incidents": [incidents.shown(state, i) for i in state.incidents] if shown is None else shown,
         "changes": [msgspec.structs.asdict(resize.describe(state, c)) for c in state.membership.changes],
         "slow": [stragglers.shown(x) for x in state.health.slow],
         "figures": script_metrics.shown(state),
         "goodput": goodput.shown(state, now),
         "final": {
-            "loss": losses[-1] if losses else None,
+            "loss": steps.loss,
             "params_xxh3": ":".join(d[0] for d in digests) if all(len(d) == 1 for d in digests) else None,
             # Unknown where nobody said a digest, and false as soon as two differ: a job of one replica is
             # equal to itself, which says that its state was summed up, and no more.
@@ -91,18 +86,25 @@ def _idle(state: CoreState) -> list[tuple[int, float]]:
     return [(world, round(idle, 4)) for world in sizes if (idle := queries.idle(state, world))]
 
 
-def _skipped(steps: list[StepRow]) -> int | None:
-    """Steps that count without an update; None where the ledger does not say it of any."""
-    known = [s.skipped for s in steps if s.skipped is not None]
-    return sum(known) if known else None
-
-
-def _median_s(state: CoreState, took: list[float]) -> float | None:
+def _median_s(state: CoreState, median_s: float | None) -> float | None:
     """Of the steps in the ledger; at level 0, where it holds none, as the slowest worker counted."""
-    if took:
-        return round(statistics.median(took), 5)
+    if median_s is not None:
+        return round(median_s, 5)
     counted = [w.median_s for w in state.membership.workers.values() if w.median_s is not None]
     return round(max(counted), 5) if counted else None
+
+
+def _by_shard(state: CoreState, ended: list[Worker]) -> tuple[list[list[str]], list[list[str]]]:
+    """The digests of the parameters and of the whole state that holders of each shard told, each once."""
+    # By shard: replicas are equal if all holders of each shard agree. A digest over all workers would differ
+    # between shards by design.
+    digests: list[set[str]] = [set() for _ in range(state.membership.shard_count)]
+    states: list[set[str]] = [set() for _ in range(state.membership.shard_count)]
+    for worker in ended:
+        if worker.shard_index < len(digests):
+            digests[worker.shard_index].add(str(worker.digest))
+            states[worker.shard_index].add(str(worker.state_digest))
+    return [sorted(d) for d in digests], [sorted(s) for s in states]
 
 
 class Latest:

@@ -11,6 +11,7 @@ import msgspec
 from aiohttp import web
 
 from holdfast.coordinator.kernel import events as ev
+from holdfast.coordinator.kernel import incidents
 from holdfast.coordinator.membership import resize
 from holdfast.coordinator.service.checking import CheckRuns, check_routes
 from holdfast.coordinator.service.decision_loop import DecisionLoop
@@ -28,6 +29,8 @@ from holdfast.protocol.faults import check_watched, node_name, parse_fault
 from holdfast.protocol.job import JobDescription
 from holdfast.protocol.notices import NoticeCause
 
+PIECE = 20
+"""Incidents of a report that are put in words at once."""
 SETTLED_S = 2.0
 """So long after a commit what its script logged for it has been told. A killed rank 0 loses its last 50 ms for good."""
 
@@ -122,10 +125,16 @@ class Routes:
 
     async def _report_page(self, request: web.Request) -> web.StreamResponse:
         try:
-            steps = await self._ledger.steps()
+            steps = await self._ledger.summary()
         except Unreadable as error:
             return web.Response(status=503, text=str(error))
-        return _json(build_report(self._loop.core.state, steps, self._loop.clock()))
+        state, told = self._loop.core.state, []
+        # In pieces, each encoded as it is made: of a job with thousands of incidents nobody else would have a turn.
+        for number, incident in enumerate(list(state.incidents)):
+            if number % PIECE == PIECE - 1:
+                await asyncio.sleep(0)
+            told.append(msgspec.Raw(msgspec.json.encode(incidents.shown(state, incident))))
+        return _json(build_report(state, steps, self._loop.clock(), told))
 
     async def _metrics_page(self, request: web.Request) -> web.StreamResponse:
         before = self._tally
@@ -158,7 +167,9 @@ class Routes:
         # for it can no longer come.
         until_s = self._loop.clock() - self._loop.core.state.began_s - SETTLED_S
         try:
-            return _json(await self._ledger.read(lambda store: store.news(seq, place, until_s)))
+            # Encoded on the thread that reads: an entry may name thousands of workers.
+            news = await self._ledger.read(lambda store: msgspec.json.encode(store.news(seq, place, until_s)))
+            return web.Response(body=news, content_type="application/json")
         except Unreadable as error:
             return web.Response(status=503, text=str(error))
 

@@ -40,8 +40,9 @@ from holdfast.coordinator.service.ledger_copies import LedgerCopies
 from holdfast.coordinator.service.page_host import CoordinatorPage
 from holdfast.coordinator.service.report import build_report, shown_blame
 from holdfast.coordinator.service.routes import Routes
-from holdfast.coordinator.service.store import Store, own_ledger
 from holdfast.coordinator.service.status_feed import StatusFeed
+from holdfast.coordinator.service.step_summary import StepSummary
+from holdfast.coordinator.service.store import Store, own_ledger
 from holdfast.coordinator.service.watchers import Watchers
 from holdfast.protocol import ledger
 from holdfast.protocol.endpoint import Endpoint, write_endpoint
@@ -363,10 +364,10 @@ class Coordinator:
     async def _write_report(self) -> None:
         state = self._core.state
         try:
-            steps = await self._ledger.steps()
+            steps = await self._ledger.summary()
         except Unreadable as error:
             self._watchers.say(f"the report has no steps, because they cannot be read: {error}")
-            steps = []
+            steps = StepSummary()
         report = build_report(state, steps, self._clock())
         # Of faults that the job has survived the incidents tell; what is printed last is why it failed.
         # For a job that ended well the last failure that it survived is no news, and would be read as the
