@@ -58,6 +58,7 @@ _NODE_STATES = {
     "repairing": "sick",
 }
 _WORKERS = '"workers":['
+_UNNAMED = '"unnamed":true'
 
 
 class Story:
@@ -217,8 +218,8 @@ class _Members:
         begin += len(_WORKERS)
         end = fields.find("]", begin)
         text = fields[begin:end]
-        # An old ledger lets go of the names, see `compaction`: that says nothing of who came or left.
-        if not text:
+        # A ledger lets go of the names of old generations, see `compaction`: that says nothing of who came or left.
+        if not text and _UNNAMED in fields:
             return fields, set(), set()
         head, tail = _differ(self._text, text)
         old, new = self._text[head : len(self._text) - tail], text[head : len(text) - tail]

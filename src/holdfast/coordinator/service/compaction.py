@@ -161,6 +161,8 @@ def _drop_names(db: sqlite3.Connection, after: Dropped) -> None:
         if nbytes > NAMES_BYTES:
             # The rest of the entry stays: what a report and a story tell of a generation is its size.
             db.execute(
-                "update events set fields = json_set(fields, '$.workers', json('[]')) where seq = ?", (seq,)
+                "update events set fields = json_set(fields, '$.workers', json('[]'), '$.unnamed', json('true')) "
+                "where seq = ?",
+                (seq,),
             )
             after.unnamed += 1
