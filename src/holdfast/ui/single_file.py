@@ -26,6 +26,8 @@ _PANELS: tuple[tuple[str, dict[str, str]], ...] = (
     ("decisions", {"count": str(INCIDENTS)}),
     ("strip", {}),
     ("ranks", {"count": str(RANKS)}),
+    ("stall", {}),
+    ("launches", {}),
     ("series", {}),
     ("checkpoints", {}),
     ("lines", {}),

@@ -19,6 +19,8 @@ PANELS = (
     "decisions",
     "strip",
     "ranks",
+    "stall",
+    "launches",
     "series",
     "checkpoints",
     "log",

@@ -87,6 +87,8 @@ class Story:
         self.troubles: dict[str, int] = {}
         """Node to how many incidents were its fault."""
         self.tier_trouble: dict[str, str] = {}
+        self.stall: dict[str, Any] | None = None
+        """The newest verdict about a hang, with `seq` and `t_s`; None: there was none."""
         self.ended: dict[str, Any] | None = None
         self._members = _Members()
         self._broke = ""
@@ -114,6 +116,8 @@ class Story:
             self.worlds.append((t_s, int(fields.get("start") or 0), int(fields["world"])))
         self._storage(t_s, kind, fields)
         self._node(t_s, kind, fields)
+        if kind == "stall-judged":
+            self.stall = {"seq": seq, "t_s": t_s, **fields}
         if kind == "changed":
             self.changes.append({"seq": seq, **fields})
         if kind == "ended":

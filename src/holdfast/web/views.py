@@ -12,6 +12,7 @@ from typing import Any
 from holdfast.observe.dashboard import job_word
 from holdfast.observe.event_text import event_line
 from holdfast.observe.goodput import WORDS, goodput_words
+from holdfast.observe.remaining import remaining
 from holdfast.protocol import units
 from holdfast.protocol.health import remedy_text
 from holdfast.protocol.ledger.incidents import PHASES
@@ -159,6 +160,9 @@ def now(facts: Facts, story: Story) -> dict[str, Any]:
         "steps": facts["steps"],
         "figures": facts["figures"],
         "slow": facts["slow"],
+        "remaining": None
+        if facts["phase"] == "ended"
+        else remaining(facts["until"], facts["step"], facts["step_s"], facts["goodput"]),
     }
 
 
@@ -381,6 +385,26 @@ def strip(story: Story, until_s: float, rows: int = ROWS) -> dict[str, Any]:
 def checkpoints(story: Story, facts: Facts, count: int = SHOWN) -> dict[str, Any]:
     """Checkpoints in durable tiers, the newest first, and the snapshot in memory."""
     return {"checkpoints": list(reversed(story.checkpoints))[:count], "tiers": tiers(facts)}
+
+
+def stall(story: Story) -> dict[str, Any]:
+    """The newest hang: who held up the others, where each rank stood, who waited for whom, and its incident."""
+    found = story.stall
+    if found is None:
+        return {"stall": None}
+    # The verdict opens its incident, so that is the first one that began after it.
+    opened = (n for n, i in story.incidents.items() if i["seqs"][0] >= found["seq"])
+    return {
+        "stall": {
+            "t_s": found["t_s"],
+            "workers": found["workers"],
+            "reason": found["reason"],
+            "where": found["where"],
+            # An older version wrote only the words of `where`.
+            "lines": found.get("evidence") or [w for w in found["where"].split(", ") if w],
+            "incident": min(opened, default=None) if found["workers"] else None,
+        }
+    }
 
 
 def marks(story: Story) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ import msgspec
 from holdfast.coordinator.kernel.index import Index
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.service import page_facts, page_reader
+from holdfast.coordinator.service.launches import launches
 from holdfast.coordinator.service.store import Store
 from holdfast.web import views
 from holdfast.web.sources import Answer, Refused, answer, frame, whole
@@ -161,6 +162,10 @@ class PageSource:
                 return views.decisions(story, before, count)
             case "strip":
                 return views.strip(story, max(facts["t_s"], story.t_s))
+            case "launches":
+                return launches(self._job_dir, self._state.spec, store)
+            case "stall":
+                return views.stall(story)
             case "series":
                 return page_reader.series(store, query) | {
                     "marks": views.marks(story),

@@ -46,6 +46,7 @@ def facts(state: CoreState, index: Index, now: float, recent: Mapping[str, Any])
             "most": state.spec.max_nodes,
         },
         "step": _newest(state.step, recent),
+        "until": membership.until,
         "steps": step_accounting.shown(state),
         "goodput": goodput.shown(state, now),
         "t_s": round(now - state.began_s, 3),

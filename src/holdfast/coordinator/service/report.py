@@ -161,6 +161,7 @@ def status_head(state: CoreState, now: float, loss: float | None, median_s: floa
         "world": state.membership.generation.strength if state.membership.generation else 0,
         "target": state.target,
         "step": state.step,
+        "until": state.membership.until,
         "steps": step_accounting.shown(state),
         "goodput": goodput.shown(state, now),
         "loss": loss,

@@ -18,6 +18,7 @@ function about(kind) {
   if (kind.startsWith("incident")) return ["timeline", "incidents", "incident", "strip", "decisions"];
   if (kind === "saved" || kind.startsWith("tier")) return ["checkpoints", "decisions"];
   if (kind.startsWith("node") || kind.startsWith("rebo") || kind === "formed" || kind === "started") return ["strip", "decisions", "ranks"];
+  if (kind === "stall-judged") return ["stall", "decisions", "incident"];
   return ROUTINE.has(kind) ? [] : ["decisions", "incident"];
 }
 const ROUTINE = new Set(["snapshot", "worker-started", "worker-ready", "worker-done", "worker-exited", "collective-error", "level"]);
@@ -44,6 +45,7 @@ export class Data {
   }
 
   address(name, query = {}) {
+    // A query that names a job is of that one, as a curve to compare with is.
     const given = new URLSearchParams(this.job ? { job: this.job, ...query } : query).toString();
     return `api/v1/${name}${given ? `?${given}` : ""}`;
   }
