@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -18,6 +18,7 @@ from holdfast.coordinator.service.decision_loop import DecisionLoop
 from holdfast.coordinator.service.drain import FAREWELL_S
 from holdfast.coordinator.service.ledger import Ledger, Unreadable
 from holdfast.coordinator.service.metrics import Figures
+from holdfast.coordinator.service.metrics_health import Readings
 from holdfast.coordinator.service.report import build_report
 from holdfast.coordinator.service.store import Store
 from holdfast.coordinator.service.tally import Tally
@@ -49,11 +50,14 @@ class Routes:
         watchers: Watchers,
         gone: asyncio.Event,
         describe: Callable[[], JobDescription],
+        readings: Mapping[str, Readings],
     ) -> None:
+        """readings: node to what its agent read of its machine, as it is now."""
         self._describe_job = describe
         self._loop, self._ledger, self._checks = loop, ledger_file, checks
         self._watchers, self._gone = watchers, gone
         self._tally = Tally()
+        self._readings = readings
 
     def all(self) -> list[web.RouteDef]:
         """For `web.Application.add_routes`."""
@@ -144,7 +148,8 @@ class Routes:
         except Unreadable:
             pass
         writable = self._ledger.why is None
-        figures = Figures(self._loop.core.state, self._tally, self._loop.clock(), writable)
+        state, clock = self._loop.core.state, self._loop.clock
+        figures = Figures(state, self._tally, clock(), writable, self._readings)
         body, content_type = await asyncio.to_thread(figures.encode, request.headers.get("Accept", ""))
         return web.Response(body=body, headers={"Content-Type": content_type})
 

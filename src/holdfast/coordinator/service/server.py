@@ -124,6 +124,7 @@ class Coordinator:
             watchers=self._watchers,
             gone=self._gone,
             describe=self._describe,
+            readings=self._agents.readings,
         )
         self.superseded = False
         self._leaves = asyncio.Event()
