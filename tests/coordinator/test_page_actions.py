@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 from fakeagents import Plane, serving
 
-
 MACHINE = "dmi-1"
 
 

@@ -27,6 +27,7 @@ from holdfast.errors import UsageError
 from holdfast.protocol.availability import Availability, NodeGoing
 from holdfast.protocol.engine_orders import EngineOrders, as_announced, kind_of
 from holdfast.protocol.faults import check_watched, node_name, parse_fault
+from holdfast.protocol.health import Remedy
 from holdfast.protocol.job import JobDescription
 from holdfast.protocol.notices import NoticeCause
 
@@ -81,6 +82,7 @@ class Routes:
             web.post("/engine", self._engine),
             *check_routes(self._checks, lambda: self._loop.core.state),
             web.post("/clear", self._clear),
+            web.post("/node", self._node),
         ]
 
     async def _describe(self, request: web.Request) -> web.StreamResponse:
@@ -277,6 +279,24 @@ class Routes:
             return refusal
         await self._loop.effect(ev.MachineCleared(machine, request.query.get("rule", "")))
         return _json({})
+
+    async def _node(self, request: web.Request) -> web.StreamResponse:
+        """`?node=&remedy=&reason=`: a person wants a node rebooted or replaced."""
+        try:
+            remedy = Remedy(request.query.get("remedy", ""))
+            if remedy not in (Remedy.REBOOT, Remedy.REPLACE):
+                raise ValueError
+        except ValueError:
+            return web.Response(status=400, text="send ?remedy=reboot or ?remedy=replace")
+        node = request.query.get("node", "")
+        try:
+            resize.check_drain(self._loop.core.state, node)
+        except UsageError as error:
+            return web.Response(status=400, text=str(error))
+        if refusal := self._refusal():
+            return refusal
+        await self._loop.effect(ev.NodeOrdered(node, remedy, request.query.get("reason", "asked for")))
+        return _json({"node": node})
 
     async def _engine(self, request: web.Request) -> web.StreamResponse:
         """What the engine knows of capacity: one of `protocol.availability`, as JSON."""
