@@ -28,6 +28,7 @@ _PANELS: tuple[tuple[str, dict[str, str]], ...] = (
     ("ranks", {"count": str(RANKS)}),
     ("stall", {}),
     ("launches", {}),
+    ("cost", {}),
     ("series", {}),
     ("checkpoints", {}),
     ("lines", {}),

@@ -21,6 +21,7 @@ PANELS = (
     "ranks",
     "stall",
     "launches",
+    "cost",
     "series",
     "checkpoints",
     "log",

@@ -89,6 +89,8 @@ class Story:
         self.tier_trouble: dict[str, str] = {}
         self.stall: dict[str, Any] | None = None
         """The newest verdict about a hang, with `seq` and `t_s`; None: there was none."""
+        self.snapshots = (0, 0.0, 0.0)
+        """How many were complete, and when the first and the newest were."""
         self.ended: dict[str, Any] | None = None
         self._members = _Members()
         self._broke = ""
@@ -162,7 +164,10 @@ class Story:
         known |= {k: v for k, v in fields.items() if k in ("node", "ranks") and v}
 
     def _storage(self, t_s: float, kind: str, fields: dict[str, Any]) -> None:
-        if kind == "saved":
+        if kind == "snapshot":
+            count, begun_s, _ = self.snapshots
+            self.snapshots = count + 1, begun_s if count else t_s, t_s
+        elif kind == "saved":
             found = {k: fields.get(k) for k in ("step", "url", "took_s", "skipped")}
             self.checkpoints.append({"t_s": t_s, **found})
             # A save that arrived is the one proof that a tier works again.

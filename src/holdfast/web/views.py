@@ -160,6 +160,7 @@ def now(facts: Facts, story: Story) -> dict[str, Any]:
         "steps": facts["steps"],
         "figures": facts["figures"],
         "slow": facts["slow"],
+        "leave": facts["leave"],
         "remaining": None
         if facts["phase"] == "ended"
         else remaining(facts["until"], facts["step"], facts["step_s"], facts["goodput"]),

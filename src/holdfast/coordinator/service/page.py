@@ -19,6 +19,7 @@ from holdfast.coordinator.service import page_facts, page_reader
 from holdfast.coordinator.service.launches import launches
 from holdfast.coordinator.service.store import Store
 from holdfast.web import views
+from holdfast.web.cost import cost
 from holdfast.web.sources import Answer, Refused, answer, frame, whole
 from holdfast.web.story import Story
 
@@ -162,6 +163,8 @@ class PageSource:
                 return views.decisions(story, before, count)
             case "strip":
                 return views.strip(story, max(facts["t_s"], story.t_s))
+            case "cost":
+                return cost(story, facts["goodput"])
             case "launches":
                 return launches(self._job_dir, self._state.spec, store)
             case "stall":

@@ -134,6 +134,7 @@ export function Tiers({ data }) {
 export function Nodes({ data, width }) {
   const found = data.want("strip");
   return html`<${Panel} id="nodes" title="Nodes in time" data=${data} address=${data.address("strip")} command=${`holdfast events --job ${data.now.job} --kind node-lost`} note="the worst first; a row is one machine, a column is all at once">
+    ${data.now.leave && html`<p><${Shape} tone=${data.now.leave.yes ? "good" : "busy"} /> May a node be taken away? <b>${data.now.leave.yes ? "Yes" : "Not without harm"}</b>: ${data.now.leave.text}.</p>`}
     ${ready(found, (strip) => html`<${Strip} data=${strip} width=${width} />`)}
   <//>`;
 }
@@ -240,6 +241,17 @@ export class Goodput extends Component {
       ${part.bars.length ? html`<${Waterfall} part=${part} />` : html`<p class="quiet">Nothing was counted yet.</p>`}
     <//>`;
   }
+}
+
+// What safety has cost, and whether another interval between snapshots would cost less.
+export function Cost({ data }) {
+  const found = data.want("cost");
+  const row = (name, value) => html`<tr key=${name}><th scope="row">${name}</th><td class="number">${value}</td></tr>`;
+  return html`<${Panel} id="cost" title="What safety costs" data=${data} address=${data.address("cost")} command=${`holdfast plan calibrate ${data.now.job}`} note="by this job's own figures">
+    ${ready(found, (one) => html`<p>${one.words}</p><table>
+      <tbody>${row("between two failures", seconds(one.mtbf_s))}${row("one failure took", seconds(one.each_s))}${row("snapshots", count(one.snapshots))}${row("one snapshot held the steps up for", seconds(one.snapshot_s))}
+        ${one.now && row(`kept with one every ${seconds(one.now.every_s)}, as now`, share(one.now.share))}${one.best && row(`kept with one every ${seconds(one.best.every_s)}`, share(one.best.share))}</tbody></table>`)}
+  <//>`;
 }
 
 export function Checkpoints({ data }) {
