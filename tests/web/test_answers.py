@@ -120,7 +120,7 @@ def test_what_safety_costs() -> None:
     story = Story()
     assert cost(story, {})["words"].startswith("No failure so far")
     for number in range(4):
-        story.incidents[number] = {"quiet": number == 3}
+        story.incidents[number] = {"quiet": number == 3, "lost_steps": 0}
     for n in range(101):
         story.add(n + 1, 10.0 * n, UTC, "snapshot", '{"step": 1}')
     classes = {
@@ -133,6 +133,11 @@ def test_what_safety_costs() -> None:
     found = cost(story, {"wall_s": 3000.0, "classes": classes})
     assert (found["incidents"], found["mtbf_s"], found["each_s"], found["every_s"]) == (3, 1000.0, 10.0, 10.0)
     assert found["snapshot_s"] == pytest.approx(1.0)
+    # No step was lost: the interval has cost nothing but the snapshots.
+    assert (found["best"], "no more" in found["words"]) == (None, True)
+    for number in range(3):
+        story.incidents[number]["lost_steps"] = 5
+    found = cost(story, {"wall_s": 3000.0, "classes": classes})
     # A snapshot that holds up a second is worth less often than every ten at one failure in a thousand.
     assert found["best"]["every_s"] == pytest.approx(44.0, abs=1.0)
     assert found["best"]["share"] > found["now"]["share"]
