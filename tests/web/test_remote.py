@@ -17,7 +17,7 @@ from holdfast.ui import remote
 from holdfast.web.sources import Refused
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "coordinator"))
-from fakeagents import Plane, serving  # noqa: E402 - from the folder beside this one
+from fakeagents import Plane, serving
 
 
 class Tunnel:

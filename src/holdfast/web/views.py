@@ -25,6 +25,8 @@ BARS = 400
 ROWS = 60
 """Rows of the strip; the other nodes are one row."""
 SHOWN = 50
+BEGINS_S = 600.0
+"""So long the first generation may take before a person is asked for nodes."""
 MARKS = 300
 _ORDER = {name: number for number, name in enumerate(STATES)}
 _SHOWN_OF_INCIDENT = (
@@ -99,15 +101,18 @@ def todo(facts: Facts, story: Story) -> list[dict[str, Any]]:
                 f"{tier['url']} takes nothing any more: a checkpoint stands still",
                 f"holdfast status --job {job}",
             )
+    # Nodes of a job that has only just begun are on their way, whether or not anybody has ordered them.
+    begins = facts["generation"] == 0 and facts["t_s"] < BEGINS_S
     # Not while a node is on its way: whoever adds another one would pay for one too many.
-    if facts["phase"] == "gathering" and not facts["coming"] and facts["ready"] < facts["target"]:
+    short = facts["phase"] == "gathering" and facts["ready"] < facts["target"]
+    if short and not facts["coming"] and not begins:
         missing = facts["target"] - facts["ready"]
         say(True, f"Add nodes: {units.plural(missing, 'worker')} are missing, and no node is on its way", "")
     for ask in facts["asks"]:
         where = f"holdfast why {ask['incident']} --job {job}" if ask["incident"] else "holdfast node ls"
         say(False, f"Inspect {ask['node']}: {ask['text']}", where)
     # Only of a job that was started with spares: to any other the lack of one is no news.
-    if facts["wants_spares"] and not facts["spares"]:
+    if facts["wants_spares"] and not facts["spares"] and not begins:
         say(False, "Add a node: no spare is left, so the next lost node costs strength", "")
     for slow in facts["slow"]:
         say(

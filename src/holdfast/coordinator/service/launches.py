@@ -28,7 +28,7 @@ def launches(job_dir: Path, spec: JobSpec, store: Store) -> dict[str, Any]:
     known = [(number, _earlier(folder)) for number, folder in before[-SHOWN:]]
     newest = max((number for number, _ in before), default=0) + 1
     first = store.raw_entries(0, 1)
-    told = {"utc": first[0][2] if first else None, "outcome": None, "steps": None}
+    told: dict[str, Any] = {"utc": first[0][2] if first else None, "outcome": None, "steps": None}
     state = store.load()
     if state is not None:
         told |= {"outcome": state.membership.outcome, "steps": state.step}

@@ -86,12 +86,13 @@ export class Data {
     }
   }
 
-  // What is shown needs this panel: it is fetched now, and again when something happened.
+  // What is shown needs this panel: it is fetched now, and again when something happened. Also where it was shown before:
+  // of what happened meanwhile nobody has told a panel that was not shown. What came then is shown until the answer is here.
   want(name, query = {}) {
     const address = this.address(name, query);
     if (!this.wanted.has(address)) {
       this.wanted.set(address, [name, query]);
-      if (!(address in this.panels)) this.fetch(address);
+      this.fetch(address);
     }
     return this.panels[address];
   }
