@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from holdfast.coordinator.health.stragglers import Peers
 from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.service.report import build_report, build_status
+from holdfast.coordinator.service.step_summary import StepSummary
 from holdfast.protocol import causes
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import Finding, HealthSpec, Remedy, Severity
@@ -80,7 +81,7 @@ def test_a_slow_rank_is_written_down_with_figures():
     train(desk, 20, {}, first=100)
     assert findings(desk)[-1]["condition"] == "healthy"
     assert build_status(desk.state, desk.now)["slow"] == []
-    assert build_report(desk.state, [], desk.now)["slow"][0]["until_step"] is not None
+    assert build_report(desk.state, StepSummary(), desk.now)["slow"][0]["until_step"] is not None
 
 
 def test_that_a_rank_was_slow_does_not_explain_its_end():

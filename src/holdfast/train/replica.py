@@ -129,8 +129,11 @@ class Replica:
         total = sum(words[rank][0] for rank in range(shards))  # of one replica: all have the same
         return total if total >= 0 else math.nan
 
-    def announce(self, micro_batches: int) -> None:
-        """Says that this worker is ready, and waits until it is a member. micro_batches: in a global batch."""
+    def announce(self, micro_batches: int, until: int) -> None:
+        """Says that this worker is ready, and waits until it is a member.
+
+        micro_batches: in a global batch. until: committed steps after which the script ends.
+        """
         self.place.micro_batches = micro_batches
         digest = self.state.digest
         self._page.enter(Phase.IDLE)
@@ -146,6 +149,7 @@ class Replica:
                 micro_batches=micro_batches,
                 shape=shape,
                 shard_index=shard_index,
+                until=until,
             )
         )
         self.join_next()

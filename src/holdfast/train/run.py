@@ -357,7 +357,7 @@ class Run:
             every = self._replay_every(reduction)
             cursor = DataCursor(global_batch, seed, batches.dataset, threads, batch_changed)
             self._cursor = cursor
-            replica = self._enroll(modules, batches.count(), cursor, reduction)
+            replica = self._enroll(modules, batches.count(), cursor, reduction, until)
             while not replica.stopped and (replica.state.committed or 0) < until:
                 self._warn(replica)
                 self._tell_size(replica)
@@ -484,7 +484,12 @@ class Run:
         return every
 
     def _enroll(
-        self, modules: list[torch.nn.Module], micro_batches: int, cursor: DataCursor, reduction: Reduction
+        self,
+        modules: list[torch.nn.Module],
+        micro_batches: int,
+        cursor: DataCursor,
+        reduction: Reduction,
+        until: int,
     ) -> Replica:
         if self._replica is not None:
             raise UsageError("run.steps() is called once per run; put epochs into `until`")
@@ -538,7 +543,7 @@ class Run:
         )
         beat.append(replica)
         self._replica = replica
-        replica.announce(micro_batches)
+        replica.announce(micro_batches, until)
         return replica
 
 

@@ -419,6 +419,8 @@ class MembershipState(msgspec.Struct, kw_only=True):
     """For how long that stalled training."""
     micro_batches: int | None = None
     """In a global batch, once a worker has said so."""
+    until: int | None = None
+    """Committed steps after which the job is done, once a worker has said so. For people alone: the script decides."""
     shape: tuple[int, int] = (1, 1)
     """Of a replica: shard degree and tensor degree, once a worker has said so."""
     halting: dict[int, Halting] = {}

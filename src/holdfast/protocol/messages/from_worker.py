@@ -75,6 +75,8 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """Workers of a replica: those with other micro-batches, and for each of them those with the same."""
     shard_index: int = 0
     """The shard that it was built for."""
+    until: int = 0
+    """Committed steps after which the script ends; 0: it does not say."""
 
 
 class Joined(msgspec.Struct, frozen=True, tag="joined"):
