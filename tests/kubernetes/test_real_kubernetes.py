@@ -37,7 +37,7 @@ from holdfast.protocol.http_client import request
 from holdfast.protocol.lookup import AddressLookup
 
 pytestmark = [pytest.mark.kube, pytest.mark.timeout(400)]
-STEPS = 600
+STEPS = 2000
 """More than any scene needs; each ends its job by `holdfast stop`."""
 PACE_S = 0.1
 Scene = Callable[[Api], Awaitable[None]]

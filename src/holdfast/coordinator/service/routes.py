@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -20,7 +19,7 @@ from holdfast.coordinator.service.metrics import Figures
 from holdfast.coordinator.service.report import build_report, build_status
 from holdfast.coordinator.service.store import Store
 from holdfast.coordinator.service.tally import Tally
-from holdfast.coordinator.service.watchers import Watcher, Watchers, announcement
+from holdfast.coordinator.service.watchers import KEPT, Watcher, Watchers, announcement
 from holdfast.errors import UsageError
 from holdfast.protocol.availability import Availability, NodeGoing
 from holdfast.protocol.engine_orders import EngineOrders, as_announced, kind_of
@@ -82,7 +81,7 @@ class Routes:
 
     async def _watch(self, request: web.Request) -> web.StreamResponse:
         """Every event from `/SEQ` or `?after=SEQ` on and the status as it changes, one JSON text each. With `/keep` the ledger follows
-        in binary when the job has ended: for who looks on from where the job's folder is not."""
+        in binary when the job has ended: for who looks on from where the job's folder is not, and says `KEPT` when it has it."""
         socket = web.WebSocketResponse()
         await socket.prepare(request)
         watcher = Watcher()
@@ -90,7 +89,10 @@ class Routes:
         # Registered before the past is read. In the other order an event that is announced in between would
         # be neither in the past nor announced.
         self._watchers.all.add(watcher)
+        # Read in the same moment: who is registered before the end is told of it, and nobody twice.
+        last = self._watchers.last
         keeps = request.path.endswith("/keep")
+        self._watchers.keepers += keeps
         sender = asyncio.create_task(
             self._drain_with_ledger(watcher, socket) if keeps else drain(watcher.queue, socket, text=True)
         )
@@ -104,8 +106,12 @@ class Routes:
             # Those that were announced while nobody listened, or that an engine before this one was given.
             for order in self._loop.open_orders():
                 watcher.tell(announcement(kind_of(order), as_announced(order)))
-            async for _ in socket:
-                pass
+            if last is not None:
+                watcher.tell(last)
+                watcher.tell(None)
+            async for frame in socket:
+                if keeps and frame.data == KEPT:
+                    self._watchers.kept.set()
         finally:
             self._watchers.all.discard(watcher)
             self._gone.set()
@@ -116,10 +122,13 @@ class Routes:
         try:
             while (data := await watcher.queue.get()) is not None:
                 await socket.send_str(data.decode())
-            # After the last announcement nobody can ask any more: the port is about to be closed.
+            # After the last announcement nobody can ask any more: the port is about to be closed. The watcher closes the
+            # connection: a frame that ends it from here would come before its word that it has the ledger.
             if self._loop.core.state.membership.outcome is not None:
-                with suppress(Unreadable):
-                    await socket.send_bytes(await self._ledger.read(Store.copy))
+                await socket.send_bytes(await self._ledger.read(Store.copy))
+            else:
+                await socket.close()
+        except Unreadable:
             await socket.close()
         except (ConnectionError, OSError):
             return

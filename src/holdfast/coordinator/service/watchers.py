@@ -14,6 +14,8 @@ from holdfast.coordinator.service.store import LedgerEntry
 _log = logging.getLogger(__name__)
 
 STATUS_EVERY_S = 0.2
+KEPT = "kept"
+"""What a watcher says who has written the ledger down."""
 
 
 class Watcher:
@@ -55,6 +57,18 @@ class Watchers:
         self._status, self._status_due = status, False
         self.also: Callable[[], None] = lambda: None
         """Called where something may be different from before: the page tells its viewers in its own time."""
+        self.last: bytes | None = None
+        """How the job ended: the last announcement, also to whoever comes after it; None: it runs."""
+        self.keepers = 0
+        """Who ever asked for the ledger at the end."""
+        self.kept = asyncio.Event()
+        """One of them has it."""
+
+    def end(self, report: dict[str, Any]) -> None:
+        """The last announcement."""
+        self.last = announcement("ended", report)
+        for watcher in self.all:
+            watcher.tell(self.last)
 
     def announce(self, kind: str, value: Any) -> None:
         if kind == "event":

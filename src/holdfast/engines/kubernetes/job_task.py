@@ -504,4 +504,8 @@ class JobTask:
 
 
 def _conditions(status: JobStatus) -> dict[str, str]:
-    return {one.type: one.status for one in status.conditions} | {"state": status.state or ""}
+    """What somebody waits for."""
+    # And where the coordinator is: people's commands go there.
+    where = status.coordinator
+    found = {"state": status.state or "", "coordinator": f"{where.pod} {where.address}" if where else ""}
+    return {one.type: one.status for one in status.conditions} | found
