@@ -201,9 +201,7 @@ class Plane:
 
 
 @asynccontextmanager
-async def serving(
-    home: Path, detection_s: float = 1.0, copies: int = 0, **spec: Any
-) -> AsyncIterator[Plane]:
+async def serving(home: Path, detection_s: float = 1.0, copies: int = 0, **spec: Any) -> AsyncIterator[Plane]:
     """A coordinator in this process, on a real socket, that somebody watches. copies: of its ledger, which else outlives it."""
     job_dir = home / "jobs" / "job"
     job_dir.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from realkube import (
     MACHINES,
     NAMESPACE,
     PACE_S,
+    PATIENCE_S,
     STEPS,
     TRAIN,
     Job,
@@ -73,8 +75,9 @@ def test_a_job_runs_to_its_end(play: Callable[[Scene], None], home: Path):
     play(scene)
 
 
+@pytest.mark.parametrize("outage_s", [0.0, pytest.param(300.0, marks=pytest.mark.nightly)])
 def test_a_loss_while_the_api_server_is_down(
-    play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed
+    play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed, outage_s: float
 ):
     """Neither the API server nor the operator is needed for a recovery."""
 
@@ -93,6 +96,7 @@ def test_a_loss_while_the_api_server_is_down(
             token = base64.b64decode(secret["data"]["token"]).decode()
             assert where is not None
             cluster("apiserver", "stop")
+            over_s = time.monotonic() + outage_s
             try:
                 cluster("kill", machine)
 
@@ -100,9 +104,10 @@ def test_a_loss_while_the_api_server_is_down(
                     answer = await request(token, where, "GET", "/status", limit_s=5)
                     now = msgspec.json.decode(answer.body)
                     ranks = [w["node"] for w in now["workers"] if w["rank"] is not None]
-                    return lost not in ranks and len(ranks) == 2 and now["step"] > status["step"] + 10
+                    whole = lost not in ranks and len(ranks) == 2 and now["step"] > status["step"] + 10
+                    return whole and time.monotonic() >= over_s
 
-                await until(trains_on, "the spare trains, without an API server")
+                await until(trains_on, "the spare trains, without an API server", outage_s + PATIENCE_S)
             finally:
                 cluster("apiserver", "start")
             await job.stops_as(undisturbed)

@@ -155,7 +155,8 @@ def test_an_operator_that_stood_still_makes_no_second_pod(
             leader = holder.rpartition("-")[0]
             pod = await api.get(f"/api/v1/namespaces/holdfast-system/pods/{leader}")
             stays = pod["spec"]["nodeName"]
-            freeze = "kill -{} $(grep -l holdfast.engines.kubernetes$ /proc/[0-9]*/cmdline -a | cut -d/ -f3)"
+            # Of the processes of that machine, which sees no others.
+            freeze = "kill -{} $(pgrep -f 'holdfast.engines.kubernetes$')"
             cluster("exec", stays, "sh", "-c", freeze.format("STOP"))
 
             async def passed() -> bool:
