@@ -378,9 +378,9 @@ def test_who_looked_on_gets_the_ledger_also_after_the_end(tmp_path: Path, monkey
 
     async def scene(plane: Any, client: JobClient, here: Path) -> None:
         await plane.pair()
-        async with aclosing(client.watch()) as heard:
-            assert await anext(heard)
-        # Nobody looks on any more.
+        look_on = await plane.session.ws_connect(f"{plane.url}/watch/0/keep")
+        await look_on.receive()
+        look_on._response.connection.transport.abort()
         await client.post("/stop?reason=enough", repeat=True)
         await plane.heard.until(lambda said: said[0] == "ended")
         kinds = [said.kind async for said in client.watch()]
@@ -393,11 +393,11 @@ def test_who_looked_on_gets_the_ledger_also_after_the_end(tmp_path: Path, monkey
     reached(tmp_path, scene, copies=2)
 
 
-@pytest.mark.parametrize(("copies", "looked_on"), [(2, False), (0, True)])
+@pytest.mark.parametrize(("copies", "looked_on"), [(2, False), (2, True), (0, True)])
 def test_a_coordinator_waits_for_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copies: int, looked_on: bool
 ):
-    """Where nobody ever looked on, or the ledger stays."""
+    """Where nobody ever looked on, or who did has left, or the ledger stays."""
     monkeypatch.setattr("holdfast.coordinator.service.server.LINGER_S", 3600.0)
 
     async def scene(plane: Any, client: JobClient, here: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from aiohttp import web
+from aiohttp import WSCloseCode, web
 
 from holdfast.coordinator.kernel import events as ev
 from holdfast.coordinator.membership import resize
@@ -113,6 +113,9 @@ class Routes:
                 if keeps and frame.data == KEPT:
                     self._watchers.kept.set()
         finally:
+            # Ctrl-C closes in order, and nobody comes back. Whose connection broke will look for the job again.
+            if keeps and socket.close_code == WSCloseCode.OK:
+                self._watchers.keepers -= 1
             self._watchers.all.discard(watcher)
             self._gone.set()
             sender.cancel()

@@ -251,7 +251,7 @@ class Coordinator:
         """Where the ledger's file ends with this machine: somebody who looks on may be just on the way to this coordinator, and
         nobody else could give the ledger away."""
         watchers = self._watchers
-        # A job that nobody ever looked at ends at once. Whom a coordinator before this one had is not known.
+        # A job that nobody looks at ends at once. Whom a coordinator before this one had is not known.
         if not self._file_ends or not (watchers.keepers or self._resumed):
             return
         kept, leaves = (asyncio.ensure_future(event.wait()) for event in (watchers.kept, self._leaves))

@@ -60,7 +60,7 @@ class Watchers:
         self.last: bytes | None = None
         """How the job ended: the last announcement, also to whoever comes after it; None: it runs."""
         self.keepers = 0
-        """Who ever asked for the ledger at the end."""
+        """Who asked for the ledger at the end and has not left in order: connected, or cut off."""
         self.kept = asyncio.Event()
         """One of them has it."""
 
