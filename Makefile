@@ -80,7 +80,7 @@ ssh-test: setup
 KUBE_TESTS ?= kube and not nightly
 kube-test: setup
 	PYTHON=$(BIN)/python tests/kubernetes/cluster.sh with $(BIN)/python -m pytest -s -m "$(KUBE_TESTS)" \
-	  tests/kubernetes/test_real_kubernetes.py
+	  tests/kubernetes/test_real_*.py
 
 # With real servers: a Prometheus that scrapes a job and an Alertmanager, with their packages where they are missing (Debian
 # 12 or newer, as root), or from the folder PROM_BIN. Then the real MLflow and W&B, the page in a headless Chromium, and the

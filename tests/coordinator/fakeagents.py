@@ -208,8 +208,8 @@ class Plane:
 
 
 @asynccontextmanager
-async def serving(home: Path, detection_s: float = 1.0, **spec: Any) -> AsyncIterator[Plane]:
-    """A coordinator in this process, on a real socket, that somebody watches."""
+async def serving(home: Path, detection_s: float = 1.0, copies: int = 0, **spec: Any) -> AsyncIterator[Plane]:
+    """A coordinator in this process, on a real socket, that somebody watches. copies: of its ledger, which else outlives it."""
     job_dir = home / "jobs" / "job"
     job_dir.mkdir(parents=True, exist_ok=True)
     (job_dir / "token").write_text("secret")
@@ -217,7 +217,7 @@ async def serving(home: Path, detection_s: float = 1.0, **spec: Any) -> AsyncIte
     job = JobSpec(
         name="job", script="train.py", **{**defaults, **spec}, timing=Timing(detection_s=detection_s)
     )
-    coordinator = Coordinator(job_dir, job, Resume())
+    coordinator = Coordinator(job_dir, job, Resume(), copies=copies)
     listening = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     headers = {"Authorization": "Bearer secret"}

@@ -275,6 +275,23 @@ def test_a_keeper_gets_the_file_and_then_each_page():
     run(test)
 
 
+def test_a_page_that_comes_before_the_file_is_read_continues_it(tmp_path):
+    """As where a page is written in the moment in which a node joins: the node must not take it for a repetition."""
+
+    async def test(sender):
+        sender.copies.on_page(1, page(1))
+        sender.join("a")
+        sender.copies.on_page(2, page(2))
+        await turns()
+        await sender.give_file()
+        sent = sender.sent("a")
+        assert sent == [(True, 1), (False, 2)]
+        node = Node(tmp_path / "n", *(part(number, base=base) for base, number in sent))
+        assert node.copy.mark == LedgerMark(1, 2)
+
+    run(test)
+
+
 def test_a_keeper_that_connected_again_gets_the_file_again():
     async def test(sender):
         sender.join("a")

@@ -6,6 +6,7 @@
 #   cluster.sh with COMMAND...     starts it, runs the command with KUBECONFIG and HOLDFAST_KUBE_DIR set, ends it
 #   cluster.sh kill|boot NODE      power loss (every process of the node and its memory); power on, with its disk
 #   cluster.sh cut|heal NODE       its network cable
+#   cluster.sh block|unblock NODE  its way to the API server alone, also that of its pods
 #   cluster.sh exec NODE COMMAND   runs a command on the node
 #   cluster.sh apiserver stop|start
 #   cluster.sh missing             what it lacks: packages, programs
@@ -17,11 +18,15 @@ PROGRAMS=(etcd kube-apiserver kube-controller-manager kube-scheduler kube-proxy 
 WAIT_S=120
 # After so long without a word of its kubelet, Kubernetes calls a node not ready. 40 s by default.
 NODE_GRACE=${HOLDFAST_KUBE_GRACE:-12s}
-NET=10.79.0
-PODS=10.80
-SERVICES=10.81.0
+# Clusters with different numbers (up to 9) can stand beside each other: their addresses and names are different.
+SLOT=${HOLDFAST_KUBE_SLOT:-0}
+NAME=hfkube${SLOT#0}
+NET=10.79.$SLOT
+PODS=10.$((80 + 10 * SLOT))
+SERVICES=10.81.$SLOT
 API=https://$NET.1:16443
-ETCD=http://127.0.0.1:12479
+ETCD=http://127.0.0.1:$((12479 + 10 * SLOT))
+ETCD_PEERS=http://127.0.0.1:$((12480 + 10 * SLOT))
 IMAGE=holdfast.test/holdfast:1
 SELF=$(readlink -f "$0")
 HERE=$(dirname "$SELF")
@@ -119,15 +124,14 @@ all_ready() {
 
 control_plane() {
   run etcd "$KUBE_BIN/etcd" --data-dir "$D/etcd" --listen-client-urls $ETCD --advertise-client-urls $ETCD \
-    --listen-peer-urls http://127.0.0.1:12480 --initial-advertise-peer-urls http://127.0.0.1:12480 \
-    --initial-cluster default=http://127.0.0.1:12480 --unsafe-no-fsync=true
+    --listen-peer-urls $ETCD_PEERS --initial-advertise-peer-urls $ETCD_PEERS \
+    --initial-cluster default=$ETCD_PEERS --unsafe-no-fsync=true
   apiserver
   until_ready "the API server" answers
   run controllers "$KUBE_BIN/kube-controller-manager" --kubeconfig=kubeconfig --root-ca-file=pki/ca.crt \
     --service-account-private-key-file=pki/accounts.key --leader-elect=false --node-monitor-period=1s \
-    --node-monitor-grace-period="$NODE_GRACE" --bind-address=127.0.0.1 --cert-dir="$D/pki" --use-service-account-credentials
-  run scheduler "$KUBE_BIN/kube-scheduler" --kubeconfig=kubeconfig --leader-elect=false --bind-address=127.0.0.1 \
-    --cert-dir="$D/pki"
+    --node-monitor-grace-period="$NODE_GRACE" --secure-port=0 --use-service-account-credentials
+  run scheduler "$KUBE_BIN/kube-scheduler" --kubeconfig=kubeconfig --leader-elect=false --secure-port=0
   cat >Corefile <<CONF
 cluster.local:53 in-addr.arpa:53 {
   bind $NET.1
@@ -149,24 +153,24 @@ cables() {
   local n
   sysctl -n net.ipv4.ip_forward >"$D/forwarded"
   sysctl -qw net.ipv4.ip_forward=1
-  ip link add hfkube type bridge
-  ip addr add "$NET.1/24" dev hfkube
-  ip link set hfkube up
+  ip link add "$NAME" type bridge
+  ip addr add "$NET.1/24" dev "$NAME"
+  ip link set "$NAME" up
   for n in $(names); do
-    ip netns add "hfkube-$n"
-    ip link add "hfkube$n" type veth peer name eth0 netns "hfkube-$n"
-    ip link set "hfkube$n" master hfkube
-    ip -n "hfkube-$n" link set lo up
-    ip -n "hfkube-$n" addr add "$(address "$n")/24" dev eth0
-    ip -n "hfkube-$n" link set eth0 up
-    ip -n "hfkube-$n" route add default via "$NET.1"
-    ip netns exec "hfkube-$n" sysctl -qw net.ipv4.ip_forward=1
+    ip netns add "$NAME-$n"
+    ip link add "$NAME$n" type veth peer name eth0 netns "$NAME-$n"
+    ip link set "$NAME$n" master "$NAME"
+    ip -n "$NAME-$n" link set lo up
+    ip -n "$NAME-$n" addr add "$(address "$n")/24" dev eth0
+    ip -n "$NAME-$n" link set eth0 up
+    ip -n "$NAME-$n" route add default via "$NET.1"
+    ip netns exec "$NAME-$n" sysctl -qw net.ipv4.ip_forward=1
     plug "$n"
   done
 }
 
 plug() {
-  ip link set "hfkube$1" up
+  ip link set "$NAME$1" up
   # The kernel forgets a route when its cable is out.
   ip route replace "$PODS.${1#n}.0/24" via "$(address "$1")"
 }
@@ -174,22 +178,22 @@ plug() {
 no_cables() {
   local n
   for n in $(names); do
-    ip netns del "hfkube-$n" 2>/dev/null || true
-    ip link del "hfkube$n" 2>/dev/null || true
+    ip netns del "$NAME-$n" 2>/dev/null || true
+    ip link del "$NAME$n" 2>/dev/null || true
   done
-  ip link del hfkube 2>/dev/null || true
+  ip link del "$NAME" 2>/dev/null || true
 }
 
 # A node's pods have a cgroup of its own above them, so no kubelet takes another one's pods for orphans.
 groups() {
   local n=$1 group
   if [ -f /sys/fs/cgroup/cgroup.controllers ]; then
-    mkdir -p "/sys/fs/cgroup/hfkube-$n"
+    mkdir -p "/sys/fs/cgroup/$NAME-$n"
     return
   fi
-  for group in /sys/fs/cgroup/*/; do mkdir -p "$group/hfkube-$n" 2>/dev/null || true; done
+  for group in /sys/fs/cgroup/*/; do mkdir -p "$group/$NAME-$n" 2>/dev/null || true; done
   for group in cpus mems; do
-    cat "/sys/fs/cgroup/cpuset/cpuset.$group" >"/sys/fs/cgroup/cpuset/hfkube-$n/cpuset.$group" 2>/dev/null || true
+    cat "/sys/fs/cgroup/cpuset/cpuset.$group" >"/sys/fs/cgroup/cpuset/$NAME-$n/cpuset.$group" 2>/dev/null || true
   done
 }
 
@@ -226,7 +230,7 @@ kind: KubeletConfiguration
 authentication: {anonymous: {enabled: false}, webhook: {enabled: false}, x509: {clientCAFile: "$D/pki/ca.crt"}}
 authorization: {mode: AlwaysAllow}
 cgroupDriver: cgroupfs
-cgroupRoot: /hfkube-$n
+cgroupRoot: /$NAME-$n
 failCgroupV1: false
 failSwapOn: false
 nodeStatusUpdateFrequency: 2s
@@ -268,15 +272,21 @@ boot() { # the process in pid/power-NODE is the power switch: with it everything
   plug "$n"
   groups "$n"
   # nsenter, for `ip netns exec` hides /sys/fs/cgroup.
-  run "power-$n" nsenter --net="/run/netns/hfkube-$n" unshare --pid --fork --kill-child=KILL --mount --mount-proc --uts --ipc \
+  run "power-$n" nsenter --net="/run/netns/$NAME-$n" unshare --pid --fork --kill-child=KILL --mount --mount-proc --uts --ipc \
     env KUBE_BIN="$KUBE_BIN" "$D/$n/start.sh" "$D" "$n" "$(address "$n")" "$PODS.0.0/16"
+}
+
+# Before kube-proxy has led a pod's word to the service's address to the API server's own.
+api_path() { # NODE -I|-D
+  ip netns exec "$NAME-$1" iptables -w -t raw "$2" PREROUTING -d "$SERVICES.1" -j DROP 2>/dev/null
+  ip netns exec "$NAME-$1" iptables -w "$2" OUTPUT -p tcp -d "$NET.1" --dport 16443 -j DROP 2>/dev/null
 }
 
 power_off() {
   local f=$D/pid/power-$1
   # The cable first. A machine without power answers nobody, and the kernel of a namespace whose processes were killed
   # would still close their connections.
-  ip link set "hfkube$1" down 2>/dev/null || true
+  ip link set "$NAME$1" down 2>/dev/null || true
   end_of "$f" KILL
 }
 
@@ -323,9 +333,10 @@ stop() {
   for n in $(names); do power_off "$n"; done
   for f in dns scheduler controllers apiserver etcd; do end_of "$D/pid/$f"; done
   no_cables
-  [ ! -s "$D/forwarded" ] || sysctl -qw "net.ipv4.ip_forward=$(<"$D/forwarded")"
+  # Not while a cluster of another number needs it.
+  ip -o link show type bridge | grep -q ': hfkube' || [ ! -s "$D/forwarded" ] || sysctl -qw "net.ipv4.ip_forward=$(<"$D/forwarded")"
   # A cgroup is removed by rmdir alone, with all below it before.
-  find /sys/fs/cgroup/hfkube-n* /sys/fs/cgroup/*/hfkube-n* -depth -type d -exec rmdir {} + 2>/dev/null || true
+  find /sys/fs/cgroup/"$NAME"-n* /sys/fs/cgroup/*/"$NAME"-n* -depth -type d -exec rmdir {} + 2>/dev/null || true
   [ -n "${HOLDFAST_KUBE_KEEP:-}" ] || rm -rf "$D"
 }
 
@@ -338,7 +349,7 @@ case ${1:-} in
   with)
     shift
     prepare
-    exec 7>/tmp/holdfast-kube.lock # one at a time: the addresses are the same
+    exec 7>"/tmp/holdfast-kube${SLOT#0}.lock" # one at a time: the addresses are the same
     flock 7
     D=$(mktemp -d /tmp/holdfast-kube-XXXXXX)
     # Pods' users read the code of their image through this folder.
@@ -353,14 +364,16 @@ case ${1:-} in
     cd "$back"
     "$@" 7>&-
     ;;
-  kill | boot | cut | heal | exec | apiserver)
+  kill | boot | cut | heal | block | unblock | exec | apiserver)
     D=${HOLDFAST_KUBE_DIR:?set by: cluster.sh with COMMAND}
     cd "$D"
     case $1 in
       kill) power_off "$2" ;;
       boot) boot "$2" ;;
-      cut) ip link set "hfkube$2" down ;;
+      cut) ip link set "$NAME$2" down ;;
       heal) plug "$2" ;;
+      block) api_path "$2" -I ;;
+      unblock) api_path "$2" -D || true ;;
       exec)
         first=$(pgrep -P "$(<"$D/pid/power-$2")")
         shift 2
@@ -377,7 +390,7 @@ case ${1:-} in
     esac
     ;;
   *)
-    sed -n '2,12s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,13s/^# \{0,1\}//p' "$0" >&2
     exit 2
     ;;
 esac

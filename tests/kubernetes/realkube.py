@@ -30,13 +30,17 @@ ROOT = Path(__file__).parents[2]
 TRAIN = ROOT / "tests" / "slurm" / "train_paced.py"
 MACHINES = [f"n{i}" for i in range(1, 5)]
 NAMESPACE = "research"
-PATIENCE_S = 150.0
-"""Of a machine with two processors, on which everything of a cluster runs."""
+PATIENCE_S = float(os.environ.get("HOLDFAST_KUBE_PATIENCE", "150"))
+"""Of a machine with two processors, on which everything of a cluster runs. More where other programs have them too."""
 LOOK_S = 0.2
+STEPS = 10_000
+"""More than any scene needs; each ends its job by `holdfast stop`."""
+PACE_S = 0.25
+Scene = Callable[[Api], Awaitable[None]]
 
 
 def cluster(*argv: str) -> None:
-    """cluster.sh: kill, boot, cut, heal, apiserver."""
+    """cluster.sh: kill, boot, cut, heal, block, unblock, exec, apiserver."""
     subprocess.run([CLUSTER, *argv], check=True, timeout=150)
 
 
@@ -60,13 +64,14 @@ async def install(api: Api) -> None:
     for made in objects:
         if made["kind"] == "Deployment":
             made["spec"]["template"]["spec"]["containers"][0]["image"] = IMAGE
-        await api.apply(_path(made), made, manager="tests")
+        await api.apply(path_of(made), made, manager="tests")
     labels = {"pod-security.kubernetes.io/enforce": "restricted"}
     namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE, "labels": labels}}
-    await api.apply(_path(namespace), namespace, manager="tests")
+    await api.apply(path_of(namespace), namespace, manager="tests")
 
 
-def _path(made: dict[str, Any]) -> str:
+def path_of(made: dict[str, Any]) -> str:
+    """Of an object at the API server."""
     group = made["apiVersion"]
     folder = f"/api/{group}" if "/" not in group else f"/apis/{group}"
     if "namespace" in made["metadata"]:
@@ -85,6 +90,7 @@ async def mend(api: Api) -> None:
     """Every machine is up, plugged in and may be used, the operator too, and no job is left."""
     for machine in MACHINES:
         cluster("heal", machine)
+        cluster("unblock", machine)
         if not (Path(os.environ["HOLDFAST_KUBE_DIR"]) / "pid" / f"power-{machine}").exists():
             cluster("boot", machine)
     for machine in MACHINES:
@@ -114,10 +120,16 @@ async def mend(api: Api) -> None:
     await until(nothing, "no job and no pod is left")
 
 
+def word(made: dict[str, Any], condition: str) -> dict[str, Any] | None:
+    """A condition of a job, a pod or a machine."""
+    found = made.get("status", {}).get("conditions", ())
+    return next((one for one in found if one["type"] == condition), None)
+
+
 def is_true(made: dict[str, Any], condition: str) -> bool:
     """Of a job, a pod or a machine."""
-    found = made.get("status", {}).get("conditions", ())
-    return any(one["type"] == condition and one["status"] == "True" for one in found)
+    found = word(made, condition)
+    return found is not None and found["status"] == "True"
 
 
 class Job:
@@ -220,7 +232,7 @@ class Job:
         async with client_of(self.dir) as client:
             await client.post("/stop?reason=enough", repeat=True)
 
-    async def stops_as(self, undisturbed: list[float], incidents: int | None = None) -> None:
+    async def stops_as(self, undisturbed: Undisturbed, incidents: int | None = None) -> None:
         """Ends it; each step has the loss that it has without faults, and none is missing."""
         await self.stop()
         code = await self.wait()
@@ -228,7 +240,7 @@ class Job:
         assert code == 0, told
         mine = self.losses()
         assert len(mine) > 5
-        assert mine == undisturbed[: len(mine)]
+        assert mine == await asyncio.to_thread(undisturbed.losses, len(mine))
         report = json.loads((self.dir / "report.json").read_text())
         assert report["steps"]["committed"] == len(mine)
         if incidents is not None:
@@ -250,6 +262,59 @@ def losses(folder: Path) -> list[float]:
         return [step.loss for step in store.steps()]
     finally:
         store.close()
+
+
+class Undisturbed:
+    """The same training on one worker of this machine, that nothing happens to."""
+
+    def __init__(self, home: Path) -> None:
+        self._home, self._known = home, list[float]()
+
+    def losses(self, steps: int) -> list[float]:
+        """Of so many steps. Blocks while they are made."""
+        if steps > len(self._known):
+            # Some more than asked for: the next scene's job may be a little longer.
+            steps_more = steps + 100
+            job = f"alone{steps_more}"
+            env = dict(os.environ, HOLDFAST_HOME=str(self._home), OMP_NUM_THREADS="1")
+            argv = ["run", "--no-ui", "--job", job, str(TRAIN), str(steps_more)]
+            subprocess.run(
+                [sys.executable, "-m", "holdfast.cli", *argv],
+                env=env,
+                check=True,
+                timeout=4 * PATIENCE_S,
+                capture_output=True,
+            )
+            self._known = losses(self._home / "jobs" / job)
+        return self._known[:steps]
+
+
+def holdfast(home: Path, *argv: str) -> subprocess.CompletedProcess[str]:
+    """A command of the person's."""
+    env = dict(os.environ, HOLDFAST_HOME=str(home))
+    return subprocess.run(
+        [sys.executable, "-m", "holdfast.cli", *argv],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+
+
+async def evict(api: Api, pod: str) -> bool:
+    """Asks once, as `kubectl drain`: it is refused while the budget does not allow it. Returns whether the pod is gone."""
+    path = f"/api/v1/namespaces/{NAMESPACE}/pods/{pod}"
+    metadata = {"name": pod, "namespace": NAMESPACE}
+    eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": metadata}
+    try:
+        await api.get(path)
+        await api.request("POST", f"{path}/eviction", None, eviction)
+    except ApiError as error:
+        if error.status not in (404, 429):
+            raise AssertionError(str(error)) from error
+        return error.status == 404
+    return False
 
 
 def node_of(status: dict[str, Any], rank: int) -> str:

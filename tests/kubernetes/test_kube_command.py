@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -311,20 +311,24 @@ class ProxyApi:
             before = web.WebSocketResponse()
             before.headers["Holdfast-Proof"] = behind._response.headers["Holdfast-Proof"]
             await before.prepare(request)
-            while (frame := await behind.receive()).type in (
-                aiohttp.WSMsgType.TEXT,
-                aiohttp.WSMsgType.BINARY,
-            ):
-                await (before.send_str if isinstance(frame.data, str) else before.send_bytes)(frame.data)
-            await before.close()
+            back = asyncio.create_task(pass_on(before, behind))
+            await pass_on(behind, before)
+            await back
             return before
 
 
-def reached(folder: Path, scene: Any, spoil: Any = lambda proxy: None) -> None:
+async def pass_on(source: Any, to: Any) -> None:
+    """One direction of a WebSocket, with its end."""
+    while (frame := await source.receive()).type in (aiohttp.WSMsgType.TEXT, aiohttp.WSMsgType.BINARY):
+        await (to.send_str if isinstance(frame.data, str) else to.send_bytes)(frame.data)
+    await to.close()
+
+
+def reached(folder: Path, scene: Any, spoil: Any = lambda proxy: None, copies: int = 0) -> None:
     """A job's client, which has nothing of the job but its name and where its object is."""
 
     async def run() -> None:
-        async with coordinating(folder) as plane:
+        async with coordinating(folder, copies=copies) as plane:
             endpoint = read_endpoint(folder / "jobs" / "job")
             assert endpoint is not None
             proxy = ProxyApi(plane.url)
@@ -366,6 +370,45 @@ def test_a_coordinator_behind_the_proxy_of_an_api_server(tmp_path: Path):
         assert not (here / "token").exists()
 
     reached(tmp_path, scene)
+
+
+def test_who_looked_on_gets_the_ledger_also_after_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As where the coordinator's machine was lost: the job may end before those who look on have found the next one."""
+    monkeypatch.setattr("holdfast.coordinator.service.server.LINGER_S", 3600.0)
+
+    async def scene(plane: Any, client: JobClient, here: Path) -> None:
+        await plane.pair()
+        look_on = await plane.session.ws_connect(f"{plane.url}/watch/0/keep")
+        await look_on.receive()
+        look_on._response.connection.transport.abort()
+        await client.post("/stop?reason=enough", repeat=True)
+        await plane.heard.until(lambda said: said[0] == "ended")
+        kinds = [said.kind async for said in client.watch()]
+        assert kinds.count("ended") == 1
+        assert kinds[-1] == "ended"
+        assert (here / "job.sqlite").read_bytes().startswith(b"SQLite format 3")
+        # It has given the ledger away, and nothing else keeps it.
+        await plane.serving
+
+    reached(tmp_path, scene, copies=2)
+
+
+@pytest.mark.parametrize(("copies", "looked_on"), [(2, False), (2, True), (0, True)])
+def test_a_coordinator_waits_for_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copies: int, looked_on: bool
+):
+    """Where nobody ever looked on, or who did has left, or the ledger stays."""
+    monkeypatch.setattr("holdfast.coordinator.service.server.LINGER_S", 3600.0)
+
+    async def scene(plane: Any, client: JobClient, here: Path) -> None:
+        await plane.pair()
+        if looked_on:
+            async with aclosing(client.watch()) as heard:
+                assert await anext(heard)
+        await client.post("/stop?reason=enough", repeat=True)
+        await plane.serving
+
+    reached(tmp_path, scene, copies=copies)
 
 
 def test_a_stranger_behind_the_proxy_is_no_coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -29,7 +29,7 @@ class Seen:
             api=api,
             path=PODS,
             query={"labelSelector": "a=b"},
-            on_list=lambda all_: self.told.put_nowait(("list", [one["metadata"]["name"] for one in all_])),
+            on_list=lambda all_, _: self.told.put_nowait(("list", [one["metadata"]["name"] for one in all_])),
             on_change=tell("is"),
             on_gone=tell("gone"),
             backoff=AT_ONCE,

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
-import subprocess
-import sys
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -19,16 +18,18 @@ from realkube import (
     IMAGE,
     MACHINES,
     NAMESPACE,
+    PACE_S,
     PATIENCE_S,
+    STEPS,
     TRAIN,
     Job,
+    Scene,
+    Undisturbed,
     cluster,
-    install,
-    losses,
-    mend,
+    evict,
+    holdfast,
     node_of,
     operators,
-    reached,
     until,
 )
 
@@ -36,54 +37,11 @@ from holdfast.engines.kubernetes.api import Api, ApiError
 from holdfast.protocol.http_client import request
 from holdfast.protocol.lookup import AddressLookup
 
-pytestmark = [pytest.mark.kube, pytest.mark.timeout(400)]
-STEPS = 600
-"""More than any scene needs; each ends its job by `holdfast stop`."""
-PACE_S = 0.1
-Scene = Callable[[Api], Awaitable[None]]
-
-
-@pytest.fixture(scope="session")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if "HOLDFAST_KUBE_DIR" not in os.environ:
-        pytest.skip("there is no Kubernetes: make kube-test starts one")
-
-    async def prepare() -> None:
-        async with reached() as api:
-            await install(api)
-
-    asyncio.run(prepare())
-    return tmp_path_factory.mktemp("home")
-
-
-@pytest.fixture
-def play(home: Path) -> Callable[[Scene], None]:
-    """Runs a scene, and leaves the cluster as it was."""
-
-    def run(scene: Scene) -> None:
-        async def act() -> None:
-            async with reached() as api:
-                try:
-                    await scene(api)
-                finally:
-                    await mend(api)
-
-        asyncio.run(act())
-
-    return run
-
-
-@pytest.fixture(scope="session")
-def undisturbed(home: Path) -> list[float]:
-    """The losses of the same training on one worker of this machine, that nothing happens to."""
-    env = dict(os.environ, HOLDFAST_HOME=str(home), OMP_NUM_THREADS="1")
-    argv = [sys.executable, "-m", "holdfast.cli", "run", "--no-ui", "--job", "alone", str(TRAIN), str(STEPS)]
-    subprocess.run(argv, env=env, check=True, timeout=2 * PATIENCE_S, capture_output=True)
-    return losses(home / "jobs" / "alone")
+pytestmark = [pytest.mark.kube, pytest.mark.timeout(900)]
 
 
 def test_a_machine_without_power_and_an_agent_killed_cost_no_step(
-    play: Callable[[Scene], None], home: Path, undisturbed: list[float]
+    play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed
 ):
     async def scene(api: Api) -> None:
         options = ("--nnodes", 2, "--spares", 1)
@@ -117,8 +75,9 @@ def test_a_job_runs_to_its_end(play: Callable[[Scene], None], home: Path):
     play(scene)
 
 
+@pytest.mark.parametrize("outage_s", [0.0, pytest.param(300.0, marks=pytest.mark.nightly)])
 def test_a_loss_while_the_api_server_is_down(
-    play: Callable[[Scene], None], home: Path, undisturbed: list[float]
+    play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed, outage_s: float
 ):
     """Neither the API server nor the operator is needed for a recovery."""
 
@@ -137,6 +96,7 @@ def test_a_loss_while_the_api_server_is_down(
             token = base64.b64decode(secret["data"]["token"]).decode()
             assert where is not None
             cluster("apiserver", "stop")
+            over_s = time.monotonic() + outage_s
             try:
                 cluster("kill", machine)
 
@@ -144,9 +104,10 @@ def test_a_loss_while_the_api_server_is_down(
                     answer = await request(token, where, "GET", "/status", limit_s=5)
                     now = msgspec.json.decode(answer.body)
                     ranks = [w["node"] for w in now["workers"] if w["rank"] is not None]
-                    return lost not in ranks and len(ranks) == 2 and now["step"] > status["step"] + 10
+                    whole = lost not in ranks and len(ranks) == 2 and now["step"] > status["step"] + 10
+                    return whole and time.monotonic() >= over_s
 
-                await until(trains_on, "the spare trains, without an API server")
+                await until(trains_on, "the spare trains, without an API server", outage_s + PATIENCE_S)
             finally:
                 cluster("apiserver", "start")
             await job.stops_as(undisturbed)
@@ -155,7 +116,7 @@ def test_a_loss_while_the_api_server_is_down(
 
 
 def test_operators_killed_and_the_coordinators_machine_lost(
-    play: Callable[[Scene], None], home: Path, undisturbed: list[float]
+    play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed
 ):
     async def scene(api: Api) -> None:
         options = ("--nnodes", 2, "--spares", 1)
@@ -178,25 +139,8 @@ def test_operators_killed_and_the_coordinators_machine_lost(
 
 
 def test_every_machine_is_drained_one_by_one(
-    play: Callable[[Scene], None], home: Path, undisturbed: list[float]
+    play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed
 ):
-    async def evict(api: Api, pod: str) -> bool:
-        """As `kubectl drain`: asked again while the budget refuses."""
-        path = f"/api/v1/namespaces/{NAMESPACE}/pods/{pod}"
-        eviction = {
-            "apiVersion": "policy/v1",
-            "kind": "Eviction",
-            "metadata": {"name": pod, "namespace": NAMESPACE},
-        }
-        try:
-            await api.get(path)
-            await api.request("POST", f"{path}/eviction", None, eviction)
-        except ApiError as error:
-            if error.status not in (404, 429):
-                raise AssertionError(str(error)) from error
-            return error.status == 404
-        return False
-
     async def scene(api: Api) -> None:
         async with Job(api, home, "drained", "--nnodes", 2, steps=STEPS, pace_s=PACE_S) as job:
             status = await job.training(2, beyond=2)
@@ -292,16 +236,3 @@ def test_what_is_wrong_is_told_before_anything_is_made(
             assert [one["metadata"]["name"] for one in made if "wrong" in one["metadata"]["name"]] == []
 
     play(scene)
-
-
-def holdfast(home: Path, *argv: str) -> subprocess.CompletedProcess[str]:
-    """A command of the person's."""
-    env = dict(os.environ, HOLDFAST_HOME=str(home))
-    return subprocess.run(
-        [sys.executable, "-m", "holdfast.cli", *argv],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )

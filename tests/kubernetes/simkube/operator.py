@@ -41,6 +41,7 @@ class Operator:
         self.job: JobObject | None = None
         self.gone = False
         self.position: int | None = None
+        self.listing: tuple[list[PodSeen], int] | None = None
 
     # ------------------------------------------------------------ what it sees
 
@@ -48,22 +49,29 @@ class Operator:
         """Reads the watch, at most so many events; a watch that was cut begins anew with a list."""
         if self.server.down:
             return
-        if self.position is None:
-            self.desk.listed(self.server.pods.values())
-            self.position = len(self.server.log)
-        end = len(self.server.log) if most is None else min(len(self.server.log), self.position + most)
-        for kind, pod in self.server.log[self.position : end]:
+        if self.position is None and self.listing is None:
+            self.listing = list(self.server.pods.values()), len(self.server.log)
+        # The answer may be on its way while pods are made: the operator works on with what it knows.
+        if self.listing is not None and (most is None or not self.desk.pods.all):
+            self.desk.listed(*self.listing)
+            self.position, self.listing = self.listing[1], None
+        if self.position is not None:
+            self._watch(self.position, most)
+        if most is None or self.job is None or self.server.dice.random() < 0.7:
+            self.job = self.server.object
+
+    def _watch(self, position: int, most: int | None) -> None:
+        end = len(self.server.log) if most is None else min(len(self.server.log), position + most)
+        for kind, pod in self.server.log[position:end]:
             if kind == "gone":
                 self.desk.pods.gone(pod.name, pod.uid)
             else:
                 self.desk.saw(pod)
         self.position = end
-        if most is None or self.job is None or self.server.dice.random() < 0.7:
-            self.job = self.server.object
 
     def cut(self) -> None:
         """The watch ends; its place in the log is lost (410)."""
-        self.position = None
+        self.position, self.listing = None, None
 
     def observed(self) -> Observed | None:
         if self.job is None:

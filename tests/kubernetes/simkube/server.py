@@ -82,7 +82,7 @@ class Server:
         self.made.append(made.name)
         self.on_make(made)
         self._set(made)
-        return made
+        return self.pods[made.name]
 
     def change(self, name: str, **fields: Any) -> None:
         self._set(msgspec.structs.replace(self.pods[name], **fields))
@@ -104,6 +104,7 @@ class Server:
         self.log.append(("gone", pod))
 
     def _set(self, pod: PodSeen) -> None:
+        pod = msgspec.structs.replace(pod, version=len(self.log) + 1)
         self.pods[pod.name] = pod
         self.log.append(("is", pod))
 

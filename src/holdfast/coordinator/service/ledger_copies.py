@@ -95,13 +95,15 @@ class LedgerCopies:
 
     def _begin(self, node: str, keeper: _Keeper) -> None:
         keeper.has_base, keeper.nbytes = False, 0
-        task = asyncio.create_task(self._give_base(node, keeper))
+        # Taken here and not when the task runs: pages from now on wait with the keeper. One that came in between would
+        # be in the base's mark and also follow it, and a copy that gets a page twice is given up.
+        # The file may have pages that also wait. Its reader knows which: a page's number is in it.
+        mark = LedgerMark(self._term, self._page)
+        task = asyncio.create_task(self._give_base(node, keeper, mark))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _give_base(self, node: str, keeper: _Keeper) -> None:
-        # The copy may have pages that also wait here. Its reader knows which: a page's number is in the file.
-        mark = LedgerMark(self._term, self._page)
+    async def _give_base(self, node: str, keeper: _Keeper, mark: LedgerMark) -> None:
         try:
             data = await self._read_base()
         except Unreadable as error:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 import msgspec
-from aiohttp import web
+from aiohttp import WSCloseCode, web
 
 from holdfast.coordinator.kernel import events as ev
 from holdfast.coordinator.kernel import incidents
@@ -22,7 +21,7 @@ from holdfast.coordinator.service.metrics_health import Readings
 from holdfast.coordinator.service.report import build_report
 from holdfast.coordinator.service.store import Store
 from holdfast.coordinator.service.tally import Tally
-from holdfast.coordinator.service.watchers import Watcher, Watchers, announcement
+from holdfast.coordinator.service.watchers import KEPT, Watcher, Watchers, announcement
 from holdfast.errors import UsageError
 from holdfast.protocol.availability import Availability, NodeGoing
 from holdfast.protocol.engine_orders import EngineOrders, as_announced, kind_of
@@ -92,7 +91,7 @@ class Routes:
     async def _watch(self, request: web.Request) -> web.StreamResponse:
         """Every event from `/SEQ` or `?after=SEQ` on, and the status, whole and then as it changes (`protocol.status_change`), one
         JSON text each. With `/keep` the ledger follows in binary when the job has ended: for who looks on from where the
-        job's folder is not."""
+        job's folder is not, and says `KEPT` when it has it."""
         socket = web.WebSocketResponse()
         await socket.prepare(request)
         watcher = Watcher(int(request.match_info.get("after") or request.query.get("after", "0")))
@@ -102,13 +101,23 @@ class Routes:
         # Those that were announced while nobody listened, or that an engine before this one was given.
         for order in self._loop.open_orders():
             watcher.tell(announcement(kind_of(order), as_announced(order)))
-        sender = asyncio.create_task(self._send(watcher, socket, keeps=request.path.endswith("/keep")))
+        # Read in the same moment: who is registered before the end is told of it, and nobody twice.
+        last, keeps = self._watchers.last, request.path.endswith("/keep")
+        self._watchers.keepers += keeps
+        sender = asyncio.create_task(self._send(watcher, socket, keeps))
         try:
             # The status of before may be as old as the last watcher.
             await self._watchers.look()
-            async for _ in socket:
-                pass
+            if last is not None:
+                watcher.tell(last)
+                watcher.end()
+            async for frame in socket:
+                if keeps and frame.data == KEPT:
+                    self._watchers.kept.set()
         finally:
+            # Ctrl-C closes in order, and nobody comes back. Whose connection broke will look for the job again.
+            if keeps and socket.close_code == WSCloseCode.OK:
+                self._watchers.keepers -= 1
             self._watchers.all.discard(watcher)
             self._gone.set()
             sender.cancel()
@@ -117,11 +126,14 @@ class Routes:
     async def _send(self, watcher: Watcher, socket: web.WebSocketResponse, keeps: bool) -> None:
         try:
             code = await watcher.send(socket, self._ledger.read, self._watchers.feed)
-            # After the last announcement nobody can ask any more: the port is about to be closed.
-            if keeps and self._loop.core.state.membership.outcome is not None:
-                with suppress(Unreadable):
-                    await socket.send_bytes(await self._ledger.read(Store.copy))
-            await socket.close(code=code)
+            # After the last announcement nobody can ask any more: the port is about to be closed. The watcher closes the
+            # connection: a frame that ends it from here would come before its word that it has the ledger.
+            if keeps and code == WSCloseCode.OK and self._loop.core.state.membership.outcome is not None:
+                await socket.send_bytes(await self._ledger.read(Store.copy))
+            else:
+                await socket.close(code=code)
+        except Unreadable:
+            await socket.close()
         except (ConnectionError, OSError):
             return
 

@@ -53,6 +53,8 @@ from holdfast.web.application import API, headers_of_page
 from holdfast.web.sessions import Sessions
 
 _log = logging.getLogger(__name__)
+LINGER_S = 15.0
+"""For whoever looked on and has to find this coordinator anew: by the API server, through its proxy."""
 
 
 class Coordinator:
@@ -65,7 +67,7 @@ class Coordinator:
         Raises:
             sqlite3.Error: the ledger cannot be opened now.
         """
-        self._job_dir, self._term = job_dir, term
+        self._job_dir, self._term, self._file_ends = job_dir, term, copies > 0
         self._token = (job_dir / "token").read_text().strip()
         # A file on this machine alone may be opened by others here: `holdfast events` within its pod.
         path, shared = own_ledger(job_dir, term), bool(term) and not copies
@@ -212,6 +214,7 @@ class Coordinator:
         await self._write_report()
         page.news.end()
         await self._take_leave()
+        await self._linger()
         entrance.close()
         await runner.cleanup()
         await self._memory.close()
@@ -246,6 +249,20 @@ class Coordinator:
                     await self._gone.wait()
         except TimeoutError:
             pass
+
+    async def _linger(self) -> None:
+        """Where the ledger's file ends with this machine: somebody who looks on may be just on the way to this coordinator, and
+        nobody else could give the ledger away."""
+        watchers = self._watchers
+        # A job that nobody looks at ends at once. Whom a coordinator before this one had is not known.
+        if not self._file_ends or not (watchers.keepers or self._resumed):
+            return
+        kept, leaves = (asyncio.ensure_future(event.wait()) for event in (watchers.kept, self._leaves))
+        done, _ = await asyncio.wait({kept, leaves}, timeout=LINGER_S, return_when=asyncio.FIRST_COMPLETED)
+        kept.cancel()
+        leaves.cancel()
+        if kept not in done:
+            _log.info("nobody took the ledger, which ends with this pod")
 
     # ------------------------------------------------------------ handing over
 
@@ -382,7 +399,7 @@ class Coordinator:
         except (OSError, TimeoutError) as error:
             why = str(error) or f"no answer for {LAST_S:g} s"
             self._watchers.say(f"{path} cannot be written ({why}); its content follows")
-        self._watchers.announce("ended", report)
+        self._watchers.announce_end(report)
 
 
 def _put_report(path: Path, report: dict[str, Any]) -> None:

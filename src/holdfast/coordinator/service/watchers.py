@@ -26,6 +26,8 @@ STATUS_SHARE = 20
 """A look at the status of a large job is followed by a pause of so many times its length: a twentieth of a core at most."""
 QUEUE_BYTES = 256 * 1024
 """Queued for one watcher at most; and so much of the ledger is read for it at once."""
+KEPT = "kept"
+"""What a watcher says who has written the ledger down."""
 
 Reading = Callable[[Callable[[Store], Any]], Awaitable[Any]]
 
@@ -134,6 +136,18 @@ class Watchers:
         self._again, self._pause_s = False, STATUS_EVERY_S
         self.also: Callable[[], None] = lambda: None
         """Called where something may be different from before: the page tells its viewers in its own time."""
+        self.last: bytes | None = None
+        """How the job ended: the last announcement, also to whoever comes after it; None: it runs."""
+        self.keepers = 0
+        """Who asked for the ledger at the end and has not left in order: connected, or cut off."""
+        self.kept = asyncio.Event()
+        """One of them has it."""
+
+    def announce_end(self, report: dict[str, Any]) -> None:
+        """The last announcement."""
+        self.last = announcement("ended", report)
+        for watcher in self.all:
+            watcher.tell(self.last)
 
     def announce(self, kind: str, value: Any) -> None:
         if kind == "event":

@@ -54,11 +54,13 @@ class PodTable:
         if (known := self._pods.get(name)) is not None and known.uid == uid:
             del self._pods[name]
 
-    def replace(self, pods: Iterable[PodSeen]) -> None:
-        """All that there are, after a watch that could not be resumed."""
+    def replace(self, pods: Iterable[PodSeen], version: int) -> None:
+        """All that there were at this version, after a watch that could not be resumed."""
         listed = {pod.uid: pod for pod in pods}
         for pod in self.all:
-            if pod.uid not in listed:
+            # A pod that is newer than the list was made while the list was on its way. Taken for gone it would run
+            # unseen: what the watch tells of a uid that is gone is not believed.
+            if pod.uid not in listed and pod.version <= version:
                 self.gone(pod.name, pod.uid)
         for pod in listed.values():
             self.put(pod)
@@ -126,12 +128,12 @@ class Desk:
         self.granted.discard(name)
         self.doubtful.discard(name)
 
-    def listed(self, pods: Iterable[PodSeen]) -> None:
-        """All that there are."""
+    def listed(self, pods: Iterable[PodSeen], version: int) -> None:
+        """All that there were at this version."""
         there = tuple(pods)
         self.granted -= {pod.name for pod in there}
         self.doubtful -= {pod.name for pod in there}
-        self.pods.replace(there)
+        self.pods.replace(there, version)
 
     def did(self, action: Action) -> None:
         """An action without an answer of interest is done."""

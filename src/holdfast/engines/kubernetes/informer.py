@@ -30,11 +30,12 @@ class Informer:
         api: Api,
         path: str,
         query: Mapping[str, str],
-        on_list: Callable[[list[Object]], None],
+        on_list: Callable[[list[Object], str], None],
         on_change: Callable[[Object], None],
         on_gone: Callable[[Object], None],
         backoff: Backoff | None = None,
     ) -> None:
+        """on_list: is given all objects and the version at which they were so."""
         self._backoff = backoff or Backoff()
         self._api, self._path, self._query = api, path, query
         self._on_list, self._on_change, self._on_gone = on_list, on_change, on_gone
@@ -67,7 +68,7 @@ class Informer:
 
     async def _list(self) -> str:
         found, version = await self._api.list_all(self._path, self._query)
-        self._on_list(found)
+        self._on_list(found, version)
         self.restarts += self.listed.is_set()
         self.listed.set()
         return version

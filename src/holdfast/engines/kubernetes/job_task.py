@@ -7,7 +7,7 @@ import base64
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 import msgspec
 
@@ -109,9 +109,10 @@ class JobTask:
                 self.desk.saw(pod)
             self.wake()
 
-    def list_pods(self, all_: list[Object]) -> None:
-        """All pods of the operator's jobs."""
-        self.desk.listed(pod for raw in all_ if (pod := pod_seen(raw, self.name, self.uid)) is not None)
+    def list_pods(self, all_: Iterable[Object], version: int) -> None:
+        """All pods of the operator's jobs, as they were at this version."""
+        mine = (pod for raw in all_ if (pod := pod_seen(raw, self.name, self.uid)) is not None)
+        self.desk.listed(mine, version)
         self.wake()
 
     async def run(self) -> None:
@@ -504,4 +505,8 @@ class JobTask:
 
 
 def _conditions(status: JobStatus) -> dict[str, str]:
-    return {one.type: one.status for one in status.conditions} | {"state": status.state or ""}
+    """What somebody waits for."""
+    # And where the coordinator is: people's commands go there.
+    where = status.coordinator
+    found = {"state": status.state or "", "coordinator": f"{where.pod} {where.address}" if where else ""}
+    return {one.type: one.status for one in status.conditions} | found

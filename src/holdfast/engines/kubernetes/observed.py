@@ -46,6 +46,8 @@ class PodSeen(msgspec.Struct, frozen=True, kw_only=True):
     farewell: Farewell | None = None
     """Of a coordinator that has ended."""
     address: str | None = None
+    version: int = 0
+    """Of the object when it was so."""
 
     @property
     def ended(self) -> bool:

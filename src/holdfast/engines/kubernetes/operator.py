@@ -83,7 +83,7 @@ class Operator:
 
     # ------------------------------------------------------------ what the watches tell
 
-    def _list_jobs(self, all_: list[Object]) -> None:
+    def _list_jobs(self, all_: list[Object], version: str) -> None:
         there = {one["metadata"]["uid"] for one in all_}
         for uid in set(self._tasks) - there:
             self._drop(uid)
@@ -102,7 +102,7 @@ class Operator:
                 setting=self._setting,
                 lookup=self._lookup,
             )
-            job.list_pods(list(self._pods.values()))
+            job.list_pods(self._pods.values(), 0)
             running = asyncio.create_task(job.run())
             running.add_done_callback(lambda task: self._on_end(uid, task))
             self._tasks[uid] = (job, running)
@@ -121,10 +121,10 @@ class Operator:
         if (known := self._tasks.pop(uid, None)) is not None:
             known[1].cancel()
 
-    def _list_pods(self, all_: list[Object]) -> None:
+    def _list_pods(self, all_: list[Object], version: str) -> None:
         self._pods = {one["metadata"]["uid"]: one for one in all_}
         for job, _ in self._tasks.values():
-            job.list_pods(all_)
+            job.list_pods(all_, int(version))
 
     def _on_pod(self, raw: Object, gone: bool) -> None:
         uid = raw["metadata"]["uid"]
@@ -136,7 +136,7 @@ class Operator:
             if (known := self._tasks.get(owner.get("uid", ""))) is not None:
                 known[0].put_pod(raw, gone)
 
-    def _list_machines(self, all_: list[Object]) -> None:
+    def _list_machines(self, all_: list[Object], version: str) -> None:
         self._machines.clear()
         for one in all_:
             self._machines[one["metadata"]["name"]] = machine_seen(one)

@@ -17,6 +17,7 @@ import aiohttp
 import msgspec
 
 from holdfast.coordinator.service.store import FIRST
+from holdfast.coordinator.service.watchers import KEPT
 from holdfast.engines import jobs
 from holdfast.engines.client import PATIENCE_S, NoAnswer, NotHeard
 from holdfast.engines.jobs import Allocation
@@ -32,6 +33,9 @@ from holdfast.protocol.http_client import Answer, Unproven
 
 AGAIN_S = 0.5
 """Between two tries: each asks the API server."""
+NAME_S = 4.0
+"""How long a pod may take to say its name. The API server tries for much longer to reach a machine that is gone, and meanwhile
+there may be another coordinator."""
 _ENDED = '{"kind":"ended"'
 _names = msgspec.json.Decoder(CoordinatorName)
 
@@ -119,6 +123,8 @@ class KubernetesReach:
             follows = await socket.receive(PATIENCE_S)
             if follows.type is aiohttp.WSMsgType.BINARY:
                 await asyncio.to_thread(self._write, follows.data, msgspec.json.decode(ended)["value"])
+                # The coordinator waits for this word, so that the ledger does not end with its pod.
+                await socket.send_str(KEPT)
 
     def _write(self, ledger: bytes, report: Any) -> None:
         # The ledger first: a command that finds the report finds the ledger that it tells of.
@@ -143,7 +149,7 @@ class KubernetesReach:
     async def _ask_name(self, pod: str, address: str) -> Endpoint:
         host = f"[{address}]" if ":" in address else address
         try:
-            answer = await self.tunnel.ask_openly(pod, NAME_PATH, PATIENCE_S)
+            answer = await self.tunnel.ask_openly(pod, NAME_PATH, NAME_S)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise NotHeard(str(error) or type(error).__name__) from error
         # Where the pod is not reached, the API server answers by itself. That must not be

@@ -59,6 +59,7 @@ def pod_seen(pod: Object, job: str, uid: str) -> PodSeen | None:
         unschedulable=unschedulable,
         farewell=_farewell(status.get("phase"), containers) if term is not None else None,
         address=status.get("podIP"),
+        version=int(metadata.get("resourceVersion", 0)),
     )
 
 

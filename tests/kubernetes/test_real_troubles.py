@@ -1,0 +1,357 @@
+"""What else a cluster does to jobs: cables, the way to the API server, other people's pods, and what cannot run at all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("kubernetes_asyncio")
+pytest.importorskip("yaml")
+from kubejobs import job as asked
+from realkube import (
+    IMAGE,
+    NAMESPACE,
+    PACE_S,
+    STEPS,
+    Job,
+    Scene,
+    Undisturbed,
+    cluster,
+    evict,
+    is_true,
+    node_of,
+    until,
+)
+
+from holdfast.engines.kubernetes.api import Api, ApiError
+from holdfast.engines.kubernetes.reach import job_path
+
+pytestmark = [pytest.mark.kube, pytest.mark.timeout(900)]
+PODS = f"/api/v1/namespaces/{NAMESPACE}/pods"
+LEASE = "/apis/coordination.k8s.io/v1/namespaces/holdfast-system/leases/holdfast-operator"
+PAIR = ("--nnodes", 2, "--spares", 1)
+
+
+async def trained_apart(job: Job, status: dict[str, Any]) -> tuple[str, str]:
+    """A node that trains on another machine than the coordinator's, with that machine."""
+    seat = await job.machine(await job.coordinator())
+    for rank in (0, 1):
+        machine = await job.machine(node := node_of(status, rank))
+        if machine != seat:
+            return node, machine
+    raise AssertionError("two nodes on one machine")
+
+
+async def gone(api: Api, path: str) -> bool:
+    try:
+        await api.get(path)
+    except ApiError as error:
+        return error.status == 404
+    return False
+
+
+# ------------------------------------------------------------ cables
+
+
+@pytest.mark.nightly
+def test_a_cable_that_is_plugged_in_again(
+    play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed
+):
+    """Nothing of what was behind it is taken for the job's: its pod ends, and its name does not come again."""
+
+    async def scene(api: Api) -> None:
+        async with Job(api, home, "cut", *PAIR, steps=STEPS, pace_s=PACE_S) as job:
+            status = await job.training(2, beyond=3, spares=1)
+            lost, machine = await trained_apart(job, status)
+            cluster("cut", machine)
+            status = await job.training(2, beyond=status["step"] + 5)
+            assert lost not in [node_of(status, rank) for rank in (0, 1)]
+
+            async def given_up() -> bool:
+                return "deletionTimestamp" in (await job.pod(lost))["metadata"]
+
+            await until(given_up, f"the operator gives {lost} up")
+            cluster("heal", machine)
+            # The kubelet says so, which was there all the time: its processes have ended.
+            await until(lambda: gone(api, f"{PODS}/{lost}"), "the pod behind the cut is gone")
+            status = await job.training(2, beyond=status["step"] + 5)
+            await job.stops_as(undisturbed, incidents=1)
+
+    play(scene)
+
+
+@pytest.mark.nightly
+def test_a_machine_that_the_api_server_alone_does_not_reach(
+    play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed
+):
+    async def scene(api: Api) -> None:
+        async with Job(api, home, "path", *PAIR, steps=STEPS, pace_s=PACE_S) as job:
+            status = await job.training(2, beyond=3, spares=1)
+            node, machine = await trained_apart(job, status)
+            before = sorted(pod["metadata"]["uid"] for pod in (await api.list_all(PODS, {}))[0])
+
+            async def ready() -> bool:
+                return is_true(await api.get(f"/api/v1/nodes/{machine}"), "Ready")
+
+            async def not_ready() -> bool:
+                return not await ready()
+
+            cluster("block", machine)
+            try:
+                await until(not_ready, f"Kubernetes calls {machine} not ready")
+                status = await job.training(2, beyond=status["step"] + 20, spares=1)
+            finally:
+                cluster("unblock", machine)
+            assert node in [node_of(status, rank) for rank in (0, 1)]
+            pods = (await api.list_all(PODS, {}))[0]
+            assert sorted(pod["metadata"]["uid"] for pod in pods) == before
+            assert not [pod for pod in pods if "deletionTimestamp" in pod["metadata"]]
+            await until(ready, f"{machine} is ready again")
+            await job.stops_as(undisturbed, incidents=0)
+
+    play(scene)
+
+
+@pytest.mark.nightly
+def test_two_coordinators_that_do_not_see_each_other(
+    play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed
+):
+    async def scene(api: Api) -> None:
+        async with Job(api, home, "split", *PAIR, steps=STEPS, pace_s=PACE_S) as job:
+            status = await job.training(2, beyond=3, spares=1)
+            first = await job.coordinator()
+            machine = await job.machine(first)
+            cluster("cut", machine)
+
+            async def succeeded() -> bool:
+                return await job.coordinator() != first
+
+            await until(succeeded, "a coordinator of the next term")
+            status = await job.training(2, beyond=status["step"] + 5)
+            cluster("heal", machine)
+            await until(lambda: gone(api, f"{PODS}/{first}"), "the coordinator behind the cut is gone")
+            await job.training(2, beyond=status["step"] + 5)
+            assert await job.coordinator() != first
+            await job.stops_as(undisturbed)
+
+    play(scene)
+
+
+# ------------------------------------------------------------ operators, evictions
+
+
+@pytest.mark.nightly
+def test_an_operator_that_stood_still_makes_no_second_pod(
+    play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed
+):
+    async def scene(api: Api) -> None:
+        async with Job(api, home, "rivals", *PAIR, steps=STEPS, pace_s=PACE_S) as job:
+            status = await job.training(2, beyond=3, spares=1)
+            holder = (await api.get(LEASE))["spec"]["holderIdentity"]
+            leader = holder.rpartition("-")[0]
+            pod = await api.get(f"/api/v1/namespaces/holdfast-system/pods/{leader}")
+            stays = pod["spec"]["nodeName"]
+            # Of the processes of that machine, which sees no others.
+            freeze = "kill -{} $(pgrep -f 'holdfast.engines.kubernetes$')"
+            cluster("exec", stays, "sh", "-c", freeze.format("STOP"))
+
+            async def passed() -> bool:
+                return (await api.get(LEASE))["spec"]["holderIdentity"] not in ("", holder)
+
+            await until(passed, "the other operator leads")
+            nodes = [node_of(status, rank) for rank in (0, 1)]
+            seats = [stays, await job.machine(await job.coordinator())]
+            lost = next((node for node in nodes if await job.machine(node) not in seats), None)
+            if lost is None:  # both stand beside what has to stay: a pod is enough
+                lost = nodes[0]
+                await until(lambda: evict(api, lost or ""), f"{lost} is evicted")
+            else:
+                cluster("kill", await job.machine(lost))
+            status = await job.training(2, beyond=status["step"] + 5)
+            cluster("exec", stays, "sh", "-c", freeze.format("CONT"))
+
+            async def whole() -> bool:
+                pods = (await api.list_all(PODS, {}))[0]
+                stay = [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
+                return len(stay) == 4 and all(is_true(pod, "Ready") for pod in stay)
+
+            await until(whole, "three nodes and a coordinator, and nothing else")
+            made = await job.object()
+            # One was lost and one was made for it; nobody has numbered a second one.
+            assert made["status"]["nextNumber"] == 4
+            await job.stops_as(undisturbed)
+
+    play(scene)
+
+
+@pytest.mark.nightly
+def test_a_pod_of_higher_priority_takes_a_machine(
+    play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed
+):
+    """The scheduler evicts a node that trains: it leaves at a step's edge, and the spare is in its place."""
+
+    async def scene(api: Api) -> None:
+        async with Job(api, home, "lower", *PAIR, "--node-cpus", 1, steps=STEPS, pace_s=PACE_S) as job:
+            status = await job.training(2, beyond=3, spares=1)
+            node, machine = await trained_apart(job, status)
+            room = (await api.get(f"/api/v1/nodes/{machine}"))["status"]["allocatable"]["cpu"]
+            await api.apply(
+                "/apis/scheduling.k8s.io/v1/priorityclasses/urgent",
+                {
+                    "apiVersion": "scheduling.k8s.io/v1",
+                    "kind": "PriorityClass",
+                    "metadata": {"name": "urgent"},
+                    "value": 1000,
+                },
+                manager="tests",
+            )
+            urgent: dict[str, Any] = {
+                "apiVersion": "v1",
+                "kind": "Pod",
+                "metadata": {"name": "urgent"},
+                "spec": {
+                    "priorityClassName": "urgent",
+                    "nodeSelector": {"kubernetes.io/hostname": machine},
+                    "terminationGracePeriodSeconds": 0,
+                    "containers": [
+                        {
+                            "name": "one",
+                            "image": IMAGE,
+                            "resources": {"requests": {"cpu": f"{int(room) * 1000 - 500}m"}},
+                        }
+                    ],
+                },
+            }
+            path = "/api/v1/namespaces/default/pods"
+            made = await api.create(path, urgent)
+            try:
+
+                async def runs() -> bool:
+                    return is_true(await api.get(f"{path}/urgent"), "Ready")
+
+                await until(runs, "the urgent pod has the machine")
+                status = await job.training(2, beyond=status["step"])
+                assert node not in [node_of(status, rank) for rank in (0, 1)]
+                await job.stops_as(undisturbed, incidents=0)
+            finally:
+                await api.delete(f"{path}/urgent", made["metadata"]["uid"], 0)
+
+    play(scene)
+
+
+# ------------------------------------------------------------ what cannot run
+
+
+def test_what_cannot_run_says_why_and_leaves_nothing(play: Callable[[Scene], None], home: Path):
+    """Each in its own job, all at once: none of them comes so far that it would need a machine's time."""
+
+    def made(name: str, namespace: str = NAMESPACE, **changes: Any) -> dict[str, Any]:
+        usual = {"spec__nodes": 2, "spec__template__spec__containers__0__image": IMAGE}
+        one = asked(metadata__name=name, metadata__namespace=namespace, **(usual | changes))
+        del one["metadata"]["uid"], one["metadata"]["generation"]
+        return one
+
+    async def scene(api: Api) -> None:
+        await small_namespace(api)
+
+        async def says(name: str, words: str, namespace: str = NAMESPACE) -> None:
+            async def said() -> bool:
+                found = (await api.get(job_path(namespace, name))).get("status", {}).get("conditions", ())
+                return any(words in one["message"] for one in found)
+
+            await until(said, f"{name} says {words!r}")
+
+        async def is_deleted(name: str, namespace: str = NAMESPACE) -> None:
+            path = job_path(namespace, name)
+            await api.delete(path, (await api.get(path))["metadata"]["uid"])
+            await until(lambda: gone(api, path), f"{name} is gone")
+
+        async def unschedulable() -> None:
+            limits = {"cpu": "400"}
+            await put(api, made("wide", spec__template__spec__containers__0__resources={"limits": limits}))
+            await says("wide", "Insufficient cpu")
+            await is_deleted("wide")
+
+        async def no_image() -> None:
+            await put(api, made("bare", spec__template__spec__containers__0__image="holdfast.test/none:1"))
+            await says("bare", "holdfast.test/none:1")
+            await is_deleted("bare")
+
+        async def quota() -> None:
+            await put(api, made("third", "small"))
+            await says("third", "exceeded quota", "small")
+            await is_deleted("third", "small")
+
+        async def wrong() -> None:
+            await put(api, made("odd", spec__minNodes=3))
+            await says("odd", "spec.minNodes")
+            assert not [pod for pod in (await api.list_all(PODS, {}))[0] if "odd" in pod["metadata"]["name"]]
+            await is_deleted("odd")
+            with pytest.raises(ApiError, match=r"spec\.nodes"):
+                await put(api, made("odder", spec__nodes=0))
+
+        async def again() -> None:
+            limits = {"cpu": "400"}
+            one = made("twice", spec__template__spec__containers__0__resources={"limits": limits})
+            first = await put(api, one)
+            await says("twice", "Insufficient cpu")
+            await api.delete(job_path(NAMESPACE, "twice"), first["metadata"]["uid"])
+
+            async def is_made() -> dict[str, Any]:
+                return await put(api, one)
+
+            second = await until(is_made, "the name is free")
+            assert second["metadata"]["uid"] != first["metadata"]["uid"]
+
+            async def is_owned() -> bool:
+                pods = [
+                    pod
+                    for pod in (await api.list_all(PODS, {}))[0]
+                    if pod["metadata"]["name"].startswith("twice-")
+                    and "deletionTimestamp" not in pod["metadata"]
+                ]
+                owners = {pod["metadata"]["ownerReferences"][0]["uid"] for pod in pods}
+                return len(pods) == 3 and owners == {second["metadata"]["uid"]}
+
+            await until(is_owned, "two nodes and a coordinator, of the second one alone")
+            await is_deleted("twice")
+
+        await asyncio.gather(unschedulable(), no_image(), quota(), wrong(), again())
+        for namespace in (NAMESPACE, "small"):
+            pods = f"/api/v1/namespaces/{namespace}/pods"
+
+            async def nothing(pods: str = pods) -> bool:
+                return not (await api.list_all(pods, {}))[0]
+
+            await until(nothing, f"{namespace} has no pods")
+
+    play(scene)
+
+
+async def put(api: Api, made: dict[str, Any]) -> dict[str, Any]:
+    """A new object."""
+    return await api.create(job_path(made["metadata"]["namespace"], "").rstrip("/"), made)
+
+
+async def small_namespace(api: Api) -> None:
+    """With room for two pods."""
+    metadata = {"name": "small"}
+    await api.apply(
+        "/api/v1/namespaces/small",
+        {"apiVersion": "v1", "kind": "Namespace", "metadata": metadata},
+        manager="tests",
+    )
+    await api.apply(
+        "/api/v1/namespaces/small/resourcequotas/pods",
+        {
+            "apiVersion": "v1",
+            "kind": "ResourceQuota",
+            "metadata": {"name": "pods", "namespace": "small"},
+            "spec": {"hard": {"pods": "2"}},
+        },
+        manager="tests",
+    )
