@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 from ends import ends
-from harness import run
-from killed import killed_and_gone_on, train
+from gate import KILLED_AT
+from killed import killed_and_gone_on, train, two_ranks
 
 from holdfast.adapters.versions import DEEPSPEED
 from holdfast.errors import UsageError
@@ -45,20 +45,13 @@ def test_a_killed_training_goes_on(tmp_path, stage):
 
 
 @pytest.mark.nightly
-@pytest.mark.capability("level 1", "sharded")
+@pytest.mark.capability("level 1", "sharded", "kill")
 @pytest.mark.parametrize("stage", [2])
-def test_partitions_of_ranks_go_on_together(tmp_path, stage):
-    folders = [tmp_path / "undisturbed", tmp_path / "killed"]
-    for folder, options in zip(folders, ([], ["--fault", "kill-worker:rank=1,step=5"]), strict=True):
-        folder.mkdir()
-        ran = run(folder, "--nnodes", 2, *options, SCRIPT, folder, 0, stage, timeout=240)
-        assert ran.code == 0, ran.output
-        assert len(ran.report["incidents"]) == bool(options)
-    undisturbed, killed = map(ends, folders)
+def test_partitions_of_ranks_go_on_together(tmp_path, monkeypatch, stage):
+    undisturbed, killed, _ = two_ranks(tmp_path, monkeypatch, SCRIPT, 0, stage)
     (began,) = {end["began"] for end in killed}
-    assert 0 < began <= 5
+    assert 0 < began < KILLED_AT
     assert killed == [{**end, "began": began} for end in undisturbed]
-    assert len(undisturbed) == 2
 
 
 def engine(**more):
