@@ -8,11 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from ends import ends
+from ends import LIMIT_S, ends
 from gate import GATE, KILLED_AT, Gate
 from harness import finish, run, start
-
-WITHIN_S = 250.0
 
 
 def train(script: Path, folder: Path, *arguments: object) -> int:
@@ -21,7 +19,7 @@ def train(script: Path, folder: Path, *arguments: object) -> int:
     folder.mkdir(exist_ok=True)
     env = dict(os.environ, OMP_NUM_THREADS="1", HOLDFAST_CHECKPOINT=f"{folder / 'saved'},every=1,keep=1")
     command = [sys.executable, script, folder, *arguments]
-    return subprocess.run([*map(str, command)], env=env, capture_output=True, timeout=200).returncode
+    return subprocess.run([*map(str, command)], env=env, capture_output=True, timeout=LIMIT_S).returncode
 
 
 def killed_and_gone_on(script: Path, folder: Path, step: int, *arguments: object) -> list[dict]:
@@ -39,16 +37,16 @@ def two_ranks(
     calm, killed = home / "undisturbed", home / "killed"
     calm.mkdir()
     killed.mkdir()
-    ran = run(calm, "--nnodes", 2, script, calm, *arguments, timeout=WITHIN_S)
+    ran = run(calm, "--nnodes", 2, script, calm, *arguments, timeout=LIMIT_S)
     assert ran.code == 0, ran.output
     assert not ran.report["incidents"]
     gate = Gate(home / "gate")
     monkeypatch.setenv(GATE, str(home / "gate"))
     # The rank that waits is no hang: by default a standstill is found after a multiple of a step's time.
-    options = ("--nnodes", 2, "--detection", WITHIN_S, "--fault", f"kill-worker:rank=1,step={KILLED_AT}")
+    options = ("--nnodes", 2, "--detection", LIMIT_S, "--fault", f"kill-worker:rank=1,step={KILLED_AT}")
     process = start(killed, *options, script, killed, *arguments)
-    gate.open_when_saved(killed / "jobs" / "job", WITHIN_S)
-    again = finish(process, killed, timeout=WITHIN_S)
+    gate.open_when_saved(killed / "jobs" / "job", LIMIT_S)
+    again = finish(process, killed, timeout=LIMIT_S)
     assert again.code == 0, again.output
     assert len(again.report["incidents"]) == 1
     assert len(ends(calm)) == 2

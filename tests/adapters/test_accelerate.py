@@ -13,7 +13,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DataLoaderConfiguration
-from ends import by_itself, ends
+from ends import LIMIT_S, by_itself, ends
 from harness import run
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
@@ -25,7 +25,7 @@ SCRIPT = Path(__file__).parent / "train_accelerate.py"
 STEPS = 18
 """Of train_accelerate.py: 96 samples, 16 of them in a step, 3 times."""
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.framework("accelerate")]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.framework("accelerate")]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def undisturbed(tmp_path_factory) -> dict:
 
 def in_a_job(home: Path, *options: object, nodes: str = "2") -> list[dict]:
     """By two workers."""
-    ran = run(home, "--nnodes", nodes, *options, SCRIPT, home / "out", 2, timeout=250)
+    ran = run(home, "--nnodes", nodes, *options, SCRIPT, home / "out", 2, timeout=LIMIT_S)
     assert ran.code == 0, ran.output
     return sorted(ends(home / "out"), key=lambda end: -len(end["committed"]))
 

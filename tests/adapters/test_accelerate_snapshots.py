@@ -25,7 +25,7 @@ from holdfast.errors import UsageError
 SCRIPT = Path(__file__).parent / "train_accelerate_snapshots.py"
 STEPS = 24
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.framework("accelerate")]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.framework("accelerate")]
 
 
 @pytest.fixture(autouse=True)

@@ -30,7 +30,7 @@ from holdfast.adapters.deepspeed.snapshots import Snapshots
 SCRIPT = Path(__file__).parent / "train_deepspeed.py"
 STEPS = 12
 
-pytestmark = [pytest.mark.timeout(500), pytest.mark.framework("deepspeed")]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.framework("deepspeed")]
 
 
 @pytest.mark.nightly

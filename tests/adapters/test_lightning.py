@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ends import by_itself, ends
+from ends import LIMIT_S, by_itself, ends
 from harness import run
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
@@ -24,7 +24,7 @@ SCRIPT = Path(__file__).parent / "train_lightning.py"
 STEPS = 18
 
 pytestmark = [
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(900),
     pytest.mark.framework("lightning"),
     # Lightning's own, of this version of torch and of a machine without a GPU.
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
@@ -39,7 +39,7 @@ def alone(folder: Path, *options: str) -> dict:
 
 def in_a_job(home: Path, *options: object, nodes: str = "2", script: tuple[str, ...] = ()) -> list[dict]:
     (home / "out").mkdir()
-    ran = run(home, "--nnodes", nodes, *options, SCRIPT, home / "out", 2, *script, timeout=250)
+    ran = run(home, "--nnodes", nodes, *options, SCRIPT, home / "out", 2, *script, timeout=LIMIT_S)
     assert ran.code == 0, ran.output
     return ends(home / "out")
 

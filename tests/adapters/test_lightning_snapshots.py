@@ -26,7 +26,7 @@ SCRIPT = Path(__file__).parent / "train_lightning_snapshots.py"
 STEPS = 24
 
 pytestmark = [
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(900),
     pytest.mark.framework("lightning"),
     # Lightning's own, of this version of torch and of a machine without a GPU.
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from ends import by_itself, ends
+from ends import LIMIT_S, by_itself, ends
 from harness import Ran, run
 from killed import killed_and_gone_on, train
 
@@ -18,7 +18,7 @@ TRL = SCRIPT.with_name("train_trl.py")
 STEPS = 18
 """Of train_trainer.py: 96 samples, 16 of them in a step, 3 times."""
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.framework("transformers")]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.framework("transformers")]
 
 
 def alone(folder: Path, *options: str) -> dict:
@@ -28,7 +28,7 @@ def alone(folder: Path, *options: str) -> dict:
 
 def in_a_job(home: Path, *options: object, nodes: str = "2", script: tuple[str, ...] = ()) -> list[dict]:
     """By two workers."""
-    ran = run(home, "--nnodes", nodes, *options, SCRIPT, home / "out", *script, timeout=250)
+    ran = run(home, "--nnodes", nodes, *options, SCRIPT, home / "out", *script, timeout=LIMIT_S)
     assert ran.code == 0, ran.output
     return ends(home / "out")
 
@@ -173,7 +173,7 @@ def test_trl_goes_on_from_a_snapshot(tmp_path):
 
 
 def trl_job(home: Path, *options: object, kind: str) -> Ran:
-    ran = run(home, *options, TRL, home / "out", "level-2", kind, 2, timeout=250)
+    ran = run(home, *options, TRL, home / "out", "level-2", kind, 2, timeout=LIMIT_S)
     assert ran.code == 0, ran.output
     return ran
 

@@ -18,7 +18,7 @@ from holdfast.errors import UsageError
 SCRIPT = Path(__file__).parent / "train_snapshots.py"
 STEPS = 18
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.framework("transformers")]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.framework("transformers")]
 
 
 @pytest.fixture(scope="module")
