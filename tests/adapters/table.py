@@ -23,6 +23,8 @@ from xml.etree import ElementTree
 PROPERTY = "adapter"
 CAPABILITIES = ("level 1", "level 2", "kill", "resize", "sharded")
 BEGIN, END = "<!-- table begin -->", "<!-- table end -->"
+NOTHING = {("deepspeed", "level 2"), ("ray", "level 2")}
+"""Holdfast has no adapter for it, so there is nothing to test."""
 WORST_FIRST = ("failed", "not run", "passed", "refused")
 """A cell says the worst of its tests: one that was left out is no success of the others."""
 
@@ -116,7 +118,10 @@ def render(shown: Iterable[Shown]) -> str:
     for (framework, version), row in sorted(
         found.items(), key=lambda item: (item[0][0], _numbers(item[0][1]))
     ):
-        cells = [_cell(row.get(capability, [])) for capability in CAPABILITIES]
+        cells = [
+            "none" if (framework, capability) in NOTHING else _cell(row.get(capability, []))
+            for capability in CAPABILITIES
+        ]
         lines.append(f"| {framework} | {version} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

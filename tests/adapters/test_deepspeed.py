@@ -73,6 +73,19 @@ def test_what_is_not_all_in_an_engines_files_is_refused(more, what):
         Snapshots(engine(**more), every=1)
 
 
+@pytest.mark.capability("resize", refused=True)
+def test_a_snapshot_of_another_number_of_ranks_is_refused(monkeypatch):
+    snapshots = Snapshots(engine(world_size=2), every=1)
+
+    def load(state, own):
+        state["ranks"].load_state_dict(1)
+        return 5
+
+    monkeypatch.setattr(snapshots._saver, "load", load)
+    with pytest.raises(UsageError, match="of step 5 is of 1 ranks, and here are 2"):
+        snapshots.newest()
+
+
 def test_a_version_that_is_not_supported_is_refused():
     with pytest.raises(UsageError, match=r"pip install 'deepspeed>=0\.19,<0\.20'"):
         DEEPSPEED.check("0.18.9", "Snapshots")
