@@ -176,6 +176,55 @@ def test_an_update_of_the_scripts_own_is_found(accelerator):
                 step.apply(optimizer)
 
 
+class Handle(torch.nn.Linear):
+    """Holds something which cannot be copied."""
+
+    def __deepcopy__(self, memo):
+        raise TypeError("cannot be copied")
+
+
+def train(accelerator, model, optimizer) -> None:
+    loader = DataLoader(torch.ones(4, 2), batch_size=2, shuffle=True)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for step in accelerator.steps(loader, until=1):
+        with step:
+            for batch in step:
+                accelerator.backward(model(batch).mean())
+            step.apply(optimizer)
+
+
+def test_a_model_that_cannot_be_copied_trains_as_any_other(accelerator):
+    model = Handle(2, 1)
+    before = model.weight.detach().clone()
+    train(accelerator, model, torch.optim.SGD(model.parameters(), 0.1))
+    assert not torch.equal(model.weight, before)
+
+
+def annealed(parameters) -> torch.optim.Optimizer:
+    """It holds a closure, which would have to be saved."""
+    optimizer = torch.optim.SGD(parameters, 0.1)
+    optimizer.param_groups[0]["anneal"] = lambda rate: rate / 2
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "what"),
+    [
+        (torch.nn.Linear, torch.optim.LBFGS, r"LBFGS\.step wants a closure"),
+        (torch.nn.Linear, annealed, r"optimizer.*param_groups\.0\.anneal"),
+        (
+            lambda size, out: torch.nn.LazyLinear(out),
+            lambda given: torch.optim.SGD(given, 0.1),
+            "has no shape",
+        ),
+    ],
+)
+def test_what_cannot_be_protected_is_refused_before_a_step(accelerator, model, optimizer, what):
+    made = model(2, 1)
+    with pytest.raises(UsageError, match=what):
+        train(accelerator, made, optimizer(made.parameters()))
+
+
 def test_what_is_registered_belongs_to_the_state(accelerator):
     """And a second training under plain python has a run of its own."""
     model, loader = torch.nn.Linear(2, 1), DataLoader(torch.ones(4, 2), batch_size=2, shuffle=True)

@@ -69,7 +69,13 @@ def test_a_part_of_a_cells_tests_is_no_success(tmp_path):
 
 def test_what_there_is_no_adapter_for_is_not_called_untested():
     one = Shown(framework="ray", version="2.60.0", capability="level 1", outcome="passed", test="a", of=1)
-    assert row(table.render([one]).splitlines()[-1])[2:] == ["passed", "none", "not run", "not run", "not run"]
+    assert row(table.render([one]).splitlines()[-1])[2:] == [
+        "passed",
+        "none",
+        "not run",
+        "not run",
+        "not run",
+    ]
 
 
 def test_a_test_that_failed_once_has_failed():
