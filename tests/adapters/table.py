@@ -58,8 +58,10 @@ def tag(items: Sequence[Any]) -> None:
     shows = [(item, *one) for item in items for one in _shows(item)]
     of = Counter((name, capability) for _, name, capability, _ in shows)
     for item, name, capability, refused in shows:
-        text = shown_as(name, _version(name), capability, refused, of[name, capability])
-        item.user_properties.append((PROPERTY, text))
+        version = _version(name)
+        if version is not None:  # else its tests say nothing of any version
+            text = shown_as(name, version, capability, refused, of[name, capability])
+            item.user_properties.append((PROPERTY, text))
 
 
 def _shows(item: Any) -> list[tuple[str, str, bool]]:
@@ -72,11 +74,11 @@ def _shows(item: Any) -> list[tuple[str, str, bool]]:
     ]
 
 
-def _version(distribution: str) -> str:
+def _version(distribution: str) -> str | None:
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
-        return "not installed"
+        return None
 
 
 def read(files: Iterable[Path]) -> list[Shown]:

@@ -121,8 +121,9 @@ def test_the_marks_of_a_test_come_into_its_results():
     )
     unmarked = Item(pytest.mark.framework("pytest"))
     another = Item(pytest.mark.framework("pytest"), pytest.mark.capability("kill"))
-    table.tag([item, unmarked, another])
+    elsewhere = Item(pytest.mark.framework("not-there"), pytest.mark.capability("kill"))
+    table.tag([item, unmarked, another, elsewhere])
     texts = [("level 2", "passed", 1), ("kill", "passed", 2), ("sharded", "refused", 1)]
     wanted = [f"pytest|{pytest.__version__}|{capability}|{outcome}|{of}" for capability, outcome, of in texts]
     assert item.user_properties == [(table.PROPERTY, text) for text in wanted]
-    assert unmarked.user_properties == []
+    assert unmarked.user_properties == elsewhere.user_properties == []
