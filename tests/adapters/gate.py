@@ -43,12 +43,18 @@ class Gate:
         self._go = folder / "go"
         self._here = os.open(folder / "here", os.O_RDWR)
 
-    def open_when_saved(self, job_dir: Path, within_s: float) -> None:
-        """Somebody waits, and a snapshot is complete: whoever waits goes on."""
+    def open_when_saved(self, launcher: int, job_dir: Path, within_s: float) -> None:
+        """Somebody waits, and a snapshot is complete: whoever waits goes on. Nobody waits for a job whose launcher, a child of
+        this process, has ended."""
+        ended = os.pidfd_open(launcher)
         try:
-            assert select.select([self._here], [], [], within_s)[0], "nobody came to the gate"
+            ready, _, _ = select.select([self._here, ended], [], [], within_s)
+            assert ready, "nobody came to the gate"
+            if self._here not in ready:
+                return
             assert asyncio.run(_first_snapshot(job_dir, within_s)), "the job ended without a snapshot"
         finally:
+            os.close(ended)
             os.close(self._here)
         os.close(os.open(self._go, os.O_WRONLY))
 

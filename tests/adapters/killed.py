@@ -43,9 +43,9 @@ def two_ranks(
     gate = Gate(home / "gate")
     monkeypatch.setenv(GATE, str(home / "gate"))
     # The rank that waits is no hang: by default a standstill is found after a multiple of a step's time.
-    options = ("--nnodes", 2, "--detection", LIMIT_S, "--fault", f"kill-worker:rank=1,step={KILLED_AT}")
+    options = ("--nnodes", 2, "--detection", 600, "--fault", f"kill-worker:rank=1,step={KILLED_AT}")
     process = start(killed, *options, script, killed, *arguments)
-    gate.open_when_saved(killed / "jobs" / "job", LIMIT_S)
+    gate.open_when_saved(process.pid, killed / "jobs" / "job", LIMIT_S)
     again = finish(process, killed, timeout=LIMIT_S)
     assert again.code == 0, again.output
     assert len(again.report["incidents"]) == 1
