@@ -151,7 +151,7 @@ def test_accelerates_own_fsdp_by_the_environment():
     code = "from holdfast.accelerate import Accelerator; Accelerator()"
     env = dict(os.environ, ACCELERATE_USE_FSDP="true")
     ran = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
     assert ran.returncode == 1
     assert "without `accelerate launch`" in ran.stderr
