@@ -95,7 +95,7 @@ def job(home, folder, name, *options, given=(*LLAMA, *WIDE), layers=0):
 
 
 @pytest.mark.nightly
-@pytest.mark.capability("level 2")
+@pytest.mark.capability("level 2", "kill", "resize", "sharded")
 def test_a_killed_worker_and_a_lost_node_change_no_bit(tmp_path, folder):
     """FSDP2 in two replicas of two workers, and at last in one."""
     calm = job(tmp_path, folder, "calm", "--nnodes", 2)
