@@ -36,7 +36,8 @@ class Pipelines:
         # Not ready while it runs. A fault that cuts it off leaves losses and activations of this attempt in it, and a
         # message that never came may still be written into the memory that waits for it.
         self._ready.discard(schedule)
-        stage, losses = schedule._stage, []
+        stage = schedule._stage
+        losses: list[torch.Tensor] = []
         schedule.step(
             *(args if stage.is_first else ()),
             target=target if stage.is_last else None,

@@ -240,6 +240,7 @@ class Step:
     def _added(self, last: bool) -> None:
         """Its gradient is there."""
         replica = self._replica
+        assert self._left is not None, "`_taken` comes first"
         replica.gradients.after_backward()
         replica.state.buffer_rules.after_micro(self._mine[len(self._mine) - self._left - 1])
         if last and replica.checks_local:
