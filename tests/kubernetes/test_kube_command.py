@@ -64,10 +64,11 @@ def test_every_option_has_its_field():
         ),
         health=HealthOptions(dry_run_rules=("*",), blast_radius="50%", deep=True, replace_slow=1.3),
         log_level="debug",
-        kubernetes=ours(node_cpus="8", node_memory="64Gi", node_gpus=8),
+        kubernetes=ours(node_cpus="8", node_memory="64Gi", node_gpus=8, queue="team-a"),
     )
     assert check(made.job) == ()
     spec = made.spec
+    assert made.job["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "team-a"}
     assert (spec["nodes"], spec["minNodes"], spec["spares"], spec["waitForSpare"]) == (4, 2, 2, True)
     assert spec["procsPerNode"] == "gpu"
     assert spec["run"] == {"script": "train.py", "args": ["--lr", "1"], "preload": ["torch"]}

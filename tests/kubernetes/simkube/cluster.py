@@ -68,6 +68,8 @@ class Cluster:
         self.now_s = 1_000_000.0
         self.script_fails = False
         self._dead: set[str] = set()
+        self.quota = 0
+        """Nodes that Kueue lets in."""
 
     def seen_machines(self) -> dict[str, MachineSeen]:
         return {
@@ -97,6 +99,25 @@ class Cluster:
             self._kubelet(pod)
         self._schedule()
         self._coordinate()
+        self._let_in()
+
+    def _let_in(self) -> None:
+        """Kueue: quota is held from an admission until its owner gives it back."""
+        server = self.server
+        for one in list(server.workloads.values()):
+            held = sum(
+                other.nodes for other in server.workloads.values() if other.reserved and not other.finished
+            )
+            waits = not one.reserved and one.active and not one.finished
+            if waits and held + one.nodes <= self.quota and self.dice.random() < 0.5:
+                server.change_workload(one.name, admitted=True, reserved=True, evicted=None)
+            elif one.reserved and not one.active and one.evicted is None:
+                server.change_workload(one.name, evicted="Deactivated")
+
+    def evict(self, name: str) -> None:
+        """Somebody of higher priority wants its quota."""
+        if self.server.workloads[name].reserved and not self.server.workloads[name].finished:
+            self.server.change_workload(name, evicted="Preempted")
 
     def _schedule(self) -> None:
         taken = {pod.machine for pod in self.server.pods.values() if pod.machine and not pod.coordinator}

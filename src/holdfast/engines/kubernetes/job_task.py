@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 
-from holdfast.engines.kubernetes import names, render
+from holdfast.engines.kubernetes import kueue, names, render
 from holdfast.engines.kubernetes.actions import (
     Action,
     AddFinalizer,
@@ -26,6 +26,7 @@ from holdfast.engines.kubernetes.actions import (
     Number,
     Plan,
     PointService,
+    QueueAction,
     RemoveFinalizer,
     Tell,
 )
@@ -33,8 +34,9 @@ from holdfast.engines.kubernetes.api import Api, ApiError, Backoff, NoAnswer, Ob
 from holdfast.engines.kubernetes.check import check, convert
 from holdfast.engines.kubernetes.conditions import begun
 from holdfast.engines.kubernetes.desk import Desk
+from holdfast.engines.kubernetes.job_queue import JobQueue
 from holdfast.engines.kubernetes.link import CoordinatorLink, RefusedByCoordinator, Silent
-from holdfast.engines.kubernetes.names import FINALIZER, NOTE_SKIP_SAVE
+from holdfast.engines.kubernetes.names import FINALIZER, LABEL_QUEUE, NOTE_SKIP_SAVE
 from holdfast.engines.kubernetes.observed import MachineSeen, Observed, PodSeen, Said
 from holdfast.engines.kubernetes.reading import pod_seen
 from holdfast.engines.kubernetes.reconcile import current, reconcile
@@ -51,6 +53,8 @@ LOOK_EVERY_S = 5.0
 """While a coordinator answers, its figures are read so often."""
 ACCEPTED_KEY = "accepted.json"
 """In the job's ConfigMap: the object's spec, as the run was started with it."""
+QUEUE_KEY = "queue"
+"""There as well: the queue that let the run in; absent: none."""
 FOLDERS = {
     "Secret": ("/api/v1", "secrets"),
     "ConfigMap": ("/api/v1", "configmaps"),
@@ -87,6 +91,7 @@ class JobTask:
         self._refused: str | None = None
         self._path = f"/apis/{GROUP}/{VERSION}/namespaces/{self.namespace}/{PLURAL}/{self.name}"
         self._pods = f"/api/v1/namespaces/{self.namespace}/pods"
+        self.queue = JobQueue(api, self.name, self.namespace, self.uid)
 
     def wake(self) -> None:
         """Something may have changed."""
@@ -219,6 +224,8 @@ class JobTask:
             status=status,
             pods=self.desk.pods.all,
             machines=self._machines,
+            workloads=self.queue.seen,
+            no_workloads=self.queue.unknown,
             objects=frozenset(self._beside),
             service_term=self._service_term(),
             granted=frozenset(self.desk.granted),
@@ -234,7 +241,12 @@ class JobTask:
         text = self._beside.get("ConfigMap", {}).get("data", {}).get(ACCEPTED_KEY)
         # Not checked anew. It was when its run began; and a later version of the operator, which may take less, must
         # not lose a run that an earlier one began.
-        return None if text is None else convert({**self._raw, "spec": msgspec.json.decode(text)})
+        if text is None:
+            return None
+        # Its queue as well: quota that is held cannot be moved to another one.
+        labels = {LABEL_QUEUE: self._beside["ConfigMap"]["data"].get(QUEUE_KEY, "")}
+        metadata = {**self._raw["metadata"], "labels": labels}
+        return convert({**self._raw, "metadata": metadata, "spec": msgspec.json.decode(text)})
 
     def _service_term(self) -> int | None:
         selector = self._beside.get("Service", {}).get("spec", {}).get("selector", {})
@@ -298,13 +310,15 @@ class JobTask:
             case PointService(term):
                 patch = {"spec": {"selector": {names.LABEL_TERM: str(term)}}}
                 self._keep("Service", await self._api.merge(self._beside_path("Service"), patch))
-            case MakeNode(number, avoid):
+            case MakeNode(number, avoid, workload):
                 job = self._job(seen)
-                await self._make(render.agent_pod(job, number, self._run(seen), avoid, self._setting))
+                pod = render.agent_pod(job, number, self._run(seen), avoid, self._setting)
+                await self._make(await self._placed(pod, workload, names.NODE_ROLE))
             case MakeCoordinator(term):
-                await self._make(
-                    render.coordinator_pod(self._job(seen), term, self._run(seen), self._setting)
-                )
+                job = self._job(seen)
+                pod = render.coordinator_pod(job, term, self._run(seen), self._setting)
+                base = names.workload_name(self.name, None) if job.queue else ""
+                await self._make(await self._placed(pod, base, names.COORDINATOR_ROLE))
             case DeletePod():
                 await self._delete(action)
             # With its uid: an object of the same name that a person made since is another job.
@@ -312,6 +326,22 @@ class JobTask:
                 await self._api.delete(self._path, self.uid)
             case Tell() | AskStop() | AskResize():
                 await self._talk(action)
+            case _:
+                await self._ask_queue(action, seen)
+
+    async def _ask_queue(self, action: QueueAction, seen: Observed) -> None:
+        try:
+            await self.queue.do(action, current(seen), self._setting)
+            self._refused = None
+        except ApiError as error:
+            self._refused = f"Kueue's Workload: {error}"
+            raise
+        finally:
+            self.wake()
+
+    async def _placed(self, pod: Object, workload: str, role: str) -> Object:
+        """Where its quota is; workload: empty: none was asked for."""
+        return kueue.placed(pod, await self.queue.where(workload, role), workload) if workload else pod
 
     def _job(self, seen: Observed) -> HoldfastJob:
         job = current(seen)
@@ -440,6 +470,8 @@ class JobTask:
             case "ConfigMap":
                 made = render.config_map(job)
                 made["data"][ACCEPTED_KEY] = msgspec.json.encode(job.spec).decode()
+                if job.queue:
+                    made["data"][QUEUE_KEY] = job.queue
                 return made
             case "Service":
                 return render.service(job, seen.status.term or 0)

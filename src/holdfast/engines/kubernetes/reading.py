@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from holdfast.engines.kubernetes import names
-from holdfast.engines.kubernetes.names import LABEL_RUN
+from holdfast.engines.kubernetes.names import LABEL_RUN, LABEL_WORKLOAD
 from holdfast.engines.kubernetes.observed import Farewell, MachineSeen, PodPhase, PodSeen
 
 GOING_TAINTS = {
@@ -59,6 +59,7 @@ def pod_seen(pod: Object, job: str, uid: str) -> PodSeen | None:
         unschedulable=unschedulable,
         farewell=_farewell(status.get("phase"), containers) if term is not None else None,
         address=status.get("podIP"),
+        workload=str(metadata.get("labels", {}).get(LABEL_WORKLOAD, "")),
     )
 
 

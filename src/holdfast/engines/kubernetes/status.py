@@ -16,6 +16,7 @@ class ConditionType(StrEnum):
     """What a program can wait for: `kubectl wait --for=condition=Training`."""
 
     ACCEPTED = "Accepted"
+    QUOTA_RESERVED = "QuotaReserved"
     SCHEDULED = "Scheduled"
     COORDINATOR_READY = "CoordinatorReady"
     TRAINING = "Training"
