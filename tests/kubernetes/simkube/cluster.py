@@ -33,6 +33,7 @@ class Coordinator:
     term: int
     target: int
     spares: int
+    fewest: int = 1
     nodes: dict[str, bool] = field(default_factory=dict)
     leaving: set[str] = field(default_factory=set)
     orders: dict[int, EngineOrder] = field(default_factory=dict)
@@ -54,7 +55,7 @@ class Coordinator:
 
     def training(self) -> set[str]:
         there = [name for name, alive in sorted(self.nodes.items()) if alive]
-        return set(there[: self.target])
+        return set(there[: self.target]) if len(there) >= self.fewest else set()
 
 
 class Cluster:
@@ -68,6 +69,8 @@ class Cluster:
         self.now_s = 1_000_000.0
         self.script_fails = False
         self._dead: set[str] = set()
+        self.neighbours: list[Server] = []
+        """Whose pods are on the same machines."""
         self.quota = 0
         """Nodes that Kueue lets in."""
 
@@ -120,7 +123,8 @@ class Cluster:
             self.server.change_workload(name, evicted="Preempted")
 
     def _schedule(self) -> None:
-        taken = {pod.machine for pod in self.server.pods.values() if pod.machine and not pod.coordinator}
+        all_ = [pod for one in (self.server, *self.neighbours) for pod in one.pods.values()]
+        taken = {pod.machine for pod in all_ if pod.machine and not pod.coordinator}
         for pod in list(self.server.pods.values()):
             if pod.machine is not None or pod.deleting or self.dice.random() < 0.2:
                 continue
@@ -165,7 +169,9 @@ class Cluster:
             return
         if self.coordinator is None or self.coordinator.term != newest.number:
             spec = self.server.beside.get("ConfigMap", job).spec
-            self.coordinator = Coordinator(newest.number, spec.nodes, spec.spares, step=self.saved)
+            self.coordinator = Coordinator(
+                newest.number, spec.nodes, spec.spares, spec.fewest, step=self.saved
+            )
         self._decide(self.coordinator, newest)
 
     def _decide(self, known: Coordinator, pod: PodSeen) -> None:

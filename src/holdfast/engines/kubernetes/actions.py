@@ -58,6 +58,14 @@ class MakeCoordinator(msgspec.Struct, frozen=True):
     term: int
 
 
+class TellPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """Note on a node's pod where its machine stands. The kubelet shows the note to the agent, which needs no credentials for it."""
+
+    name: str
+    uid: str
+    place: str
+
+
 class DeletePod(msgspec.Struct, frozen=True, kw_only=True):
     """Delete the pod of this uid, and no other of its name."""
 
@@ -145,6 +153,7 @@ Action = (
     | PointService
     | MakeNode
     | MakeCoordinator
+    | TellPlace
     | DeletePod
     | DeleteObject
     | Tell

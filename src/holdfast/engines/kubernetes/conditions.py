@@ -128,6 +128,8 @@ def begun(status: JobStatus, run: int, term: int, next_number: int, now_s: float
         nodes=None,
         asked_nodes=None,
         conditions=conditions,
+        # The tries before it are remembered: each is longer than the one before.
+        waiting=None if status.waiting is None else msgspec.structs.replace(status.waiting, until=None),
     )
 
 

@@ -29,6 +29,7 @@ from holdfast.engines.kubernetes.actions import (
     QueueAction,
     RemoveFinalizer,
     Tell,
+    TellPlace,
 )
 from holdfast.engines.kubernetes.api import Api, ApiError, Backoff, NoAnswer, Object
 from holdfast.engines.kubernetes.check import check, convert
@@ -312,13 +313,16 @@ class JobTask:
                 self._keep("Service", await self._api.merge(self._beside_path("Service"), patch))
             case MakeNode(number, avoid, workload):
                 job = self._job(seen)
-                pod = render.agent_pod(job, number, self._run(seen), avoid, self._setting)
+                places = any(machine.place for machine in self._machines.values())
+                pod = render.agent_pod(job, number, self._run(seen), avoid, self._setting, places)
                 await self._make(await self._placed(pod, workload, names.NODE_ROLE))
             case MakeCoordinator(term):
                 job = self._job(seen)
                 pod = render.coordinator_pod(job, term, self._run(seen), self._setting)
                 base = names.workload_name(self.name, None) if job.queue else ""
                 await self._make(await self._placed(pod, base, names.COORDINATOR_ROLE))
+            case TellPlace():
+                await self._tell_place(action)
             case DeletePod():
                 await self._delete(action)
             # With its uid: an object of the same name that a person made since is another job.
@@ -423,6 +427,16 @@ class JobTask:
         else:
             self.desk.saw(pod)
         self.wake()
+
+    async def _tell_place(self, action: TellPlace) -> None:
+        # With its uid: a pod of this name that somebody made since stands elsewhere.
+        note = {"uid": action.uid, "annotations": {names.NOTE_PLACE: action.place}}
+        try:
+            self._saw(await self._api.merge(f"{self._pods}/{action.name}", {"metadata": note}))
+        except ApiError as error:
+            if error.status not in (404, 409):
+                raise
+            self.desk.pods.gone(action.name, action.uid)
 
     async def _delete(self, action: DeletePod) -> None:
         _log.info("deletes a pod: %s", action.reason, extra={"job": self.name, "pod": action.name})

@@ -48,6 +48,8 @@ class PodSeen(msgspec.Struct, frozen=True, kw_only=True):
     address: str | None = None
     workload: str = ""
     """Whose quota it uses; empty: the job is in no queue."""
+    waits_for_place: bool = False
+    """Its agent wants to know where its machine stands, and was not told yet."""
 
     @property
     def ended(self) -> bool:
@@ -69,6 +71,8 @@ class MachineSeen(msgspec.Struct, frozen=True, kw_only=True):
     going: str | None = None
     """Why it is to be emptied: it is cordoned, or has a taint that says so."""
     boot_id: str = ""
+    place: str = ""
+    """Where it stands, by its labels; empty: they do not say it."""
 
 
 class WorkloadSeen(msgspec.Struct, frozen=True, kw_only=True):

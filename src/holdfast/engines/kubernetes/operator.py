@@ -38,6 +38,7 @@ class Operator:
         self._pods_path = f"/api/v1{scope}/pods"
         self._tasks: dict[str, tuple[JobTask, asyncio.Task[None]]] = {}
         self._machines: dict[str, MachineSeen] = {}
+        self._machines_known = asyncio.Event()
         self._pods: dict[str, Object] = {}
         self._workloads_path = f"{job_queue.PATH}{scope}/workloads"
         self._workloads: dict[str, Object] | None = None
@@ -74,8 +75,10 @@ class Operator:
             async with asyncio.TaskGroup() as group:
                 group.create_task(pods.run())
                 group.create_task(self._watch_machines(machines))
-                # Pods first: a job that is looked at without its pods would be given new ones.
+                # Pods first: a job that is looked at without its pods would be given new ones. Machines as well: pods
+                # that are made before would not be told where they stand.
                 await pods.listed.wait()
+                await self._machines_known.wait()
                 group.create_task(jobs.run())
                 group.create_task(self._watch_workloads())
         finally:
@@ -89,6 +92,7 @@ class Operator:
                 raise
             # A site may leave this right out: cordons and taints are not seen then, and everything else is.
             _log.warning("machines are not watched: %s", error)
+            self._machines_known.set()
 
     async def _watch_workloads(self) -> None:
         # Only once a job is in a queue: most clusters have no Kueue, and sites may leave the right out.
@@ -202,11 +206,12 @@ class Operator:
     def _list_machines(self, all_: list[Object]) -> None:
         self._machines.clear()
         for one in all_:
-            self._machines[one["metadata"]["name"]] = machine_seen(one)
+            self._machines[one["metadata"]["name"]] = machine_seen(one, self._setting.topology_labels)
+        self._machines_known.set()
         self._wake_all()
 
     def _on_machine(self, raw: Object) -> None:
-        seen = machine_seen(raw)
+        seen = machine_seen(raw, self._setting.topology_labels)
         # Kubelets write their Node every few seconds. Only what is asked of it counts as a change.
         if self._machines.get(seen.name) != seen:
             self._machines[seen.name] = seen

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from holdfast.engines.kubernetes import names, queues
+from holdfast.engines.kubernetes import names, queues, waiting
 from holdfast.engines.kubernetes.actions import (
     Action,
     AddFinalizer,
@@ -33,11 +33,12 @@ from holdfast.engines.kubernetes.actions import (
     PointService,
     RemoveFinalizer,
     Tell,
+    TellPlace,
 )
 from holdfast.engines.kubernetes.conditions import Ended, status_of
 from holdfast.engines.kubernetes.observed import Farewell, Observed, PodSeen
 from holdfast.engines.kubernetes.resource import HoldfastJob, HoldfastJobSpec
-from holdfast.engines.kubernetes.status import ConditionType
+from holdfast.engines.kubernetes.status import ConditionType, JobStatus
 from holdfast.engines.kubernetes.times import from_timestamp
 from holdfast.protocol.availability import NodeGoing, NodeTaken, OrderDone
 from holdfast.protocol.engine_orders import MarkNode, ProvideNode, RebootNode, ReleaseNode
@@ -120,7 +121,11 @@ def _running(seen: Observed, job: HoldfastJob) -> Plan:
     if _active_deadline_is_over(seen, job):
         actions.append(AskStop(ACTIVE_DEADLINE))
     merged = _numbers_together(actions, run, term, next_number)
-    return Plan(merged, status_of(seen, job), _due_s(seen, job))
+    after = waiting.looked(seen, job, status_of(seen, job))
+    if after.waiting is not None and after.waiting.until is not None:
+        # Written down before a pod is deleted, so whoever is operator next does not begin anew at once.
+        return Plan((), after)
+    return Plan(merged, after, _due_s(seen, job, after))
 
 
 def beside(job: HoldfastJob) -> tuple[str, ...]:
@@ -135,12 +140,16 @@ def _why_held(seen: Observed, job: HoldfastJob) -> str | None:
     # It was stopped for that, whatever is known by now: its pods go, and it is not over.
     if farewell is not None and queues.TAKEN_BACK in farewell.reason:
         return f"{queues.TAKEN_BACK}: it was stopped for that"
+    if waiting.back_off_s(seen) is not None:
+        return waiting.why_back_off(seen, job)
     return queues.why_held(seen, job)
 
 
 def _held(seen: Observed, job: HoldfastJob, why: str) -> Plan:
     """It waits for leave to run; what runs of it is stopped in order."""
-    if seen.pods and _saves(seen):
+    # Who gives machines back has not trained: there is nothing to save, and a coordinator that was asked to stop would say
+    # that the job is over.
+    if seen.pods and _saves(seen) and waiting.back_off_s(seen) is None:
         return Plan(_stop(seen, job, why), status_of(seen, job, stopping=why))
     if seen.pods:
         actions = tuple(_delete(pod, why) for pod in seen.pods if not pod.deleting)
@@ -152,8 +161,8 @@ def _held(seen: Observed, job: HoldfastJob, why: str) -> Plan:
     # Written down before the quota is given back. Kueue may admit the job in the next moment, and only a run that is known
     # to be over is followed by another one.
     if seen.status.run and not seen.status.holds(ConditionType.SUSPENDED):
-        return Plan((), status)
-    return Plan(tuple(queues.ask(seen, job)), status)
+        return Plan((), status, waiting.back_off_s(seen))
+    return Plan(tuple(queues.ask(seen, job)), status, waiting.back_off_s(seen))
 
 
 def _coordinator(seen: Observed, job: HoldfastJob, term: int) -> Iterable[Action]:
@@ -193,6 +202,7 @@ def _nodes(seen: Observed, job: HoldfastJob) -> Iterable[Action]:
     beyond = queues.beyond(seen, allowed, here)
     unlent = queues.taken_back(seen, job) | beyond
     yield from _news(seen, job, mine, unlent)
+    yield from _places(seen, mine.values())
     for pod in mine.values():
         if pod.ended and not pod.deleting:
             yield _delete(pod, f"its processes are over ({pod.phase})")
@@ -214,6 +224,14 @@ def _nodes(seen: Observed, job: HoldfastJob) -> Iterable[Action]:
     # from here.
     if missing < 0 and seen.said is not None:
         yield from _surplus(seen, here, -missing)
+
+
+def _places(seen: Observed, nodes: Iterable[PodSeen]) -> Iterable[Action]:
+    """A pod's place is known when it has a machine, and not before. Its agent waits a little for it."""
+    for pod in nodes:
+        machine = seen.machines.get(pod.machine or "")
+        if pod.waits_for_place and pod.stays and machine is not None:
+            yield TellPlace(name=pod.name, uid=pod.uid, place=machine.place or names.NO_PLACE)
 
 
 def _here(seen: Observed, job: HoldfastJob, nodes: Iterable[PodSeen]) -> list[PodSeen]:
@@ -395,12 +413,13 @@ def _end(seen: Observed, job: HoldfastJob) -> Ended | None:
         if ACTIVE_DEADLINE in farewell.reason:
             reason = "ActiveDeadline"
         return Ended(reason, farewell.reason or farewell.outcome)
-    began_s = _began_s(seen)
+    began_s = _first_began_s(seen)
     policy = job.spec.run_policy
     # From the status, so that a job that has trained is not ended as one that never began while its coordinator does
     # not answer.
     trained = seen.status.progress is not None and seen.status.progress.step is not None
-    waits = seen.status.holds(ConditionType.SUSPENDED)  # the time in a queue does not count
+    # Time in a queue does not count, and time between two tries does.
+    waits = seen.status.holds(ConditionType.SUSPENDED) and seen.status.waiting is None
     late = not waits and began_s is not None and seen.now_s - began_s >= policy.startup_deadline_seconds
     if late and not trained and not (seen.said and seen.said.step):
         return Ended("StartupDeadline", _why_not_started(seen))
@@ -472,7 +491,8 @@ def _suspended(seen: Observed, job: HoldfastJob) -> Plan:
     # What the next run is started with is read anew, and its quota asked for anew.
     left: list[Action] = [DeleteObject(OF_A_RUN)] if OF_A_RUN in seen.objects else []
     left += queues.give_up(seen)
-    return Plan(tuple(left), status_of(seen, job, suspended=True))
+    rests = status_of(seen, job, suspended=True)
+    return Plan(tuple(left), msgspec.structs.replace(rests, waiting=None))
 
 
 def _stop(seen: Observed, job: HoldfastJob | None, reason: str) -> tuple[Action, ...]:
@@ -498,13 +518,15 @@ def _active_deadline_is_over(seen: Observed, job: HoldfastJob) -> bool:
     return seen.said is not None and None not in (began_s, most_s) and seen.now_s - began_s >= most_s  # type: ignore[operator]
 
 
-def _due_s(seen: Observed, job: HoldfastJob) -> float | None:
+def _due_s(seen: Observed, job: HoldfastJob, status: JobStatus) -> float | None:
     """When a deadline comes."""
-    began_s = _began_s(seen)
-    if began_s is None:
+    began_s, first_s = _began_s(seen), _first_began_s(seen)
+    if began_s is None or first_s is None:
         return None
     spec: HoldfastJobSpec = job.spec
-    due = [began_s + spec.run_policy.startup_deadline_seconds]
+    due = [first_s + spec.run_policy.startup_deadline_seconds]
+    if (left_s := waiting.left_of_patience_s(seen, job, status)) is not None:
+        due.append(seen.now_s + left_s)
     if spec.run_policy.active_deadline_seconds is not None:
         due.append(began_s + spec.run_policy.active_deadline_seconds)
     return min((at - seen.now_s for at in due if at > seen.now_s), default=None)
@@ -512,6 +534,12 @@ def _due_s(seen: Observed, job: HoldfastJob) -> float | None:
 
 def _began_s(seen: Observed) -> float | None:
     return from_timestamp(seen.status.start_time)
+
+
+def _first_began_s(seen: Observed) -> float | None:
+    """With the tries that had too few machines."""
+    known = seen.status.waiting
+    return _began_s(seen) if known is None or known.first is None else from_timestamp(known.first)
 
 
 def _delete(pod: PodSeen, reason: str) -> DeletePod:

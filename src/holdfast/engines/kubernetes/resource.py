@@ -150,6 +150,9 @@ class Scheduling(_Struct, frozen=True, kw_only=True):
     """Kueue's, of the nodes that cannot be missed: minNodes and the spares."""
     elastic_workload_priority_class: Annotated[str, NAME_OF_OBJECT] | None = None
     """Kueue's, of each node beyond these: the first to be preempted. Absent: the same."""
+    give_back_seconds: Annotated[int, Meta(ge=0, le=86_400)] = 120
+    """Without a queue: a start that has too few machines for so long, and up to twice that, gives them back and tries again
+    later; 0: it keeps them."""
 
 
 class CoordinatorPolicy(_Struct, frozen=True, kw_only=True):

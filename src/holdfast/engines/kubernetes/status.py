@@ -90,6 +90,21 @@ class CoordinatorSeen(_Struct, frozen=True, kw_only=True):
     address: str | None = None
 
 
+class WaitingForMachines(_Struct, frozen=True, kw_only=True):
+    """A start that has too few machines."""
+
+    bound: int = 0
+    """Nodes that have one."""
+    since: Moment
+    """It has so many since then."""
+    first: Moment | None = None
+    """When it was started the first time: from then on its deadline counts."""
+    tries: int = 0
+    """How often it has given its machines back."""
+    until: Moment | None = None
+    """It gave them back, and asks for none before."""
+
+
 class JobStatus(_Struct, frozen=True, kw_only=True):
     """The whole of it."""
 
@@ -107,6 +122,8 @@ class JobStatus(_Struct, frozen=True, kw_only=True):
     """No pod had this number or a higher one."""
     asked_nodes: int | None = None
     """What `spec.nodes` was when the coordinator was last asked for it."""
+    waiting: WaitingForMachines | None = None
+    """Of a job that has not trained yet."""
     coordinator: CoordinatorSeen | None = None
     start_time: Moment | None = None
     """Of the newest run."""
