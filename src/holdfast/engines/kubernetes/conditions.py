@@ -14,9 +14,7 @@ from holdfast.engines.kubernetes import names, queues
 from holdfast.engines.kubernetes.observed import Observed, PodSeen, Said
 from holdfast.engines.kubernetes.resource import HoldfastJob
 from holdfast.engines.kubernetes.status import (
-    ConditionType as Is,
-)
-from holdfast.engines.kubernetes.status import (
+    QUEUED,
     CoordinatorSeen,
     IncidentCounts,
     JobCondition,
@@ -24,6 +22,9 @@ from holdfast.engines.kubernetes.status import (
     NodeCounts,
     Progress,
     SavedState,
+)
+from holdfast.engines.kubernetes.status import (
+    ConditionType as Is,
 )
 from holdfast.engines.kubernetes.times import timestamp
 from holdfast.protocol.engine_orders import ReleaseNode
@@ -71,7 +72,7 @@ def status_of(
     before = seen.status
     words = _words(seen, job, ended, suspended)
     if held is not None:
-        words[Is.SUSPENDED] = _Word(True, "Queued", held)
+        words[Is.SUSPENDED] = _Word(True, QUEUED, held)
     known = {one.type: one for one in before.conditions}
     conditions = tuple(_condition(known.get(type_), type_, word, seen) for type_, word in words.items())
     counts = _counts(seen, job)

@@ -33,6 +33,10 @@ class _Struct(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_de
     """What all parts of the status are. Unknown fields are left: a later operator may have written them."""
 
 
+QUEUED = "Queued"
+"""Reason of Suspended: nobody has suspended the job; it waits for quota, or for machines."""
+
+
 class JobCondition(_Struct, frozen=True, kw_only=True):
     """One thing that holds, does not, or is not known."""
 
