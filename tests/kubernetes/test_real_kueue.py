@@ -15,7 +15,11 @@ from holdfast.engines.kubernetes.api import Api
 from holdfast.engines.kubernetes.kueue import API_VERSION
 from holdfast.engines.kubernetes.reach import job_path
 
-pytestmark = [pytest.mark.kube, pytest.mark.skipif(not is_there(), reason="KUBE_BIN has no kueue")]
+pytestmark = [
+    pytest.mark.kube,
+    pytest.mark.timeout(800),
+    pytest.mark.skipif(not is_there(), reason="KUBE_BIN has no kueue"),
+]
 WORKLOADS = f"/apis/{API_VERSION}/namespaces/{NAMESPACE}/workloads"
 BATCH = "/apis/batch/v1/namespaces/others/jobs"
 EVEN = {"n2", "n4"}
