@@ -99,7 +99,7 @@ async def scenes(tmp_path: Path) -> None:
         await install(api)
         await mend(api)
         async with (
-            kueue(api, pods_ready_s=60),
+            kueue(api, pods_ready_s=300),
             Job(
                 api, tmp_path, "queued", "--queue", "team-a", "--nnodes", "1:2", steps=100_000, pace_s=0.1
             ) as job,
