@@ -4,6 +4,7 @@ Seen with Kueue 0.15.2: admission, partial preemption and return without a resta
 """
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,10 @@ async def pods_of(api: Api) -> dict[str, Any]:
 
 async def admitted(api: Api, name: str) -> bool:
     return is_true(await api.get(f"{WORKLOADS}/{name}"), "Admitted")
+
+
+async def ready(api: Api, name: str) -> bool:
+    return is_true(await api.get(f"{WORKLOADS}/{name}"), "PodsReady")
 
 
 async def comes_first(api: Api, name: str, memory: str) -> None:
@@ -127,7 +132,7 @@ async def scenes(tmp_path: Path) -> None:
             nodes = {name: one for name, one in (await pods_of(api)).items() if "-n" in name}
             assert {one["spec"]["nodeName"] for one in nodes.values()} == EVEN
             for name in ("queued-base", "queued-plus-1"):
-                assert is_true(await api.get(f"{WORKLOADS}/{name}"), "PodsReady")
+                await until(partial(ready, api, name), f"Kueue is told that the pods of {name} are ready")
             await one_node_goes_and_comes_back(api, job)
             # All of it has to go.
             await comes_first(api, "large", "3000Mi")
@@ -142,7 +147,11 @@ async def scenes(tmp_path: Path) -> None:
             await job.training(2)
             await job.stop()
             assert await job.wait() == 0
-            assert is_true(await api.get(f"{WORKLOADS}/queued-base"), "Finished")
+
+            async def finished() -> bool:
+                return is_true(await api.get(f"{WORKLOADS}/queued-base"), "Finished")
+
+            await until(finished, "Kueue is told that the job is over")
         await mend(api)
 
 

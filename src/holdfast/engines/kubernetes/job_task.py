@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import itertools
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -50,6 +51,8 @@ from holdfast.protocol.lookup import Lookup
 _log = logging.getLogger(__name__)
 STATUS_EVERY_S = 5.0
 """A status whose conditions are the same is written so often at most."""
+MOST_AT_ONCE = 16
+"""Requests for the pods of one job: the API server has other clients, too."""
 LOOK_EVERY_S = 5.0
 """While a coordinator answers, its figures are read so often."""
 ACCEPTED_KEY = "accepted.json"
@@ -174,18 +177,34 @@ class JobTask:
     async def _act(self, plan: Plan, seen: Observed) -> ApiError | NoAnswer | None:
         """Carries the plan out. Returns the first failure; what does not depend on it is done all the same."""
         error: ApiError | NoAnswer | None = None
-        for action in plan.actions:
+        for together in _together(plan.actions):
+            news = [action for action in together if self.desk.is_news(action)]
             # One pod that is refused says enough: a quota would refuse the other sixty as well.
-            if error is not None and isinstance(action, MakeNode | MakeCoordinator):
-                continue
-            try:
-                if self.desk.is_news(action):
-                    await self._do(action, seen)
-            except ApiError as refusal:
-                error = error or refusal
-            except NoAnswer as silence:
-                return silence  # the others would wait as long, one after the other
+            if error is not None:
+                news = [action for action in news if not isinstance(action, MakeNode | MakeCoordinator)]
+            for some in (news[:1], news[1:]) if isinstance(together[0], MakeNode) else (news,):
+                failures = await self._do_at_once(some, seen)
+                for failure in failures:
+                    if isinstance(failure, NoAnswer):
+                        return failure  # the others would wait as long, one after the other
+                error = error or next(iter(failures), None)
+                if error is not None and isinstance(together[0], MakeNode):
+                    break
         return error
+
+    async def _do_at_once(self, actions: Sequence[Action], seen: Observed) -> list[ApiError | NoAnswer]:
+        """Actions that do not depend on each other. Returns their failures."""
+        gate = asyncio.Semaphore(MOST_AT_ONCE)
+
+        async def do(action: Action) -> ApiError | NoAnswer | None:
+            async with gate:
+                try:
+                    await self._do(action, seen)
+                except (ApiError, NoAnswer) as error:
+                    return error
+            return None
+
+        return [error for error in await asyncio.gather(*map(do, actions)) if error is not None]
 
     # ------------------------------------------------------------ what it knows
 
@@ -547,6 +566,16 @@ class JobTask:
                 self.put(await self._api.get(self._path))
             return False
         return True
+
+
+def _together(actions: Sequence[Action]) -> Iterator[list[Action]]:
+    """The plan in its order. What stands side by side for several pods is done at once: a thousand requests, one after the
+    other, take as long as a thousand answers."""
+    for kind, some in itertools.groupby(actions, type):
+        if kind in (MakeNode, TellPlace, DeletePod):
+            yield list(some)
+        else:
+            yield from ([action] for action in some)
 
 
 def _conditions(status: JobStatus) -> dict[str, str]:
