@@ -26,6 +26,7 @@ from holdfast.engines.jobs import Allocation
 from holdfast.engines.kubernetes.api import Api
 from holdfast.engines.kubernetes.check import check
 from holdfast.engines.kubernetes.reach import KubernetesReach
+from holdfast.engines.kubernetes.status import QUEUED
 from holdfast.engines.kubernetes.submission import Submission, refuse_wrong, submit
 from holdfast.errors import UsageError
 from holdfast.protocol.endpoint import read_endpoint
@@ -395,6 +396,19 @@ def test_a_job_that_does_not_run(tmp_path: Path, condition: str, over: bool):
         assert allocation.over == over
 
     reached(tmp_path, scene, lambda proxy: proxy.job.update(status_of(condition)))
+
+
+def test_a_job_in_a_queue_is_waited_for(tmp_path: Path):
+    """Nobody has to resume it, so who looks on stays."""
+
+    async def scene(plane: Any, client: JobClient, here: Path) -> None:
+        assert await client._reach.is_running()
+
+    def spoil(proxy: ProxyApi) -> None:
+        proxy.job.update(status_of("Suspended"))
+        proxy.job["status"]["conditions"][0]["reason"] = QUEUED
+
+    reached(tmp_path, scene, spoil)
 
 
 # ------------------------------------------------------------ the plugin of kubectl
