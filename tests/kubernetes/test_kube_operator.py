@@ -6,13 +6,16 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from fakeagents import serving as coordinating
 from liveapi import LiveApi
 from operating import JOB, PODS, operated
 from rights import is_permitted, objects
 
+from holdfast.engines.kubernetes.job_task import written
 from holdfast.engines.kubernetes.link import CoordinatorLink, RefusedByCoordinator, Silent
+from holdfast.engines.kubernetes.status import CoordinatorSeen, JobStatus, SavedState
 from holdfast.protocol.availability import OrderDone
 from holdfast.protocol.engine_orders import ReleaseNode
 from holdfast.protocol.lookup import FolderLookup
@@ -30,6 +33,13 @@ def test_what_the_operator_is_not_for_is_not_its_right() -> None:
         "containers"
     ]
     assert importlib.util.find_spec(container["command"][-1]) is not None
+
+
+def test_a_part_of_the_status_of_which_nothing_is_known_is_not_written() -> None:
+    """A real API server makes it null, and refuses the whole."""
+    known = JobStatus(state="Running", saved=SavedState(snapshot="step 7"), coordinator=CoordinatorSeen())
+    assert written(known) == {"state": "Running", "saved": {"snapshot": "step 7"}}
+    assert written(msgspec.structs.replace(known, saved=SavedState())) == {"state": "Running"}
 
 
 ALL = {"llm-c1", "llm-n0", "llm-n1", "llm-n2"}

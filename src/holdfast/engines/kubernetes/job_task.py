@@ -527,7 +527,7 @@ class JobTask:
         """Writes the status: at once where a condition changed, and else now and then. Returns when it is due again."""
         now_s = time.monotonic()
         before = msgspec.convert(self._raw.get("status", {}), JobStatus)
-        if plan.status == before:
+        if written(plan.status) == written(before):
             return []
         if self._written is not None and _conditions(plan.status) == _conditions(before):
             # Steps and losses change all the time, and every write goes to each watcher of the cluster.
@@ -551,7 +551,7 @@ class JobTask:
                 "namespace": self.namespace,
                 "resourceVersion": self._raw["metadata"]["resourceVersion"],
             },
-            "status": msgspec.to_builtins(status),
+            "status": written(status),
         }
         return await self._changed(self._api.apply(f"{self._path}/status", applied))
 
@@ -566,6 +566,13 @@ class JobTask:
                 self.put(await self._api.get(self._path))
             return False
         return True
+
+
+def written(status: JobStatus) -> Object:
+    """The status as it is applied."""
+    # Without parts of which nothing is known. The API server makes an empty part, whose fields were known before, to
+    # `null`, and then refuses all of the status (seen on 1.37.2, in a second run).
+    return {name: value for name, value in msgspec.to_builtins(status).items() if value != {}}
 
 
 def _together(actions: Sequence[Action]) -> Iterator[list[Action]]:
