@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.holdfast-ready
 
-.PHONY: setup demo test long-test adapters-test adapters-table golden crd s3-test slurm-test ssh-test kube-test look look-test pictures lint dashboards figures docs clean
+.PHONY: setup demo test long-test adapters-test adapters-table golden crd s3-test slurm-test ssh-test helm-test kube-test look look-test pictures lint dashboards figures docs clean
 
 setup: $(STAMP)
 
@@ -74,6 +74,12 @@ slurm-test: setup
 ssh-test: setup
 	tests/packages.sh install "the test of --engine ssh" openssh-client openssh-server
 	$(BIN)/python -m pytest -m ssh tests/ssh
+
+# The Helm chart, rendered by Helm 4.2.3 as a library. It is large, so it is not in .venv.
+helm-test: setup
+	test -d out/helm-4.2.3 || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  --target out/helm-4.2.3 helm-python-sdk==0.2.2
+	PYTHONPATH=out/helm-4.2.3 $(BIN)/python -m pytest tests/kubernetes/test_helm_chart.py
 
 # On a real Kubernetes of four nodes on this machine, which it starts with the programs in the folder KUBE_BIN
 # (docs/kubernetes.md) and Debian's containerd, runc and CNI plugins. Needs root: every node is a set of namespaces.

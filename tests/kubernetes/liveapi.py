@@ -51,7 +51,7 @@ class LiveApi(FakeApi):
     def belongs(path: str, collection: str) -> bool:
         found = _COLLECTION.match(collection)
         assert found is not None
-        return re.fullmatch(f"{re.escape(found[1])}/namespaces/[^/]+/{found[2]}/[^/]+", path) is not None
+        return re.fullmatch(f"{re.escape(found[1])}(/namespaces/[^/]+)?/{found[2]}/[^/]+", path) is not None
 
     async def put(self, path: str, made: dict[str, Any], kind: str = "MODIFIED") -> dict[str, Any]:
         self.version += 1

@@ -34,6 +34,7 @@ def is_permitted(method: str, path: str, query: Mapping[str, str]) -> bool:
         and resource in rule["resources"]
         and verb in rule["verbs"]
         for one in objects()
-        if one["kind"] == "ClusterRole" and one["metadata"]["name"] in ("holdfast-jobs", "holdfast-machines")
+        if one["kind"] == "ClusterRole"
+        and one["metadata"]["name"] in ("holdfast-jobs", "holdfast-machines", "holdfast-kueue")
         for rule in one["rules"]
     )

@@ -95,7 +95,11 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
         "spec.template.metadata.labels.holdfast.dev/job",
         "none that begins with holdfast.dev/",
     ),
-    ({"spec.scheduling": {"gang": "Kueue"}}, "spec.scheduling", "no such field; spec has checkpoints"),
+    (
+        {"spec.scheduling.gang": "Kueue"},
+        "spec.scheduling.gang",
+        "no such field; spec.scheduling has elasticWorkloadPriorityClass",
+    ),
 ]
 
 

@@ -26,6 +26,7 @@ from holdfast.engines.jobs import Allocation
 from holdfast.engines.kubernetes.api import Api
 from holdfast.engines.kubernetes.check import check
 from holdfast.engines.kubernetes.reach import KubernetesReach
+from holdfast.engines.kubernetes.status import QUEUED
 from holdfast.engines.kubernetes.submission import Submission, refuse_wrong, submit
 from holdfast.errors import UsageError
 from holdfast.protocol.endpoint import read_endpoint
@@ -64,10 +65,11 @@ def test_every_option_has_its_field():
         ),
         health=HealthOptions(dry_run_rules=("*",), blast_radius="50%", deep=True, replace_slow=1.3),
         log_level="debug",
-        kubernetes=ours(node_cpus="8", node_memory="64Gi", node_gpus=8),
+        kubernetes=ours(node_cpus="8", node_memory="64Gi", node_gpus=8, queue="team-a"),
     )
     assert check(made.job) == ()
     spec = made.spec
+    assert made.job["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "team-a"}
     assert (spec["nodes"], spec["minNodes"], spec["spares"], spec["waitForSpare"]) == (4, 2, 2, True)
     assert spec["procsPerNode"] == "gpu"
     assert spec["run"] == {"script": "train.py", "args": ["--lr", "1"], "preload": ["torch"]}
@@ -437,6 +439,19 @@ def test_a_job_that_does_not_run(tmp_path: Path, condition: str, over: bool):
         assert allocation.over == over
 
     reached(tmp_path, scene, lambda proxy: proxy.job.update(status_of(condition)))
+
+
+def test_a_job_in_a_queue_is_waited_for(tmp_path: Path):
+    """Nobody has to resume it, so who looks on stays."""
+
+    async def scene(plane: Any, client: JobClient, here: Path) -> None:
+        assert await client._reach.is_running()
+
+    def spoil(proxy: ProxyApi) -> None:
+        proxy.job.update(status_of("Suspended"))
+        proxy.job["status"]["conditions"][0]["reason"] = QUEUED
+
+    reached(tmp_path, scene, spoil)
 
 
 # ------------------------------------------------------------ the plugin of kubectl

@@ -6,57 +6,19 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from fakeagents import serving as coordinating
-from fakeapi import serving
-from kubejobs import job
 from liveapi import LiveApi
+from operating import JOB, PODS, operated
 from rights import is_permitted, objects
 
+from holdfast.engines.kubernetes.job_task import written
 from holdfast.engines.kubernetes.link import CoordinatorLink, RefusedByCoordinator, Silent
-from holdfast.engines.kubernetes.operator import Operator
-from holdfast.engines.kubernetes.render import Setting
+from holdfast.engines.kubernetes.status import CoordinatorSeen, JobStatus, SavedState
 from holdfast.protocol.availability import OrderDone
-from holdfast.protocol.endpoint import Endpoint
 from holdfast.protocol.engine_orders import ReleaseNode
 from holdfast.protocol.lookup import FolderLookup
-
-JOB = "/apis/holdfast.dev/v1alpha1/namespaces/research/holdfastjobs/llm"
-PODS = "/api/v1/namespaces/research/pods"
-
-
-class Nobody:
-    async def find(self) -> Endpoint | None:
-        return None
-
-
-def operated(scene: Callable[[LiveApi, Callable[[], Awaitable[None]]], Awaitable[None]], **spec: Any) -> None:
-    """A cluster with one job of two nodes and a spare; the scene may have the operator killed and started again."""
-
-    async def run() -> None:
-        fake = LiveApi()
-        running: list[asyncio.Task[None]] = []
-        async with serving(fake) as api, asyncio.timeout(30):
-
-            async def restart() -> None:
-                for task in running:
-                    task.cancel()
-                await asyncio.gather(*running, return_exceptions=True)
-                running[:] = [asyncio.create_task(Operator(api, Setting(), lambda _: Nobody()).run())]
-
-            await fake.put(JOB, job(spec__nodes=2, spec__spares=1, **spec), "ADDED")
-            await restart()
-            try:
-                await scene(fake, restart)
-            finally:
-                for task in running:
-                    task.cancel()
-                await asyncio.gather(*running, return_exceptions=True)
-        asked = {(method, path, tuple(query.items())) for method, path, query, _ in fake.asked}
-        # A cluster with access control would refuse what the manifest does not name, which this server does not.
-        assert not [(m, p) for m, p, query in asked if not is_permitted(m, p, dict(query))]
-
-    asyncio.run(run())
 
 
 def test_what_the_operator_is_not_for_is_not_its_right() -> None:
@@ -71,6 +33,13 @@ def test_what_the_operator_is_not_for_is_not_its_right() -> None:
         "containers"
     ]
     assert importlib.util.find_spec(container["command"][-1]) is not None
+
+
+def test_a_part_of_the_status_of_which_nothing_is_known_is_not_written() -> None:
+    """A real API server makes it null, and refuses the whole."""
+    known = JobStatus(state="Running", saved=SavedState(snapshot="step 7"), coordinator=CoordinatorSeen())
+    assert written(known) == {"state": "Running", "saved": {"snapshot": "step 7"}}
+    assert written(msgspec.structs.replace(known, saved=SavedState())) == {"state": "Running"}
 
 
 ALL = {"llm-c1", "llm-n0", "llm-n1", "llm-n2"}

@@ -6,18 +6,20 @@ import pytest
 from simkube.schedule import Schedule
 
 SEEDS = 150
+QUEUED_SEEDS = 60
 NIGHTLY_BLOCKS, NIGHTLY_SEEDS = 10, 2000
 
 
-def judge(seeds: range) -> Counter[str]:
+def judge(seeds: range, queued: bool = False) -> Counter[str]:
     happened: Counter[str] = Counter()
     for seed in seeds:
-        schedule = Schedule(seed)
+        schedule = Schedule(seed, queued=queued)
         problems = schedule.run()
         assert not problems, f"seed {seed}: {problems}"
         happened += schedule.happened
         happened[f"made {len(schedule.server.made) > 0}"] += 1
         happened["over"] += schedule.over
+        happened["taken back"] += bool(schedule.taken_back)
     return happened
 
 
@@ -28,8 +30,14 @@ def test_what_must_hold_holds() -> None:
     assert happened["made True"] > SEEDS * 0.9
 
 
+def test_what_must_hold_holds_in_a_queue() -> None:
+    happened = judge(range(QUEUED_SEEDS), queued=True)
+    assert happened["taken back"] > QUEUED_SEEDS / 2
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("block", range(NIGHTLY_BLOCKS))
 def test_what_must_hold_holds_for_many(block: int) -> None:
     start = SEEDS + block * NIGHTLY_SEEDS
     judge(range(start, start + NIGHTLY_SEEDS))
+    judge(range(start, start + NIGHTLY_SEEDS), queued=True)

@@ -20,6 +20,10 @@ class KubernetesOptions:
     context: Annotated[
         str, Option(metavar="NAME", default="the current one", help="Of the kubeconfig: which cluster.")
     ] = ""
+    queue: Annotated[
+        str,
+        Option(metavar="NAME", default="none", help="Kueue's LocalQueue, in which the job waits for quota."),
+    ] = ""
     in_image: Annotated[
         bool,
         Option(

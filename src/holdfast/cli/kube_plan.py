@@ -56,6 +56,7 @@ def plan_submission(given: RunOptions) -> Submission:
         name=name,
         namespace=ours.namespace,
         context=ours.context,
+        queue=ours.queue,
         spec={field: value for field, value in spec.items() if value not in ([], {}, False)},
         code=code,
     )

@@ -33,6 +33,7 @@ class Coordinator:
     term: int
     target: int
     spares: int
+    fewest: int = 1
     nodes: dict[str, bool] = field(default_factory=dict)
     leaving: set[str] = field(default_factory=set)
     orders: dict[int, EngineOrder] = field(default_factory=dict)
@@ -54,7 +55,7 @@ class Coordinator:
 
     def training(self) -> set[str]:
         there = [name for name, alive in sorted(self.nodes.items()) if alive]
-        return set(there[: self.target])
+        return set(there[: self.target]) if len(there) >= self.fewest else set()
 
 
 class Cluster:
@@ -68,6 +69,10 @@ class Cluster:
         self.now_s = 1_000_000.0
         self.script_fails = False
         self._dead: set[str] = set()
+        self.neighbours: list[Server] = []
+        """Whose pods are on the same machines."""
+        self.quota = 0
+        """Nodes that Kueue lets in."""
 
     def seen_machines(self) -> dict[str, MachineSeen]:
         return {
@@ -97,9 +102,29 @@ class Cluster:
             self._kubelet(pod)
         self._schedule()
         self._coordinate()
+        self._let_in()
+
+    def _let_in(self) -> None:
+        """Kueue: quota is held from an admission until its owner gives it back."""
+        server = self.server
+        for one in list(server.workloads.values()):
+            held = sum(
+                other.nodes for other in server.workloads.values() if other.reserved and not other.finished
+            )
+            waits = not one.reserved and one.active and not one.finished
+            if waits and held + one.nodes <= self.quota and self.dice.random() < 0.5:
+                server.change_workload(one.name, admitted=True, reserved=True, evicted=None)
+            elif one.reserved and not one.active and one.evicted is None:
+                server.change_workload(one.name, evicted="Deactivated")
+
+    def evict(self, name: str) -> None:
+        """Somebody of higher priority wants its quota."""
+        if self.server.workloads[name].reserved and not self.server.workloads[name].finished:
+            self.server.change_workload(name, evicted="Preempted")
 
     def _schedule(self) -> None:
-        taken = {pod.machine for pod in self.server.pods.values() if pod.machine and not pod.coordinator}
+        all_ = [pod for one in (self.server, *self.neighbours) for pod in one.pods.values()]
+        taken = {pod.machine for pod in all_ if pod.machine and not pod.coordinator}
         for pod in list(self.server.pods.values()):
             if pod.machine is not None or pod.deleting or self.dice.random() < 0.2:
                 continue
@@ -144,7 +169,9 @@ class Cluster:
             return
         if self.coordinator is None or self.coordinator.term != newest.number:
             spec = self.server.beside.get("ConfigMap", job).spec
-            self.coordinator = Coordinator(newest.number, spec.nodes, spec.spares, step=self.saved)
+            self.coordinator = Coordinator(
+                newest.number, spec.nodes, spec.spares, spec.fewest, step=self.saved
+            )
         self._decide(self.coordinator, newest)
 
     def _decide(self, known: Coordinator, pod: PodSeen) -> None:

@@ -15,18 +15,24 @@ from holdfast.engines.kubernetes.actions import (
     DeleteJob,
     DeleteObject,
     DeletePod,
+    DeleteWorkload,
+    FinishWorkload,
     MakeCoordinator,
     MakeNode,
     MakeObject,
+    MakeWorkload,
     Number,
     Plan,
     PointService,
+    QueueAction,
+    ReleaseQuota,
     RemoveFinalizer,
     Tell,
+    TellReady,
 )
 from holdfast.engines.kubernetes.conditions import begun
 from holdfast.engines.kubernetes.desk import Desk
-from holdfast.engines.kubernetes.observed import Observed, PodSeen, Said
+from holdfast.engines.kubernetes.observed import Observed, PodSeen, Said, WorkloadSeen
 from holdfast.engines.kubernetes.reconcile import reconcile
 from simkube.cluster import Cluster, Silent
 from simkube.server import Conflict, Exists, JobObject, NoAnswer, NotFound, Server
@@ -42,6 +48,8 @@ class Operator:
         self.gone = False
         self.position: int | None = None
         self.listing: tuple[list[PodSeen], int] | None = None
+        self.workloads: dict[str, WorkloadSeen] | None = None
+        self.versions: dict[str, int] = {}
 
     # ------------------------------------------------------------ what it sees
 
@@ -59,6 +67,8 @@ class Operator:
             self._watch(self.position, most)
         if most is None or self.job is None or self.server.dice.random() < 0.7:
             self.job = self.server.object
+        if most is None or self.server.dice.random() < 0.7:
+            self.look_at_queue()
 
     def _watch(self, position: int, most: int | None) -> None:
         end = len(self.server.log) if most is None else min(len(self.server.log), position + most)
@@ -68,6 +78,9 @@ class Operator:
             else:
                 self.desk.saw(pod)
         self.position = end
+
+    def look_at_queue(self) -> None:
+        self.workloads, self.versions = dict(self.server.workloads), dict(self.server.versions)
 
     def cut(self) -> None:
         """The watch ends; its place in the log is lost (410)."""
@@ -96,6 +109,7 @@ class Operator:
             status=self.job.status,
             pods=self.desk.pods.all,
             machines=self.cluster.seen_machines(),
+            workloads=self.workloads,
             objects=frozenset(beside),
             service_term=beside.get("Service"),
             granted=frozenset(self.desk.granted),
@@ -126,6 +140,7 @@ class Operator:
                 self._do(action)
             except (Conflict, NotFound):
                 self.look()
+                self.look_at_queue()
                 return done + 1
             except (NoAnswer, Silent):
                 return done
@@ -171,8 +186,8 @@ class Operator:
                 call(lambda: server.beside.pop(kind, None))
             case PointService(term):
                 call(lambda: server.beside.update(Service=term))
-            case MakeNode(number):
-                self._make(names.node_name("llm", number), number, coordinator=False)
+            case MakeNode(number, _, workload):
+                self._make(names.node_name("llm", number), number, coordinator=False, workload=workload)
             case MakeCoordinator(term):
                 self._make(names.coordinator_name("llm", term), term, coordinator=True)
             case DeletePod(name=name, uid=uid, reason=reason):
@@ -190,6 +205,8 @@ class Operator:
                 self.desk.did(action)
             case DeleteJob():
                 call(lambda: server.change_job(_set(deleted_s=self.cluster.now_s)))
+            case _:
+                self._ask_queue(action)
 
     def _number(self, action: Number) -> None:
         assert self.job is not None
@@ -209,7 +226,26 @@ class Operator:
         self.job = self.server.call(lambda: self.server.change_job(change, version))
         self.desk.numbered(action, before)
 
-    def _make(self, name: str, number: int, coordinator: bool) -> None:
+    def _ask_queue(self, action: QueueAction) -> None:
+        server, call = self.server, self.server.call
+        assert self.job is not None
+        match action:
+            case MakeWorkload(number, nodes):
+                name = names.workload_name("llm", number)
+                made = WorkloadSeen(name=name, uid="", number=number, nodes=nodes, queue=self.job.job.queue)
+                call(lambda: server.make_workload(made))
+            case DeleteWorkload(name=name, uid=uid):
+                call(lambda: server.delete_workload(name, uid))
+            case ReleaseQuota(name):
+                fields = {"admitted": False, "reserved": False, "ready": False}
+                call(lambda: server.change_workload(name, self.versions[name], **fields))
+            case FinishWorkload(name):
+                call(lambda: server.change_workload(name, self.versions[name], finished=True))
+            case TellReady(name):
+                call(lambda: server.change_workload(name, self.versions[name], ready=True))
+        self.look_at_queue()
+
+    def _make(self, name: str, number: int, coordinator: bool, workload: str = "") -> None:
         assert self.job is not None
         if name in self.desk.doubtful:
             there = self.server.call(lambda: self.server.pods.get(name))
@@ -218,7 +254,8 @@ class Operator:
             else:
                 self.desk.saw(there)
             return
-        pod = PodSeen(name=name, uid="", coordinator=coordinator, number=number, run=self.job.status.run or 0)
+        run = self.job.status.run or 0
+        pod = PodSeen(name=name, uid="", coordinator=coordinator, number=number, run=run, workload=workload)
         try:
             made = self.server.call(lambda: self.server.make_pod(pod))
         except Exists:

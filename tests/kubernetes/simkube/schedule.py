@@ -8,7 +8,9 @@ from collections import Counter
 import msgspec
 from kubejobs import job as asked
 
+from holdfast.engines.kubernetes import queues
 from holdfast.engines.kubernetes.check import accept
+from holdfast.engines.kubernetes.names import LABEL_QUEUE
 from holdfast.engines.kubernetes.observed import PodSeen
 from holdfast.engines.kubernetes.reconcile import DELETED, SUSPENDED
 from holdfast.engines.kubernetes.status import ConditionType
@@ -18,19 +20,34 @@ from simkube.operator import Operator
 from simkube.server import JobObject, Server
 
 QUIET_TICKS = 400
+QUEUE_FAULTS = (
+    "quota",
+    "evicted",
+    "evicted",
+    "activated",
+    "deactivated",
+    "workload-deleted",
+    "queue-unknown",
+)
 
 
 class Schedule:
     """Runs one seed. `problems` has what must not be."""
 
-    def __init__(self, seed: int, ticks: int = 40) -> None:
+    def __init__(self, seed: int, ticks: int = 40, queued: bool = False) -> None:
+        """queued: the job waits in a Kueue queue, whose quota changes and is taken back."""
         self.dice = dice = random.Random(seed)
         nodes, spares = dice.randint(1, 4), dice.randint(0, 2)
-        taken = accept(asked(spec__nodes=nodes, spec__minNodes=1, spec__spares=spares))
+        queue = {"metadata__labels": {LABEL_QUEUE: "team-a"}} if queued else {}
+        fewest = dice.randint(1, nodes) if queued else 1
+        taken = accept(asked(spec__nodes=nodes, spec__minNodes=fewest, spec__spares=spares, **queue))
         self.server = Server(dice, taken)
         self.server.on_delete, self.server.on_make = self.deleted, self.was_made
         until = dice.choice((15, 60, 100_000))
         self.cluster = Cluster(dice, self.server, nodes + spares + dice.randint(0, 3), until)
+        self.queued, self.cluster.quota = queued, nodes + spares
+        self.lent: set[str] = set()
+        self.taken_back: set[str] = set()
         self.operator = Operator(self.server, self.cluster)
         self.rival: Operator | None = None
         self.rivals = 0
@@ -80,6 +97,7 @@ class Schedule:
                 "script-fails",
                 "object-deleted",
                 "job-touched",
+                *(QUEUE_FAULTS if self.queued else ()),
             ]
         )
         self.happened[what] += 1
@@ -107,8 +125,25 @@ class Schedule:
             self.rival = None
         elif what == "object-deleted" and server.beside:
             server.beside.pop(dice.choice(sorted(server.beside)))
+        elif what in QUEUE_FAULTS:
+            self.queue(what)
         elif server.object is not None:
             self.user(what)
+
+    def queue(self, what: str) -> None:
+        dice, server = self.dice, self.server
+        if what == "quota":
+            self.cluster.quota = dice.randint(0, 8)
+        elif what == "queue-unknown":
+            self.operator.workloads = None
+        elif server.workloads:
+            name = dice.choice(sorted(server.workloads))
+            if what == "evicted":
+                self.cluster.evict(name)
+            elif what in ("activated", "deactivated"):
+                server.change_workload(name, active=what == "activated")
+            elif dice.random() < 0.3:
+                server.delete_workload(name)
 
     def user(self, what: str) -> None:
         dice, server = self.dice, self.server
@@ -140,6 +175,8 @@ class Schedule:
             machine.cordoned = False
         self.cluster.power_returns()
         self.operator.cut()
+        for name in list(self.server.workloads):
+            self.server.change_workload(name, active=True)
 
     # ------------------------------------------------------------ what must hold
 
@@ -169,12 +206,18 @@ class Schedule:
         if pod.coordinator or known is None or known.outcome is not None or job is None:
             return
         trains = pod.name in known.training() and self.cluster.runs(pod) and not pod.deleting
-        ends = self.over or reason in (DELETED, SUSPENDED)
+        # Kueue's word, or a person's who has deleted the Workload: either was there.
+        unlent = queues.TAKEN_BACK in reason and "llm-base" in self.taken_back
+        ends = self.over or reason in (DELETED, SUSPENDED) or unlent
         if trains and not ends and not self.rivals:
             self.problems.append(f"{pod.name} trained and was deleted: {reason}")
 
     def always(self) -> None:
         job = self.server.object
+        there = self.server.workloads
+        lent = {name for name, one in there.items() if one.grants}
+        self.lent |= lent
+        self.taken_back |= self.lent - lent
         alive = [pod for pod in self.server.pods.values() if pod.coordinator and pod.stays]
         if len({pod.number for pod in alive}) != len(alive):
             self.problems.append("two coordinators of one term")
@@ -195,7 +238,10 @@ class Schedule:
             self.operator.look()
             done = self.operator.work()
             self.always()
-            settled = done == 0 or (self.cluster.coordinator is not None and done == 1)
+            known = self.cluster.coordinator
+            # A node that is to leave does so within its time, which here is a throw of the dice.
+            leaves = known is not None and any(known.nodes.get(name) for name in known.leaving)
+            settled = (done == 0 or (known is not None and done == 1)) and not leaves
             quiet = quiet + 1 if settled and len(self.server.log) == before else 0
             if quiet > 12:
                 break
@@ -219,6 +265,11 @@ class Schedule:
         elif self.over:
             if any(not pod.ended for pod in pods):
                 self.problems.append("pods run after the end")
+        elif self.queued and not self.server.workloads["llm-base"].grants:
+            if pods or job.status.state != "Queued":
+                self.problems.append(f"not let in: {[pod.name for pod in pods]}, {job.status.state}")
+            if self.server.workloads["llm-base"].nodes <= self.cluster.quota:
+                self.problems.append("there is quota, and it is not let in")
         else:
             self.full(pods)
 
@@ -230,13 +281,28 @@ class Schedule:
         wanted = known.target + known.spares
         there = [pod for pod in pods if not pod.coordinator and pod.stays]
         room = len(self.cluster.machines)
+        if self.queued:
+            lent = sum(one.nodes for one in self.server.workloads.values() if one.grants)
+            if (more := self.cluster.quota - lent) > 0 and lent < wanted:
+                self.problems.append(f"there is quota for {more} more nodes")
+            self.lent_to(there, wanted)
+            wanted = min(wanted, lent)
         if len([pod for pod in there if pod.phase == "Running"]) < min(wanted, room):
             self.problems.append(f"{len(there)} nodes of {wanted}, with {room} machines")
         if len(there) > wanted:
             self.problems.append(f"{len(there)} nodes, wanted are {wanted}")
-        if known.orders:
+        # An order for a node that Kueue does not let in stays.
+        if known.orders and not self.queued:
             self.problems.append(f"orders stay open: {list(known.orders.values())}")
         job = self.cluster.job()
         asked_for = self.operator.observed()
         if job is not None and asked_for is not None and asked_for.service_term != known.term:
             self.problems.append("the Service points elsewhere")
+
+    def lent_to(self, there: list[PodSeen], wanted: int) -> None:
+        known = self.server.workloads
+        without = [pod.name for pod in there if pod.workload in known and not known[pod.workload].grants]
+        if without:
+            self.problems.append(f"{without} have quota no more")
+        if len(known) - 1 > max(0, wanted - known["llm-base"].nodes):
+            self.problems.append(f"{len(known) - 1} further Workloads, wanted are {wanted} nodes")

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.engines.kubernetes.observed import PodSeen
+from holdfast.engines.kubernetes.observed import PodSeen, WorkloadSeen
 from holdfast.engines.kubernetes.resource import HoldfastJob
 from holdfast.engines.kubernetes.status import JobStatus
 
@@ -50,6 +50,8 @@ class Server:
         self.object: JobObject | None = JobObject(job)
         self.pods: dict[str, PodSeen] = {}
         self.beside: dict[str, Any] = {}
+        self.workloads: dict[str, WorkloadSeen] = {}
+        self.versions: dict[str, int] = {}
         self.log: list[tuple[str, PodSeen]] = []
         self.made: list[str] = []
         self.down = False
@@ -108,6 +110,33 @@ class Server:
         self.pods[pod.name] = pod
         self.log.append(("is", pod))
 
+    # ------------------------------------------------------------ Kueue's Workloads
+
+    def make_workload(self, made: WorkloadSeen) -> None:
+        if self.object is None:
+            raise NotFound
+        if made.name not in self.workloads:
+            self._uid += 1
+            self.workloads[made.name] = msgspec.structs.replace(made, uid=f"workload-{self._uid}")
+            self._count(made.name)
+
+    def change_workload(self, name: str, version: int | None = None, **fields: Any) -> None:
+        if name not in self.workloads:
+            raise NotFound
+        if version is not None and self.versions[name] != version:
+            raise Conflict
+        self.workloads[name] = msgspec.structs.replace(self.workloads[name], **fields)
+        self._count(name)
+
+    def delete_workload(self, name: str, uid: str | None = None) -> None:
+        if name not in self.workloads or (uid is not None and self.workloads[name].uid != uid):
+            raise NotFound
+        del self.workloads[name]
+
+    def _count(self, name: str) -> None:
+        self._uid += 1
+        self.versions[name] = self._uid
+
     # ------------------------------------------------------------ the job
 
     def change_job(self, change: Callable[[JobObject], None], version: int | None = None) -> JobObject:
@@ -127,6 +156,7 @@ class Server:
         """The object goes, and the garbage collector asks for the end of what it owned."""
         self.object = None
         self.beside.clear()
+        self.workloads.clear()
         for pod in list(self.pods.values()):
             if not pod.deleting:
                 self.change(pod.name, deleting=True)

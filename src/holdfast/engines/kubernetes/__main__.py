@@ -18,6 +18,7 @@ from holdfast.engines.kubernetes.cluster import connect
 from holdfast.engines.kubernetes.leader import Lease
 from holdfast.engines.kubernetes.names import COORDINATOR_PORT
 from holdfast.engines.kubernetes.operator import Operator
+from holdfast.engines.kubernetes.reading import TOPOLOGY_LABELS
 from holdfast.engines.kubernetes.render import Setting
 from holdfast.errors import HoldfastError
 from holdfast.protocol.lookup import AddressLookup
@@ -37,6 +38,12 @@ def main() -> int | str:
     parser.add_argument("--coordinator-image", default="", help="by default the image of each job's workers")
     parser.add_argument("--coordinator-priority-class", default="")
     parser.add_argument("--python", default="python3", help="the interpreter in the images")
+    parser.add_argument(
+        "--topology-labels",
+        default=",".join(TOPOLOGY_LABELS),
+        metavar="A,B,...",
+        help="labels of machines that say where they stand, from the outermost in; by default those of clouds, %(default)s",
+    )
     parser.add_argument("--log", default="", metavar="LEVEL[,json]")
     given = parser.parse_args()
     setting = Setting(
@@ -44,6 +51,7 @@ def main() -> int | str:
         coordinator_image=given.coordinator_image,
         coordinator_priority_class=given.coordinator_priority_class,
         python=given.python,
+        topology_labels=tuple(one.strip() for one in given.topology_labels.split(",") if one.strip()),
     )
     raise_descriptor_limit()
     try:

@@ -48,12 +48,22 @@ class MakeNode(msgspec.Struct, frozen=True):
     number: int
     avoid: frozenset[str] = frozenset()
     """Machines."""
+    workload: str = ""
+    """Whose quota it uses; empty: none's."""
 
 
 class MakeCoordinator(msgspec.Struct, frozen=True):
     """Make the coordinator's pod of a term."""
 
     term: int
+
+
+class TellPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """Note on a node's pod where its machine stands. The kubelet shows the note to the agent, which needs no credentials for it."""
+
+    name: str
+    uid: str
+    place: str
 
 
 class DeletePod(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +74,45 @@ class DeletePod(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     grace_s: int | None = None
     """None: the pod's own."""
+
+
+class MakeWorkload(msgspec.Struct, frozen=True):
+    """Ask Kueue for quota."""
+
+    number: int | None
+    """As `WorkloadSeen.number`."""
+    nodes: int
+
+
+class DeleteWorkload(msgspec.Struct, frozen=True, kw_only=True):
+    """The job needs this quota no more."""
+
+    name: str
+    uid: str
+
+
+# The object as it was seen is what is given back: one that Kueue has admitted anew meanwhile has another version, and the
+# write is refused.
+class ReleaseQuota(msgspec.Struct, frozen=True):
+    """Give the quota of an evicted Workload back: its pods are gone. Kueue may admit it again."""
+
+    name: str
+
+
+class FinishWorkload(msgspec.Struct, frozen=True):
+    """Tell Kueue that the job is over, so the quota is free while the object stays."""
+
+    name: str
+    succeeded: bool
+
+
+class TellReady(msgspec.Struct, frozen=True):
+    """Tell Kueue that the Workload's pods are there: one that waits for that evicts it otherwise."""
+
+    name: str
+
+
+QueueAction = MakeWorkload | DeleteWorkload | ReleaseQuota | FinishWorkload | TellReady
 
 
 class DeleteObject(msgspec.Struct, frozen=True):
@@ -104,12 +153,14 @@ Action = (
     | PointService
     | MakeNode
     | MakeCoordinator
+    | TellPlace
     | DeletePod
     | DeleteObject
     | Tell
     | AskStop
     | AskResize
     | DeleteJob
+    | QueueAction
 )
 
 

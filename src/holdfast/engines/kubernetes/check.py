@@ -15,6 +15,7 @@ import msgspec
 
 from holdfast.checkpoint.policy import parse_cadence
 from holdfast.engines.kubernetes.against_schema import Problem, problems
+from holdfast.engines.kubernetes.names import LABEL_QUEUE
 from holdfast.engines.kubernetes.quantities import quantity
 from holdfast.engines.kubernetes.resource import WORKER, HoldfastJob, HoldfastJobSpec, ObjectName
 from holdfast.engines.kubernetes.schema import job_schema
@@ -66,7 +67,8 @@ def convert(job: Mapping[str, Any]) -> HoldfastJob:
     id_ = ObjectName(
         namespace=metadata.get("namespace", ""), name=metadata["name"], uid=metadata.get("uid", "")
     )
-    return HoldfastJob(id=id_, spec=msgspec.convert(job["spec"], HoldfastJobSpec))
+    queue = str((metadata.get("labels") or {}).get(LABEL_QUEUE, ""))
+    return HoldfastJob(id=id_, spec=msgspec.convert(job["spec"], HoldfastJobSpec), queue=queue)
 
 
 def workers_of_node(spec: HoldfastJobSpec) -> int:

@@ -10,13 +10,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from holdfast.engines.kubernetes import names
+from holdfast.engines.kubernetes import names, queues
 from holdfast.engines.kubernetes.observed import Observed, PodSeen, Said
 from holdfast.engines.kubernetes.resource import HoldfastJob
 from holdfast.engines.kubernetes.status import (
-    ConditionType as Is,
-)
-from holdfast.engines.kubernetes.status import (
+    QUEUED,
     CoordinatorSeen,
     IncidentCounts,
     JobCondition,
@@ -24,6 +22,9 @@ from holdfast.engines.kubernetes.status import (
     NodeCounts,
     Progress,
     SavedState,
+)
+from holdfast.engines.kubernetes.status import (
+    ConditionType as Is,
 )
 from holdfast.engines.kubernetes.times import timestamp
 from holdfast.protocol.engine_orders import ReleaseNode
@@ -54,6 +55,7 @@ def status_of(
     ended: Ended | None = None,
     stopping: str | None = None,
     suspended: bool = False,
+    held: str | None = None,
 ) -> JobStatus:
     """The whole status.
 
@@ -61,23 +63,27 @@ def status_of(
         job: what the run is; None: there is none that could run.
         ended: it is over from now on.
         stopping: why its state is being saved.
-        suspended: nothing of it runs.
+        suspended: nothing of it runs, as a person wants it.
+        held: nothing of it runs: why it has to wait.
     """
+    suspended = suspended or held is not None
     # Begun from what was written before: where a coordinator does not answer, its last figures stay, and
     # nothing becomes 0 that is only unknown.
     before = seen.status
     words = _words(seen, job, ended, suspended)
+    if held is not None:
+        words[Is.SUSPENDED] = _Word(True, QUEUED, held)
     known = {one.type: one for one in before.conditions}
     conditions = tuple(_condition(known.get(type_), type_, word, seen) for type_, word in words.items())
     counts = _counts(seen, job)
-    state = _state(seen, words, ended, stopping, suspended)
+    state = "Queued" if held is not None else _state(seen, words, ended, stopping, suspended)
     said = seen.said
     coordinator = _newest_coordinator(seen)
     return msgspec.structs.replace(
         before,
         observed_generation=seen.generation,
         state=state,
-        reason=_reason(words, ended, stopping),
+        reason=_reason(words, ended, stopping or held),
         selector=None
         if job is None
         else f"{names.LABEL_JOB}={job.id.name},{names.LABEL_ROLE}={names.NODE_ROLE}",
@@ -123,6 +129,8 @@ def begun(status: JobStatus, run: int, term: int, next_number: int, now_s: float
         nodes=None,
         asked_nodes=None,
         conditions=conditions,
+        # The tries before it are remembered: each is longer than the one before.
+        waiting=None if status.waiting is None else msgspec.structs.replace(status.waiting, until=None),
     )
 
 
@@ -133,6 +141,8 @@ def _words(seen: Observed, job: HoldfastJob | None, ended: Ended | None, suspend
     words = {Is.ACCEPTED: _accepted(seen)}
     if job is None:
         return words
+    if job.queue:
+        words[Is.QUOTA_RESERVED] = _quota_reserved(seen, job)
     pods = [pod for pod in seen.pods if not pod.coordinator and pod.stays]
     # What is over is known: these are False and not Unknown, so that nobody waits for them to become True.
     quiet = "Suspended" if suspended else "Ended"
@@ -173,6 +183,23 @@ def _accepted(seen: Observed) -> _Word:
     return _Word(True, "Valid")
 
 
+def _quota_reserved(seen: Observed, job: HoldfastJob) -> _Word:
+    if seen.workloads is None:
+        return _Word(None, "WorkloadsUnknown", seen.no_workloads)
+    base, more = queues.base_of(seen), queues.further(seen)
+    if base is None:
+        return _Word(False, "NotAsked")
+    told = f"{base.name} in the queue {base.queue}"
+    if not base.grants:
+        # Kueue's own words: which quota is missing, or that there is no such queue.
+        reason = "Evicted" if base.evicted else "Pending" if base.active else "Inactive"
+        return _Word(False, reason, f"{told}: {base.why_not or 'Kueue has not decided'}")
+    if more:
+        told += f", and {sum(one.grants for one in more)} of {len(more)} further nodes"
+    waits = next((f"; {one.name}: {one.why_not}" for one in more if one.why_not and not one.grants), "")
+    return _Word(True, "Admitted", told + waits)
+
+
 def _changed(seen: Observed) -> str:
     if seen.accepted is None or seen.job is None:
         return ""
@@ -181,7 +208,10 @@ def _changed(seen: Observed) -> str:
     old, new = seen.accepted.spec, seen.job.spec
     fields = [name for name in old.__struct_fields__ if name not in LIVE_FIELDS]
     encoded = dict(zip(old.__struct_fields__, old.__struct_encode_fields__, strict=True))
-    return ", ".join(f"spec.{encoded[name]}" for name in fields if getattr(old, name) != getattr(new, name))
+    changed = [f"spec.{encoded[name]}" for name in fields if getattr(old, name) != getattr(new, name)]
+    if seen.accepted.queue != seen.job.queue:
+        changed.append(f"the label {names.LABEL_QUEUE}")
+    return ", ".join(changed)
 
 
 def _scheduled(seen: Observed, pods: Sequence[PodSeen]) -> _Word:
@@ -353,7 +383,14 @@ def _reason(words: dict[Is, _Word], ended: Ended | None, stopping: str | None) -
     if stopping is not None:
         return stopping
     # Each of these needs the one before it, so the first that does not hold is the cause of the others.
-    for type_ in (Is.ACCEPTED, Is.SCHEDULED, Is.COORDINATOR_READY, Is.TRAINING, Is.FULL_STRENGTH):
+    for type_ in (
+        Is.ACCEPTED,
+        Is.QUOTA_RESERVED,
+        Is.SCHEDULED,
+        Is.COORDINATOR_READY,
+        Is.TRAINING,
+        Is.FULL_STRENGTH,
+    ):
         word = words.get(type_)
         if word is not None and not word.holds:
             return (f"{word.reason}: {word.message}" if word.message else word.reason)[:MESSAGE_CHARS]

@@ -17,6 +17,7 @@ from holdfast.engines.kubernetes import api
 from holdfast.engines.kubernetes.api import Api, ApiError
 from holdfast.engines.kubernetes.cluster import connect
 from holdfast.engines.kubernetes.printed import Printed
+from holdfast.engines.kubernetes.queues import TAKEN_BACK
 from holdfast.engines.kubernetes.reach import KubernetesReach, has_ended
 from holdfast.engines.kubernetes.resource import GROUP, PLURAL, VERSION
 from holdfast.engines.kubernetes.status import ConditionType, JobStatus
@@ -91,18 +92,26 @@ class Follower:
         async with JobClient(self._folder, reach) as client:
             printed = Printed(reach, self._view.output)
             try:
-                async for announcement in client.watch():
-                    if announcement.kind == "event":
-                        self._view.event(announcement.value)
-                        printed.heard(announcement.value["kind"], announcement.value["fields"])
-                    elif announcement.kind == "status":
-                        self._view.status(announcement.value)
-                    elif announcement.kind == "log":
-                        self._view.note(announcement.value["text"])
-                    elif announcement.kind == "ended":
-                        self._told = announcement.value
+                while await self._watch_run(client, printed):
+                    pass
             finally:
                 await printed.close()
+
+    async def _watch_run(self, client: JobClient, printed: Printed) -> bool:
+        """Whether another run follows: Kueue took the quota back, and the job waits for it."""
+        async for announcement in client.watch():
+            if announcement.kind == "event":
+                self._view.event(announcement.value)
+                printed.heard(announcement.value["kind"], announcement.value["fields"])
+            elif announcement.kind == "status":
+                self._view.status(announcement.value)
+            elif announcement.kind == "log":
+                self._view.note(announcement.value["text"])
+            elif announcement.kind == "ended":
+                if TAKEN_BACK in str(announcement.value.get("reason") or ""):
+                    return True
+                self._told = announcement.value
+        return False
 
     async def _look(self) -> JobStatus | None:
         """Says what the operator says, until the job is over; None: it was deleted."""

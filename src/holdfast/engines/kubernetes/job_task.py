@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import itertools
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from holdfast.engines.kubernetes import names, render
+from holdfast.engines.kubernetes import kueue, names, render
 from holdfast.engines.kubernetes.actions import (
     Action,
     AddFinalizer,
@@ -26,15 +27,18 @@ from holdfast.engines.kubernetes.actions import (
     Number,
     Plan,
     PointService,
+    QueueAction,
     RemoveFinalizer,
     Tell,
+    TellPlace,
 )
 from holdfast.engines.kubernetes.api import Api, ApiError, Backoff, NoAnswer, Object
 from holdfast.engines.kubernetes.check import check, convert
 from holdfast.engines.kubernetes.conditions import begun
 from holdfast.engines.kubernetes.desk import Desk
+from holdfast.engines.kubernetes.job_queue import JobQueue
 from holdfast.engines.kubernetes.link import CoordinatorLink, RefusedByCoordinator, Silent
-from holdfast.engines.kubernetes.names import FINALIZER, NOTE_SKIP_SAVE
+from holdfast.engines.kubernetes.names import FINALIZER, LABEL_QUEUE, NOTE_SKIP_SAVE
 from holdfast.engines.kubernetes.observed import MachineSeen, Observed, PodSeen, Said
 from holdfast.engines.kubernetes.reading import pod_seen
 from holdfast.engines.kubernetes.reconcile import current, reconcile
@@ -47,10 +51,14 @@ from holdfast.protocol.lookup import Lookup
 _log = logging.getLogger(__name__)
 STATUS_EVERY_S = 5.0
 """A status whose conditions are the same is written so often at most."""
+MOST_AT_ONCE = 16
+"""Requests for the pods of one job: the API server has other clients, too."""
 LOOK_EVERY_S = 5.0
 """While a coordinator answers, its figures are read so often."""
 ACCEPTED_KEY = "accepted.json"
 """In the job's ConfigMap: the object's spec, as the run was started with it."""
+QUEUE_KEY = "queue"
+"""There as well: the queue that let the run in; absent: none."""
 FOLDERS = {
     "Secret": ("/api/v1", "secrets"),
     "ConfigMap": ("/api/v1", "configmaps"),
@@ -87,6 +95,7 @@ class JobTask:
         self._refused: str | None = None
         self._path = f"/apis/{GROUP}/{VERSION}/namespaces/{self.namespace}/{PLURAL}/{self.name}"
         self._pods = f"/api/v1/namespaces/{self.namespace}/pods"
+        self.queue = JobQueue(api, self.name, self.namespace, self.uid)
 
     def wake(self) -> None:
         """Something may have changed."""
@@ -169,18 +178,34 @@ class JobTask:
     async def _act(self, plan: Plan, seen: Observed) -> ApiError | NoAnswer | None:
         """Carries the plan out. Returns the first failure; what does not depend on it is done all the same."""
         error: ApiError | NoAnswer | None = None
-        for action in plan.actions:
+        for together in _together(plan.actions):
+            news = [action for action in together if self.desk.is_news(action)]
             # One pod that is refused says enough: a quota would refuse the other sixty as well.
-            if error is not None and isinstance(action, MakeNode | MakeCoordinator):
-                continue
-            try:
-                if self.desk.is_news(action):
-                    await self._do(action, seen)
-            except ApiError as refusal:
-                error = error or refusal
-            except NoAnswer as silence:
-                return silence  # the others would wait as long, one after the other
+            if error is not None:
+                news = [action for action in news if not isinstance(action, MakeNode | MakeCoordinator)]
+            for some in (news[:1], news[1:]) if isinstance(together[0], MakeNode) else (news,):
+                failures = await self._do_at_once(some, seen)
+                for failure in failures:
+                    if isinstance(failure, NoAnswer):
+                        return failure  # the others would wait as long, one after the other
+                error = error or next(iter(failures), None)
+                if error is not None and isinstance(together[0], MakeNode):
+                    break
         return error
+
+    async def _do_at_once(self, actions: Sequence[Action], seen: Observed) -> list[ApiError | NoAnswer]:
+        """Actions that do not depend on each other. Returns their failures."""
+        gate = asyncio.Semaphore(MOST_AT_ONCE)
+
+        async def do(action: Action) -> ApiError | NoAnswer | None:
+            async with gate:
+                try:
+                    await self._do(action, seen)
+                except (ApiError, NoAnswer) as error:
+                    return error
+            return None
+
+        return [error for error in await asyncio.gather(*map(do, actions)) if error is not None]
 
     # ------------------------------------------------------------ what it knows
 
@@ -220,6 +245,8 @@ class JobTask:
             status=status,
             pods=self.desk.pods.all,
             machines=self._machines,
+            workloads=self.queue.seen,
+            no_workloads=self.queue.unknown,
             objects=frozenset(self._beside),
             service_term=self._service_term(),
             granted=frozenset(self.desk.granted),
@@ -235,7 +262,12 @@ class JobTask:
         text = self._beside.get("ConfigMap", {}).get("data", {}).get(ACCEPTED_KEY)
         # Not checked anew. It was when its run began; and a later version of the operator, which may take less, must
         # not lose a run that an earlier one began.
-        return None if text is None else convert({**self._raw, "spec": msgspec.json.decode(text)})
+        if text is None:
+            return None
+        # Its queue as well: quota that is held cannot be moved to another one.
+        labels = {LABEL_QUEUE: self._beside["ConfigMap"]["data"].get(QUEUE_KEY, "")}
+        metadata = {**self._raw["metadata"], "labels": labels}
+        return convert({**self._raw, "metadata": metadata, "spec": msgspec.json.decode(text)})
 
     def _service_term(self) -> int | None:
         selector = self._beside.get("Service", {}).get("spec", {}).get("selector", {})
@@ -299,13 +331,18 @@ class JobTask:
             case PointService(term):
                 patch = {"spec": {"selector": {names.LABEL_TERM: str(term)}}}
                 self._keep("Service", await self._api.merge(self._beside_path("Service"), patch))
-            case MakeNode(number, avoid):
+            case MakeNode(number, avoid, workload):
                 job = self._job(seen)
-                await self._make(render.agent_pod(job, number, self._run(seen), avoid, self._setting))
+                places = any(machine.place for machine in self._machines.values())
+                pod = render.agent_pod(job, number, self._run(seen), avoid, self._setting, places)
+                await self._make(await self._placed(pod, workload, names.NODE_ROLE))
             case MakeCoordinator(term):
-                await self._make(
-                    render.coordinator_pod(self._job(seen), term, self._run(seen), self._setting)
-                )
+                job = self._job(seen)
+                pod = render.coordinator_pod(job, term, self._run(seen), self._setting)
+                base = names.workload_name(self.name, None) if job.queue else ""
+                await self._make(await self._placed(pod, base, names.COORDINATOR_ROLE))
+            case TellPlace():
+                await self._tell_place(action)
             case DeletePod():
                 await self._delete(action)
             # With its uid: an object of the same name that a person made since is another job.
@@ -313,6 +350,22 @@ class JobTask:
                 await self._api.delete(self._path, self.uid)
             case Tell() | AskStop() | AskResize():
                 await self._talk(action)
+            case _:
+                await self._ask_queue(action, seen)
+
+    async def _ask_queue(self, action: QueueAction, seen: Observed) -> None:
+        try:
+            await self.queue.do(action, current(seen), self._setting)
+            self._refused = None
+        except ApiError as error:
+            self._refused = f"Kueue's Workload: {error}"
+            raise
+        finally:
+            self.wake()
+
+    async def _placed(self, pod: Object, workload: str, role: str) -> Object:
+        """Where its quota is; workload: empty: none was asked for."""
+        return kueue.placed(pod, await self.queue.where(workload, role), workload) if workload else pod
 
     def _job(self, seen: Observed) -> HoldfastJob:
         job = current(seen)
@@ -395,6 +448,16 @@ class JobTask:
             self.desk.saw(pod)
         self.wake()
 
+    async def _tell_place(self, action: TellPlace) -> None:
+        # With its uid: a pod of this name that somebody made since stands elsewhere.
+        note = {"uid": action.uid, "annotations": {names.NOTE_PLACE: action.place}}
+        try:
+            self._saw(await self._api.merge(f"{self._pods}/{action.name}", {"metadata": note}))
+        except ApiError as error:
+            if error.status not in (404, 409):
+                raise
+            self.desk.pods.gone(action.name, action.uid)
+
     async def _delete(self, action: DeletePod) -> None:
         _log.info("deletes a pod: %s", action.reason, extra={"job": self.name, "pod": action.name})
         try:
@@ -441,6 +504,8 @@ class JobTask:
             case "ConfigMap":
                 made = render.config_map(job)
                 made["data"][ACCEPTED_KEY] = msgspec.json.encode(job.spec).decode()
+                if job.queue:
+                    made["data"][QUEUE_KEY] = job.queue
                 return made
             case "Service":
                 return render.service(job, seen.status.term or 0)
@@ -463,7 +528,7 @@ class JobTask:
         """Writes the status: at once where a condition changed, and else now and then. Returns when it is due again."""
         now_s = time.monotonic()
         before = msgspec.convert(self._raw.get("status", {}), JobStatus)
-        if plan.status == before:
+        if written(plan.status) == written(before):
             return []
         if self._written is not None and _conditions(plan.status) == _conditions(before):
             # Steps and losses change all the time, and every write goes to each watcher of the cluster.
@@ -487,7 +552,7 @@ class JobTask:
                 "namespace": self.namespace,
                 "resourceVersion": self._raw["metadata"]["resourceVersion"],
             },
-            "status": msgspec.to_builtins(status),
+            "status": written(status),
         }
         return await self._changed(self._api.apply(f"{self._path}/status", applied))
 
@@ -502,6 +567,23 @@ class JobTask:
                 self.put(await self._api.get(self._path))
             return False
         return True
+
+
+def written(status: JobStatus) -> Object:
+    """The status as it is applied."""
+    # Without parts of which nothing is known. The API server makes an empty part, whose fields were known before, to
+    # `null`, and then refuses all of the status (seen on 1.37.2, in a second run).
+    return {name: value for name, value in msgspec.to_builtins(status).items() if value != {}}
+
+
+def _together(actions: Sequence[Action]) -> Iterator[list[Action]]:
+    """The plan in its order. What stands side by side for several pods is done at once: a thousand requests, one after the
+    other, take as long as a thousand answers."""
+    for kind, some in itertools.groupby(actions, type):
+        if kind in (MakeNode, TellPlace, DeletePod):
+            yield list(some)
+        else:
+            yield from ([action] for action in some)
 
 
 def _conditions(status: JobStatus) -> dict[str, str]:

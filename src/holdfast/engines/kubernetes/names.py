@@ -39,7 +39,17 @@ LABEL_ROLE = "holdfast.dev/role"
 LABEL_TERM = "holdfast.dev/term"
 LABEL_RUN = "holdfast.dev/run"
 NOTE_SPEC = "holdfast.dev/spec-hash"
+NOTE_PLACE = "holdfast.dev/place"
+"""Of a node's pod: where its machine stands, as `zone/block/rack`. Empty: it is to come; see `NO_PLACE`."""
+NO_PLACE = "-"
+"""The machine's labels do not say it."""
+PLACE_FILE = "place"
+"""In the folder of the configuration: that annotation, kept up by the kubelet."""
 NODE_ROLE, COORDINATOR_ROLE = "node", "coordinator"
+LABEL_WORKLOAD = "holdfast.dev/workload"
+"""Of a node's pod: the Kueue Workload whose quota it uses."""
+LABEL_QUEUE = "kueue.x-k8s.io/queue-name"
+"""Of the job's object, as for every kind of job that Kueue queues."""
 FINALIZER = "holdfast.dev/save"
 """The object stays until its state is saved."""
 NOTE_SKIP_SAVE = "holdfast.dev/skip-save"
@@ -66,6 +76,11 @@ def config_name(job: str) -> str:
     return f"{job}-holdfast"
 
 
+def workload_name(job: str, number: int | None) -> str:
+    """Of a Kueue Workload. number: of one further node, from 1 on; None: of the coordinator and the nodes that cannot be missed."""
+    return f"{job}-base" if number is None else f"{job}-plus-{number}"
+
+
 def number_of(job: str, pod: str) -> int | None:
     """Of a node's pod; None: it is called otherwise."""
     return _number(f"{job}-n", pod)
@@ -74,6 +89,11 @@ def number_of(job: str, pod: str) -> int | None:
 def term_of(job: str, pod: str) -> int | None:
     """Of a coordinator's pod; None: it is called otherwise."""
     return _number(f"{job}-c", pod)
+
+
+def further_node_of(job: str, workload: str) -> int | None:
+    """Of a further node's Workload; None: it is called otherwise."""
+    return _number(f"{job}-plus-", workload)
 
 
 def _number(prefix: str, name: str) -> int | None:

@@ -12,7 +12,7 @@ from holdfast.engines import jobs
 from holdfast.engines.agents import agent_arguments
 from holdfast.engines.folders import find_environment_problems
 from holdfast.engines.kubernetes.names import AGENT_PORT, CONFIG_FOLDER, COORDINATOR_VARIABLE, GRACE_VARIABLE
-from holdfast.engines.kubernetes.pod import PodPlace, read_pod
+from holdfast.engines.kubernetes.pod import PodPlace, read_place, read_pod
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.protocol.python import python_module
 
@@ -26,12 +26,12 @@ def main() -> str:
     )
     given = parser.parse_args()
     try:
-        become_agent(read_pod(config=given.config))
+        become_agent(read_pod(config=given.config), given.config)
     except HoldfastError as error:
         return f"[holdfast] {error}"
 
 
-def become_agent(pod: PodPlace) -> NoReturn:
+def become_agent(pod: PodPlace, config: Path) -> NoReturn:
     """The agent takes this process's place, so the kubelet's signals and the exit code are the agent's.
 
     Raises:
@@ -53,7 +53,7 @@ def become_agent(pod: PodPlace) -> NoReturn:
     pod.prepare()
     memory = jobs.memory_of(pod.folder) / pod.name
     arguments = [
-        *agent_arguments(spec, pod.folder, pod.name, pod.host, memory),
+        *agent_arguments(spec, pod.folder, pod.name, pod.host, memory, read_place(config)),
         f"--coordinator={coordinator}",
         f"--grace={os.environ.get(GRACE_VARIABLE, '30')}",
         f"--ready-port={AGENT_PORT}",

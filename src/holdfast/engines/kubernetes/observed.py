@@ -48,6 +48,10 @@ class PodSeen(msgspec.Struct, frozen=True, kw_only=True):
     address: str | None = None
     version: int = 0
     """Of the object when it was so."""
+    workload: str = ""
+    """Whose quota it uses; empty: the job is in no queue."""
+    waits_for_place: bool = False
+    """Its agent wants to know where its machine stands, and was not told yet."""
 
     @property
     def ended(self) -> bool:
@@ -69,6 +73,45 @@ class MachineSeen(msgspec.Struct, frozen=True, kw_only=True):
     going: str | None = None
     """Why it is to be emptied: it is cordoned, or has a taint that says so."""
     boot_id: str = ""
+    place: str = ""
+    """Where it stands, by its labels; empty: they do not say it."""
+
+
+class WorkloadSeen(msgspec.Struct, frozen=True, kw_only=True):
+    """A Kueue Workload of the job: a claim of quota for some of its nodes."""
+
+    name: str
+    uid: str
+    number: int | None
+    """Of a further node; None: it is for the coordinator and the nodes that cannot be missed."""
+    nodes: int
+    queue: str
+    admitted: bool = False
+    reserved: bool = False
+    """Quota is held. It stays so after an eviction, until the job gives it back."""
+    evicted: str | None = None
+    """Why Kueue wants the quota back."""
+    active: bool = True
+    """False: a person has stopped it."""
+    deleting: bool = False
+    finished: bool = False
+    ready: bool = False
+    """Kueue was told that its pods are there."""
+    waits: str = ""
+    """Kueue's words about why it holds no quota."""
+
+    @property
+    def grants(self) -> bool:
+        """Its nodes may be there."""
+        wanted_back = self.evicted is not None or not self.active or self.deleting or self.finished
+        return self.admitted and not wanted_back
+
+    @property
+    def why_not(self) -> str:
+        """Why its nodes may not be there."""
+        if self.evicted is not None:
+            return self.evicted
+        return "it was stopped (spec.active is false)" if not self.active else self.waits
 
 
 class NodeSaid(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,6 +169,10 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     status: JobStatus = JobStatus()
     pods: tuple[PodSeen, ...] = ()
     machines: Mapping[str, MachineSeen] = {}
+    workloads: Mapping[str, WorkloadSeen] | None = None
+    """By name, where the job is in a queue; None: unknown."""
+    no_workloads: str = ""
+    """Why they are unknown."""
     objects: frozenset[str] = frozenset()
     """Kinds of what stands beside the pods and is there: Secret, ConfigMap, ..."""
     service_term: int | None = None

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import Callable
 
+from holdfast.engines.kubernetes import job_queue
 from holdfast.engines.kubernetes.api import Api, ApiError, Object
 from holdfast.engines.kubernetes.informer import Informer
 from holdfast.engines.kubernetes.job_task import JobTask
@@ -19,6 +21,8 @@ from holdfast.engines.kubernetes.resource import GROUP, PLURAL, VERSION
 from holdfast.protocol.lookup import Lookup
 
 _log = logging.getLogger("holdfast.operator")
+KUEUE_AGAIN_S = 30.0
+"""Between two tries to watch Workloads, where a job asks for a queue and there is no Kueue."""
 
 
 class Operator:
@@ -34,7 +38,12 @@ class Operator:
         self._pods_path = f"/api/v1{scope}/pods"
         self._tasks: dict[str, tuple[JobTask, asyncio.Task[None]]] = {}
         self._machines: dict[str, MachineSeen] = {}
+        self._machines_known = asyncio.Event()
         self._pods: dict[str, Object] = {}
+        self._workloads_path = f"{job_queue.PATH}{scope}/workloads"
+        self._workloads: dict[str, Object] | None = None
+        self._no_workloads = "they are not listed yet"
+        self._queued = asyncio.Event()
 
     async def run(self) -> None:
         """Until it is cancelled."""
@@ -66,9 +75,12 @@ class Operator:
             async with asyncio.TaskGroup() as group:
                 group.create_task(pods.run())
                 group.create_task(self._watch_machines(machines))
-                # Pods first: a job that is looked at without its pods would be given new ones.
+                # Pods first: a job that is looked at without its pods would be given new ones. Machines as well: pods
+                # that are made before would not be told where they stand.
                 await pods.listed.wait()
+                await self._machines_known.wait()
                 group.create_task(jobs.run())
+                group.create_task(self._watch_workloads())
         finally:
             await self._end([task for _, task in self._tasks.values()])
 
@@ -80,8 +92,57 @@ class Operator:
                 raise
             # A site may leave this right out: cordons and taints are not seen then, and everything else is.
             _log.warning("machines are not watched: %s", error)
+            self._machines_known.set()
+
+    async def _watch_workloads(self) -> None:
+        # Only once a job is in a queue: most clusters have no Kueue, and sites may leave the right out.
+        await self._queued.wait()
+        while True:
+            workloads = Informer(
+                api=self._api,
+                path=self._workloads_path,
+                query={"labelSelector": "app.kubernetes.io/managed-by=holdfast-operator"},
+                on_list=self._list_workloads,
+                on_change=lambda raw: self._on_workload(raw, gone=False),
+                on_gone=lambda raw: self._on_workload(raw, gone=True),
+            )
+            try:
+                await workloads.run()
+            except ApiError as error:
+                missing = "Kueue v1beta2 is not installed" if error.status == 404 else str(error)
+                _log.warning("Kueue's Workloads are not watched: %s", missing)
+                self._unknown_workloads(missing)
+            await asyncio.sleep(random.uniform(KUEUE_AGAIN_S / 2, KUEUE_AGAIN_S))
 
     # ------------------------------------------------------------ what the watches tell
+
+    def _list_workloads(self, all_: list[Object], version: str) -> None:
+        self._workloads = {one["metadata"]["uid"]: one for one in all_}
+        for job, _ in self._tasks.values():
+            job.queue.listed(all_)
+            job.wake()
+
+    def _unknown_workloads(self, why: str) -> None:
+        self._workloads, self._no_workloads = None, why
+        for job, _ in self._tasks.values():
+            job.queue.unknown = why
+            job.wake()
+
+    def _on_workload(self, raw: Object, gone: bool) -> None:
+        uid = raw["metadata"]["uid"]
+        assert self._workloads is not None, "changes follow a list"
+        if gone:
+            self._workloads.pop(uid, None)
+        else:
+            self._workloads[uid] = raw
+        for owner in raw["metadata"].get("ownerReferences", ()):
+            if (known := self._tasks.get(owner.get("uid", ""))) is not None:
+                job = known[0]
+                if gone:
+                    job.queue.gone(raw)
+                else:
+                    job.queue.put(raw)
+                job.wake()
 
     def _list_jobs(self, all_: list[Object], version: str) -> None:
         there = {one["metadata"]["uid"] for one in all_}
@@ -103,9 +164,15 @@ class Operator:
                 lookup=self._lookup,
             )
             job.list_pods(self._pods.values(), 0)
+            if self._workloads is None:
+                job.queue.unknown = self._no_workloads
+            else:
+                job.queue.listed(self._workloads.values())
             running = asyncio.create_task(job.run())
             running.add_done_callback(lambda task: self._on_end(uid, task))
             self._tasks[uid] = (job, running)
+        if job_queue.has_queue(raw):
+            self._queued.set()
         self._tasks[uid][0].put(raw)
 
     def _on_end(self, uid: str, task: asyncio.Task[None]) -> None:
@@ -139,11 +206,12 @@ class Operator:
     def _list_machines(self, all_: list[Object], version: str) -> None:
         self._machines.clear()
         for one in all_:
-            self._machines[one["metadata"]["name"]] = machine_seen(one)
+            self._machines[one["metadata"]["name"]] = machine_seen(one, self._setting.topology_labels)
+        self._machines_known.set()
         self._wake_all()
 
     def _on_machine(self, raw: Object) -> None:
-        seen = machine_seen(raw)
+        seen = machine_seen(raw, self._setting.topology_labels)
         # Kubelets write their Node every few seconds. Only what is asked of it counts as a change.
         if self._machines.get(seen.name) != seen:
             self._machines[seen.name] = seen

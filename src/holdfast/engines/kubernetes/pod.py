@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,15 +15,21 @@ from holdfast.engines.folders import prepare_folder
 from holdfast.engines.kubernetes.names import (
     CONFIG_FOLDER,
     HOST_VARIABLE,
+    NO_PLACE,
     NODE_VARIABLE,
+    PLACE_FILE,
     SPEC_FILE,
     TOKEN_FILE,
 )
 from holdfast.errors import UsageError
 from holdfast.protocol.job import JobSpec
+from holdfast.protocol.node_place import NodePlace, parse_place
 
 IDENTITY = "pod"
 """Of the snapshot memory. It is a pod's own and ends with it, so what a restarted container finds there is its job's."""
+PLACE_S = 20.0
+"""How long an agent's start waits for its place. A kubelet shows a new note within a second or two, and looks anew once a minute."""
+LOOK_S = 0.1
 _specs = msgspec.json.Decoder(JobSpec)
 
 
@@ -42,6 +49,29 @@ class PodPlace:
         """Makes the job's folder, unless an earlier container of this pod did."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         prepare_folder(self.folder, self.spec, self.token, IDENTITY)
+
+
+def read_place(config: Path, wait_s: float = PLACE_S) -> NodePlace:
+    """Where the pod's machine stands, as the operator notes it; empty: nobody knows.
+
+    Waits for the note, for a pod is made before it has a machine.
+    """
+    end = time.monotonic() + wait_s
+    while True:
+        try:
+            text = (config / PLACE_FILE).read_text().strip()
+        except OSError:
+            return ()  # the operator knows no places
+        if text:
+            break
+        # Without a place a node trains as well, so nothing waits for an operator that is away.
+        if time.monotonic() >= end:
+            return ()
+        time.sleep(LOOK_S)
+    try:
+        return () if text == NO_PLACE else parse_place(text)
+    except ValueError:
+        return ()
 
 
 def read_pod(environ: Mapping[str, str] = os.environ, config: Path = Path(CONFIG_FOLDER)) -> PodPlace:

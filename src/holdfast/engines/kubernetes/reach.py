@@ -25,7 +25,7 @@ from holdfast.engines.kubernetes import api, names
 from holdfast.engines.kubernetes.api import Api, ApiError
 from holdfast.engines.kubernetes.cluster import open_client
 from holdfast.engines.kubernetes.resource import GROUP, PLURAL, VERSION
-from holdfast.engines.kubernetes.status import ConditionType, JobStatus
+from holdfast.engines.kubernetes.status import QUEUED, ConditionType, JobStatus
 from holdfast.engines.kubernetes.tunnel import Tunnel
 from holdfast.errors import UsageError
 from holdfast.protocol.endpoint import NAME_PATH, CoordinatorName, Endpoint
@@ -176,6 +176,10 @@ class KubernetesReach:
             raise NoAnswer(
                 f"the job {self._name!r} is not running: {status.state}. {status.reason or ''}".strip()
             )
+        suspended = status.condition(ConditionType.SUSPENDED)
+        # It goes on by itself, so whoever looks on waits with it.
+        if status.holds(ConditionType.SUSPENDED) and suspended is not None and suspended.reason == QUEUED:
+            raise NotHeard(f"the job {self._name!r} has no pods: {suspended.message}")
         if status.holds(ConditionType.SUSPENDED):
             raise NoAnswer(
                 f"the job {self._name!r} is suspended: it goes on when spec.runPolicy.suspend is false"

@@ -3,14 +3,15 @@ ours is None: a pod counts by its owner's uid, never by its labels, which anybod
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from holdfast.engines.kubernetes import names
-from holdfast.engines.kubernetes.names import LABEL_RUN
+from holdfast.engines.kubernetes.names import LABEL_RUN, LABEL_WORKLOAD, NOTE_PLACE
 from holdfast.engines.kubernetes.observed import Farewell, MachineSeen, PodPhase, PodSeen
+from holdfast.protocol.node_place import MOST_LEVELS
 
 GOING_TAINTS = {
     "karpenter.sh/disrupted": "Karpenter takes the machine back",
@@ -21,6 +22,21 @@ GOING_TAINTS = {
     "node.kubernetes.io/unreachable": None,
 }
 """Taints with a meaning of their own; None: none for us. Others count when their effect is NoExecute."""
+TOPOLOGY_LABELS = (
+    "topology.kubernetes.io/zone",
+    # AWS, from the spine to the leaf.
+    "topology.k8s.aws/network-node-layer-1",
+    "topology.k8s.aws/network-node-layer-2",
+    "topology.k8s.aws/network-node-layer-3",
+    "cloud.google.com/gce-topology-block",
+    "cloud.google.com/gce-topology-subblock",
+    # What sites call their own.
+    "topology.holdfast.dev/block",
+    "topology.holdfast.dev/rack",
+    # An NVLink domain.
+    "nvidia.com/gpu.clique",
+)
+"""Labels that say where a machine stands, from the outermost in. A level that a machine has no label for is left out."""
 STARTING = frozenset({"ContainerCreating", "PodInitializing"})
 """Reasons of a waiting container that are no trouble."""
 MESSAGE_CHARS = 300
@@ -60,6 +76,8 @@ def pod_seen(pod: Object, job: str, uid: str) -> PodSeen | None:
         farewell=_farewell(status.get("phase"), containers) if term is not None else None,
         address=status.get("podIP"),
         version=int(metadata.get("resourceVersion", 0)),
+        workload=str(metadata.get("labels", {}).get(LABEL_WORKLOAD, "")),
+        waits_for_place=metadata.get("annotations", {}).get(NOTE_PLACE) == "",
     )
 
 
@@ -96,7 +114,7 @@ def _farewell(phase: Any, containers: Any) -> Farewell | None:
     return None
 
 
-def machine_seen(node: Object) -> MachineSeen:
+def machine_seen(node: Object, topology_labels: Sequence[str] = TOPOLOGY_LABELS) -> MachineSeen:
     """A Node. Only what is asked of it: its list of images alone would be most of the operator's memory."""
     spec, status = node.get("spec", {}), node.get("status", {})
     conditions = {one["type"]: one for one in status.get("conditions", ())}
@@ -105,7 +123,14 @@ def machine_seen(node: Object) -> MachineSeen:
         ready=conditions.get("Ready", {}).get("status") == "True",
         going=_going(spec),
         boot_id=status.get("nodeInfo", {}).get("bootID", ""),
+        place=_place(node["metadata"].get("labels", {}), topology_labels),
     )
+
+
+def _place(labels: Object, levels: Sequence[str]) -> str:
+    # The innermost are kept where there are too many: they say more about who is near to whom.
+    names_ = [str(labels[level]) for level in levels if labels.get(level)]
+    return "/".join(names_[-MOST_LEVELS:])
 
 
 def _going(spec: Object) -> str | None:

@@ -12,11 +12,11 @@ Rules that hold for every plan:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from holdfast.engines.kubernetes import names
+from holdfast.engines.kubernetes import names, queues, waiting
 from holdfast.engines.kubernetes.actions import (
     Action,
     AddFinalizer,
@@ -33,14 +33,16 @@ from holdfast.engines.kubernetes.actions import (
     PointService,
     RemoveFinalizer,
     Tell,
+    TellPlace,
 )
 from holdfast.engines.kubernetes.conditions import Ended, status_of
 from holdfast.engines.kubernetes.observed import Farewell, Observed, PodSeen
 from holdfast.engines.kubernetes.resource import HoldfastJob, HoldfastJobSpec
-from holdfast.engines.kubernetes.status import ConditionType
+from holdfast.engines.kubernetes.status import ConditionType, JobStatus
 from holdfast.engines.kubernetes.times import from_timestamp
 from holdfast.protocol.availability import NodeGoing, NodeTaken, OrderDone
 from holdfast.protocol.engine_orders import MarkNode, ProvideNode, RebootNode, ReleaseNode
+from holdfast.protocol.notices import NoticeCause
 
 LOST_GRACE_S = 1
 """Of a lost node's pod. Never 0: that removes the object while the processes may run, and gives their machine away. With 1
@@ -76,6 +78,8 @@ def reconcile(seen: Observed) -> Plan:
     if (ended := _end(seen, job)) is not None:
         # The status first. What is deleted below the job must not look like a loss, or it would start again.
         return Plan((), status_of(seen, job, ended))
+    if (held := _why_held(seen, job)) is not None:
+        return _held(seen, job, held)
     return _running(seen, job)
 
 
@@ -117,7 +121,11 @@ def _running(seen: Observed, job: HoldfastJob) -> Plan:
     if _active_deadline_is_over(seen, job):
         actions.append(AskStop(ACTIVE_DEADLINE))
     merged = _numbers_together(actions, run, term, next_number)
-    return Plan(merged, status_of(seen, job), _due_s(seen, job))
+    after = waiting.looked(seen, job, status_of(seen, job))
+    if after.waiting is not None and after.waiting.until is not None:
+        # Written down before a pod is deleted, so whoever is operator next does not begin anew at once.
+        return Plan((), after)
+    return Plan(merged, after, _due_s(seen, job, after))
 
 
 def beside(job: HoldfastJob) -> tuple[str, ...]:
@@ -125,6 +133,36 @@ def beside(job: HoldfastJob) -> tuple[str, ...]:
     if job.spec.disruption.max_unavailable == "Any":
         return tuple(kind for kind in BESIDE if kind != "PodDisruptionBudget")
     return BESIDE
+
+
+def _why_held(seen: Observed, job: HoldfastJob) -> str | None:
+    farewell = _farewell(seen)
+    # It was stopped for that, whatever is known by now: its pods go, and it is not over.
+    if farewell is not None and queues.TAKEN_BACK in farewell.reason:
+        return f"{queues.TAKEN_BACK}: it was stopped for that"
+    if waiting.back_off_s(seen) is not None:
+        return waiting.why_back_off(seen, job)
+    return queues.why_held(seen, job)
+
+
+def _held(seen: Observed, job: HoldfastJob, why: str) -> Plan:
+    """It waits for leave to run; what runs of it is stopped in order."""
+    # Who gives machines back has not trained: there is nothing to save, and a coordinator that was asked to stop would say
+    # that the job is over.
+    if seen.pods and _saves(seen) and waiting.back_off_s(seen) is None:
+        return Plan(_stop(seen, job, why), status_of(seen, job, stopping=why))
+    if seen.pods:
+        actions = tuple(_delete(pod, why) for pod in seen.pods if not pod.deleting)
+        return Plan(actions, status_of(seen, job, stopping=why))
+    status = status_of(seen, job, held=why)
+    # What the next run is started with is read anew.
+    if OF_A_RUN in seen.objects:
+        return Plan((DeleteObject(OF_A_RUN),), status)
+    # Written down before the quota is given back. Kueue may admit the job in the next moment, and only a run that is known
+    # to be over is followed by another one.
+    if seen.status.run and not seen.status.holds(ConditionType.SUSPENDED):
+        return Plan((), status, waiting.back_off_s(seen))
+    return Plan(tuple(queues.ask(seen, job)), status, waiting.back_off_s(seen))
 
 
 def _coordinator(seen: Observed, job: HoldfastJob, term: int) -> Iterable[Action]:
@@ -159,45 +197,69 @@ def _nodes(seen: Observed, job: HoldfastJob) -> Iterable[Action]:
     yield from _orders(seen, mine)
     if _may_be_over(seen, mine.values()):
         return
-    yield from _news(seen, job, mine)
+    here = _here(seen, job, mine.values())
+    allowed = queues.granted(seen, job, here)
+    beyond = queues.beyond(seen, allowed, here)
+    unlent = queues.taken_back(seen, job) | beyond
+    yield from _news(seen, job, mine, unlent)
+    yield from _places(seen, mine.values())
     for pod in mine.values():
         if pod.ended and not pod.deleting:
             yield _delete(pod, f"its processes are over ({pod.phase})")
-    lost, going = lost_nodes(seen), going_nodes(seen)
+    lost = lost_nodes(seen)
     for pod in mine.values():
         # Its order was acknowledged by an operator that saw less than this one: a leader that was stopped and thawed.
         if pod.stays and pod.name not in lost and _given_up(seen, pod):
             yield _delete(pod, "the coordinator gave it up")
-    # Nodes on machines that are to be emptied are not counted: each is replaced while it still trains, so that its
-    # successor has been scheduled and has its image when it leaves.
-    here = [
-        pod
-        for pod in mine.values()
-        if pod.stays and pod.name not in lost and pod.name not in going and not _given_up(seen, pod)
-    ]
-    unmade = sorted(
-        number
-        for name in seen.granted - set(mine)
-        if (number := names.number_of(job.id.name, name)) is not None
-    )
+        elif pod.stays and pod.name in unlent and _never_joined(seen, pod):
+            yield _delete(pod, unlent[pod.name])
+    here = [pod for pod in here if pod.name not in beyond]
     wanted = wanted_nodes(seen, job)
     missing = wanted - len(here)
-    machines = {mine[name].machine for name in lost if name in mine}
+    if allowed is not None:
+        yield from queues.ask_on(seen, job, wanted, here)
+        missing = min(missing, allowed.nodes - len(here))
+    yield from _make(seen, job, missing, allowed)
+    # Never while the coordinator is silent: it may just have taken in the node that looks like one too many
+    # from here.
+    if missing < 0 and seen.said is not None:
+        yield from _surplus(seen, here, -missing)
+
+
+def _places(seen: Observed, nodes: Iterable[PodSeen]) -> Iterable[Action]:
+    """A pod's place is known when it has a machine, and not before. Its agent waits a little for it."""
+    for pod in nodes:
+        machine = seen.machines.get(pod.machine or "")
+        if pod.waits_for_place and pod.stays and machine is not None:
+            yield TellPlace(name=pod.name, uid=pod.uid, place=machine.place or names.NO_PLACE)
+
+
+def _here(seen: Observed, job: HoldfastJob, nodes: Iterable[PodSeen]) -> list[PodSeen]:
+    """The pods that count as nodes."""
+    # Nodes on machines that are to be emptied are not counted: each is replaced while it still trains, so that its
+    # successor has been scheduled and has its image when it leaves.
+    gone = lost_nodes(seen) | going_nodes(seen) | queues.taken_back(seen, job).keys()
+    return [pod for pod in nodes if pod.stays and pod.name not in gone and not _given_up(seen, pod)]
+
+
+def _make(seen: Observed, job: HoldfastJob, missing: int, allowed: queues.Granted | None) -> Iterable[Action]:
+    pods = {pod.name: pod for pod in seen.pods}
+    unmade = sorted(
+        number
+        for name in seen.granted - set(pods)
+        if (number := names.number_of(job.id.name, name)) is not None
+    )
+    machines = {pods[name].machine for name in lost_nodes(seen) if name in pods}
     avoid = frozenset(name for name in machines if name) | (
         seen.said.bad_machines if seen.said else frozenset()
     )
     # Two looks for one pod: the first writes its number, the second makes it. An operator that is killed in between has
     # wasted a number, and has not made a pod that nobody counts.
-    for number in unmade[: max(0, min(missing, MOST_MADE))]:
-        yield MakeNode(number, avoid)
-    if missing > len(unmade):
-        count = min(missing, MOST_MADE) - len(unmade)
-        if count > 0:
-            yield Number(run=0, term=0, next_number=(seen.status.next_number or 0) + count)
-    # Never while the coordinator is silent: it may just have taken in the node that looks like one too many
-    # from here.
-    if missing < 0 and seen.said is not None:
-        yield from _surplus(seen, here, -missing)
+    for place, number in enumerate(unmade[: max(0, min(missing, MOST_MADE))]):
+        yield MakeNode(number, avoid, "" if allowed is None else allowed.free[place])
+    count = min(missing, MOST_MADE) - len(unmade)
+    if count > 0:
+        yield Number(run=0, term=0, next_number=(seen.status.next_number or 0) + count)
 
 
 def _may_be_over(seen: Observed, nodes: Iterable[PodSeen]) -> bool:
@@ -253,13 +315,15 @@ def _given_up(seen: Observed, pod: PodSeen) -> bool:
 
 def _surplus(seen: Observed, here: list[PodSeen], count: int) -> Iterable[Action]:
     """Pods that are too many and never joined. Of those that did the coordinator chooses who leaves."""
-    said = seen.said
-    assert said is not None
-    # Neither in the coordinator's list nor ready: such a pod has no part in training, so its end costs no step. Those without
-    # a machine go first, since they hold nothing, and of the others the newest.
-    idle = [pod for pod in here if pod.name not in said.nodes and not pod.ready]
+    # Those without a machine go first, since they hold nothing, and of the others the newest.
+    idle = [pod for pod in here if _never_joined(seen, pod)]
     for pod in sorted(idle, key=lambda pod: (pod.machine is not None, -pod.number))[:count]:
         yield _delete(pod, "the job wants fewer nodes")
+
+
+def _never_joined(seen: Observed, pod: PodSeen) -> bool:
+    """Neither in the coordinator's list nor ready: such a pod has no part in training, so its end costs no step."""
+    return seen.said is not None and pod.name not in seen.said.nodes and not pod.ready
 
 
 def _orders(seen: Observed, mine: dict[str, PodSeen]) -> Iterable[Action]:
@@ -287,8 +351,11 @@ def _orders(seen: Observed, mine: dict[str, PodSeen]) -> Iterable[Action]:
                 yield Tell(OrderDone(order.order_id, CANNOT_BOOT))
 
 
-def _news(seen: Observed, job: HoldfastJob, mine: dict[str, PodSeen]) -> Iterable[Action]:
-    """What the coordinator should know of its nodes: a change that is announced costs no step."""
+def _news(
+    seen: Observed, job: HoldfastJob, mine: dict[str, PodSeen], unlent: Mapping[str, str]
+) -> Iterable[Action]:
+    """What the coordinator should know of its nodes: a change that is announced costs no step. unlent: nodes without quota,
+    and why."""
     if seen.said is None:
         return
     alive = {name for name, node in seen.said.nodes.items() if node.alive}
@@ -304,6 +371,10 @@ def _news(seen: Observed, job: HoldfastJob, mine: dict[str, PodSeen]) -> Iterabl
         elif pod.deleting:
             within_s = float(job.spec.disruption.grace_seconds)
             yield Tell(NodeGoing(name, "its pod is being deleted", within_s), name)
+        elif name in unlent:
+            # With a deadline: nothing comes in its place, so it must not wait for a replacement.
+            within_s = float(job.spec.disruption.grace_seconds)
+            yield Tell(NodeGoing(name, unlent[name], within_s, NoticeCause.PREEMPTION), name)
         elif name in going:
             yield Tell(NodeGoing(name, f"{pod.machine}: {seen.machines[pod.machine or ''].going}"), name)
     # Who changed the size last has it: the object says something only when it has changed since the coordinator was
@@ -333,6 +404,8 @@ def _numbers_together(actions: list[Action], run: int, term: int, next_number: i
 def _end(seen: Observed, job: HoldfastJob) -> Ended | None:
     """How the run ended; None: it did not."""
     farewell = _farewell(seen)
+    if farewell is not None and queues.TAKEN_BACK in farewell.reason and farewell.outcome == "stopped":
+        return None  # it goes on when it is admitted again
     if farewell is not None and farewell.outcome == "finished":
         return Ended(None, farewell.reason or "the script has ended")
     if farewell is not None:
@@ -340,12 +413,14 @@ def _end(seen: Observed, job: HoldfastJob) -> Ended | None:
         if ACTIVE_DEADLINE in farewell.reason:
             reason = "ActiveDeadline"
         return Ended(reason, farewell.reason or farewell.outcome)
-    began_s = _began_s(seen)
+    began_s = _first_began_s(seen)
     policy = job.spec.run_policy
     # From the status, so that a job that has trained is not ended as one that never began while its coordinator does
     # not answer.
     trained = seen.status.progress is not None and seen.status.progress.step is not None
-    late = began_s is not None and seen.now_s - began_s >= policy.startup_deadline_seconds
+    # Time in a queue does not count, and time between two tries does.
+    waits = seen.status.holds(ConditionType.SUSPENDED) and seen.status.waiting is None
+    late = not waits and began_s is not None and seen.now_s - began_s >= policy.startup_deadline_seconds
     if late and not trained and not (seen.said and seen.said.step):
         return Ended("StartupDeadline", _why_not_started(seen))
     return None
@@ -377,6 +452,7 @@ def _over(seen: Observed) -> Plan:
         keep = pod.ended and (clean == "None" or (clean == "KeepFailed" and failed))
         if not pod.deleting and not keep:
             actions.append(_delete(pod, "the job is over"))
+    actions += queues.end(seen, succeeded=not failed)
     if seen.finalizer:
         actions.append(RemoveFinalizer())
     look_again_s = None
@@ -412,9 +488,11 @@ def _suspended(seen: Observed, job: HoldfastJob) -> Plan:
     if seen.pods:
         actions = tuple(_delete(pod, SUSPENDED) for pod in seen.pods if not pod.deleting)
         return Plan(actions, status_of(seen, job, stopping=SUSPENDED))
-    # What the next run is started with is read anew.
-    left = (DeleteObject(OF_A_RUN),) if OF_A_RUN in seen.objects else ()
-    return Plan(left, status_of(seen, job, suspended=True))
+    # What the next run is started with is read anew, and its quota asked for anew.
+    left: list[Action] = [DeleteObject(OF_A_RUN)] if OF_A_RUN in seen.objects else []
+    left += queues.give_up(seen)
+    rests = status_of(seen, job, suspended=True)
+    return Plan(tuple(left), msgspec.structs.replace(rests, waiting=None))
 
 
 def _stop(seen: Observed, job: HoldfastJob | None, reason: str) -> tuple[Action, ...]:
@@ -440,13 +518,15 @@ def _active_deadline_is_over(seen: Observed, job: HoldfastJob) -> bool:
     return seen.said is not None and None not in (began_s, most_s) and seen.now_s - began_s >= most_s  # type: ignore[operator]
 
 
-def _due_s(seen: Observed, job: HoldfastJob) -> float | None:
+def _due_s(seen: Observed, job: HoldfastJob, status: JobStatus) -> float | None:
     """When a deadline comes."""
-    began_s = _began_s(seen)
-    if began_s is None:
+    began_s, first_s = _began_s(seen), _first_began_s(seen)
+    if began_s is None or first_s is None:
         return None
     spec: HoldfastJobSpec = job.spec
-    due = [began_s + spec.run_policy.startup_deadline_seconds]
+    due = [first_s + spec.run_policy.startup_deadline_seconds]
+    if (left_s := waiting.left_of_patience_s(seen, job, status)) is not None:
+        due.append(seen.now_s + left_s)
     if spec.run_policy.active_deadline_seconds is not None:
         due.append(began_s + spec.run_policy.active_deadline_seconds)
     return min((at - seen.now_s for at in due if at > seen.now_s), default=None)
@@ -454,6 +534,12 @@ def _due_s(seen: Observed, job: HoldfastJob) -> float | None:
 
 def _began_s(seen: Observed) -> float | None:
     return from_timestamp(seen.status.start_time)
+
+
+def _first_began_s(seen: Observed) -> float | None:
+    """With the tries that had too few machines."""
+    known = seen.status.waiting
+    return _began_s(seen) if known is None or known.first is None else from_timestamp(known.first)
 
 
 def _delete(pod: PodSeen, reason: str) -> DeletePod:

@@ -33,6 +33,7 @@ from holdfast.engines.kubernetes.names import (
     STATE_FOLDER,
     TOKEN_FILE,
 )
+from holdfast.engines.kubernetes.reading import TOPOLOGY_LABELS
 from holdfast.engines.kubernetes.resource import API_VERSION, KIND, WORKER, HoldfastJob
 
 Object = dict[str, Any]
@@ -55,6 +56,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     coordinator_priority_class: str = ""
     python: str = "python3"
     """Of both images."""
+    topology_labels: tuple[str, ...] = TOPOLOGY_LABELS
+    """Labels of machines that say where they stand, from the outermost in."""
 
 
 DEFAULT = Setting()
@@ -104,9 +107,15 @@ def _metadata(job: HoldfastJob, name: str, role: str = "", **more: dict[str, str
 
 
 def agent_pod(
-    job: HoldfastJob, number: int, run: int = 1, avoid: Iterable[str] = (), setting: Setting = DEFAULT
+    job: HoldfastJob,
+    number: int,
+    run: int = 1,
+    avoid: Iterable[str] = (),
+    setting: Setting = DEFAULT,
+    waits_for_place: bool = False,
 ) -> Object:
-    """One node. avoid: machines that are bad for this job."""
+    """One node. avoid: machines that are bad for this job. waits_for_place: machines have places, and the operator will note
+    that of this pod's."""
     spec = job.spec
     pod = copy.deepcopy(spec.template.spec)
     pod["restartPolicy"] = "OnFailure"  # an agent that crashed returns in its place, and adopts the snapshots
@@ -120,7 +129,7 @@ def agent_pod(
     pod["tolerations"] = [*pod.get("tolerations", ()), *_FOR_EVER]
     pod["affinity"] = _affinity(job, pod.get("affinity", {}), sorted(avoid))
     limit = quantity_of_limit(spec, "memory")
-    pod["volumes"] = [*pod.get("volumes", ()), *_agent_volumes(job, limit)]
+    pod["volumes"] = [*pod.get("volumes", ()), *_agent_volumes(job, limit, waits_for_place)]
     worker = next(one for one in pod["containers"] if one["name"] == WORKER)
     worker |= {
         "command": [setting.python, *_MODULE, "holdfast.engines.kubernetes.node"],
@@ -141,7 +150,8 @@ def agent_pod(
         labels={**spec.template.metadata.labels, LABEL_RUN: str(run)},
         annotations=spec.template.metadata.annotations
         | {NOTE_SPEC: spec_hash(job)}
-        | ({} if spec.disruption.allow_voluntary else _NOT_BY_AUTOSCALERS),
+        | ({} if spec.disruption.allow_voluntary else _NOT_BY_AUTOSCALERS)
+        | ({names.NOTE_PLACE: ""} if waits_for_place else {}),
     )
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod}
 
@@ -272,17 +282,21 @@ def _agent_environment(job: HoldfastJob, worker: Object) -> list[Object]:
     ]
 
 
-def _config_volume(job: HoldfastJob) -> Object:
+def _config_volume(job: HoldfastJob, waits_for_place: bool = False) -> Object:
     name = names.config_name(job.id.name)
-    sources = [
+    sources: list[Object] = [
         {"secret": {"name": name, "items": [{"key": TOKEN_FILE, "path": TOKEN_FILE}]}},
         {"configMap": {"name": name, "items": [{"key": SPEC_FILE, "path": SPEC_FILE}]}},
     ]
+    if waits_for_place:
+        # A file and no variable: a variable is read when the container starts, and the note may come a moment later.
+        field = {"fieldPath": f"metadata.annotations['{names.NOTE_PLACE}']"}
+        sources.append({"downwardAPI": {"items": [{"path": names.PLACE_FILE, "fieldRef": field}]}})
     # The group's alone: fsGroup makes it the pod's.
     return {"name": "holdfast-config", "projected": {"defaultMode": 0o440, "sources": sources}}
 
 
-def _agent_volumes(job: HoldfastJob, memory_limit: float | None) -> list[Object]:
+def _agent_volumes(job: HoldfastJob, memory_limit: float | None, waits_for_place: bool) -> list[Object]:
     # tmpfs counts against the container's memory limit. With the limit as its size, `statvfs` there tells a process
     # what the container has, and not the machine.
     size = {} if memory_limit is None else {"sizeLimit": str(int(memory_limit))}
@@ -291,7 +305,7 @@ def _agent_volumes(job: HoldfastJob, memory_limit: float | None) -> list[Object]
         {"name": "holdfast-shm", "emptyDir": {"medium": "Memory", **size}},
         {"name": "holdfast-state", "emptyDir": {}},
         {"name": "holdfast-tmp", "emptyDir": {}},
-        _config_volume(job),
+        _config_volume(job, waits_for_place),
         *([{"name": "holdfast-code", "configMap": {"name": code.config_map}}] if code else []),
     ]
 

@@ -143,6 +143,18 @@ class Topology(_Struct, frozen=True, kw_only=True):
     """Never two nodes of the job on one machine."""
 
 
+class Scheduling(_Struct, frozen=True, kw_only=True):
+    """How the job shares the cluster with others. Its queue is the label kueue.x-k8s.io/queue-name, as everywhere."""
+
+    workload_priority_class: Annotated[str, NAME_OF_OBJECT] | None = None
+    """Kueue's, of the nodes that cannot be missed: minNodes and the spares."""
+    elastic_workload_priority_class: Annotated[str, NAME_OF_OBJECT] | None = None
+    """Kueue's, of each node beyond these: the first to be preempted. Absent: the same."""
+    give_back_seconds: Annotated[int, Meta(ge=0, le=86_400)] = 120
+    """Without a queue: a start that has too few machines for so long, and up to twice that, gives them back and tries again
+    later; 0: it keeps them."""
+
+
 class CoordinatorPolicy(_Struct, frozen=True, kw_only=True):
     """The pod that decides. It runs no code of the user's."""
 
@@ -219,6 +231,7 @@ class HoldfastJobSpec(_Struct, frozen=True, kw_only=True):
     run_policy: RunPolicy = RunPolicy()
     disruption: Disruption = Disruption()
     topology: Topology = Topology()
+    scheduling: Scheduling = Scheduling()
     coordinator: CoordinatorPolicy = CoordinatorPolicy()
     faults: Annotated[tuple[Annotated[str, Meta(max_length=256)], ...], Meta(max_length=64)] = ()
     """To be injected, as --fault of the command line."""
@@ -248,3 +261,5 @@ class HoldfastJob(msgspec.Struct, frozen=True, kw_only=True):
 
     id: ObjectName
     spec: HoldfastJobSpec
+    queue: str = ""
+    """Kueue's LocalQueue; empty: the job waits for nobody's leave."""

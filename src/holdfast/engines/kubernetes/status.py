@@ -16,6 +16,7 @@ class ConditionType(StrEnum):
     """What a program can wait for: `kubectl wait --for=condition=Training`."""
 
     ACCEPTED = "Accepted"
+    QUOTA_RESERVED = "QuotaReserved"
     SCHEDULED = "Scheduled"
     COORDINATOR_READY = "CoordinatorReady"
     TRAINING = "Training"
@@ -30,6 +31,10 @@ class ConditionType(StrEnum):
 
 class _Struct(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
     """What all parts of the status are. Unknown fields are left: a later operator may have written them."""
+
+
+QUEUED = "Queued"
+"""Reason of Suspended: nobody has suspended the job; it waits for quota, or for machines."""
 
 
 class JobCondition(_Struct, frozen=True, kw_only=True):
@@ -89,6 +94,21 @@ class CoordinatorSeen(_Struct, frozen=True, kw_only=True):
     address: str | None = None
 
 
+class WaitingForMachines(_Struct, frozen=True, kw_only=True):
+    """A start that has too few machines."""
+
+    bound: int = 0
+    """Nodes that have one."""
+    since: Moment
+    """It has so many since then."""
+    first: Moment | None = None
+    """When it was started the first time: from then on its deadline counts."""
+    tries: int = 0
+    """How often it has given its machines back."""
+    until: Moment | None = None
+    """It gave them back, and asks for none before."""
+
+
 class JobStatus(_Struct, frozen=True, kw_only=True):
     """The whole of it."""
 
@@ -106,6 +126,8 @@ class JobStatus(_Struct, frozen=True, kw_only=True):
     """No pod had this number or a higher one."""
     asked_nodes: int | None = None
     """What `spec.nodes` was when the coordinator was last asked for it."""
+    waiting: WaitingForMachines | None = None
+    """Of a job that has not trained yet."""
     coordinator: CoordinatorSeen | None = None
     start_time: Moment | None = None
     """Of the newest run."""

@@ -30,16 +30,19 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     context: str
     """Of the kubeconfig; empty: its current one."""
     spec: Object
+    queue: str = ""
+    """Kueue's LocalQueue; empty: none."""
     code: dict[str, str] | None
     """File to text, for the ConfigMap that `spec.run.code` names; None: the image has the code."""
 
     @property
     def job(self) -> Object:
         """The HoldfastJob."""
+        queue = {"labels": {names.LABEL_QUEUE: self.queue}} if self.queue else {}
         return {
             "apiVersion": API_VERSION,
             "kind": KIND,
-            "metadata": {"name": self.name, "namespace": self.namespace},
+            "metadata": {"name": self.name, "namespace": self.namespace, **queue},
             "spec": self.spec,
         }
 

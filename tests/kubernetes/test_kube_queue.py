@@ -1,0 +1,335 @@
+"""Jobs in a Kueue queue: what is asked for, what is made of an admission, and how quota is given back."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from kubejobs import job as asked
+from liveapi import LiveApi
+from operating import JOB, PODS, operated
+from test_kube_reconcile import BEGUN, NOW_S, actions, condition, observed, pod, said, status_after
+
+from holdfast.engines.kubernetes import kueue, queues
+from holdfast.engines.kubernetes.actions import (
+    AskStop,
+    DeletePod,
+    DeleteWorkload,
+    FinishWorkload,
+    MakeNode,
+    MakeWorkload,
+    Number,
+    ReleaseQuota,
+    Tell,
+    TellReady,
+)
+from holdfast.engines.kubernetes.check import accept
+from holdfast.engines.kubernetes.kueue import Where
+from holdfast.engines.kubernetes.names import LABEL_QUEUE, LABEL_WORKLOAD
+from holdfast.engines.kubernetes.observed import Farewell, Observed, WorkloadSeen
+from holdfast.engines.kubernetes.reconcile import reconcile
+from holdfast.engines.kubernetes.render import agent_pod, owner
+from holdfast.engines.kubernetes.resource import HoldfastJob
+from holdfast.engines.kubernetes.status import ConditionType, JobStatus
+from holdfast.protocol.availability import NodeGoing
+from holdfast.protocol.notices import NoticeCause
+
+WORKLOADS = "/apis/kueue.x-k8s.io/v1beta2/namespaces/research/workloads"
+
+
+def queued(**changes: Any) -> HoldfastJob:
+    """Two nodes of which one can be missed, and a spare: a base of two and one further node."""
+    given = {"spec__nodes": 2, "spec__minNodes": 1, "spec__spares": 1} | changes
+    return accept(asked(metadata__labels={LABEL_QUEUE: "team-a"}, **given))
+
+
+def workload(number: int | None = None, **fields: Any) -> WorkloadSeen:
+    name = "llm-base" if number is None else f"llm-plus-{number}"
+    given = {"nodes": 2 if number is None else 1, "admitted": True, "reserved": True, "ready": True}
+    return WorkloadSeen(name=name, uid=f"uid-{name}", number=number, queue="team-a", **(given | fields))
+
+
+def trains(*workloads: WorkloadSeen, **fields: Any) -> Observed:
+    """The job with all its pods, two of which use the base's quota."""
+    job = queued()
+    pods = [pod("c1"), *(pod(f"n{k}", workload="llm-base" if k < 2 else "llm-plus-1") for k in range(3))]
+    given = {
+        "job": job,
+        "accepted": job,
+        "pods": tuple(pods),
+        "workloads": {one.name: one for one in workloads},
+    }
+    return observed(**(given | fields))
+
+
+def waits(**fields: Any) -> Observed:
+    """The job without pods."""
+    given = {"job": queued(), "accepted": None, "status": JobStatus(), "pods": (), "said": None}
+    return observed(**(given | {"objects": frozenset(), "workloads": {}} | fields))
+
+
+def test_a_job_asks_for_quota_before_anything_is_made() -> None:
+    assert actions(waits()) == (MakeWorkload(None, 2),)
+    status = status_after(waits())
+    assert (status.state, condition(status, ConditionType.QUOTA_RESERVED)) == (
+        "Queued",
+        ("False", "NotAsked"),
+    )
+    assert condition(status, ConditionType.SUSPENDED) == ("True", "Queued")
+    pending = workload(admitted=False, reserved=False, waits="LocalQueue team-a doesn't exist")
+    seen = waits(workloads={"llm-base": pending})
+    assert actions(seen) == ()
+    assert "LocalQueue team-a doesn't exist" in (status_after(seen).reason or "")
+    seen = waits(workloads={"llm-base": workload()})
+    assert actions(seen) == (Number(run=1, term=1, next_number=0, begins=True),)
+
+
+def test_without_kueue_a_job_waits_and_says_so() -> None:
+    seen = waits(workloads=None, no_workloads="Kueue v1beta2 is not installed")
+    assert actions(seen) == ()
+    found = status_after(seen).condition(ConditionType.QUOTA_RESERVED)
+    assert found is not None
+    assert (found.status, found.message) == ("Unknown", "Kueue v1beta2 is not installed")
+
+
+def test_a_job_that_trains_goes_on_while_nothing_is_known_of_its_quota() -> None:
+    assert actions(trains(workloads=None)) == ()
+    # New nodes wait: nobody knows whether they may be there.
+    lost = trains(workloads=None, pods=(pod("c1"), pod("n0"), pod("n1")), said=said("n0", "n1"))
+    assert actions(lost) == ()
+
+
+def test_each_further_node_is_asked_for_and_made_by_itself() -> None:
+    few = (pod("c1"), pod("n0", workload="llm-base"), pod("n1", workload="llm-base"))
+    seen = trains(workload(), pods=few, said=said("n0", "n1"))
+    assert actions(seen) == (MakeWorkload(1, 1),)
+    pending = workload(1, admitted=False, reserved=False, ready=False)
+    seen = trains(workload(), pending, pods=few, said=said("n0", "n1"), granted=frozenset({"llm-n2"}))
+    assert actions(seen) == ()
+    seen = trains(
+        workload(), workload(1, ready=False), pods=few, said=said("n0", "n1"), granted=frozenset({"llm-n2"})
+    )
+    assert actions(seen) == (MakeNode(2, frozenset(), "llm-plus-1"),)
+    assert actions(trains(workload(), workload(1, ready=False))) == (TellReady("llm-plus-1"),)
+    assert actions(trains(workload(), workload(1))) == ()
+
+
+def test_a_lost_node_is_replaced_within_its_quota() -> None:
+    pods = (pod("c1"), pod("n0", workload="llm-base"), pod("n2", workload="llm-plus-1"))
+    seen = trains(workload(), workload(1), pods=pods, said=said("n0", "n2"), granted=frozenset({"llm-n3"}))
+    assert actions(seen) == (MakeNode(3, frozenset(), "llm-base"),)
+
+
+def test_a_further_node_leaves_alone_when_its_quota_is_taken_back() -> None:
+    evicted = workload(1, evicted="Preempted: by job 7")
+    (told,) = actions(trains(workload(), evicted))
+    assert isinstance(told, Tell)
+    assert told.news == NodeGoing(
+        "llm-n2",
+        "Kueue takes back the quota of llm-plus-1: Preempted: by job 7",
+        90.0,
+        NoticeCause.PREEMPTION,
+    )
+    assert actions(trains(workload(), evicted, told=frozenset({"llm-n2"}))) == ()
+    # Its pod is gone: now others may have it, and it may come back.
+    gone = (pod("c1"), pod("n0", workload="llm-base"), pod("n1", workload="llm-base"))
+    assert actions(trains(workload(), evicted, pods=gone, said=said("n0", "n1"))) == (
+        ReleaseQuota("llm-plus-1"),
+    )
+    # A pod that never joined has nothing to save.
+    new = (*gone, pod("n2", workload="llm-plus-1", ready=False, phase="Pending"))
+    (deleted,) = actions(trains(workload(), evicted, pods=new, said=said("n0", "n1")))
+    assert isinstance(deleted, DeletePod)
+    assert deleted.name == "llm-n2"
+
+
+def test_the_whole_job_is_saved_when_its_base_is_taken_back() -> None:
+    evicted = workload(evicted="Preempted: by job 7")
+    (asked_,) = actions(trains(evicted, workload(1)))
+    assert isinstance(asked_, AskStop)
+    assert asked_.reason == f"{queues.TAKEN_BACK}: Preempted: by job 7"
+    # It was stopped for that, so it is not over, whatever Kueue says by now.
+    ended = pod("c1", phase="Succeeded", farewell=Farewell("stopped", asked_.reason))
+    for there in (workload(), evicted):
+        plan = reconcile(trains(there, workload(1), pods=(ended,), said=None))
+        assert [type(one) for one in plan.actions] == [DeletePod]
+        assert not plan.status.holds(ConditionType.FAILED)
+    # The quota is given back only after the end of the run was written down.
+    seen = trains(evicted, workload(1), pods=(), said=None, accepted=None, objects=frozenset())
+    plan = reconcile(seen)
+    assert (plan.actions, plan.status.state) == ((), "Queued")
+    again = msgspec.structs.replace(seen, status=plan.status)
+    assert actions(again) == (
+        DeleteWorkload(name="llm-plus-1", uid="uid-llm-plus-1"),
+        ReleaseQuota("llm-base"),
+    )
+    readmitted = msgspec.structs.replace(again, workloads={"llm-base": workload()})
+    assert actions(readmitted) == (Number(run=2, term=2, next_number=3, begins=True),)
+
+
+@pytest.mark.parametrize("base", [None, workload(active=False)], ids=["deleted", "stopped"])
+def test_a_person_takes_the_quota_back(base: WorkloadSeen | None) -> None:
+    (asked_,) = actions(trains(*([base] if base is not None else [])))
+    assert isinstance(asked_, AskStop)
+    assert asked_.reason.startswith(queues.TAKEN_BACK)
+
+
+def test_a_job_that_is_over_frees_its_quota() -> None:
+    farewell = pod("c1", phase="Succeeded", farewell=Farewell("finished"))
+    over = trains(workload(), workload(1), pods=(farewell,), said=None)
+    ended = msgspec.structs.replace(over, status=status_after(over))
+    assert ended.status.holds(ConditionType.COMPLETE)
+    assert actions(ended)[1:3] == (
+        DeleteWorkload(name="llm-plus-1", uid="uid-llm-plus-1"),
+        FinishWorkload("llm-base", succeeded=True),
+    )
+
+
+def test_time_in_a_queue_is_no_time_of_the_run() -> None:
+    evicted = {"llm-base": workload(evicted="Preempted")}
+    status = status_after(waits(workloads=evicted, status=BEGUN))
+    assert status.holds(ConditionType.SUSPENDED)
+    a_day_later = waits(workloads=evicted, status=status, now_s=NOW_S + 86400)
+    assert (status_after(a_day_later).state, actions(a_day_later)) == ("Queued", (ReleaseQuota("llm-base"),))
+
+
+def test_a_smaller_job_gives_the_quota_of_its_nodes_back() -> None:
+    three = [workload(), workload(1), workload(2)]
+    assert actions(trains(*three)) == (DeleteWorkload(name="llm-plus-2", uid="uid-llm-plus-2"),)
+    # Not yet: the coordinator has not let the node go.
+    pods = (*trains().pods, pod("n3", workload="llm-plus-2"))
+    assert actions(trains(*three, pods=pods, said=said("n0", "n1", "n2", "n3"))) == ()
+
+
+# ------------------------------------------------------------ the objects
+
+
+def test_a_workload_counts_what_its_pods_need() -> None:
+    limits = {"resources": {"limits": {"nvidia.com/gpu": "8"}}}
+    container = {"name": "worker", "image": "i", **limits}
+    job = queued(
+        spec__template__spec__containers=[container],
+        spec__scheduling={"workloadPriorityClass": "high", "elasticWorkloadPriorityClass": "low"},
+    )
+    base = kueue.workload(job, None, 2, ("high", 1000))
+    assert base["spec"]["queueName"] == "team-a"
+    assert base["spec"]["priorityClassRef"]["name"] == "high"
+    assert base["spec"]["priority"] == 1000
+    assert [(one["name"], one["count"]) for one in base["spec"]["podSets"]] == [
+        ("coordinator", 1),
+        ("node", 2),
+    ]
+    node = base["spec"]["podSets"][1]["template"]["spec"]
+    assert node["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "8"}
+    assert "volumes" not in node
+    assert [kueue.priority_class(job, number) for number in (None, 3)] == ["high", "low"]
+    (further,) = kueue.workload(job, 3, 1)["spec"]["podSets"]
+    assert (further["name"], further["count"]) == ("node", 1)
+
+
+def test_pods_go_where_their_quota_is() -> None:
+    made = {
+        "status": {
+            "admission": {
+                "podSetAssignments": [
+                    {"name": "node", "flavors": {"cpu": "spot", "memory": "spot"}},
+                    {"name": "coordinator", "flavors": {"cpu": "cheap"}},
+                ]
+            },
+            "admissionChecks": [
+                {
+                    "podSetUpdates": [
+                        {"name": "node", "annotations": {"provisioned": "7"}, "labels": {"a": "b"}}
+                    ]
+                }
+            ],
+        }
+    }
+    assert kueue.flavors_of(made, "node") == ["spot"]
+    spot = {"spec": {"nodeLabels": {"tier": "spot"}, "tolerations": [{"key": "spot", "operator": "Exists"}]}}
+    at = kueue.where(made, [spot], "node")
+    placed = kueue.placed(agent_pod(queued(), 2), at, "llm-plus-1")
+    assert placed["spec"]["nodeSelector"] == {"tier": "spot"}
+    assert {"key": "spot", "operator": "Exists"} in placed["spec"]["tolerations"]
+    assert placed["metadata"]["labels"][LABEL_WORKLOAD] == "llm-plus-1"
+    assert placed["metadata"]["labels"]["holdfast.dev/job"] == "llm"
+    assert placed["metadata"]["annotations"]["provisioned"] == "7"
+    assert "nodeSelector" not in kueue.placed(agent_pod(queued(), 2), Where(), "llm-base")["spec"]
+
+
+def test_giving_back_keeps_what_is_not_ours() -> None:
+    old = "2026-01-01T00:00:00Z"
+    conditions = [
+        {
+            "type": "Evicted",
+            "status": "True",
+            "reason": "Preempted",
+            "message": "m",
+            "lastTransitionTime": old,
+        },
+        {"type": "QuotaReserved", "status": "True", "reason": "R", "message": "", "lastTransitionTime": old},
+    ]
+    made = {
+        "metadata": {"resourceVersion": "7", "generation": 3},
+        "spec": {"active": False},
+        "status": {"conditions": conditions},
+    }
+    patch = kueue.released(made, NOW_S)
+    assert patch["metadata"] == {"resourceVersion": "7"}
+    assert patch["status"]["admission"] is None
+    told = {one["type"]: one for one in patch["status"]["conditions"]}
+    assert told["Evicted"] == conditions[0]
+    assert (told["QuotaReserved"]["status"], told["Admitted"]["status"]) == ("False", "False")
+    assert told["Requeued"]["status"] == "False", "a person has stopped it"
+
+
+# ------------------------------------------------------------ over HTTP
+
+
+async def kueue_says(fake: LiveApi, name: str, *conditions: tuple[str, str, str], **status: Any) -> None:
+    path = f"{WORKLOADS}/{name}"
+    made = fake.objects[path]
+    told = [
+        {"type": type_, "status": value, "reason": reason, "message": "", "lastTransitionTime": "t"}
+        for type_, value, reason in conditions
+    ]
+    made["status"] = {**made.get("status", {}), **status, "conditions": told}
+    await fake.put(path, made)
+
+
+ADMITTED = (("QuotaReserved", "True", "QuotaReserved"), ("Admitted", "True", "Admitted"))
+ASSIGNED = {"admission": {"podSetAssignments": [{"name": "node", "flavors": {"cpu": "spot"}}]}}
+FLAVOR = "/apis/kueue.x-k8s.io/v1beta2/resourceflavors/spot"
+
+
+def test_the_operator_asks_kueue_and_makes_pods_where_it_says() -> None:
+    async def scene(fake: LiveApi, restart: Any) -> None:
+        flavor = {"metadata": {"name": "spot"}, "spec": {"nodeLabels": {"tier": "spot"}}}
+        fake.objects[FLAVOR] = flavor
+        await fake.until(lambda: f"{WORKLOADS}/llm-base" in fake.objects)
+        await fake.until(lambda: fake.objects[JOB].get("status", {}).get("state") == "Queued")
+        assert not fake.named("pods")
+        assert fake.objects[f"{WORKLOADS}/llm-base"]["metadata"]["ownerReferences"][0] == owner(queued())
+        await restart()
+        await kueue_says(fake, "llm-base", *ADMITTED, **ASSIGNED)
+        await fake.until(lambda: fake.named("pods") == {"llm-c1", "llm-n0", "llm-n1"})
+        assert fake.objects[f"{PODS}/llm-n0"]["spec"]["nodeSelector"] == {"tier": "spot"}
+        await fake.until(lambda: f"{WORKLOADS}/llm-plus-1" in fake.objects)
+        await kueue_says(fake, "llm-plus-1", *ADMITTED)
+        await fake.until(lambda: "llm-n2" in fake.named("pods"))
+        assert fake.objects[f"{PODS}/llm-n2"]["metadata"]["labels"][LABEL_WORKLOAD] == "llm-plus-1"
+        # Nothing was trained, so nothing is to be saved.
+        await kueue_says(fake, "llm-base", *ADMITTED, ("Evicted", "True", "Preempted"), **ASSIGNED)
+        await fake.until(lambda: not fake.named("pods"))
+
+        def given_back() -> bool:
+            status = fake.objects[f"{WORKLOADS}/llm-base"]["status"]
+            holds = {one["type"]: one["status"] for one in status["conditions"]}
+            return status["admission"] is None and holds["QuotaReserved"] == "False"
+
+        await fake.until(given_back)
+        await fake.until(lambda: fake.named("workloads") == {"llm-base"})
+        await kueue_says(fake, "llm-base", *ADMITTED, **ASSIGNED)
+        await fake.until(lambda: "llm-c2" in fake.named("pods"))
+        assert fake.objects[JOB]["status"]["run"] == 2
+
+    operated(scene, spec__minNodes=1, metadata__labels={LABEL_QUEUE: "team-a"})
