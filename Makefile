@@ -13,8 +13,10 @@ $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("Holdfast needs Python 3.11 or newer; set PYTHON=...") if sys.version_info < (3, 11) else 0'
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 	  echo "Python's venv is not whole here; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train,plot,object,export,data,gpu,postgres,recipes,transformers,lightning,tensorboard,kubernetes,docs,dev]'
+	@echo "PyTorch: it may be a download of some gigabytes"
+	$(BIN)/python -m pip install --disable-pip-version-check torch==2.13.0
+	@echo "Holdfast, and what its tests and documents need"
+	$(BIN)/python -m pip install --disable-pip-version-check -e '.[train,plot,object,export,data,gpu,postgres,recipes,transformers,lightning,tensorboard,kubernetes,docs,dev]'
 	touch $(STAMP)
 
 demo: setup

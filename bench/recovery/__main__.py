@@ -33,7 +33,7 @@ VARIANTS = {
     "trainer": (TRAINER_PLAN,),
 }
 """What differs in the parts of each table: more replicas, a larger state at the usual number of replicas, shards."""
-SIZES = ("100m", "10m", "tiny")
+SIZES = ("100m", "10m", "tiny", "moe")
 """Of the sharded model, as `sharded.WIDTHS` has them; the launching side does not import torch."""
 
 
@@ -60,7 +60,10 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "Trainer, 2 ranks; both without the comparison of steps",
     )
     parser.add_argument(
-        "--size", choices=list(SIZES), default="100m", help="parameters of the sharded model (default: 100m)"
+        "--size",
+        choices=list(SIZES),
+        default="100m",
+        help="parameters of the sharded model (default: 100m); moe: 10 million, in experts on both shards",
     )
     parser.add_argument(
         "--blocks", type=int, default=20, help="pairs of blocks of steps that compare step times; 0: none"

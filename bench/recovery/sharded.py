@@ -2,7 +2,8 @@
 
 A multi-layer perceptron under FSDP2: the hidden layers are sharded one by one, parameters and gradients travel in
 bfloat16, parameters and AdamW's moments are kept in float32. Built on the meta device, so that a worker that receives
-its state computes no initial values of the whole model.
+its state computes no initial values of the whole model. The size "moe" is a mixture of experts instead, see `mixture`, in
+float32: gloo sends no tokens in bfloat16.
 
 Imported by workers of every system, inside each peer's own environment: torch and the standard library only.
 """
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from bench.recovery import mixture
 from bench.recovery.model import CLASSES, HIDDEN_LAYERS, INPUTS, LEARNING_RATE
 
 WIDTHS = {"100m": 5504, "10m": 1536, "tiny": 64}
@@ -42,20 +44,26 @@ class Network(nn.Module):
         return inputs
 
 
-def build(size: str) -> Network:
+Model = Network | mixture.Mixture
+
+
+def build(size: str) -> Model:
     """The model on the meta device."""
     with torch.device("meta"):
-        return Network(WIDTHS[size])
+        return mixture.Mixture() if size == "moe" else Network(WIDTHS[size])
 
 
-def shard(model: Network, mesh: DeviceMesh) -> None:
-    """Place the parameters over `mesh`: (shard), or (replicate, shard) for HSDP."""
+def shard(model: Model, mesh: DeviceMesh) -> None:
+    """Place the parameters over `mesh`: (replicate, shard) for HSDP and for a mixture, else (shard)."""
+    if isinstance(model, mixture.Mixture):
+        mixture.shard(model, mesh)
+        return
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=PRECISION, reshard_after_forward=False)
     fully_shard(model, mesh=mesh, mp_policy=PRECISION, reshard_after_forward=False)
 
 
-def materialize(model: Network, shard_rank: int) -> None:
+def materialize(model: Model, shard_rank: int) -> None:
     """Give a sharded model memory and its first values: the same for one shard in every replica."""
     model.to_empty(device="cpu")
     generator = torch.Generator().manual_seed(shard_rank)

@@ -34,7 +34,7 @@ def main(run: hf.Run) -> None:
     job.prepare_process()
     mesh = run.mesh(shard=settings.shards)
     network = sharded.build(settings.size)
-    sharded.shard(network, mesh["shard"])
+    sharded.shard(network, mesh if settings.size == "moe" else mesh["shard"])
     sharded.materialize(network, mesh["shard"].get_local_rank())
     run.replicate(network)
     optimizer = sharded.build_optimizer(network)

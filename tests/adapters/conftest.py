@@ -3,10 +3,10 @@ from harness import end_leftovers, end_started
 from table import tag
 
 
+@pytest.hookimpl(tryfirst=True)  # before -k and -m take tests away
 def pytest_collection_modifyitems(items):
     """What a test shows goes into the results that pytest writes, for `table.py`."""
-    for item in items:
-        tag(item)
+    tag(items)
 
 
 @pytest.fixture(autouse=True)

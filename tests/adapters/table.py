@@ -3,7 +3,8 @@
 table.py RESULT.xml... [--write PAGE]
 
 A test says what it shows by two marks: `framework("transformers")` and `capability("kill")`. `tests/adapters/conftest.py`
-puts them, with the installed version, into pytest's results. Several environments have a file each.
+puts them, with the installed version and the number of tests that show the same, into pytest's results. Several files may
+be of one environment: a test that failed in one of them has failed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -21,6 +23,8 @@ from xml.etree import ElementTree
 PROPERTY = "adapter"
 CAPABILITIES = ("level 1", "level 2", "kill", "resize", "sharded")
 BEGIN, END = "<!-- table begin -->", "<!-- table end -->"
+NOTHING = {("deepspeed", "level 2"), ("ray", "level 2")}
+"""Holdfast has no adapter for it, so there is nothing to test."""
 WORST_FIRST = ("failed", "not run", "passed", "refused")
 """A cell says the worst of its tests: one that was left out is no success of the others."""
 
@@ -34,30 +38,47 @@ class Shown:
     capability: str
     outcome: str
     """passed, refused (with a sentence, as it should be), failed or not run."""
+    test: str
+    """Its name; two results of one test are not two tests."""
+    of: int
+    """So many tests of this cell were there, whether they were chosen (`-k`, `-m`) or not."""
 
 
-def shown_as(framework: str, version: str, capability: str, refused: bool) -> str:
+def shown_as(framework: str, version: str, capability: str, refused: bool, of: int) -> str:
     """The property of a test, which `read` reads."""
     if capability not in CAPABILITIES:
         raise ValueError(f"no capability is called {capability!r}; there are: {', '.join(CAPABILITIES)}")
-    return "|".join((framework, version, capability, "refused" if refused else "passed"))
+    return "|".join((framework, version, capability, "refused" if refused else "passed", str(of)))
 
 
-def tag(item: Any) -> None:
-    """Puts what a collected test shows into its results."""
-    framework = item.get_closest_marker("framework")
-    for mark in item.iter_markers("capability") if framework else ():
-        (name,) = framework.args
-        for capability in mark.args:
-            text = shown_as(name, _version(name), capability, mark.kwargs.get("refused", False))
+def tag(items: Sequence[Any]) -> None:
+    """Puts what each collected test shows into its results. Call it before any of them is left out."""
+    # A test that was left out leaves no result. Without the number of all of them, the cheapest test of a cell
+    # would say "passed" for those that nobody ran.
+    shows = [(item, *one) for item in items for one in _shows(item)]
+    of = Counter((name, capability) for _, name, capability, _ in shows)
+    for item, name, capability, refused in shows:
+        version = _version(name)
+        if version is not None:  # else its tests say nothing of any version
+            text = shown_as(name, version, capability, refused, of[name, capability])
             item.user_properties.append((PROPERTY, text))
 
 
-def _version(distribution: str) -> str:
+def _shows(item: Any) -> list[tuple[str, str, bool]]:
+    """By a test's marks: the framework, the capability, and whether that is refused."""
+    framework = item.get_closest_marker("framework")
+    return [
+        (framework.args[0], capability, mark.kwargs.get("refused", False))
+        for mark in (item.iter_markers("capability") if framework else ())
+        for capability in mark.args
+    ]
+
+
+def _version(distribution: str) -> str | None:
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
-        return "not installed"
+        return None
 
 
 def read(files: Iterable[Path]) -> list[Shown]:
@@ -69,33 +90,50 @@ def read(files: Iterable[Path]) -> list[Shown]:
             for known in case.iterfind("properties/property"):
                 if known.get("name") != PROPERTY:
                     continue
-                framework, version, capability, success = str(known.get("value")).split("|")
+                framework, version, capability, success, of = str(known.get("value")).split("|")
                 outcome = (
                     "failed" if tags & {"failure", "error"} else "not run" if "skipped" in tags else success
                 )
                 found.append(
-                    Shown(framework=framework, version=version, capability=capability, outcome=outcome)
+                    Shown(
+                        framework=framework,
+                        version=version,
+                        capability=capability,
+                        outcome=outcome,
+                        test=f"{case.get('classname')}.{case.get('name')}",
+                        of=int(of),
+                    )
                 )
     return found
 
 
 def render(shown: Iterable[Shown]) -> str:
-    """A Markdown table: a row for each framework and version. What no test says is "not run"."""
-    cells: dict[tuple[str, str], dict[str, str]] = {}
+    """A Markdown table: a row for each framework and version. What not all tests of a cell say is "not run"."""
+    found: dict[tuple[str, str], dict[str, list[Shown]]] = {}
     for one in shown:
-        row = cells.setdefault((one.framework, one.version), {})
-        before = row.get(one.capability, WORST_FIRST[-1])
-        row[one.capability] = min(before, one.outcome, key=WORST_FIRST.index)
+        row = found.setdefault((one.framework, one.version), {})
+        row.setdefault(one.capability, []).append(one)
     lines = [
         f"| framework | version | {' | '.join(CAPABILITIES)} |",
         "|---" * (2 + len(CAPABILITIES)) + "|",
     ]
     for (framework, version), row in sorted(
-        cells.items(), key=lambda item: (item[0][0], _numbers(item[0][1]))
+        found.items(), key=lambda item: (item[0][0], _numbers(item[0][1]))
     ):
-        found = [row.get(capability, "not run") for capability in CAPABILITIES]
-        lines.append(f"| {framework} | {version} | {' | '.join(found)} |")
+        cells = [
+            "none" if (framework, capability) in NOTHING else _cell(row.get(capability, []))
+            for capability in CAPABILITIES
+        ]
+        lines.append(f"| {framework} | {version} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _cell(shown: Sequence[Shown]) -> str:
+    """The worst of its tests; a success only if none of them was left out."""
+    worst = min((one.outcome for one in shown), key=WORST_FIRST.index, default="not run")
+    tests = {one.test for one in shown}
+    some_left_out = any(len(tests) < one.of for one in shown)
+    return min(worst, "not run" if some_left_out else worst, key=WORST_FIRST.index)
 
 
 def _numbers(version: str) -> list[int]:

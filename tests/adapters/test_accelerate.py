@@ -13,7 +13,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DataLoaderConfiguration
-from ends import by_itself, ends
+from ends import LIMIT_S, by_itself, ends
 from harness import run
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
@@ -25,7 +25,7 @@ SCRIPT = Path(__file__).parent / "train_accelerate.py"
 STEPS = 18
 """Of train_accelerate.py: 96 samples, 16 of them in a step, 3 times."""
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.framework("accelerate")]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.framework("accelerate")]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def undisturbed(tmp_path_factory) -> dict:
 
 def in_a_job(home: Path, *options: object, nodes: str = "2") -> list[dict]:
     """By two workers."""
-    ran = run(home, "--nnodes", nodes, *options, SCRIPT, home / "out", 2, timeout=250)
+    ran = run(home, "--nnodes", nodes, *options, SCRIPT, home / "out", 2, timeout=LIMIT_S)
     assert ran.code == 0, ran.output
     return sorted(ends(home / "out"), key=lambda end: -len(end["committed"]))
 
@@ -151,7 +151,7 @@ def test_accelerates_own_fsdp_by_the_environment():
     code = "from holdfast.accelerate import Accelerator; Accelerator()"
     env = dict(os.environ, ACCELERATE_USE_FSDP="true")
     ran = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
     assert ran.returncode == 1
     assert "without `accelerate launch`" in ran.stderr
@@ -174,6 +174,55 @@ def test_an_update_of_the_scripts_own_is_found(accelerator):
                     accelerator.backward(model(batch).mean())
                 optimizer.step()
                 step.apply(optimizer)
+
+
+class Handle(torch.nn.Linear):
+    """Holds something which cannot be copied."""
+
+    def __deepcopy__(self, memo):
+        raise TypeError("cannot be copied")
+
+
+def train(accelerator, model, optimizer) -> None:
+    loader = DataLoader(torch.ones(4, 2), batch_size=2, shuffle=True)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for step in accelerator.steps(loader, until=1):
+        with step:
+            for batch in step:
+                accelerator.backward(model(batch).mean())
+            step.apply(optimizer)
+
+
+def test_a_model_that_cannot_be_copied_trains_as_any_other(accelerator):
+    model = Handle(2, 1)
+    before = model.weight.detach().clone()
+    train(accelerator, model, torch.optim.SGD(model.parameters(), 0.1))
+    assert not torch.equal(model.weight, before)
+
+
+def annealed(parameters) -> torch.optim.Optimizer:
+    """It holds a closure, which would have to be saved."""
+    optimizer = torch.optim.SGD(parameters, 0.1)
+    optimizer.param_groups[0]["anneal"] = lambda rate: rate / 2
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "what"),
+    [
+        (torch.nn.Linear, torch.optim.LBFGS, r"LBFGS\.step wants a closure"),
+        (torch.nn.Linear, annealed, r"optimizer.*param_groups\.0\.anneal"),
+        (
+            lambda size, out: torch.nn.LazyLinear(out),
+            lambda given: torch.optim.SGD(given, 0.1),
+            "has no shape",
+        ),
+    ],
+)
+def test_what_cannot_be_protected_is_refused_before_a_step(accelerator, model, optimizer, what):
+    made = model(2, 1)
+    with pytest.raises(UsageError, match=what):
+        train(accelerator, made, optimizer(made.parameters()))
 
 
 def test_what_is_registered_belongs_to_the_state(accelerator):

@@ -12,8 +12,8 @@ from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 from accelerate.utils import DistributedType
 from ends import ends
-from harness import run
-from killed import killed_and_gone_on, train
+from gate import KILLED_AT
+from killed import killed_and_gone_on, train, two_ranks
 from torch.utils.data import DataLoader
 
 from holdfast.adapters import world
@@ -25,7 +25,7 @@ from holdfast.errors import UsageError
 SCRIPT = Path(__file__).parent / "train_accelerate_snapshots.py"
 STEPS = 24
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.framework("accelerate")]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.framework("accelerate")]
 
 
 @pytest.fixture(autouse=True)
@@ -67,18 +67,11 @@ def test_a_killed_training_goes_on(tmp_path, undisturbed, step, seedable):
 
 @pytest.mark.nightly
 @pytest.mark.capability("level 1")
-def test_ranks_of_ddp_go_on_together(tmp_path):
-    folders = [tmp_path / "undisturbed", tmp_path / "killed"]
-    for folder, options in zip(folders, ([], ["--fault", "kill-worker:rank=1,step=5"]), strict=True):
-        folder.mkdir()
-        ran = run(folder, "--nnodes", 2, *options, SCRIPT, folder, timeout=250)
-        assert ran.code == 0, ran.output
-        assert len(ran.report["incidents"]) == bool(options)
-    undisturbed, killed = map(ends, folders)
+def test_ranks_of_ddp_go_on_together(tmp_path, monkeypatch):
+    undisturbed, killed, _ = two_ranks(tmp_path, monkeypatch, SCRIPT)
     (resumed,) = {end["resumed"] for end in killed}
-    assert 0 < resumed <= 5
+    assert 0 < resumed < KILLED_AT
     assert killed == [{**end, "resumed": resumed} for end in undisturbed]
-    assert len(undisturbed) == 2
 
 
 @pytest.fixture

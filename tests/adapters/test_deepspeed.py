@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 from ends import ends
-from harness import run
-from killed import killed_and_gone_on, train
+from gate import KILLED_AT
+from killed import killed_and_gone_on, train, two_ranks
 
 from holdfast.adapters.versions import DEEPSPEED
 from holdfast.errors import UsageError
@@ -30,7 +30,7 @@ from holdfast.adapters.deepspeed.snapshots import Snapshots
 SCRIPT = Path(__file__).parent / "train_deepspeed.py"
 STEPS = 12
 
-pytestmark = [pytest.mark.timeout(500), pytest.mark.framework("deepspeed")]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.framework("deepspeed")]
 
 
 @pytest.mark.nightly
@@ -45,20 +45,13 @@ def test_a_killed_training_goes_on(tmp_path, stage):
 
 
 @pytest.mark.nightly
-@pytest.mark.capability("level 1", "sharded")
+@pytest.mark.capability("level 1", "sharded", "kill")
 @pytest.mark.parametrize("stage", [2])
-def test_partitions_of_ranks_go_on_together(tmp_path, stage):
-    folders = [tmp_path / "undisturbed", tmp_path / "killed"]
-    for folder, options in zip(folders, ([], ["--fault", "kill-worker:rank=1,step=5"]), strict=True):
-        folder.mkdir()
-        ran = run(folder, "--nnodes", 2, *options, SCRIPT, folder, 0, stage, timeout=240)
-        assert ran.code == 0, ran.output
-        assert len(ran.report["incidents"]) == bool(options)
-    undisturbed, killed = map(ends, folders)
+def test_partitions_of_ranks_go_on_together(tmp_path, monkeypatch, stage):
+    undisturbed, killed, _ = two_ranks(tmp_path, monkeypatch, SCRIPT, 0, stage)
     (began,) = {end["began"] for end in killed}
-    assert 0 < began <= 5
+    assert 0 < began < KILLED_AT
     assert killed == [{**end, "began": began} for end in undisturbed]
-    assert len(undisturbed) == 2
 
 
 def engine(**more):
@@ -78,6 +71,19 @@ def engine(**more):
 def test_what_is_not_all_in_an_engines_files_is_refused(more, what):
     with pytest.raises(UsageError, match=f"{what}.*engine.save_checkpoint"):
         Snapshots(engine(**more), every=1)
+
+
+@pytest.mark.capability("resize", refused=True)
+def test_a_snapshot_of_another_number_of_ranks_is_refused(monkeypatch):
+    snapshots = Snapshots(engine(world_size=2), every=1)
+
+    def load(state, own):
+        state["ranks"].load_state_dict(1)
+        return 5
+
+    monkeypatch.setattr(snapshots._saver, "load", load)
+    with pytest.raises(UsageError, match="of step 5 is of 1 ranks, and here are 2"):
+        snapshots.newest()
 
 
 def test_a_version_that_is_not_supported_is_refused():

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from accelerate.state import AcceleratorState, PartialState
-from ends import by_itself, ends
+from ends import LIMIT_S, by_itself, ends
 from harness import run
 from torch.utils.data import DataLoader, Dataset
 
@@ -24,7 +24,7 @@ import lightning  # isort: skip
 from lightning.pytorch.plugins import MixedPrecision  # isort: skip
 
 pytestmark = [
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(900),
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
     # Its scheduler steps with a skipped first step, also without Holdfast.
@@ -67,7 +67,7 @@ def test_a_kill_beside_skipped_steps(tmp_path, framework):
     assert alone["skipped"] == SKIPPED
     (tmp_path / "out").mkdir()
     fault = ("--spares", 1, "--fault", "kill-worker:rank=0,step=8")
-    ran = run(tmp_path, "--nnodes", 2, *fault, *arguments(framework, tmp_path / "out", 2), timeout=250)
+    ran = run(tmp_path, "--nnodes", 2, *fault, *arguments(framework, tmp_path / "out", 2), timeout=LIMIT_S)
     assert ran.code == 0, ran.output
     ended = ends(tmp_path / "out")
     assert [common(end) for end in ended] == 2 * [common(alone)]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ends import by_itself, ends
+from ends import LIMIT_S, by_itself, ends
 from harness import run
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
@@ -24,7 +24,7 @@ SCRIPT = Path(__file__).parent / "train_lightning.py"
 STEPS = 18
 
 pytestmark = [
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(900),
     pytest.mark.framework("lightning"),
     # Lightning's own, of this version of torch and of a machine without a GPU.
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
@@ -39,7 +39,7 @@ def alone(folder: Path, *options: str) -> dict:
 
 def in_a_job(home: Path, *options: object, nodes: str = "2", script: tuple[str, ...] = ()) -> list[dict]:
     (home / "out").mkdir()
-    ran = run(home, "--nnodes", nodes, *options, SCRIPT, home / "out", 2, *script, timeout=250)
+    ran = run(home, "--nnodes", nodes, *options, SCRIPT, home / "out", 2, *script, timeout=LIMIT_S)
     assert ran.code == 0, ran.output
     return ends(home / "out")
 
@@ -177,6 +177,29 @@ class TwoOptimizers(Line):
         return [torch.optim.SGD(self.parameters(), 0.1), torch.optim.SGD(self.parameters(), 0.1)]
 
 
+class Searching(Line):
+    """With an optimizer that evaluates the loss by itself."""
+
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters())
+
+
+class Annealing(Line):
+    """With an optimizer that holds a closure, which would have to be saved."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        optimizer.param_groups[0]["anneal"] = lambda rate: rate / 2
+        return optimizer
+
+
+class Handle(torch.nn.Linear):
+    """Holds something which cannot be copied."""
+
+    def __deepcopy__(self, memo):
+        raise TypeError("cannot be copied")
+
+
 class Plateau(Line):
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), 0.1)
@@ -205,6 +228,8 @@ def fit(folder, module, data, sampler=None, **options):
         (OwnStep, Four, {}, "optimizer_step"),
         (Later, Four, {}, "has no shape"),
         (TwoOptimizers, Four, {}, "2 optimizers"),
+        (Searching, Four, {}, r"LBFGS\.step wants a closure"),
+        (Annealing, Four, {}, r"optimizer.*param_groups\.0\.anneal"),
         (Plateau, Four, {}, "ReduceLROnPlateau"),
         (Line, Four, {"max_steps": -1, "max_epochs": -1}, "an end"),
         (
@@ -222,6 +247,12 @@ def fit(folder, module, data, sampler=None, **options):
 def test_what_cannot_work_is_refused_before_a_step(tmp_path, module, data, options, what):
     with pytest.raises(UsageError, match=what):
         fit(tmp_path, module(), data(), **options)
+
+
+def test_a_model_that_cannot_be_copied_trains_as_any_other(tmp_path):
+    module = Line()
+    module.line = Handle(2, 1)
+    assert fit(tmp_path, module, Four()).global_step == 1
 
 
 def test_a_sampler_of_the_scripts_own_is_refused(tmp_path):

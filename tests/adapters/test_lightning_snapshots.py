@@ -10,8 +10,8 @@ import lightning
 import pytest
 import torch
 from ends import ends
-from harness import run
-from killed import killed_and_gone_on, train
+from gate import KILLED_AT
+from killed import killed_and_gone_on, train, two_ranks
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
@@ -26,7 +26,7 @@ SCRIPT = Path(__file__).parent / "train_lightning_snapshots.py"
 STEPS = 24
 
 pytestmark = [
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(900),
     pytest.mark.framework("lightning"),
     # Lightning's own, of this version of torch and of a machine without a GPU.
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
@@ -61,19 +61,12 @@ def test_a_killed_training_goes_on(tmp_path, undisturbed, step):
 
 @pytest.mark.nightly
 @pytest.mark.capability("level 1")
-def test_ranks_of_ddp_go_on_together(tmp_path):
-    folders = [tmp_path / "undisturbed", tmp_path / "killed"]
-    for folder, options in zip(folders, ([], ["--fault", "kill-worker:rank=1,step=5"]), strict=True):
-        folder.mkdir()
-        ran = run(folder, "--nnodes", 2, *options, SCRIPT, folder, timeout=250)
-        assert ran.code == 0, ran.output
-        assert len(ran.report["incidents"]) == bool(options)
-        assert ran.output.count("batches of the epoch that were trained") == bool(options)
-    undisturbed, killed = map(ends, folders)
+def test_ranks_of_ddp_go_on_together(tmp_path, monkeypatch):
+    undisturbed, killed, output = two_ranks(tmp_path, monkeypatch, SCRIPT)
+    assert output.count("batches of the epoch that were trained") == 1
     (began,) = {end["began"] for end in killed}
-    assert 0 < began <= 5
+    assert 0 < began < KILLED_AT
     assert killed == [{**end, "began": began} for end in undisturbed]
-    assert len(undisturbed) == 2
 
 
 class Module(lightning.LightningModule):

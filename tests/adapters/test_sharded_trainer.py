@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from ends import by_itself, ends
+from ends import LIMIT_S, by_itself, ends
 from harness import Ran, run, shared
 from transformers import TrainingArguments
 from transformers.distributed import DistributedConfig
@@ -17,7 +17,7 @@ from holdfast.errors import UsageError
 SCRIPT = Path(__file__).parent / "train_sharded_trainer.py"
 STEPS = 18
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.framework("transformers")]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.framework("transformers")]
 DEALT = hasattr(DistributedConfig, "efsdp_size")
 """Whether this version deals experts over workers with samples of their own: from 5.21 on or later."""
 KINDS = {"dense": (), "experts": ("--experts", 4)}
@@ -28,7 +28,7 @@ EXPERTS = pytest.param(
 
 def in_a_job(home: Path, kind: str, *options: object) -> Ran:
     """By replicas of two workers."""
-    ran = run(home, *options, SCRIPT, home / "out", 2, *KINDS[kind], timeout=250)
+    ran = run(home, *options, SCRIPT, home / "out", 2, *KINDS[kind], timeout=LIMIT_S)
     assert ran.code == 0, ran.output
     return ran
 

@@ -30,7 +30,7 @@ with warnings.catch_warnings():
 SCRIPT = Path(__file__).parent / "train_torchtitan.py"
 STEPS = 10
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.framework("torchtitan")]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.framework("torchtitan")]
 
 
 @pytest.mark.nightly

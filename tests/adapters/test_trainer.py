@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from ends import by_itself, ends
-from harness import run
+from ends import LIMIT_S, by_itself, ends
+from harness import Ran, run
+from killed import killed_and_gone_on, train
+
+from holdfast.adapters.huggingface.progress import Progress
 
 SCRIPT = Path(__file__).parent / "train_trainer.py"
+TRL = SCRIPT.with_name("train_trl.py")
 STEPS = 18
 """Of train_trainer.py: 96 samples, 16 of them in a step, 3 times."""
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.framework("transformers")]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.framework("transformers")]
 
 
 def alone(folder: Path, *options: str) -> dict:
@@ -23,7 +28,7 @@ def alone(folder: Path, *options: str) -> dict:
 
 def in_a_job(home: Path, *options: object, nodes: str = "2", script: tuple[str, ...] = ()) -> list[dict]:
     """By two workers."""
-    ran = run(home, "--nnodes", nodes, *options, SCRIPT, home / "out", *script, timeout=250)
+    ran = run(home, "--nnodes", nodes, *options, SCRIPT, home / "out", *script, timeout=LIMIT_S)
     assert ran.code == 0, ran.output
     return ends(home / "out")
 
@@ -136,24 +141,66 @@ def test_trl_with_an_adapter_of_peft(tmp_path, kind):
     """make adapters-test installs TRL and PEFT."""
     pytest.importorskip("trl")
     pytest.importorskip("peft")
-    script = SCRIPT.with_name("train_trl.py")
-    wanted = by_itself(tmp_path / "alone", script, kind, tmp_path / "alone", 4)
-    fault = "kill-worker:rank=1,step=3"
-    ran = run(
-        tmp_path,
-        "--nnodes",
-        2,
-        "--spares",
-        1,
-        "--fault",
-        fault,
-        script,
-        kind,
-        tmp_path / "out",
-        2,
-        timeout=250,
-    )
-    assert ran.code == 0, ran.output
+    wanted = by_itself(tmp_path / "alone", TRL, tmp_path / "alone", "level-2", kind, 4)
+    ran = trl_job(tmp_path, "--nnodes", 2, "--spares", 1, "--fault", "kill-worker:rank=1,step=3", kind=kind)
     assert ends(tmp_path / "out") == 2 * [wanted]
     # What is trained and Adam's two moments of it: neither the base under an adapter nor a reference model.
     assert ran.fields("snapshot")[-1]["nbytes"] < 3 * wanted["trained_bytes"] + 1000
+
+
+@pytest.mark.nightly
+@pytest.mark.framework("trl")
+@pytest.mark.capability("resize")
+def test_a_job_of_trl_that_gets_smaller(tmp_path):
+    pytest.importorskip("trl")
+    pytest.importorskip("peft")
+    wanted = by_itself(tmp_path / "alone", TRL, tmp_path / "alone", "level-2", "sft", 4)
+    trl_job(tmp_path, "--nnodes", "1:2", "--fault", "kill-node:node=1,step=3", kind="sft")
+    assert ends(tmp_path / "out") == [wanted]
+
+
+@pytest.mark.nightly
+@pytest.mark.framework("trl")
+@pytest.mark.capability("level 1")
+def test_trl_goes_on_from_a_snapshot(tmp_path):
+    pytest.importorskip("trl")
+    pytest.importorskip("peft")
+    assert train(TRL, tmp_path / "alone", 0, "sft", 4) == 0
+    (wanted,) = ends(tmp_path / "alone")
+    (again,) = killed_and_gone_on(TRL, tmp_path / "killed", 5, "sft", 4)
+    # The mean of the loss is over the steps of this process, also with a checkpoint of the Trainer's own.
+    assert {**again, "loss": wanted["loss"]} == wanted
+
+
+def trl_job(home: Path, *options: object, kind: str) -> Ran:
+    ran = run(home, *options, TRL, home / "out", "level-2", kind, 2, timeout=LIMIT_S)
+    assert ran.code == 0, ran.output
+    return ran
+
+
+def test_what_a_worker_logs_of_its_own_samples_is_no_part_of_the_state():
+    """Else replicas would differ that are equal, and the copies of a snapshot with them (TRL logs its rewards so)."""
+    logs = {
+        "loss": 0.5,
+        "grad_norm": 1.0,
+        "learning_rate": 1e-4,
+        "epoch": 0.5,
+        "rewards/chosen": 0.1,
+        "step": 4,
+    }
+    evaluated = {"eval_loss": 0.4, "eval_runtime": 1.5, "eval_samples_per_second": 9.0, "step": 4}
+    state = SimpleNamespace(
+        epoch=0.5, global_step=4, best_metric=None, best_global_step=0, log_history=[logs, evaluated]
+    )
+    trainer = SimpleNamespace(
+        state=state,
+        _tr_loss=0.0,
+        _total_loss_scalar=0.0,
+        _globalstep_last_logged=4,
+        control=None,
+        callback_handler=SimpleNamespace(callbacks=[]),
+    )
+    assert Progress(trainer).state_dict()["history"] == [
+        {"loss": 0.5, "grad_norm": 1.0, "learning_rate": 1e-4, "epoch": 0.5, "step": 4},
+        {"eval_loss": 0.4, "step": 4},
+    ]

@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 import transformers
 from ends import ends
-from harness import run
-from killed import killed_and_gone_on, train
+from killed import killed_and_gone_on, train, two_ranks
 
 from holdfast.adapters import world
 from holdfast.adapters.huggingface.snapshots import Snapshots
@@ -19,7 +18,7 @@ from holdfast.errors import UsageError
 SCRIPT = Path(__file__).parent / "train_snapshots.py"
 STEPS = 18
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.framework("transformers")]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.framework("transformers")]
 
 
 @pytest.fixture(scope="module")
@@ -41,16 +40,9 @@ def test_a_killed_training_goes_on(tmp_path, undisturbed, step):
 
 @pytest.mark.nightly
 @pytest.mark.capability("level 1")
-def test_ranks_of_ddp_go_on_together(tmp_path):
-    folders = [tmp_path / "undisturbed", tmp_path / "killed"]
-    for folder, options in zip(folders, ([], ["--fault", "kill-worker:rank=1,step=5"]), strict=True):
-        folder.mkdir()
-        ran = run(folder, "--nnodes", 2, *options, SCRIPT, folder, timeout=250)
-        assert ran.code == 0, ran.output
-        assert len(ran.report["incidents"]) == bool(options)
-    undisturbed = ends(folders[0])
-    assert len(undisturbed) == 2
-    assert ends(folders[1]) == [{**end, "resumed": True} for end in undisturbed]
+def test_ranks_of_ddp_go_on_together(tmp_path, monkeypatch):
+    undisturbed, killed, _ = two_ranks(tmp_path, monkeypatch, SCRIPT)
+    assert killed == [{**end, "resumed": True} for end in undisturbed]
 
 
 @pytest.mark.parametrize("how", ["is_deepspeed_enabled", "is_fsdp_enabled"])

@@ -5,6 +5,7 @@ import os
 import sys
 from pathlib import Path
 
+import gate
 import torch
 import xxhash
 from accelerate import Accelerator
@@ -81,6 +82,7 @@ def main() -> None:
                     holdfast.checkpoint.flush()  # a snapshot is skipped while others are on their way
                 if step == DIE_AT > 0:
                     os._exit(9)
+                gate.wait(step, accelerator.process_index)
         model.eval()
         with torch.no_grad():
             seen.losses.append(sum(float((model(x).squeeze(-1) - y).square().sum()) for x, y in tests))

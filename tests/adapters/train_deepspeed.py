@@ -10,6 +10,7 @@ for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": 
     os.environ.setdefault(name, str(value))
 
 import deepspeed  # noqa: E402 - it asks the environment
+import gate  # noqa: E402
 import torch  # noqa: E402
 import xxhash  # noqa: E402
 
@@ -64,6 +65,7 @@ def main() -> None:
             holdfast.checkpoint.flush()  # a snapshot is skipped while others are on their way
         if engine.global_steps == DIE_AT > 0:
             os._exit(9)
+        gate.wait(engine.global_steps, engine.global_rank)
     digest = xxhash.xxh3_64()
     for parameter in engine.module.parameters():
         digest.update(parameter.detach().float().numpy().tobytes())

@@ -5,6 +5,7 @@ import os
 import sys
 from pathlib import Path
 
+import gate
 import lightning
 import torch
 import xxhash
@@ -68,6 +69,7 @@ class Dies(lightning.Callback):
             holdfast.checkpoint.flush()  # a snapshot is skipped while others are on their way
         if trainer.global_step == DIE_AT > 0:
             os._exit(9)
+        gate.wait(trainer.global_step, trainer.global_rank)
 
     def on_train_start(self, trainer, *more):
         self.began = trainer.global_step

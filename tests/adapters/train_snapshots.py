@@ -5,6 +5,7 @@ import os
 import sys
 from pathlib import Path
 
+import gate
 import torch
 import transformers
 import xxhash
@@ -39,8 +40,11 @@ class Net(torch.nn.Module):
 
 
 class Dies(transformers.TrainerCallback):
+    def on_step_begin(self, args, state, control, **more):
+        gate.wait(state.global_step, args.process_index)
+
     def on_step_end(self, args, state, control, **more):
-        if state.global_step == DIE_AT:
+        if state.global_step == DIE_AT > 0:
             holdfast.checkpoint.flush()
             os._exit(9)
 
@@ -64,7 +68,7 @@ def main() -> None:
         ),
         train_dataset=Sums(),
         eval_dataset=Sums(),
-        callbacks=[Dies()] if DIE_AT else [],
+        callbacks=[Dies()],
     )
     newest = Snapshots(trainer, every=2).newest()
     trainer.train(resume_from_checkpoint=newest)

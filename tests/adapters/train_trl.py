@@ -1,6 +1,7 @@
-"""TRL's SFTTrainer or DPOTrainer: train_trl.py sft|dpo|dpo-reference FOLDER ACCUMULATE
+"""TRL's SFTTrainer or DPOTrainer: train_trl.py FOLDER DIE_AT|level-2 sft|dpo|dpo-reference ACCUMULATE
 
-With a LoRA adapter of PEFT's; `dpo-reference` trains the whole model beside a reference model.
+With a LoRA adapter of PEFT's; `dpo-reference` trains the whole model beside a reference model. With a step to die at, or 0, it
+is a script of level 1.
 """
 
 import copy
@@ -9,18 +10,20 @@ import os
 import sys
 from pathlib import Path
 
-import holdfast.transformers
+FOLDER, LEVEL, KIND, ACCUMULATE = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
+DIE_AT = None if LEVEL == "level-2" else int(LEVEL)
+if DIE_AT is None:
+    import holdfast.transformers  # before TRL
 
-import torch  # isort: skip
-import transformers  # isort: skip
-import trl  # isort: skip
-import xxhash  # isort: skip
-from datasets import Dataset  # isort: skip
-from peft import LoraConfig  # isort: skip
-from tokenizers import Tokenizer, models, pre_tokenizers  # isort: skip
+import torch  # noqa: E402
+import transformers  # noqa: E402
+import trl  # noqa: E402
+import xxhash  # noqa: E402
+from datasets import Dataset  # noqa: E402
+from peft import LoraConfig  # noqa: E402
+from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 
 WORDS = 60
-KIND, FOLDER, ACCUMULATE = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 
 
 def tokenizer() -> transformers.PreTrainedTokenizerFast:
@@ -34,6 +37,29 @@ def tokenizer() -> transformers.PreTrainedTokenizerFast:
 
 def sequence(start: int, length: int) -> str:
     return " ".join(f"w{(start + i) % WORDS}" for i in range(length))
+
+
+class Dies(transformers.TrainerCallback):
+    def on_step_end(self, args, state, control, **more):
+        if state.global_step == DIE_AT:
+            from holdfast import checkpoint
+
+            checkpoint.flush()
+            os._exit(9)
+
+
+def adapted(kind: type) -> type:
+    """The class as a script of this level uses it."""
+    return holdfast.transformers.wrap(kind, reduction="exact") if DIE_AT is None else kind
+
+
+def train(trainer: transformers.Trainer) -> transformers.trainer_utils.TrainOutput:
+    if DIE_AT is None:
+        return trainer.train()
+    from holdfast.adapters.huggingface.snapshots import Snapshots
+
+    trainer.add_callback(Dies())
+    return trainer.train(resume_from_checkpoint=Snapshots(trainer, every=2).newest())
 
 
 def main() -> None:
@@ -63,7 +89,7 @@ def main() -> None:
         more = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")}
         fixed = lambda trainer: model.lm_head.weight  # noqa: E731
     before = model.lm_head.weight.detach().clone()
-    trainer = holdfast.transformers.wrap(kind, reduction="exact")(
+    trainer = adapted(kind)(
         model=model,
         args=config(
             output_dir=str(FOLDER),
@@ -81,7 +107,7 @@ def main() -> None:
         processing_class=tokenizer(),
         **more,
     )
-    out = trainer.train()
+    out = train(trainer)
     assert torch.equal(before, fixed(trainer))
     digest = xxhash.xxh3_64()
     for parameter in trainer.model.parameters():

@@ -21,6 +21,7 @@ from holdfast.protocol.frames import Codec, encode
 from holdfast.protocol.job import JobSpec, Resume
 from holdfast.protocol.job_options import Timing
 from holdfast.protocol.snapshots import Saving
+from holdfast.protocol.status_change import CHANGED, WHOLE, Status
 
 _codec: Codec[m.ToAgent] = Codec(m.ToAgent)
 FENCES = (m.Fence, m.Shutdown, m.KillWorker)
@@ -194,10 +195,16 @@ class Plane:
 
     async def watch(self) -> None:
         """Hears what everybody hears who watches."""
+        status = Status()
         async with self.session.ws_connect(f"{self.url}/watch") as watch:
             async for frame in watch:
                 said = msgspec.json.decode(frame.data)
-                await self.heard.add((said["kind"], said["value"]))
+                kind, value = said["kind"], said["value"]
+                if kind == WHOLE:
+                    value = status.whole(value)
+                elif kind == CHANGED:
+                    kind, value = WHOLE, status.changed(value)
+                await self.heard.add((kind, value))
 
 
 @asynccontextmanager

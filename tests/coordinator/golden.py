@@ -55,6 +55,7 @@ RENAMED: dict[str, str] = {
     "PageReading": "Place",
     "page": "place",
     "HOLDFAST_SHARD_INDEX": "HOLDFAST_POSITION",
+    "agreement": "begun",
 }
 """Name of a class, field, kind or value today to the one that was recorded. One name has one meaning, so one table will
 do."""

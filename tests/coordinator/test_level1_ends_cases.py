@@ -7,6 +7,7 @@ from test_memory_snapshot_cases import at_level_0
 from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel.phases import JobPhase
 from holdfast.coordinator.service.report import build_report
+from holdfast.coordinator.service.step_summary import StepSummary
 from holdfast.protocol import messages as m
 from holdfast.protocol.availability import Capacity, EngineTraits
 from holdfast.protocol.job import Durable
@@ -164,14 +165,14 @@ def test_what_no_tier_takes_stays_in_memory_and_it_is_said():
     assert {s.keeps for _, s in desk.sent(m.Shutdown)} == {True}
     assert {r["url"] for r in desk.records("tier-failed")} == {TIER.url, FAR}
     assert desk.records("only-in-memory") == [{"step": 5, "kept": True, "saved": None}]
-    assert build_report(desk.state, [], desk.now)["in_memory"] == {"step": 5}
+    assert build_report(desk.state, StepSummary(), desk.now)["in_memory"] == {"step": 5}
 
 
 def test_where_nodes_are_others_after_the_job_it_is_said_that_it_is_lost():
     desk = refused(EngineTraits(keeps_nodes=False))
     assert {s.keeps for _, s in desk.sent(m.Shutdown)} == {False}
     assert desk.records("only-in-memory") == [{"step": 5, "kept": False, "saved": None}]
-    assert build_report(desk.state, [], desk.now)["in_memory"] is None
+    assert build_report(desk.state, StepSummary(), desk.now)["in_memory"] is None
 
 
 def test_stopped_before_all_nodes_have_said_what_they_hold_the_memory_stays():

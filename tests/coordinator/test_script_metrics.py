@@ -12,6 +12,7 @@ import holdfast as hf
 from holdfast.agent.outbox import Outbox
 from holdfast.coordinator.service.metrics import metrics_text
 from holdfast.coordinator.service.report import build_report, build_status
+from holdfast.coordinator.service.step_summary import StepSummary
 from holdfast.coordinator.service.store import Page, ReportedSteps, Store
 from holdfast.coordinator.service.tally import Tally
 from holdfast.errors import UsageError
@@ -33,7 +34,7 @@ def test_the_newest_value_of_each_name_is_shown_everywhere():
     shown = build_status(desk.state, desk.now)["figures"]
     assert shown["accuracy"] == {"step": 4, "value": 0.75}
     assert shown["lr"] == {"step": 3, "value": 1.0}
-    report = msgspec.json.decode(msgspec.json.encode(build_report(desk.state, [], desk.now)))
+    report = msgspec.json.decode(msgspec.json.encode(build_report(desk.state, StepSummary(), desk.now)))
     assert report["figures"]["bad"] == report["figures"]["far"] == {"step": 4, "value": None}
     text = metrics_text(desk.state, Tally(), desk.now).decode()
     assert 'holdfast_run_value{name="accuracy"} 0.75' in text

@@ -6,6 +6,7 @@ from test_generation_cases import end, launched
 
 from holdfast.coordinator.service.metrics import metrics_text
 from holdfast.coordinator.service.report import build_report, build_status
+from holdfast.coordinator.service.step_summary import StepSummary
 from holdfast.coordinator.service.tally import Tally
 from holdfast.protocol import messages as m
 
@@ -15,7 +16,7 @@ FROM_THE_LEDGER = "median_s", "skipped"
 
 def steps(desk: Desk) -> tuple[int | None, int | None, int | None]:
     """Committed, lost, computed: as report, status and metrics agree on them."""
-    told = build_report(desk.state, [], desk.now)["steps"]
+    told = build_report(desk.state, StepSummary(), desk.now)["steps"]
     shown = build_status(desk.state, desk.now)["steps"]
     assert shown == {k: v for k, v in told.items() if k not in FROM_THE_LEDGER}
     text = metrics_text(desk.state, Tally(), desk.now).decode()

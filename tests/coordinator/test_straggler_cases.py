@@ -5,9 +5,12 @@ from desk import Desk
 from msgspec.structs import replace
 
 from holdfast.coordinator.health.stragglers import Peers
+from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.service.report import build_report, build_status
+from holdfast.coordinator.service.step_summary import StepSummary
+from holdfast.protocol import causes
 from holdfast.protocol import messages as m
-from holdfast.protocol.health import HealthSpec
+from holdfast.protocol.health import Finding, HealthSpec, Remedy, Severity
 from holdfast.protocol.phases import BLOCK_STEPS, Spent
 
 
@@ -78,7 +81,31 @@ def test_a_slow_rank_is_written_down_with_figures():
     train(desk, 20, {}, first=100)
     assert findings(desk)[-1]["condition"] == "healthy"
     assert build_status(desk.state, desk.now)["slow"] == []
-    assert build_report(desk.state, [], desk.now)["slow"][0]["until_step"] is not None
+    assert build_report(desk.state, StepSummary(), desk.now)["slow"][0]["until_step"] is not None
+
+
+def test_that_a_rank_was_slow_does_not_explain_its_end():
+    desk = running()
+    slow = desk.members()[1]
+    train(desk, 20, {slow: 0.15})
+    assert findings(desk)[-1]["rule"] == "slow-rank"
+    desk.exits(slow, 1)
+    (incident,) = desk.incidents()
+    assert incident.rule == ""
+    assert incident.cause == causes.ProcessEnded(1)
+
+
+def test_that_a_rank_is_slow_does_not_explain_what_it_did_before():
+    desk = running()
+    slow = desk.members()[1]
+    train(desk, 20, {})
+    desk.exits(slow, 1)
+    (incident,) = desk.incidents()
+    found = Finding(
+        rule="slow-rank", severity=Severity.WARNING, remedy=Remedy.WATCH, source="peers", worker=slow
+    )
+    desk.do(e.NodeSays("n1", m.FindingsReported((found,))))
+    assert incident.rule == ""
 
 
 def test_a_slow_rank_of_an_unmodified_script_is_told_of_and_stays():

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from servers import Heard, listener
 
-from holdfast.coordinator.service.store import LedgerEntry, News
+from holdfast.coordinator.service.store import LedgerEntry, News, NewStep, StepRow
 from holdfast.errors import UsageError
 from holdfast.observe.trace_ids import trace_id
 from holdfast.tracking import otlp
@@ -169,3 +169,49 @@ def test_opentelemetrys_own_schema_has_every_field(tmp_path: Path, collector: He
     assert root.end_time_unix_nano - root.start_time_unix_nano == 4_000_000_000
     assert {a.key: a.value for a in root.attributes}["holdfast.incident.id"].int_value == 1
     assert [s.name for s in scope.spans][:2] == ["holdfast.incident", "holdfast.detect"]
+
+
+def new_step(step: int, t_s: float) -> NewStep:
+    row = StepRow(step=step, t_s=t_s, loss=1.0, took_s=0.1, generation=1, world=1)
+    return NewStep(place=step + 1, made_in=1, row=row, figures={})
+
+
+def entry(seq: int, kind: str, **fields: Any) -> LedgerEntry:
+    return LedgerEntry(seq=seq, t_s=float(seq), utc=BEGAN, kind=kind, fields=fields)
+
+
+def test_a_start_and_a_checkpoint_have_a_trace_each(tmp_path: Path, collector: Heard) -> None:
+    began = [
+        entry(1, "node-joined"),
+        entry(2, "worker-started"),
+        entry(3, "worker-started"),
+        entry(4, "formed"),
+    ]
+    saved = entry(9, "saved", step=7, url="/scratch", took_s=2.5)
+    pieces: list[tuple[list[LedgerEntry], list[NewStep]]] = [
+        (began[:2], []), (began[2:], []), ([], [new_step(0, 6.0)]), ([saved], [new_step(1, 7.0)]),
+        ([entry(10, "saved", step=8, url="/own")], []),  # by a worker itself: nobody measured it
+    ]  # fmt: skip
+    for events, steps in pieces:  # each in a process of its own
+        with closing(tracker(f"otlp:{collector.url}", tmp_path)) as to:
+            news = News(ledger=BEGAN, began_utc_s=LEDGER_S, events=events, steps=steps, more=False)
+            to.write(take_in(to.position, news))
+    seen = {
+        s["name"]: tuple(
+            round(int(s[k]) / 1e9 - LEDGER_S, 3) for k in ("startTimeUnixNano", "endTimeUnixNano")
+        )
+        for s in spans(collector)
+    }
+    assert seen == {
+        "holdfast.start": (1, 6), "holdfast.nodes": (1, 2), "holdfast.build": (2, 4), "holdfast.first_step": (4, 6),
+        "holdfast.checkpoint": (6.5, 9),
+    }  # fmt: skip
+    assert len(spans(collector)) == len(seen)
+    assert len({s["traceId"] for s in spans(collector)}) == 2
+
+
+def test_a_start_that_never_made_a_step_says_so(tmp_path: Path, collector: Heard) -> None:
+    with closing(tracker(f"otlp:{collector.url}", tmp_path)) as to:
+        tell(to, entry(1, "node-joined"), entry(5, "ended", outcome="failed", reason=None, step=0))
+    root, nodes = spans(collector)
+    assert (root["name"], root["status"]["code"], nodes["name"]) == ("holdfast.start", 2, "holdfast.nodes")

@@ -233,7 +233,8 @@ def refused(ranks, placement, worker=0, layout="fsdp", names=("mine",)):
 
 def test_a_parameter_that_this_worker_has_nothing_of_is_refused():
     with pytest.raises(
-        UsageError, match=r"w lies on the workers 0, 1 .* none of them: .*stages of a pipeline"
+        UsageError,
+        match=r"w lies on the workers 0, 1 .* none of them: .*a pipeline has a model for each stage",
     ):
         refused([0, 1], Shard(0), worker=2)
 
@@ -253,8 +254,8 @@ def test_a_parameter_that_is_a_sum_in_parts_is_refused():
 def test_over_the_tensor_dimension_one_of_each_is_enough():
     with closing(place_of("tensor-fsdp", 0)) as place:
         lies = distribute_tensor(torch.ones(4), place.mesh["shard"], [Shard(0)], src_data_rank=None)
-        assert why_not(lies, size=4, alike=2) is None
-        assert "worker 1, 3" in (why_not(lies, size=4, alike=1) or "")
+        assert why_not(lies, workers=range(4), alike=2) is None
+        assert "worker 1, 3" in (why_not(lies, workers=range(4), alike=1) or "")
 
 
 def test_torch_refuses_a_mesh_that_leaves_the_replica():
@@ -267,7 +268,7 @@ def test_torch_refuses_a_mesh_that_leaves_the_replica():
 
 
 def test_messages_between_two_workers_are_refused():
-    """A replica leaves a step where all its workers have begun as many collectives; stages of a pipeline begin different ones."""
+    """Unless the replica has stages: then the messages of each direction are counted."""
     with closing(place_of("fsdp", 0)), pytest.raises(UsageError, match=r"send: .*pipeline"):
         torch.distributed.send(torch.zeros(1), 1)
     with closing(place_of("fsdp", 0)), pytest.raises(UsageError, match=r"recv: .*pipeline"):

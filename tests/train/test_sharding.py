@@ -1,7 +1,6 @@
 """Meshes, pieces and resharding, without a second process: a model is built for one shard after the other."""
 
 import itertools
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import pytest
@@ -12,13 +11,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from holdfast.errors import CollectiveFailed, StateError, UsageError
+from holdfast.errors import StateError, UsageError
 from holdfast.protocol.messages import Generation, JoinGeneration, Member
 from holdfast.tensors.dtensor_shards import like, local_of, parsed, piece_of, placed
 from holdfast.train import checkpoint_restore
 from holdfast.train.buffer_rules import BufferRules
 from holdfast.train.place import Place
-from holdfast.train.reconnectable_group import ReplicaGroups
 from holdfast.train.sharding import Sharding
 from holdfast.train.summation_order import seat, weighs, words
 
@@ -226,45 +224,7 @@ def test_the_size_of_the_world_is_that_of_those_that_compute():
     assert (worker.world.rank, worker.world.replica) == (4, -1)
 
 
-# ---------------------------------------------------------------- leaving a step together
-
-
-def test_a_replica_goes_on_to_where_it_is_told_to():
-    row = ReplicaGroups(0, 2, "127.0.0.1", lambda begins: None)
-    row.connected_in = 4
-    row.begin()
-    assert row.halt() == 1
-    row.run_to(3)
-    row.begin()
-    row.begin()
-    with pytest.raises(CollectiveFailed):
-        row.begin()
-    assert row.leave(broken=True) == 3
-    row.begin()  # the next generation's first
-
-
-def test_a_row_that_was_left_too_early_is_of_no_use():
-    row = ReplicaGroups(0, 2, "127.0.0.1", lambda begins: None)
-    row.connected_in = 4
-    row.begin()
-    row.halt()
-    row.run_to(2)
-    assert row.leave(broken=True) == -1
-    assert row.connected_in == 0
-
-
-def test_a_row_is_left_when_it_is_known_where():
-    """The main thread may come before the link's thread has halted the row."""
-    row = ReplicaGroups(0, 2, "127.0.0.1", lambda begins: None)
-    row.connected_in = 4
-    row.begin()
-    with ThreadPoolExecutor(1) as pool:
-        left = pool.submit(row.leave, broken=True)
-        row.halt()
-        assert not left.done()
-        row.run_to(1)
-        assert left.result(timeout=10) == 1
-    assert row.leave(broken=False) == 1  # a planned change: nobody has halted
+# ---------------------------------------------------------------- buffers
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -81,7 +82,7 @@ def test_it_opens_live_and_asks_nobody_else(seen, link) -> None:
         seen.view(view)
     titles = seen.run("return [...document.querySelectorAll('h2')].map(e => e.innerText)")
     assert titles == [
-        "What you have to do", "Incidents", "Decisions, and why", "If all died now", "Nodes in time", "Ranks",
+        "What you have to do", "Incidents", "Decisions, and why", "If all died now", "Nodes in time", "Ranks", "Who holds it up",
         "Change something",
     ]  # fmt: skip
     asked = seen.requests()
@@ -145,6 +146,19 @@ def test_a_killed_coordinator_costs_no_event(seen, home: Path) -> None:
     with closing(Store(home / "jobs/seen/job.sqlite", read_only=True)) as store:
         wanted = [e.seq for e in store.events(seqs[0] - 1) if e.seq <= seqs[-1]]
     assert seqs == wanted
+
+
+def test_what_happens_behind_another_view_is_there_when_one_comes_back(seen, home: Path) -> None:
+    seen.view("#/")
+    shown = "return document.querySelector('#incidents .head').innerText"
+    count = int(re.search(r"(\d+) incident", seen.wait(f"{shown}.includes('incident') && {shown[7:]}"))[1])
+    seen.view("#/training")
+    environment = os.environ | {"HOLDFAST_HOME": str(home)}
+    subprocess.run([*browser.CLI, "fault", "kill-worker", "--job", "seen"], env=environment, check=True)
+    report = f"incident {count + 1}: full strength".encode()
+    browser.until(lambda: report in (home / "log").read_bytes(), 60, "another incident")
+    seen.view("#/")
+    seen.wait(f"{shown}.includes('{count + 1} incidents')", 5.0)
 
 
 def test_a_change_says_first_what_it_would_do(seen) -> None:

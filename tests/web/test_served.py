@@ -30,6 +30,7 @@ from holdfast.ui.server import UiServer, loopback
 from holdfast.ui.single_file import single_file
 from holdfast.web import application
 from holdfast.web.sessions import Role, Sessions
+from holdfast.web.sources import GZIP_BYTES
 
 UTC = "2026-01-02T03:04:05.000+00:00"
 EVENTS = 40
@@ -189,8 +190,15 @@ def test_the_page_runs_its_own_scripts_alone(home: Path) -> None:
             async with client.get(f"{url}/{path}") as page:
                 assert page.status == 200, path
                 etag = page.headers["ETag"]
+                content = await page.read()
+                assert ("Content-Encoding" in page.headers) == (len(content) > GZIP_BYTES)
             async with client.get(f"{url}/{path}", headers={"If-None-Match": etag}) as page:
                 assert page.status == 304
+            # Who cannot unpack gets it as it is, under another name, so that no cache mixes them up.
+            async with client.get(f"{url}/{path}", headers={"Accept-Encoding": "identity"}) as page:
+                assert await page.read() == content
+                assert "Content-Encoding" not in page.headers
+                assert (page.headers["ETag"] == etag) == (len(content) <= GZIP_BYTES)
 
     asks(look)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.web.sessions import CODE_S, CODES_KEPT, COOKIE_S, Role, Sessions
+from holdfast.web.sessions import CODE_S, CODES_KEPT, COOKIE_S, Proxy, Role, Sessions
 
 NOW = 1_000_000.0
 GOOD = {"host": "127.0.0.1:8765"}
@@ -116,3 +116,30 @@ def test_a_cookie_is_good_with_the_next_coordinator_and_nowhere_else() -> None:
     assert of.role(f"{name}={role}.{int(until) + 1}.{signed}") is None
     clock.now += COOKIE_S + 1
     assert of.role(mine) is None
+
+
+HUB = "https://hub.example/user/ada/proxy/8765"
+
+
+def test_a_proxy_has_one_name_for_the_pages_of_many_people() -> None:
+    of = Sessions("token", 8765, Clock(), proxy=Proxy.of(HUB))
+    # Its own alone: a cookie for all of the hub would be sent to everybody's servers there.
+    assert of.cookie_path == "/user/ada/proxy/8765/"
+    there = {"cookie": cookie(of, Role.ACT), "host": "hub.example", "x-holdfast": "1"}
+    assert of.judge("GET", "/", there)[0] == 200
+    assert sessions().judge("GET", "/", there)[0] == 421
+    for host in (
+        "hub.example",
+        "localhost:8765",
+    ):  # some proxies pass the browser's Host on, and some their own
+        said = there | {"host": host}
+        assert of.judge("POST", "/api/v1/act/stop", said | {"origin": "https://hub.example"})[0] == 200
+        assert of.judge("POST", "/api/v1/act/stop", said | {"origin": "https://evil.example"})[0] == 403
+
+
+@pytest.mark.parametrize(
+    "url", ["hub.example/x", "ftp://hub/x", "https:///x", "https://hub/x;path=/", "https://hub/x?a=1", "https://a:b@hub/"]
+)  # fmt: skip
+def test_what_is_no_address_of_a_page(url: str) -> None:
+    with pytest.raises(ValueError, match=r"address|characters"):
+        Proxy.of(url)

@@ -214,3 +214,10 @@ def test_ranks_are_chosen_by_words() -> None:
     assert views.ranks(rows, "node:node1")["count"] == 33
     window = views.ranks(rows, "", 90, 40)
     assert (len(window["ranks"]), window["count"], window["first"]) == (10, 100, 90)
+
+
+def test_nodes_of_a_job_that_begins_are_on_their_way() -> None:
+    begins = FACTS | {"phase": "gathering", "ready": 0, "generation": 0, "spares": 0, "t_s": 5.0}
+    assert views.todo(begins, Story()) == []
+    # Not for ever: then somebody has to look.
+    assert views.todo(begins | {"t_s": views.BEGINS_S}, Story())[0]["urgent"] is True

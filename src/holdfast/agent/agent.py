@@ -636,7 +636,7 @@ class Agent:
     def _on_files_changed(self) -> None:
         self._watcher.files_changed()
 
-    def _report(self, found: m.FindingsReported) -> None:
+    def _report(self, found: m.FindingsReported | m.NodeReadings) -> None:
         self._link.send(found)
 
     # ------------------------------------------------------------ the end

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import msgspec
 
+from holdfast.agent.figures import Figures
 from holdfast.agent.source_poller import Poller
 from holdfast.errors import UsageError
 from holdfast.health.container import in_container
@@ -50,7 +51,7 @@ class Watcher:
         folder: Path,
         spec: HealthSpec,
         shared: bool,
-        send: Callable[[m.FindingsReported], None],
+        send: Callable[[m.FindingsReported | m.NodeReadings], None],
         job_dir: Path,
         inotify: Inotify | None = None,
     ) -> None:
@@ -58,6 +59,7 @@ class Watcher:
         self._folder, self._spec, self._shared, self._send = folder, spec, shared, send
         self._job_dir = job_dir
         self._loop = asyncio.get_running_loop()
+        self._figures = Figures(self._after, send)
         self._files: tuple[KmsgFile, ...] = ()
         self._kernel: Kmsg | Journal | None = None
         self._inotify, self._own = inotify, inotify is None
@@ -66,6 +68,7 @@ class Watcher:
         self._logs: dict[str, LogTail] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._watchdog: asyncio.TimerHandle | None = None
+        self._telling: asyncio.TimerHandle | None = None
         self._standing_in: Poller | None = None
         self._rules: list[Rule] = []
         self._gpus: dict[str, str] = {}
@@ -92,7 +95,7 @@ class Watcher:
 
     def close(self) -> None:
         """Ends all of it."""
-        for timer in (self._timer, self._watchdog):
+        for timer in (self._timer, self._watchdog, self._telling):
             if timer is not None:
                 timer.cancel()
         if self._inotify is not None and self._own:
@@ -285,6 +288,7 @@ class Watcher:
             self._rules,
             lambda findings: self._soon(self._tell, findings, shared),
             lambda lines: self._soon(self._judge, lines, shared),
+            self._figures.take,
         )
         self._pollers.append(poller)
         return poller
@@ -296,6 +300,17 @@ class Watcher:
             self._loop.call_soon_threadsafe(call, what, shared)
         except RuntimeError:
             return
+
+    def _after(self, seconds: float, call: Callable[[], None]) -> None:
+        """On the loop's thread after so many seconds, if the loop still turns and this is not closed."""
+        try:
+            self._loop.call_soon_threadsafe(self._call_later, seconds, call)
+        except RuntimeError:
+            return
+
+    def _call_later(self, seconds: float, call: Callable[[], None]) -> None:
+        # One at a time: `Figures` asks for the next one when it has told what it had.
+        self._telling = self._loop.call_later(seconds, call)
 
     # ------------------------------------------------------------ to the coordinator
 

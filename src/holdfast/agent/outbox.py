@@ -92,7 +92,7 @@ def _worth(letter: Letter) -> int:
     message = letter.message
     if letter.again:
         return 0
-    if isinstance(message, m.Heartbeat | m.StoreProgress | m.Stalled):
+    if isinstance(message, m.Heartbeat | m.StoreProgress | m.Stalled | m.NodeReadings):
         return 1
     if isinstance(message, m.FromWorker) and isinstance(message.message, m.Progress | m.Restoring):
         inner = message.message

@@ -47,8 +47,11 @@ class Poller:
         rules: Iterable[Rule],
         found: Callable[[list[Finding]], None],
         on_lines: Callable[[list[Line]], None] = lambda lines: None,
+        on_read: Callable[[list[Reading | Line]], None] = lambda readings: None,
     ) -> None:
+        """on_read: gets all that one source has read, on the poller's thread, before it is judged."""
         self._rule_engine = RuleEngine(rules)
+        self._on_read = on_read
         self._found, self._on_lines = found, on_lines
         self._polled: list[_Polled] = []
         self._hung: list[_Polled] = []
@@ -215,6 +218,7 @@ class Poller:
                     source=polled.source.name, name=ANSWER, value=None, why=f"{type(error).__name__}: {error}"
                 )
             ]
+        self._on_read(readings)
         with self._lock:
             polled.began_s = None
             if now >= polled.next_s:

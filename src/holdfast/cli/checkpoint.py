@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from holdfast.cli.common import WIDE, AsJson, Format, JobName, Output, write_as, write_json
+from holdfast.cli.common import WIDE, AsJson, Format, JobName, Output, width_of, write_as, write_json
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.archive import Archive
@@ -68,19 +68,18 @@ def ls(place: Place = None, job: JobName = None, as_json: AsJson = False, output
 
 
 @app.command("show")
-def show(place: Place = None, job: JobName = None, as_json: AsJson = False) -> None:
+def show(place: Place = None, job: JobName = None, as_json: AsJson = False, output: Output = None) -> None:
     """Shows every tensor of one checkpoint. Of several checkpoints, shows the newest."""
     import msgspec
 
-    from holdfast.observe.tables import print_table
+    from holdfast.observe.tables import WIDTH, print_table
     from holdfast.protocol import units
 
     archive, step = _newest(find(place, job))
     manifest = archive.manifest(step)
     heads = [archive.head(shard) for shard in manifest.shards]
-    if as_json:
-        shards = [{"rank": rank, "index": msgspec.to_builtins(h.index)} for rank, h in enumerate(heads)]
-        write_json({"manifest": msgspec.to_builtins(manifest), "shards": shards})
+    shards = [{"rank": rank, "index": msgspec.to_builtins(h.index)} for rank, h in enumerate(heads)]
+    if write_as({"manifest": msgspec.to_builtins(manifest), "shards": shards}, as_json, output):
         return
     count = sum(len(h.index.tensors) for h in heads)
     size, ranks = units.size(manifest.nbytes), units.plural(manifest.world, "rank")
@@ -90,7 +89,8 @@ def show(place: Place = None, job: JobName = None, as_json: AsJson = False) -> N
         for rank, head in enumerate(heads)
         for t in head.index.tensors
     ]
-    print_table(sys.stdout, ("rank", "tensor", "dtype", "shape", "piece of", "size"), cells, right=1)
+    names = ("rank", "tensor", "dtype", "shape", "piece of", "size")
+    print_table(sys.stdout, names, cells, right=1, width=width_of(output, WIDTH))
 
 
 def _piece(spec: Any) -> str:

@@ -51,6 +51,11 @@ def write_as(value: object, as_json: bool, output: Format | None) -> bool:
     return as_json or output in (Format.JSON, Format.YAML)
 
 
+def width_of(output: Format | None, usual: int) -> int:
+    """Characters of a line of a table."""
+    return WIDE if output is Format.WIDE else usual
+
+
 def write_json(value: object) -> None:
     """Prints a value as JSON, for `--json`."""
     import msgspec

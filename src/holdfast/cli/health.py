@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from holdfast.cli.common import AsJson, write_json
+from holdfast.cli.common import AsJson, Output, width_of, write_as, write_json
 
 if TYPE_CHECKING:
     from holdfast.health.rules import Rule
@@ -38,11 +38,12 @@ def rules(
     ] = None,
     files: RuleFiles = None,
     as_json: AsJson = False,
+    output: Output = None,
 ) -> None:
     """Lists the rules: what each looks at, how bad it is, and what it asks for."""
     from holdfast.errors import UsageError
     from holdfast.health.ruleset import load_rules
-    from holdfast.observe.tables import print_table
+    from holdfast.observe.tables import WIDTH, print_table
     from holdfast.protocol.health import Remedy
 
     known = load_rules(files or ())
@@ -52,11 +53,11 @@ def rules(
     if remedy is not None and remedy not in set(Remedy):
         raise UsageError(f"--remedy {remedy!r}: there are {', '.join(Remedy)}")
     shown = [r for r in known if source in (None, r.source) and remedy in (None, r.remedy.value)]
-    if as_json:
-        write_json([_fields(known, r) for r in shown])
+    if write_as([_fields(known, r) for r in shown], as_json, output):
         return
     rows = [(r.id, r.source, r.severity.value, r.remedy.value, _gist(r)) for r in shown]
-    print_table(sys.stdout, ("rule", "source", "severity", "asks for", "what it means"), rows)
+    heads = ("rule", "source", "severity", "asks for", "what it means")
+    print_table(sys.stdout, heads, rows, width=width_of(output, WIDTH))
 
 
 @app.command("explain")

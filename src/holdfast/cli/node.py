@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from holdfast.cli.common import AsJson, Output, write_as, write_json
+from holdfast.cli.common import AsJson, JobName, Output, width_of, write_as
 
 if TYPE_CHECKING:
     from holdfast.coordinator.service.history_store import Entry, History
@@ -42,19 +42,20 @@ def ls(where: Where = None, as_json: AsJson = False, output: Output = None) -> N
     if not machines:
         sys.stdout.write("no node has a history\n")
         return
-    from holdfast.observe.tables import print_table
+    from holdfast.observe.tables import WIDTH, print_table
 
     rows = [
         [x["machine"], x["node"], str(x["incidents"]), str(x["jobs"]), x["last"], x["standing"]]
         for x in machines
     ]
-    print_table(sys.stdout, ("machine", "last as", "incidents", "jobs", "last", "standing"), rows)
+    heads = ("machine", "last as", "incidents", "jobs", "last", "standing")
+    print_table(sys.stdout, heads, rows, width=width_of(output, WIDTH))
     for rule, times in wrong.items():
         sys.stdout.write(f"\nthe rule {rule} was wrong {times} times: see `holdfast health explain {rule}`\n")
 
 
 @app.command("show")
-def show(name: Name, where: Where = None, as_json: AsJson = False) -> None:
+def show(name: Name, where: Where = None, as_json: AsJson = False, output: Output = None) -> None:
     """Shows the history of one machine."""
     import msgspec
 
@@ -64,14 +65,55 @@ def show(name: Name, where: Where = None, as_json: AsJson = False) -> None:
         entries = history.all()
     machine = find_machine(entries, name)
     mine = [e for e in entries if e.machine == machine]
-    if as_json:
-        write_json({**_summary(machine, entries), "records": [msgspec.to_builtins(e) for e in mine]})
+    records = [msgspec.to_builtins(e) for e in mine]
+    if write_as({**_summary(machine, entries), "records": records}, as_json, output):
         return
     sys.stdout.write(f"{machine}: {_summary(machine, entries)['standing']}\n\n")
-    from holdfast.observe.tables import print_table
+    from holdfast.observe.tables import WIDTH, print_table
 
     rows = [[_when(e.utc_s), e.job, e.node, e.kind.value, _told(e)] for e in mine]
-    print_table(sys.stdout, ("when", "job", "as", "what", ""), rows)
+    print_table(sys.stdout, ("when", "job", "as", "what", ""), rows, width=width_of(output, WIDTH))
+
+
+InJob = Annotated[str, typer.Argument(metavar="NODE", help="The node's name, as `holdfast status` shows it.")]
+Reason = Annotated[str, typer.Option("--reason", metavar="TEXT", help="The reason to record in the ledger.")]
+
+
+@app.command("replace")
+def replace(node: InJob, job: JobName = None, reason: Reason = "holdfast node replace") -> None:
+    """Takes a node out of a running job between two steps, and its machine out of use until `holdfast node clear`."""
+    _order(node, job, "replace", reason)
+    sys.stdout.write(
+        f"{node} leaves when another node has taken its place. Its machine is not used again before it has passed the deep "
+        "checks, or `holdfast node clear` says that it is well\n"
+    )
+
+
+@app.command("reboot")
+def reboot(node: InJob, job: JobName = None, reason: Reason = "holdfast node reboot") -> None:
+    """Takes a node out of a running job between two steps and has its machine booted; it comes back by itself."""
+    _order(node, job, "reboot", reason)
+    sys.stdout.write(
+        f"{node} leaves when another node has taken its place, and is booted then. Over ssh and with `holdfast agent` a "
+        "person has to boot it: the launcher says when\n"
+    )
+
+
+def _order(node: str, job: str | None, remedy: str, reason: str) -> None:
+    import asyncio
+    from urllib.parse import urlencode
+
+    from holdfast.engines import jobs
+    from holdfast.engines.reach import client_of
+
+    folder = jobs.existing(job)
+    query = urlencode({"node": node, "remedy": remedy, "reason": reason})
+
+    async def ask() -> None:
+        async with client_of(folder) as client:
+            await client.post(f"/node?{query}")
+
+    asyncio.run(ask())
 
 
 @app.command("clear")

@@ -8,12 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
-from holdfast.cli.common import AsJson, JobName, ledger, write_json
+from holdfast.cli.common import AsJson, JobName, Output, ledger, width_of, write_as
 
 
 def report(
     job: JobName = None,
     as_json: AsJson = False,
+    output: Output = None,
     as_csv: Annotated[
         bool,
         typer.Option(
@@ -48,18 +49,16 @@ def report(
 
     if baseline is not None and curve is None:
         raise UsageError("--baseline is drawn into the picture: give --curve FILE.png too")
-    if as_json and as_csv:
-        raise UsageError("--json and --csv are two formats of what is printed: choose one")
+    if (as_json or output is not None) and as_csv:
+        raise UsageError("--csv is another format of what is printed than --json and -o: choose one")
     folder = jobs.existing(job)
     shown = read_report(folder) | {"all_starts": _all_starts(folder)}
     if as_csv:
         _write_csv([*_earlier(folder), (_number(folder), shown)])
-    elif as_json:
-        write_json(shown)
-    else:
-        from holdfast.observe.tables import print_report
+    elif not write_as(shown, as_json, output):
+        from holdfast.observe.tables import WIDTH, print_report
 
-        print_report(shown, folder, sys.stdout)
+        print_report(shown, folder, sys.stdout, width_of(output, WIDTH))
     if picture is not None:
         from holdfast.observe.tables import draw_report
 
@@ -103,7 +102,7 @@ def read_report(folder: Path) -> dict[str, Any]:
         state = store.load()
         if state is None:
             raise UsageError(f"the job {folder.name!r} was never started")
-        shown = build_report(state, store.steps(), state.began_s + store.last_t_s())
+        shown = build_report(state, store.summary(), state.began_s + store.last_t_s())
     if shown["outcome"] is None:
         shown["outcome"] = "running" if jobs.is_running(folder) else "killed"
     return shown

@@ -6,21 +6,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from holdfast.cli.common import AsJson, JobName, kept_state, ledger, write_json
+from holdfast.cli.common import AsJson, Format, JobName, Output, kept_state, ledger, width_of, write_as
 
 WIDTH = 100
 
 
-def status(job: JobName = None, as_json: AsJson = False) -> None:
+def status(job: JobName = None, as_json: AsJson = False, output: Output = None) -> None:
     """Shows what a job is doing: step, loss, ranks, nodes, incidents."""
     from holdfast.engines import jobs
 
     folder = jobs.existing(job)
     shown = read_status(folder)
-    if as_json:
-        write_json(shown)
-    else:
-        _show(shown)
+    if not write_as(shown, as_json, output):
+        _show(shown, output)
 
 
 def read_status(folder: Path) -> dict[str, Any]:
@@ -57,25 +55,27 @@ def stored_status(folder: Path) -> dict[str, Any]:
     with ledger(folder) as store:
         state = kept_state(store, folder)
         shown = build_status(state, state.began_s + store.last_t_s())
-        steps = store.steps()
+        last = store.last_step()
     # A coordinator that ends a job writes the outcome before it leaves. Nobody answers and there is none:
     # it was killed.
     if shown["outcome"] is None:
         shown |= {"phase": "ended", "outcome": "killed"}
     # The state was stored when something happened last; the steps after that are in their own table.
-    if steps:
-        shown["step"] = max(shown["step"], steps[-1].step + 1)
+    if last is not None:
+        shown["step"] = max(shown["step"], last + 1)
     return shown
 
 
-def _show(shown: dict[str, Any]) -> None:
+def _show(shown: dict[str, Any], output: Format | None) -> None:
     from rich.console import Console
 
     from holdfast.observe.dashboard import board, headline
 
-    console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
+    wide = output is Format.WIDE
+    console = Console() if sys.stdout.isatty() and not wide else Console(width=width_of(output, WIDTH))
     if shown["running"]:
-        console.print(board(shown, rows=max(8, console.height - 12) if console.is_terminal else 10_000))
+        few = console.is_terminal and not wide
+        console.print(board(shown, rows=max(8, console.height - 12) if few else 10_000))
         return
     console.print(headline(shown))
     job = shown["job"]

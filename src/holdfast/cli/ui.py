@@ -28,6 +28,14 @@ def ui(
         bool,
         typer.Option("--act", help="The link may also drain, resize, clear and stop, and not only look."),
     ] = False,
+    at: Annotated[
+        str | None,
+        typer.Option(
+            "--at",
+            metavar="URL",
+            help="Where a proxy serves the page, as JupyterHub's: https://hub.example/user/ada/proxy/8765/",
+        ),
+    ] = None,
     html: Annotated[
         Path | None,
         typer.Option("--html", metavar="FILE", help="Write the job's page into one file, and end."),
@@ -48,7 +56,7 @@ def ui(
         html.write_text(text)
         sys.stdout.write(f"{html.absolute()}: {len(text.encode()):,} bytes\n")
         return
-    asyncio.run(_serve(host, port, act))
+    asyncio.run(_serve(host, port, act, at))
 
 
 async def _html(host: UiHost, job: str) -> str:
@@ -63,7 +71,7 @@ async def _html(host: UiHost, job: str) -> str:
         host.close()
 
 
-async def _serve(host: UiHost, port: int, act: bool) -> None:
+async def _serve(host: UiHost, port: int, act: bool, at: str | None) -> None:
     import asyncio
     import signal
     import time
@@ -72,8 +80,12 @@ async def _serve(host: UiHost, port: int, act: bool) -> None:
     from holdfast.errors import UsageError
     from holdfast.ui.host import page_key
     from holdfast.ui.server import UiServer, loopback
-    from holdfast.web.sessions import Role, Sessions
+    from holdfast.web.sessions import Proxy, Role, Sessions
 
+    try:
+        proxy = None if at is None else Proxy.of(at)
+    except ValueError as error:
+        raise UsageError(f"--at: {error}") from None
     try:
         # Bound before the link is printed: no other program can take the port and be shown the code.
         listener = loopback(port)
@@ -84,12 +96,13 @@ async def _serve(host: UiHost, port: int, act: bool) -> None:
         ) from None
     bound = listener.getsockname()[1]
     # With the port that was really given: the cookie's name has it, so two pages on one machine keep apart.
-    sessions = Sessions(page_key(jobs.home()), bound, time.time)
+    sessions = Sessions(page_key(jobs.home()), bound, time.time, proxy=proxy)
+    page = f"http://127.0.0.1:{bound}/" if proxy is None else proxy.url
     loop, ends = asyncio.get_running_loop(), asyncio.Event()
 
     def link() -> None:
         code = sessions.new_code(Role.ACT if act else Role.VIEW)
-        sys.stdout.write(f"page: http://127.0.0.1:{bound}/enter?code={code}  (good once, for a minute)\n")
+        sys.stdout.write(f"page: {page}enter?code={code}  (good once, for a minute)\n")
         sys.stdout.flush()
 
     def again() -> None:

@@ -32,6 +32,7 @@ from holdfast.coordinator.kernel.events import (
     MachineCleared,
     NodeJoined,
     NodeLost,
+    NodeOrdered,
     NodeSays,
     Overslept,
     Recovered,
@@ -342,6 +343,10 @@ class Core(Context):
             case MachineCleared(machine, rule):
                 triage.cleared(self, machine, rule)
                 admission.cleared(self, machine, rule)
+            case NodeOrdered(name, remedy, reason):
+                # It may have left since the person looked: then there is nothing to wait for.
+                if (node := self.state.membership.nodes.get(name)) is not None and node.alive:
+                    remedies.ordered(self, node, remedy, reason)
             case DurableFound():
                 durable_checkpoints.found(self, event)
             case Recovered():

@@ -16,6 +16,7 @@ from holdfast.engines import jobs
 from holdfast.errors import UsageError
 from holdfast.protocol.endpoint import Endpoint, read_endpoint
 from holdfast.protocol.http_client import Answer, Unproven, proven_session, request
+from holdfast.protocol.status_change import CHANGED, WHOLE, Status
 from holdfast.protocol.stored import read_stored_text
 
 RETRY_S = 0.05
@@ -190,8 +191,10 @@ class JobClient:
         after: number (`seq`) of the last event that is known already.
         """
         while await self._reach.is_running():
-            # Closed at once and not by the garbage collector: the coordinator keeps a queue for every watcher
-            # that it believes to be there.
+            # Of this connection: the coordinator tells changes of what it sent by it.
+            status = Status()
+            # Closed at once and not by the garbage collector: the coordinator sends to every watcher that it
+            # believes to be there.
             async with aclosing(self._reach.listen(after)) as heard:
                 async for text in heard:
                     announcement = msgspec.json.decode(text, type=Announcement)
@@ -199,6 +202,12 @@ class JobClient:
                         # A new coordinator is asked for everything after this number, so that no event is
                         # shown twice and none is missed.
                         after = max(after, int(announcement.value["seq"]))
+                    elif announcement.kind == WHOLE:
+                        announcement = Announcement(WHOLE, status.whole(announcement.value))
+                    elif announcement.kind == CHANGED:
+                        if (now := status.changed(announcement.value)) is None:
+                            continue
+                        announcement = Announcement(WHOLE, now)
                     yield announcement
                     if announcement.kind == "ended":
                         return

@@ -42,6 +42,8 @@ _NAMES = {
     "DCGM_FI_DEV_NVLINK_COUNT_EFFECTIVE_ERRORS": "nvml.nvlink.effective_errors",
     "DCGM_FI_DEV_PCIE_REPLAY_COUNTER": "nvml.pcie_replays",
     "DCGM_FI_DEV_GPU_TEMP": "nvml.temperature_c",
+    "DCGM_FI_DEV_GPU_UTIL": "nvml.utilization_percent",
+    "DCGM_FI_DEV_POWER_USAGE": "nvml.power_watts",
     "DCGM_FI_DEV_CLOCKS_EVENT_REASONS": "nvml.clock_reasons",
     "DCGM_FI_DEV_CLOCK_THROTTLE_REASONS": "nvml.clock_reasons",
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
+import re
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.health.bounded_call import BoundedCaller, NoAnswerError
-from holdfast.health.files import names, number, text, unknown
+from holdfast.health.files import names, number, quiet, text, unknown
 from holdfast.health.samples import Reading
 from holdfast.health.sources import Machine
 
@@ -23,6 +24,8 @@ ANSWER_S = 5.0
 _NVME_ADMIN_COMMAND = 0xC0484E41
 _GET_LOG_PAGE, _SMART_LOG, _ALL_NAMESPACES = 0x02, 0x02, 0xFFFFFFFF
 _LOG_BYTES = 512
+_DRIVE = re.compile(r"sd[a-z]+|vd[a-z]+|xvd[a-z]+|nvme\d+n\d+")
+"""Drives, and not loops, arrays and partitions: what an array moves is what its drives move."""
 _COMMAND = struct.Struct("=BBHIIIQQIIIIIIIIII")
 """struct nvme_passthru_cmd of linux/nvme_ioctl.h."""
 
@@ -50,12 +53,14 @@ class Disks:
     def read(self) -> Iterator[Reading]:
         """`disk.io_errors` (since the start), `disk.state`, `nvme.state`, `nvme.temperature_alarm`,
         `nvme.critical_warning` (a mask), `nvme.media_errors`, `nvme.used_percent`, `md.degraded`, `fs.errors` (ext4, over
-        the life of the file system)."""
+        the life of the file system). For people: `disk.read_bytes` and `disk.written_bytes` (since the start)."""
         blocks = self._sys / "block"
         for name in names(blocks):
             if name.startswith("md"):
                 yield from number("disk", "md.degraded", blocks / name / "md/degraded", name)
-            elif name.startswith("sd"):
+            if _DRIVE.fullmatch(name):
+                yield from _traffic(name, blocks / name / "stat")
+            if name.startswith("sd"):
                 device = blocks / name / "device"
                 serial = _serial(device)
                 # The file is in hexadecimal (`0x2`). Counted from when the disk was found, and from zero
@@ -101,6 +106,15 @@ class Disks:
         for caller in self._callers.values():
             caller.close()
         self._callers.clear()
+
+
+def _traffic(name: str, stat: Path) -> Iterator[Reading]:
+    # Documentation/block/stat.rst: the third and the seventh number are sectors of 512 bytes, whatever the drive's own are.
+    fields = quiet(stat).split()
+    if len(fields) < 7 or not (fields[2].isdigit() and fields[6].isdigit()):
+        return
+    yield Reading(source="disk", name="disk.read_bytes", value=512.0 * int(fields[2]), subject=name)
+    yield Reading(source="disk", name="disk.written_bytes", value=512.0 * int(fields[6]), subject=name)
 
 
 def _serial(folder: Path) -> str:

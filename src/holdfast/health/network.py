@@ -44,8 +44,8 @@ class Interfaces:
         return self._news.fileno() if self._news else -1
 
     def read(self) -> Iterator[Reading]:
-        """`net.carrier` (0 or 1), `net.carrier_changes`, `net.rx_errors`, `net.tx_errors`, `net.tx_timeouts`. Nothing when
-        it was called for a change of another kind of interface (containers come and go) before it is due."""
+        """`net.carrier` (0 or 1), `net.carrier_changes`, `net.rx_errors`, `net.tx_errors`, `net.tx_timeouts`; for people
+        `net.rx_bytes` and `net.tx_bytes`. Nothing when it was called for a change of another kind of interface (containers come and go) before it is due."""
         now = self._clock()
         # Every container that comes or goes changes a virtual link and wakes this source. Only changes of
         # interfaces with a device behind them are worth a reading; the others are drained and forgotten.
@@ -79,7 +79,7 @@ def _interface(name: str, folder: Path) -> Iterator[Reading]:
     # Also between two readings: a cable that loses its signal for a second has its carrier again at every
     # look, and only this counter shows it.
     yield from number("net", "net.carrier_changes", folder / "carrier_changes", name)
-    for counter in ("rx_errors", "tx_errors"):
+    for counter in ("rx_errors", "tx_errors", "rx_bytes", "tx_bytes"):
         yield from number("net", f"net.{counter}", folder / "statistics" / counter, name)
     yield from attempt("net", "net.tx_timeouts", lambda: _tx_timeouts(folder / "queues"), name)
 

@@ -164,7 +164,7 @@ class Nvml:
         try:
             if gpu.handle is None:
                 raise nvml.NVMLError(nvml.NVML_ERROR_GPU_IS_LOST)
-            for read in (self._fields, self._clocks, self._memory, self._links, self._fabric):
+            for read in (self._fields, self._clocks, self._load, self._memory, self._links, self._fabric):
                 found += read(gpu)
         except nvml.NVMLError as error:
             # What was read before the error is valid: a GPU that falls off the bus in the middle of a round
@@ -225,6 +225,19 @@ class Nvml:
         reasons = self._ask(nvml.nvmlDeviceGetCurrentClocksEventReasons, gpu.handle)
         if reasons is not None:
             yield self._reading(gpu, "nvml.clock_reasons", float(reasons))
+
+    def _load(self, gpu: Gpu) -> Iterator[Reading]:
+        """For people: no rule is about these."""
+        nvml = self._nvml
+        rates = self._ask(nvml.nvmlDeviceGetUtilizationRates, gpu.handle)
+        if rates is not None:
+            yield self._reading(gpu, "nvml.utilization_percent", float(rates.gpu))
+        milliwatts = self._ask(nvml.nvmlDeviceGetPowerUsage, gpu.handle)
+        if milliwatts is not None:
+            yield self._reading(gpu, "nvml.power_watts", milliwatts / 1000)
+        memory = self._ask(nvml.nvmlDeviceGetMemoryInfo, gpu.handle)
+        if memory is not None:
+            yield self._reading(gpu, "nvml.memory_used_bytes", float(memory.used))
 
     def _memory(self, gpu: Gpu) -> Iterator[Reading]:
         status = self._nvml.c_nvmlEccSramErrorStatus_v1_t()

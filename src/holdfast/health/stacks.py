@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from holdfast.protocol import units
+
 _FRAME = re.compile(r'^\s*File "(?P<path>.*)", line (?P<line>\d+) in (?P<name>.*)$')
 
 _STANDARD = re.compile(r"(^|/)lib/python3\.\d+/(?!(site|dist)-packages/)|^<frozen |^<string>$")
@@ -40,6 +42,11 @@ _LOCATIONS: tuple[tuple[str, str, str, bool], ...] = (
     ("torch/_inductor/", "", "compiling", False),
 )
 """Part of a path, a function ('': any), what people call it ('': the function itself), and whether it waits for others."""
+
+
+LINES = 12
+"""Groups that are told one by one: of more the smaller ones are in the files of the stacks."""
+FRAMES = 6
 
 
 @dataclass(frozen=True)
@@ -151,6 +158,29 @@ def describe(groups: Iterable[Group], ranks: Mapping[str, int]) -> str:
         who = f" (rank{'s' if len(known) > 1 else ''} {shown})" if known and (number or count == 1) else ""
         parts.append(f"{word} in {group.location}{who}")
     return ", ".join(parts)
+
+
+def lines(groups: Iterable[Group], ranks: Mapping[str, int]) -> list[str]:
+    """Each group with its innermost frames: `ranks 0-2 wait in a reduction: wait (holdfast/train/generation_group.py) < ...`."""
+    told = []
+    for group in list(groups)[:LINES]:
+        known = sorted(ranks[w] for w in group.workers if w in ranks)
+        # A worker without a rank is none of the members, and is named.
+        who = f"{'rank' if len(known) == 1 else 'ranks'} {units.ranks(known)}" if known else group.workers[0]
+        does = (
+            ("waits in" if len(known) < 2 else "wait in")
+            if group.waits
+            else ("is in" if len(known) < 2 else "are in")
+        )
+        frames = " < ".join(_place(frame) for frame in group.frames[:FRAMES])
+        told.append(f"{who} {does} {group.location}: {frames}")
+    return told
+
+
+def _place(frame: Frame) -> str:
+    return (
+        f"{frame.name} ({frame.file}{f':{frame.line}' if frame.line else ''})" if frame.file else frame.name
+    )
 
 
 def _locate(frames: tuple[Frame, ...]) -> tuple[str, bool]:

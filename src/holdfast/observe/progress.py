@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from holdfast.observe.dashboard import step_words, written
+from holdfast.observe.remaining import of_status, remaining_words
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.units import count, loss, plural, size
 from holdfast.protocol.units import rate as speed
@@ -23,9 +24,11 @@ def progress_line(spec: JobSpec, status: Mapping[str, Any] | None, rate: float |
     if status["phase"] in ("running", "stopping") and not status["workers"]:
         return _last(status)
     words = {"running": "training", "breaking": "recovering"}
+    left = remaining_words(of_status(status, rate))
     return (
         f"{words.get(status['phase'], status['phase'])}: {step_words(status)}, "
         f"loss {loss(status['loss'])}, {speed(rate)}, {status['world']} of {status['target']} workers"
+        + (f", {left}" if left else "")
     )
 
 

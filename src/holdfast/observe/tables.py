@@ -23,16 +23,18 @@ Report = Mapping[str, Any]
 _OUTCOME_STYLES = {"finished": "bold green", "stopped": "bold yellow"}
 
 
-def print_report(report: Report, job_dir: Path, stream: IO[str]) -> None:
-    """Prints the report to a terminal, a file or a pipe."""
+def print_report(report: Report, job_dir: Path, stream: IO[str], width: int = WIDTH) -> None:
+    """Prints the report to a terminal, a file or a pipe. width: characters of a line."""
     probe = Console(file=stream)
     if probe.is_terminal:
-        Console(file=stream, width=min(WIDTH, probe.width)).print(report_view(report, job_dir), crop=False)
+        Console(file=stream, width=min(width, probe.width) if width == WIDTH else width).print(
+            report_view(report, job_dir), crop=False
+        )
         return
     # Always of this width, and without the blanks that rich fills lines with: the same report is the same
     # text in every file and pipe, whatever the terminal was.
     text = io.StringIO()
-    Console(file=text, width=WIDTH).print(report_view(report, job_dir), crop=False)
+    Console(file=text, width=width).print(report_view(report, job_dir), crop=False)
     stream.write("".join(line.rstrip() + "\n" for line in text.getvalue().splitlines()))
     stream.flush()
 
@@ -122,6 +124,11 @@ def _header(report: Report, job_dir: Path) -> Table:
     if memory := report.get("in_memory"):
         table.add_row("memory", Text(_kept(memory, report.get("job", job_dir.name))))
     table.add_row("incidents", _summary(report.get("incidents") or []))
+    if dropped := report.get("dropped"):
+        gone = ", ".join(f"{units.count(number)} {what}" for what, number in dropped.items())
+        table.add_row(
+            "let go", Text(f"of the ledger's rows: {gone}; all are counted above, and in the curves")
+        )
     table.add_row("logs", Text(str(job_dir / "logs")))
     return table
 

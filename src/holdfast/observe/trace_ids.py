@@ -5,12 +5,13 @@ from __future__ import annotations
 from hashlib import sha256
 
 
-def trace_id(ledger: str, incident: int) -> str:
-    """32 hexadecimal digits. ledger: its name, which no other start of a job has."""
+def trace_id(ledger: str, incident: int | str) -> str:
+    """32 hexadecimal digits. ledger: its name, which no other start of a job has. incident: its number; a text: of what else
+    has a trace."""
     return _digest(ledger, str(incident))[:32]
 
 
-def span_id(ledger: str, incident: int, name: str) -> str:
+def span_id(ledger: str, incident: int | str, name: str) -> str:
     """16 hexadecimal digits. name: of the span within the incident's trace."""
     return _digest(ledger, str(incident), name)[:16]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.coordinator.service.report import build_report
+from holdfast.coordinator.service.step_summary import StepSummary
 from holdfast.coordinator.service.store import Store
 from holdfast.errors import UsageError
 from holdfast.protocol.ledger import LedgerEvent
@@ -53,7 +54,7 @@ def replay(scenario: Scenario, seed: int, folder: Path, trace: Trace | None = No
         store.commit()
     finally:
         store.close()
-    report = build_report(state, [], BEGIN_S + trial.wall_s)
+    report = build_report(state, StepSummary(), BEGIN_S + trial.wall_s)
     report["goodput"] = {
         "wall_s": round(trial.wall_s, 3),
         "productive_s": round(trial.spent.training, 3),

@@ -61,6 +61,8 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
     """Those that are over."""
     nodes: dict[str, int] = {}
     """Node to its newest incident."""
+    start: dict[str, float] = {}
+    """When what came first in this start, see `other_spans.hear`."""
 
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True):

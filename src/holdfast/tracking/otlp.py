@@ -1,4 +1,4 @@
-"""`otlp:URL`: a trace for each incident, to an OpenTelemetry collector, as OTLP over HTTP in JSON.
+"""`otlp:URL`: a trace for each incident, start and checkpoint, to an OpenTelemetry collector, as OTLP over HTTP in JSON.
 
 A trace is made when its incident is over, out of the ledger: a span that is open across a fault would be lost with the process
 that has it. Ids are made of the ledger's name and the incident's number, so what is sent again is the same trace.
@@ -20,12 +20,13 @@ import aiohttp
 import msgspec
 
 import holdfast
-from holdfast.coordinator.service.store import LedgerEntry
+from holdfast.coordinator.service.store import LedgerEntry, NewStep
 from holdfast.errors import UsageError
 from holdfast.observe.event_text import event_line
 from holdfast.observe.incident_spans import Span, phases, whole
 from holdfast.observe.trace_ids import span_id, trace_id
 from holdfast.tracking.base import FileTracker, Told
+from holdfast.tracking.other_spans import Trace, checkpoint, hear
 from holdfast.tracking.position import Batch
 
 _log = logging.getLogger(__name__)
@@ -74,10 +75,17 @@ class Otlp(FileTracker):
         if batch.position.ledger != self.position.ledger:
             told = Told()  # incidents of another start have numbers of their own
         spans: list[dict[str, Any]] = []
+        made = Made(ledger=batch.position.ledger, began_utc_s=batch.began_utc_s)
         for part in batch.parts:
             if isinstance(part, LedgerEntry):
                 told = _heard(told, part)
-                spans += self._spans_of(told, part, batch)
+                spans += self._spans_of(told, part, made)
+                if (saved := checkpoint(part)) is not None:
+                    spans += made.trace(saved)
+            if isinstance(part, LedgerEntry | NewStep):
+                marks, begun = hear(told.start, part)
+                told = msgspec.structs.replace(told, start=marks)
+                spans += made.trace(begun) if begun is not None else []
         # Sent before the position is kept: killed in between, the next follower sends
         # spans with the same ids.
         if spans:
@@ -85,11 +93,10 @@ class Otlp(FileTracker):
         told = _without_closed(told)
         self._kept.replace(msgspec.structs.replace(self._kept.value, told=told, position=batch.position))
 
-    def _spans_of(self, told: Told, entry: LedgerEntry, batch: Batch) -> list[dict[str, Any]]:
+    def _spans_of(self, told: Told, entry: LedgerEntry, made: Made) -> list[dict[str, Any]]:
         over = [entry.fields["id"]] if entry.kind in _OVER else []
         # Nothing comes after the end, so incidents that are open are sent as far as they came.
         over = list(told.facts) if entry.kind == "ended" else over
-        made = Made(ledger=batch.position.ledger, began_utc_s=batch.began_utc_s)
         return [
             span
             for number in over
@@ -183,16 +190,19 @@ def _heard(told: Told, entry: LedgerEntry) -> Told:
         nodes[node] = fields["id"]
         nodes = dict(list(nodes.items())[-MOST_NODES:])
     about = {n: x for n, x in about.items() if n in facts}
-    return Told(facts=facts, about=about, before=before, closed=frozenset(closed), nodes=nodes)
+    return msgspec.structs.replace(
+        told, facts=facts, about=about, before=before, closed=frozenset(closed), nodes=nodes
+    )
 
 
 def _without_closed(told: Told) -> Told:
     """Without those that were sent. One that is opened again tells its facts again."""
-    return Told(
+    return msgspec.structs.replace(
+        told,
+        closed=frozenset(),
         facts={n: x for n, x in told.facts.items() if n not in told.closed},
         about={n: x for n, x in told.about.items() if n not in told.closed},
         before={n: x for n, x in told.before.items() if n not in told.closed},
-        nodes=told.nodes,
     )
 
 
@@ -239,7 +249,19 @@ class Made(msgspec.Struct, frozen=True):
             children.append(child)
         return [known, *children]
 
-    def _span(self, number: int, own: str, parent: str, name: str, span: Span) -> dict[str, Any]:
+    def trace(self, one: Trace) -> list[dict[str, Any]]:
+        """A start or a checkpoint, and its parts."""
+        root = span_id(self.ledger, one.of, one.root.name)
+        whole_span = self._span(one.of, root, "", f"holdfast.{one.root.name}", one.root)
+        whole_span["attributes"] = _attributes({"is_goodput_span": False, **one.attributes})
+        whole_span["status"] = {"code": OK if one.is_good else ERROR}
+        parts = [
+            self._span(one.of, span_id(self.ledger, one.of, part.name), root, f"holdfast.{part.name}", part)
+            for part in one.parts
+        ]
+        return [whole_span, *parts]
+
+    def _span(self, number: int | str, own: str, parent: str, name: str, span: Span) -> dict[str, Any]:
         return {
             "traceId": trace_id(self.ledger, number),
             "spanId": own,

@@ -233,7 +233,7 @@ class ExactSum(Gradients):
         self._leaf = 0
         self._apart: int | None = None
         self._flips = False
-        self._inside = False
+        self._inside = self._several = False
         self._next = 0
         self._group: Group | None = None
         self._changed = changed
@@ -258,8 +258,8 @@ class ExactSum(Gradients):
         if old is None or (old.micro_batches, old.rank, old.world, old.idle) != new:
             self._layout = _Layout.of(*new)
 
-    def before_backward(self) -> None:
-        self._inside = True
+    def before_backward(self, passes: int = 1) -> None:
+        self._inside, self._several = True, passes > 1
         for bucket in self._buckets:
             bucket.digests = self._leaf == self._apart
             bucket.open(self._joins)
@@ -270,6 +270,8 @@ class ExactSum(Gradients):
             if len(bucket.arrived) < len(bucket.parameters):
                 bucket.fill(joins)
                 bucket.arrived.update(bucket.parameters)
+                bucket.close(joins, fold)
+            elif self._several:
                 bucket.close(joins, fold)
         self._leaf += 1
         self._inside = False
@@ -286,7 +288,8 @@ class ExactSum(Gradients):
         """What a leaf is added to first is the leaf before it: the left half is never larger than the right one."""
         # A leaf whose bits are compared is kept apart, and added here instead of by autograd: a leaf next to
         # another worker's is added in the same way, so the sums have the same bits.
-        return self._fold > 0 and self._leaf != self._apart
+        # So is one of several passes: autograd would add the first of them to the sum before it adds the second.
+        return self._fold > 0 and self._leaf != self._apart and not self._several
 
     # ------------------------------------------------------------ computed twice
 
@@ -328,7 +331,7 @@ class ExactSum(Gradients):
         bucket = self._bucket_of[p]
         # A second arrival would be added to a bucket that may be on its way to the others. Re-entrant
         # checkpointing runs a backward pass within the backward pass and is the known cause.
-        if p in bucket.arrived:
+        if p in bucket.arrived and not self._several:
             raise UsageError(
                 'reduction="exact": a parameter received its gradient twice in one backward pass; with activation '
                 "checkpointing use_reentrant=False is needed"
@@ -337,7 +340,8 @@ class ExactSum(Gradients):
         bucket.take(p)
         if self._flips:
             self._flip_injected([p.grad])
-        if len(bucket.arrived) == len(bucket.parameters):
+        # Of several passes nobody knows here which is the last: `after_backward` closes the leaf.
+        if len(bucket.arrived) == len(bucket.parameters) and not self._several:
             bucket.close(self._joins, self._fold)
             if self._group is not None:
                 self._launch_full(self._group)

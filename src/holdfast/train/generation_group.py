@@ -123,10 +123,10 @@ class Group(GlooGroup):
         if self._replica_groups is not None:
             self._replica_groups.abort()
 
-    def halt(self) -> int:
+    def halt(self) -> dict[str, int]:
         """Frees calls to other replicas; this one is intact, see `ReplicaGroups.halt`."""
         self.abort()
-        return self._replica_groups.halt() if self._replica_groups is not None else -1
+        return self._replica_groups.halt() if self._replica_groups is not None else {}
 
     def leave(self, broken: bool) -> int:
         """The main thread is out of every call; see `ReplicaGroups.leave`."""

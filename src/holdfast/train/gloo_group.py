@@ -280,6 +280,22 @@ class GlooGroup:
             except RuntimeError as error:
                 raise CollectiveFailed(first_line(error)) from error
 
+    def until(self, done: Callable[[], bool]) -> bool:
+        """Waits for what another thread waits for, and says with `tell`. False: `abort` came first."""
+        with self._news:
+            self._news.wait_for(lambda: self._aborted or done())
+            return done()
+
+    def tell(self) -> None:
+        """Something that `until` waits for has come."""
+        with self._news:
+            self._news.notify_all()
+
+    def let_go(self, done: Callable[[], bool]) -> None:
+        """After `abort`: as `drain`, for what another thread waits for."""
+        with self._news:
+            self._stuck |= not self._news.wait_for(done, DRAIN.total_seconds())
+
     def intact(self) -> None:
         """For results of NCCL, once the device has come to the end of them: raises CollectiveFailed when they may be
         garbage."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 
@@ -52,8 +52,8 @@ class Link:
         self._slot: m.SlotGiven | None = None
         self._found: m.SnapshotFound | None = None
         self._abort: Callable[[], None] | None = None
-        self._halt: Callable[[], int] | None = None
-        self._run_to: Callable[[int], None] | None = None
+        self._halt: Callable[[], dict[str, int]] | None = None
+        self._run_to: Callable[[Mapping[str, int], int, bool], None] | None = None
         self.on_arm: Callable[[tuple[ArmedFault, ...]], None] = lambda faults: None
         self.on_drop: Callable[[], None] = lambda: None
         self.on_where: Callable[[int], None] = lambda request: None
@@ -115,13 +115,13 @@ class Link:
         self,
         generation: int,
         abort: Callable[[], None],
-        halt: Callable[[], int] | None = None,
-        run_to: Callable[[int], None] | None = None,
+        halt: Callable[[], dict[str, int]] | None = None,
+        run_to: Callable[[Mapping[str, int], int, bool], None] | None = None,
     ) -> None:
         """`abort` is called (from another thread) when this generation breaks; at once if it has.
 
-        halt: called instead while the worker's own replica is intact; returns how many of its collectives have begun.
-        run_to: called with where to leave the step then. `abort` may follow.
+        halt: called instead while the worker's own replica is intact; returns how many calls of each of its groups have begun.
+        run_to: called with where to stand then, see `CollectiveCounts.run_to`. `abort` may follow.
         """
         with self._news:
             # Under the lock that `_note` holds, so a break is seen here or finds the new `abort`; it cannot
@@ -176,7 +176,7 @@ class Link:
                 if abort is not None:
                     abort()
 
-    def _say_halted(self, generation: int, halt: Callable[[], int]) -> None:
+    def _say_halted(self, generation: int, halt: Callable[[], dict[str, int]]) -> None:
         self.send(m.Halted(generation, halt()))
 
     def _note(self, order: m.ToWorker) -> Callable[[], None] | None:
@@ -202,8 +202,10 @@ class Link:
                 case m.Break(generation, _, halts) if generation == self._broken and not halts:
                     abort, self._abort = self._abort, None
                     return abort
-                case m.RunTo(generation, begun) if generation == self._broken and self._run_to is not None:
-                    return partial(self._run_to, begun)
+                case m.RunTo(generation, begun, agreement, leave) if (
+                    generation == self._broken and self._run_to is not None
+                ):
+                    return partial(self._run_to, begun, agreement, leave)
                 case m.EndAtCommit(generation):
                     self._yielding = max(self._yielding, generation)
                 case m.Ack(fault):

@@ -7,6 +7,8 @@ has the same elements, and whether those with other micro-batches are all in it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -17,26 +19,27 @@ def ranks_of(mesh: DeviceMesh) -> list[int]:
     return [int(rank) for rank in mesh.mesh.flatten().tolist()]
 
 
-def why_not(p: torch.Tensor, *, size: int, alike: int) -> str | None:
+def why_not(p: torch.Tensor, *, workers: Sequence[int], alike: int) -> str | None:
     """Why the gradient of a parameter cannot be complete within a replica, after "it"; None: it can.
 
     Args:
-        size: workers of the replica.
+        workers: those of the replica that have this layer: all, or one stage of a pipeline.
         alike: so many with neighbouring ranks compute the very same: the tensor degree.
     """
     if not isinstance(p, DTensor):
-        return "is no DTensor: nothing shards or replicates it"
+        # A stage of one worker has nobody to share it with.
+        return "is no DTensor: nothing shards or replicates it" if len(workers) > 1 else None
     ranks, mesh = ranks_of(p.device_mesh), p.device_mesh
     if mesh.get_coordinate() is None:
         return (
             f"lies on the workers {_some(ranks)} of its replica, and this one is none of them: every worker holds a part of "
-            "every parameter, so the stages of a pipeline are not supported"
+            "every parameter of its model; a pipeline has a model for each stage, see run.mesh(stage=...)"
         )
     if any(placement.is_partial() for placement in p.placements):
         return f"is placed as {p.placements}: a sum that nobody has completed is no state"
     # Along the tensor dimension all compute the same gradient, so one of them is enough for each share of the data.
     computing = {rank // alike for rank in ranks}
-    missing = sorted(set(range(size // alike)) - computing)
+    missing = sorted({rank // alike for rank in workers} - computing)
     if missing:
         others = [rank * alike for rank in missing]
         return (
@@ -46,15 +49,15 @@ def why_not(p: torch.Tensor, *, size: int, alike: int) -> str | None:
     return None
 
 
-def counted_here(p: torch.Tensor) -> bool:
+def counted_here(p: torch.Tensor, first: int = 0) -> bool:
     """Whether the norm of the gradient includes this piece on this worker. Each element is included on exactly one worker of
-    the replica, also where several have it."""
+    the replica, also where several have it. first: the first worker that has this layer."""
     if not isinstance(p, DTensor):
         return True
     mesh, coordinate = p.device_mesh, p.device_mesh.get_coordinate()
     # Workers outside of the mesh hold the same parameter on meshes of their own, such as those of the tensor
-    # dimension for what is sharded over the data alone. These meshes share no worker, and one of them has worker 0.
-    if coordinate is None or 0 not in ranks_of(mesh):
+    # dimension for what is sharded over the data alone. These meshes share no worker, and one of them has the first.
+    if coordinate is None or first not in ranks_of(mesh):
         return False
     # Among the workers that differ in a replicated dimension alone, all have the same piece, and one is first in
     # all such dimensions. Shards of any kind, strided ones too, are other elements on each worker.

@@ -9,8 +9,7 @@ Torch has one default process group. Here it is the replica: its rank is the wor
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partialmethod
 from typing import Any
 
@@ -21,7 +20,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined, unused-ign
 
 from holdfast.errors import CollectiveFailed, UsageError
 from holdfast.train.buffer_pool import BufferPool
+from holdfast.train.collective_counts import CollectiveCounts
 from holdfast.train.gloo_group import GlooGroup
+from holdfast.train.sent_messages import Message, SentMessages
 
 BACKEND = "holdfast"
 
@@ -34,6 +35,9 @@ class ReplicaGroups:
 
     Attributes:
         pool: memory for its collectives.
+        counts: how many of them have begun, and where a broken step is left.
+        messages: those between two workers that may be on their way.
+        stages: the replica is a pipeline of so many; its workers send each other messages.
     """
 
     def __init__(
@@ -43,6 +47,7 @@ class ReplicaGroups:
         host: str,
         called: Callable[[bool], None],
         device: torch.device | None = None,
+        stages: int = 1,
     ) -> None:
         """called: told whenever a collective begins (True) or has ended. device: where the tensors are."""
         self.shard_index, self.size = shard_index, size
@@ -50,14 +55,12 @@ class ReplicaGroups:
         self.host = host
         self.called = called
         self.pool = BufferPool()
+        self.stages = stages
+        self.counts = CollectiveCounts(self._takes_part)
+        self.messages = SentMessages()
         self._groups: list[ReconnectableGroup] = []
-        self._aborted = False
         self.connected_in = 0
         self.beside = False
-        self._news = threading.Condition()
-        self._begun = 0
-        self._halting = False
-        self._limit: int | None = None
 
     def open(self) -> None:
         """Makes torch's default process group a shell of these groups.
@@ -101,9 +104,7 @@ class ReplicaGroups:
         # given this generation's `halt` and `abort`, and a flag that it sets must not be wiped out by the
         # main thread.
         self.beside = beside
-        with self._news:
-            self._aborted = self._halting = False
-            self._limit, self._begun = None, 0
+        self.counts.renew()
 
     def connect(self, store_of: StoreOf, generation: int) -> None:
         """Connects every group of more than one worker; all workers of the replica have them in the same order.
@@ -113,12 +114,12 @@ class ReplicaGroups:
         """
         for group in self._groups:
             if group.size() > 1:
-                # The group is assigned before `_aborted` is read, and `abort` sets the flag before it walks
+                # The group is assigned before `aborted` is read, and `abort` sets the flag before it walks
                 # over the groups. So whichever comes first, either this thread sees the flag or `abort` sees
                 # the group. In any other order a break at this moment leaves `connect` waiting for a lost
                 # peer.
                 group.gloo = GlooGroup(group.rank(), group.size(), self.host, self.device)
-                if self._aborted:
+                if self.aborted:
                     raise CollectiveFailed("the generation broke while its members connected")
                 group.gloo.connect(store_of(group.label))
         # Only a replica whose groups are all connected may be kept over a break, see `leave`.
@@ -127,21 +128,19 @@ class ReplicaGroups:
     @property
     def aborted(self) -> bool:
         """Whether the groups were aborted since they were connected."""
-        return self._aborted
+        return self.counts.aborted
 
     def abort(self) -> None:
         """Frees every call that waits for a worker of the replica. Safe from any thread, more than once."""
-        with self._news:
-            # The flag comes first: a collective that is about to begin checks it under the same lock, so none
-            # begins behind the abort and waits for a peer that has left.
-            self._aborted = True
-            self._news.notify_all()
+        # First the flag, then the connections: see `CollectiveCounts.abort`.
+        self.counts.abort()
         for group in self._groups:
             if group.size() > 1 and group.gloo is not None:
                 group.gloo.abort()
 
     def close(self) -> None:
         """Gives the connections back, after `abort` or when nobody needs them any more."""
+        self.messages.close()
         for group in self._groups:
             if group.size() > 1 and group.gloo is not None:
                 group.gloo.close()
@@ -150,63 +149,34 @@ class ReplicaGroups:
 
     # ------------------------------------------------------------ leaving a step together
 
-    def halt(self) -> int:
-        """The generation broke, and this replica is intact: no further collective begins before `run_to`. Returns how many
-        have begun. From the link's thread."""
-        with self._news:
-            # The count is read under the lock that `begin` holds when it adds to it. So the number that goes
-            # to the coordinator is exact: a collective that is not in it has not begun and will not begin
-            # before `run_to`.
-            self._halting, self._limit = True, None
-            self._news.notify_all()
-            return self._begun
+    def halt(self) -> dict[str, int]:
+        """As `CollectiveCounts.halt`."""
+        return self.counts.halt()
 
-    def run_to(self, begun: int) -> None:
-        """The step is left when so many collectives have begun. From the link's thread."""
-        with self._news:
-            self._limit = begun
-            self._news.notify_all()
-
-    def begin(self) -> None:
-        """Before every collective of the replica.
-
-        Raises:
-            CollectiveFailed: the step is to be left here.
-        """
-        with self._news:
-            # A worker that is behind must still run the collectives that others of its replica have begun:
-            # they wait inside them for this one. A worker that is ahead must not begin another. So everybody
-            # stops here until the coordinator has compared the counts. The wait has no time limit of its own:
-            # either `run_to` comes, or the coordinator aborts the replica because one of its workers did not
-            # answer.
-            if self._halting:
-                self._news.wait_for(lambda: self._aborted or self._limit is not None)
-            # The limit is the largest count of the replica. All its workers leave at this same call, so every
-            # collective was run by all of them or by none, and the connections carry no half of one.
-            if self._aborted or (self._limit is not None and self._begun >= self._limit):
-                raise CollectiveFailed("the generation broke")
-            self._begun += 1
+    def run_to(self, limits: Mapping[str, int], agreement: int, leave: bool) -> None:
+        """As `CollectiveCounts.run_to`."""
+        self.counts.run_to(limits, agreement, leave)
 
     def leave(self, broken: bool) -> int:
-        """The main thread has left the step. Returns how many collectives have begun, all of them complete; -1 when the
-        groups are of no use any more. broken: the generation is, so `halt` or `abort` has been called or is about to be."""
-        with self._news:
-            if broken:
-                # The main thread may be here before the link's thread has called `halt`. Deciding now would
-                # see neither a limit nor an abort, and the replica would keep groups of which the others
-                # think otherwise.
-                self._news.wait_for(lambda: self._aborted or (self._halting and self._limit is not None))
-            # This worker may have left the step early, by an error of its own, with fewer collectives than
-            # the limit. Then the others wait in one that never comes: the replica is not intact, and its
-            # connections cannot be kept.
-            whole = not self._aborted and self._limit in (None, self._begun) and self.connected_in > 0
-            if whole:
-                self._halting, self._limit = False, None
-                return self._begun
+        """As `CollectiveCounts.leave`. What stays connected has nothing on its way."""
+        agreement = self.counts.leave(broken)
+        # Where all stand, both ends of every message have begun it: it comes to its end, unless a worker of the
+        # replica is lost right now. Then the connections hold half of one.
+        if agreement >= 0 and self.connected_in > 0 and self.messages.complete():
+            return agreement
         self.abort()
         self.close()
         return -1
 
+    def _takes_part(self, name: str) -> bool:
+        """Whether calls of this name are also this worker's, see `ReconnectableGroup.name_of`."""
+        label, _, ends = name.partition(BETWEEN)
+        ranks = [group.rank() for group in self._groups if group.label == label]
+        return bool(ranks) and (not ends or str(ranks[0]) in ends.split(">"))
+
+
+BETWEEN = "|"
+"""Between a group's label and the two ranks, for messages."""
 
 _replica: list[ReplicaGroups] = []
 """Whose groups torch makes: this process is in one replica."""
@@ -243,13 +213,10 @@ class ReconnectableGroup(_ProcessGroup):  # type: ignore[misc]
             # A dimension of one worker is common: `replicate` always is one. Such a collective must not count
             # as one of the replica's either, or `halt` would compare numbers that differ between layouts.
             return self._run_beside(name, *args)  # gloo would copy it, of a GPU to host memory and back
-        if name in BETWEEN_TWO:
-            # Where a fault strikes, a replica's workers leave the step at one count of collectives, the same for all.
-            # Stages of a pipeline make different calls, so no single count is a place where all can leave.
+        if name in BETWEEN_TWO and self._replica_groups.stages == 1:
             raise UsageError(
-                f"{name}: messages between two workers of a replica, such as those of pipeline parallelism, are not supported: "
-                "only collectives that all workers of the replica call in the same order. Shard the model with FSDP2, "
-                "tensor, context or expert parallelism instead"
+                f"{name}: messages between two workers of a replica are those of a pipeline's stages, and this replica has none: "
+                "give run.mesh(stage=...) their number"
             )
         gloo = self.gloo
         if gloo is None:
@@ -262,10 +229,15 @@ class ReconnectableGroup(_ProcessGroup):  # type: ignore[misc]
                 "the model without communication: every worker from the same seed, distribute_tensor and "
                 "parallelize_module with src_data_rank=None"
             )
-        # Counted before anything can fail, and once for each call that reaches the other workers. All workers
-        # of a replica make the same calls in the same order, which is what makes the counts comparable.
+        # Counted before anything can fail, and once for each call that reaches the other workers. All members
+        # of a group make the same calls of it in the same order, which is what makes its counts comparable.
+        counted = self._name_of(name, *args)
         if self._size > 1:
-            self._replica_groups.begin()
+            self._replica_groups.counts.begin(counted)
+        if name in BETWEEN_TWO:
+            work = gloo.start(lambda gloo: getattr(gloo, name)(*args, **options))
+            message = Message(gloo, work, args[0], self._replica_groups.called)
+            return self._replica_groups.messages.add(counted, message)
         self._replica_groups.called(True)
         work = self._ran_better(gloo, name, *args)
         if work is None:
@@ -279,6 +251,13 @@ class ReconnectableGroup(_ProcessGroup):  # type: ignore[misc]
                 raise
         self._replica_groups.called(False)
         return work
+
+    def _name_of(self, name: str, *args: Any) -> str:
+        """Under which a call is counted: for messages each direction between two workers has a count of its own."""
+        if name not in BETWEEN_TWO:
+            return self.label
+        ends = (self._rank, args[1]) if name == "send" else (args[1], self._rank)
+        return f"{self.label}{BETWEEN}{ends[0]}>{ends[1]}"
 
     def _ran_better(self, gloo: GlooGroup, name: str, *args: Any) -> Any:
         """FSDP2's two collectives where gloo's own are slow. None: as gloo has it. All members decide alike: by what is called
@@ -352,7 +331,7 @@ BY_ITSELF = {
 
 
 BETWEEN_TWO = {"send", "recv"}
-"""What has no part in the count of collectives, see `ReplicaGroups.begin`."""
+"""Messages: only two workers take part, and neither waits for the other when it begins one."""
 
 
 def _ended() -> Any:

@@ -97,8 +97,8 @@ class Gradients(Protocol):
         the last ones, compute none."""
         ...
 
-    def before_backward(self) -> None:
-        """The next micro-batch's backward pass begins."""
+    def before_backward(self, passes: int = 1) -> None:
+        """The next micro-batch's backward pass begins. passes: it has so many, each of a part of the micro-batch."""
         ...
 
     def after_backward(self) -> None:
@@ -211,7 +211,7 @@ class GradientSum(Gradients):
     def expect(self, micro_batches: int, rank: int, world: int, idle: int = 0) -> None:
         """Nothing depends on it."""
 
-    def before_backward(self) -> None:
+    def before_backward(self, passes: int = 1) -> None:
         """Autograd adds to what is there."""
 
     def after_backward(self) -> None:

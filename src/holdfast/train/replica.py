@@ -129,8 +129,11 @@ class Replica:
         total = sum(words[rank][0] for rank in range(shards))  # of one replica: all have the same
         return total if total >= 0 else math.nan
 
-    def announce(self, micro_batches: int) -> None:
-        """Says that this worker is ready, and waits until it is a member. micro_batches: in a global batch."""
+    def announce(self, micro_batches: int, until: int) -> None:
+        """Says that this worker is ready, and waits until it is a member.
+
+        micro_batches: in a global batch. until: committed steps after which the script ends.
+        """
         self.place.micro_batches = micro_batches
         digest = self.state.digest
         self._page.enter(Phase.IDLE)
@@ -146,6 +149,7 @@ class Replica:
                 micro_batches=micro_batches,
                 shape=shape,
                 shard_index=shard_index,
+                until=until,
             )
         )
         self.join_next()
@@ -265,6 +269,10 @@ class Replica:
             replica=groups,
             device=self.device,
         )
+        if groups:
+            groups.counts.say = lambda begun, stands: self.link.send(
+                m.Halted(generation.number, begun, stands)
+            )
         # Before `join`, which may wait for a lost member. If the generation broke meanwhile, `guard` aborts at once,
         # and `join` fails instead of waiting.
         self.link.guard(
@@ -295,13 +303,13 @@ class Replica:
     def _park(self) -> None:
         number = self.place.generation
         self._page.enter(Phase.PARKED)
-        begun = -1
+        agreement = -1
         # The order matters. First `abort`, so that no thread waits for a peer. Then `leave`, which settles
-        # how many collectives of the replica were run. Then `drain`, because gloo may write into gradients
+        # that all calls of the replica's groups are complete. Then `drain`, because gloo may write into gradients
         # until it has let go of them. `close` comes last: it frees what the others still used.
         if hasattr(self, "group"):
             self.group.abort()
-            begun = self.group.leave(self.group.generation == number and self.link.broken(number))
+            agreement = self.group.leave(self.group.generation == number and self.link.broken(number))
             self.gradients.drain(self.group)
             self.state.buffer_rules.drain(self.group)
             self.link.unguard()
@@ -319,7 +327,7 @@ class Replica:
                 committed=held,
                 prepared=prepared,
                 losses=self._progress.losses,
-                begun=begun,
+                agreement=agreement,
             )
         )
 
@@ -340,7 +348,7 @@ class Replica:
         """Raises GenerationBroken when there is no use in going on with this step. In a replica of several workers nobody
         leaves it alone, but at a call to the others."""
         # A worker of a sharded replica that left a step at once would leave the others of its replica inside
-        # a collective. It goes on to the next one, where `ReplicaGroups.begin` decides for all.
+        # a collective. It goes on to the next one, where `CollectiveCounts.begin` decides for all.
         if self.sharding is None or self.sharding.groups.aborted:
             self.link.check(self.place.generation)
 

@@ -162,13 +162,13 @@ class Run:
         """Whether the job was asked to stop before its last step."""
         return self._replica is not None and self._replica.stopped
 
-    def mesh(self, shard: int = 1, tensor: int = 1, context: int = 1) -> DeviceMesh:
-        """The DeviceMesh of this worker's replica: `replicate` x `shard`, x `context` and x `tensor` where these are more than
-        1.
+    def mesh(self, shard: int = 1, tensor: int = 1, context: int = 1, stage: int = 1) -> DeviceMesh:
+        """The DeviceMesh of this worker's replica: `replicate` x `shard`, x `stage`, x `context` and x `tensor` where these
+        are more than 1.
 
         For models that are sharded: give it, or its part `mesh["shard"]`, to FSDP2's `fully_shard`, and
-        `mesh["tensor"]` to tensor parallelism; then call `replicate`. A replica is `shard * context * tensor` workers with
-        neighbouring ranks. The `replicate` dimension always has one member here: the run itself sums over the replicas,
+        `mesh["tensor"]` to tensor parallelism; then call `replicate`. A replica is `shard * stage * context * tensor` workers
+        with neighbouring ranks. The `replicate` dimension always has one member here: the run itself sums over the replicas,
         whose number may change. The product is fixed for the life of a job.
 
         Torch's world is the replica from now on, and torchrun's variables say so. A script or a framework may make further
@@ -180,6 +180,8 @@ class Run:
             context: workers that share each sample, and compute a loss of their part of it. Parameters are then to be
                 sharded over both, `shard` and `context`: by a mesh of your own, `init_device_mesh(type, (shard * context, tensor),
                 mesh_dim_names=("data", "tensor"))`.
+            stage: stages of a pipeline, each with a model of its own layers. They compute a micro-batch together, by
+                `step.pipeline`.
 
         Raises:
             UsageError: sizes that do not fit the job, a call after `steps`, or a default process group of the script's.
@@ -196,12 +198,13 @@ class Run:
                 target=where.target,
                 called=self._on_collective,
                 context=context,
+                stages=stage,
             )
             if not self.alone:
                 given = where.link.start.env
                 torchrun_world.show(self._sharding.shard_index, self._sharding.size, given)
-        elif self._sharding.degrees != (shard, context, tensor):
-            before = "shard={}, context={}, tensor={}".format(*self._sharding.degrees)
+        elif self._sharding.degrees != (shard, stage, context, tensor):
+            before = "shard={}, stage={}, context={}, tensor={}".format(*self._sharding.degrees)
             raise UsageError(f"run.mesh() was called with {before} before; a run has one mesh")
         return self._sharding.mesh
 
@@ -354,7 +357,7 @@ class Run:
             every = self._replay_every(reduction)
             cursor = DataCursor(global_batch, seed, batches.dataset, threads, batch_changed)
             self._cursor = cursor
-            replica = self._enroll(modules, batches.count(), cursor, reduction)
+            replica = self._enroll(modules, batches.count(), cursor, reduction, until)
             while not replica.stopped and (replica.state.committed or 0) < until:
                 self._warn(replica)
                 self._tell_size(replica)
@@ -481,7 +484,12 @@ class Run:
         return every
 
     def _enroll(
-        self, modules: list[torch.nn.Module], micro_batches: int, cursor: DataCursor, reduction: Reduction
+        self,
+        modules: list[torch.nn.Module],
+        micro_batches: int,
+        cursor: DataCursor,
+        reduction: Reduction,
+        until: int,
     ) -> Replica:
         if self._replica is not None:
             raise UsageError("run.steps() is called once per run; put epochs into `until`")
@@ -489,6 +497,7 @@ class Run:
         sharding = self._sharding
         if sharding is not None:
             sharding.check(modules)
+            self._protected = sharding.named(self._protected)
             target //= sharding.shape[1]
             if micro_batches % sharding.shape[0]:
                 raise UsageError(
@@ -534,7 +543,7 @@ class Run:
         )
         beat.append(replica)
         self._replica = replica
-        replica.announce(micro_batches)
+        replica.announce(micro_batches, until)
         return replica
 
 

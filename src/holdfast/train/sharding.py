@@ -6,7 +6,7 @@ the replicas by Holdfast's reduction, shard by shard, so replicas come and go wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,10 +18,11 @@ from torch.distributed.tensor import DTensor
 from holdfast.errors import StateError, UsageError
 from holdfast.tensors.dtensor_shards import forget_meshes, mesh_names
 from holdfast.train.fsdp_buffers import use_pool
+from holdfast.train.pipeline import Pipelines
 from holdfast.train.placements import counted_here, why_not
 from holdfast.train.reconnectable_group import ReplicaGroups
 
-DIMENSIONS = ("replicate", "shard", "context", "tensor")
+DIMENSIONS = ("replicate", "shard", "stage", "context", "tensor")
 SHOWN = 5
 
 
@@ -30,10 +31,12 @@ class Sharding:
 
     Attributes:
         shape: workers of a replica: those with other micro-batches, and for each of them those with the same.
-        context, alike: of the latter, those with other parts of each sample, and those that compute the very same.
+        stages, context, alike: of the latter, those with other layers, those with other parts of each sample, and those
+            that compute the very same.
         shard_index: which of them this one is; the tensor dimension is the innermost.
         mesh: what the script gets.
         groups: the replica's process groups.
+        pipelines: the schedules of its stages.
     """
 
     def __init__(
@@ -45,16 +48,18 @@ class Sharding:
         target: int,
         called: Callable[[bool], None],
         context: int = 1,
+        stages: int = 1,
     ) -> None:
         """shape: shard degree, and tensor degree. position: this worker's number among all; modulo the workers of a replica it is
-        the shard index. target: workers of the job at full strength. called: as in ReplicaGroups. context: workers that share each sample.
+        the shard index. target: workers of the job at full strength. called: as in ReplicaGroups. context: workers that share each sample. stages: of a pipeline.
 
         Raises:
             UsageError: a mesh that does not fit the job.
         """
         shard, tensor = shape
-        size = shard * context * tensor
+        size = shard * stages * context * tensor
         given = {"shard": shard, "tensor": tensor} | ({"context": context} if context != 1 else {})
+        given |= {"stage": stages} if stages != 1 else {}
         if min(given.values()) < 1:
             what = ", ".join(f"{name}={degree}" for name, degree in given.items())
             raise UsageError(f"run.mesh({what}): {'both are' if len(given) == 2 else 'all are'} at least 1")
@@ -66,9 +71,15 @@ class Sharding:
                 f"run.mesh({what}) makes replicas of {size} workers, and the job has {target}: choose --nnodes and "
                 f"--nproc-per-node so that their product is a multiple of {size}"
             )
-        self.shape, self.shard_index = (shard, context * tensor), position % size
-        self.degrees, self.context, self.alike = (shard, context, tensor), context, tensor
-        self.groups = ReplicaGroups(self.shard_index, size, host, called, device)
+        if stages > 1 and device.type != "cpu":
+            raise UsageError(
+                f"run.mesh(stage={stages}): pipelines were tried with gloo alone, and {device} would take NCCL, whose messages "
+                "wait for each other in another way; shard the model over shard=, tensor= or context= instead"
+            )
+        self.shape, self.shard_index = (shard, stages * context * tensor), position % size
+        self.degrees, self.context, self.alike = (shard, stages, context, tensor), context, tensor
+        self.stages = stages
+        self.groups = ReplicaGroups(self.shard_index, size, host, called, device, stages)
         # Before `init_device_mesh`, which uses torch's default group. A mesh over a group that torch made
         # itself could not be connected anew.
         self.groups.open()
@@ -81,6 +92,7 @@ class Sharding:
         if context > 1:
             # Made here, with the others: its group is connected in the same order on all workers.
             self._data = self.mesh["shard", "context"]._flatten("data")
+        self.pipelines = Pipelines()
         self._models: list[torch.nn.Module] = []
         self._kept_whole: list[Any] = []
 
@@ -88,6 +100,22 @@ class Sharding:
     def size(self) -> int:
         """Workers of a replica."""
         return self.shape[0] * self.shape[1]
+
+    @property
+    def own_stage(self) -> list[int]:
+        """The workers that have the same layers as this one: all of the replica, unless it is a pipeline."""
+        within = self.context * self.alike
+        stage = self.shard_index // within % self.stages
+        return [rank for rank in range(self.size) if rank // within % self.stages == stage]
+
+    def named(self, objects: Mapping[str, Any]) -> dict[str, Any]:
+        """The protected objects of this worker by names of their own: each stage of a pipeline has other layers."""
+        # Stages number their layers and their optimizer's moments alike. Under one name a checkpoint would take
+        # one stage's for another's wherever the shapes are the same.
+        if self.stages == 1:
+            return dict(objects)
+        stage = self.own_stage[0] // (self.context * self.alike)
+        return {f"stage{stage}_{name}": thing for name, thing in objects.items()}
 
     def submesh(self, names: tuple[str, ...]) -> DeviceMesh:
         """The mesh of these dimensions: one that a parameter lies on, else a part of the run's.
@@ -112,7 +140,7 @@ class Sharding:
             UsageError: the gradients of some of its parameters would not be complete within a replica.
         """
         named = list(model.named_parameters())
-        loose = [n for n, p in named if not isinstance(p, DTensor)]
+        loose = [n for n, p in named if not isinstance(p, DTensor) and len(self.own_stage) > 1]
         if loose:
             more = f" and {len(loose) - SHOWN} more" if len(loose) > SHOWN else ""
             raise UsageError(
@@ -120,7 +148,7 @@ class Sharding:
                 "fully_shard(..., mesh=run.mesh(...)) on the whole model too, after its parts"
             )
         for name, p in named:
-            if reason := why_not(p, size=self.size, alike=self.alike):
+            if reason := why_not(p, workers=self.own_stage, alike=self.alike):
                 raise UsageError(f"run.replicate(): {name} {reason}")
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -156,7 +184,7 @@ class Sharding:
         """Whether the gradient's norm includes this parameter here. Some are whole on several workers; the first one counts
         those."""
         # Counted on each, it would enter the norm several times, and clipping would depend on the layout.
-        return counted_here(p)
+        return counted_here(p, self.own_stage[0])
 
     def sum_over_shards(self, tensor: torch.Tensor) -> None:
         """Adds up, in place, what the workers have that compute different gradients.

@@ -169,18 +169,13 @@ class Step:
         if self._is_again:
             self._backward_again(loss)
             return
-        if not self._left:
-            raise UsageError(
-                f"step {self.index}: step.backward() is called once for every micro-batch of the step"
-            )
+        last = self._taken("step.backward()")
         later = None
         if staging.is_far(loss) and type(loss) is torch.Tensor:
             # Asked for when the backward pass is queued: so the GPU need not wait for the host.
             later = staging.number(loss.detach())
         else:
             self._words.append((float(weight), float(loss.detach()), 0.0))
-        self._left -= 1
-        last = self._left == 0
         gradients = replica.gradients
         gradients.before_backward()
         if replica.sharding is not None:
@@ -200,7 +195,52 @@ class Step:
             self._words.append((float(weight), later(), 0.0))
             if last:
                 self._say_weight()
-        gradients.after_backward()
+        self._added(last)
+
+    def pipeline(
+        self, schedule: Any, *args: Any, target: Any = None, weight: float = 1.0, **more: Any
+    ) -> None:
+        """Adds a micro-batch's gradient that the stages of a pipeline compute together, after `run.mesh(stage=...)`. In the place
+        of the forward pass and `step.backward`; every stage calls it with the same micro-batch.
+
+        Args:
+            schedule: `Schedule1F1B` or `ScheduleGPipe` of torch.distributed.pipelining, with a loss that sums and
+                `scale_grads=False`. Its stage is made with `input_args` and `output_args`.
+            args: of the first stage; the schedule divides them into its parts.
+            target: what the loss gets, on the last stage.
+            weight: how many samples or tokens the micro-batch has, as in `backward`.
+            more: arguments by name, of every stage.
+
+        Raises:
+            UsageError: a replica without stages, or a schedule that cannot be taken up again after a fault.
+        """
+        replica = self._replica
+        if replica.sharding is None or replica.sharding.stages == 1:
+            raise UsageError(
+                "step.pipeline() is for the stages of a pipeline: call run.mesh(stage=...) first"
+            )
+        replica.phases.enter(Phase.BACKWARD, self.index)
+        last = self._taken("step.pipeline()")
+        if last:
+            self._batches.giving(self.index, replica.place.generation)
+        # No bucket leaves early: a gradient is complete when the last part of the micro-batch has been added.
+        replica.gradients.before_backward(passes=schedule._n_microbatches)
+        loss = replica.sharding.pipelines.run(schedule, args, target, more)
+        # The stages weigh the micro-batch together, as workers that share a sample do: the last one says all of it.
+        self._words.append((float(weight), loss, 0.0) if schedule._stage.is_last else (0.0, 0.0, 0.0))
+        self._added(last)
+
+    def _taken(self, call: str) -> bool:
+        """One of this worker's micro-batches is being computed; whether it is the last one."""
+        if not self._left:
+            raise UsageError(f"step {self.index}: {call} is called once for every micro-batch of the step")
+        self._left -= 1
+        return self._left == 0
+
+    def _added(self, last: bool) -> None:
+        """Its gradient is there."""
+        replica = self._replica
+        replica.gradients.after_backward()
         replica.state.buffer_rules.after_micro(self._mine[len(self._mine) - self._left - 1])
         if last and replica.checks_local:
             self._check_local()

@@ -13,6 +13,7 @@ from holdfast.engines import jobs
 from holdfast.errors import UsageError
 from holdfast.ui.ended import EndedJob
 from holdfast.ui.proxy import RunningJob
+from holdfast.ui.remote import RemoteJob
 from holdfast.web.sources import Refused, Source
 
 KEY_FILE = "page-key"
@@ -48,13 +49,13 @@ class UiHost:
     async def source(self, job: str) -> Source:
         """See `Host.source`."""
         try:
-            folder, running, started_s = await asyncio.to_thread(self._find, job)
+            folder, running, started_s, is_remote = await asyncio.to_thread(self._find, job)
         except UsageError as error:
             raise Refused(str(error), 404) from error
         if running:
             # It holds nothing open, so it is made for each request and nobody has to
             # close it when the job ends.
-            return RunningJob(folder)
+            return RemoteJob(folder) if is_remote else RunningJob(folder)
         # By its start: a job that is started again has another ledger when it ends again.
         key = folder.name, started_s
         if key not in self._ended:
@@ -65,9 +66,11 @@ class UiHost:
             self._ended[key] = EndedJob(folder)
         return self._ended[key]
 
-    def _find(self, job: str) -> tuple[Path, bool, float]:
+    def _find(self, job: str) -> tuple[Path, bool, float, bool]:
         folder = jobs.existing(job or self._job)
-        return folder, jobs.is_running(folder), (folder / "spec.json").stat().st_mtime
+        allocation = jobs.read_allocation(folder)
+        is_remote = allocation is not None and allocation.engine == "kubernetes"
+        return folder, jobs.is_running(folder), (folder / "spec.json").stat().st_mtime, is_remote
 
     def close(self) -> None:
         """Ends what reads ledgers."""

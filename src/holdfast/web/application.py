@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gzip
 import hashlib
 import mimetypes
 from collections.abc import Awaitable, Callable
@@ -16,7 +17,7 @@ import msgspec
 from aiohttp import web
 
 from holdfast.web.sessions import ENTER, PREFIXES, QUERY_CHARS, Role, Sessions
-from holdfast.web.sources import ACTIONS, PANELS, Answer, Refused, Source, whole
+from holdfast.web.sources import ACTIONS, GZIP_BYTES, PANELS, Answer, Refused, Source, whole
 
 API = "/api/v1"
 # Each open stream holds a connection and a task. Without a bound, forgotten tabs could take the
@@ -156,6 +157,13 @@ def file_of(path: str) -> bytes | None:
 
 
 @cache
+def packed_file(path: str) -> bytes | None:
+    """The same compressed; None: there is none, or it is not worth it. Cached: compressed once in a process."""
+    data = file_of(path)
+    return None if data is None or len(data) <= GZIP_BYTES else gzip.compress(data, 9, mtime=0)
+
+
+@cache
 def index_page() -> str:
     """The page itself: its parts are named in one place, `IMPORTS` and `STYLES`."""
     text = (file_of("static/index.html") or b"").decode()
@@ -185,7 +193,12 @@ class _Page:
         response = web.Response(status=303, headers={"Location": "./"})
         # No script reads the cookie, and no page of another site makes a browser send it.
         response.set_cookie(
-            self._sessions.cookie, value, httponly=True, samesite="Strict", path="/", max_age=7 * 24 * 3600
+            self._sessions.cookie,
+            value,
+            httponly=True,
+            samesite="Strict",
+            path=self._sessions.cookie_path,
+            max_age=7 * 24 * 3600,
         )
         return response
 
@@ -200,10 +213,15 @@ class _Page:
             else mimetypes.guess_type(path)[0] or "text/plain"
         )
         # Of the content and not of a date: two coordinators may have the same file with different dates.
-        etag = f'"{hashlib.sha256(data).hexdigest()[:32]}"'
+        packed = packed_file(path) if "gzip" in request.headers.get("Accept-Encoding", "") else None
+        # Another one for each form: a cache between must not give a browser the form that it cannot read.
+        etag = f'"{hashlib.sha256(data).hexdigest()[:32]}{"-gzip" if packed else ""}"'
+        headers = {"ETag": etag, "Vary": "Accept-Encoding"}
         if request.headers.get("If-None-Match") == etag:
-            return web.Response(status=304, headers={"ETag": etag})
-        return web.Response(body=data, content_type=kind, charset="utf-8", headers={"ETag": etag})
+            return web.Response(status=304, headers=headers)
+        if packed:
+            headers["Content-Encoding"] = "gzip"
+        return web.Response(body=packed or data, content_type=kind, charset="utf-8", headers=headers)
 
     async def jobs(self, request: web.Request) -> web.StreamResponse:
         return _json(request, Answer(msgspec.json.encode({"jobs": await self._host.jobs()})))

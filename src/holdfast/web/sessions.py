@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 import secrets
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qs, urlsplit
@@ -32,12 +34,54 @@ ENTER = "/enter"
 MARK = "X-Holdfast"
 """A header of every request that changes something: a form on somebody else's page cannot send it."""
 
+_PLAIN_PATH = re.compile(r"[A-Za-z0-9/_.~%@+-]*")
+
 
 class Role(StrEnum):
     """What a session may do."""
 
     VIEW = "view"
     ACT = "act"
+
+
+@dataclass(frozen=True)
+class Proxy:
+    """Where a proxy serves the page, as JupyterHub's does: `https://hub.example/user/ada/proxy/8765/`."""
+
+    scheme: str
+    host: str
+    """With its port, where it is not the scheme's own."""
+    path: str
+    """It ends with a slash."""
+
+    @classmethod
+    def of(cls, url: str) -> Proxy:
+        """Raises ValueError."""
+        parts = urlsplit(url)
+        if (
+            parts.scheme not in ("http", "https")
+            or not parts.hostname
+            or parts.query
+            or parts.fragment
+            or parts.username
+        ):
+            raise ValueError(
+                f"{url!r} is no address of a page, like https://hub.example/user/ada/proxy/8765/"
+            )
+        # The path goes into a header of its own: nothing that could end it there.
+        if not _PLAIN_PATH.fullmatch(parts.path):
+            raise ValueError(f"the path of {url!r} has characters that no proxy's should have")
+        return cls(parts.scheme, parts.netloc.lower(), parts.path.rstrip("/") + "/")
+
+    @property
+    def origin(self) -> str:
+        """As a browser names it."""
+        return f"{self.scheme}://{self.host}"
+
+    @property
+    def url(self) -> str:
+        """The page's address."""
+        return f"{self.origin}{self.path}"
 
 
 class Sessions:
@@ -47,11 +91,23 @@ class Sessions:
     """
 
     def __init__(
-        self, key: str, port: int, now: Callable[[], float], hosts: frozenset[str] = frozenset()
+        self,
+        key: str,
+        port: int,
+        now: Callable[[], float],
+        hosts: frozenset[str] = frozenset(),
+        proxy: Proxy | None = None,
     ) -> None:
-        """key: a secret; cookies end with it. now: seconds since 1970. hosts: by which browsers reach it, beside LOCAL_NAMES."""
+        """key: a secret; cookies end with it. now: seconds since 1970. hosts: by which browsers reach it, beside LOCAL_NAMES.
+
+        proxy: what browsers reach it through.
+        """
         self._key, self._now = key.encode(), now
-        self._hosts = LOCAL_NAMES | hosts
+        self._hosts = LOCAL_NAMES | hosts | ({_name_of(proxy.host)} if proxy else frozenset())
+        self._proxy = proxy
+        # A proxy of many people's servers has one name for all of them: without its path the browser would show this
+        # cookie to everybody's.
+        self.cookie_path = proxy.path if proxy else "/"
         # Cookies do not know ports: two jobs on one machine would overwrite each other's.
         self.cookie = f"holdfast_{port}"
         self._codes: dict[str, tuple[Role, float]] = {}
@@ -129,7 +185,9 @@ class Sessions:
         if method != "POST":
             return 405, None
         # A browser says with each POST whose page sends it. Another site's page cannot give our name there.
-        same = headers.get("origin", "") in (f"http://{host}", f"https://{host}")
+        # A proxy may put this server's own name into Host; what the browser says of its page stays as it is.
+        origins = {f"http://{host}", f"https://{host}"} | ({self._proxy.origin} if self._proxy else set())
+        same = headers.get("origin", "") in origins
         if not same or headers.get(MARK.lower()) != "1" or role is not Role.ACT:
             return 403, None
         return 200, role

@@ -58,6 +58,7 @@ _NODE_STATES = {
     "repairing": "sick",
 }
 _WORKERS = '"workers":['
+_UNNAMED = '"unnamed":true'
 
 
 class Story:
@@ -86,6 +87,10 @@ class Story:
         self.troubles: dict[str, int] = {}
         """Node to how many incidents were its fault."""
         self.tier_trouble: dict[str, str] = {}
+        self.stall: dict[str, Any] | None = None
+        """The newest verdict about a hang, with `seq` and `t_s`; None: there was none."""
+        self.snapshots = (0, 0.0, 0.0)
+        """How many were complete, and when the first and the newest were."""
         self.ended: dict[str, Any] | None = None
         self._members = _Members()
         self._broke = ""
@@ -113,6 +118,8 @@ class Story:
             self.worlds.append((t_s, int(fields.get("start") or 0), int(fields["world"])))
         self._storage(t_s, kind, fields)
         self._node(t_s, kind, fields)
+        if kind == "stall-judged":
+            self.stall = {"seq": seq, "t_s": t_s, **fields}
         if kind == "changed":
             self.changes.append({"seq": seq, **fields})
         if kind == "ended":
@@ -157,7 +164,10 @@ class Story:
         known |= {k: v for k, v in fields.items() if k in ("node", "ranks") and v}
 
     def _storage(self, t_s: float, kind: str, fields: dict[str, Any]) -> None:
-        if kind == "saved":
+        if kind == "snapshot":
+            count, begun_s, _ = self.snapshots
+            self.snapshots = count + 1, begun_s if count else t_s, t_s
+        elif kind == "saved":
             found = {k: fields.get(k) for k in ("step", "url", "took_s", "skipped")}
             self.checkpoints.append({"t_s": t_s, **found})
             # A save that arrived is the one proof that a tier works again.
@@ -217,6 +227,9 @@ class _Members:
         begin += len(_WORKERS)
         end = fields.find("]", begin)
         text = fields[begin:end]
+        # A ledger lets go of the names of old generations, see `compaction`: that says nothing of who came or left.
+        if not text and _UNNAMED in fields:
+            return fields, set(), set()
         head, tail = _differ(self._text, text)
         old, new = self._text[head : len(self._text) - tail], text[head : len(text) - tail]
         # The counts before anything changes. A name that only moves within the list leaves

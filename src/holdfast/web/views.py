@@ -12,6 +12,7 @@ from typing import Any
 from holdfast.observe.dashboard import job_word
 from holdfast.observe.event_text import event_line
 from holdfast.observe.goodput import WORDS, goodput_words
+from holdfast.observe.remaining import remaining
 from holdfast.protocol import units
 from holdfast.protocol.health import remedy_text
 from holdfast.protocol.ledger.incidents import PHASES
@@ -24,6 +25,8 @@ BARS = 400
 ROWS = 60
 """Rows of the strip; the other nodes are one row."""
 SHOWN = 50
+BEGINS_S = 600.0
+"""So long the first generation may take before a person is asked for nodes."""
 MARKS = 300
 _ORDER = {name: number for number, name in enumerate(STATES)}
 _SHOWN_OF_INCIDENT = (
@@ -98,15 +101,18 @@ def todo(facts: Facts, story: Story) -> list[dict[str, Any]]:
                 f"{tier['url']} takes nothing any more: a checkpoint stands still",
                 f"holdfast status --job {job}",
             )
+    # Nodes of a job that has only just begun are on their way, whether or not anybody has ordered them.
+    begins = facts["generation"] == 0 and facts["t_s"] < BEGINS_S
     # Not while a node is on its way: whoever adds another one would pay for one too many.
-    if facts["phase"] == "gathering" and not facts["coming"] and facts["ready"] < facts["target"]:
+    short = facts["phase"] == "gathering" and facts["ready"] < facts["target"]
+    if short and not facts["coming"] and not begins:
         missing = facts["target"] - facts["ready"]
         say(True, f"Add nodes: {units.plural(missing, 'worker')} are missing, and no node is on its way", "")
     for ask in facts["asks"]:
         where = f"holdfast why {ask['incident']} --job {job}" if ask["incident"] else "holdfast node ls"
         say(False, f"Inspect {ask['node']}: {ask['text']}", where)
     # Only of a job that was started with spares: to any other the lack of one is no news.
-    if facts["wants_spares"] and not facts["spares"]:
+    if facts["wants_spares"] and not facts["spares"] and not begins:
         say(False, "Add a node: no spare is left, so the next lost node costs strength", "")
     for slow in facts["slow"]:
         say(
@@ -159,6 +165,10 @@ def now(facts: Facts, story: Story) -> dict[str, Any]:
         "steps": facts["steps"],
         "figures": facts["figures"],
         "slow": facts["slow"],
+        "leave": facts["leave"],
+        "remaining": None
+        if facts["phase"] == "ended"
+        else remaining(facts["until"], facts["step"], facts["step_s"], facts["goodput"]),
     }
 
 
@@ -381,6 +391,26 @@ def strip(story: Story, until_s: float, rows: int = ROWS) -> dict[str, Any]:
 def checkpoints(story: Story, facts: Facts, count: int = SHOWN) -> dict[str, Any]:
     """Checkpoints in durable tiers, the newest first, and the snapshot in memory."""
     return {"checkpoints": list(reversed(story.checkpoints))[:count], "tiers": tiers(facts)}
+
+
+def stall(story: Story) -> dict[str, Any]:
+    """The newest hang: who held up the others, where each rank stood, who waited for whom, and its incident."""
+    found = story.stall
+    if found is None:
+        return {"stall": None}
+    # The verdict opens its incident, so that is the first one that began after it.
+    opened = (n for n, i in story.incidents.items() if i["seqs"][0] >= found["seq"])
+    return {
+        "stall": {
+            "t_s": found["t_s"],
+            "workers": found["workers"],
+            "reason": found["reason"],
+            "where": found["where"],
+            # An older version wrote only the words of `where`.
+            "lines": found.get("evidence") or [w for w in found["where"].split(", ") if w],
+            "incident": min(opened, default=None) if found["workers"] else None,
+        }
+    }
 
 
 def marks(story: Story) -> list[dict[str, Any]]:

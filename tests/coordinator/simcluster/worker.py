@@ -152,6 +152,7 @@ class Trainer(SimWorker):
         self.armed: dict[str, int | None] = {}
         self.orders: list[m.ToWorker] = []
         self.groups_since, self.begun = 0, -1  # when its replica was connected; how far its collectives are
+        self.more = 0  # calls of another group
         self.halts = False
         self.later(rng.uniform(0.2, 1.0) * plan.start_s, self._attach)
 
@@ -241,9 +242,9 @@ class Trainer(SimWorker):
             case m.Break(number, _, halt):
                 if number == self.seen and self.phase not in (Phase.PARKED, Phase.IDLE, Phase.DONE):
                     self._halt() if halt and not self.broken else self._break()
-            case m.RunTo(number, begun):
+            case m.RunTo(number):
                 if number == self.seen and self.halts:
-                    self.later(self.cluster.rng.uniform(0.0, self.cluster.plan.step_s), self._run_to, begun)
+                    self.later(self.cluster.rng.uniform(0.0, self.cluster.plan.step_s), self._run_to, message)
             case m.EndAtCommit(number):
                 self.yields_in = max(self.yields_in, number)
             case m.Stop():
@@ -293,15 +294,28 @@ class Trainer(SimWorker):
         self.broken = self.halts = True
         self.ticket += 1
         self.waits_for = None
-        self.say(m.Halted(self.seen, self.begun))
+        self.say(m.Halted(self.seen, self.counts))
 
-    def _run_to(self, begun: int) -> None:
-        """All of its replica come to the furthest call, unless the step is over for this one."""
-        if begun > self.begun and self.phase is not Phase.FORWARD:
+    @property
+    def counts(self) -> dict[str, int]:
+        return {"row": self.begun} | ({"more": self.more} if self.more else {})
+
+    def _run_to(self, order: m.RunTo) -> None:
+        """All of its replica come to the furthest calls, unless the step is over for this one."""
+        if order.leave:
+            self._park(whole=order.begun == self.counts, agreement=order.agreement)
+            return
+        behind = order.begun["row"] > self.begun
+        if behind and self.phase is not Phase.FORWARD:
             self._break()
             return
-        self.begun = begun
-        self._park(whole=True)
+        self.begun, self.more = order.begun["row"], max(self.more, order.begun.get("more", 0))
+        if behind and self.cluster.rng.random() < 0.3:
+            # A call of another group is on its way there, which others have not begun.
+            self.more += 1
+            self.say(m.Halted(self.seen, self.counts))
+            return
+        self.say(m.Halted(self.seen, self.counts, order.agreement))
 
     def _break(self) -> None:
         """The control thread frees the main thread from a collective; elsewhere it looks by itself."""
@@ -327,8 +341,8 @@ class Trainer(SimWorker):
         elif self.cluster.plan.parks_itself:
             self.later(self.cluster.rng.uniform(0.0, 0.01), self._park)
 
-    def _park(self, whole: bool = False) -> None:
-        """whole: the groups of its replica are."""
+    def _park(self, whole: bool = False, agreement: int = 0) -> None:
+        """whole: the groups of its replica are. agreement: where it left them."""
         self.halts = False
         self.begun = self.begun if whole else -1
         self.ticket += 1
@@ -338,7 +352,14 @@ class Trainer(SimWorker):
             self.plane.gone(self)
         self.enter(Phase.PARKED)
         held = self.held[0] if self.held else None
-        self.say(m.Parked(generation=self.seen, committed=held, prepared=self.prepared, begun=self.begun))
+        self.say(
+            m.Parked(
+                generation=self.seen,
+                committed=held,
+                prepared=self.prepared,
+                agreement=agreement if self.begun >= 0 else -1,
+            )
+        )
         self.cluster.moment("parked", self)
 
     def _stop(self, stop: m.Stop) -> None:
@@ -479,7 +500,7 @@ class Trainer(SimWorker):
 
     def _connected(self) -> None:
         if self._connects_groups:
-            self.groups_since, self.begun = self.seen, -1 if self.beside else 0
+            self.groups_since, self.begun, self.more = self.seen, -1 if self.beside else 0, 0
 
     @property
     def _connects_groups(self) -> bool:

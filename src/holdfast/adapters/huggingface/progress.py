@@ -13,6 +13,11 @@ FOLLOWED = ("best_metric", "best_global_step")
 """Of TrainerState: what a commit changes, and what is changed by what follows a step. The others follow from the arguments,
 or are this process's own (`is_world_process_zero`)."""
 
+ALIKE = frozenset({"epoch", "grad_norm", "learning_rate", "loss", "step", "train_loss"})
+EVALUATED = "eval_"
+"""Names of logged values, and how they begin, that every worker has alike: of the step's commit, and of evaluations, which
+each worker does over all samples. What else is logged (TRL's rewards and entropies) comes from a worker's own samples."""
+
 CLOCKED = ("_runtime", "_per_second")
 """How the names of logged values end that were read from this process's clock: no two workers have the same."""
 
@@ -51,8 +56,9 @@ class Progress:
             "grad_norm": self.grad_norm,
             "learning_rate": self.learning_rate,
             "state": {name: getattr(trainer.state, name) for name in COMMITTED + FOLLOWED},
+            # Values of a worker's own would make replicas differ that are equal, and a snapshot's copies as well.
             "history": [
-                {name: value for name, value in logs.items() if not name.endswith(CLOCKED)}
+                {name: value for name, value in logs.items() if _is_alike(name)}
                 for logs in trainer.state.log_history
             ],
             "losses": {
@@ -121,3 +127,7 @@ class Progress:
     def _exporters(self) -> list[ExportableState]:
         callbacks = [*self._trainer.callback_handler.callbacks, self._trainer.control]
         return [callback for callback in callbacks if isinstance(callback, ExportableState)]
+
+
+def _is_alike(name: str) -> bool:
+    return (name in ALIKE or name.startswith(EVALUATED)) and not name.endswith(CLOCKED)

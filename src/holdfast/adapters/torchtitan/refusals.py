@@ -51,13 +51,13 @@ def refuse(config: Any) -> None:
 def refuse_hooks(optimizers: Any) -> None:
     """
     Raises:
-        UsageError: something is to happen before each update, as with biases of experts: collectives, which a commit cannot
-            have, and a container's hooks do not run where its parts are stepped after a fault.
+        UsageError: something is to happen before each update that is not torchtitan's own: a container's hooks do not run
+            where its parts are stepped after a fault.
     """
     if optimizers._optimizer_step_pre_hooks:
         raise UsageError(
-            "holdfast.titan: this configuration updates biases of experts in a hook of its optimizers, with collectives that a "
-            "commit cannot run. Give a model without load_balance_coeff; recipes/qwen3-30b-a3b-sft has such an update"
+            "holdfast.titan: this configuration has a hook that runs before each update of its optimizers, and a commit may come "
+            "after a fault, without it. Leave the model_spec's post_optimizer_build_fn out"
         )
 
 
@@ -66,24 +66,14 @@ def _all(config: Any) -> list[tuple[bool, str]]:
     return [
         (
             parallelism.pipeline_parallel_degree > 1,
-            "--parallelism.pipeline_parallel_degree: stages of a pipeline call different collectives, so a healthy replica "
-            "could not leave a step together. Use shards and tensor parallelism; torchtitan's own trainer works at "
-            "level 1",
+            "--parallelism.pipeline_parallel_degree: torchtitan's schedules ask their neighbours for shapes at their first step, and a "
+            "worker that comes after a fault would wait for an answer. Use shards, tensor, context and expert parallelism; "
+            "docs/sharded.md shows a pipeline in a loop of your own, and torchtitan's own trainer works at level 1",
         ),
         (
             parallelism.data_parallel_replicate_degree > 1,
             "--parallelism.data_parallel_replicate_degree: replicas are the job's, and their number may change. Leave it out, "
             "and give --nnodes",
-        ),
-        (
-            parallelism.expert_parallel_degree > 1,
-            "--parallelism.expert_parallel_degree has not been tried here. Leave it out; recipes/qwen3-30b-a3b-sft trains "
-            "experts on several workers",
-        ),
-        (
-            parallelism.context_parallel_degree > 1,
-            "--parallelism.context_parallel_degree has not been tried here. Leave it out; docs/sharded.md shows context "
-            "parallelism in a loop of your own",
         ),
         (
             not training.disable_cuda_graphs,

@@ -5,19 +5,24 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from functools import partial
 from importlib import metadata
 from typing import Any, Literal
 
 import torch
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.protocols import module as titan_modules
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
+from holdfast.adapters.torchtitan.experts import Loads, take_hook_off, with_biases
 from holdfast.adapters.torchtitan.refusals import refuse, refuse_hooks, row_of
 from holdfast.adapters.torchtitan.streams import Numbers, Streams
 from holdfast.adapters.versions import TORCHTITAN
+from holdfast.tensors.dtensor_shards import local_of
 from holdfast.train.run import Run
 from holdfast.train.step import Step
 
@@ -56,7 +61,10 @@ class HoldfastTrainer(Trainer):  # type: ignore[misc] # it has no types here
         refuse(config)
         self.holdfast_run = _run[0]
         self.holdfast_step: Step | None = None
-        super().__init__(config)
+        with built_alone():
+            super().__init__(config)
+        self.loads = Loads(with_biases(self.model_parts))
+        take_hook_off(self.optimizers)
         refuse_hooks(self.optimizers)
         for part in self.model_parts:
             keep_as_it_lies(part)
@@ -85,7 +93,8 @@ class HoldfastTrainer(Trainer):  # type: ignore[misc] # it has no types here
             # Divided by one: a sum over tokens. The mean is taken once, over the tokens of the global batch.
             loss, _ = self.loss_fn(pred, labels, torch.ones_like(global_valid_tokens), **more)
             del pred
-            step.backward(loss, weight=float(global_valid_tokens))
+            # Of this worker's part of each sample: under context parallelism the others weigh theirs.
+            step.backward(loss, weight=float((local_of(labels) != IGNORED).sum()))
         return loss
 
     def train_step(self, data_iterator: Any) -> None:
@@ -112,12 +121,16 @@ class HoldfastTrainer(Trainer):  # type: ignore[misc] # it has no types here
                 self.forward_backward_step(
                     input_dict=here, labels=labels, global_valid_tokens=(labels != IGNORED).sum()
                 )
-            step.apply(self.optimizers, self.config.training.max_norm, self.lr_schedulers)
+            also = self.loads.update if self.loads else ()
+            step.apply(self.optimizers, self.config.training.max_norm, self.lr_schedulers, also=also)
 
     def train(self) -> None:
         """torchtitan's loop, around the steps of the run."""
         run, config = self.holdfast_run, self.config
         run.protect(**self._holdfast_state())
+        if self.loads:
+            run.protect(loads=self.loads)
+            run.buffers("sum", "loads.tokens")
         streams = Streams(self._loader_of, self._micro_batches())
         with config.profiler.build(global_step=0, base_folder=config.dump_folder) as profiler:
             for step in self._steps():
@@ -199,6 +212,22 @@ class HoldfastTrainer(Trainer):  # type: ignore[misc] # it has no types here
         self.metrics_processor.log(self.step, step.loss, step.loss, norm, extra_metrics=more)
 
 
+@contextmanager
+def built_alone() -> Iterator[None]:
+    """torchtitan places tensors on its meshes without a word to others.
+
+    It would send each from the first worker, and nobody is connected before the first step. All make them from the same
+    seed or of the configuration, so all have the same.
+    """
+    # The name that torchtitan's modules call. A test holds that it is there.
+    before = titan_modules.distribute_tensor
+    titan_modules.distribute_tensor = partial(before, src_data_rank=None)
+    try:
+        yield
+    finally:
+        titan_modules.distribute_tensor = before
+
+
 def keep_as_it_lies(model: torch.nn.Module) -> None:
     """The state of a model is its parameters, as they lie here.
 
@@ -230,6 +259,8 @@ def main(make: Callable[[], Any]) -> Callable[[Run], None]:
 
     def train(run: Run) -> None:
         _run[:] = [run]
+        # torchtitan asks for them in the words of torchrun, which a job of one has not.
+        os.environ.setdefault("LOCAL_RANK", "0")
         trainer = make().build()
         try:
             trainer.train()

@@ -29,6 +29,9 @@ UNKNOWN_S = 600.0
 
 UNKNOWN_KEPT = 16
 
+COMPARED = "peers"
+"""The source of what was found by comparing how fast workers compute."""
+
 
 def found(context: Context, node: Node, findings: tuple[Finding, ...]) -> None:
     """Rules matched on a node."""
@@ -113,7 +116,9 @@ def _sight(context: Context, node: Node, finding: Finding) -> None:
             machine=node.machine,
             at_s=context.now,
             text=text,
-            worker=finding.worker,
+            # That a worker is slower than its peers is no reason for a NaN, a hang or an exit of it. With its name here
+            # it would hide the real one, which then no rule and no person looks for.
+            worker="" if finding.source == COMPARED else finding.worker,
             grave=grave and not finding.shared,
             step=s.membership.committed,
             generation=s.membership.number,
@@ -130,7 +135,7 @@ def _explain(context: Context, node: Node, finding: Finding) -> Incident | None:
     incident = incidents.unexplained(context.state, context.now, node.name)
     # A mild finding explains an end only if it names the worker. Otherwise any warning of a busy node would
     # be the cause of everything that happens there.
-    if incident is None or not (sighting.grave or finding.worker in incident.workers):
+    if incident is None or not (sighting.grave or sighting.worker in incident.workers):
         return None
     _explained(context, incident, sighting, finding)
     return incident

@@ -96,17 +96,24 @@ def also(context: Context, node: Node, incident: Incident, name: str) -> None:
 def _plan(context: Context, node: Node, incident: Incident, remedy: Remedy) -> None:
     if incident.quiet:
         incidents.reopen(context.state, incident)
+    _let_leave(context, node, remedy, f"{remedy.value} for {incident.cause}", str(incident.cause))
+
+
+def ordered(context: Context, node: Node, remedy: Remedy, reason: str) -> None:
+    """A person wants it. No rule has matched, so it belongs to no incident, and no budget of remedies is spent."""
+    _let_leave(context, node, remedy, reason, reason)
+
+
+def _let_leave(context: Context, node: Node, remedy: Remedy, reason: str, cause: str) -> None:
     # What is done when it has left. The node trains until its place is filled, so a machine that limps costs
     # nothing but its own slowness.
     node.then = remedy
     if context.mode.replaces_one:
         # At a step's edge, like any planned leave: nothing is lost by it.
-        context.request(DrainNode(node, f"{remedy.value} for {incident.cause}"))
+        context.request(DrainNode(node, reason))
     elif node.held is None:
-        transitions.hold(context, node, str(incident.cause))
-        context.record(
-            ledger.NodeHeld(node=node.name, reason=f"not used from the next start on: {incident.cause}")
-        )
+        transitions.hold(context, node, cause)
+        context.record(ledger.NodeHeld(node=node.name, reason=f"not used from the next start on: {cause}"))
 
 
 def _take_out(context: Context, node: Node, incident: Incident, act: Act) -> None:

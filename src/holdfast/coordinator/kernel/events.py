@@ -19,6 +19,7 @@ from holdfast.protocol.availability import (
 )
 from holdfast.protocol.causes import Cause, ConnectionClosed
 from holdfast.protocol.engine_orders import MarkNode, ProvideNode, RebootNode, ReleaseNode
+from holdfast.protocol.health import Remedy
 from holdfast.protocol.job import Durable
 from holdfast.protocol.ledger import LedgerEvent
 from holdfast.protocol.messages import AgentMessage, Hello, ToAgent
@@ -123,6 +124,15 @@ class MachineCleared(msgspec.Struct, frozen=True):
     """The one that was wrong about it; empty: whatever was said of it is over."""
 
 
+class NodeOrdered(msgspec.Struct, frozen=True):
+    """A person wants a machine rebooted or replaced: it leaves the job between two steps, as for any remedy that can wait."""
+
+    node: str
+    remedy: Remedy
+    """`REBOOT` or `REPLACE`."""
+    reason: str
+
+
 # Nothing is in it: what is due is found by comparing times of the state with `now`. So a Tick too many, or
 # one that comes late, does no harm.
 class Tick(msgspec.Struct, frozen=True):
@@ -149,6 +159,7 @@ Event = (
     | Overslept
     | Starved
     | MachineCleared
+    | NodeOrdered
     | Tick
 )
 

@@ -153,7 +153,7 @@ class Worker(msgspec.Struct, omit_defaults=True, kw_only=True):
     """Bytes of the state that it has, and of how many; None while that is not known."""
     shard_index: int = 0
     """Which shard of the state it holds, or is built for; 0 where a replica is one worker."""
-    begun: int = -1
+    agreement: int = -1
     """As in Parked."""
     rebuilds: int | None = None
     """The shard for which it was told to be built again. Until it is, what it said before is out of date.
@@ -308,6 +308,23 @@ class TimeAccount(msgspec.Struct, omit_defaults=True, kw_only=True):
     """Every few minutes of the last hour, and one from before, oldest first: what a sliding goodput is counted from."""
 
 
+class Halting(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """How far the workers of one replica agree on where they leave a broken step."""
+
+    begun: dict[str, int] = {}
+    """By group, the most calls that any of them has begun: where all are to stand."""
+    stands: dict[str, int] = {}
+    """Of each worker that has answered, the number of the agreement at which it stands; -1: it does not."""
+    first: dict[str, int] = {}
+    """What the first one that answered had begun."""
+    alike: bool = True
+    """All first answers were the same, so nobody has to go on."""
+    agreement: int = 0
+    """Number of the newest RunTo; 0: none yet."""
+    left: bool = False
+    """It told all to leave."""
+
+
 class MembershipState(msgspec.Struct, kw_only=True):
     """Nodes, workers and generations, and how the job goes on. Written by `membership`; phases by `transitions` alone."""
 
@@ -402,10 +419,12 @@ class MembershipState(msgspec.Struct, kw_only=True):
     """For how long that stalled training."""
     micro_batches: int | None = None
     """In a global batch, once a worker has said so."""
+    until: int | None = None
+    """Committed steps after which the job is done, once a worker has said so. For people alone: the script decides."""
     shape: tuple[int, int] = (1, 1)
     """Of a replica: shard degree and tensor degree, once a worker has said so."""
-    halting: dict[int, dict[str, int]] = {}
-    """Replica to how many collectives each of its workers said that it has begun."""
+    halting: dict[int, Halting] = {}
+    """Replicas that leave a broken step together."""
     inspect_request: int = 0
     """Number of the newest Inspect."""
     look_again_s: float = 0.0

@@ -118,7 +118,7 @@ def parked(context: Context, worker: Worker, message: m.Parked) -> None:
     # What the worker holds now, in its own words, and the only input of `settle`. Progress that was reported
     # before may be older than this or (after a torn update) newer than what is usable.
     worker.committed, worker.prepared = message.committed, message.prepared
-    worker.begun = message.begun
+    worker.agreement = message.agreement
     s.membership.committed = max(s.membership.committed, message.committed or 0)
     if s.membership.phase is not JobPhase.RUNNING:
         return

@@ -11,7 +11,7 @@ from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
 from holdfast.coordinator.kernel.requests import EndGeneration
 from holdfast.coordinator.membership import failures, policy, positions
 from holdfast.health import stacks
-from holdfast.protocol import causes, ledger
+from holdfast.protocol import causes, ledger, units
 from holdfast.protocol import messages as m
 from holdfast.protocol.phases import SLOW_PHASES, WAITING_PHASES, Phase
 
@@ -131,6 +131,7 @@ def judge(context: Context) -> None:
             where=where,
             stood_at_step=cause.stood_at_step,
             collective=cause.collective,
+            evidence=[*stacks.lines(groups, ranks), *_waiting(inspection.views, ranks)],
         )
     )
     culprits = [s.membership.workers[w] for w in named if s.membership.workers[w].phase is WorkerPhase.MEMBER]
@@ -144,6 +145,21 @@ def judge(context: Context) -> None:
     context.mode.on_stall(context, culprits, cause, allowed)
     for incident in s.incidents[before:]:
         incident.where = where
+
+
+def _waiting(views: list[m.WorkerView], ranks: dict[str, int]) -> list[str]:
+    """Who said on its page whom it waits for: `ranks 0-2 wait for rank 3`."""
+    by: dict[int, list[int]] = {}
+    for view in views:
+        # Of a worker that is no member any more the number would be another one's.
+        if view.page.waits_for >= 0 and view.worker in ranks:
+            by.setdefault(view.page.waits_for, []).append(ranks[view.worker])
+    most = sorted(by.items(), key=lambda one: (-len(one[1]), one[0]))[: stacks.LINES]
+    return [
+        f"{'rank' if len(who) == 1 else 'ranks'} {units.ranks(sorted(who))} "
+        f"{'waits' if len(who) == 1 else 'wait'} for rank {rank}"
+        for rank, who in most
+    ]
 
 
 def at_work(context: Context, suspects: set[str]) -> bool:

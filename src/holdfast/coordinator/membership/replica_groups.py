@@ -1,14 +1,15 @@
 """The process groups inside complete replicas, which outlive a generation as long as nobody of theirs is lost.
 
 When a generation breaks, the workers of a healthy replica are in the middle of a step, and not all at the same call. Each
-says how many collectives of its replica it has begun; all go on to the furthest of these calls and leave the step there.
-So nothing is half sent between them, and the next generation uses the same connections.
+says how many calls of each group it has begun, and all go on to the largest number of each group. On its way a worker may have
+to begin a call of another group, which others then go on to as well. When all stand, all leave the step there. So nothing is
+half sent between them, and the next generation uses the same connections.
 """
 
 from __future__ import annotations
 
 from holdfast.coordinator.kernel.context import Context
-from holdfast.coordinator.kernel.membership_state import Worker
+from holdfast.coordinator.kernel.membership_state import Halting, Worker
 from holdfast.coordinator.kernel.phases import WorkerPhase
 from holdfast.protocol import messages as m
 
@@ -33,7 +34,7 @@ def broke(context: Context, reason: str) -> None:
             if membership.workers[x.worker].phase is not WorkerPhase.MEMBER
         }
         membership.halting = {
-            replica: {} for replica in range(membership.generation.replicas) if replica not in left
+            replica: Halting() for replica in range(membership.generation.replicas) if replica not in left
         }
     for member in membership.generation.members:
         worker = membership.workers[member.worker]
@@ -44,20 +45,45 @@ def broke(context: Context, reason: str) -> None:
 
 
 def halted(context: Context, worker: Worker, message: m.Halted) -> None:
-    """A worker says how far it is; when its whole replica has, all are told where to leave the step."""
+    """A worker says how far it is. When all of its replica have, they hear where to stand, and at last that all do."""
     membership = context.state.membership
     if membership.generation is None or message.generation != membership.generation.number:
         return
     replica = next((x.replica for x in membership.generation.members if x.worker == worker.name), -1)
-    begun = membership.halting.get(replica)
-    if begun is None:
+    halting = membership.halting.get(replica)
+    if halting is None:
         return
-    begun[worker.name] = message.begun
     replica_members = members(context, replica)
-    if len(begun) == len(replica_members):
-        furthest = max(begun.values())
+    order = answered(halting, worker.name, message, len(replica_members))
+    if order is not None:
         for other in replica_members:
-            context.tell(other, m.RunTo(membership.generation.number, furthest))
+            context.tell(other, order)
+
+
+def answered(halting: Halting, worker: str, message: m.Halted, workers: int) -> m.RunTo | None:
+    """Notes the word of one of so many workers; returns what all of them are told then, if anything."""
+    # After the word to leave nobody begins a call, so what comes then is told again.
+    if halting.left:
+        return None
+    before = dict(halting.begun)
+    if not halting.stands:
+        halting.first = message.begun
+    if worker not in halting.stands:
+        halting.alike &= message.begun == halting.first
+    halting.stands[worker] = message.stands
+    for group, count in message.begun.items():
+        halting.begun[group] = max(count, halting.begun.get(group, 0))
+    if len(halting.stands) < workers:
+        return None
+    if not halting.agreement or halting.begun != before:
+        halting.agreement += 1
+        # Equal counts of every group are a place where nothing is half sent, and nobody has to move to it.
+        halting.left = halting.agreement == 1 and halting.alike
+    elif all(stands == halting.agreement for stands in halting.stands.values()):
+        halting.left = True
+    else:
+        return None
+    return m.RunTo(message.generation, dict(halting.begun), halting.agreement, halting.left)
 
 
 def give_up(context: Context) -> None:
@@ -66,11 +92,10 @@ def give_up(context: Context) -> None:
     membership = context.state.membership
     for replica in list(membership.halting):
         replica_members = members(context, replica)
+        halting = membership.halting[replica]
         gone = [w for w in replica_members if w.phase not in (WorkerPhase.MEMBER, WorkerPhase.PARKED)]
-        begun = membership.halting[replica]
-        furthest = max(begun.values(), default=0) if len(begun) == len(replica_members) else None
         parked = [w for w in replica_members if w.phase is WorkerPhase.PARKED]
-        left = [w for w in parked if w.begun < 0 or w.name not in begun or furthest not in (None, w.begun)]
+        left = [w for w in parked if not halting.left or w.agreement != halting.agreement]
         if (gone or left) and membership.generation is not None:
             del membership.halting[replica]
             for worker in replica_members:
@@ -87,6 +112,6 @@ def connected_in(
     known: dict[tuple[str, ...], int] = {}
     for replica, number in enumerate(before.groups_connected_in if before else ()):
         replica_members = members(context, replica)
-        if len({w.begun for w in replica_members}) == 1 and replica_members[0].begun >= 0:
+        if len({w.agreement for w in replica_members}) == 1 and replica_members[0].agreement >= 0:
             known[tuple(w.name for w in replica_members)] = number
     return tuple(known.get(replica_members, membership.number + 1) for replica_members in seated)

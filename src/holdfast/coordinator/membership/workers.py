@@ -32,6 +32,7 @@ def ready(context: Context, worker: Worker, ready: m.Ready) -> None:
     transitions.enter(context, worker, WorkerPhase.READY)
     worker.ready, worker.ready_at_s = ready, context.now
     context.state.membership.micro_batches = ready.micro_batches or context.state.membership.micro_batches
+    context.state.membership.until = ready.until or context.state.membership.until
     context.record(ledger.WorkerReady(worker=worker.name, node=worker.node))
     incidents.replaced(context.state, context.now)
     failures.started_well(context, worker)

@@ -14,6 +14,7 @@ from holdfast.coordinator.service.checking import CheckRuns
 from holdfast.coordinator.service.decision_loop import DecisionLoop
 from holdfast.coordinator.service.drain import FAREWELL_S, drain
 from holdfast.coordinator.service.history_writer import Memory
+from holdfast.coordinator.service.metrics_health import Readings
 from holdfast.coordinator.service.watchers import Watchers
 from holdfast.errors import ProtocolError
 from holdfast.protocol import messages as m
@@ -45,6 +46,8 @@ class AgentConnections:
         self.closes_with = WSCloseCode.OK
         """What agents are told when their connection is closed: SERVICE_RESTART where another coordinator follows."""
         self._imported = m.Imported()
+        self.readings: dict[str, Readings] = {}
+        """Node to what its agent read of its machine last. Not in the state: a coordinator that takes over hears it anew."""
         """What scripts of this job imported, as far as rank 0 has said it since this process began."""
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
@@ -83,6 +86,7 @@ class AgentConnections:
             if self._lines.by_node.get(line.node) is line:
                 _log.info("lost the connection of an agent", extra={"node": line.node})
                 del self._lines.by_node[line.node]
+                self.readings.pop(line.node, None)
                 self._gone.set()
                 self._checks.lost(line.node)
                 self._loop.handle(ev.NodeLost(line.node, line.known))
@@ -157,6 +161,9 @@ class AgentConnections:
         # The rest of what a coordinator that gathered its ledger asked for, and which is gone.
         elif isinstance(message, m.LedgerKept):
             pass
+        # For people. A sign of life it need not be: the heartbeat comes more often.
+        elif isinstance(message, m.NodeReadings):
+            self.readings[node] = message.readings
         # It decides nothing either: a spare node that does not know it is only slower to start.
         elif isinstance(message, m.FromWorker) and isinstance(message.message, m.Imported):
             self._learn(message.message)

@@ -14,16 +14,12 @@ FAREWELL_S = 2.0
 async def drain(
     queue: Any,
     socket: web.WebSocketResponse,
-    text: bool = False,
     code: Callable[[], WSCloseCode] = lambda: WSCloseCode.OK,
 ) -> None:
     """Sends what is queued, in order, until cancelled or the other side is gone; after None it closes with the code."""
     try:
         while (data := await queue.get()) is not None:
-            if text:
-                await socket.send_str(data.decode())
-            else:
-                await socket.send_bytes(data)
+            await socket.send_bytes(data)
         await socket.close(code=code())
     except (ConnectionError, OSError):
         return

@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from holdfast.coordinator.service.store import PAGES, Page, StepRow, Store
+from holdfast.coordinator.service.step_summary import StepSummary
+from holdfast.coordinator.service.store import PAGES, Page, Store
 from holdfast.errors import HoldfastError
 
 T = TypeVar("T")
@@ -132,10 +133,10 @@ class Ledger:
                 page.add(part)
         return page
 
-    async def steps(self) -> list[StepRow]:
-        """All committed steps: those of the file, and those that it could not take yet. Raises Unreadable."""
+    async def summary(self) -> StepSummary:
+        """Of all committed steps: those of the file, and those that it could not take yet. Raises Unreadable."""
         left = Page(steps=self.unwritten().steps)
-        return await self.read(lambda store: store.steps(left))
+        return await self.read(lambda store: store.summary(left))
 
     async def close(self, within_s: float) -> bool:
         """Ends it; whether everything was written."""

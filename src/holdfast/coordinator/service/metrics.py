@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import platform
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
@@ -34,8 +34,15 @@ OLD_SERIES = "text/plain"
 class Figures(Collector):
     """What is known at one moment. Made on the loop that changes the state, and encoded wherever there is time."""
 
-    def __init__(self, state: CoreState, tally: Tally, now: float, writable: bool = True) -> None:
-        """tally: of the ledger. writable: the ledger takes what is written."""
+    def __init__(
+        self,
+        state: CoreState,
+        tally: Tally,
+        now: float,
+        writable: bool = True,
+        readings: Mapping[str, metrics_health.Readings] | None = None,
+    ) -> None:
+        """tally: of the ledger. writable: the ledger takes what is written. readings: node to what its agent told last."""
         self._families = list(_families(state, tally, now))
         self._families.append(
             gauge("holdfast_ledger_writable", "1 while the ledger can be written, else 0.", float(writable))
@@ -44,6 +51,7 @@ class Figures(Collector):
         # the loop must answer heartbeats meanwhile.
         self._incidents = list(state.incidents)
         self._nodes = metrics_health.node_rows(state)
+        self._readings = dict(readings or {})
 
     def collect(self) -> Iterator[Metric]:
         """For `encode`."""
@@ -55,6 +63,7 @@ class Figures(Collector):
             incidents.add_metric([kind], number)
         yield incidents
         yield from metrics_health.nodes(self._nodes)
+        yield from metrics_health.readings(self._readings)
 
     def encode(self, accept: str = OLD_SERIES) -> tuple[bytes, str]:
         """accept: the request's header. Returns the text and its content type: OpenMetrics, with exemplars, for whoever asks for

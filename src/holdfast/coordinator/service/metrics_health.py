@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 
 from holdfast.coordinator.kernel.membership_state import Node
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.service.metric_families import counter, gauge, summary
+from holdfast.protocol.node_figures import NODE_FIGURES
 
+Readings = Sequence[tuple[str, str, float]]
+"""Name, subject and value of each, see `protocol.node_figures`."""
 NodeRow = tuple[str, str, str, str, int, int, bool]
 """Of a connected node: name, host, place, identity, ranks, failures, whether it is held."""
 
@@ -44,6 +47,18 @@ def nodes(rows: Sequence[NodeRow]) -> Iterator[Metric]:
         failures.add_metric([name], failed)
         held.add_metric([name], float(is_held))
     yield from (info, ranks, failures, held)
+
+
+def readings(of: Mapping[str, Readings]) -> Iterator[Metric]:
+    """What machines read of themselves and told; of one that has left there is nothing."""
+    for reading, figure in NODE_FIGURES.items():
+        kind = CounterMetricFamily if figure.is_counter else GaugeMetricFamily
+        family = kind(figure.metric, figure.text, labels=["node", figure.label])
+        for node, told in of.items():
+            for name, subject, value in told:
+                if name == reading:
+                    family.add_metric([node, subject.removeprefix("gpu ")], value * figure.scale)
+        yield family
 
 
 def spares(state: CoreState) -> Iterator[Metric]:

@@ -60,6 +60,7 @@ def _rename(state: dict[str, Any]) -> None:
     renamed: list[tuple[str, str, Iterable[dict[str, Any]]]] = [
         ("joined", "nodes_joined", [membership]),
         ("rows", "groups_connected_in", [generation]),
+        ("begun", "agreement", workers),
         ("position", "shard_index", [*generation.get("members", []), *workers, *ready]),
         ("joined", "joined_generation", workers),
         ("joined", "newcomers", membership.get("changes", [])),

@@ -16,8 +16,10 @@ import msgspec
 from holdfast.coordinator.kernel.index import Index
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.service import page_facts, page_reader
+from holdfast.coordinator.service.launches import launches
 from holdfast.coordinator.service.store import Store
 from holdfast.web import views
+from holdfast.web.cost import cost
 from holdfast.web.sources import Answer, Refused, answer, frame, whole
 from holdfast.web.story import Story
 
@@ -161,6 +163,12 @@ class PageSource:
                 return views.decisions(story, before, count)
             case "strip":
                 return views.strip(story, max(facts["t_s"], story.t_s))
+            case "cost":
+                return cost(story, facts["goodput"])
+            case "launches":
+                return launches(self._job_dir, self._state.spec, store)
+            case "stall":
+                return views.stall(story)
             case "series":
                 return page_reader.series(store, query) | {
                     "marks": views.marks(story),

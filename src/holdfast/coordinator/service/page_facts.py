@@ -11,11 +11,12 @@ import msgspec
 from holdfast.coordinator.health import stragglers
 from holdfast.coordinator.kernel import incidents
 from holdfast.coordinator.kernel.index import Index
-from holdfast.coordinator.kernel.phases import NodePhase, WorkerPhase
+from holdfast.coordinator.kernel.phases import JobPhase, NodePhase, WorkerPhase
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.membership import script_metrics, step_accounting
 from holdfast.coordinator.service import goodput
 from holdfast.coordinator.service.report import is_restoring, saving, shown_blame
+from holdfast.protocol import units
 
 OPEN_SHOWN = 8
 SLOW_SHOWN = 20
@@ -46,6 +47,7 @@ def facts(state: CoreState, index: Index, now: float, recent: Mapping[str, Any])
             "most": state.spec.max_nodes,
         },
         "step": _newest(state.step, recent),
+        "until": membership.until,
         "steps": step_accounting.shown(state),
         "goodput": goodput.shown(state, now),
         "t_s": round(now - state.began_s, 3),
@@ -59,6 +61,7 @@ def facts(state: CoreState, index: Index, now: float, recent: Mapping[str, Any])
         "wants_spares": state.spec.spares > 0,
         "ready": sum(index.count_workers(phase) for phase in usable),
         "coming": membership.replacing,
+        "leave": may_leave(state, max(0, in_service - state.wanted_nodes)),
         "asks": [msgspec.to_builtins(a) for a in state.health.asks],
         "tiers": saved["tiers"],
         "snapshot": saved["snapshot"],
@@ -73,6 +76,22 @@ def facts(state: CoreState, index: Index, now: float, recent: Mapping[str, Any])
         "weight_per_s": recent["weight_per_s"],
         "last_step_t_s": recent["t_s"],
     }
+
+
+def may_leave(state: CoreState, spares: int) -> dict[str, Any] | None:
+    """Whether a node may be taken away now without harm, and what then happens. None: nothing trains."""
+    generation = state.membership.generation
+    if generation is None or state.membership.phase is not JobPhase.RUNNING:
+        return None
+    after = len(generation.members) - state.spec.nproc
+    if spares:
+        words = f"a spare takes its place; {units.plural(spares, 'spare')} there"
+    elif after >= state.needed:
+        words = f"training goes on with {units.plural(after, 'worker')} until another node comes"
+    else:
+        least = units.plural(state.needed, "worker")
+        return {"yes": False, "text": f"it trains on until another node is there: {least} are the least"}
+    return {"yes": True, "text": f"{words}, and no committed step is lost"}
 
 
 def _newest(step: int | None, recent: Mapping[str, Any]) -> int | None:

@@ -2,40 +2,34 @@
 
 from __future__ import annotations
 
-import statistics
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from holdfast.coordinator.health import stragglers
 from holdfast.coordinator.kernel import incidents
-from holdfast.coordinator.kernel.membership_state import Blame, Worker
+from holdfast.coordinator.kernel.membership_state import Blame, Node, Worker
 from holdfast.coordinator.kernel.phases import WorkerPhase
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.membership import queries, resize, script_metrics, step_accounting
 from holdfast.coordinator.service import goodput
-from holdfast.coordinator.service.store import StepRow
+from holdfast.coordinator.service.step_summary import StepSummary
 from holdfast.coordinator.storage.queries import has_all, how_far
 
 SCHEMA = 1
 INCIDENTS_SHOWN = 20
 
 
-def build_report(state: CoreState, steps: list[StepRow], now: float) -> dict[str, Any]:
-    """The report as `--report` writes it. Unknown is None, never 0. Durations in seconds."""
-    took = [s.took_s for s in steps if s.took_s is not None]
+def build_report(
+    state: CoreState, steps: StepSummary, now: float, shown: Sequence[Any] | None = None
+) -> dict[str, Any]:
+    """The report as `--report` writes it. Unknown is None, never 0. Durations in seconds.
+
+    shown: the incidents, as whoever has no time for all of them at once made them, see `incidents.shown`.
+    """
     ended = [w for w in state.membership.workers.values() if w.digest is not None]
-    # By shard: replicas are equal if all holders of each shard agree. A digest over all workers would differ
-    # between shards by design.
-    digests = [
-        sorted({str(w.digest) for w in ended if w.shard_index == p})
-        for p in range(state.membership.shard_count)
-    ]
-    states = [
-        sorted({str(w.state_digest) for w in ended if w.shard_index == p})
-        for p in range(state.membership.shard_count)
-    ]
-    losses = [s.loss for s in steps if s.loss is not None]
+    digests, states = _by_shard(state, ended)
     return {
         "schema": SCHEMA,
         "job": state.spec.name,
@@ -48,18 +42,19 @@ def build_report(state: CoreState, steps: list[StepRow], now: float) -> dict[str
             "micro_batches": state.membership.micro_batches,
             "idle": _idle(state),
         },
-        "steps": step_accounting.shown(state, len(steps))
+        "steps": step_accounting.shown(state, steps.count)
         | {
-            "median_s": _median_s(state, took),
-            "skipped": _skipped(steps),
+            "median_s": _median_s(state, steps.median_s),
+            "skipped": steps.skipped,
         },
-        "incidents": [incidents.shown(state, i) for i in state.incidents],
+        "dropped": steps.dropped,
+        "incidents": [incidents.shown(state, i) for i in state.incidents] if shown is None else shown,
         "changes": [msgspec.structs.asdict(resize.describe(state, c)) for c in state.membership.changes],
         "slow": [stragglers.shown(x) for x in state.health.slow],
         "figures": script_metrics.shown(state),
         "goodput": goodput.shown(state, now),
         "final": {
-            "loss": losses[-1] if losses else None,
+            "loss": steps.loss,
             "params_xxh3": ":".join(d[0] for d in digests) if all(len(d) == 1 for d in digests) else None,
             # Unknown where nobody said a digest, and false as soon as two differ: a job of one replica is
             # equal to itself, which says that its state was summed up, and no more.
@@ -91,30 +86,71 @@ def _idle(state: CoreState) -> list[tuple[int, float]]:
     return [(world, round(idle, 4)) for world in sizes if (idle := queries.idle(state, world))]
 
 
-def _skipped(steps: list[StepRow]) -> int | None:
-    """Steps that count without an update; None where the ledger does not say it of any."""
-    known = [s.skipped for s in steps if s.skipped is not None]
-    return sum(known) if known else None
-
-
-def _median_s(state: CoreState, took: list[float]) -> float | None:
+def _median_s(state: CoreState, median_s: float | None) -> float | None:
     """Of the steps in the ledger; at level 0, where it holds none, as the slowest worker counted."""
-    if took:
-        return round(statistics.median(took), 5)
+    if median_s is not None:
+        return round(median_s, 5)
     counted = [w.median_s for w in state.membership.workers.values() if w.median_s is not None]
     return round(max(counted), 5) if counted else None
+
+
+def _by_shard(state: CoreState, ended: list[Worker]) -> tuple[list[list[str]], list[list[str]]]:
+    """The digests of the parameters and of the whole state that holders of each shard told, each once."""
+    # By shard: replicas are equal if all holders of each shard agree. A digest over all workers would differ
+    # between shards by design.
+    digests: list[set[str]] = [set() for _ in range(state.membership.shard_count)]
+    states: list[set[str]] = [set() for _ in range(state.membership.shard_count)]
+    for worker in ended:
+        if worker.shard_index < len(digests):
+            digests[worker.shard_index].add(str(worker.digest))
+            states[worker.shard_index].add(str(worker.state_digest))
+    return [sorted(d) for d in digests], [sorted(s) for s in states]
+
+
+class Latest:
+    """Of all workers, what the head of the status tells of their steps. `add` takes them in the job's order."""
+
+    def __init__(self) -> None:
+        self._loss: float | None = None
+        self._loss_of_member: float | None = None
+        self._median_s: float | None = None
+
+    def add(self, worker: Worker, is_member: bool) -> None:
+        """One more."""
+        # Spares also report a loss, which they had when they last trained: it counts only where no member has one.
+        if worker.loss is not None:
+            if is_member:
+                self._loss_of_member = worker.loss
+            else:
+                self._loss = worker.loss
+        # The slowest member's: the others wait for it.
+        if is_member and worker.median_s is not None:
+            self._median_s = max(self._median_s or 0.0, worker.median_s)
+
+    def told(self) -> tuple[float | None, float | None]:
+        """Loss and median time of a step, as `status_head` takes them."""
+        return self._loss if self._loss_of_member is None else self._loss_of_member, self._median_s
 
 
 def build_status(state: CoreState, now: float) -> dict[str, Any]:
     """The job at this moment. Unknown is None. Durations in seconds."""
     members = state.membership.generation.members if state.membership.generation else ()
     ranks = {x.worker: x.rank for x in members}
-    # Spares also report a loss that they had when they last trained; the members' must win, so they come last.
-    latest = sorted(state.membership.workers.values(), key=lambda w: w.name in ranks)
-    losses = [w.loss for w in latest if w.loss is not None]
-    medians = [
-        w.median_s for w in state.membership.workers.values() if w.name in ranks and w.median_s is not None
-    ]
+    latest = Latest()
+    for worker in state.membership.workers.values():
+        latest.add(worker, worker.name in ranks)
+    return status_head(state, now, *latest.told()) | {
+        "nodes": [node_row(n) for n in state.membership.nodes.values()],
+        "workers": [
+            worker_row(state, w, ranks.get(w.name))
+            for w in state.membership.workers.values()
+            if w.phase is not WorkerPhase.GONE
+        ],
+    }
+
+
+def status_head(state: CoreState, now: float, loss: float | None, median_s: float | None) -> dict[str, Any]:
+    """The status but for the rows of nodes and workers. It costs the same in a large job as in a small one."""
     return {
         "job": state.spec.name,
         "phase": state.membership.phase.value,
@@ -125,40 +161,52 @@ def build_status(state: CoreState, now: float) -> dict[str, Any]:
         "world": state.membership.generation.strength if state.membership.generation else 0,
         "target": state.target,
         "step": state.step,
+        "until": state.membership.until,
         "steps": step_accounting.shown(state),
         "goodput": goodput.shown(state, now),
-        "loss": losses[-1] if losses else None,
-        "median_s": max(medians, default=None),
+        "loss": loss,
+        "median_s": median_s,
         "t_s": round(now - state.began_s, 3),
-        "nodes": [
-            {"node": n.name, "host": n.host, "place": list(n.place), "alive": n.alive, "failures": n.failures}
-            | ({"held": n.held} if n.held else {})
-            | ({"identity": n.identity} if n.identity else {})
-            | ({"unknown": sorted(n.unknown)} if n.alive and n.unknown else {})
-            for n in state.membership.nodes.values()
-        ],
         "health": {
             "asks": [msgspec.to_builtins(a) for a in state.health.asks],
-            "quarantine": state.health.quarantine,
+            # A copy: who compares two moments must not be given the same dict for both.
+            "quarantine": dict(state.health.quarantine),
         },
-        "workers": [
-            {
-                "worker": w.name,
-                "node": w.node,
-                "rank": ranks.get(w.name),
-                "state": "restoring" if is_restoring(state, w) else w.phase.value,
-                "restored": w.restored if is_restoring(state, w) else None,
-                "step": w.committed,
-                "log": w.log,
-            }
-            for w in state.membership.workers.values()
-            if w.phase is not WorkerPhase.GONE
-        ],
         "incidents": [incidents.shown(state, i) for i in state.incidents[-INCIDENTS_SHOWN:]],
         "slow": [stragglers.shown(x) for x in state.health.slow if x.until_step is None],
         "figures": script_metrics.shown(state),
         "blame": shown_blame(state.membership.blame) if state.membership.blame else None,
         "saving": saving(state, now),
+    }
+
+
+def node_row(node: Node) -> dict[str, Any]:
+    """A node in the status."""
+    return (
+        {
+            "node": node.name,
+            "host": node.host,
+            "place": list(node.place),
+            "alive": node.alive,
+            "failures": node.failures,
+        }
+        | ({"held": node.held} if node.held else {})
+        | ({"identity": node.identity} if node.identity else {})
+        | ({"unknown": sorted(node.unknown)} if node.alive and node.unknown else {})
+    )
+
+
+def worker_row(state: CoreState, worker: Worker, rank: int | None) -> dict[str, Any]:
+    """A worker in the status. rank: None: it is no member."""
+    restoring = is_restoring(state, worker)
+    return {
+        "worker": worker.name,
+        "node": worker.node,
+        "rank": rank,
+        "state": "restoring" if restoring else worker.phase.value,
+        "restored": worker.restored if restoring else None,
+        "step": worker.committed,
+        "log": worker.log,
     }
 
 

@@ -8,7 +8,7 @@ leaves a bucket right: a running sum could not take a minimum back.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 FACTOR = 8
@@ -50,11 +50,13 @@ _OF_BUCKETS = (
 )
 
 
-def roll_up(db: sqlite3.Connection, steps: Iterable[int]) -> None:
-    """Computes the buckets of these steps anew, in the transaction that wrote them."""
+def roll_up(db: sqlite3.Connection, steps: Iterable[int], floors: Sequence[int]) -> None:
+    """Computes the buckets of these steps anew, in the transaction that wrote them. floors: see `compaction.Dropped`."""
     buckets = sorted({step // FACTOR for step in steps})
     # From below: each level is made of the one below it, which is right by then.
     for level in range(1, LEVELS + 1):
+        # One whose parts have gone stays as it is: it cannot be computed from what is left of them.
+        buckets = [b for b in buckets if b * FACTOR**level >= floors[level - 1]]
         # A bucket without steps gets no row: sums over nothing would write one full of nulls.
         db.executemany(
             f"insert or replace into rollups select {level}, ?, {_below(level)} having count(*) > 0",
@@ -63,10 +65,10 @@ def roll_up(db: sqlite3.Connection, steps: Iterable[int]) -> None:
         buckets = sorted({b // FACTOR for b in buckets})
 
 
-def catch_up(db: sqlite3.Connection, place: int) -> None:
+def catch_up(db: sqlite3.Connection, place: int, floors: Sequence[int]) -> None:
     """Summarizes all steps again where somebody wrote steps without it: an older version of this program.
 
-    place: of the newest step in the file. Takes seconds for a million steps, once.
+    place: of the newest step in the file. floors: see `compaction.Dropped`. Takes seconds for a million steps, once.
     """
     row = db.execute("select value from kept where name = ?", (ROLLED,)).fetchone()
     # A program without summaries moves the newest place and not the mark. Then no summary can be trusted.
@@ -75,14 +77,17 @@ def catch_up(db: sqlite3.Connection, place: int) -> None:
     # One transaction: readers see the old summaries until the new ones are whole, and
     # a kill leaves the old ones.
     db.execute("begin")
-    db.execute("delete from rollups")
-    db.execute(
-        f"insert into rollups select 1, step / {FACTOR}, {_OF_STEPS} from steps where step >= 0 group by step / {FACTOR}"
-    )
-    for level in range(2, LEVELS + 1):
+    for level in range(1, LEVELS + 1):
+        # Below the floor of its parts a summary is all that is left, and stays.
+        first = -(-floors[level - 1] // FACTOR**level)
+        db.execute("delete from rollups where level = ? and bucket >= ?", (level, first))
+        below = "steps" if level == 1 else "rollups"
+        part, what = ("step", _OF_STEPS) if level == 1 else ("bucket", _OF_BUCKETS)
+        only = "" if level == 1 else f"level = {level - 1} and "
         db.execute(
-            f"insert into rollups select {level}, bucket / {FACTOR}, {_OF_BUCKETS} from rollups "
-            f"where level = {level - 1} group by bucket / {FACTOR}"
+            f"insert into rollups select {level}, {part} / {FACTOR}, {what} from {below} "
+            f"where {only}{part} >= ? group by {part} / {FACTOR}",
+            (first * FACTOR,),
         )
     mark(db, place)
     db.execute("commit")
@@ -99,15 +104,20 @@ def _below(level: int) -> str:
     return f"{_OF_BUCKETS} from rollups where level = {level - 1} and bucket >= ? and bucket < ?"
 
 
-def series(db: sqlite3.Connection, first: int, last: int, points: int = POINTS) -> dict[str, list[Any]]:
+def series(
+    db: sqlite3.Connection, first: int, last: int, points: int = POINTS, floors: Sequence[int] = ()
+) -> dict[str, list[Any]]:
     """Curves of the steps first..last as columns of at most `points` values, the steps ascending. Unknown is None.
 
     step: the first of the bucket. loss, grad_norm, step_s: means, with `_min` and `_max` beside them. weight_per_s: of the
-    steps whose weight and time are known. world: the fewest workers.
+    steps whose weight and time are known. world: the fewest workers. floors: see `compaction.Dropped`; what went is shown
+    by the finest level that has the whole range.
     """
     level = 0
     # Two more than the quotient: the range may begin and end in the middle of a bucket.
     while (last - first) // FACTOR**level + 2 > points:
+        level += 1
+    while level < LEVELS and level < len(floors) and first < floors[level]:
         level += 1
     there = {row[0] for row in db.execute("select name from sqlite_master where type = 'table'")}
     if "steps" not in there:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 from aiohttp import WSCloseCode, web
 
 from holdfast.coordinator.kernel import events as ev
+from holdfast.coordinator.kernel import incidents
 from holdfast.coordinator.membership import resize
 from holdfast.coordinator.service.checking import CheckRuns, check_routes
 from holdfast.coordinator.service.decision_loop import DecisionLoop
-from holdfast.coordinator.service.drain import FAREWELL_S, drain
+from holdfast.coordinator.service.drain import FAREWELL_S
 from holdfast.coordinator.service.ledger import Ledger, Unreadable
 from holdfast.coordinator.service.metrics import Figures
-from holdfast.coordinator.service.report import build_report, build_status
+from holdfast.coordinator.service.metrics_health import Readings
+from holdfast.coordinator.service.report import build_report
 from holdfast.coordinator.service.store import Store
 from holdfast.coordinator.service.tally import Tally
 from holdfast.coordinator.service.watchers import KEPT, Watcher, Watchers, announcement
@@ -24,9 +26,12 @@ from holdfast.errors import UsageError
 from holdfast.protocol.availability import Availability, NodeGoing
 from holdfast.protocol.engine_orders import EngineOrders, as_announced, kind_of
 from holdfast.protocol.faults import check_watched, node_name, parse_fault
+from holdfast.protocol.health import Remedy
 from holdfast.protocol.job import JobDescription
 from holdfast.protocol.notices import NoticeCause
 
+PIECE = 20
+"""Incidents of a report that are put in words at once."""
 SETTLED_S = 2.0
 """So long after a commit what its script logged for it has been told. A killed rank 0 loses its last 50 ms for good."""
 
@@ -45,11 +50,14 @@ class Routes:
         watchers: Watchers,
         gone: asyncio.Event,
         describe: Callable[[], JobDescription],
+        readings: Mapping[str, Readings],
     ) -> None:
+        """readings: node to what its agent read of its machine, as it is now."""
         self._describe_job = describe
         self._loop, self._ledger, self._checks = loop, ledger_file, checks
         self._watchers, self._gone = watchers, gone
         self._tally = Tally()
+        self._readings = readings
 
     def all(self) -> list[web.RouteDef]:
         """For `web.Application.add_routes`."""
@@ -73,6 +81,7 @@ class Routes:
             web.post("/engine", self._engine),
             *check_routes(self._checks, lambda: self._loop.core.state),
             web.post("/clear", self._clear),
+            web.post("/node", self._node),
         ]
 
     async def _describe(self, request: web.Request) -> web.StreamResponse:
@@ -80,35 +89,28 @@ class Routes:
         return _json(await asyncio.to_thread(self._describe_job))
 
     async def _watch(self, request: web.Request) -> web.StreamResponse:
-        """Every event from `/SEQ` or `?after=SEQ` on and the status as it changes, one JSON text each. With `/keep` the ledger follows
-        in binary when the job has ended: for who looks on from where the job's folder is not, and says `KEPT` when it has it."""
+        """Every event from `/SEQ` or `?after=SEQ` on, and the status, whole and then as it changes (`protocol.status_change`), one
+        JSON text each. With `/keep` the ledger follows in binary when the job has ended: for who looks on from where the
+        job's folder is not, and says `KEPT` when it has it."""
         socket = web.WebSocketResponse()
         await socket.prepare(request)
-        watcher = Watcher()
-        after = int(request.match_info.get("after") or request.query.get("after", "0"))
+        watcher = Watcher(int(request.match_info.get("after") or request.query.get("after", "0")))
         # Registered before the past is read. In the other order an event that is announced in between would
         # be neither in the past nor announced.
         self._watchers.all.add(watcher)
+        # Those that were announced while nobody listened, or that an engine before this one was given.
+        for order in self._loop.open_orders():
+            watcher.tell(announcement(kind_of(order), as_announced(order)))
         # Read in the same moment: who is registered before the end is told of it, and nobody twice.
-        last = self._watchers.last
-        keeps = request.path.endswith("/keep")
+        last, keeps = self._watchers.last, request.path.endswith("/keep")
         self._watchers.keepers += keeps
-        sender = asyncio.create_task(
-            self._drain_with_ledger(watcher, socket) if keeps else drain(watcher.queue, socket, text=True)
-        )
+        sender = asyncio.create_task(self._send(watcher, socket, keeps))
         try:
-            try:
-                watcher.begin(await self._ledger.read(lambda store: _past(store, after)))
-            except Unreadable as error:
-                # A ledger that cannot be read is no reason to see nothing: the live events follow.
-                watcher.begin([(0, announcement("log", {"text": str(error)}))])
-            watcher.tell(announcement("status", self._status()))
-            # Those that were announced while nobody listened, or that an engine before this one was given.
-            for order in self._loop.open_orders():
-                watcher.tell(announcement(kind_of(order), as_announced(order)))
+            # The status of before may be as old as the last watcher.
+            await self._watchers.look()
             if last is not None:
                 watcher.tell(last)
-                watcher.tell(None)
+                watcher.end()
             async for frame in socket:
                 if keeps and frame.data == KEPT:
                     self._watchers.kept.set()
@@ -121,30 +123,36 @@ class Routes:
             sender.cancel()
         return socket
 
-    async def _drain_with_ledger(self, watcher: Watcher, socket: web.WebSocketResponse) -> None:
+    async def _send(self, watcher: Watcher, socket: web.WebSocketResponse, keeps: bool) -> None:
         try:
-            while (data := await watcher.queue.get()) is not None:
-                await socket.send_str(data.decode())
+            code = await watcher.send(socket, self._ledger.read, self._watchers.feed)
             # After the last announcement nobody can ask any more: the port is about to be closed. The watcher closes the
             # connection: a frame that ends it from here would come before its word that it has the ledger.
-            if self._loop.core.state.membership.outcome is not None:
+            if keeps and code == WSCloseCode.OK and self._loop.core.state.membership.outcome is not None:
                 await socket.send_bytes(await self._ledger.read(Store.copy))
             else:
-                await socket.close()
+                await socket.close(code=code)
         except Unreadable:
             await socket.close()
         except (ConnectionError, OSError):
             return
 
     async def _status_page(self, request: web.Request) -> web.StreamResponse:
-        return _json(self._status())
+        body = await self._watchers.feed.page()
+        return web.Response(body=body, content_type="application/json")
 
     async def _report_page(self, request: web.Request) -> web.StreamResponse:
         try:
-            steps = await self._ledger.steps()
+            steps = await self._ledger.summary()
         except Unreadable as error:
             return web.Response(status=503, text=str(error))
-        return _json(build_report(self._loop.core.state, steps, self._loop.clock()))
+        state, told = self._loop.core.state, []
+        # In pieces, each encoded as it is made: of a job with thousands of incidents nobody else would have a turn.
+        for number, incident in enumerate(list(state.incidents)):
+            if number % PIECE == PIECE - 1:
+                await asyncio.sleep(0)
+            told.append(msgspec.Raw(msgspec.json.encode(incidents.shown(state, incident))))
+        return _json(build_report(state, steps, self._loop.clock(), told))
 
     async def _metrics_page(self, request: web.Request) -> web.StreamResponse:
         before = self._tally
@@ -154,7 +162,8 @@ class Routes:
         except Unreadable:
             pass
         writable = self._ledger.why is None
-        figures = Figures(self._loop.core.state, self._tally, self._loop.clock(), writable)
+        state, clock = self._loop.core.state, self._loop.clock
+        figures = Figures(state, self._tally, clock(), writable, self._readings)
         body, content_type = await asyncio.to_thread(figures.encode, request.headers.get("Accept", ""))
         return web.Response(body=body, headers={"Content-Type": content_type})
 
@@ -177,7 +186,9 @@ class Routes:
         # for it can no longer come.
         until_s = self._loop.clock() - self._loop.core.state.began_s - SETTLED_S
         try:
-            return _json(await self._ledger.read(lambda store: store.news(seq, place, until_s)))
+            # Encoded on the thread that reads: an entry may name thousands of workers.
+            news = await self._ledger.read(lambda store: msgspec.json.encode(store.news(seq, place, until_s)))
+            return web.Response(body=news, content_type="application/json")
         except Unreadable as error:
             return web.Response(status=503, text=str(error))
 
@@ -281,6 +292,24 @@ class Routes:
         await self._loop.effect(ev.MachineCleared(machine, request.query.get("rule", "")))
         return _json({})
 
+    async def _node(self, request: web.Request) -> web.StreamResponse:
+        """`?node=&remedy=&reason=`: a person wants a node rebooted or replaced."""
+        try:
+            remedy = Remedy(request.query.get("remedy", ""))
+            if remedy not in (Remedy.REBOOT, Remedy.REPLACE):
+                raise ValueError
+        except ValueError:
+            return web.Response(status=400, text="send ?remedy=reboot or ?remedy=replace")
+        node = request.query.get("node", "")
+        try:
+            resize.check_drain(self._loop.core.state, node)
+        except UsageError as error:
+            return web.Response(status=400, text=str(error))
+        if refusal := self._refusal():
+            return refusal
+        await self._loop.effect(ev.NodeOrdered(node, remedy, request.query.get("reason", "asked for")))
+        return _json({"node": node})
+
     async def _engine(self, request: web.Request) -> web.StreamResponse:
         """What the engine knows of capacity: one of `protocol.availability`, as JSON."""
         try:
@@ -301,13 +330,6 @@ class Routes:
             return None
         told = f"the ledger cannot be written ({self._ledger.why}): nothing is changed; try again when it can"
         return web.Response(status=503, text=told)
-
-    def _status(self) -> dict[str, Any]:
-        return build_status(self._loop.core.state, self._loop.clock())
-
-
-def _past(store: Store, after: int) -> list[tuple[int, bytes]]:
-    return [(entry.seq, announcement("event", entry)) for entry in store.events(after)]
 
 
 def _json(value: Any) -> web.Response:

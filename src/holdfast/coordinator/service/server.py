@@ -38,8 +38,10 @@ from holdfast.coordinator.service.injector import Injector, Planned
 from holdfast.coordinator.service.ledger import Ledger, SideThread, Unreadable
 from holdfast.coordinator.service.ledger_copies import LedgerCopies
 from holdfast.coordinator.service.page_host import CoordinatorPage
-from holdfast.coordinator.service.report import build_report, build_status, shown_blame
+from holdfast.coordinator.service.report import build_report, shown_blame
 from holdfast.coordinator.service.routes import Routes
+from holdfast.coordinator.service.status_feed import StatusFeed
+from holdfast.coordinator.service.step_summary import StepSummary
 from holdfast.coordinator.service.store import Store, own_ledger
 from holdfast.coordinator.service.watchers import Watchers
 from holdfast.protocol import ledger
@@ -69,7 +71,7 @@ class Coordinator:
         self._token = (job_dir / "token").read_text().strip()
         # A file on this machine alone may be opened by others here: `holdfast events` within its pod.
         path, shared = own_ledger(job_dir, term), bool(term) and not copies
-        self._lines, self._watchers = AgentLines(), Watchers(self._status)
+        self._lines = AgentLines()
         self._copies = LedgerCopies(
             count=copies, term=term, lines=self._lines, read_base=lambda: self._ledger.read(Store.copy)
         )
@@ -85,6 +87,7 @@ class Coordinator:
         kept = store.kept("clock")
         self._clock = CoreClock(msgspec.msgpack.decode(kept, type=Anchor) if kept else None)
         self._core = Core(spec, saved)
+        self._watchers = Watchers(StatusFeed(self._core.state, self._clock))
         self._resumed = saved is not None
         self._resume = resume
         where = self._core.spec.health.history or str(job_dir.absolute().parents[1] / FILE_NAME)
@@ -123,6 +126,7 @@ class Coordinator:
             watchers=self._watchers,
             gone=self._gone,
             describe=self._describe,
+            readings=self._agents.readings,
         )
         self.superseded = False
         self._leaves = asyncio.Event()
@@ -237,8 +241,7 @@ class Coordinator:
     async def _take_leave(self) -> None:
         """Agents and watchers read their last messages and close by themselves; aiohttp's own cleanup would cut them off in
         the middle."""
-        for watcher in self._watchers.all:
-            watcher.tell(None)
+        self._watchers.end()
         try:
             async with asyncio.timeout(FAREWELL_S):
                 while self._lines.by_node or self._watchers.all:
@@ -376,16 +379,13 @@ class Coordinator:
         """Said once; the job goes on without."""
         self._loop.note(ledger.History(reason=why))
 
-    def _status(self) -> dict[str, Any]:
-        return build_status(self._core.state, self._clock())
-
     async def _write_report(self) -> None:
         state = self._core.state
         try:
-            steps = await self._ledger.steps()
+            steps = await self._ledger.summary()
         except Unreadable as error:
             self._watchers.say(f"the report has no steps, because they cannot be read: {error}")
-            steps = []
+            steps = StepSummary()
         report = build_report(state, steps, self._clock())
         # Of faults that the job has survived the incidents tell; what is printed last is why it failed.
         # For a job that ended well the last failure that it survived is no news, and would be read as the
@@ -399,7 +399,7 @@ class Coordinator:
         except (OSError, TimeoutError) as error:
             why = str(error) or f"no answer for {LAST_S:g} s"
             self._watchers.say(f"{path} cannot be written ({why}); its content follows")
-        self._watchers.end(report)
+        self._watchers.announce_end(report)
 
 
 def _put_report(path: Path, report: dict[str, Any]) -> None:

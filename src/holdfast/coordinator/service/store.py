@@ -21,8 +21,9 @@ from urllib.parse import quote
 import msgspec
 
 from holdfast.coordinator.kernel.state import CoreState
-from holdfast.coordinator.service import rollups
+from holdfast.coordinator.service import compaction, rollups
 from holdfast.coordinator.service.older_states import state_of
+from holdfast.coordinator.service.step_summary import StepSummary, read_summary
 from holdfast.coordinator.service.tally import Tally, read_tally
 from holdfast.protocol import ledger
 from holdfast.protocol.messages import StepTold
@@ -177,6 +178,7 @@ class Store:
         uri = f"file:{quote(str(path))}?mode={'ro' if read_only else 'rwc'}"
         # Several threads may use it, one after the other.
         self._db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
+        self._dropped = compaction.Dropped()
         if read_only:
             return
         try:
@@ -186,7 +188,8 @@ class Store:
             self._db.execute(f"pragma synchronous={'full' if shared else 'normal'}")
             self._db.executescript(_SCHEMA + rollups.SCHEMA)
             self._add_later_columns()
-            rollups.catch_up(self._db, self._newest_place())
+            self._dropped = compaction.dropped(self._db)
+            rollups.catch_up(self._db, self._newest_place(), self._dropped.floors)
             # Only upward: an older version that continues a newer ledger must not claim that it wrote
             # everything in it.
             if self.version < ledger.VERSION:
@@ -212,8 +215,10 @@ class Store:
         """What `copy` gave, for reading."""
         store = cls.__new__(cls)
         store._db = sqlite3.connect(":memory:", isolation_level=None)
+        store._dropped = compaction.Dropped()
         # In memory: whoever reads a copy leaves no file beside the ledger that could be taken for it.
         store._db.deserialize(data)
+        store._dropped = compaction.dropped(store._db)
         return store
 
     @property
@@ -242,10 +247,15 @@ class Store:
             for reported in page.steps:
                 self.add_steps(reported.t_s, reported.losses, reported.generation, reported.world)
                 self.add_figures(reported.figures, reported.generation)
-            self._roll_up([told.step for reported in page.steps for told in reported.losses])
+            steps = [told.step for reported in page.steps for told in reported.losses]
+            self._roll_up(steps)
             for name, value in page.kept.items():
                 self.keep(name, value)
+            formed = any(e.kind in ("formed", "started") for e in page.entries)
+            dropped = compaction.compact(self._db, self._dropped, max(steps, default=None), formed)
             self.commit()
+            # Only now: what was removed in a transaction that failed is still there.
+            self._dropped = dropped
         except BaseException:
             # The error may have ended the transaction by itself; a second rollback would raise, and hide the
             # first error.
@@ -295,10 +305,13 @@ class Store:
 
     def last_t_s(self) -> float:
         """Time of the newest event or step; 0 when there is none."""
-        row = self._db.execute(
-            "select max((select coalesce(max(t_s), 0) from events), (select coalesce(max(t_s), 0) from steps))"
-        ).fetchone()
-        return float(row[0])
+        # The newest by its number, which is found by one look at an index: the time rises with it. A search for the
+        # largest time would read every step, as the first thing that a coordinator does that takes over.
+        newest = "place" if "place" in self._columns("steps") else "step"
+        queries = ["select t_s from events order by seq desc limit 1"]
+        queries.append(f"select t_s from steps order by {newest} desc limit 1")
+        found = [row for query in queries for row in self._db.execute(query)]
+        return max((float(t_s) for (t_s,) in found), default=0.0)
 
     def _columns(self, table: str) -> set[str]:
         """Names of its columns; none, if there is no such table."""
@@ -325,7 +338,7 @@ class Store:
     def _roll_up(self, steps: list[int]) -> None:
         # In the transaction that wrote the steps: whoever reads finds both or neither.
         if steps:
-            rollups.roll_up(self._db, steps)
+            rollups.roll_up(self._db, steps, self._dropped.floors)
             rollups.mark(self._db, self._newest_place())
 
     def _newest_place(self) -> int:
@@ -339,7 +352,12 @@ class Store:
         newest = self.last_step()
         if newest is None:
             return rollups.series(self._db, 0, 0, points)
-        return rollups.series(self._db, max(0, first), newest if last is None else min(last, newest), points)
+        last = newest if last is None else min(last, newest)
+        return rollups.series(self._db, max(0, first), last, points, self.dropped().floors)
+
+    def dropped(self) -> compaction.Dropped:
+        """What is not in the file any more."""
+        return compaction.dropped(self._db)
 
     def last_step(self) -> int | None:
         """Number of the newest committed step; None: there is none."""
@@ -361,6 +379,12 @@ class Store:
             return []
         query = "select seq, t_s, utc, kind, fields from events where seq > ? order by seq limit ?"
         return self._db.execute(query, (after, limit)).fetchall()
+
+    def raw_entries_after(self, after: int) -> Iterator[tuple[int, float, str, str, str]]:
+        """As `raw_entries`, one after the other, for whoever stops by a bound of its own."""
+        yield from self._db.execute(
+            "select seq, t_s, utc, kind, fields from events where seq > ? order by seq", (after,)
+        )
 
     def newest_steps(self, count: int) -> list[StepRow]:
         """The last committed steps, ascending."""
@@ -390,6 +414,14 @@ class Store:
                 copy.write(left)
                 return copy.steps()
         return self._rows("steps")
+
+    def summary(self, left: Page | None = None) -> StepSummary:
+        """What a report tells of all committed steps. left: as for `steps`."""
+        if left is not None and left.steps:
+            with closing(Store.of(self.copy())) as copy:
+                copy.write(left)
+                return copy.summary()
+        return read_summary(self._db, self.dropped())
 
     def redone(self) -> list[StepRow]:
         """Commits that do not count any more, in the order of their steps: of steps that were computed again from an older
@@ -453,13 +485,8 @@ class Store:
     def _figures_of(self, steps: list[int]) -> dict[int, dict[str, float | None]]:
         if not steps or not self._columns("figures"):
             return {}
-        # The table is ordered by name and then step. So the names are found by jumps, not by reading all of it.
-        names = self._db.execute(
-            "with recursive names(n) as (select min(name) from figures union all select (select min(name) from figures "
-            "where name > n) from names where n is not null) select n from names where n is not null"
-        ).fetchall()
         found: dict[int, dict[str, float | None]] = {}
-        for (name,) in names:
+        for name in compaction.names(self._db):
             query = (
                 "select step, value from figures where name = ? and step in (select value from json_each(?))"
             )

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from holdfast.coordinator.service.compaction import dropped
 from holdfast.protocol.ledger.incidents import counted_as
 
 BOUNDS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
@@ -116,6 +117,10 @@ def _read_steps(db: sqlite3.Connection, tally: Tally) -> None:
     place, row = tally.place, tally.redone_row
     db.execute("begin")
     try:
+        if not place:
+            # A tally that begins has not seen what went. One that goes on has counted it while it was there.
+            gone = dropped(db)
+            tally.commits, tally.redone, tally.weight = gone.commits, gone.redone, gone.weight
         # A commit that was read in `steps` keeps its place when it moves to `redone`, so it is counted once.
         for table in ("steps", "redone"):
             count, weight, newest = db.execute(

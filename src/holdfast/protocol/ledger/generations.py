@@ -39,6 +39,8 @@ class Started(LedgerEvent, frozen=True, kw_only=True):
     """Workers in it."""
     workers: list[str]
     """Their names, by rank."""
+    unnamed: bool = False
+    """The ledger has let go of the names since."""
 
     def sentence(self) -> str:
         again = " again, from warm processes" if self.generation > 1 else ""
@@ -75,6 +77,8 @@ class Formed(LedgerEvent, frozen=True, kw_only=True):
     """Workers that compute."""
     workers: list[str]
     """Their names, by rank."""
+    unnamed: bool = False
+    """The ledger has let go of the names since."""
     restore: list[str]
     """Those that get the state from others."""
     applied: bool

@@ -152,6 +152,8 @@ class StallJudged(LedgerEvent, frozen=True, kw_only=True):
     """At level 0 and 1, optimizer steps in this start of the culprit that has fewest; None: not known."""
     collective: str | None = None
     """What the culprits have not entered while others wait in it; None: not known."""
+    evidence: list[str] = []
+    """Who stood where and who waited for whom, a line each; empty: an older version wrote it, or nothing was known."""
 
     def sentence(self) -> str:
         where = f"; {self.where}" if self.where else ""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from holdfast.protocol.health import CheckResult, Finding
 from holdfast.protocol.ledger_mark import LedgerMark
 from holdfast.protocol.messages.from_worker import Done, FaultFired, Parked, Ready, WorkerMessage
+from holdfast.protocol.node_figures import MOST_READINGS, SUBJECT_CHARS
 from holdfast.protocol.node_place import NodePlace
 from holdfast.protocol.phases import Groups, PageReading
 from holdfast.protocol.snapshots import Copy, Key, Lack, Shard
@@ -240,6 +243,19 @@ class FindingsReported(msgspec.Struct, frozen=True, tag="findings-reported"):
     findings: tuple[Finding, ...]
 
 
+_Named = tuple[
+    Annotated[str, msgspec.Meta(max_length=64)], Annotated[str, msgspec.Meta(max_length=SUBJECT_CHARS)], float
+]
+
+
+# For people alone: no decision depends on it, and none may come to.
+class NodeReadings(msgspec.Struct, frozen=True, tag="node-readings"):
+    """The newest readings of the machine that are in `node_figures.NODE_FIGURES`."""
+
+    readings: Annotated[tuple[_Named, ...], msgspec.Meta(max_length=MOST_READINGS)]
+    """Name, subject and value of each."""
+
+
 class Checked(msgspec.Struct, frozen=True, tag="checked"):
     """The answer to RunChecks."""
 
@@ -273,6 +289,7 @@ AgentMessage = (
     LedgerKept
     | SnapshotStored
     | FindingsReported
+    | NodeReadings
     | Checked
     | Repaired
     | SnapshotRejected

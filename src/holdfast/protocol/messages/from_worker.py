@@ -75,6 +75,8 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """Workers of a replica: those with other micro-batches, and for each of them those with the same."""
     shard_index: int = 0
     """The shard that it was built for."""
+    until: int = 0
+    """Committed steps after which the script ends; 0: it does not say."""
 
 
 class Joined(msgspec.Struct, frozen=True, tag="joined"):
@@ -157,18 +159,20 @@ class Parked(msgspec.Struct, frozen=True, kw_only=True, tag="parked"):
     """It holds the complete reduced gradient of step `committed`."""
     losses: tuple[StepTold, ...] = ()
     """The commits since its last Progress (rank 0 only)."""
-    begun: int = -1
-    """Collectives of its replica's groups since they were connected, all of them complete; -1: the groups are
+    agreement: int = -1
+    """Of the RunTo at which it left its replica's groups, with every call complete; 0: none was needed; -1: the groups are
     gone."""
 
 
-# Sent while the worker is still in its step. It must not begin another collective before RunTo: its peers
-# decide from this number where all of them stop.
+# Sent while the worker is still in its step, and again whenever it has come to stand or must go further. The peers stop
+# where these numbers say.
 class Halted(msgspec.Struct, frozen=True, tag="halted"):
-    """So many collectives of this worker's replica have begun here; no further one does before RunTo."""
+    """So many calls of each of its replica's groups has this worker begun; what is beyond a RunTo only where it says so here."""
 
     generation: int
-    begun: int
+    begun: dict[str, int]
+    stands: int = -1
+    """Number of the RunTo at which it has come to stand; -1: it has not."""
 
 
 # Sent before the worker parks or exits, so the error is known when its end is judged.

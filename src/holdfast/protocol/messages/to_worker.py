@@ -105,14 +105,19 @@ class Break(msgspec.Struct, frozen=True, tag="break"):
     until RunTo tells it where to leave the step."""
 
 
-# The furthest collective that any worker of the replica has begun. Those behind go on to it, so nothing is
-# half sent between them and their connections can be used again.
+# Those that are behind in a group go on, since others wait for them there. One may have to begin a call of another group on
+# its way, which raises that group's number: then another RunTo follows. Only when all stand nothing can grow any more, so
+# nothing is half sent between them and their connections can be used again.
 class RunTo(msgspec.Struct, frozen=True, tag="run-to"):
-    """Leave the step when so many collectives of this worker's replica have begun here."""
+    """So many calls of each of the replica's groups are to begin here, and no more."""
 
     generation: int
-    begun: int
-    """Since the groups of the replica were connected."""
+    begun: dict[str, int]
+    """By group, since the groups of the replica were connected."""
+    agreement: int
+    """Number of these limits, from 1 in each generation."""
+    leave: bool
+    """All workers of the replica stand at them: leave the step."""
 
 
 # At the commit nothing is in flight and all hold the same state, so a planned change costs no step.

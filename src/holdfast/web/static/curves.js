@@ -40,6 +40,18 @@ function drawMarks(marks) {
   };
 }
 
+// Values of another job at these steps: of its newest point at or before each, and unknown where it has none near.
+export function alongside(steps, other, value) {
+  const found = [];
+  const width = other.step.length > 1 ? other.step[1] - other.step[0] : 1;
+  let n = -1;
+  for (const step of steps) {
+    while (n + 1 < other.step.length && other.step[n + 1] <= step) n += 1;
+    found.push(n >= 0 && step - other.step[n] < 2 * width ? other[value][n] : null);
+  }
+  return found;
+}
+
 export class Curve extends Component {
   constructor(props) {
     super(props);
@@ -48,9 +60,9 @@ export class Curve extends Component {
   }
 
   shouldComponentUpdate(next) {
-    const same = next.columns === this.props.columns && next.width === this.props.width && next.theme === this.props.theme;
+    const same = next.columns === this.props.columns && next.other === this.props.other && next.width === this.props.width && next.theme === this.props.theme;
     if (!same) {
-      const onlyData = next.width === this.props.width && next.theme === this.props.theme && this.plot;
+      const onlyData = !next.other === !this.props.other && next.width === this.props.width && next.theme === this.props.theme && this.plot;
       this.props = next;
       if (onlyData) this.plot.setData(this.data(), true);
       else this.draw();
@@ -64,7 +76,10 @@ export class Curve extends Component {
   data() {
     const { columns, value, band } = this.props;
     const of = (name) => columns[name].map((v) => (v === null || (this.props.log && v <= 0) ? null : v));
-    return band ? [columns.step, of(`${value}_min`), of(`${value}_max`), of(value)] : [columns.step, of(value)];
+    const own = band ? [columns.step, of(`${value}_min`), of(`${value}_max`), of(value)] : [columns.step, of(value)];
+    // The baseline before the curve itself: the last one is drawn on top, and is what the cursor tells.
+    if (this.props.other) own.splice(-1, 0, alongside(columns.step, this.props.other, value));
+    return own;
   }
 
   draw() {
@@ -80,7 +95,7 @@ export class Curve extends Component {
       legend: { show: false },
       scales: { x: { time: false }, y: log ? { distr: 3 } : {} },
       axes: [{ ...axis, size: 34, values: (_, all) => all.map((v) => (v === null ? "" : count(v))) }, { ...axis, size: 62, values: (_, all) => all.map((v) => (v === null ? "" : figure(v, 3))) }],
-      series: band ? [{}, { ...edge, label: "least" }, { ...edge, label: "most" }, line] : [{}, line],
+      series: [{}, ...(band ? [{ ...edge, label: "least" }, { ...edge, label: "most" }] : []), ...(this.props.other ? [{ ...line, label: "baseline", stroke: ink("--text"), width: 1.2, dash: [6, 4] }] : []), line],
       bands: band ? [{ series: [2, 1], fill: faint }] : [],
       hooks: {
         draw: [(u) => drawMarks(this.props.marks)(u)],
@@ -125,14 +140,15 @@ export class Curve extends Component {
 }
 
 // The same figures for those who do not see the curve: at most forty rows.
-export function CurveTable({ columns }) {
+export function CurveTable({ columns, other, name }) {
+  const baseline = other ? alongside(columns.step, other, "loss") : null;
   const every = Math.max(1, Math.ceil(columns.step.length / 40));
   const rows = columns.step.map((s, n) => n).filter((n) => n % every === 0 || n === columns.step.length - 1);
   return html`<details><summary>The figures as a table</summary><div class="scroll" tabindex="0" role="region" aria-label="Figures of the curves"><table>
-    <thead><tr>${["step", "loss", "least", "most", "gradient norm", "learning rate", "step time", "per second", "workers"].map((n) => html`<th scope="col" class="number" key=${n}>${n}</th>`)}</tr></thead>
+    <thead><tr>${["step", "loss", "least", "most", "gradient norm", "learning rate", "step time", "per second", "workers", ...(baseline ? [`loss of ${name}`] : [])].map((n) => html`<th scope="col" class="number" key=${n}>${n}</th>`)}</tr></thead>
     <tbody>${rows.map((n) => html`<tr key=${n}>
       <td class="number">${count(columns.step[n])}</td>
       ${["loss", "loss_min", "loss_max", "grad_norm", "lr"].map((c) => html`<td class="number" key=${c}>${figure(columns[c][n])}</td>`)}
-      <td class="number">${seconds(columns.step_s[n])}</td><td class="number">${figure(columns.weight_per_s[n])}</td><td class="number">${count(columns.world[n])}</td>
+      <td class="number">${seconds(columns.step_s[n])}</td><td class="number">${figure(columns.weight_per_s[n])}</td><td class="number">${count(columns.world[n])}</td>${baseline && html`<td class="number">${figure(baseline[n])}</td>`}
     </tr>`)}</tbody></table></div></details>`;
 }

@@ -18,6 +18,7 @@ function about(kind) {
   if (kind.startsWith("incident")) return ["timeline", "incidents", "incident", "strip", "decisions"];
   if (kind === "saved" || kind.startsWith("tier")) return ["checkpoints", "decisions"];
   if (kind.startsWith("node") || kind.startsWith("rebo") || kind === "formed" || kind === "started") return ["strip", "decisions", "ranks"];
+  if (kind === "stall-judged") return ["stall", "decisions", "incident"];
   return ROUTINE.has(kind) ? [] : ["decisions", "incident"];
 }
 const ROUTINE = new Set(["snapshot", "worker-started", "worker-ready", "worker-done", "worker-exited", "collective-error", "level"]);
@@ -44,6 +45,7 @@ export class Data {
   }
 
   address(name, query = {}) {
+    // A query that names a job is of that one, as a curve to compare with is.
     const given = new URLSearchParams(this.job ? { job: this.job, ...query } : query).toString();
     return `api/v1/${name}${given ? `?${given}` : ""}`;
   }
@@ -84,12 +86,13 @@ export class Data {
     }
   }
 
-  // What is shown needs this panel: it is fetched now, and again when something happened.
+  // What is shown needs this panel: it is fetched now, and again when something happened. Also where it was shown before:
+  // of what happened meanwhile nobody has told a panel that was not shown. What came then is shown until the answer is here.
   want(name, query = {}) {
     const address = this.address(name, query);
     if (!this.wanted.has(address)) {
       this.wanted.set(address, [name, query]);
-      if (!(address in this.panels)) this.fetch(address);
+      this.fetch(address);
     }
     return this.panels[address];
   }

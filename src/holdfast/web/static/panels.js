@@ -49,10 +49,19 @@ export function Headline({ data }) {
       <span>${rate ? html`<b>${rate}</b>` : "rate not known"}</span>
       <span>goodput <b>${share(now.goodput.share)}</b></span>
       <span>${now.live ? "running for" : "ran for"} <b>${clock(data.time())}</b></span>
+      ${now.live && now.remaining && html`<span><${Remaining} found=${now.remaining} /></span>`}
       ${now.live && html`<span>${plural(now.spares, "spare")}</span>`}
       ${links[data.link] && html`<span class="link">${links[data.link]}</span>`}
     </p>
   </section>`;
+}
+
+// When it will be done: at the goodput so far, and between nothing that fails and the worse of all and of the last hour.
+function Remaining({ found }) {
+  if (found.left === 0) return html`all steps are done`;
+  const range = found.most_s === null ? "" : `between ${seconds(found.least_s)} if nothing fails and ${seconds(found.most_s)}`;
+  const at = found.eta_s === null ? found.least_s : found.eta_s;
+  return html`<span title=${range}>done in <b>${at === null ? UNKNOWN : seconds(at)}</b>${found.most_s === null ? "" : ` (${seconds(found.least_s)} to ${seconds(found.most_s)})`}, ${plural(found.left, "step")} to go</span>`;
 }
 
 export function Todo({ data }) {
@@ -125,7 +134,18 @@ export function Tiers({ data }) {
 export function Nodes({ data, width }) {
   const found = data.want("strip");
   return html`<${Panel} id="nodes" title="Nodes in time" data=${data} address=${data.address("strip")} command=${`holdfast events --job ${data.now.job} --kind node-lost`} note="the worst first; a row is one machine, a column is all at once">
+    ${data.now.leave && html`<p><${Shape} tone=${data.now.leave.yes ? "good" : "busy"} /> May a node be taken away? <b>${data.now.leave.yes ? "Yes" : "Not without harm"}</b>: ${data.now.leave.text}.</p>`}
     ${ready(found, (strip) => html`<${Strip} data=${strip} width=${width} />`)}
+  <//>`;
+}
+
+// The newest hang: where each rank stood, and who waited for whom.
+export function Stall({ data }) {
+  const found = data.want("stall");
+  return html`<${Panel} id="stall" title="Who holds it up" data=${data} address=${data.address("stall")} command=${`holdfast why --job ${data.now.job}`} note="the newest hang">
+    ${ready(found, ({ stall }) => stall === null ? html`<p class="quiet">Nothing stood still so far. When something does, the stacks of all ranks are compared.</p>` : html`
+      <p><${When} data=${data} t=${stall.t_s} /> ${stall.workers.length ? html`<b>${stall.workers.join(", ")}</b> held up the others: ` : html`<b>No rank is found at fault</b>: `}${stall.reason}${stall.incident ? html` (<a href=${`#/incident/${stall.incident}`}>incident ${stall.incident}</a>)` : ""}</p>
+      <ul class="stall">${stall.lines.map((line) => html`<li key=${line}>${line}</li>`)}</ul>`)}
   <//>`;
 }
 
@@ -165,17 +185,30 @@ export class Ranks extends Component {
 
 // ------------------------------------------------------------ the researcher's view
 
-export function Curves({ data, width, range, theme }) {
-  const query = range.from !== null ? { from: range.from, to: range.to } : {};
-  const found = data.want("series", query);
-  const address = data.address("series", query);
-  const go = (from, to) => { location.hash = from === null ? "#/training" : `#/training?from=${Math.max(0, from)}&to=${Math.max(0, to)}`; };
-  return html`<${Panel} id="loss" title="Curves" data=${data} address=${address} command=${`holdfast report --job ${data.now.job}`} note=${range.from === null ? "drag to zoom in, click a mark for its incident" : html`steps ${count(range.from)} to ${count(range.to)} <a href="#/training">show all</a>`}>
-    ${ready(found, ({ columns, marks }) => columns.step.length === 0 ? html`<p class="quiet">No step was committed yet.</p>` : html`
-      <div class="curves">${drawn(columns).map(([value, title, note, unit, options]) => html`<${Curve} key=${value} value=${value} title=${title} note=${note} unit=${unit} columns=${columns} band=${options.band} log=${options.log} marks=${marks} width=${columnsOf(width)} theme=${theme} onRange=${go} onMark=${(m) => { location.hash = `#/incident/${m.id}`; }} />`)}</div>
-      <p class="quiet"><span class="mark incident" aria-hidden="true">▼</span> incident <span class="mark change" aria-hidden="true">■</span> change of the size. ${columns.step.length > 1 && columns.step[1] - columns.step[0] > 1 ? `A point is ${count(columns.step[1] - columns.step[0])} steps: their mean, with the least and the most as a band.` : ""}</p>
-      <${CurveTable} columns=${columns} />`)}
-  <//>`;
+// With the curves of another job behind them, at the same steps, where one is chosen.
+export class Curves extends Component {
+  constructor(props) {
+    super(props);
+    this.state = { baseline: "" };
+  }
+
+  render({ data, width, range, theme }, { baseline }) {
+    const query = range.from !== null ? { from: range.from, to: range.to } : {};
+    const found = data.want("series", query);
+    const other = baseline ? data.want("series", { ...query, job: baseline }) : null;
+    const trouble = baseline && data.errors[data.address("series", { ...query, job: baseline })];
+    const address = data.address("series", query);
+    const go = (from, to) => { location.hash = from === null ? "#/training" : `#/training?from=${Math.max(0, from)}&to=${Math.max(0, to)}`; };
+    const choices = data.jobs.filter((one) => one.job !== data.now.job);
+    return html`<${Panel} id="loss" title="Curves" data=${data} address=${address} command=${`holdfast report --job ${data.now.job}`} note=${range.from === null ? "drag to zoom in, click a mark for its incident" : html`steps ${count(range.from)} to ${count(range.to)} <a href="#/training">show all</a>`}>
+      ${choices.length > 0 && html`<label class="filter">Compare with <select value=${baseline} onChange=${(e) => this.setState({ baseline: e.target.value })}><option value="">no other job</option>${choices.map((one) => html`<option key=${one.job} value=${one.job}>${one.job}</option>`)}</select></label>`}
+      ${trouble && html`<p class="trouble">${baseline}: ${trouble}</p>`}
+      ${ready(found, ({ columns, marks }) => columns.step.length === 0 ? html`<p class="quiet">No step was committed yet.</p>` : html`
+        <div class="curves">${drawn(columns).map(([value, title, note, unit, options]) => html`<${Curve} key=${value} value=${value} title=${title} note=${note} unit=${unit} columns=${columns} other=${other && other.columns} band=${options.band} log=${options.log} marks=${marks} width=${columnsOf(width)} theme=${theme} onRange=${go} onMark=${(m) => { location.hash = `#/incident/${m.id}`; }} />`)}</div>
+        <p class="quiet"><span class="mark incident" aria-hidden="true">▼</span> incident <span class="mark change" aria-hidden="true">■</span> change of the size. ${other ? `The dashed line is ${baseline}. ` : ""}${columns.step.length > 1 && columns.step[1] - columns.step[0] > 1 ? `A point is ${count(columns.step[1] - columns.step[0])} steps: their mean, with the least and the most as a band.` : ""}</p>
+        <${CurveTable} columns=${columns} other=${other && other.columns} name=${baseline} />`)}
+    <//>`;
+  }
 }
 
 // Two beside each other where there is room.
@@ -210,6 +243,17 @@ export class Goodput extends Component {
   }
 }
 
+// What safety has cost, and whether another interval between snapshots would cost less.
+export function Cost({ data }) {
+  const found = data.want("cost");
+  const row = (name, value) => html`<tr key=${name}><th scope="row">${name}</th><td class="number">${value}</td></tr>`;
+  return html`<${Panel} id="cost" title="What safety costs" data=${data} address=${data.address("cost")} command=${`holdfast plan calibrate ${data.now.job}`} note="by this job's own figures">
+    ${ready(found, (one) => html`<p>${one.words}</p><table>
+      <tbody>${row("between two failures", seconds(one.mtbf_s))}${row("one failure took", seconds(one.each_s))}${row("snapshots", count(one.snapshots))}${row("one snapshot held the steps up for", seconds(one.snapshot_s))}
+        ${one.now && row(`kept with one every ${seconds(one.now.every_s)}, as now`, share(one.now.share))}${one.best && row(`kept with one every ${seconds(one.best.every_s)}`, share(one.best.share))}</tbody></table>`)}
+  <//>`;
+}
+
 export function Checkpoints({ data }) {
   const found = data.want("checkpoints");
   return html`<${Panel} id="checkpoints" title="Checkpoints" data=${data} address=${data.address("checkpoints")} command="holdfast checkpoint ls">
@@ -225,6 +269,15 @@ export function Figures({ data }) {
     ${names.length === 0 && html`<p class="quiet">Nothing but the loss: <code>run.log(name=value)</code> adds to it.</p>`}
     <ul class="figures">${names.map(([name, one]) => html`<li key=${name}>${name} <b>${figure(one.value)}</b> <span class="quiet">of step ${count(one.step)}</span></li>`)}</ul>
     <p class="quiet">${plural(now.steps.committed || 0, "step")} committed, ${now.steps.lost === null ? "it is not known how many were" : count(now.steps.lost)} done again; generation ${count(now.generation)}.</p>
+  <//>`;
+}
+
+export function Launches({ data }) {
+  const found = data.want("launches");
+  return html`<${Panel} id="launches" title="Starts and changes" data=${data} address=${data.address("launches")} command=${`holdfast report --job ${data.now.job}`} note="what was asked for differently">
+    ${ready(found, ({ launches }) => html`<ol class="launches">${launches.map((one) => html`<li key=${one.number}>
+      <b>Start ${one.number}</b>${one.utc ? html`, <time datetime=${one.utc}>${one.utc.slice(0, 19).replace("T", " ")} UTC</time>` : ""}${one.steps === null ? "" : `, ${plural(one.steps, "step")}`}${one.outcome ? `, ${one.outcome}` : ""}
+      ${one.changes === null ? html`<span class="quiet">${one.number === 1 ? "" : "; the start before it is not known"}</span>` : one.changes.length === 0 ? html`<span class="quiet">; as the one before</span>` : html`<ul>${one.changes.map(([name, before, now]) => html`<li key=${name}><code>${name}</code>: ${before} → <b>${now}</b></li>`)}</ul>`}</li>`)}</ol>`)}
   <//>`;
 }
 

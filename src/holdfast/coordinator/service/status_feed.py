@@ -1,0 +1,164 @@
+"""The status of a running job, kept up to date row by row: what changed since the last look is all that is sent.
+
+A look goes over all nodes and workers, in pieces between which others have their turn. So no look holds the event loop,
+however large the job is, and a job that nobody watches is not looked at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import msgspec
+
+from holdfast.coordinator.kernel.membership_state import Worker
+from holdfast.coordinator.kernel.phases import WorkerPhase
+from holdfast.coordinator.kernel.state import CoreState
+from holdfast.coordinator.service import report
+from holdfast.protocol.messages import Generation
+from holdfast.protocol.status_change import CHANGED, WHOLE, StatusChange
+
+PIECE = 400
+"""So many rows are looked at before others have their turn: about half a millisecond."""
+
+
+class _Row(NamedTuple):
+    """What a worker's row was made of, and the row."""
+
+    facts: tuple[Any, ...]
+    is_common: bool
+    """Its step is the common one, and is left out."""
+    encoded: bytes
+
+
+class StatusFeed:
+    """One for all who watch. Each of them knows the `version` that it was sent."""
+
+    def __init__(self, state: CoreState, clock: Callable[[], float]) -> None:
+        self.version = 0
+        """Counts the looks. 0: there was none yet."""
+        self.change = b""
+        """The announcement of what the newest version has and the one before it has not."""
+        self._state, self._clock = state, clock
+        self._head: dict[str, Any] = {}
+        self._common: int | None = None
+        self._nodes: dict[str, tuple[dict[str, Any], bytes]] = {}
+        self._workers: dict[str, _Row] = {}
+        self._members: Generation | None = None
+        self._ranks: dict[str, int] = {}
+        self._whole: tuple[int, bytes] = (0, b"")
+        self._looking = asyncio.Lock()
+
+    async def look(self) -> None:
+        """Brings it up to date."""
+        # One after the other: two looks that take turns would each send a part of what changed.
+        async with self._looking:
+            await self._number_members()
+            nodes = await self._changed_nodes()
+            workers, gone, latest = await self._changed_workers()
+            head = report.status_head(self._state, self._clock(), *latest)
+            told = {k: v for k, v in head.items() if k not in self._head or self._head[k] != v}
+            self._head = head
+            change = {
+                "head": told,
+                "common": self._common,
+                "nodes": [msgspec.Raw(row) for row in nodes],
+                "workers": [msgspec.Raw(row) for row in workers],
+                "gone": gone,
+            }
+            assert change.keys() == set(StatusChange.__struct_fields__)
+            self.change = msgspec.json.encode({"kind": CHANGED, "value": change})
+            self.version += 1
+
+    def whole(self) -> bytes:
+        """The announcement of all of it, put together out of rows that are encoded already."""
+        if self._whole[0] != self.version:
+            self._whole = self.version, msgspec.json.encode({"kind": WHOLE, "value": self._all()})
+        return self._whole[1]
+
+    async def page(self) -> bytes:
+        """The status as JSON, for whoever asks once: with the step in every row of a worker."""
+        await self.look()
+        common = msgspec.json.encode(self._common)
+        workers = []
+        for number, row in enumerate(list(self._workers.values())):
+            if number % PIECE == PIECE - 1:
+                await asyncio.sleep(0)
+            whole = b'{"step":%s,%s' % (common, row.encoded[1:]) if row.is_common else row.encoded
+            workers.append(msgspec.Raw(whole))
+        shown = self._all() | {"workers": workers}
+        del shown["common"]
+        return msgspec.json.encode(shown)
+
+    def _all(self) -> dict[str, Any]:
+        return self._head | {
+            "common": self._common,
+            "nodes": [msgspec.Raw(row) for _, row in self._nodes.values()],
+            "workers": [msgspec.Raw(row.encoded) for row in self._workers.values()],
+        }
+
+    async def _number_members(self) -> None:
+        generation = self._state.membership.generation
+        # Members of a generation never change, so their ranks are looked up once for each.
+        if generation is self._members:
+            return
+        ranks: dict[str, int] = {}
+        members = generation.members if generation else ()
+        for begin in range(0, len(members), 4 * PIECE):
+            ranks.update((x.worker, x.rank) for x in members[begin : begin + 4 * PIECE])
+            await asyncio.sleep(0)
+        self._members, self._ranks = generation, ranks
+
+    async def _changed_nodes(self) -> list[bytes]:
+        found = []
+        # A list of its own: in the pauses the core adds nodes, which an iteration of the dict would not survive.
+        for number, node in enumerate(list(self._state.membership.nodes.values())):
+            if number % PIECE == PIECE - 1:
+                await asyncio.sleep(0)
+            row = report.node_row(node)
+            known = self._nodes.get(node.name)
+            if known is None or known[0] != row:
+                encoded = msgspec.json.encode(row)
+                self._nodes[node.name] = row, encoded
+                found.append(encoded)
+        return found
+
+    async def _changed_workers(self) -> tuple[list[bytes], list[str], tuple[float | None, float | None]]:
+        there = [w for w in self._state.membership.workers.values() if w.phase is not WorkerPhase.GONE]
+        await asyncio.sleep(0)
+        # What most members have. In a change it is one number, and without it would be a row for each of them.
+        counts = Counter(w.committed for w in there if w.name in self._ranks)
+        self._common = counts.most_common(1)[0][0] if counts else None
+        found: list[bytes] = []
+        latest = report.Latest()
+        for number, worker in enumerate(there):
+            if number % PIECE == PIECE - 1:
+                await asyncio.sleep(0)
+            latest.add(worker, worker.name in self._ranks)
+            if (encoded := self._renewed(worker)) is not None:
+                found.append(encoded)
+        names = {w.name for w in there}
+        gone = [name for name in self._workers if name not in names]
+        for name in gone:
+            del self._workers[name]
+        return found, gone, latest.told()
+
+    def _renewed(self, worker: Worker) -> bytes | None:
+        """Its row where that is another one than before."""
+        rank = self._ranks.get(worker.name)
+        restored = worker.restored if report.is_restoring(self._state, worker) else None
+        is_common = worker.committed == self._common
+        step = None if is_common else worker.committed
+        # Compared before a row is made: of thousands of workers a few have changed.
+        facts = rank, worker.phase, restored, step, worker.log
+        known = self._workers.get(worker.name)
+        if known is not None and known.facts == facts and known.is_common == is_common:
+            return None
+        row = report.worker_row(self._state, worker, rank)
+        if is_common:
+            del row["step"]
+        encoded = msgspec.json.encode(row)
+        self._workers[worker.name] = _Row(facts, is_common, encoded)
+        return encoded

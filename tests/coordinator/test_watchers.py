@@ -1,0 +1,203 @@
+"""Who watches a job: the status as changes, and a bound on what somebody costs who does not read."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from aiohttp import WSCloseCode
+
+from holdfast.coordinator.kernel.membership_state import Node, Worker
+from holdfast.coordinator.kernel.phases import WorkerPhase
+from holdfast.coordinator.kernel.state import CoreState
+from holdfast.coordinator.service.report import build_status
+from holdfast.coordinator.service.status_feed import StatusFeed
+from holdfast.coordinator.service.store import LedgerEntry, Page, Store
+from holdfast.coordinator.service.watchers import QUEUE_BYTES, Watcher, Watchers
+from holdfast.protocol.job import JobSpec
+from holdfast.protocol.messages import Generation
+from holdfast.protocol.messages.generation import Member
+from holdfast.protocol.status_change import CHANGED, WHOLE, Status
+
+UTC = "2026-01-02T03:04:05.000+00:00"
+NOW = 100.0
+
+
+def job(nodes: int = 3) -> CoreState:
+    state = CoreState(spec=JobSpec(name="job", script="train.py"))
+    for n in range(nodes):
+        name = f"n{n}"
+        state.membership.nodes[name] = Node(name=name, session="s", host="h", slots=2, last_seen_s=0.0)
+        for slot in range(2):
+            worker = Worker(name=f"{name}.{slot}#1", node=name, slot=slot, started_s=0.0)
+            worker.phase, worker.committed, worker.loss = WorkerPhase.MEMBER, 5, 1.0
+            state.membership.workers[worker.name] = worker
+    regroup(state)
+    return state
+
+
+def regroup(state: CoreState) -> None:
+    there = [x for x in state.membership.workers.values() if x.phase is WorkerPhase.MEMBER]
+    members = tuple(
+        Member(rank=rank, worker=w.name, node=w.node, slot=w.slot) for rank, w in enumerate(there)
+    )
+    state.membership.number += 1
+    state.membership.generation = Generation(number=state.membership.number, members=members)
+
+
+def disturb(state: CoreState, rng: random.Random) -> None:
+    """Something that happens to a job."""
+    workers = [w for w in state.membership.workers.values() if w.phase is not WorkerPhase.GONE]
+    match rng.randrange(6):
+        case 0:
+            for worker in workers:
+                worker.committed = (worker.committed or 0) + 1
+        case 1:
+            rng.choice(workers).committed = rng.choice((None, 3, 40))
+        case 2:
+            rng.choice(workers).phase = rng.choice(tuple(WorkerPhase))
+        case 3:
+            rng.choice(list(state.membership.nodes.values())).failures += 1
+        case 4:
+            name = f"new{len(state.membership.workers)}"
+            made = Worker(name=name, node="n0", slot=0, started_s=1.0, phase=WorkerPhase.READY)
+            state.membership.workers[name] = made
+        case _:
+            regroup(state)
+
+
+def test_changes_put_together_are_the_status() -> None:
+    async def look_often() -> None:
+        rng = random.Random(7)
+        state = job()
+        feed = StatusFeed(state, lambda: NOW)
+        await feed.look()
+        heard = Status()
+        heard.whole(msgspec.json.decode(feed.whole())["value"])
+        for _ in range(100):
+            disturb(state, rng)
+            await feed.look()
+            said = msgspec.json.decode(feed.change)
+            assert said["kind"] == CHANGED
+            there = heard.changed(said["value"])
+            assert there == msgspec.json.decode(msgspec.json.encode(build_status(state, NOW)))
+            assert there == msgspec.json.decode(await feed.page())
+
+    asyncio.run(look_often())
+
+
+def test_a_step_of_all_members_costs_no_row() -> None:
+    async def step() -> None:
+        state = job(200)
+        feed = StatusFeed(state, lambda: NOW)
+        await feed.look()
+        for worker in state.membership.workers.values():
+            worker.committed = 6
+        await feed.look()
+        change = msgspec.json.decode(feed.change)["value"]
+        assert (change["workers"], change["nodes"], change["common"]) == ([], [], 6)
+        assert len(feed.change) < len(feed.whole()) / 50
+
+    asyncio.run(step())
+
+
+class Socket:
+    """Takes what it is sent when it is let to."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[str, Any]] = []
+        self.reads = asyncio.Event()
+
+    async def send_str(self, text: str) -> None:
+        await self.reads.wait()
+        said = msgspec.json.decode(text)
+        self.said.append((said["kind"], said["value"]))
+
+    def seqs(self) -> list[int]:
+        return [value["seq"] for kind, value in self.said if kind == "event"]
+
+
+def entry(seq: int) -> LedgerEntry:
+    return LedgerEntry(seq=seq, t_s=float(seq), utc=UTC, kind="stop-requested", fields={"reason": "x" * 1000})
+
+
+def test_one_who_does_not_read_is_behind_in_the_ledger_and_nowhere_else(tmp_path: Path) -> None:
+    async def fall_behind() -> None:
+        store = Store(tmp_path / "job.sqlite")
+
+        async def read(what: Any) -> Any:
+            await asyncio.sleep(0)
+            return what(store)
+
+        with closing(store):
+            feed = StatusFeed(job(), lambda: NOW)
+            watchers, watcher, socket = Watchers(feed), Watcher(0), Socket()
+            watchers.all.add(watcher)
+            sending = asyncio.create_task(watcher.send(socket, read, feed))  # type: ignore[arg-type]
+            for seq in range(1, 2001):
+                store.write(Page(entries=[entry(seq)]))
+                watchers.announce("event", entry(seq))
+                watchers.announce("log", {"text": "word"})
+                await asyncio.sleep(0)
+                assert watcher._nbytes <= QUEUE_BYTES
+                assert sum(len(one.data) for one in watcher._queue) == watcher._nbytes
+            watchers.announce("provide-node", {"order_id": 1})
+            await watchers.look()
+            watchers.end()
+            socket.reads.set()
+            assert await sending is WSCloseCode.OK
+            assert socket.seqs() == list(range(1, 2001))
+            assert [kind for kind, _ in socket.said if kind == "provide-node"] == ["provide-node"]
+
+    asyncio.run(fall_behind())
+
+
+def test_one_who_takes_no_order_is_given_up_and_gets_all_that_are_open_anew(tmp_path: Path) -> None:
+    async def overflow() -> None:
+        with closing(Store(tmp_path / "job.sqlite")) as store:
+
+            async def read(what: Any) -> Any:
+                return what(store)
+
+            feed = StatusFeed(job(), lambda: NOW)
+            watcher, socket = Watcher(0), Socket()
+            sending = asyncio.create_task(watcher.send(socket, read, feed))  # type: ignore[arg-type]
+            order = msgspec.json.encode({"kind": "mark-node", "value": "x" * 1000})
+            for _ in range(QUEUE_BYTES // 1000 + 1):
+                watcher.tell(order)
+            socket.reads.set()
+            assert await sending is WSCloseCode.TRY_AGAIN_LATER
+
+    asyncio.run(overflow())
+
+
+def test_one_who_keeps_up_gets_the_whole_status_once(tmp_path: Path) -> None:
+    async def keep_up() -> None:
+        with closing(Store(tmp_path / "job.sqlite")) as store:
+
+            async def read(what: Any) -> Any:
+                return what(store)
+
+            feed = StatusFeed(job(), lambda: NOW)
+            watchers, watcher, socket = Watchers(feed), Watcher(0), Socket()
+            watchers.all.add(watcher)
+            socket.reads.set()
+            sending = asyncio.create_task(watcher.send(socket, read, feed))  # type: ignore[arg-type]
+            for _ in range(3):
+                await watchers.look()
+                for _ in range(5):
+                    await asyncio.sleep(0)
+            # Two looks between which it had no turn: the newest change would not tell of the first.
+            await watchers.look()
+            await watchers.look()
+            watchers.end()
+            await asyncio.sleep(0)
+            sending.cancel()
+            kinds = [kind for kind, _ in socket.said]
+            assert kinds[:3] == [WHOLE, CHANGED, CHANGED]
+
+    asyncio.run(keep_up())
