@@ -1,6 +1,6 @@
 """A job in a queue of a real Kueue, on a real cluster: `make kube-test` with Kueue's program in KUBE_BIN.
 
-Seen with Kueue 0.15.2: admission, partial preemption and return without a restart, eviction of the whole, a person's stop.
+Written for Kueue 0.15.2; docs/architecture/kubernetes.md says how far it came.
 """
 
 import asyncio
