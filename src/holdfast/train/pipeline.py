@@ -10,9 +10,6 @@ import weakref
 from typing import Any
 
 import torch
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining._utils import InferenceMode
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from holdfast.errors import UsageError
 
@@ -21,7 +18,7 @@ class Pipelines:
     """The schedules of a script, and which of them are ready for another micro-batch."""
 
     def __init__(self) -> None:
-        self._ready: weakref.WeakSet[PipelineScheduleSingle] = weakref.WeakSet()
+        self._ready: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def run(self, schedule: Any, args: tuple[Any, ...], target: Any, more: dict[str, Any]) -> float:
         """Forward and backward passes of one micro-batch, with the other stages. Returns its loss: 0 but on the last one.
@@ -55,6 +52,11 @@ def _check(schedule: Any) -> None:
     Raises:
         UsageError: see `Pipelines.run`.
     """
+    # Imported where there is a pipeline: it takes a while, and other workers have no use for it.
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining._utils import InferenceMode
+    from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
     if not isinstance(schedule, PipelineScheduleSingle) or not isinstance(schedule._stage, PipelineStage):
         raise UsageError(
             f"step.pipeline(): {type(schedule).__name__} was not tried here; give a schedule with one PipelineStage on each worker, "
@@ -88,9 +90,11 @@ def _floating(metas: Any, exchanged: bool) -> list[Any]:
     return [meta for meta in metas or () if meta.dtype.is_floating_point] if exchanged else []
 
 
-def _prepare(schedule: PipelineScheduleSingle) -> None:
+def _prepare(schedule: Any) -> None:
     """What a schedule does at its first step, without its messages; and what a step that was cut off has left is gone."""
-    stage: Any = schedule._stage
+    from torch.distributed.pipelining._utils import InferenceMode
+
+    stage = schedule._stage
     # Private fields of PyTorch 2.13: a schedule has no public way to begin anew. A test strikes a worker in the middle
     # of a schedule, and compares every bit with an undisturbed run.
     schedule._internal_losses.clear()
