@@ -21,7 +21,8 @@ class KubernetesOptions:
         str, Option(metavar="NAME", default="the current one", help="Of the kubeconfig: which cluster.")
     ] = ""
     queue: Annotated[
-        str, Option(metavar="NAME", default="none", help="Kueue's LocalQueue, in which the job waits for quota.")
+        str,
+        Option(metavar="NAME", default="none", help="Kueue's LocalQueue, in which the job waits for quota."),
     ] = ""
     in_image: Annotated[
         bool,
