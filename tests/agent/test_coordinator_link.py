@@ -66,19 +66,22 @@ class Coordinator:
         return socket
 
     async def hears(self, connection, *kinds):
-        """Waits until these kinds of messages, and no others but heartbeats, have come on a connection."""
+        """Waits until these kinds of messages, and no others but heartbeats and readings, have come on a connection."""
 
         def there():
             if len(self.said) <= connection:
                 return False
-            return [type(x) for x in self.said[connection] if not isinstance(x, m.Heartbeat)] == [*kinds]
+            return [type(x) for x in self.said[connection] if not isinstance(x, UNASKED)] == [*kinds]
 
         async with self.news:
             await asyncio.wait_for(self.news.wait_for(there), 30)
-        return [x for x in self.said[connection] if not isinstance(x, m.Heartbeat)]
+        return [x for x in self.said[connection] if not isinstance(x, UNASKED)]
 
 
 NOTHING = lambda *_: None  # noqa: E731
+
+UNASKED = m.Heartbeat | m.NodeReadings
+"""What an agent sends whenever it is time."""
 
 
 @asynccontextmanager

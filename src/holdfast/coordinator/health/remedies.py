@@ -104,7 +104,7 @@ def ordered(context: Context, node: Node, remedy: Remedy, reason: str) -> None:
     _let_leave(context, node, remedy, reason, reason)
 
 
-def _let_leave(context: Context, node: Node, remedy: Remedy, reason: str, cause: str) -> None:
+def _let_leave(context: Context, node: Node, remedy: Remedy, reason: str, held_for: str) -> None:
     # What is done when it has left. The node trains until its place is filled, so a machine that limps costs
     # nothing but its own slowness.
     node.then = remedy
@@ -112,8 +112,8 @@ def _let_leave(context: Context, node: Node, remedy: Remedy, reason: str, cause:
         # At a step's edge, like any planned leave: nothing is lost by it.
         context.request(DrainNode(node, reason))
     elif node.held is None:
-        transitions.hold(context, node, cause)
-        context.record(ledger.NodeHeld(node=node.name, reason=f"not used from the next start on: {cause}"))
+        transitions.hold(context, node, held_for)
+        context.record(ledger.NodeHeld(node=node.name, reason=f"not used from the next start on: {held_for}"))
 
 
 def _take_out(context: Context, node: Node, incident: Incident, act: Act) -> None:
