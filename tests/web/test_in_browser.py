@@ -158,7 +158,7 @@ def test_what_happens_behind_another_view_is_there_when_one_comes_back(seen, hom
     report = f"incident {count + 1}: full strength".encode()
     browser.until(lambda: report in (home / "log").read_bytes(), 60, "another incident")
     seen.view("#/")
-    seen.wait(f"{shown}.includes('{count + 1} incidents')", 5.0)
+    seen.wait(f"{shown}.includes('{count + 1} incidents')")
 
 
 def test_a_change_says_first_what_it_would_do(seen) -> None:
