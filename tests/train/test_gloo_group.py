@@ -1,5 +1,6 @@
 """Collectives of a replica's own, by threads of one process, against what they must give."""
 
+import os
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -163,6 +164,24 @@ def connected(ours):
             return False
 
     return {inode for inode, fd in sockets_here().items() if with_socket(fd, is_connected)} - ours
+
+
+def test_a_socket_is_found_by_its_own_descriptor_while_others_look_at_it():
+    """`with_socket` duplicates it for a moment, and a group's members look at the same process in threads of their own."""
+    ours, theirs = socket.socketpair()
+    ends = threading.Event()
+
+    def look():
+        while not ends.is_set():
+            with_socket(ours.fileno(), socket.socket.getsockname)
+
+    with ours, theirs, ThreadPoolExecutor() as threads:
+        looking = [threads.submit(look) for _ in range(3)]
+        inode = os.fstat(ours.fileno()).st_ino
+        found = {sockets_here().get(inode) for _ in range(2000)}
+        ends.set()
+        assert found == {ours.fileno()}
+        assert [one.result() for one in looking] == [None] * 3
 
 
 @pytest.mark.parametrize("size", [2, 3, 6])

@@ -453,16 +453,22 @@ def _gloo(store: Any, rank: int, size: int, host: str) -> Any:
     return group
 
 
+_duplicates = threading.RLock()
+"""Held while a descriptor of `with_socket` is there. One that `sockets_here` found would be taken for the socket's own, and
+the socket for closed as soon as it goes: then nobody would shut it down, and whoever waits on it would wait on."""
+
+
 def sockets_here() -> dict[int, int]:
     """This process's sockets: inode to descriptor."""
     found = {}
-    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - there may be thousands, and a generation waits for this
-        try:
-            status = os.fstat(int(name))
-        except OSError:
-            continue  # closed meanwhile, as the listing's own is
-        if stat.S_ISSOCK(status.st_mode):
-            found[status.st_ino] = int(name)
+    with _duplicates:
+        for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - there may be thousands, and a generation waits for this
+            try:
+                status = os.fstat(int(name))
+            except OSError:
+                continue  # closed meanwhile, as the listing's own is
+            if stat.S_ISSOCK(status.st_mode):
+                found[status.st_ino] = int(name)
     return found
 
 
@@ -477,12 +483,13 @@ def is_socket(fd: int, inode: int) -> bool:
 
 def with_socket(fd: int, act: Callable[[socket.socket], T]) -> T | None:
     """Calls `act` with the socket of a descriptor that somebody else owns; None when it was closed."""
-    try:
-        sock = socket.socket(fileno=os.dup(fd))
-    except OSError:
-        return None
-    with sock:
-        return act(sock)
+    with _duplicates:
+        try:
+            sock = socket.socket(fileno=os.dup(fd))
+        except OSError:
+            return None
+        with sock:
+            return act(sock)
 
 
 def shut_down(sock: socket.socket) -> None:
