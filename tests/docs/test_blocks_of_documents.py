@@ -37,7 +37,7 @@ LINK = re.compile(r"\[[^\]]*\]\((?P<to>[^)\s]+)\)")
 COMMANDS = ("holdfast", "make")
 SHORTER = {"until=10_000": "until=60", "until=200": "until=60", "days: 30": "days: 3"}
 """What is trained for a day on a page, or simulated for a month, and what takes a moment here."""
-LIMIT_S = 240
+LIMIT_S = 100
 
 
 @dataclass(frozen=True)

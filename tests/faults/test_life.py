@@ -165,28 +165,24 @@ def level_0(tmp_path, between_steps: str, *options: object):
     text = (HERE / "train_ddp.py").read_text()
     script.write_text(text.replace("    optimizer.step()\n", "    optimizer.step()\n" + between_steps))
     return run(
-        tmp_path, "--nnodes", 2, "--spares", 1, "--detection", 0.2, *options, script, 60, tmp_path / "ck"
+        tmp_path, "--nnodes", 2, "--spares", 1, "--detection", 0.35, *options, script, 60, tmp_path / "ck"
     )
 
 
-def but_for_silence(ran) -> list[dict]:
-    """On a machine that is busy with other tests an agent may be silent for the 0.2 s of these, and its node is given up.
-    That is another matter."""
-    return [i for i in ran.report["incidents"] if not i["cause"].startswith("silent")]
-
-
 def test_level_0_leaves_a_rank_alone_that_computes_between_two_steps(tmp_path):
-    """An evaluation on rank 0 that goes on until the coordinator has looked whether it is a hang."""
+    """An evaluation on rank 0 that goes on until the coordinator has looked whether it is a hang. (On a machine that is
+    busy with other tests an agent may be silent for the 0.35 s of this one, and its node is given up. That is another
+    matter.)"""
     ran = level_0(tmp_path, EVALUATE_0.replace("LEDGER", str(tmp_path / "jobs" / "job" / "job.sqlite")))
     assert ran.code == 0, ran.output[-3000:]
-    assert but_for_silence(ran) == []
+    assert [i for i in ran.report["incidents"] if not i["cause"].startswith("silent")] == []
     assert "stall-judged" in ran.kinds()  # it was looked at
 
 
 def test_level_0_names_the_rank_that_hangs_and_the_collective_in_which_the_others_wait(tmp_path):
     ran = level_0(tmp_path, "", "--fault", "deadlock:rank=1,step=20")
     assert ran.code == 0, ran.output[-3000:]
-    (incident,) = but_for_silence(ran)
+    (incident,) = ran.report["incidents"]
     assert incident["cause"].startswith("hang")
     assert incident["detect_s"] < 10.0
     assert incident["ranks"] == [1]

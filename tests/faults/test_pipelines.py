@@ -50,6 +50,7 @@ def test_a_lost_worker_changes_no_bit(tmp_path, nodes, fault, more):
         tmp_path, "--nnodes", f"{nodes}:{2 * nodes}", "--fault", fault, SCRIPT, STEPS, *more, timeout=180
     )
     check(ran)
+    assert 1 in ran.fields("formed")[1]["groups_connected_in"]
     assert ran.losses() == expected.losses()
     assert ran.report["final"]["params_xxh3"] == expected.report["final"]["params_xxh3"]
     assert ran.report["steps"]["lost"] == 0

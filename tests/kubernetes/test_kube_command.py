@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +20,7 @@ from holdfast.cli.kube_options import KubernetesOptions
 from holdfast.cli.kube_plan import plan_submission
 from holdfast.cli.kubectl import arguments
 from holdfast.cli.run_options import FailureOptions, HealthOptions, NodeOptions, RunOptions, SaveOptions
+from holdfast.coordinator.service.store import KEEPERS, Store
 from holdfast.engines import jobs
 from holdfast.engines.client import JobClient, NoAnswer
 from holdfast.engines.jobs import Allocation
@@ -380,7 +381,7 @@ def test_who_looked_on_gets_the_ledger_also_after_the_end(tmp_path: Path, monkey
 
     async def scene(plane: Any, client: JobClient, here: Path) -> None:
         await plane.pair()
-        look_on = await plane.session.ws_connect(f"{plane.url}/watch/0/keep")
+        look_on = await plane.session.ws_connect(f"{plane.url}/watch/0/keep/c0ffee")
         await look_on.receive()
         look_on._response.connection.transport.abort()
         await client.post("/stop?reason=enough", repeat=True)
@@ -391,20 +392,33 @@ def test_who_looked_on_gets_the_ledger_also_after_the_end(tmp_path: Path, monkey
         assert (here / "job.sqlite").read_bytes().startswith(b"SQLite format 3")
         # It has given the ledger away, and nothing else keeps it.
         await plane.serving
+        # A coordinator that took over just before the end would have known of who was cut off.
+        with closing(Store(tmp_path / "jobs" / "job" / "job.sqlite", read_only=True)) as store:
+            assert msgspec.msgpack.decode(store.kept(KEEPERS)) == ["c0ffee"]
 
     reached(tmp_path, scene, copies=2)
 
 
-@pytest.mark.parametrize(("copies", "looked_on"), [(2, False), (2, True), (0, True)])
+@pytest.mark.parametrize(
+    ("copies", "looked_on"),
+    [(2, "never"), (2, "and left"), (2, "was cut off, came again and left"), (0, "and left")],
+)
 def test_a_coordinator_waits_for_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copies: int, looked_on: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copies: int, looked_on: str
 ):
     """Where nobody ever looked on, or who did has left, or the ledger stays."""
     monkeypatch.setattr("holdfast.coordinator.service.server.LINGER_S", 3600.0)
 
     async def scene(plane: Any, client: JobClient, here: Path) -> None:
         await plane.pair()
-        if looked_on:
+        if "cut off" in looked_on:
+            cut = await plane.session.ws_connect(f"{plane.url}/watch/0/keep/c0ffee")
+            await cut.receive()
+            cut._response.connection.transport.abort()
+            again = await plane.session.ws_connect(f"{plane.url}/watch/0/keep/c0ffee")
+            await again.receive()
+            await again.close()
+        elif looked_on != "never":
             async with aclosing(client.watch()) as heard:
                 assert await anext(heard)
         await client.post("/stop?reason=enough", repeat=True)

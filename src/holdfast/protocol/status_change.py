@@ -12,6 +12,8 @@ import msgspec
 
 WHOLE, CHANGED = "status", "status-changed"
 """Kinds of announcements."""
+LEDGER_KEPT = "kept"
+"""What a watcher says who asked for the ledger at the end, and has written it down."""
 
 
 class StatusChange(msgspec.Struct, frozen=True, kw_only=True):

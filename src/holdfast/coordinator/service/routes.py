@@ -19,9 +19,9 @@ from holdfast.coordinator.service.ledger import Ledger, Unreadable
 from holdfast.coordinator.service.metrics import Figures
 from holdfast.coordinator.service.metrics_health import Readings
 from holdfast.coordinator.service.report import build_report
-from holdfast.coordinator.service.store import Store
+from holdfast.coordinator.service.store import KEEPERS, Page, Store
 from holdfast.coordinator.service.tally import Tally
-from holdfast.coordinator.service.watchers import KEPT, Watcher, Watchers, announcement
+from holdfast.coordinator.service.watchers import Watcher, Watchers, announcement
 from holdfast.errors import UsageError
 from holdfast.protocol.availability import Availability, NodeGoing
 from holdfast.protocol.engine_orders import EngineOrders, as_announced, kind_of
@@ -29,7 +29,10 @@ from holdfast.protocol.faults import check_watched, node_name, parse_fault
 from holdfast.protocol.health import Remedy
 from holdfast.protocol.job import JobDescription
 from holdfast.protocol.notices import NoticeCause
+from holdfast.protocol.status_change import LEDGER_KEPT
 
+MOST_KEEPERS = 64
+"""Of whom each is waited for at the end. Who comes after them is given the ledger as well."""
 PIECE = 20
 """Incidents of a report that are put in words at once."""
 SETTLED_S = 2.0
@@ -65,7 +68,7 @@ class Routes:
             web.get("/watch", self._watch),
             # In the path and not in a query: Kubernetes' API server leaves the query of a WebSocket out on its way.
             web.get(r"/watch/{after:\d{1,18}}", self._watch),
-            web.get(r"/watch/{after:\d{1,18}}/keep", self._watch),
+            web.get(r"/watch/{after:\d{1,18}}/keep/{keeper:[0-9a-f]{1,32}}", self._watch),
             web.get("/status", self._status_page),
             web.get("/report", self._report_page),
             web.get("/metrics", self._metrics_page),
@@ -90,8 +93,8 @@ class Routes:
 
     async def _watch(self, request: web.Request) -> web.StreamResponse:
         """Every event from `/SEQ` or `?after=SEQ` on, and the status, whole and then as it changes (`protocol.status_change`), one
-        JSON text each. With `/keep` the ledger follows in binary when the job has ended: for who looks on from where the
-        job's folder is not, and says `KEPT` when it has it."""
+        JSON text each. With `/keep/NAME` the ledger follows in binary when the job has ended: for who looks on from where
+        the job's folder is not, and says `LEDGER_KEPT` when it has it. NAME: one of its own, the same in each connection."""
         socket = web.WebSocketResponse()
         await socket.prepare(request)
         watcher = Watcher(int(request.match_info.get("after") or request.query.get("after", "0")))
@@ -102,9 +105,11 @@ class Routes:
         for order in self._loop.open_orders():
             watcher.tell(announcement(kind_of(order), as_announced(order)))
         # Read in the same moment: who is registered before the end is told of it, and nobody twice.
-        last, keeps = self._watchers.last, request.path.endswith("/keep")
-        self._watchers.keepers += keeps
-        sender = asyncio.create_task(self._send(watcher, socket, keeps))
+        last, keeper = self._watchers.last, request.match_info.get("keeper")
+        if keeper is not None and len(self._watchers.keepers) < MOST_KEEPERS:
+            self._watchers.keepers.add(keeper)
+            self._note_keepers()
+        sender = asyncio.create_task(self._send(watcher, socket, keeps=keeper is not None))
         try:
             # The status of before may be as old as the last watcher.
             await self._watchers.look()
@@ -112,16 +117,23 @@ class Routes:
                 watcher.tell(last)
                 watcher.end()
             async for frame in socket:
-                if keeps and frame.data == KEPT:
-                    self._watchers.kept.set()
+                if keeper is not None and frame.data == LEDGER_KEPT:
+                    self._watchers.served.set()
         finally:
             # Ctrl-C closes in order, and nobody comes back. Whose connection broke will look for the job again.
-            if keeps and socket.close_code == WSCloseCode.OK:
-                self._watchers.keepers -= 1
+            if keeper is not None and socket.close_code == WSCloseCode.OK:
+                self._watchers.keepers.discard(keeper)
+                self._note_keepers()
             self._watchers.all.discard(watcher)
             self._gone.set()
             sender.cancel()
         return socket
+
+    def _note_keepers(self) -> None:
+        # For the next coordinator, which would else have to wait at the end for people who never looked. At the end, and
+        # where this one hands over, it closes their connections itself: that says nothing about them.
+        if not self._loop.has_left and not self._loop.over.is_set():
+            self._ledger.write(Page(kept={KEEPERS: msgspec.msgpack.encode(self._watchers.keepers)}))
 
     async def _send(self, watcher: Watcher, socket: web.WebSocketResponse, keeps: bool) -> None:
         try:

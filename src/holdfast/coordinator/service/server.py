@@ -42,7 +42,7 @@ from holdfast.coordinator.service.report import build_report, shown_blame
 from holdfast.coordinator.service.routes import Routes
 from holdfast.coordinator.service.status_feed import StatusFeed
 from holdfast.coordinator.service.step_summary import StepSummary
-from holdfast.coordinator.service.store import Store, own_ledger
+from holdfast.coordinator.service.store import KEEPERS, Store, own_ledger
 from holdfast.coordinator.service.watchers import Watchers
 from holdfast.protocol import ledger
 from holdfast.protocol.endpoint import Endpoint, write_endpoint
@@ -87,7 +87,9 @@ class Coordinator:
         kept = store.kept("clock")
         self._clock = CoreClock(msgspec.msgpack.decode(kept, type=Anchor) if kept else None)
         self._core = Core(spec, saved)
-        self._watchers = Watchers(StatusFeed(self._core.state, self._clock))
+        kept = store.kept(KEEPERS)
+        keepers = msgspec.msgpack.decode(kept, type=list[str]) if kept else []
+        self._watchers = Watchers(StatusFeed(self._core.state, self._clock), keepers)
         self._resumed = saved is not None
         self._resume = resume
         where = self._core.spec.health.history or str(job_dir.absolute().parents[1] / FILE_NAME)
@@ -254,14 +256,14 @@ class Coordinator:
         """Where the ledger's file ends with this machine: somebody who looks on may be just on the way to this coordinator, and
         nobody else could give the ledger away."""
         watchers = self._watchers
-        # A job that nobody looks at ends at once. Whom a coordinator before this one had is not known.
-        if not self._file_ends or not (watchers.keepers or self._resumed):
+        # A job that nobody looks at ends at once.
+        if not self._file_ends or not watchers.keepers:
             return
-        kept, leaves = (asyncio.ensure_future(event.wait()) for event in (watchers.kept, self._leaves))
-        done, _ = await asyncio.wait({kept, leaves}, timeout=LINGER_S, return_when=asyncio.FIRST_COMPLETED)
-        kept.cancel()
+        served, leaves = (asyncio.ensure_future(event.wait()) for event in (watchers.served, self._leaves))
+        done, _ = await asyncio.wait({served, leaves}, timeout=LINGER_S, return_when=asyncio.FIRST_COMPLETED)
+        served.cancel()
         leaves.cancel()
-        if kept not in done:
+        if served not in done:
             _log.info("nobody took the ledger, which ends with this pod")
 
     # ------------------------------------------------------------ handing over

@@ -72,6 +72,8 @@ SNAPSHOT = "core"
 """Under which name the core's state is kept."""
 PAGES = "pages"
 """Under which name the number of the newest page is kept."""
+KEEPERS = "keepers"
+"""Under which name `Watchers.keepers` is kept."""
 
 
 class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -26,8 +26,6 @@ STATUS_SHARE = 20
 """A look at the status of a large job is followed by a pause of so many times its length: a twentieth of a core at most."""
 QUEUE_BYTES = 256 * 1024
 """Queued for one watcher at most; and so much of the ledger is read for it at once."""
-KEPT = "kept"
-"""What a watcher says who has written the ledger down."""
 
 Reading = Callable[[Callable[[Store], Any]], Awaitable[Any]]
 
@@ -128,7 +126,8 @@ class Watcher:
 class Watchers:
     """All who watch. `feed`: the status."""
 
-    def __init__(self, feed: StatusFeed) -> None:
+    def __init__(self, feed: StatusFeed, keepers: Iterable[str] = ()) -> None:
+        """keepers: of the coordinator before this one."""
         self.all: set[Watcher] = set()
         self.feed = feed
         self._status_due: asyncio.TimerHandle | None = None
@@ -138,10 +137,11 @@ class Watchers:
         """Called where something may be different from before: the page tells its viewers in its own time."""
         self.last: bytes | None = None
         """How the job ended: the last announcement, also to whoever comes after it; None: it runs."""
-        self.keepers = 0
-        """Who asked for the ledger at the end and has not left in order: connected, or cut off."""
-        self.kept = asyncio.Event()
-        """One of them has it."""
+        self.keepers = set(keepers)
+        """Who asked for the ledger at the end and has not left in order: connected, or cut off and about to come again. By
+        the name that each has chosen: one whose connection broke is not counted twice."""
+        self.served = asyncio.Event()
+        """One of them has the ledger."""
 
     def announce_end(self, report: dict[str, Any]) -> None:
         """The last announcement."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import secrets
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from pathlib import Path
@@ -17,7 +18,6 @@ import aiohttp
 import msgspec
 
 from holdfast.coordinator.service.store import FIRST
-from holdfast.coordinator.service.watchers import KEPT
 from holdfast.engines import jobs
 from holdfast.engines.client import PATIENCE_S, NoAnswer, NotHeard
 from holdfast.engines.jobs import Allocation
@@ -30,6 +30,7 @@ from holdfast.engines.kubernetes.tunnel import Tunnel
 from holdfast.errors import UsageError
 from holdfast.protocol.endpoint import NAME_PATH, CoordinatorName, Endpoint
 from holdfast.protocol.http_client import Answer, Unproven
+from holdfast.protocol.status_change import LEDGER_KEPT
 
 AGAIN_S = 0.5
 """Between two tries: each asks the API server."""
@@ -66,6 +67,7 @@ class KubernetesReach:
         self._name, self._namespace = folder.name, allocation.namespace
         self._open = AsyncExitStack()
         self._token = ""
+        self._keeper = secrets.token_hex(8)
         self._where: tuple[str, Endpoint] | None = None
 
     async def __aenter__(self) -> KubernetesReach:
@@ -103,7 +105,7 @@ class KubernetesReach:
         try:
             pod, where = await self._find()
             async with self.tunnel.socket(
-                pod, where, self._token, f"/watch/{after}/keep", PATIENCE_S
+                pod, where, self._token, f"/watch/{after}/keep/{self._keeper}", PATIENCE_S
             ) as socket:
                 async for frame in socket:
                     if frame.type is not aiohttp.WSMsgType.TEXT:
@@ -124,7 +126,7 @@ class KubernetesReach:
             if follows.type is aiohttp.WSMsgType.BINARY:
                 await asyncio.to_thread(self._write, follows.data, msgspec.json.decode(ended)["value"])
                 # The coordinator waits for this word, so that the ledger does not end with its pod.
-                await socket.send_str(KEPT)
+                await socket.send_str(LEDGER_KEPT)
 
     def _write(self, ledger: bytes, report: Any) -> None:
         # The ledger first: a command that finds the report finds the ledger that it tells of.
