@@ -160,13 +160,16 @@ EVALUATE = """        run.log(loss=step.loss)
 """
 
 
+DETECTION_S = 0.35
+"""A hang at level 0 is looked at after 20 times this, and again. With 0.2 a busy machine's agents were silent for as long."""
+
+
 def level_0(tmp_path, between_steps: str, *options: object):
     script = tmp_path / "train_ddp.py"
     text = (HERE / "train_ddp.py").read_text()
     script.write_text(text.replace("    optimizer.step()\n", "    optimizer.step()\n" + between_steps))
-    return run(
-        tmp_path, "--nnodes", 2, "--spares", 1, "--detection", 0.35, *options, script, 60, tmp_path / "ck"
-    )
+    usual = ("--nnodes", 2, "--spares", 1, "--detection", DETECTION_S)
+    return run(tmp_path, *usual, *options, script, 60, tmp_path / "ck")
 
 
 def test_level_0_leaves_a_rank_alone_that_computes_between_two_steps(tmp_path):
@@ -184,7 +187,7 @@ def test_level_0_names_the_rank_that_hangs_and_the_collective_in_which_the_other
     assert ran.code == 0, ran.output[-3000:]
     (incident,) = ran.report["incidents"]
     assert incident["cause"].startswith("hang")
-    assert incident["detect_s"] < 10.0
+    assert incident["detect_s"] < 50 * DETECTION_S
     assert incident["ranks"] == [1]
     assert incident["node"] in ran.fields("started")[0]["workers"][1]
     assert incident["stood_at_step"] == 20
