@@ -47,6 +47,7 @@ ELASTIC_MODEL += (
 SIZES = ("1", "2", "3", "4", "2")
 STRIKES = ("kill-worker", "kill-node", "kill-coordinator", "preempt-node", "drain")
 SHORT_CALM_S = 0.7
+LEAST_STEPS = 300
 
 MAIN = ("--nnodes", "2:4", "--spares", "1")
 MAIN_MODEL = ("--seq-len", "64", "--global-batch", "16", "--steps", "1000000")  # it is stopped long before
@@ -187,7 +188,7 @@ def grow_and_shrink() -> dict[str, bool]:
     known, sizes = losses("elastic"), worlds("elastic")
     print("\nkilled: everything at once; the same command again\n", flush=True)
     training = run("elastic", *ELASTIC, *script)
-    do_all(training, deeds[half:])
+    do_all(training, deeds[half:], until=LEAST_STEPS)
     holdfast("stop", "--job", "elastic", quiet=True)
     training.wait()
     steps = report("elastic")["steps"]["committed"]
@@ -197,7 +198,7 @@ def grow_and_shrink() -> dict[str, bool]:
     sizes = sorted(sizes | worlds("elastic"))
     return {
         f"elastic: {steps} steps through {len(deeds)} events and a kill of everything, with {sizes} workers": (
-            steps >= 300 and len(one) == steps
+            steps >= LEAST_STEPS and len(one) == steps
         ),
         "elastic: every loss bit-identical to that of one undisturbed worker": (
             len(other) > 0 and all(one.get(step) == loss for step, loss in other)
@@ -214,8 +215,9 @@ def worlds(job: str) -> set[int]:
         return {world for (world,) in ledger.execute("select distinct world from steps")}
 
 
-def do_all(training: subprocess.Popen[bytes], deeds: list[tuple[str, str]]) -> None:
-    """One deed after the other, each when what the one before it did is over."""
+def do_all(training: subprocess.Popen[bytes], deeds: list[tuple[str, str]], until: int = 0) -> None:
+    """One deed after the other, each when what the one before it did is over. until: steps that the job has at the end, however
+    slow the machine is."""
     watchdog = threading.Timer(LIMIT_S, training.terminate)
     watchdog.start()
     events = follow("elastic", training)
@@ -236,15 +238,23 @@ def do_all(training: subprocess.Popen[bytes], deeds: list[tuple[str, str]]) -> N
             holdfast("fault", kind, "--job", "elastic", quiet=True)
             wait_for(events, "node-left" if what == "preempt-node" else "incident-closed")
     time.sleep(SHORT_CALM_S)
+    while until and training.poll() is None and status_of("elastic")["step"] < until:
+        time.sleep(SHORT_CALM_S)
     watchdog.cancel()
 
 
 def a_member(job: str) -> str:
     """The node of rank 0."""
+    node: str = next(w["node"] for w in status_of(job)["workers"] if w["rank"] == 0)
+    return node
+
+
+def status_of(job: str) -> dict[str, Any]:
+    """What `holdfast status` says."""
     command = [sys.executable, "-P", "-m", "holdfast.cli", "status", "--job", job, "--json"]
     said = subprocess.run(command, env=ENVIRONMENT, cwd=ROOT, capture_output=True, check=True)
-    node: str = next(w["node"] for w in json.loads(said.stdout)["workers"] if w["rank"] == 0)
-    return node
+    found: dict[str, Any] = json.loads(said.stdout)
+    return found
 
 
 # ------------------------------------------------------------ the main job

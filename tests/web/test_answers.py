@@ -40,8 +40,8 @@ def test_when_it_is_done(goodput: dict[str, object], expected: tuple[float | Non
 def test_when_it_is_done_is_not_known() -> None:
     assert remaining(None, 5, 1.0, {}) is None
     assert remaining_words(None) == ""
-    assert remaining_words(remaining(10, 5, None, {})) == "5 steps to go"
-    assert remaining_words(remaining(10, 9, 1.0, {})) == "1 step to go, about 1.00 s"
+    assert remaining_words(remaining(10, 5, None, {})) == "5 steps left"
+    assert remaining_words(remaining(10, 9, 1.0, {})) == "1.00 s left"
     # A job that went on from a state beyond its end.
     assert remaining_words(remaining(10, 12, 1.0, {})) == "all steps are done"
 

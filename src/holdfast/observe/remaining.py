@@ -39,14 +39,14 @@ def remaining(
 
 
 def remaining_words(found: Mapping[str, Any] | None) -> str:
-    """`1,200 steps to go, about 3 min 05 s`; empty where nothing is known."""
+    """`3 min 05 s left`, or `1,200 steps left` where nobody knows how long they take; empty where nothing is known. Short: a line
+    of progress has 100 columns."""
     if found is None:
         return ""
     if not found["left"]:
         return "all steps are done"
-    words = f"{units.plural(found['left'], 'step')} to go"
     seconds = found["eta_s"] if found["eta_s"] is not None else found["least_s"]
-    return words if seconds is None else f"{words}, about {units.seconds(seconds)}"
+    return f"{units.plural(found['left'], 'step') if seconds is None else units.seconds(seconds)} left"
 
 
 def of_status(status: Mapping[str, Any], rate: float | None = None) -> dict[str, Any] | None:
