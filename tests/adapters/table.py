@@ -26,7 +26,7 @@ BEGIN, END = "<!-- table begin -->", "<!-- table end -->"
 NOTHING = {("deepspeed", "level 2"), ("ray", "level 2")}
 """Holdfast has no adapter for it, so there is nothing to test."""
 WORST_FIRST = ("failed", "not run", "passed", "refused")
-"""A cell says the worst of its tests: one that was left out is no success of the others."""
+"""A cell says the worst of its tests."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +108,7 @@ def read(files: Iterable[Path]) -> list[Shown]:
 
 
 def render(shown: Iterable[Shown]) -> str:
-    """A Markdown table: a row for each framework and version. What not all tests of a cell say is "not run"."""
+    """A Markdown table: a row for each framework and version. Where not all tests of a cell ran, it says how many."""
     found: dict[tuple[str, str], dict[str, list[Shown]]] = {}
     for one in shown:
         row = found.setdefault((one.framework, one.version), {})
@@ -129,11 +129,15 @@ def render(shown: Iterable[Shown]) -> str:
 
 
 def _cell(shown: Sequence[Shown]) -> str:
-    """The worst of its tests; a success only if none of them was left out."""
-    worst = min((one.outcome for one in shown), key=WORST_FIRST.index, default="not run")
-    tests = {one.test for one in shown}
-    some_left_out = any(len(tests) < one.of for one in shown)
-    return min(worst, "not run" if some_left_out else worst, key=WORST_FIRST.index)
+    """The worst of its tests; a success only if none of them was left out, else how many succeeded."""
+    outcomes = {one.outcome for one in shown}
+    if not shown or "failed" in outcomes:
+        return "failed" if shown else "not run"
+    succeeded = {one.test for one in shown} - {one.test for one in shown if one.outcome == "not run"}
+    of = max(one.of for one in shown)
+    if not succeeded:
+        return "not run"
+    return f"{len(succeeded)} of {of}" if len(succeeded) < of else min(outcomes, key=WORST_FIRST.index)
 
 
 def _numbers(version: str) -> list[int]:
