@@ -43,6 +43,7 @@ def in_a_job(home: Path, *options: object, nodes: str = "2") -> list[dict]:
     """By two workers."""
     ran = run(home, "--nnodes", nodes, *options, SCRIPT, home / "out", 2, timeout=LIMIT_S)
     assert ran.code == 0, ran.output
+    assert ran.report["final"]["replicas_equal"], ran.output
     return sorted(ends(home / "out"), key=lambda end: -len(end["committed"]))
 
 

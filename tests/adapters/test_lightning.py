@@ -41,6 +41,8 @@ def in_a_job(home: Path, *options: object, nodes: str = "2", script: tuple[str, 
     (home / "out").mkdir()
     ran = run(home, "--nnodes", nodes, *options, SCRIPT, home / "out", 2, *script, timeout=LIMIT_S)
     assert ran.code == 0, ran.output
+    # All protected state, so also where the loops and callbacks stand.
+    assert ran.report["final"]["replicas_equal"], ran.output
     return ends(home / "out")
 
 

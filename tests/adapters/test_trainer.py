@@ -30,6 +30,7 @@ def in_a_job(home: Path, *options: object, nodes: str = "2", script: tuple[str, 
     """By two workers."""
     ran = run(home, "--nnodes", nodes, *options, SCRIPT, home / "out", *script, timeout=LIMIT_S)
     assert ran.code == 0, ran.output
+    assert ran.report["final"]["replicas_equal"], ran.output
     return ends(home / "out")
 
 
@@ -175,6 +176,7 @@ def test_trl_goes_on_from_a_snapshot(tmp_path):
 def trl_job(home: Path, *options: object, kind: str) -> Ran:
     ran = run(home, *options, TRL, home / "out", "level-2", kind, 2, timeout=LIMIT_S)
     assert ran.code == 0, ran.output
+    assert ran.report["final"]["replicas_equal"], ran.output
     return ran
 
 

@@ -69,10 +69,21 @@ class EpochLoop(_TrainingEpochLoop):
         """Nothing: see `Optimization`."""
 
     def reset(self) -> None:
-        """As Lightning's, which counts one more step after a restart: it does not know that the step was counted."""
+        """As Lightning's, which counts two things once too often after a restart in the middle of a batch: the step, since
+        it does not know that the commit has counted it, and in its totals that batch, which it begins again."""
         counted = self._batches_that_stepped
         super().reset()
         self._batches_that_stepped = counted
+        if self.restarting:
+            # Lightning does this to the counts of an epoch alone. The totals are protected state, which a newcomer must
+            # have as the others have it, and `val_check_interval` goes by them. Not before Lightning's own reset, which
+            # tells from the totals where the state was taken.
+            for progress in (
+                self.batch_progress,
+                self.scheduler_progress,
+                self.automatic_optimization.optim_progress.optimizer.step,
+            ):
+                progress.total.reset_on_restart()
 
     def on_advance_end(self, data_fetcher: Any) -> None:
         """Validation may take longer than a step, and the others wait."""
