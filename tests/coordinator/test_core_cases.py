@@ -19,6 +19,11 @@ def lose_worker_and_park(desk: Desk, worker: str, committed: int, prepared: bool
             desk.parks(other, committed, prepared)
 
 
+def started(desk: Desk, node: str) -> bool:
+    """A worker starts there, or is ready."""
+    return any(w.node == node and w.phase is not WorkerPhase.MEMBER for w in desk.core.alive_workers())
+
+
 # ---------------------------------------------------------------- the first generation
 
 
@@ -134,6 +139,31 @@ def test_a_spare_takes_the_rank_of_the_dead_at_an_unchanged_world_size():
     desk.commit(6)
     incident = desk.incidents()[0]
     assert (incident.rung, incident.ranks, incident.open, incident.lost_steps) == ("spare", [1], False, 0)
+
+
+def test_the_next_spare_starts_when_the_job_trains_again():
+    """Its start would take a processor from those that are to go on."""
+    desk = running(3, spares=1)
+    lose_worker_and_park(desk, "n1.0#2", 5)
+    assert desk.members() == ["n0.0#1", "n3.0#4", "n2.0#3"]
+    assert not started(desk, "n1")
+    desk.commit(6)
+    assert started(desk, "n1")
+
+
+def test_the_next_spare_does_not_wait_for_a_long_first_step():
+    desk = running(3, spares=1)
+    lose_worker_and_park(desk, "n1.0#2", 5)
+    desk.wait(desk.core.timing.detection_s + 0.1)
+    assert started(desk, "n1")
+
+
+def test_a_second_loss_before_that_starts_it_at_once():
+    desk = running(3, spares=1)
+    lose_worker_and_park(desk, "n1.0#2", 5)
+    desk.exits("n2.0#3", -9)
+    assert started(desk, "n1")
+    assert started(desk, "n2")
 
 
 def test_without_a_spare_it_goes_on_smaller_and_grows_by_a_yield():

@@ -37,6 +37,8 @@ class Timer(StrEnum):
     """No generation is formed before, after several that committed nothing."""
     START_AFTER = "start-after"
     """No worker is started again before, after several that did not get ready."""
+    SPARE_AFTER = "spare-after"
+    """No spare is started before, while a fault is not got over; the first commit clears it."""
     ASK_AFTER = "ask-after"
     """The engine is asked for no node before."""
 
@@ -44,7 +46,7 @@ class Timer(StrEnum):
 UNTIL_IT_IS_HANDLED = (Timer.LEAVE, Timer.STOP, Timer.INSPECT)
 """A Tick is due for them until their handler has cleared or moved them, also when their time is over."""
 
-ONCE = (Timer.FORM, Timer.FORM_AFTER, Timer.ASK_AFTER, Timer.START_AFTER)
+ONCE = (Timer.FORM, Timer.FORM_AFTER, Timer.ASK_AFTER, Timer.START_AFTER, Timer.SPARE_AFTER)
 """They only end a pause, and stay set after it, so only future ones count. One in the past would ask for a Tick at once,
 again and again, and keep the process busy for nothing."""
 

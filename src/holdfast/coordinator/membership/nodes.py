@@ -375,7 +375,7 @@ def _repeat(context: Context, worker: Worker, view: m.WorkerView) -> None:
 
 def staff(context: Context) -> None:
     """Every slot of every node has a worker, so that spares are ready before they are needed."""
-    for node, slot in queries.free_slots(context):
+    for node, slot in [] if _spares_can_wait(context) else queries.free_slots(context):
         if context.state.deadlines.is_ahead(Timer.START_AFTER, context.now) and slot in node.used:
             continue
         # A guess, for scripts that read RANK before they start: the real rank is in JoinGeneration.
@@ -384,6 +384,17 @@ def staff(context: Context) -> None:
             context, node, slot, environment.environment(context, node, slot, rank, context.spec.target)
         )
     ask(context)
+
+
+def _spares_can_wait(context: Context) -> bool:
+    """Whether those that are there suffice to get over a fault, which happened just now."""
+    # Their own start takes a processor for a second. Where several nodes are on one machine, survivors and newcomer would
+    # have to share theirs with it until the first commit. For no longer than it takes to find a lost node: a first step
+    # may compile for minutes, and then the next fault would find no spare.
+    if not context.state.deadlines.is_ahead(Timer.SPARE_AFTER, context.now):
+        return False
+    staying = context.count_workers(WorkerPhase.MEMBER, WorkerPhase.PARKED)
+    return staying + len(queries.ready_to_join(context)) >= context.state.target
 
 
 def ask(context: Context) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from holdfast.coordinator.kernel import incidents, transitions
 from holdfast.coordinator.kernel.context import Context
+from holdfast.coordinator.kernel.deadlines import Timer
 from holdfast.coordinator.kernel.membership_state import Worker
 from holdfast.coordinator.kernel.phases import WorkerPhase
 from holdfast.coordinator.kernel.requests import CompareSteps
@@ -56,6 +57,7 @@ def progress(context: Context, worker: Worker, message: m.Progress, age_s: float
         return
     s.membership.generation_committed = message.committed
     s.membership.stall_rounds = s.membership.fruitless = 0
+    s.deadlines.clear(Timer.SPARE_AFTER)
     wall_time.stepped(s, context.now - age_s)
     for record in incidents.committed(s, context.now - age_s):
         context.act(record)
