@@ -64,7 +64,10 @@ def break_generation(context: Context, cause: causes.Cause) -> None:
     s.membership.yielding, s.membership.change_reason = False, None
     s.membership.broke_cause, s.membership.broke_at_s, s.membership.unheard_s = cause, context.now, 0.0
     s.deadlines.set(Timer.LEAVE, context.now + context.timing.stall_s(context.median_s()))
-    s.deadlines.set(Timer.SPARE_AFTER, context.now + context.timing.detection_s)
+    if s.membership.shard_count == 1:
+        # With shards, who suffices is known only when the next generation is formed: a spare that is told to build another
+        # shard meanwhile is none.
+        s.deadlines.set(Timer.SPARE_AFTER, context.now + context.timing.detection_s)
     # An inspection of a generation that has ended is void. Its verdict would name workers of a step that
     # nobody computes any more.
     s.deadlines.clear(Timer.INSPECT)

@@ -391,10 +391,11 @@ def _spares_can_wait(context: Context) -> bool:
     # Their own start takes a processor for a second. Where several nodes are on one machine, survivors and newcomer would
     # have to share theirs with it until the first commit. For no longer than it takes to find a lost node: a first step
     # may compile for minutes, and then the next fault would find no spare.
-    if not context.state.deadlines.is_ahead(Timer.SPARE_AFTER, context.now):
+    s = context.state
+    if not s.deadlines.is_ahead(Timer.SPARE_AFTER, context.now):
         return False
     staying = context.count_workers(WorkerPhase.MEMBER, WorkerPhase.PARKED)
-    return staying + len(queries.ready_to_join(context)) >= context.state.target
+    return staying + len(queries.ready_to_join(context)) >= s.target
 
 
 def ask(context: Context) -> None:
