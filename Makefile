@@ -25,12 +25,14 @@ demo: setup
 # Several tests at once, one more than there are cores: half of a fault test's time is waiting. Each may start five
 # workers, so four are enough.
 TESTERS ?= $(shell $(PYTHON) -c 'import os; print(min(4, len(os.sched_getaffinity(0)) + 1))')
+# More for pytest: make test PYTEST="--junitxml out/test.xml"
+PYTEST ?=
 test: setup
-	$(BIN)/python -m pytest -n $(TESTERS) --dist worksteal
+	$(BIN)/python -m pytest -n $(TESTERS) --dist worksteal $(PYTEST)
 
 # Those that take many seconds each, most of them jobs that lose workers and nodes. Every kind has shorter ones above.
 long-test: setup
-	$(BIN)/python -m pytest -n $(TESTERS) --dist worksteal -m "long and not nightly"
+	$(BIN)/python -m pytest -n $(TESTERS) --dist worksteal -m "long and not nightly" $(PYTEST)
 
 # What the core decides in 5,040 random schedules, compared with what was recorded: a restructuring changes none of it.
 golden: setup
