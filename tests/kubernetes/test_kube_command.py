@@ -452,7 +452,22 @@ def test_a_job_that_does_not_run(tmp_path: Path, condition: str, over: bool):
         assert allocation is not None
         assert allocation.over == over
 
-    reached(tmp_path, scene, lambda proxy: proxy.job.update(status_of(condition)))
+    def spoil(proxy: ProxyApi) -> None:
+        proxy.job.update(status_of(condition), spec={"runPolicy": {"suspend": True}})
+
+    reached(tmp_path, scene, spoil)
+
+
+def test_a_job_that_was_just_resumed_is_waited_for(tmp_path: Path):
+    """Its status is that of before until the operator has seen the change."""
+
+    async def scene(plane: Any, client: JobClient, here: Path) -> None:
+        assert await client._reach.is_running()
+
+    def spoil(proxy: ProxyApi) -> None:
+        proxy.job.update(status_of("Suspended"), spec={"runPolicy": {"suspend": False}})
+
+    reached(tmp_path, scene, spoil)
 
 
 def test_a_job_in_a_queue_is_waited_for(tmp_path: Path):

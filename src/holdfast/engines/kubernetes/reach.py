@@ -183,9 +183,12 @@ class KubernetesReach:
         if status.holds(ConditionType.SUSPENDED) and suspended is not None and suspended.reason == QUEUED:
             raise NotHeard(f"the job {self._name!r} has no pods: {suspended.message}")
         if status.holds(ConditionType.SUSPENDED):
-            raise NoAnswer(
-                f"the job {self._name!r} is suspended: it goes on when spec.runPolicy.suspend is false"
-            )
+            # As a person wants it, or still, where the operator has not seen yet that nobody wants it any more.
+            if there.get("spec", {}).get("runPolicy", {}).get("suspend"):
+                raise NoAnswer(
+                    f"the job {self._name!r} is suspended: it goes on when spec.runPolicy.suspend is false"
+                )
+            raise NotHeard(f"the job {self._name!r} is being resumed")
         return status
 
     async def _read_token(self) -> str:
