@@ -280,6 +280,7 @@ class ProxyApi:
             status_of("Training", coordinator={"pod": "job-c1", "address": "127.0.0.1"}),
         )
         self.prefix = "/api/v1/namespaces/research/pods/http:job-c1:7077/proxy"
+        self.session: aiohttp.ClientSession | None = None
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         if request.path.endswith("/holdfastjobs/job"):
@@ -290,17 +291,22 @@ class ProxyApi:
         assert request.headers["Authorization"] == "Bearer of-the-person"
         path = request.raw_path.removeprefix(self.prefix)
         headers = {k: v for k, v in request.headers.items() if k not in ("Authorization", "Host")}
-        async with aiohttp.ClientSession() as session:
-            if request.headers.get("Upgrade") == "websocket":
-                return await self._upgrade(request, session, path)
-            data = await request.read()
-            async with session.request(
-                request.method, self.base + path, headers=headers, data=data
-            ) as answer:
-                kept = {
-                    k: v for k, v in answer.headers.items() if k.startswith("Holdfast") or k == "Retry-After"
-                }
-                return web.Response(status=answer.status, body=await answer.read(), headers=kept)
+        # One for all who ask, as the real one: a request goes over a connection that is open from another one's.
+        self.session = self.session or aiohttp.ClientSession()
+        if request.headers.get("Upgrade") == "websocket":
+            return await self._upgrade(request, self.session, path)
+        data = await request.read()
+        async with self.session.request(
+            request.method, self.base + path, headers=headers, data=data
+        ) as answer:
+            kept = {
+                k: v for k, v in answer.headers.items() if k.startswith("Holdfast") or k == "Retry-After"
+            }
+            return web.Response(status=answer.status, body=await answer.read(), headers=kept)
+
+    async def close(self) -> None:
+        if self.session is not None:
+            await self.session.close()
 
     async def _upgrade(
         self, request: web.Request, session: aiohttp.ClientSession, path: str
@@ -347,8 +353,11 @@ def reached(folder: Path, scene: Any, spoil: Any = lambda proxy: None, copies: i
                     yield client
 
                 reach = KubernetesReach(here, allocation, opened, port=endpoint.port)
-                async with JobClient(here, reach) as job:
-                    await scene(plane, job, here)
+                try:
+                    async with JobClient(here, reach) as job:
+                        await scene(plane, job, here)
+                finally:
+                    await proxy.close()
 
     asyncio.run(run())
 
@@ -425,6 +434,18 @@ def test_a_coordinator_waits_for_nobody(
         await plane.serving
 
     reached(tmp_path, scene, copies=copies)
+
+
+def test_it_says_its_name_over_a_connection_that_another_one_has_used(tmp_path: Path):
+    """As the API server's proxy sends it, which keeps connections open for whoever asks next."""
+
+    async def scene(plane: Any, client: JobClient, here: Path) -> None:
+        await plane.pair()
+        for _ in range(3):
+            assert (await client.get("/status"))["phase"] == "running"
+            client._reach._where = None  # as after another coordinator: its name is asked for anew
+
+    reached(tmp_path, scene)
 
 
 def test_a_stranger_behind_the_proxy_is_no_coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -57,7 +57,8 @@ def test_a_machine_without_power_and_an_agent_killed_cost_no_step(
             socket = f"{os.environ['HOLDFAST_KUBE_DIR']}/{machine}/containerd.sock"
             cluster("exec", machine, "ctr", "-a", socket, "-n", "k8s.io", "task", "kill", "-s", "KILL", first)
             await job.training(2, beyond=status["step"] + 5)
-            await job.stops_as(undisturbed, incidents=2)
+            # Within seconds of each other and in one zone they are one incident.
+            await job.stops_as(undisturbed, incidents=(1, 2))
 
     play(scene)
 
@@ -159,7 +160,7 @@ def test_every_machine_is_drained_one_by_one(
             # The coordinator may have moved with the last machine.
             await job.training(2, beyond=status["step"])
             # Planned changes are no faults.
-            await job.stops_as(undisturbed, incidents=0)
+            await job.stops_as(undisturbed, incidents=(0,))
 
     play(scene)
 

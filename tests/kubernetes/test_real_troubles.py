@@ -79,7 +79,7 @@ def test_a_cable_that_is_plugged_in_again(
             # The kubelet says so, which was there all the time: its processes have ended.
             await until(lambda: gone(api, f"{PODS}/{lost}"), "the pod behind the cut is gone")
             status = await job.training(2, beyond=status["step"] + 5)
-            await job.stops_as(undisturbed, incidents=1)
+            await job.stops_as(undisturbed, incidents=(1,))
 
     play(scene)
 
@@ -111,7 +111,7 @@ def test_a_machine_that_the_api_server_alone_does_not_reach(
             assert sorted(pod["metadata"]["uid"] for pod in pods) == before
             assert not [pod for pod in pods if "deletionTimestamp" in pod["metadata"]]
             await until(ready, f"{machine} is ready again")
-            await job.stops_as(undisturbed, incidents=0)
+            await job.stops_as(undisturbed, incidents=(0,))
 
     play(scene)
 
@@ -236,7 +236,7 @@ def test_a_pod_of_higher_priority_takes_a_machine(
                 await until(runs, "the urgent pod has the machine")
                 status = await job.training(2, beyond=status["step"])
                 assert node not in [node_of(status, rank) for rank in (0, 1)]
-                await job.stops_as(undisturbed, incidents=0)
+                await job.stops_as(undisturbed, incidents=(0,))
             finally:
                 await api.delete(f"{path}/urgent", made["metadata"]["uid"], 0)
 

@@ -46,6 +46,10 @@ def authorized(
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        # The door says it to whoever asks first of all. A proxy (the API server of Kubernetes) sends questions of several
+        # callers over one connection, and the first of them had proved itself.
+        if request.method == "GET" and request.raw_path == NAME_PATH:
+            return web.Response(body=_name_of(where), content_type="application/json")
         # Both ways of showing the token lead to the same rights. The proof covers method and path, so what
         # was heard for one request opens no other.
         asked = request.method, request.raw_path
@@ -59,6 +63,11 @@ def authorized(
         return await handler(request)
 
     return check
+
+
+def _name_of(where: Endpoint) -> bytes:
+    """What anybody may know, see `endpoint.NAME_PATH`."""
+    return msgspec.json.encode(CoordinatorName(instance=where.instance, term=where.term))
 
 
 def _shows_token(headers: Mapping[str, str]) -> bool:
@@ -122,7 +131,7 @@ class Entrance:
         """scrape_token, sessions: as for `authorized`. server: makes the protocol of a connection in the loop that runs now."""
         self._token, self._where, self._server, self._sessions = token, where, server, sessions
         self._scrape_token = scrape_token
-        said = msgspec.json.encode(CoordinatorName(instance=where.instance, term=where.term))
+        said = _name_of(where)
         head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(said)}\r\nConnection: close\r\n\r\n"
         self._says_name = head.encode() + said
         self._loop = asyncio.get_running_loop()
