@@ -71,6 +71,7 @@ class Desk:
 
     Attributes:
         doubtful: names whose pods may have been made: the request was not answered. They are asked for before anything else.
+        refused: what the API server said of the job's objects when it last refused one; None: it took them.
     """
 
     def __init__(self, job: str) -> None:
@@ -80,6 +81,7 @@ class Desk:
         self.doubtful: set[str] = set()
         self.asked_nodes: int | None = None
         self.refused_resize: str | None = None
+        self.refused: str | None = None
         self._told: set[str] = set()
         self._acknowledged: set[int] = set()
         self._term = 0
