@@ -99,7 +99,11 @@ class LiveApi(FakeApi):
         version = body.get("metadata", {}).get("resourceVersion")
         if version not in (None, there["metadata"]["resourceVersion"]):
             return refused(409, "Conflict", {})
-        if at != path:
+        if at != path and "/nodes/" in path:
+            conditions = {one["type"]: one for one in there.get("status", {}).get("conditions", ())}
+            conditions |= {one["type"]: one for one in body["status"]["conditions"]}
+            there["status"] = {**there.get("status", {}), "conditions": list(conditions.values())}
+        elif at != path:
             there["status"] = body["status"]
         else:
             there["metadata"] |= body.get("metadata", {})

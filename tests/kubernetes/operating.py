@@ -22,11 +22,15 @@ class Nobody:
         return None
 
 
-def operated(scene: Callable[[LiveApi, Callable[[], Awaitable[None]]], Awaitable[None]], **spec: Any) -> None:
+def operated(
+    scene: Callable[[LiveApi, Callable[[], Awaitable[None]]], Awaitable[None]],
+    fake: LiveApi | None = None,
+    **spec: Any,
+) -> None:
     """A cluster with one job of two nodes and a spare; the scene may have the operator killed and started again."""
+    fake = fake or LiveApi()
 
     async def run() -> None:
-        fake = LiveApi()
         running: list[asyncio.Task[None]] = []
         async with serving(fake) as api, asyncio.timeout(30):
 

@@ -12,12 +12,13 @@ _PATH = re.compile(
     r"^(?:/api/v1|/apis/(?P<group>[^/]+)/[^/]+)(?:/namespaces/(?P<namespace>[^/]+))?/(?P<resource>[a-z]+)"
     r"(?:/(?P<name>[^/]+))?(?:/(?P<sub>[a-z]+))?$"
 )
+PARTS = ("holdfast-jobs", "holdfast-machines", "holdfast-kueue", "holdfast-groups")
 _VERBS = {"POST": "create", "PATCH": "patch", "PUT": "update", "DELETE": "delete"}
 
 
-def objects() -> list[dict[str, Any]]:
+def objects(file: Path = MANIFEST) -> list[dict[str, Any]]:
     """All of the file."""
-    return [one for one in yaml.safe_load_all(MANIFEST.read_text()) if one]
+    return [one for one in yaml.safe_load_all(file.read_text()) if one]
 
 
 def is_permitted(method: str, path: str, query: Mapping[str, str]) -> bool:
@@ -35,6 +36,6 @@ def is_permitted(method: str, path: str, query: Mapping[str, str]) -> bool:
         and verb in rule["verbs"]
         for one in objects()
         if one["kind"] == "ClusterRole"
-        and one["metadata"]["name"] in ("holdfast-jobs", "holdfast-machines", "holdfast-kueue")
+        and one["metadata"]["name"] in PARTS
         for rule in one["rules"]
     )

@@ -64,9 +64,10 @@ def test_helm_finds_no_fault_in_it() -> None:
 
 
 def test_a_site_leaves_rights_out() -> None:
-    kinds = by_name(rendered(rights={"machines": False, "kueue": False, "users": False}))
+    kinds = by_name(rendered(rights={"machines": False, "kueue": False, "groups": False, "users": False}))
     assert ("ClusterRole", "holdfast-jobs") in kinds
-    assert not {name for _, name in kinds} & {"holdfast-machines", "holdfast-kueue", "holdfast-users"}
+    left_out = {"holdfast-machines", "holdfast-kueue", "holdfast-groups", "holdfast-users"}
+    assert not {name for _, name in kinds} & left_out
 
 
 def test_one_namespace_needs_no_rights_elsewhere() -> None:

@@ -122,9 +122,22 @@ class Cluster:
         if self.server.workloads[name].reserved and not self.server.workloads[name].finished:
             self.server.change_workload(name, evicted="Preempted")
 
+    def _is_held(self) -> bool:
+        """Whether the scheduler binds no node: their PodGroup would not be complete, or is not there."""
+        job = self.server.object.job if self.server.object is not None else None
+        if job is None or job.spec.scheduling.gang is None:
+            return False
+        members = self.server.beside.get("PodGroup")
+        nodes = [pod for pod in self.server.pods.values() if not pod.coordinator and not pod.ended]
+        bound = {pod.machine for pod in nodes if pod.machine is not None}
+        wait = sum(pod.machine is None and not pod.deleting for pod in nodes)
+        free = sum(one.up and not one.cordoned and one.name not in bound for one in self.machines.values())
+        return members is None or len(bound) + min(wait, free) < members
+
     def _schedule(self) -> None:
         all_ = [pod for one in (self.server, *self.neighbours) for pod in one.pods.values()]
         taken = {pod.machine for pod in all_ if pod.machine and not pod.coordinator}
+        is_held = self._is_held()
         for pod in list(self.server.pods.values()):
             if pod.machine is not None or pod.deleting or self.dice.random() < 0.2:
                 continue
@@ -133,6 +146,8 @@ class Cluster:
                 for one in self.machines.values()
                 if one.up and not one.cordoned and (pod.coordinator or one.name not in taken)
             ]
+            if is_held and not pod.coordinator:
+                free = []
             if free:
                 machine = self.dice.choice(free)
                 taken.add(machine)

@@ -27,6 +27,7 @@ from holdfast.engines.kubernetes.actions import (
     QueueAction,
     ReleaseQuota,
     RemoveFinalizer,
+    SizeGroup,
     Tell,
     TellReady,
 )
@@ -112,6 +113,7 @@ class Operator:
             workloads=self.workloads,
             objects=frozenset(beside),
             service_term=beside.get("Service"),
+            group_members=beside.get("PodGroup"),
             granted=frozenset(self.desk.granted),
             told=self.desk.told,
             said=said,
@@ -179,11 +181,15 @@ class Operator:
                 value: Any = True
                 if kind == "ConfigMap":
                     value = self.job.job
+                elif kind == "PodGroup":
+                    value = self.job.job.spec.fewest
                 elif kind == "Service":
                     value = self.job.status.term
                 call(lambda: server.beside.setdefault(kind, value))
             case DeleteObject(kind):
                 call(lambda: server.beside.pop(kind, None))
+            case SizeGroup(members):
+                call(lambda: server.beside.update(PodGroup=members))
             case PointService(term):
                 call(lambda: server.beside.update(Service=term))
             case MakeNode(number, _, workload):

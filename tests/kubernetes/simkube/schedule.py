@@ -34,13 +34,17 @@ QUEUE_FAULTS = (
 class Schedule:
     """Runs one seed. `problems` has what must not be."""
 
-    def __init__(self, seed: int, ticks: int = 40, queued: bool = False) -> None:
-        """queued: the job waits in a Kueue queue, whose quota changes and is taken back."""
+    def __init__(self, seed: int, ticks: int = 40, queued: bool = False, gang: bool = False) -> None:
+        """queued: the job waits in a Kueue queue, whose quota changes and is taken back. gang: its scheduler binds as many nodes
+        as its PodGroup says, or none."""
         self.dice = dice = random.Random(seed)
         nodes, spares = dice.randint(1, 4), dice.randint(0, 2)
         queue = {"metadata__labels": {LABEL_QUEUE: "team-a"}} if queued else {}
-        fewest = dice.randint(1, nodes) if queued else 1
-        taken = accept(asked(spec__nodes=nodes, spec__minNodes=fewest, spec__spares=spares, **queue))
+        group = {"spec__scheduling": {"gang": "PodGroup"}} if gang else {}
+        fewest = dice.randint(1, nodes) if queued or gang else 1
+        # Without minNodes, each change of the size changes the group's.
+        least = {} if gang and dice.random() < 0.5 else {"spec__minNodes": fewest}
+        taken = accept(asked(spec__nodes=nodes, spec__spares=spares, **least, **queue, **group))
         self.server = Server(dice, taken)
         self.server.on_delete, self.server.on_make = self.deleted, self.was_made
         until = dice.choice((15, 60, 100_000))
@@ -181,12 +185,15 @@ class Schedule:
     # ------------------------------------------------------------ what must hold
 
     def was_made(self, pod: PodSeen) -> None:
+        job = self.cluster.job()
+        is_grouped = job is not None and job.spec.scheduling.gang is not None
+        if is_grouped and not pod.coordinator and "PodGroup" not in self.server.beside:
+            self.problems.append(f"{pod.name} was made before its group")
         if self.server.made.count(pod.name) > 1:
             self.problems.append(f"{pod.name} was made twice")
         # A leader that was stopped and thaws makes what it had numbered. The new one deletes it: see `at_rest`.
         if self.over and not self.rivals:
             self.problems.append(f"{pod.name} was made after the end")
-        job = self.cluster.job()
         if job is not None and not pod.coordinator and not self.rivals:
             here = [one for one in self.server.pods.values() if one.stays and not one.coordinator]
             if len(here) - len(self.given_up() & {one.name for one in here}) >= 4 + job.spec.spares:
@@ -287,7 +294,8 @@ class Schedule:
                 self.problems.append(f"there is quota for {more} more nodes")
             self.lent_to(there, wanted)
             wanted = min(wanted, lent)
-        if len([pod for pod in there if pod.phase == "Running"]) < min(wanted, room):
+        group = self.server.beside.get("PodGroup", 0)
+        if len([pod for pod in there if pod.phase == "Running"]) < min(wanted, room) and group <= room:
             self.problems.append(f"{len(there)} nodes of {wanted}, with {room} machines")
         if len(there) > wanted:
             self.problems.append(f"{len(there)} nodes, wanted are {wanted}")
@@ -295,6 +303,8 @@ class Schedule:
         if known.orders and not self.queued:
             self.problems.append(f"orders stay open: {list(known.orders.values())}")
         job = self.cluster.job()
+        if group > max(1, wanted):
+            self.problems.append(f"a group of {group} can never be complete")
         asked_for = self.operator.observed()
         if job is not None and asked_for is not None and asked_for.service_term != known.term:
             self.problems.append("the Service points elsewhere")

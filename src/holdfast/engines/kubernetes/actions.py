@@ -33,13 +33,19 @@ class MakeObject(msgspec.Struct, frozen=True):
     """Make what stands beside the pods."""
 
     kind: str
-    """Secret, ConfigMap, Service, PodDisruptionBudget or NetworkPolicy."""
+    """Secret, ConfigMap, PodGroup, Service, PodDisruptionBudget or NetworkPolicy."""
 
 
 class PointService(msgspec.Struct, frozen=True):
     """Have the coordinator's name mean the pod of this term."""
 
     term: int
+
+
+class SizeGroup(msgspec.Struct, frozen=True):
+    """Have the PodGroup ask for so many nodes together, and no more."""
+
+    members: int
 
 
 class MakeNode(msgspec.Struct, frozen=True):
@@ -151,6 +157,7 @@ Action = (
     | Number
     | MakeObject
     | PointService
+    | SizeGroup
     | MakeNode
     | MakeCoordinator
     | TellPlace

@@ -1,4 +1,5 @@
-"""What stands beside the pods of one job: its Secret, ConfigMap, Service, budget and network policy. What is there, and requests."""
+"""What stands beside the pods of one job: its Secret, ConfigMap, PodGroup, Service, budget and network policy. What is there, and
+requests."""
 
 from __future__ import annotations
 
@@ -7,9 +8,9 @@ import secrets
 
 import msgspec
 
-from holdfast.engines.kubernetes import names, render
+from holdfast.engines.kubernetes import names, pod_group, render
 from holdfast.engines.kubernetes.api import Api, ApiError, NoAnswer, Object
-from holdfast.engines.kubernetes.check import convert
+from holdfast.engines.kubernetes.check import check, convert
 from holdfast.engines.kubernetes.names import LABEL_QUEUE
 from holdfast.engines.kubernetes.render import Setting
 from holdfast.engines.kubernetes.resource import HoldfastJob
@@ -58,6 +59,11 @@ class JobObjects:
         selector = self._there.get("Service", {}).get("spec", {}).get("selector", {})
         return int(selector[names.LABEL_TERM]) if names.LABEL_TERM in selector else None
 
+    @property
+    def group_members(self) -> int | None:
+        """The PodGroup's minimum."""
+        return pod_group.members_of(self._there.get("PodGroup", {}))
+
     def accepted(self, raw: Object) -> HoldfastJob | None:
         """The job as its run was started. raw: its object as it is now."""
         text = self._there.get("ConfigMap", {}).get("data", {}).get(ACCEPTED_KEY)
@@ -72,8 +78,8 @@ class JobObjects:
 
     # ------------------------------------------------------------ requests: each raises ApiError and NoAnswer
 
-    async def read(self) -> None:
-        """All that there are."""
+    async def read(self, raw: Object) -> None:
+        """All that there are. raw: the job's object."""
         for kind in FOLDERS:
             try:
                 there = await self._api.get(self._path(kind))
@@ -82,17 +88,31 @@ class JobObjects:
                     raise
             else:
                 self._keep(kind, there)
+        # Which PodGroup it would be: the run's, or else the next one's.
+        job = self.accepted(raw) or (None if check(raw) else convert(raw))
+        if job is not None and job.spec.scheduling.gang is not None:
+            await self._read_group(self._group_path(job))
         self.known = True
+
+    async def _read_group(self, path: str) -> None:
+        try:
+            self._keep("PodGroup", await self._api.get(path))
+        except ApiError as error:
+            # Not served, or no right to it: it is said when it is to be made, which is when somebody needs it.
+            if error.status not in (403, 404):
+                raise
 
     async def make(self, kind: str, job: HoldfastJob, term: int, setting: Setting) -> None:
         """term: of the coordinator that the Service is to point to."""
         made = _rendered(kind, job, term, setting)
         if made is None:
             return
-        path = self._path(kind)
+        path = self._group_path(job) if kind == "PodGroup" else self._path(kind)
         try:
             there = await self._api.create(path.rpartition("/")[0], made)
         except ApiError as error:
+            if kind == "PodGroup" and error.status == 404:
+                raise _not_served(made["apiVersion"], job) from error
             if error.reason != "AlreadyExists":
                 raise
             there = await self._api.get(path)
@@ -107,6 +127,17 @@ class JobObjects:
         patch = {"spec": {"selector": {names.LABEL_TERM: str(term)}}}
         self._keep("Service", await self._api.merge(self._path("Service"), patch))
 
+    async def size_group(self, members: int) -> None:
+        """Nothing where it is gone: it is made anew."""
+        version = self._there["PodGroup"]["apiVersion"]
+        path = self._path("PodGroup")
+        try:
+            self._keep("PodGroup", await self._api.merge(path, pod_group.resized(version, members)))
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            self._there.pop("PodGroup")
+
     async def delete(self, kind: str) -> None:
         """Done twice it has the same result."""
         try:
@@ -117,14 +148,22 @@ class JobObjects:
         self._there.pop(kind, None)
 
     def _keep(self, kind: str, there: Object) -> None:
-        owners = there["metadata"].get("ownerReferences", ())
-        if any(one.get("uid") == self._uid for one in owners):
+        metadata = there["metadata"]
+        # One that is being deleted is of the run before: a scheduler's finalizer may hold it for a moment.
+        is_ours = any(one.get("uid") == self._uid for one in metadata.get("ownerReferences", ()))
+        if is_ours and "deletionTimestamp" not in metadata:
             self._there[kind] = there
         else:
             # A job of this name before this one had it; the garbage collector takes it away.
             self._there.pop(kind, None)
 
+    def _group_path(self, job: HoldfastJob) -> str:
+        version = pod_group.API_VERSIONS[job.spec.scheduling.gang or ""]
+        return pod_group.path_of(version, self._namespace, self._name)
+
     def _path(self, kind: str) -> str:
+        if kind == "PodGroup":  # of the scheduler that it was made for
+            return pod_group.path_of(self._there[kind]["apiVersion"], self._namespace, self._name)
         group, plural = FOLDERS[kind]
         name = {
             "Secret": names.config_name(self._name),
@@ -132,6 +171,12 @@ class JobObjects:
             "Service": names.service_name(self._name),
         }.get(kind, self._name)
         return f"{group}/namespaces/{self._namespace}/{plural}/{name}"
+
+
+def _not_served(api_version: str, job: HoldfastJob) -> ApiError:
+    gang = job.spec.scheduling.gang or ""
+    what = f"this cluster does not serve {api_version}: spec.scheduling.gang {gang} needs {pod_group.NEEDS[gang]}"
+    return ApiError(404, "NotFound", what)
 
 
 def _rendered(kind: str, job: HoldfastJob, term: int, setting: Setting) -> Object | None:
@@ -144,6 +189,8 @@ def _rendered(kind: str, job: HoldfastJob, term: int, setting: Setting) -> Objec
             if job.queue:
                 made["data"][QUEUE_KEY] = job.queue
             return made
+        case "PodGroup":
+            return render.group(job)
         case "Service":
             return render.service(job, term)
         case "PodDisruptionBudget":

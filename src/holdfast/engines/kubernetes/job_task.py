@@ -27,6 +27,7 @@ from holdfast.engines.kubernetes.actions import (
     PointService,
     QueueAction,
     RemoveFinalizer,
+    SizeGroup,
     Tell,
     TellPlace,
 )
@@ -136,7 +137,7 @@ class JobTask:
     async def _once(self) -> float:
         """One look. Returns after how long the next one is due; 0: when something changes."""
         if not self._objects.known:
-            await self._objects.read()
+            await self._objects.read(self._raw)
         seen = await self._observe()
         # All decisions are in `reconcile`, which is pure. This task may be cancelled between any two actions,
         # or its process killed: the next look begins from what the API server has, and each action may be
@@ -145,7 +146,8 @@ class JobTask:
         error = await self._act(plan, seen)
         # What was just done is not in it, so the next look follows at once.
         if any(
-            isinstance(action, Number | AddFinalizer | MakeObject | DeleteObject) for action in plan.actions
+            isinstance(action, Number | AddFinalizer | MakeObject | DeleteObject | SizeGroup)
+            for action in plan.actions
         ):
             self.wake()
         due = [plan.look_again_s] if plan.look_again_s is not None else []
@@ -213,6 +215,7 @@ class JobTask:
             no_workloads=self.queue.unknown,
             objects=self._objects.kinds,
             service_term=self._objects.service_term,
+            group_members=self._objects.group_members,
             granted=frozenset(self.desk.granted),
             told=self.desk.told,
             said=said,
@@ -249,12 +252,13 @@ class JobTask:
             case Number():
                 await self._number(action, seen)
             case MakeObject(kind):
-                job, term = self._job(seen), seen.status.term or 0
-                await self._objects.make(kind, job, term, self._setting)
+                await self._make_beside(kind, seen)
             case DeleteObject(kind):
                 await self._objects.delete(kind)
             case PointService(term):
                 await self._objects.point_service(term)
+            case SizeGroup(members):
+                await self._objects.size_group(members)
             case MakeNode(number, avoid, workload):
                 job = self._job(seen)
                 places = any(machine.place for machine in self._machines.values())
@@ -276,6 +280,13 @@ class JobTask:
                 await self._link.talk(action)
             case _:
                 await self._ask_queue(action, seen)
+
+    async def _make_beside(self, kind: str, seen: Observed) -> None:
+        try:
+            await self._objects.make(kind, self._job(seen), seen.status.term or 0, self._setting)
+        except ApiError as error:
+            self.desk.refused = f"{kind}: {error}"
+            raise
 
     async def _ask_queue(self, action: QueueAction, seen: Observed) -> None:
         try:

@@ -177,6 +177,8 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     """Kinds of what stands beside the pods and is there: Secret, ConfigMap, ..."""
     service_term: int | None = None
     """Where the Service points to."""
+    group_members: int | None = None
+    """Nodes that the job's PodGroup has bound together; None: there is no group, or it does not say so."""
     granted: frozenset[str] = frozenset()
     """Names of pods that this operator has numbered and not yet made."""
     told: frozenset[str] = frozenset()

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.engines.kubernetes import names
+from holdfast.engines.kubernetes import names, pod_group
 from holdfast.engines.kubernetes.check import SHARED_MEMORY, quantity_of_limit
 from holdfast.engines.kubernetes.job_spec import job_spec
 from holdfast.engines.kubernetes.names import (
@@ -143,12 +143,15 @@ def agent_pod(
     }
     if spec.run.code is not None:
         worker["workingDir"] = CODE_FOLDER
+    group = pod_group.carried(spec, job.id.name)
+    pod |= group.spec
     metadata = _metadata(
         job,
         names.node_name(job.id.name, number),
         NODE_ROLE,
-        labels={**spec.template.metadata.labels, LABEL_RUN: str(run)},
+        labels={**spec.template.metadata.labels, **group.labels, LABEL_RUN: str(run)},
         annotations=spec.template.metadata.annotations
+        | group.annotations
         | {NOTE_SPEC: spec_hash(job)}
         | ({} if spec.disruption.allow_voluntary else _NOT_BY_AUTOSCALERS)
         | ({names.NOTE_PLACE: ""} if waits_for_place else {}),
@@ -422,6 +425,18 @@ def budget(job: HoldfastJob) -> Object | None:
             "maxUnavailable": allowed,
             "selector": {"matchLabels": {LABEL_JOB: job.id.name, LABEL_ROLE: NODE_ROLE}},
         },
+    }
+
+
+def group(job: HoldfastJob) -> Object:
+    """Has its scheduler bind the nodes that the job needs together, or none."""
+    gang = job.spec.scheduling.gang
+    assert gang is not None, "a PodGroup is for a job that asks for one"
+    return {
+        "apiVersion": pod_group.API_VERSIONS[gang],
+        "kind": "PodGroup",
+        "metadata": _metadata(job, job.id.name),
+        "spec": pod_group.group_spec(job.spec, job.spec.fewest),
     }
 
 
