@@ -11,6 +11,19 @@ from fakeapi import FakeApi, refused
 _COLLECTION = re.compile(r"^(/api/v1|/apis/[^/]+/[^/]+)(?:/namespaces/[^/]+)?/([a-z]+)$")
 
 
+def merged(there: Any, patch: Any) -> Any:
+    """A JSON merge patch: null removes."""
+    if not isinstance(patch, dict):
+        return patch
+    made = dict(there) if isinstance(there, dict) else {}
+    for name, value in patch.items():
+        if value is None:
+            made.pop(name, None)
+        else:
+            made[name] = merged(made.get(name), value)
+    return made
+
+
 class LiveApi(FakeApi):
     """`unanswered`: paths whose next creation is carried out and not answered. `made`: names of pods, as they were made."""
 
@@ -106,8 +119,7 @@ class LiveApi(FakeApi):
         elif at != path:
             there["status"] = body["status"]
         else:
-            there["metadata"] |= body.get("metadata", {})
-            there.setdefault("spec", {}).update(body.get("spec", {}))
+            there = merged(there, {key: body[key] for key in ("metadata", "spec") if key in body})
         if "deletionTimestamp" in there["metadata"] and not there["metadata"].get("finalizers"):
             await self.remove(at)
             return web.json_response(there)

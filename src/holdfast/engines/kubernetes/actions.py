@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import msgspec
 
+from holdfast.engines.kubernetes.marks import Mark
 from holdfast.engines.kubernetes.status import JobStatus
 from holdfast.protocol.availability import Availability
 
@@ -135,6 +136,29 @@ class Tell(msgspec.Struct, frozen=True):
     """The node that it is about, so that it is told once."""
 
 
+class MarkMachine(msgspec.Struct, frozen=True):
+    """Have others avoid a machine, or stand for the job's mark on it anew."""
+
+    machine: str
+    mark: Mark
+
+
+class UnmarkMachine(msgspec.Struct, frozen=True):
+    """Take the job's mark back."""
+
+    machine: str
+
+
+class Warn(msgspec.Struct, frozen=True, kw_only=True):
+    """Tell people, by an Event of the job."""
+
+    reason: str
+    """CamelCase, for programs."""
+    text: str
+    order_id: int
+    """Of the order that it is about, so that it is told once."""
+
+
 class AskStop(msgspec.Struct, frozen=True):
     """Ask the coordinator to save the state and end the job."""
 
@@ -164,6 +188,9 @@ Action = (
     | DeletePod
     | DeleteObject
     | Tell
+    | MarkMachine
+    | UnmarkMachine
+    | Warn
     | AskStop
     | AskResize
     | DeleteJob

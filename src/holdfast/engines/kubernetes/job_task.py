@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -22,6 +23,7 @@ from holdfast.engines.kubernetes.actions import (
     MakeCoordinator,
     MakeNode,
     MakeObject,
+    MarkMachine,
     Number,
     Plan,
     PointService,
@@ -30,6 +32,8 @@ from holdfast.engines.kubernetes.actions import (
     SizeGroup,
     Tell,
     TellPlace,
+    UnmarkMachine,
+    Warn,
 )
 from holdfast.engines.kubernetes.api import Api, ApiError, Backoff, NoAnswer, Object
 from holdfast.engines.kubernetes.check import check, convert
@@ -40,6 +44,7 @@ from holdfast.engines.kubernetes.job_objects import JobObjects
 from holdfast.engines.kubernetes.job_pods import JobPods
 from holdfast.engines.kubernetes.job_queue import JobQueue
 from holdfast.engines.kubernetes.names import FINALIZER, NOTE_SKIP_SAVE
+from holdfast.engines.kubernetes.node_marks import NodeMarks
 from holdfast.engines.kubernetes.observed import MachineSeen, Observed, PodSeen, Said
 from holdfast.engines.kubernetes.reading import pod_seen
 from holdfast.engines.kubernetes.reconcile import current, reconcile
@@ -69,8 +74,10 @@ class JobTask:
         machines: Mapping[str, MachineSeen],
         setting: Setting,
         lookup: Callable[[str], Lookup],
+        marks: NodeMarks,
     ) -> None:
         """lookup: of the coordinator at an address."""
+        self._marks = marks
         self._api, self._raw, self._machines, self._setting = api, raw, machines, setting
         metadata = raw["metadata"]
         self.name, self.namespace, self.uid = metadata["name"], metadata["namespace"], metadata["uid"]
@@ -221,6 +228,9 @@ class JobTask:
             said=said,
             asked_nodes=self.desk.asked_nodes if self.desk.asked_nodes is not None else status.asked_nodes,
             refused_resize=self.desk.refused_resize,
+            marking=self._setting.marking,
+            most_marked_percent=self._setting.most_marked_percent,
+            no_marks=self._marks.refused,
             coordinator_lost=said is None and self._is_coordinator_lost(status),
             now_s=time.time(),
         )
@@ -271,6 +281,13 @@ class JobTask:
                 await self._pods.make(await self._placed(pod, base, names.COORDINATOR_ROLE))
             case TellPlace():
                 await self._pods.tell_place(action)
+            case MarkMachine(machine, mark):
+                await self._marks.put(machine, mark)
+                self.wake()  # the order is answered when the mark is there
+            case UnmarkMachine(machine):
+                await self._marks.take_back(machine, self.uid)
+            case Warn():
+                await self._warn(action, seen)
             case DeletePod():
                 await self._pods.delete(action)
             # With its uid: an object of the same name that a person made since is another job.
@@ -287,6 +304,16 @@ class JobTask:
         except ApiError as error:
             self.desk.refused = f"{kind}: {error}"
             raise
+
+    async def _warn(self, action: Warn, seen: Observed) -> None:
+        name = f"{self.name}.{secrets.token_hex(8)}"
+        made = render.event(self._job(seen), name, action.reason, action.text, seen.now_s)
+        _log.warning("%s: %s", action.reason, action.text, extra={"job": self.name})
+        self.desk.did(action)
+        try:
+            await self._api.create(f"/api/v1/namespaces/{self.namespace}/events", made)
+        except (ApiError, NoAnswer) as error:  # words alone: nothing waits for them
+            _log.warning("it is no Event of the job's: %s", error, extra={"job": self.name})
 
     async def _ask_queue(self, action: QueueAction, seen: Observed) -> None:
         try:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from holdfast.engines.kubernetes import names, queues, waiting
+from holdfast.engines.kubernetes import machine_orders, names, queues, waiting
 from holdfast.engines.kubernetes.actions import (
     Action,
     AddFinalizer,
@@ -57,7 +57,6 @@ ACTIVE_DEADLINE = "spec.runPolicy.activeDeadlineSeconds is over"
 BESIDE = ("Secret", "ConfigMap", "PodGroup", "Service", "PodDisruptionBudget", "NetworkPolicy")
 OF_A_RUN = ("PodGroup", "ConfigMap")
 """Made anew for every run. The ConfigMap says what the run was started with, and so whose the PodGroup is: it goes last."""
-CANNOT_MARK = "this version marks no machines: the job itself avoids it"
 CANNOT_BOOT = "this version boots no machines: the job goes on without it"
 
 
@@ -211,6 +210,7 @@ def _nodes(seen: Observed, job: HoldfastJob) -> Iterable[Action]:
     # First, also where the job may be over: an order that nobody acknowledges stays with the coordinator and
     # comes again at every look.
     yield from _orders(seen, job, mine)
+    yield from machine_orders.kept_up(seen, job)
     if _may_be_over(seen, mine.values()):
         return
     here = _here(seen, job, mine.values())
@@ -362,7 +362,7 @@ def _orders(seen: Observed, job: HoldfastJob, mine: dict[str, PodSeen]) -> Itera
             case ProvideNode() if enough:
                 yield Tell(OrderDone(order.order_id))
             case MarkNode():
-                yield Tell(OrderDone(order.order_id, CANNOT_MARK))
+                yield from machine_orders.mark(seen, job, mine.get(order.node), order)
             case RebootNode():
                 yield Tell(OrderDone(order.order_id, CANNOT_BOOT))
 

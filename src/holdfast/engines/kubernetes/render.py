@@ -17,6 +17,7 @@ import msgspec
 from holdfast.engines.kubernetes import names, pod_group
 from holdfast.engines.kubernetes.check import SHARED_MEMORY, quantity_of_limit
 from holdfast.engines.kubernetes.job_spec import job_spec
+from holdfast.engines.kubernetes.marks import Marking
 from holdfast.engines.kubernetes.names import (
     AGENT_PORT,
     CODE_FOLDER,
@@ -33,8 +34,9 @@ from holdfast.engines.kubernetes.names import (
     STATE_FOLDER,
     TOKEN_FILE,
 )
-from holdfast.engines.kubernetes.reading import TOPOLOGY_LABELS
+from holdfast.engines.kubernetes.reading import GOING_CONDITIONS, TOPOLOGY_LABELS
 from holdfast.engines.kubernetes.resource import API_VERSION, KIND, WORKER, HoldfastJob
+from holdfast.engines.kubernetes.times import timestamp
 
 Object = dict[str, Any]
 
@@ -58,6 +60,12 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """Of both images."""
     topology_labels: tuple[str, ...] = TOPOLOGY_LABELS
     """Labels of machines that say where they stand, from the outermost in."""
+    going_conditions: tuple[str, ...] = GOING_CONDITIONS
+    """Conditions of machines by which others say that one is sick: a job leaves it."""
+    marking: Marking = "none"
+    """What is written on a machine that a job blames."""
+    most_marked_percent: int = 5
+    """Of the cluster's machines, at once; one may always be."""
 
 
 DEFAULT = Setting()
@@ -408,6 +416,25 @@ def service(job: HoldfastJob, term: int) -> Object:
             "selector": {LABEL_JOB: job.id.name, LABEL_ROLE: COORDINATOR_ROLE, LABEL_TERM: str(term)},
             "ports": [{"name": "control", "port": COORDINATOR_PORT}],
         },
+    }
+
+
+def event(job: HoldfastJob, name: str, reason: str, text: str, now_s: float) -> Object:
+    """What `kubectl describe` shows of a job. name: of the Event, another one for each."""
+    at = timestamp(now_s)
+    about = {"apiVersion": API_VERSION, "kind": KIND, **msgspec.structs.asdict(job.id)}
+    return {
+        "apiVersion": "v1",
+        "kind": "Event",
+        "metadata": {"name": name, "namespace": job.id.namespace},
+        "involvedObject": about,
+        "type": "Warning",
+        "reason": reason,
+        "message": text,
+        "source": {"component": "holdfast-operator"},
+        "firstTimestamp": at,
+        "lastTimestamp": at,
+        "count": 1,
     }
 
 
