@@ -23,7 +23,8 @@ OBJECTS = {"run": "Run", "step": "Step", "state": "CoreState"}
 
 _CODE = re.compile(r"`([^`\n]+)`")
 _FILE = re.compile(r"(?:[\w-]+/)*[\w-]+\.(?:py|toml|sh|md)")
-_DOTTED = re.compile(r"(?<![\w./-])holdfast(?:\.\w+)+")
+# Not `holdfast.dev/fault`: labels and annotations of Kubernetes.
+_DOTTED = re.compile(r"(?<![\w./-])holdfast(?!\.dev/)(?:\.\w+)+")
 _ATTRIBUTE = re.compile(r"(\w+)\.(\w+)(?:\(.*\))?")
 _CLASS = re.compile(r"[A-Z]\w*[a-z]\w*")
 _SECTION = re.compile(r"^## .*?`(?P<folder>[\w/]+)/`.*\n(?P<text>(?:(?!## ).*\n)*)", re.MULTILINE)

@@ -15,9 +15,13 @@ set -euo pipefail
 NODES=${HOLDFAST_KUBE_NODES:-4}
 NEEDS=(busybox-static conntrack containerd containernetworking-plugins curl iproute2 iptables openssl runc)
 PROGRAMS=(etcd kube-apiserver kube-controller-manager kube-scheduler kube-proxy kubelet coredns)
-WAIT_S=120
+WAIT_S=${HOLDFAST_KUBE_START:-120}
 # After so long without a word of its kubelet, Kubernetes calls a node not ready. 40 s by default.
 NODE_GRACE=${HOLDFAST_KUBE_GRACE:-12s}
+# Feature gates of the control plane, and APIs that it serves beside its own: GenericWorkload=true and scheduling.k8s.io/v1beta1=true
+# are gang scheduling on 1.37.
+GATES=${HOLDFAST_KUBE_GATES:+--feature-gates=$HOLDFAST_KUBE_GATES}
+APIS=${HOLDFAST_KUBE_APIS:+--runtime-config=$HOLDFAST_KUBE_APIS}
 # Clusters with different numbers (up to 9) can stand beside each other: their addresses and names are different.
 SLOT=${HOLDFAST_KUBE_SLOT:-0}
 NAME=hfkube${SLOT#0}
@@ -100,7 +104,7 @@ apiserver() {
     --service-account-issuer=https://kubernetes.default.svc --service-account-key-file=pki/accounts.pub \
     --service-account-signing-key-file=pki/accounts.key --kubelet-client-certificate=pki/to-kubelet.crt \
     --kubelet-client-key=pki/to-kubelet.key --kubelet-preferred-address-types=InternalIP --allow-privileged=true \
-    --enable-aggregator-routing=true
+    --enable-aggregator-routing=true $GATES $APIS
 }
 
 until_ready() { # WHAT COMMAND...
@@ -130,8 +134,8 @@ control_plane() {
   until_ready "the API server" answers
   run controllers "$KUBE_BIN/kube-controller-manager" --kubeconfig=kubeconfig --root-ca-file=pki/ca.crt \
     --service-account-private-key-file=pki/accounts.key --leader-elect=false --node-monitor-period=1s \
-    --node-monitor-grace-period="$NODE_GRACE" --secure-port=0 --use-service-account-credentials
-  run scheduler "$KUBE_BIN/kube-scheduler" --kubeconfig=kubeconfig --leader-elect=false --secure-port=0
+    --node-monitor-grace-period="$NODE_GRACE" --secure-port=0 --use-service-account-credentials $GATES
+  run scheduler "$KUBE_BIN/kube-scheduler" --kubeconfig=kubeconfig --leader-elect=false --secure-port=0 $GATES
   cat >Corefile <<CONF
 cluster.local:53 in-addr.arpa:53 {
   bind $NET.1

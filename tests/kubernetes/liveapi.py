@@ -11,6 +11,19 @@ from fakeapi import FakeApi, refused
 _COLLECTION = re.compile(r"^(/api/v1|/apis/[^/]+/[^/]+)(?:/namespaces/[^/]+)?/([a-z]+)$")
 
 
+def merged(there: Any, patch: Any) -> Any:
+    """A JSON merge patch: null removes."""
+    if not isinstance(patch, dict):
+        return patch
+    made = dict(there) if isinstance(there, dict) else {}
+    for name, value in patch.items():
+        if value is None:
+            made.pop(name, None)
+        else:
+            made[name] = merged(made.get(name), value)
+    return made
+
+
 class LiveApi(FakeApi):
     """`unanswered`: paths whose next creation is carried out and not answered. `made`: names of pods, as they were made."""
 
@@ -99,11 +112,14 @@ class LiveApi(FakeApi):
         version = body.get("metadata", {}).get("resourceVersion")
         if version not in (None, there["metadata"]["resourceVersion"]):
             return refused(409, "Conflict", {})
-        if at != path:
+        if at != path and "/nodes/" in path:
+            conditions = {one["type"]: one for one in there.get("status", {}).get("conditions", ())}
+            conditions |= {one["type"]: one for one in body["status"]["conditions"]}
+            there["status"] = {**there.get("status", {}), "conditions": list(conditions.values())}
+        elif at != path:
             there["status"] = body["status"]
         else:
-            there["metadata"] |= body.get("metadata", {})
-            there.setdefault("spec", {}).update(body.get("spec", {}))
+            there = merged(there, {key: body[key] for key in ("metadata", "spec") if key in body})
         if "deletionTimestamp" in there["metadata"] and not there["metadata"].get("finalizers"):
             await self.remove(at)
             return web.json_response(there)

@@ -10,7 +10,7 @@ from liveapi import LiveApi
 from rights import is_permitted
 
 from holdfast.engines.kubernetes.operator import Operator
-from holdfast.engines.kubernetes.render import Setting
+from holdfast.engines.kubernetes.render import DEFAULT, Setting
 from holdfast.protocol.endpoint import Endpoint
 
 JOB = "/apis/holdfast.dev/v1alpha1/namespaces/research/holdfastjobs/llm"
@@ -22,11 +22,16 @@ class Nobody:
         return None
 
 
-def operated(scene: Callable[[LiveApi, Callable[[], Awaitable[None]]], Awaitable[None]], **spec: Any) -> None:
+def operated(
+    scene: Callable[[LiveApi, Callable[[], Awaitable[None]]], Awaitable[None]],
+    fake: LiveApi | None = None,
+    setting: Setting = DEFAULT,
+    **spec: Any,
+) -> None:
     """A cluster with one job of two nodes and a spare; the scene may have the operator killed and started again."""
+    fake = fake or LiveApi()
 
     async def run() -> None:
-        fake = LiveApi()
         running: list[asyncio.Task[None]] = []
         async with serving(fake) as api, asyncio.timeout(30):
 
@@ -34,7 +39,7 @@ def operated(scene: Callable[[LiveApi, Callable[[], Awaitable[None]]], Awaitable
                 for task in running:
                     task.cancel()
                 await asyncio.gather(*running, return_exceptions=True)
-                running[:] = [asyncio.create_task(Operator(api, Setting(), lambda _: Nobody()).run())]
+                running[:] = [asyncio.create_task(Operator(api, setting, lambda _: Nobody()).run())]
 
             await fake.put(JOB, job(spec__nodes=2, spec__spares=1, **spec), "ADDED")
             await restart()
@@ -46,6 +51,7 @@ def operated(scene: Callable[[LiveApi, Callable[[], Awaitable[None]]], Awaitable
                 await asyncio.gather(*running, return_exceptions=True)
         asked = {(method, path, tuple(query.items())) for method, path, query, _ in fake.asked}
         # A cluster with access control would refuse what the manifest does not name, which this server does not.
-        assert not [(m, p) for m, p, query in asked if not is_permitted(m, p, dict(query))]
+        marks = setting.marking != "none"
+        assert not [(m, p) for m, p, query in asked if not is_permitted(m, p, dict(query), marks)]
 
     asyncio.run(run())

@@ -8,20 +8,23 @@ from typing import Any
 import yaml
 
 MANIFEST = Path(__file__).parents[2] / "deploy" / "kubernetes" / "operator.yaml"
+MARKS = MANIFEST.with_name("marks.yaml")
+"""What a site adds that wants machines marked."""
 _PATH = re.compile(
     r"^(?:/api/v1|/apis/(?P<group>[^/]+)/[^/]+)(?:/namespaces/(?P<namespace>[^/]+))?/(?P<resource>[a-z]+)"
     r"(?:/(?P<name>[^/]+))?(?:/(?P<sub>[a-z]+))?$"
 )
+PARTS = ("holdfast-jobs", "holdfast-machines", "holdfast-kueue", "holdfast-groups", "holdfast-marks")
 _VERBS = {"POST": "create", "PATCH": "patch", "PUT": "update", "DELETE": "delete"}
 
 
-def objects() -> list[dict[str, Any]]:
+def objects(file: Path = MANIFEST) -> list[dict[str, Any]]:
     """All of the file."""
-    return [one for one in yaml.safe_load_all(MANIFEST.read_text()) if one]
+    return [one for one in yaml.safe_load_all(file.read_text()) if one]
 
 
-def is_permitted(method: str, path: str, query: Mapping[str, str]) -> bool:
-    """Whether a request for a job or a machine is."""
+def is_permitted(method: str, path: str, query: Mapping[str, str], marks: bool = False) -> bool:
+    """Whether a request for a job or a machine is. marks: the site wants machines marked."""
     found = _PATH.match(path)
     assert found is not None, path
     if method == "GET":
@@ -33,8 +36,7 @@ def is_permitted(method: str, path: str, query: Mapping[str, str]) -> bool:
         (found["group"] or "") in rule["apiGroups"]
         and resource in rule["resources"]
         and verb in rule["verbs"]
-        for one in objects()
-        if one["kind"] == "ClusterRole"
-        and one["metadata"]["name"] in ("holdfast-jobs", "holdfast-machines", "holdfast-kueue")
+        for one in [*objects(), *(objects(MARKS) if marks else ())]
+        if one["kind"] == "ClusterRole" and one["metadata"]["name"] in PARTS
         for rule in one["rules"]
     )

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import yaml
-from rights import MANIFEST, objects
+from rights import MANIFEST, MARKS, objects
 
 CHART = MANIFEST.parents[1] / "helm" / "holdfast-operator"
 NAMESPACE = "holdfast-system"
@@ -17,7 +17,7 @@ def rules(text: str) -> list[str]:
 
 def test_its_rights_are_those_of_the_manifest() -> None:
     templates = "\n".join(path.read_text() for path in (CHART / "templates").iterdir())
-    assert rules(templates) == rules(MANIFEST.read_text())
+    assert rules(templates) == rules(MANIFEST.read_text() + MARKS.read_text())
 
 
 def test_every_value_is_used_and_every_value_used_is_there() -> None:
@@ -64,9 +64,18 @@ def test_helm_finds_no_fault_in_it() -> None:
 
 
 def test_a_site_leaves_rights_out() -> None:
-    kinds = by_name(rendered(rights={"machines": False, "kueue": False, "users": False}))
+    kinds = by_name(rendered(rights={"machines": False, "kueue": False, "groups": False, "users": False}))
     assert ("ClusterRole", "holdfast-jobs") in kinds
-    assert not {name for _, name in kinds} & {"holdfast-machines", "holdfast-kueue", "holdfast-users"}
+    left_out = {"holdfast-machines", "holdfast-kueue", "holdfast-groups", "holdfast-users"}
+    assert not {name for _, name in kinds} & left_out
+
+
+def test_marks_are_made_where_a_site_wants_them() -> None:
+    made = by_name(rendered(marks={"mode": "taint"}))
+    added = by_name(objects(MARKS))
+    assert {key: made[key] for key in added} == added
+    (container,) = made["Deployment", "holdfast-operator"]["spec"]["template"]["spec"]["containers"]
+    assert container["args"] == ["--mark=taint", "--mark-at-most=5"]
 
 
 def test_one_namespace_needs_no_rights_elsewhere() -> None:
@@ -89,6 +98,7 @@ def test_what_a_site_sets_is_in_the_pod() -> None:
             "pullSecrets": [{"name": "s"}],
         },
         "topologyLabels": ["site/hall", "site/row"],
+        "goingConditions": ["GpuMemWatch"],
         "coordinator": {"image": "r/c:1", "priorityClass": "high"},
         "tolerations": [{"key": "a", "operator": "Exists"}],
         "nodeSelector": {"pool": "system"},
@@ -106,6 +116,7 @@ def test_what_a_site_sets_is_in_the_pod() -> None:
         "--coordinator-image=r/c:1",
         "--coordinator-priority-class=high",
         "--topology-labels=site/hall,site/row",
+        "--going-conditions=GpuMemWatch",
         "--python=python3.12",
         "--log=debug,json",
     ]

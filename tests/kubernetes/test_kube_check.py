@@ -6,6 +6,7 @@ import pytest
 from kubejobs import job, put
 
 from holdfast.engines.kubernetes.check import Refused, accept, check, snapshot_bytes, workers_of_node
+from holdfast.engines.kubernetes.names import LABEL_QUEUE
 from holdfast.engines.kubernetes.quantities import quantity
 
 CONTAINER = "spec.template.spec.containers.0"
@@ -96,9 +97,36 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
         "none that begins with holdfast.dev/",
     ),
     (
-        {"spec.scheduling.gang": "Kueue"},
-        "spec.scheduling.gang",
+        {"spec.scheduling.fair": True},
+        "spec.scheduling.fair",
         "no such field; spec.scheduling has elasticWorkloadPriorityClass",
+    ),
+    ({"spec.scheduling.gang": "Kueue"}, "spec.scheduling.gang", "one of KAI, PodGroup, Volcano"),
+    ({"spec.scheduling.queue": "team-a"}, "spec.scheduling.queue", "the label kueue.x-k8s.io"),
+    ({"spec.scheduling": {"gang": "PodGroup", "queue": "a"}}, "spec.scheduling.queue", "KAI or Volcano"),
+    ({"spec.scheduling.gang": "KAI"}, "spec.scheduling.queue", "KAI's queue"),
+    (
+        {"spec.scheduling.gang": "PodGroup", "metadata.labels": {LABEL_QUEUE: "team-a"}},
+        "spec.scheduling.gang",
+        "none in a queue of Kueue's",
+    ),
+    (
+        {"spec.scheduling.gang": "Volcano", "spec.template.spec.schedulerName": "mine"},
+        "spec.template.spec.schedulerName",
+        "spec.scheduling.gang Volcano sets it",
+    ),
+    (
+        {
+            "spec.scheduling": {"gang": "KAI", "queue": "team-a"},
+            "spec.template.metadata.annotations": {"pod-group-name": "mine"},
+        },
+        "spec.template.metadata.annotations.pod-group-name",
+        "spec.scheduling.gang KAI sets it",
+    ),
+    (
+        {"spec.scheduling.gang": "PodGroup", "spec.template.spec.schedulingGroup": {"podGroupName": "mine"}},
+        "spec.template.spec.schedulingGroup",
+        "say it as spec.scheduling.gang",
     ),
 ]
 

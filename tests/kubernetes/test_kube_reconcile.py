@@ -22,7 +22,7 @@ from holdfast.engines.kubernetes.actions import (
 from holdfast.engines.kubernetes.check import accept, check
 from holdfast.engines.kubernetes.conditions import begun
 from holdfast.engines.kubernetes.observed import Farewell, MachineSeen, NodeSaid, Observed, PodSeen, Said
-from holdfast.engines.kubernetes.reconcile import BESIDE, reconcile
+from holdfast.engines.kubernetes.reconcile import beside, reconcile
 from holdfast.engines.kubernetes.status import ConditionType, JobStatus, Progress
 from holdfast.engines.kubernetes.times import timestamp
 from holdfast.protocol.availability import NodeGoing, NodeTaken, OrderDone
@@ -59,7 +59,7 @@ def observed(**fields: Any) -> Observed:
         "finalizer": True,
         "status": BEGUN,
         "pods": (pod("c1"), pod("n0"), pod("n1"), pod("n2")),
-        "objects": frozenset(BESIDE),
+        "objects": frozenset(beside(job)),
         "service_term": 1,
         "said": said("n0", "n1", "n2"),
         "now_s": NOW_S,
@@ -101,7 +101,7 @@ def test_the_first_looks_of_a_new_job() -> None:
     status = begun(status_after(seen), run=1, term=1, next_number=0, now_s=NOW_S)
     seen = msgspec.structs.replace(seen, status=status, granted=frozenset({"llm-c1"}))
     assert actions(seen) == (
-        *(MakeObject(kind) for kind in BESIDE),
+        *(MakeObject(kind) for kind in beside(accept(asked()))),
         MakeCoordinator(1),
         Number(run=1, term=1, next_number=3),
     )

@@ -11,14 +11,16 @@ import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 from holdfast import logs
 from holdfast.engines.kubernetes.api import Api, ApiError
 from holdfast.engines.kubernetes.cluster import connect
 from holdfast.engines.kubernetes.leader import Lease
+from holdfast.engines.kubernetes.marks import Marking
 from holdfast.engines.kubernetes.names import COORDINATOR_PORT
 from holdfast.engines.kubernetes.operator import Operator
-from holdfast.engines.kubernetes.reading import TOPOLOGY_LABELS
+from holdfast.engines.kubernetes.reading import GOING_CONDITIONS, TOPOLOGY_LABELS
 from holdfast.engines.kubernetes.render import Setting
 from holdfast.errors import HoldfastError
 from holdfast.protocol.lookup import AddressLookup
@@ -44,6 +46,25 @@ def main() -> int | str:
         metavar="A,B,...",
         help="labels of machines that say where they stand, from the outermost in; by default those of clouds, %(default)s",
     )
+    parser.add_argument(
+        "--going-conditions",
+        default=",".join(GOING_CONDITIONS),
+        metavar="A,B,...",
+        help="conditions of machines by which other programs call one sick, so that jobs leave it; by default %(default)s",
+    )
+    parser.add_argument(
+        "--mark",
+        default="none",
+        choices=get_args(Marking),
+        help="what is written on a machine that a job blames: nothing (by default), a condition, or a taint beside it",
+    )
+    parser.add_argument(
+        "--mark-at-most",
+        type=_percent,
+        default=Setting().most_marked_percent,
+        metavar="PERCENT",
+        help="of the cluster's machines that are marked at once, %(default)s by default; one may always be",
+    )
     parser.add_argument("--log", default="", metavar="LEVEL[,json]")
     given = parser.parse_args()
     setting = Setting(
@@ -51,7 +72,10 @@ def main() -> int | str:
         coordinator_image=given.coordinator_image,
         coordinator_priority_class=given.coordinator_priority_class,
         python=given.python,
-        topology_labels=tuple(one.strip() for one in given.topology_labels.split(",") if one.strip()),
+        topology_labels=_listed(given.topology_labels),
+        going_conditions=_listed(given.going_conditions),
+        marking=given.mark,
+        most_marked_percent=given.mark_at_most,
     )
     raise_descriptor_limit()
     try:
@@ -110,6 +134,16 @@ def _errors(group: BaseException) -> Iterator[BaseException]:
             yield from _errors(one)
     else:
         yield group
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    return tuple(one.strip() for one in text.split(",") if one.strip())
+
+
+def _percent(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 100:
+        raise argparse.ArgumentTypeError(f"{text!r}: a whole number from 1 to 100")
+    return int(text)
 
 
 def _own_namespace() -> str:

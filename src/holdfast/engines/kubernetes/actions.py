@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import msgspec
 
+from holdfast.engines.kubernetes.marks import Mark
 from holdfast.engines.kubernetes.status import JobStatus
 from holdfast.protocol.availability import Availability
 
@@ -33,13 +34,19 @@ class MakeObject(msgspec.Struct, frozen=True):
     """Make what stands beside the pods."""
 
     kind: str
-    """Secret, ConfigMap, Service, PodDisruptionBudget or NetworkPolicy."""
+    """Secret, ConfigMap, PodGroup, Service, PodDisruptionBudget or NetworkPolicy."""
 
 
 class PointService(msgspec.Struct, frozen=True):
     """Have the coordinator's name mean the pod of this term."""
 
     term: int
+
+
+class SizeGroup(msgspec.Struct, frozen=True):
+    """Have the PodGroup ask for so many nodes together, and no more."""
+
+    members: int
 
 
 class MakeNode(msgspec.Struct, frozen=True):
@@ -129,6 +136,29 @@ class Tell(msgspec.Struct, frozen=True):
     """The node that it is about, so that it is told once."""
 
 
+class MarkMachine(msgspec.Struct, frozen=True):
+    """Have others avoid a machine, or stand for the job's mark on it anew."""
+
+    machine: str
+    mark: Mark
+
+
+class UnmarkMachine(msgspec.Struct, frozen=True):
+    """Take the job's mark back."""
+
+    machine: str
+
+
+class Warn(msgspec.Struct, frozen=True, kw_only=True):
+    """Tell people, by an Event of the job."""
+
+    reason: str
+    """CamelCase, for programs."""
+    text: str
+    order_id: int
+    """Of the order that it is about, so that it is told once."""
+
+
 class AskStop(msgspec.Struct, frozen=True):
     """Ask the coordinator to save the state and end the job."""
 
@@ -151,12 +181,16 @@ Action = (
     | Number
     | MakeObject
     | PointService
+    | SizeGroup
     | MakeNode
     | MakeCoordinator
     | TellPlace
     | DeletePod
     | DeleteObject
     | Tell
+    | MarkMachine
+    | UnmarkMachine
+    | Warn
     | AskStop
     | AskResize
     | DeleteJob

@@ -105,6 +105,10 @@ class Api:
         """A merge patch. With `metadata.resourceVersion` in it, it is refused where the object has changed."""
         return await self.request("PATCH", path, None, patch, "application/merge-patch+json")
 
+    async def strategic(self, path: str, patch: Object) -> Object:
+        """A merge patch that knows the keys of Kubernetes' own lists: of conditions, only the named one changes."""
+        return await self.request("PATCH", path, None, patch, "application/strategic-merge-patch+json")
+
     async def delete(self, path: str, uid: str, grace_s: int | None = None) -> Object:
         """The object of this uid, and no other of its name."""
         # Without the uid, a request that was held up would delete the object that has taken the name since: the Secret of

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from holdfast.checkpoint.policy import parse_cadence
+from holdfast.engines.kubernetes import pod_group
 from holdfast.engines.kubernetes.against_schema import Problem, problems
 from holdfast.engines.kubernetes.names import LABEL_QUEUE
 from holdfast.engines.kubernetes.quantities import quantity
@@ -47,7 +48,10 @@ def check(job: Mapping[str, Any]) -> tuple[Problem, ...]:
         *problems(job.get("spec"), _SPEC, "spec"),
     ]
     # What follows reads fields by their types, so it waits until these are right.
-    return tuple(found or _of_spec(msgspec.convert(job["spec"], HoldfastJobSpec)))
+    if found:
+        return tuple(found)
+    made = convert(job)
+    return (*_of_spec(made.spec), *_of_gang(made))
 
 
 def accept(job: Mapping[str, Any]) -> HoldfastJob:
@@ -147,6 +151,32 @@ def _faults(spec: HoldfastJobSpec) -> Iterator[Problem]:
             yield Problem(f"spec.faults[{position}]", text, str(error))
 
 
+def _of_gang(job: HoldfastJob) -> Iterator[Problem]:
+    spec, gang, queue = job.spec, job.spec.scheduling.gang, job.spec.scheduling.queue
+    if gang is not None and job.queue:
+        yield Problem(
+            "spec.scheduling.gang", gang, f"none in a queue of Kueue's (the label {LABEL_QUEUE}: {job.queue})"
+        )
+    if queue is not None and gang not in pod_group.WITH_QUEUES:
+        yield Problem(
+            "spec.scheduling.queue",
+            queue,
+            f"none without spec.scheduling.gang KAI or Volcano; Kueue's is the label {LABEL_QUEUE}",
+        )
+    if gang == "KAI" and queue is None:
+        yield Problem("spec.scheduling.queue", None, "KAI's queue: without one it binds nothing")
+    # What ties pods to the group is not overwritten in silence: whoever wrote it believes that it holds.
+    ours, given = pod_group.carried(spec, job.id.name), spec.template
+    for at, there, set_ in (
+        ("spec.template.metadata.labels", given.metadata.labels, ours.labels),
+        ("spec.template.metadata.annotations", given.metadata.annotations, ours.annotations),
+        ("spec.template.spec", given.spec, ours.spec),
+    ):
+        for name in set_:
+            if name in there and name not in _NOT_IN_POD:
+                yield Problem(f"{at}.{name}", there[name], f"none: spec.scheduling.gang {gang} sets it")
+
+
 def _of_template(spec: HoldfastJobSpec) -> Iterator[Problem]:
     pod, at = spec.template.spec, "spec.template.spec"
     for kind, given in (
@@ -216,6 +246,7 @@ _NOT_IN_POD = {
     "hostNetwork": "no such field: two jobs on one machine would want the same port",
     "nodeName": "no such field: the scheduler places pods; use nodeSelector or affinity",
     "ephemeralContainers": "no such field",
+    "schedulingGroup": "no such field; say it as spec.scheduling.gang",
 }
 _NOT_IN_WORKER = {
     "command": "no such field: the operator starts the agent; say what runs as spec.run",

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import msgspec
 
 from holdfast.engines.kubernetes import names
-from holdfast.engines.kubernetes.actions import Action, AskResize, DeletePod, Number, Tell
+from holdfast.engines.kubernetes.actions import Action, AskResize, DeletePod, Number, Tell, Warn
 from holdfast.engines.kubernetes.observed import PodSeen
 from holdfast.protocol.availability import OrderDone
 
@@ -71,6 +71,7 @@ class Desk:
 
     Attributes:
         doubtful: names whose pods may have been made: the request was not answered. They are asked for before anything else.
+        refused: what the API server said of the job's objects when it last refused one; None: it took them.
     """
 
     def __init__(self, job: str) -> None:
@@ -80,8 +81,10 @@ class Desk:
         self.doubtful: set[str] = set()
         self.asked_nodes: int | None = None
         self.refused_resize: str | None = None
+        self.refused: str | None = None
         self._told: set[str] = set()
         self._acknowledged: set[int] = set()
+        self._warned: set[int] = set()
         self._term = 0
 
     @property
@@ -94,10 +97,11 @@ class Desk:
         # Each term begins with what agents tell it. News that the one before was told may have been lost with
         # it, so it is told again.
         if term != self._term:
-            self._term, self._told, self._acknowledged = term, set(), set()
+            self._term, self._told, self._acknowledged, self._warned = term, set(), set(), set()
         # Of a node that is gone nothing is to be remembered: its name does not come again, but a job may be long.
         self._told &= set(alive)
         self._acknowledged &= set(orders)
+        self._warned &= set(orders)
 
     def new_run(self) -> None:
         """What was asked of the run before is not asked of this one."""
@@ -140,6 +144,8 @@ class Desk:
         match action:
             case Tell(OrderDone(order_id=order_id)):
                 self._acknowledged.add(order_id)
+            case Warn(order_id=order_id):
+                self._warned.add(order_id)
             case Tell(_, about) if about:
                 self._told.add(about)
             case AskResize(nodes):
@@ -158,5 +164,7 @@ class Desk:
         match action:
             case Tell(OrderDone(order_id=order_id)):
                 return order_id not in self._acknowledged
+            case Warn(order_id=order_id):
+                return order_id not in self._warned
             case _:
                 return True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import itertools
 import logging
 import secrets
@@ -24,21 +23,28 @@ from holdfast.engines.kubernetes.actions import (
     MakeCoordinator,
     MakeNode,
     MakeObject,
+    MarkMachine,
     Number,
     Plan,
     PointService,
     QueueAction,
     RemoveFinalizer,
+    SizeGroup,
     Tell,
     TellPlace,
+    UnmarkMachine,
+    Warn,
 )
 from holdfast.engines.kubernetes.api import Api, ApiError, Backoff, NoAnswer, Object
 from holdfast.engines.kubernetes.check import check, convert
 from holdfast.engines.kubernetes.conditions import begun
 from holdfast.engines.kubernetes.desk import Desk
+from holdfast.engines.kubernetes.job_link import JobLink
+from holdfast.engines.kubernetes.job_objects import JobObjects
+from holdfast.engines.kubernetes.job_pods import JobPods
 from holdfast.engines.kubernetes.job_queue import JobQueue
-from holdfast.engines.kubernetes.link import CoordinatorLink, RefusedByCoordinator, Silent
-from holdfast.engines.kubernetes.names import FINALIZER, LABEL_QUEUE, NOTE_SKIP_SAVE
+from holdfast.engines.kubernetes.names import FINALIZER, NOTE_SKIP_SAVE
+from holdfast.engines.kubernetes.node_marks import NodeMarks
 from holdfast.engines.kubernetes.observed import MachineSeen, Observed, PodSeen, Said
 from holdfast.engines.kubernetes.reading import pod_seen
 from holdfast.engines.kubernetes.reconcile import current, reconcile
@@ -55,17 +61,6 @@ MOST_AT_ONCE = 16
 """Requests for the pods of one job: the API server has other clients, too."""
 LOOK_EVERY_S = 5.0
 """While a coordinator answers, its figures are read so often."""
-ACCEPTED_KEY = "accepted.json"
-"""In the job's ConfigMap: the object's spec, as the run was started with it."""
-QUEUE_KEY = "queue"
-"""There as well: the queue that let the run in; absent: none."""
-FOLDERS = {
-    "Secret": ("/api/v1", "secrets"),
-    "ConfigMap": ("/api/v1", "configmaps"),
-    "Service": ("/api/v1", "services"),
-    "PodDisruptionBudget": ("/apis/policy/v1", "poddisruptionbudgets"),
-    "NetworkPolicy": ("/apis/networking.k8s.io/v1", "networkpolicies"),
-}
 
 
 class JobTask:
@@ -79,23 +74,21 @@ class JobTask:
         machines: Mapping[str, MachineSeen],
         setting: Setting,
         lookup: Callable[[str], Lookup],
+        marks: NodeMarks,
     ) -> None:
         """lookup: of the coordinator at an address."""
+        self._marks = marks
         self._api, self._raw, self._machines, self._setting = api, raw, machines, setting
-        self._lookup = lookup
         metadata = raw["metadata"]
         self.name, self.namespace, self.uid = metadata["name"], metadata["namespace"], metadata["uid"]
         self.desk = Desk(self.name)
         self._awake = asyncio.Event()
-        self._beside: dict[str, Object] = {}
-        self._known = False
-        self._link: CoordinatorLink | None = None
-        self._listening: asyncio.Task[None] | None = None
         self._written: tuple[JobStatus, float] | None = None
-        self._refused: str | None = None
         self._path = f"/apis/{GROUP}/{VERSION}/namespaces/{self.namespace}/{PLURAL}/{self.name}"
-        self._pods = f"/api/v1/namespaces/{self.namespace}/pods"
         self.queue = JobQueue(api, self.name, self.namespace, self.uid)
+        self._objects = JobObjects(api, self.name, self.namespace, self.uid)
+        self._pods = JobPods(api, self.name, self.namespace, self.uid, self.desk, self.wake)
+        self._link = JobLink(self.name, self.desk, lookup, self.wake)
 
     def wake(self) -> None:
         """Something may have changed."""
@@ -146,14 +139,12 @@ class JobTask:
                     await backoff.wait(error)
                     self.wake()
         finally:
-            await self._follow(None)
+            await self._link.follow(None, "")
 
     async def _once(self) -> float:
         """One look. Returns after how long the next one is due; 0: when something changes."""
-        # Read once, and then kept up by what this task does itself. Watching five kinds of objects instead
-        # would cost the operator a copy of every Secret of the cluster.
-        if not self._known:
-            await self._read_beside()
+        if not self._objects.known:
+            await self._objects.read(self._raw)
         seen = await self._observe()
         # All decisions are in `reconcile`, which is pure. This task may be cancelled between any two actions,
         # or its process killed: the next look begins from what the API server has, and each action may be
@@ -162,7 +153,8 @@ class JobTask:
         error = await self._act(plan, seen)
         # What was just done is not in it, so the next look follows at once.
         if any(
-            isinstance(action, Number | AddFinalizer | MakeObject | DeleteObject) for action in plan.actions
+            isinstance(action, Number | AddFinalizer | MakeObject | DeleteObject | SizeGroup)
+            for action in plan.actions
         ):
             self.wake()
         due = [plan.look_again_s] if plan.look_again_s is not None else []
@@ -171,7 +163,7 @@ class JobTask:
         # Only now: what the API server refuses has to be in the status.
         if error is not None:
             raise error
-        if self._link is not None:
+        if self._link.listens:
             due.append(LOOK_EVERY_S)
         return max(0.05, min(due)) if due else 0.0
 
@@ -209,25 +201,6 @@ class JobTask:
 
     # ------------------------------------------------------------ what it knows
 
-    async def _read_beside(self) -> None:
-        for kind in FOLDERS:
-            try:
-                there = await self._api.get(self._beside_path(kind))
-            except ApiError as error:
-                if error.status != 404:
-                    raise
-            else:
-                self._keep(kind, there)
-        self._known = True
-
-    def _keep(self, kind: str, there: Object) -> None:
-        owners = there["metadata"].get("ownerReferences", ())
-        if any(one.get("uid") == self.uid for one in owners):
-            self._beside[kind] = there
-        else:
-            # A job of this name before this one had it; the garbage collector takes it away.
-            self._beside.pop(kind, None)
-
     async def _observe(self) -> Observed:
         metadata = self._raw["metadata"]
         problems = check(self._raw)
@@ -235,9 +208,9 @@ class JobTask:
         said = await self._ask(status)
         return Observed(
             job=None if problems else convert(self._raw),
-            accepted=self._accepted(),
+            accepted=self._objects.accepted(self._raw),
             problems=problems,
-            refused=self._refused,
+            refused=self.desk.refused,
             generation=metadata.get("generation", 1),
             finalizer=FINALIZER in metadata.get("finalizers", ()),
             deleted_s=from_timestamp(metadata.get("deletionTimestamp")),
@@ -247,31 +220,20 @@ class JobTask:
             machines=self._machines,
             workloads=self.queue.seen,
             no_workloads=self.queue.unknown,
-            objects=frozenset(self._beside),
-            service_term=self._service_term(),
+            objects=self._objects.kinds,
+            service_term=self._objects.service_term,
+            group_members=self._objects.group_members,
             granted=frozenset(self.desk.granted),
             told=self.desk.told,
             said=said,
             asked_nodes=self.desk.asked_nodes if self.desk.asked_nodes is not None else status.asked_nodes,
             refused_resize=self.desk.refused_resize,
+            marking=self._setting.marking,
+            most_marked_percent=self._setting.most_marked_percent,
+            no_marks=self._marks.refused,
             coordinator_lost=said is None and self._is_coordinator_lost(status),
             now_s=time.time(),
         )
-
-    def _accepted(self) -> HoldfastJob | None:
-        text = self._beside.get("ConfigMap", {}).get("data", {}).get(ACCEPTED_KEY)
-        # Not checked anew. It was when its run began; and a later version of the operator, which may take less, must
-        # not lose a run that an earlier one began.
-        if text is None:
-            return None
-        # Its queue as well: quota that is held cannot be moved to another one.
-        labels = {LABEL_QUEUE: self._beside["ConfigMap"]["data"].get(QUEUE_KEY, "")}
-        metadata = {**self._raw["metadata"], "labels": labels}
-        return convert({**self._raw, "metadata": metadata, "spec": msgspec.json.decode(text)})
-
-    def _service_term(self) -> int | None:
-        selector = self._beside.get("Service", {}).get("spec", {}).get("selector", {})
-        return int(selector[names.LABEL_TERM]) if names.LABEL_TERM in selector else None
 
     def _is_coordinator_lost(self, status: JobStatus) -> bool:
         """Neither this operator nor Kubernetes reaches its machine. One of them alone proves nothing."""
@@ -283,35 +245,10 @@ class JobTask:
         return next((p for p in self.desk.pods.all if p.coordinator and p.number == status.term), None)
 
     async def _ask(self, status: JobStatus) -> Said | None:
-        pod = self._coordinator(status)
-        answers = pod is not None and pod.stays and pod.phase == "Running" and "Secret" in self._beside
-        await self._follow(pod if answers else None)
-        if self._link is None:
-            return None
-        try:
-            said = await self._link.ask()
-        except (Silent, RefusedByCoordinator):
-            return None
-        alive = [name for name, node in said.nodes.items() if node.alive]
-        self.desk.meet(said.term, alive, [order.order_id for order in said.orders])
-        return said
-
-    async def _follow(self, pod: PodSeen | None) -> None:
-        """Listens to this coordinator, and to no other."""
-        wanted = None if pod is None or pod.address is None else (pod.address, pod.number)
-        if self._link is not None and (self._link.host, self._link.term) == wanted:
-            return
-        if self._listening is not None:
-            self._listening.cancel()
-            await asyncio.gather(self._listening, return_exceptions=True)
-            self._listening, self._link = None, None
-        if wanted is not None:
-            token = base64.b64decode(self._beside["Secret"]["data"][names.TOKEN_FILE]).decode()
-            host, term = wanted
-            self._link = CoordinatorLink(
-                host=host, term=term, token=token, lookup=self._lookup(host), changed=self.wake
-            )
-            self._listening = asyncio.create_task(self._link.listen())
+        pod, token = self._coordinator(status), self._objects.token
+        answers = pod is not None and pod.stays and pod.phase == "Running" and token is not None
+        await self._link.follow(pod if answers else None, token or "")
+        return await self._link.ask()
 
     # ------------------------------------------------------------ what it does
 
@@ -327,38 +264,63 @@ class JobTask:
             case MakeObject(kind):
                 await self._make_beside(kind, seen)
             case DeleteObject(kind):
-                await self._delete_beside(kind)
+                await self._objects.delete(kind)
             case PointService(term):
-                patch = {"spec": {"selector": {names.LABEL_TERM: str(term)}}}
-                self._keep("Service", await self._api.merge(self._beside_path("Service"), patch))
+                await self._objects.point_service(term)
+            case SizeGroup(members):
+                await self._objects.size_group(members)
             case MakeNode(number, avoid, workload):
                 job = self._job(seen)
                 places = any(machine.place for machine in self._machines.values())
                 pod = render.agent_pod(job, number, self._run(seen), avoid, self._setting, places)
-                await self._make(await self._placed(pod, workload, names.NODE_ROLE))
+                await self._pods.make(await self._placed(pod, workload, names.NODE_ROLE))
             case MakeCoordinator(term):
                 job = self._job(seen)
                 pod = render.coordinator_pod(job, term, self._run(seen), self._setting)
                 base = names.workload_name(self.name, None) if job.queue else ""
-                await self._make(await self._placed(pod, base, names.COORDINATOR_ROLE))
+                await self._pods.make(await self._placed(pod, base, names.COORDINATOR_ROLE))
             case TellPlace():
-                await self._tell_place(action)
+                await self._pods.tell_place(action)
+            case MarkMachine(machine, mark):
+                await self._marks.put(machine, mark)
+                self.wake()  # the order is answered when the mark is there
+            case UnmarkMachine(machine):
+                await self._marks.take_back(machine, self.uid)
+            case Warn():
+                await self._warn(action, seen)
             case DeletePod():
-                await self._delete(action)
+                await self._pods.delete(action)
             # With its uid: an object of the same name that a person made since is another job.
             case DeleteJob():
                 await self._api.delete(self._path, self.uid)
             case Tell() | AskStop() | AskResize():
-                await self._talk(action)
+                await self._link.talk(action)
             case _:
                 await self._ask_queue(action, seen)
+
+    async def _make_beside(self, kind: str, seen: Observed) -> None:
+        try:
+            await self._objects.make(kind, self._job(seen), seen.status.term or 0, self._setting)
+        except ApiError as error:
+            self.desk.refused = f"{kind}: {error}"
+            raise
+
+    async def _warn(self, action: Warn, seen: Observed) -> None:
+        name = f"{self.name}.{secrets.token_hex(8)}"
+        made = render.event(self._job(seen), name, action.reason, action.text, seen.now_s)
+        _log.warning("%s: %s", action.reason, action.text, extra={"job": self.name})
+        self.desk.did(action)
+        try:
+            await self._api.create(f"/api/v1/namespaces/{self.namespace}/events", made)
+        except (ApiError, NoAnswer) as error:  # words alone: nothing waits for them
+            _log.warning("it is no Event of the job's: %s", error, extra={"job": self.name})
 
     async def _ask_queue(self, action: QueueAction, seen: Observed) -> None:
         try:
             await self.queue.do(action, current(seen), self._setting)
-            self._refused = None
+            self.desk.refused = None
         except ApiError as error:
-            self._refused = f"Kueue's Workload: {error}"
+            self.desk.refused = f"Kueue's Workload: {error}"
             raise
         finally:
             self.wake()
@@ -374,25 +336,6 @@ class JobTask:
 
     def _run(self, seen: Observed) -> int:
         return seen.status.run or 0
-
-    async def _talk(self, action: Tell | AskStop | AskResize) -> None:
-        if self._link is None:
-            return
-        try:
-            match action:
-                case Tell(news):
-                    await self._link.tell(news)
-                case AskStop(reason):
-                    await self._link.stop(reason)
-                case AskResize(nodes):
-                    await self._link.resize(nodes)
-            self.desk.did(action)
-        except Silent as error:
-            _log.info("%s", error, extra={"job": self.name})
-        except RefusedByCoordinator as error:
-            if isinstance(action, AskResize):
-                self.desk.resize_refused(action.nodes, str(error))
-            _log.warning("the coordinator refuses: %s", error, extra={"job": self.name})
 
     async def _set_finalizers(self, kept: list[str]) -> None:
         metadata = {"finalizers": kept, "resourceVersion": self._raw["metadata"]["resourceVersion"]}
@@ -410,117 +353,6 @@ class JobTask:
         # granted, and the next look decides anew.
         if await self._write(after):
             self.desk.numbered(action, (before.term or 0, before.next_number or 0))
-
-    async def _make(self, made: Object) -> None:
-        name = made["metadata"]["name"]
-        path = f"{self._pods}/{name}"
-        try:
-            # The creation before this one had no answer, so it may have happened. It is asked for by name: a
-            # second creation would be refused as a duplicate of our own pod.
-            if name in self.desk.doubtful:
-                self._saw(await self._api.get(path))
-            else:
-                self._saw(await self._api.create(self._pods, made))
-            self._refused = None
-        except NoAnswer:
-            self.desk.doubtful.add(name)
-            raise
-        except ApiError as error:
-            # It is not there, and the request may still arrive. So the number is not used a second time: the
-            # late pod would meet another one of its name.
-            if name in self.desk.doubtful and error.status == 404:
-                self.desk.burn(name)
-                self.wake()
-            elif error.reason == "AlreadyExists":
-                self._saw(await self._api.get(path))
-            else:
-                self._refused = f"{name}: {error}"
-                raise
-
-    def _saw(self, raw: Object) -> None:
-        pod = pod_seen(raw, self.name, self.uid)
-        name = raw["metadata"]["name"]
-        if pod is None:
-            # Somebody else's pod has the name. Another number is free.
-            self.desk.burn(name)
-            self._refused = f"{name}: there is a pod of this name that is not this job's"
-        else:
-            self.desk.saw(pod)
-        self.wake()
-
-    async def _tell_place(self, action: TellPlace) -> None:
-        # With its uid: a pod of this name that somebody made since stands elsewhere.
-        note = {"uid": action.uid, "annotations": {names.NOTE_PLACE: action.place}}
-        try:
-            self._saw(await self._api.merge(f"{self._pods}/{action.name}", {"metadata": note}))
-        except ApiError as error:
-            if error.status not in (404, 409):
-                raise
-            self.desk.pods.gone(action.name, action.uid)
-
-    async def _delete(self, action: DeletePod) -> None:
-        _log.info("deletes a pod: %s", action.reason, extra={"job": self.name, "pod": action.name})
-        try:
-            await self._api.delete(f"{self._pods}/{action.name}", action.uid, action.grace_s)
-        except ApiError as error:
-            if error.status not in (404, 409):
-                raise
-            self.desk.pods.gone(action.name, action.uid)
-        else:
-            self.desk.did(action)
-        self.wake()
-
-    def _beside_path(self, kind: str) -> str:
-        group, plural = FOLDERS[kind]
-        name = {
-            "Secret": names.config_name(self.name),
-            "ConfigMap": names.config_name(self.name),
-            "Service": names.service_name(self.name),
-        }.get(kind, self.name)
-        return f"{group}/namespaces/{self.namespace}/{plural}/{name}"
-
-    async def _make_beside(self, kind: str, seen: Observed) -> None:
-        made = self._render_beside(kind, seen)
-        if made is None:
-            return
-        path = self._beside_path(kind)
-        try:
-            there = await self._api.create(path.rpartition("/")[0], made)
-        except ApiError as error:
-            if error.reason != "AlreadyExists":
-                raise
-            there = await self._api.get(path)
-        self._keep(kind, there)
-        if kind not in self._beside:
-            raise NoAnswer(
-                f"{kind} {path.rpartition('/')[2]} is there and not this job's; it is waited for its end"
-            )
-
-    def _render_beside(self, kind: str, seen: Observed) -> Object | None:
-        job = self._job(seen)
-        match kind:
-            case "Secret":
-                return render.secret(job, secrets.token_hex(32))
-            case "ConfigMap":
-                made = render.config_map(job)
-                made["data"][ACCEPTED_KEY] = msgspec.json.encode(job.spec).decode()
-                if job.queue:
-                    made["data"][QUEUE_KEY] = job.queue
-                return made
-            case "Service":
-                return render.service(job, seen.status.term or 0)
-            case "PodDisruptionBudget":
-                return render.budget(job)
-            case _:
-                return render.network_policy(job, self._setting)
-
-    async def _delete_beside(self, kind: str) -> None:
-        try:
-            await self._api.delete(self._beside_path(kind), self._beside[kind]["metadata"]["uid"])
-        except ApiError as error:
-            if error.status not in (404, 409):
-                raise
-        self._beside.pop(kind, None)
 
     # ------------------------------------------------------------ what it says
 

@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from holdfast.engines.kubernetes.against_schema import Problem
+from holdfast.engines.kubernetes.marks import NONE, MachineMarks, Marking
 from holdfast.engines.kubernetes.resource import HoldfastJob
 from holdfast.engines.kubernetes.status import JobStatus
 from holdfast.protocol.engine_orders import EngineOrder
@@ -75,6 +76,8 @@ class MachineSeen(msgspec.Struct, frozen=True, kw_only=True):
     boot_id: str = ""
     place: str = ""
     """Where it stands, by its labels; empty: they do not say it."""
+    marks: MachineMarks = NONE
+    """Ours, and those of operators before this one."""
 
 
 class WorkloadSeen(msgspec.Struct, frozen=True, kw_only=True):
@@ -177,6 +180,8 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     """Kinds of what stands beside the pods and is there: Secret, ConfigMap, ..."""
     service_term: int | None = None
     """Where the Service points to."""
+    group_members: int | None = None
+    """Nodes that the job's PodGroup has bound together; None: there is no group, or it does not say so."""
     granted: frozenset[str] = frozenset()
     """Names of pods that this operator has numbered and not yet made."""
     told: frozenset[str] = frozenset()
@@ -187,6 +192,12 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     """The size that this run's coordinator was asked for; None: only that of its start."""
     refused_resize: str | None = None
     """Why it did not take it."""
+    marking: Marking = "none"
+    """What of a mark the site wants on a machine."""
+    most_marked_percent: int = 5
+    """Of the cluster's machines, at once."""
+    no_marks: str | None = None
+    """Why no machine can be marked; None: one can."""
     coordinator_lost: bool = False
     """Proved: neither the operator nor the machine's kubelet answers for it."""
     now_s: float = 0.0

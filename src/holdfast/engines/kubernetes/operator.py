@@ -14,6 +14,7 @@ from holdfast.engines.kubernetes import job_queue
 from holdfast.engines.kubernetes.api import Api, ApiError, Object
 from holdfast.engines.kubernetes.informer import Informer
 from holdfast.engines.kubernetes.job_task import JobTask
+from holdfast.engines.kubernetes.node_marks import NodeMarks
 from holdfast.engines.kubernetes.observed import MachineSeen
 from holdfast.engines.kubernetes.reading import machine_seen
 from holdfast.engines.kubernetes.render import Setting
@@ -38,7 +39,11 @@ class Operator:
         self._pods_path = f"/api/v1{scope}/pods"
         self._tasks: dict[str, tuple[JobTask, asyncio.Task[None]]] = {}
         self._machines: dict[str, MachineSeen] = {}
+        self._machine_versions: dict[str, int] = {}
         self._machines_known = asyncio.Event()
+        self._marks = NodeMarks(
+            api, self._machines, self._on_machine, setting.marking, setting.most_marked_percent
+        )
         self._pods: dict[str, Object] = {}
         self._workloads_path = f"{job_queue.PATH}{scope}/workloads"
         self._workloads: dict[str, Object] | None = None
@@ -75,6 +80,8 @@ class Operator:
             async with asyncio.TaskGroup() as group:
                 group.create_task(pods.run())
                 group.create_task(self._watch_machines(machines))
+                if self._setting.marking != "none":
+                    group.create_task(self._marks.run())
                 # Pods first: a job that is looked at without its pods would be given new ones. Machines as well: pods
                 # that are made before would not be told where they stand.
                 await pods.listed.wait()
@@ -162,6 +169,7 @@ class Operator:
                 machines=self._machines,
                 setting=self._setting,
                 lookup=self._lookup,
+                marks=self._marks,
             )
             job.list_pods(self._pods.values(), 0)
             if self._workloads is None:
@@ -205,22 +213,35 @@ class Operator:
 
     def _list_machines(self, all_: list[Object], version: str) -> None:
         self._machines.clear()
+        self._machine_versions.clear()
         for one in all_:
-            self._machines[one["metadata"]["name"]] = machine_seen(one, self._setting.topology_labels)
+            self._put_machine(one)
         self._machines_known.set()
         self._wake_all()
 
     def _on_machine(self, raw: Object) -> None:
-        seen = machine_seen(raw, self._setting.topology_labels)
         # Kubelets write their Node every few seconds. Only what is asked of it counts as a change.
-        if self._machines.get(seen.name) != seen:
-            self._machines[seen.name] = seen
+        if self._put_machine(raw):
             self._wake_all()
+
+    def _put_machine(self, raw: Object) -> bool:
+        """Whether something that is asked of it has changed."""
+        name, version = raw["metadata"]["name"], int(raw["metadata"].get("resourceVersion", 0))
+        # A watch may be behind the answer to a mark of our own. Going back, another machine would be marked beyond the brake.
+        if version < self._machine_versions.get(name, 0):
+            return False
+        self._machine_versions[name] = version
+        seen = machine_seen(raw, self._setting.topology_labels, self._setting.going_conditions)
+        changed = self._machines.get(name) != seen
+        self._machines[name] = seen
+        return changed
 
     def _on_machine_gone(self, raw: Object) -> None:
         self._machines.pop(raw["metadata"]["name"], None)
+        self._machine_versions.pop(raw["metadata"]["name"], None)
 
     def _wake_all(self) -> None:
+        self._marks.wake()
         for job, _ in self._tasks.values():
             job.wake()
 

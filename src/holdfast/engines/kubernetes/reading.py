@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from holdfast.engines.kubernetes import names
+from holdfast.engines.kubernetes.marks import marks_of
 from holdfast.engines.kubernetes.names import LABEL_RUN, LABEL_WORKLOAD, NOTE_PLACE
 from holdfast.engines.kubernetes.observed import Farewell, MachineSeen, PodPhase, PodSeen
 from holdfast.protocol.node_place import MOST_LEVELS
@@ -18,10 +19,13 @@ GOING_TAINTS = {
     "ToBeDeletedByClusterAutoscaler": "the cluster autoscaler takes the machine back",
     "DeletionCandidateOfClusterAutoscaler": None,  # it only thinks about it
     "aws-node-termination-handler/spot-itn": "the cloud takes the spot machine back",
+    "sagemaker.amazonaws.com/node-health-status": "HyperPod calls the machine unhealthy",
     "node.kubernetes.io/not-ready": None,
     "node.kubernetes.io/unreachable": None,
 }
 """Taints with a meaning of their own; None: none for us. Others count when their effect is NoExecute."""
+GOING_CONDITIONS = ("KernelDeadlock", "ReadonlyFilesystem")
+"""Conditions by which others say that a machine is sick: these two are node-problem-detector's."""
 TOPOLOGY_LABELS = (
     "topology.kubernetes.io/zone",
     # AWS, from the spine to the leaf.
@@ -114,17 +118,32 @@ def _farewell(phase: Any, containers: Any) -> Farewell | None:
     return None
 
 
-def machine_seen(node: Object, topology_labels: Sequence[str] = TOPOLOGY_LABELS) -> MachineSeen:
+def machine_seen(
+    node: Object,
+    topology_labels: Sequence[str] = TOPOLOGY_LABELS,
+    going_conditions: Sequence[str] = GOING_CONDITIONS,
+) -> MachineSeen:
     """A Node. Only what is asked of it: its list of images alone would be most of the operator's memory."""
     spec, status = node.get("spec", {}), node.get("status", {})
     conditions = {one["type"]: one for one in status.get("conditions", ())}
     return MachineSeen(
         name=node["metadata"]["name"],
         ready=conditions.get("Ready", {}).get("status") == "True",
-        going=_going(spec),
+        going=_going(spec) or _sick(conditions, going_conditions),
         boot_id=status.get("nodeInfo", {}).get("bootID", ""),
         place=_place(node["metadata"].get("labels", {}), topology_labels),
+        marks=marks_of(node),
     )
+
+
+def _sick(conditions: Mapping[str, Object], types: Sequence[str]) -> str | None:
+    """In the words of whoever watches the machine."""
+    for type_ in types:
+        found = conditions.get(type_, {})
+        if found.get("status") == "True":
+            words = found.get("message") or found.get("reason") or ""
+            return f"the condition {type_}: {words}"[:MESSAGE_CHARS]
+    return None
 
 
 def _place(labels: Object, levels: Sequence[str]) -> str:

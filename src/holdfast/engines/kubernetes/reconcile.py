@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from holdfast.engines.kubernetes import names, queues, waiting
+from holdfast.engines.kubernetes import machine_orders, names, queues, waiting
 from holdfast.engines.kubernetes.actions import (
     Action,
     AddFinalizer,
@@ -32,6 +32,7 @@ from holdfast.engines.kubernetes.actions import (
     Plan,
     PointService,
     RemoveFinalizer,
+    SizeGroup,
     Tell,
     TellPlace,
 )
@@ -53,10 +54,9 @@ MOST_MADE = 64
 """Pods that one plan makes: the next one sees what became of them."""
 DELETED, SUSPENDED = "the job is deleted", "the job is suspended"
 ACTIVE_DEADLINE = "spec.runPolicy.activeDeadlineSeconds is over"
-BESIDE = ("Secret", "ConfigMap", "Service", "PodDisruptionBudget", "NetworkPolicy")
-OF_A_RUN = "ConfigMap"
-"""Says what the run was started with."""
-CANNOT_MARK = "this version marks no machines: the job itself avoids it"
+BESIDE = ("Secret", "ConfigMap", "PodGroup", "Service", "PodDisruptionBudget", "NetworkPolicy")
+OF_A_RUN = ("PodGroup", "ConfigMap")
+"""Made anew for every run. The ConfigMap says what the run was started with, and so whose the PodGroup is: it goes last."""
 CANNOT_BOOT = "this version boots no machines: the job goes on without it"
 
 
@@ -110,12 +110,13 @@ def _running(seen: Observed, job: HoldfastJob) -> Plan:
     if run == 0 or status.holds(ConditionType.SUSPENDED):
         # Pods of the run before have to be gone: one that still saves must not meet one that already loads.
         old = [_delete(pod, SUSPENDED) for pod in seen.pods if not pod.deleting]
-        if seen.pods or OF_A_RUN in seen.objects:
-            left = (DeleteObject(OF_A_RUN),) if OF_A_RUN in seen.objects else ()
+        left = _left(seen)
+        if seen.pods or left:
             return Plan((*old, *left), status)
         numbers = Number(run=run + 1, term=term + 1, next_number=next_number, begins=True)
         return Plan((numbers,), status_of(seen, job))
     actions: list[Action] = [MakeObject(kind) for kind in beside(job) if kind not in seen.objects]
+    actions += _group(seen, job)
     actions += _coordinator(seen, job, term)
     actions += _nodes(seen, job)
     if _active_deadline_is_over(seen, job):
@@ -130,9 +131,23 @@ def _running(seen: Observed, job: HoldfastJob) -> Plan:
 
 def beside(job: HoldfastJob) -> tuple[str, ...]:
     """Kinds of the objects that a running job has beside its pods."""
-    if job.spec.disruption.max_unavailable == "Any":
-        return tuple(kind for kind in BESIDE if kind != "PodDisruptionBudget")
-    return BESIDE
+    without = {"PodDisruptionBudget"} if job.spec.disruption.max_unavailable == "Any" else set()
+    without |= {"PodGroup"} if job.spec.scheduling.gang is None else set()
+    return tuple(kind for kind in BESIDE if kind not in without)
+
+
+def _left(seen: Observed) -> tuple[DeleteObject, ...]:
+    """What a run that is over leaves, and the next one must not find."""
+    return tuple(DeleteObject(kind) for kind in OF_A_RUN if kind in seen.objects)
+
+
+def _group(seen: Observed, job: HoldfastJob) -> Iterable[Action]:
+    """Never more than there are to be: a group that asks for more can never be complete, and would bind no replacement."""
+    # Without minNodes a job that was made larger still goes on with as many as it began with.
+    fewest = (seen.accepted or job).spec.fewest
+    members = max(1, min(fewest, wanted_nodes(seen, job)))
+    if seen.group_members is not None and seen.group_members != members:
+        yield SizeGroup(members)
 
 
 def _why_held(seen: Observed, job: HoldfastJob) -> str | None:
@@ -156,8 +171,8 @@ def _held(seen: Observed, job: HoldfastJob, why: str) -> Plan:
         return Plan(actions, status_of(seen, job, stopping=why))
     status = status_of(seen, job, held=why)
     # What the next run is started with is read anew.
-    if OF_A_RUN in seen.objects:
-        return Plan((DeleteObject(OF_A_RUN),), status)
+    if left := _left(seen):
+        return Plan(left, status)
     # Written down before the quota is given back. Kueue may admit the job in the next moment, and only a run that is known
     # to be over is followed by another one.
     if seen.status.run and not seen.status.holds(ConditionType.SUSPENDED):
@@ -194,7 +209,8 @@ def _nodes(seen: Observed, job: HoldfastJob) -> Iterable[Action]:
     mine = {pod.name: pod for pod in seen.pods if not pod.coordinator}
     # First, also where the job may be over: an order that nobody acknowledges stays with the coordinator and
     # comes again at every look.
-    yield from _orders(seen, mine)
+    yield from _orders(seen, job, mine)
+    yield from machine_orders.kept_up(seen, job)
     if _may_be_over(seen, mine.values()):
         return
     here = _here(seen, job, mine.values())
@@ -326,7 +342,7 @@ def _never_joined(seen: Observed, pod: PodSeen) -> bool:
     return seen.said is not None and pod.name not in seen.said.nodes and not pod.ready
 
 
-def _orders(seen: Observed, mine: dict[str, PodSeen]) -> Iterable[Action]:
+def _orders(seen: Observed, job: HoldfastJob, mine: dict[str, PodSeen]) -> Iterable[Action]:
     """Carries out what the coordinator ordered, and acknowledges what is done."""
     if seen.said is None:
         return
@@ -346,7 +362,7 @@ def _orders(seen: Observed, mine: dict[str, PodSeen]) -> Iterable[Action]:
             case ProvideNode() if enough:
                 yield Tell(OrderDone(order.order_id))
             case MarkNode():
-                yield Tell(OrderDone(order.order_id, CANNOT_MARK))
+                yield from machine_orders.mark(seen, job, mine.get(order.node), order)
             case RebootNode():
                 yield Tell(OrderDone(order.order_id, CANNOT_BOOT))
 
@@ -413,14 +429,14 @@ def _end(seen: Observed, job: HoldfastJob) -> Ended | None:
         if ACTIVE_DEADLINE in farewell.reason:
             reason = "ActiveDeadline"
         return Ended(reason, farewell.reason or farewell.outcome)
-    began_s = _first_began_s(seen)
+    counts_s = waiting.counts_from_s(seen, job)
     policy = job.spec.run_policy
     # From the status, so that a job that has trained is not ended as one that never began while its coordinator does
     # not answer.
     trained = seen.status.progress is not None and seen.status.progress.step is not None
     # Time in a queue does not count, and time between two tries does.
     waits = seen.status.holds(ConditionType.SUSPENDED) and seen.status.waiting is None
-    late = not waits and began_s is not None and seen.now_s - began_s >= policy.startup_deadline_seconds
+    late = not waits and counts_s is not None and seen.now_s - counts_s >= policy.startup_deadline_seconds
     if late and not trained and not (seen.said and seen.said.step):
         return Ended("StartupDeadline", _why_not_started(seen))
     return None
@@ -489,7 +505,7 @@ def _suspended(seen: Observed, job: HoldfastJob) -> Plan:
         actions = tuple(_delete(pod, SUSPENDED) for pod in seen.pods if not pod.deleting)
         return Plan(actions, status_of(seen, job, stopping=SUSPENDED))
     # What the next run is started with is read anew, and its quota asked for anew.
-    left: list[Action] = [DeleteObject(OF_A_RUN)] if OF_A_RUN in seen.objects else []
+    left: list[Action] = [*_left(seen)]
     left += queues.give_up(seen)
     rests = status_of(seen, job, suspended=True)
     return Plan(tuple(left), msgspec.structs.replace(rests, waiting=None))
@@ -520,11 +536,11 @@ def _active_deadline_is_over(seen: Observed, job: HoldfastJob) -> bool:
 
 def _due_s(seen: Observed, job: HoldfastJob, status: JobStatus) -> float | None:
     """When a deadline comes."""
-    began_s, first_s = _began_s(seen), _first_began_s(seen)
-    if began_s is None or first_s is None:
+    began_s, counts_s = _began_s(seen), waiting.counts_from_s(seen, job)
+    if began_s is None:
         return None
     spec: HoldfastJobSpec = job.spec
-    due = [first_s + spec.run_policy.startup_deadline_seconds]
+    due = [] if counts_s is None else [counts_s + spec.run_policy.startup_deadline_seconds]
     if (left_s := waiting.left_of_patience_s(seen, job, status)) is not None:
         due.append(seen.now_s + left_s)
     if spec.run_policy.active_deadline_seconds is not None:
@@ -534,12 +550,6 @@ def _due_s(seen: Observed, job: HoldfastJob, status: JobStatus) -> float | None:
 
 def _began_s(seen: Observed) -> float | None:
     return from_timestamp(seen.status.start_time)
-
-
-def _first_began_s(seen: Observed) -> float | None:
-    """With the tries that had too few machines."""
-    known = seen.status.waiting
-    return _began_s(seen) if known is None or known.first is None else from_timestamp(known.first)
 
 
 def _delete(pod: PodSeen, reason: str) -> DeletePod:

@@ -14,9 +14,10 @@ from typing import Any
 
 import msgspec
 
-from holdfast.engines.kubernetes import names
+from holdfast.engines.kubernetes import names, pod_group
 from holdfast.engines.kubernetes.check import SHARED_MEMORY, quantity_of_limit
 from holdfast.engines.kubernetes.job_spec import job_spec
+from holdfast.engines.kubernetes.marks import Marking
 from holdfast.engines.kubernetes.names import (
     AGENT_PORT,
     CODE_FOLDER,
@@ -33,8 +34,9 @@ from holdfast.engines.kubernetes.names import (
     STATE_FOLDER,
     TOKEN_FILE,
 )
-from holdfast.engines.kubernetes.reading import TOPOLOGY_LABELS
+from holdfast.engines.kubernetes.reading import GOING_CONDITIONS, TOPOLOGY_LABELS
 from holdfast.engines.kubernetes.resource import API_VERSION, KIND, WORKER, HoldfastJob
+from holdfast.engines.kubernetes.times import timestamp
 
 Object = dict[str, Any]
 
@@ -58,6 +60,12 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """Of both images."""
     topology_labels: tuple[str, ...] = TOPOLOGY_LABELS
     """Labels of machines that say where they stand, from the outermost in."""
+    going_conditions: tuple[str, ...] = GOING_CONDITIONS
+    """Conditions of machines by which others say that one is sick: a job leaves it."""
+    marking: Marking = "none"
+    """What is written on a machine that a job blames."""
+    most_marked_percent: int = 5
+    """Of the cluster's machines, at once; one may always be."""
 
 
 DEFAULT = Setting()
@@ -143,12 +151,15 @@ def agent_pod(
     }
     if spec.run.code is not None:
         worker["workingDir"] = CODE_FOLDER
+    group = pod_group.carried(spec, job.id.name)
+    pod |= group.spec
     metadata = _metadata(
         job,
         names.node_name(job.id.name, number),
         NODE_ROLE,
-        labels={**spec.template.metadata.labels, LABEL_RUN: str(run)},
+        labels={**spec.template.metadata.labels, **group.labels, LABEL_RUN: str(run)},
         annotations=spec.template.metadata.annotations
+        | group.annotations
         | {NOTE_SPEC: spec_hash(job)}
         | ({} if spec.disruption.allow_voluntary else _NOT_BY_AUTOSCALERS)
         | ({names.NOTE_PLACE: ""} if waits_for_place else {}),
@@ -408,6 +419,25 @@ def service(job: HoldfastJob, term: int) -> Object:
     }
 
 
+def event(job: HoldfastJob, name: str, reason: str, text: str, now_s: float) -> Object:
+    """What `kubectl describe` shows of a job. name: of the Event, another one for each."""
+    at = timestamp(now_s)
+    about = {"apiVersion": API_VERSION, "kind": KIND, **msgspec.structs.asdict(job.id)}
+    return {
+        "apiVersion": "v1",
+        "kind": "Event",
+        "metadata": {"name": name, "namespace": job.id.namespace},
+        "involvedObject": about,
+        "type": "Warning",
+        "reason": reason,
+        "message": text,
+        "source": {"component": "holdfast-operator"},
+        "firstTimestamp": at,
+        "lastTimestamp": at,
+        "count": 1,
+    }
+
+
 def budget(job: HoldfastJob) -> Object | None:
     """What may be evicted at once; None: anything."""
     allowed = {"Spares": 0, "One": 1}.get(job.spec.disruption.max_unavailable)
@@ -422,6 +452,18 @@ def budget(job: HoldfastJob) -> Object | None:
             "maxUnavailable": allowed,
             "selector": {"matchLabels": {LABEL_JOB: job.id.name, LABEL_ROLE: NODE_ROLE}},
         },
+    }
+
+
+def group(job: HoldfastJob) -> Object:
+    """Has its scheduler bind the nodes that the job needs together, or none."""
+    gang = job.spec.scheduling.gang
+    assert gang is not None, "a PodGroup is for a job that asks for one"
+    return {
+        "apiVersion": pod_group.API_VERSIONS[gang],
+        "kind": "PodGroup",
+        "metadata": _metadata(job, job.id.name),
+        "spec": pod_group.group_spec(job.spec, job.spec.fewest),
     }
 
 

@@ -150,6 +150,10 @@ class Scheduling(_Struct, frozen=True, kw_only=True):
     """Kueue's, of the nodes that cannot be missed: minNodes and the spares."""
     elastic_workload_priority_class: Annotated[str, NAME_OF_OBJECT] | None = None
     """Kueue's, of each node beyond these: the first to be preempted. Absent: the same."""
+    gang: Literal["KAI", "PodGroup", "Volcano"] | None = None
+    """Binds minNodes together or none, by a PodGroup of Volcano, KAI, or Kubernetes' own (1.37). Absent: pods one by one."""
+    queue: Annotated[str, NAME_OF_OBJECT] | None = None
+    """Volcano's or KAI's."""
     give_back_seconds: Annotated[int, Meta(ge=0, le=86_400)] = 120
     """Without a queue: a start that has too few machines for so long, and up to twice that, gives them back and tries again
     later; 0: it keeps them."""

@@ -3,6 +3,8 @@
 Kubernetes' scheduler binds pods one by one. Two jobs that start at once can each hold half of the machines that both need,
 and neither gives one back: both stand until somebody deletes one. So a job that has too few machines for a while gives all of
 them back, and tries again later. The times are drawn from its uid, so two jobs do not do it at the same moment.
+
+Where a scheduler binds all nodes of a PodGroup together, a job has too few only when it loses one while it begins.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ MOST_BACK_OFF_S = 600.0
 
 def looked(seen: Observed, job: HoldfastJob, status: JobStatus) -> JobStatus:
     """The status with what is remembered of a start; `until` in it means that the pods are to be given back now."""
-    if job.queue or not job.spec.scheduling.give_back_seconds or _has_trained(seen, status):
+    scheduling = job.spec.scheduling
+    is_asked = scheduling.give_back_seconds or scheduling.gang is not None
+    if job.queue or not is_asked or _has_trained(seen, status):
         return msgspec.structs.replace(status, waiting=None)
     bound = _bound(seen)
     before = status.waiting
@@ -44,12 +48,24 @@ def left_of_patience_s(seen: Observed, job: HoldfastJob, status: JobStatus) -> f
     waiting = status.waiting
     nodes = [pod for pod in seen.pods if not pod.coordinator and pod.stays]
     # The scheduler has to have said so: pods of which it knows nothing yet will get their machines in a moment.
-    in_vain = 0 < _bound(seen) < job.spec.fewest and any(pod.unschedulable for pod in nodes)
+    gives_back = job.spec.scheduling.give_back_seconds > 0
+    in_vain = gives_back and 0 < _bound(seen) < job.spec.fewest and any(pod.unschedulable for pod in nodes)
     since_s = from_timestamp(waiting.since) if waiting is not None else None
     if waiting is None or since_s is None or not in_vain:
         return None
     patience_s = job.spec.scheduling.give_back_seconds * (1 + _drawn(job, waiting.tries, "wait"))
     return since_s + patience_s - seen.now_s
+
+
+def counts_from_s(seen: Observed, job: HoldfastJob) -> float | None:
+    """From when on the job has to come to its first step; None: that time does not pass now."""
+    known = seen.status.waiting
+    # As with Kueue, time in a scheduler's queue does not count. It ends when the group is bound.
+    if job.spec.scheduling.gang is not None:
+        return None if known is None or known.bound < job.spec.fewest else from_timestamp(known.since)
+    # With the tries that had too few machines.
+    first = None if known is None else known.first
+    return from_timestamp(first or seen.status.start_time)
 
 
 def back_off_s(seen: Observed) -> float | None:

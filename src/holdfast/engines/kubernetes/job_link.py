@@ -1,0 +1,80 @@
+"""One job's task and its coordinator: whom it listens to, what was said, and what is told."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from holdfast.engines.kubernetes.actions import AskResize, AskStop, Tell
+from holdfast.engines.kubernetes.desk import Desk
+from holdfast.engines.kubernetes.link import CoordinatorLink, RefusedByCoordinator, Silent
+from holdfast.engines.kubernetes.observed import PodSeen, Said
+from holdfast.protocol.lookup import Lookup
+
+_log = logging.getLogger(__name__)
+
+
+class JobLink:
+    """`follow` chooses the coordinator; the rest is about that one."""
+
+    def __init__(
+        self, name: str, desk: Desk, lookup: Callable[[str], Lookup], wake: Callable[[], None]
+    ) -> None:
+        """lookup: of the coordinator at an address. wake: has the job's task look."""
+        self._name, self._desk, self._lookup, self._wake = name, desk, lookup, wake
+        self._link: CoordinatorLink | None = None
+        self._listening: asyncio.Task[None] | None = None
+
+    @property
+    def listens(self) -> bool:
+        """There is a coordinator to listen to."""
+        return self._link is not None
+
+    async def follow(self, pod: PodSeen | None, token: str) -> None:
+        """Listens to this coordinator, and to no other. token: the job's."""
+        wanted = None if pod is None or pod.address is None else (pod.address, pod.number)
+        if self._link is not None and (self._link.host, self._link.term) == wanted:
+            return
+        if self._listening is not None:
+            self._listening.cancel()
+            await asyncio.gather(self._listening, return_exceptions=True)
+            self._listening, self._link = None, None
+        if wanted is not None:
+            host, term = wanted
+            self._link = CoordinatorLink(
+                host=host, term=term, token=token, lookup=self._lookup(host), changed=self._wake
+            )
+            self._listening = asyncio.create_task(self._link.listen())
+
+    async def ask(self) -> Said | None:
+        """None: it does not answer now."""
+        if self._link is None:
+            return None
+        try:
+            said = await self._link.ask()
+        except (Silent, RefusedByCoordinator):
+            return None
+        alive = [name for name, node in said.nodes.items() if node.alive]
+        self._desk.meet(said.term, alive, [order.order_id for order in said.orders])
+        return said
+
+    async def talk(self, action: Tell | AskStop | AskResize) -> None:
+        """What it does not hear now is decided anew at the next look."""
+        if self._link is None:
+            return
+        try:
+            match action:
+                case Tell(news):
+                    await self._link.tell(news)
+                case AskStop(reason):
+                    await self._link.stop(reason)
+                case AskResize(nodes):
+                    await self._link.resize(nodes)
+            self._desk.did(action)
+        except Silent as error:
+            _log.info("%s", error, extra={"job": self._name})
+        except RefusedByCoordinator as error:
+            if isinstance(action, AskResize):
+                self._desk.resize_refused(action.nodes, str(error))
+            _log.warning("the coordinator refuses: %s", error, extra={"job": self._name})
