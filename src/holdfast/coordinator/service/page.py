@@ -18,6 +18,8 @@ from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.service import page_facts, page_reader
 from holdfast.coordinator.service.launches import launches
 from holdfast.coordinator.service.store import Store
+from holdfast.protocol.sample_check import samples_shown
+from holdfast.protocol.verified import verified
 from holdfast.web import views
 from holdfast.web.cost import cost
 from holdfast.web.sources import Answer, Refused, answer, frame, whole
@@ -175,7 +177,10 @@ class PageSource:
                     "worlds": list(story.worlds),
                 }
             case "checkpoints":
-                return views.checkpoints(story, facts)
+                return views.checkpoints(story, facts, verified(self._job_dir))
+            case "samples":
+                # Only the note of the newest check: the record itself may have gigabytes.
+                return samples_shown(self._job_dir, facts["samples_folder"]) | {"step": facts["step"]}
             case "lines":
                 return views.lines(story)
             case _:
