@@ -223,7 +223,7 @@ async def _serve(path: Path, nodes: int, pipe: Any) -> None:
         writer = SideThread("writer")
         writing = asyncio.create_task(_go_on(store, writer, news))
         held: list[float] = []
-        _time_callbacks(held)
+        time_callbacks(held)
         first = time.perf_counter()
 
         def started() -> None:
@@ -269,7 +269,7 @@ def _write(store: Store, step: int, seq: int, t_s: float) -> None:
     )
 
 
-def _time_callbacks(held: list[float]) -> None:
+def time_callbacks(held: list[float]) -> None:
     """Notes the processor milliseconds of each callback of the loop. Not its wall time: on a busy machine that says more of
     the machine."""
     original = asyncio.Handle._run

@@ -81,7 +81,7 @@ def _verified_words(row: dict[str, Any]) -> str:
 
     if row["whole"] is None:
         return units.UNKNOWN
-    return ("" if row["whole"] else "DAMAGED ") + row["verified_utc"][:16]
+    return f"{'' if row['whole'] else 'DAMAGED '}{row['verified_utc'][:16]}"
 
 
 @app.command("show")

@@ -64,7 +64,13 @@ def samples_shown(job_dir: Path, recorded: str | None) -> dict[str, Any]:
     Keys: `once` (None: not known), `why`, `recorded`, `checked_utc`, `steps`, `samples`, `epochs`.
     """
     found = _read(job_dir)
-    known = {"recorded": recorded or None, "checked_utc": None, "steps": None, "samples": None, "epochs": []}
+    known: dict[str, Any] = {
+        "recorded": recorded or None,
+        "checked_utc": None,
+        "steps": None,
+        "samples": None,
+        "epochs": [],
+    }
     if found is not None:
         kept = msgspec.to_builtins(found)
         known |= {k: kept[k] for k in ("steps", "samples", "epochs")} | {"checked_utc": found.utc}
