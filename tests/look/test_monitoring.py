@@ -181,7 +181,7 @@ def test_a_real_prometheus_shows_a_job_with_incidents_and_raises_an_alert(tmp_pa
                 )
                 check_queries(server)
                 used = server.rows("sum by (gpu) (holdfast_node_gpu_utilization_ratio{node='node0'})")
-                assert [(row["metric"]["gpu"], row["value"][1]) for row in used] == [("0", "0.91")]
+                assert [(row["metric"]["gpu"], row["value"][1]) for row in used] == [("0000:5d:00", "0.91")]
                 check_exemplars(server)
                 assert {r["health"] for g in server.get("rules")["groups"] for r in g["rules"]} == {"ok"}
                 hook.wait_for(lambda bodies: any(b"HoldfastRecoveryLoop" in body for body in bodies))

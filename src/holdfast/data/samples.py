@@ -153,7 +153,7 @@ class SampleLedger:
             raise OSError(f"{self._path}: the disk is full")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Checked:
     """What a job was trained on."""
 
@@ -224,7 +224,13 @@ def check(*folders: str | os.PathLike[str], seen: Callable[[int], None] = lambda
         steps += 1
         for epoch, ids in _seen(step, parts, counts, samples):
             epochs.setdefault(epoch, Counter()).update(ids)
-    return Checked(samples, steps, epochs, heads[0].job, any(h.own_order for h in heads))
+    return Checked(
+        samples=samples,
+        steps=steps,
+        epochs=epochs,
+        job=heads[0].job,
+        own_order=any(h.own_order for h in heads),
+    )
 
 
 def _read(path: Path, size: int, seen: Callable[[int], None]) -> tuple[_Head, list[_Line], int] | None:

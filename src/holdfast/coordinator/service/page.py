@@ -248,9 +248,11 @@ class PageSource:
             after = self._story.seq
         shown: dict[str, Any] = {}
         while True:
-            for seq, sent in await self._after(after):
-                yield sent
-                after = seq
+            if batch := await self._after(after):
+                # As one piece: each piece that is sent costs 40 microseconds of the loop, and a viewer that is far behind
+                # gets thousands of entries.
+                yield b"".join(sent for _, sent in batch)
+                after = batch[-1][0]
             # One batch at a time: what else waits for the thread gets its turn in between.
             if after < self._story.seq:
                 continue
