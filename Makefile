@@ -101,7 +101,7 @@ look: setup
 	command -v npm >/dev/null || tests/packages.sh install "the tests in a browser" npm
 	[ -x $(LOOK)/bin/python ] || $(PYTHON) -m venv $(LOOK)
 	$(LOOK)/bin/python -m pip install --disable-pip-version-check -q 'mlflow-skinny>=3.17,<4' 'sqlalchemy>=2,<3' 'alembic>=1.13,<2' \
-	  'wandb>=0.25,<1' 'viztracer>=1.1,<2' 'selenium>=4.27,<5'
+	  'wandb>=0.25,<1' 'viztracer>=1.1,<2' 'selenium>=4.27,<5' 'opentelemetry-exporter-otlp-proto-common>=1.30,<2'
 	[ -f out/look/axe/package/axe.min.js ] || { mkdir -p out/look/axe && \
 	  npm pack --silent --pack-destination out/look $(AXE) >/dev/null && tar xzf out/look/axe-core-*.tgz -C out/look/axe; }
 	site=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import multiprocessing
 import random
@@ -18,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -223,7 +225,7 @@ async def _serve(path: Path, nodes: int, pipe: Any) -> None:
         writer = SideThread("writer")
         writing = asyncio.create_task(_go_on(store, writer, news))
         held: list[float] = []
-        _time_callbacks(held)
+        time_callbacks(held)
         first = time.perf_counter()
 
         def started() -> None:
@@ -269,16 +271,36 @@ def _write(store: Store, step: int, seq: int, t_s: float) -> None:
     )
 
 
-def _time_callbacks(held: list[float]) -> None:
+def time_callbacks(held: list[float], slow: list[str] | None = None) -> None:
     """Notes the processor milliseconds of each callback of the loop. Not its wall time: on a busy machine that says more of
-    the machine."""
+    the machine.
+
+    slow: gets a line for each callback that held the loop for too long, with what the garbage collector had of that.
+    """
     original = asyncio.Handle._run
+    collecting = [0.0, 0.0]
+
+    def collected(phase: str, info: dict[str, int]) -> None:
+        if threading.current_thread() is not loop_thread:
+            return
+        if phase == "start":
+            collecting[1] = time.thread_time()
+        else:
+            collecting[0] += time.thread_time() - collecting[1]
 
     def timed(handle: asyncio.Handle) -> None:
+        collecting[0] = 0.0
         began = time.thread_time()
         original(handle)
-        held.append((time.thread_time() - began) * 1e3)
+        took_ms = (time.thread_time() - began) * 1e3
+        held.append(took_ms)
+        if slow is not None and took_ms > SLOW_MS:
+            # A step of a task is known by the task.
+            what = repr(getattr(handle._callback, "__self__", handle._callback))[:160]
+            slow.append(f"{took_ms:.1f} ms, {collecting[0] * 1e3:.1f} of them the garbage collector: {what}")
 
+    loop_thread = threading.current_thread()
+    gc.callbacks.append(collected)
     asyncio.Handle._run = timed  # type: ignore[method-assign]
 
 

@@ -3,13 +3,16 @@
 import json
 import shutil
 
+import msgspec
 import pytest
 import torch
 
+from holdfast.checkpoint.layout import decode_manifest, encode_manifest
 from holdfast.checkpoint.policy import Retention
 from holdfast.engines.jobs import JobFolder
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.snapshots import DurableTier, Saving
+from holdfast.protocol.verified import NOTES
 from holdfast.train import checkpoint_restore, state_image
 
 
@@ -80,6 +83,47 @@ def test_verify_tells_programs(holdfast, saved):
     assert four == {"step": 4, "place": f"{saved}/step-4", "whole": True, "bytes": 32}
     assert [eight["step"], eight["whole"]] == [8, False]
     assert "cut short: 0 of 32 bytes" in eight["why"]
+
+
+def read_back(holdfast, *args):
+    return [(r["step"], r["whole"]) for r in json.loads(holdfast("checkpoint", "ls", *args, "--json").out)]
+
+
+def test_when_it_was_read_back_is_listed(holdfast, saved):
+    assert read_back(holdfast) == [(4, None), (8, None)]
+    row_of(saved / "step-8").write_bytes(b"")
+    holdfast("checkpoint", "verify")
+    assert read_back(holdfast) == read_back(holdfast, str(saved)) == [(4, True), (8, False)]
+    four, eight = holdfast("checkpoint", "ls", "-o", "wide").out.splitlines()[1:]
+    assert ("DAMAGED" in four, "DAMAGED" in eight) == (False, True)
+    assert four.split()[-1] == f"{saved}/step-4"
+
+
+def test_a_place_that_is_named_is_remembered_by_the_job_that_saves_there(holdfast, saved, tmp_path):
+    assert holdfast("checkpoint", "verify", str(saved / "step-4")).code == 0
+    assert read_back(holdfast, "--job", "done") == [(4, True), (8, None)]
+    # A copy is another checkpoint, which no job here saves: nothing is known of it before or after.
+    shutil.copytree(saved, tmp_path / "copy")
+    assert holdfast("checkpoint", "verify", str(tmp_path / "copy")).code == 0
+    assert read_back(holdfast, str(tmp_path / "copy")) == [(4, None), (8, None)]
+
+
+def test_a_step_that_is_saved_again_was_not_read_back(holdfast, saved):
+    holdfast("checkpoint", "verify")
+    manifest = saved / "step-8" / "manifest.json"
+    known = decode_manifest(manifest.read_bytes(), "")
+    manifest.write_bytes(
+        encode_manifest(msgspec.structs.replace(known, saved_at="2031-01-01T00:00:00+00:00"))
+    )
+    assert read_back(holdfast) == [(4, True), (8, None)]
+
+
+def test_lines_of_notes_that_cannot_be_read_are_left_out(holdfast, saved):
+    (saved.parent / NOTES).write_bytes(b"\xff{\n" + b"x" * (1 << 20) + b"\n")
+    holdfast("checkpoint", "verify")
+    assert read_back(holdfast) == [(4, True), (8, True)]
+    # The file was too long, so what cannot be read is gone.
+    assert len((saved.parent / NOTES).read_bytes().splitlines()) == 2
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])

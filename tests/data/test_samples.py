@@ -3,6 +3,7 @@ import itertools
 import numpy as np
 import pytest
 
+from holdfast.data import samples
 from holdfast.data.samples import SUFFIX, SampleLedger, check
 from holdfast.errors import DataError, UsageError
 
@@ -133,6 +134,48 @@ def test_a_line_that_was_not_finished_is_left_out(job):
         with path.open("ab") as file:
             file.write(b'{"g":1,"s":9')
     assert check(job.folder).steps == 1
+
+
+def test_what_is_written_while_the_record_is_read_is_left_for_the_next_time(job):
+    job.step(1, 0)
+    job.step(1, 1)
+    read = []
+
+    def seen(nbytes):
+        if not read:  # the first worker's file is read, and has no line of this step
+            job.step(1, 2)
+        read.append(nbytes)
+
+    assert check(job.folder, seen=seen).steps == 2
+    assert len(read) == 3
+    assert check(job.folder).steps == 3
+
+
+def test_a_later_commit_vouches_for_one_that_came_while_the_sizes_were_taken(job, monkeypatch):
+    job.step(1, 0)
+    job.compute(1, 1, 0, [0, 1])
+    job.compute(1, 1, 1, [2, 3])
+    files, calls = samples.files_of, []
+
+    def one_by_one(*folders):
+        calls.append(folders)
+        for number, path in enumerate(files(*folders)):
+            yield path
+            if (len(calls), number) == (1, 0):  # the size of the first worker's file is known
+                job.commit(1, 1, 0)
+                job.compute(2, 2, 2, range(4))
+                job.commit(2, 2, 2)
+
+    monkeypatch.setattr(samples, "files_of", one_by_one)
+    assert check(job.folder).steps == 3
+
+
+def test_a_damaged_line_is_named(job):
+    job.step(1, 0)
+    path = min(job.folder.glob(f"*{SUFFIX}"))
+    path.write_bytes(path.read_bytes().replace(b'{"g":1,"s":0}', b'{"g":1,"s":x}'))
+    with pytest.raises(DataError, match=rf"{path}, line 3, is damaged"):
+        check(job.folder)
 
 
 def test_every_order_in_which_two_workers_may_die_in_a_step(job, tmp_path, monkeypatch):

@@ -42,7 +42,7 @@ def until(what: Callable[[], T | None], why: str, within_s: float = 90.0) -> T:
         try:
             if (found := what()) is not None:
                 return found
-        except (urllib.error.URLError, ConnectionError):
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
             pass
         time.sleep(LOOK_S)
     raise AssertionError(f"not within {within_s} s: {why}")
@@ -71,6 +71,8 @@ class Prometheus:
             with urllib.request.urlopen(url, timeout=10) as answer:
                 return json.load(answer)["data"]
         except urllib.error.HTTPError as error:
+            if error.code == 503:  # it listens, and has not read its disk yet
+                raise ConnectionError(f"{path}: not ready") from None
             raise AssertionError(f"{path} {query}: {error.read().decode()}") from None
 
     def rows(self, expr: str) -> list[dict[str, Any]]:

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import typer.main
 import yaml
+from gpus import stand_in
 from harness import HERE, end_leftovers, end_started, start
+from machines import write
 from servers import Prometheus, alertmanager, listener, program, prometheus, until
 
 from holdfast.cli.app import app
@@ -113,6 +115,8 @@ DCGM_FI_DEV_GPU_TEMP{{Hostname="127.0.0.1",gpu="0"}} 64
 node_cpu_seconds_total{{cpu="0",mode="idle"}} {n}
 node_network_receive_bytes_total{{device="eth0"}} {n}
 """
+GPU = {"utilization": "91", "power": "350000", "memory_used": "5000000000"}
+"""What the job's own agents read of the stand-in for the driver, beside what a healthy one has."""
 NEVER_HERE = {"Findings without action"}
 """Panels of what does not happen to this job."""
 
@@ -152,7 +156,9 @@ def check_exemplars(server: Prometheus) -> None:
 
 
 @pytest.mark.look
-def test_a_real_prometheus_shows_a_job_with_incidents_and_raises_an_alert(tmp_path):
+def test_a_real_prometheus_shows_a_job_with_incidents_and_raises_an_alert(tmp_path, monkeypatch):
+    stand_in(tmp_path / "driver")
+    write(tmp_path / "driver/0", GPU)
     home = tmp_path / "home"
     home.mkdir()
     tier = tmp_path / "tier"
@@ -164,6 +170,8 @@ def test_a_real_prometheus_shows_a_job_with_incidents_and_raises_an_alert(tmp_pa
             config = config_of(home, tmp_path, others.url.removeprefix("http://"), port)
             with prometheus(tmp_path, config) as server:
                 until(lambda: server.rows("up") or None, "Prometheus answers")
+                # Agents load the driver's library by its name.
+                monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path / "driver"))
                 start(home, *options, *faults, HERE / "train_logging.py", 100_000, 0.01)
                 until(
                     lambda: server.rows('up{holdfast_job="job"} == 1') or None, "it finds the job by itself"
@@ -172,6 +180,8 @@ def test_a_real_prometheus_shows_a_job_with_incidents_and_raises_an_alert(tmp_pa
                     lambda: server.rows("holdfast_slow_ranks == 1") or None, "all that goes wrong went wrong"
                 )
                 check_queries(server)
+                used = server.rows("sum by (gpu) (holdfast_node_gpu_utilization_ratio{node='node0'})")
+                assert [(row["metric"]["gpu"], row["value"][1]) for row in used] == [("0000:5d:00", "0.91")]
                 check_exemplars(server)
                 assert {r["health"] for g in server.get("rules")["groups"] for r in g["rules"]} == {"ok"}
                 hook.wait_for(lambda bodies: any(b"HoldfastRecoveryLoop" in body for body in bodies))

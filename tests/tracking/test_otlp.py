@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from servers import Heard, listener
 
+import holdfast
 from holdfast.coordinator.service.store import LedgerEntry, News, NewStep, StepRow
 from holdfast.errors import UsageError
-from holdfast.observe.trace_ids import trace_id
+from holdfast.observe.trace_ids import span_id, trace_id
 from holdfast.tracking import otlp
 from holdfast.tracking.follower import tracker
 from holdfast.tracking.otlp import Otlp
@@ -142,15 +143,10 @@ def test_what_is_refused(tmp_path: Path, url: str, said: str) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.look
-def test_opentelemetrys_own_schema_has_every_field(tmp_path: Path, collector: Heard) -> None:
-    """JSON's ids are hexadecimal there, and protobuf's mapping wants base64: that is the only difference."""
+def request_of(body: bytes) -> Any:
+    """What was sent, as a collector's own schema reads it."""
     from google.protobuf import json_format
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-
-    with closing(Otlp(collector.url, tmp_path)) as to:
-        tell(to, *job())
-    [body] = collector.bodies
 
     def as_protobuf_wants(value: Any) -> Any:
         if isinstance(value, dict):
@@ -162,13 +158,124 @@ def test_opentelemetrys_own_schema_has_every_field(tmp_path: Path, collector: He
             }
         return [as_protobuf_wants(x) for x in value] if isinstance(value, list) else value
 
-    request = json_format.ParseDict(as_protobuf_wants(json.loads(body)), ExportTraceServiceRequest())
+    return json_format.ParseDict(as_protobuf_wants(json.loads(body)), ExportTraceServiceRequest())
+
+
+@pytest.mark.look
+def test_opentelemetrys_own_schema_has_every_field(tmp_path: Path, collector: Heard) -> None:
+    """JSON's ids are hexadecimal there, and protobuf's mapping wants base64: that is the only difference."""
+    with closing(Otlp(collector.url, tmp_path)) as to:
+        tell(to, *job())
+    [body] = collector.bodies
+    request = request_of(body)
     [scope] = request.resource_spans[0].scope_spans
     root = scope.spans[0]
     assert (root.trace_id.hex(), len(root.trace_id), len(root.span_id)) == (trace_id(BEGAN, 1), 16, 8)
     assert root.end_time_unix_nano - root.start_time_unix_nano == 4_000_000_000
     assert {a.key: a.value for a in root.attributes}["holdfast.incident.id"].int_value == 1
     assert [s.name for s in scope.spans][:2] == ["holdfast.incident", "holdfast.detect"]
+
+
+@pytest.mark.look
+def test_the_official_sdk_says_the_same_of_the_same_incident(tmp_path: Path, collector: Heard) -> None:
+    """Built with OpenTelemetry's own classes and encoded by its exporter, from what happened and not from what was sent."""
+    from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import Event, ReadableSpan
+    from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+    from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
+
+    with closing(Otlp(collector.url, tmp_path)) as to:
+        tell(to, *job())
+    ours = request_of(collector.bodies[0])
+    [said] = [
+        a["value"]["stringValue"]
+        for s in spans(collector)
+        for e in s.get("events", [])
+        for a in e["attributes"]
+    ]
+    assert "swap it" in said
+    resource = Resource(
+        {"service.name": "holdfast", "service.namespace": tmp_path.name, "service.instance.id": BEGAN}
+    )
+    scope = InstrumentationScope("holdfast", holdfast.__version__)
+
+    def context(number: int, name: str) -> SpanContext:
+        ids = int(trace_id(BEGAN, number), 16), int(span_id(BEGAN, number, name), 16)
+        return SpanContext(*ids, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+
+    def span(name: str, number: int, own: str, begin_s: float, end_s: float, **more: Any) -> ReadableSpan:
+        times = {"start_time": nano(begin_s), "end_time": nano(end_s)}
+        known = {"kind": SpanKind.INTERNAL, "resource": resource, "instrumentation_scope": scope, **times}
+        return ReadableSpan(name, context(number, own), **known, **more)
+
+    def phase(name: str, number: int, begin_s: float, end_s: float) -> ReadableSpan:
+        parent = context(number, "incident 0")
+        plain = {"is_goodput_span": False}
+        return span(f"holdfast.{name}", number, f"{name} 0", begin_s, end_s, parent=parent, attributes=plain)
+
+    known = {
+        "error.type": "process",
+        "is_goodput_span": False,
+        "holdfast.cause": "killed",
+        "holdfast.node": "n1",
+    }
+    first = known | {
+        "holdfast.incident.id": 1,
+        "holdfast.ranks": [1],
+        "holdfast.lost_steps": 0,
+        "holdfast.stall_s": 3.0,
+    }
+    second = known | {"holdfast.incident.id": 2, "holdfast.ranks": [1]}
+    theirs = encode_spans(
+        [
+            span(
+                "holdfast.incident", 1, "incident 0", 1.0, 5.0, attributes=first, status=Status(StatusCode.OK),
+                events=[Event("asked", {"holdfast.text": said}, nano(2.0))],
+            ),
+            phase("detect", 1, 1.0, 1.5),
+            phase("decide", 1, 1.5, 1.75),
+            phase("first_step", 1, 1.75, 5.0),
+            span(
+                "holdfast.incident", 2, "incident 0", 4.0, 4.5, attributes=second, status=Status(StatusCode.ERROR),
+                links=[Link(context(1, "incident 0"))],
+            ),
+            phase("detect", 2, 4.0, 4.5),
+        ]
+    )  # fmt: skip
+    [scope_spans] = ours.resource_spans[0].scope_spans
+    others = [
+        s for s in scope_spans.spans if s.trace_id.hex() not in (trace_id(BEGAN, 1), trace_id(BEGAN, 2))
+    ]
+    for start in others:  # the job's start, which has a test of its own
+        scope_spans.spans.remove(start)
+    [[one, *_], [other, *_]] = [without_flags(request)["resourceSpans"] for request in (ours, theirs)]
+    assert one["resource"] == other["resource"]
+    [told], [expected] = one["scopeSpans"], other["scopeSpans"]
+    assert told["scope"] == expected["scope"]
+    for said_span, wanted in zip(told["spans"], expected["spans"], strict=True):
+        assert said_span == wanted, wanted["name"]
+
+
+def nano(at_s: float) -> int:
+    return round((LEDGER_S + at_s) * 1e9)
+
+
+def without_flags(request: Any) -> dict[str, Any]:
+    """As plain values. Flags say how a trace was sampled, which is of no use here; attributes have no order, and an empty status is
+    one that is not set."""
+    from google.protobuf import json_format
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            kept = {k: plain(v) for k, v in value.items() if k != "flags" and v != {}}
+            if "attributes" in kept:
+                kept["attributes"].sort(key=lambda one: one["key"])
+            return kept
+        return [plain(x) for x in value] if isinstance(value, list) else value
+
+    found: dict[str, Any] = plain(json_format.MessageToDict(request))
+    return found
 
 
 def new_step(step: int, t_s: float) -> NewStep:

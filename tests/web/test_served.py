@@ -25,6 +25,8 @@ from holdfast.coordinator.service.store import LedgerEntry, Page, ReportedSteps,
 from holdfast.protocol.endpoint import Endpoint
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.messages import StepTold
+from holdfast.protocol.sample_check import SamplesChecked, write_checked
+from holdfast.protocol.verified import Verified, note_verified
 from holdfast.ui.host import UiHost
 from holdfast.ui.server import UiServer, loopback
 from holdfast.ui.single_file import single_file
@@ -113,6 +115,7 @@ def test_every_panel_of_a_job_that_has_ended(home: Path) -> None:
             "ranks",
             "series",
             "checkpoints",
+            "samples",
             "lines",
         ):
             async with client.get(f"{url}/api/v1/{name}") as page:
@@ -128,10 +131,48 @@ def test_every_panel_of_a_job_that_has_ended(home: Path) -> None:
         )
         assert found["series"]["columns"]["step"] == list(range(100))
         assert found["series"]["columns"]["weight_per_s"][0] == pytest.approx(80.0)
+        assert (found["samples"]["once"], found["samples"]["step"]) == (None, 100)
+        assert "run.steps(ledger=FOLDER)" in found["samples"]["why"]
         for address, status in (("nothing", 404), ("incident?id=7", 404), ("incident?id=x", 400), ("series?from=-1", 400),
                                 ("now?job=other", 404), ("now?job=../old", 404), ("log?worker=a", 404)):  # fmt: skip
             async with client.get(f"{url}/api/v1/{address}") as page:
                 assert page.status == status, address
+
+    asks(look)
+
+
+def test_what_commands_found_is_on_the_page(home: Path) -> None:
+    """Whether samples came once, and whether checkpoints were read back: noted in the job's folder, or not known."""
+    at = "2026-01-02T03:10:00.000+00:00"
+    with closing(Store(home / "jobs/old/job.sqlite")) as store:
+        entries = [
+            LedgerEntry(seq=EVENTS + n, t_s=60.0, utc=UTC, kind="saved", fields={"step": n, "url": "/tier"})
+            for n in (1, 2, 3)
+        ]
+        store.write(Page(entries=entries))
+    folder = home / "jobs/old"
+    write_checked(folder, SamplesChecked(utc=at, folders=("/s",), once=True, why="all came", steps=90))
+    for step, utc, whole in ((1, at, True), (2, at, False), (3, "2025-12-31T00:00:00.000+00:00", True)):
+        note_verified(folder, Verified(utc=utc, url="/tier", step=step, whole=whole, why="w" * (not whole)))
+
+    async def look(client: aiohttp.ClientSession, url: str, sessions: Sessions) -> None:
+        async with client.get(f"{url}/api/v1/samples") as page:
+            found = await page.json()
+        assert [found[k] for k in ("once", "why", "checked_utc", "steps", "step")] == [
+            True,
+            "all came",
+            at,
+            90,
+            100,
+        ]
+        async with client.get(f"{url}/api/v1/checkpoints") as page:
+            shown = (await page.json())["checkpoints"]
+        # The third was saved again since: then nobody has read it.
+        assert [(c["step"], c["whole"], c["verified_utc"], c["why"]) for c in shown] == [
+            (3, None, None, ""),
+            (2, False, at, "w"),
+            (1, True, at, ""),
+        ]
 
     asks(look)
 
@@ -225,7 +266,7 @@ def test_a_stream_goes_on_where_the_browser_was(home: Path) -> None:
 
 
 def test_a_slow_viewer_misses_nothing_and_nothing_waits_for_it(tmp_path: Path) -> None:
-    """It reads one frame while thousands are written; then it reads on, from the ledger."""
+    """It reads one piece while thousands are written; then it reads on, from the ledger."""
     path = tmp_path / "job.sqlite"
     most = 3 * FRAMES
 
@@ -246,7 +287,8 @@ def test_a_slow_viewer_misses_nothing_and_nothing_waits_for_it(tmp_path: Path) -
             stream = source.stream(0, "")
             async for frame in stream:
                 found += seqs(frame.decode())
-                if found == [1]:
+                assert len(seqs(frame.decode())) <= BATCH
+                if found == [1, 2, 3, 4, 5]:
                     write(store, 6, most)
                     # Other viewers look meanwhile, so what is kept in memory is far past this one.
                     source._taken_at = -1.0

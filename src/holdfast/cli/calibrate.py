@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from holdfast.cli.common import AsJson, write_json
+from holdfast.cli.common import AsJson, Output, width_of, write_as
 
 if TYPE_CHECKING:
     from holdfast.plan.calibration import Calibration, Run
@@ -31,10 +31,12 @@ def calibrate(
         ),
     ] = None,
     as_json: AsJson = False,
+    output: Output = None,
 ) -> None:
     """Estimates failure rates with confidence intervals, phase times, and what the wall time went into, from past runs."""
     import msgspec
 
+    from holdfast.observe.tables import WIDTH
     from holdfast.plan.calibration import calibrate, fields
     from holdfast.protocol import units
 
@@ -42,18 +44,18 @@ def calibrate(
     made = fields(found)
     if out is not None:
         out.write_text("".join(f"{k}: {v}\n" for k, v in made.items()))
-    if as_json:
-        write_json(msgspec.to_builtins(found) | {"fields": made})
+    if write_as(msgspec.to_builtins(found) | {"fields": made}, as_json, output):
         return
     stdout = sys.stdout
     stdout.write(f"{units.plural(found.runs, 'run')}, {found.node_hours:,.1f} node-hours\n\n")
-    _print_rates(found)
-    _print_times(found)
-    _print_spent(found)
+    width = width_of(output, WIDTH)
+    _print_rates(found, width)
+    _print_times(found, width)
+    _print_spent(found, width)
     stdout.write("\nfields for plan run\n" + "".join(f"  {k}: {v}\n" for k, v in made.items()))
 
 
-def _print_rates(found: Calibration) -> None:
+def _print_rates(found: Calibration, width: int) -> None:
     from holdfast.observe.tables import print_table
     from holdfast.plan.calibration import FEW
     from holdfast.protocol import units
@@ -68,7 +70,7 @@ def _print_rates(found: Calibration) -> None:
         )
         for r in found.rates
     ]
-    print_table(sys.stdout, ("failures", "seen", "per node-hour", "95% confidence", ""), rows)
+    print_table(sys.stdout, ("failures", "seen", "per node-hour", "95% confidence", ""), rows, width=width)
     # Beside the rate, since nobody reads an interval who was given a number: with two failures the true rate
     # may be a third or three times as much.
     if found.rates[-1].few:
@@ -77,7 +79,7 @@ def _print_rates(found: Calibration) -> None:
         sys.stdout.write(f"{units.plural(found.injected, 'injected fault')} counted for the times only\n")
 
 
-def _print_times(found: Calibration) -> None:
+def _print_times(found: Calibration, width: int) -> None:
     from holdfast.observe.tables import print_table
     from holdfast.protocol import units
 
@@ -93,10 +95,10 @@ def _print_times(found: Calibration) -> None:
         for t in found.times
     ]
     sys.stdout.write("\n")
-    print_table(sys.stdout, ("phase", "seen", "median", "90%"), phases)
+    print_table(sys.stdout, ("phase", "seen", "median", "90%"), phases, width=width)
 
 
-def _print_spent(found: Calibration) -> None:
+def _print_spent(found: Calibration, width: int) -> None:
     from holdfast.observe.tables import print_table
     from holdfast.protocol import units
 
@@ -108,7 +110,7 @@ def _print_spent(found: Calibration) -> None:
         for kind, seconds in found.spent_s.items()
     ]
     sys.stdout.write("\n")
-    print_table(sys.stdout, ("wall time", "time", "share"), spent)
+    print_table(sys.stdout, ("wall time", "time", "share"), spent, width=width)
     sys.stdout.write(f"goodput {units.share(found.goodput)}\n")
 
 
@@ -140,17 +142,16 @@ def _read(name: str, per_node: int) -> Run:
     return Run(read_report(folder), state.spec.nproc if state else per_node)
 
 
-def validate(as_json: AsJson = False) -> None:
+def validate(as_json: AsJson = False, output: Output = None) -> None:
     """Compares formulas, simulation, core and published numbers, and marks numbers that cannot be reproduced."""
-    import msgspec
-
-    from holdfast.observe.tables import print_table
+    from holdfast.observe.tables import WIDTH, print_table
     from holdfast.simulate.validation import validate
 
     checks = validate()
-    if as_json:
-        write_json(msgspec.to_builtins(checks))
-        return
+    wrong = sum(c.reproduced is False for c in checks)
+    if write_as(checks, as_json, output):
+        # The exit code is the same whoever reads the answer.
+        raise typer.Exit(1 if wrong else 0)
 
     def shown(value: float, unit: str) -> str:
         if unit == "%":
@@ -167,9 +168,8 @@ def validate(as_json: AsJson = False) -> None:
         )
         for c in checks
     ]
-    print_table(sys.stdout, ("", "expected", "ours", "what"), rows)
+    print_table(sys.stdout, ("", "expected", "ours", "what"), rows, width=width_of(output, WIDTH))
     open_ = sum(c.reproduced is None for c in checks)
-    wrong = sum(c.reproduced is False for c in checks)
     sys.stdout.write(
         f"\n{len(checks) - open_ - wrong} of {len(checks)} agree, {wrong} (≠) do not; {open_} (?) public numbers cannot be reproduced\n"
     )

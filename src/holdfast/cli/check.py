@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from holdfast.cli.common import JobName
+from holdfast.cli.common import Format, JobName, Output, width_of, write_as
 from holdfast.cli.options import command
 from holdfast.protocol.check_options import CheckOptions
 
@@ -43,6 +43,7 @@ def check(
         Path | None,
         typer.Option("--json", metavar="FILE", help="Write the results as JSON; - for standard output."),
     ] = None,
+    output: Output = None,
 ) -> None:
     """Checks nodes of a running job, or this machine if neither nodes nor a job are named.
 
@@ -62,7 +63,7 @@ def check(
             raise UsageError(f"--folder {folder}: there is no such folder")
         results = {HERE: _of_machine(folder.resolve(), options.deep, options.seconds)}
     conditions = summary(results)
-    _show(results, conditions, json)
+    _show(results, conditions, json, output)
     # Both may be there at once. The fault is the one that somebody has to act on, so it decides the exit
     # code.
     if Condition.FAULTY in conditions.values():
@@ -186,7 +187,9 @@ class _Doing:
         sys.stderr.flush()
 
 
-def _show(results: Results, conditions: Mapping[str, Condition], path: Path | None) -> None:
+def _show(
+    results: Results, conditions: Mapping[str, Condition], path: Path | None, output: Format | None
+) -> None:
     from datetime import UTC, datetime
 
     import msgspec
@@ -202,11 +205,14 @@ def _show(results: Results, conditions: Mapping[str, Condition], path: Path | No
             sys.stdout.write(text.decode())
             return
         path.write_bytes(text)
+    if write_as(report, False, output):
+        return
     from rich.console import Console
 
     from holdfast.observe.checks import checks_table
 
-    console = Console(width=min(WIDTH, Console().width) if sys.stdout.isatty() else WIDTH, highlight=False)
+    usual = min(WIDTH, Console().width) if sys.stdout.isatty() else WIDTH
+    console = Console(width=width_of(output, usual), highlight=False)
     console.print(checks_table(results, conditions))
     for node, condition in conditions.items():
         console.print(f"{node}: {condition.value}", soft_wrap=True)

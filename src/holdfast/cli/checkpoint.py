@@ -12,6 +12,7 @@ from holdfast.cli.common import WIDE, AsJson, Format, JobName, Output, width_of,
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.archive import Archive
+    from holdfast.protocol.verified import Verified
 
 app = typer.Typer(no_args_is_help=True, help="Checkpoints: list, show, verify, remove and convert them.")
 PLACE_WIDTH = 40
@@ -26,13 +27,15 @@ Place = Annotated[
 
 @app.command("ls")
 def ls(place: Place = None, job: JobName = None, as_json: AsJson = False, output: Output = None) -> None:
-    """Lists the checkpoints, oldest first."""
+    """Lists the checkpoints, oldest first, and when each was read back last (`verify`)."""
     from holdfast.errors import StateError
     from holdfast.observe.tables import print_table
     from holdfast.protocol import units
 
     rows: list[dict[str, Any]] = []
-    for archive, step in find(place, job):
+    found = find(place, job)
+    known = _read_back(_savers({archive.tier.url for archive, _ in found}, place, job))
+    for archive, step in found:
         row: dict[str, Any] = {"step": step, "bytes": None, "world": None, "saved_at": None}
         row["place"] = archive.where(step)
         try:
@@ -40,6 +43,11 @@ def ls(place: Place = None, job: JobName = None, as_json: AsJson = False, output
             row |= {"bytes": manifest.nbytes, "world": manifest.world, "saved_at": manifest.saved_at}
         except StateError as error:
             row["trouble"] = str(error)
+        # A step that was saved again since is another checkpoint.
+        note = known.get((archive.tier.url, step))
+        if note is not None and note.saved_at != row["saved_at"]:
+            note = None
+        row |= {"whole": note and note.whole, "verified_utc": note and note.utc}
         rows.append(row)
     if write_as(rows, as_json, output):
         return
@@ -51,13 +59,14 @@ def ls(place: Place = None, job: JobName = None, as_json: AsJson = False, output
             units.size(r["bytes"]),
             units.count(r["world"]),
             (r["saved_at"] or units.UNKNOWN)[:19],
+            _verified_words(r),
             units.clip_path(r["place"], width),
         )
         for r in rows
     ]
     print_table(
         sys.stdout,
-        ("step", "size", "ranks", "saved (UTC)", "place"),
+        ("step", "size", "ranks", "saved (UTC)", "read back (UTC)", "place"),
         cells,
         right=3,
         **({"width": WIDE} if wide else {}),
@@ -65,6 +74,14 @@ def ls(place: Place = None, job: JobName = None, as_json: AsJson = False, output
     for r in rows:
         if "trouble" in r:
             _note(f"step {r['step']} is not complete: {r['trouble']}")
+
+
+def _verified_words(row: dict[str, Any]) -> str:
+    from holdfast.protocol import units
+
+    if row["whole"] is None:
+        return units.UNKNOWN
+    return f"{'' if row['whole'] else 'DAMAGED '}{row['verified_utc'][:16]}"
 
 
 @app.command("show")
@@ -108,13 +125,19 @@ def verify(place: Place = None, job: JobName = None, as_json: AsJson = False) ->
     results: list[dict[str, Any]] = []
     unreadable: list[str] = []
     found = find(place, job, unreadable)
+    savers = _savers({archive.tier.url for archive, _ in found}, place, job)
     for archive, step in found:
         result: dict[str, Any] = {"step": step, "place": archive.where(step)}
         try:
             with ByteCount(sys.stderr, f"step {step}") as progress:
                 result |= {"whole": True, "bytes": archive.verify(step, progress.add).nbytes}
-        except (StateError, TierError) as error:
+        except StateError as error:
             result |= {"whole": False, "why": str(error)}
+        # A tier that does not answer says nothing about its checkpoints, so nothing is kept of that.
+        except TierError as error:
+            results.append(result | {"whole": False, "why": str(error)})
+            continue
+        _keep(savers, archive, step, result)
         results.append(result)
     if as_json:
         write_json(results)
@@ -129,6 +152,60 @@ def verify(place: Place = None, job: JobName = None, as_json: AsJson = False) ->
     # A tier that cannot be read may hold the only good copy, so its checkpoints are not known to be complete.
     if unreadable or not all(r["whole"] for r in results):
         raise typer.Exit(1)
+
+
+def _savers(urls: set[str], place: str | None, job: str | None) -> dict[str, list[Path]]:
+    """Of each tier the jobs here that save there: in their folders is kept when a checkpoint was read back."""
+    from holdfast.engines import jobs
+    from holdfast.errors import UsageError
+
+    found: dict[str, list[Path]] = {url: [] for url in urls}
+    for folder in [jobs.existing(job)] if place is None else jobs.folders():
+        try:
+            saves_to = {tier.url for tier in jobs.read_spec(folder).saving.tiers}
+        except UsageError:
+            continue  # a job that cannot be read hides no other
+        for url in urls & saves_to:
+            found[url].append(folder)
+    return found
+
+
+def _read_back(savers: dict[str, list[Path]]) -> dict[tuple[str, int], Verified]:
+    from holdfast.protocol.verified import verified
+
+    known: dict[tuple[str, int], Verified] = {}
+    for folder in {folder for folders in savers.values() for folder in folders}:
+        for key, note in verified(folder).items():
+            if key not in known or note.utc > known[key].utc:
+                known[key] = note
+    return known
+
+
+def _keep(savers: dict[str, list[Path]], archive: Archive, step: int, result: dict[str, Any]) -> None:
+    """Keeps what was found, for `holdfast checkpoint ls` and the page."""
+    from datetime import UTC, datetime
+
+    from holdfast.errors import StateError, TierError
+    from holdfast.protocol.verified import Verified, note_verified
+
+    try:
+        saved_at = archive.manifest(step).saved_at
+    except (StateError, TierError):
+        saved_at = None
+    found = Verified(
+        utc=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        url=archive.tier.url,
+        step=step,
+        saved_at=saved_at,
+        whole=result["whole"],
+        why=result.get("why", ""),
+    )
+    for folder in savers[archive.tier.url]:
+        try:
+            note_verified(folder, found)
+        # The answer is what was asked for, and it is there. That it is not kept is worth a line.
+        except OSError as error:
+            _note(f"{folder} does not keep that step {step} was read back: {error.strerror}")
 
 
 def _newest_complete(results: list[dict[str, Any]]) -> str:
@@ -176,7 +253,7 @@ def prune(
             raise UsageError(f"{place} is one checkpoint: name the folder that it is in")
         # Only if something would go: reading a checkpoint of terabytes for nothing takes hours.
         if verified and retention.superfluous(archive.steps()):
-            _check_newest(archive)
+            _check_newest(archive, _savers({archive.tier.url}, place, job))
         gone = archive.prune(retention, unfinished=True)
         steps = f": {', '.join(map(str, gone))}" if gone else ""
         sys.stdout.write(f"{archive.tier.url}: {plural(len(gone), 'checkpoint')} removed{steps}\n")
@@ -193,7 +270,7 @@ def free(job: JobName = None) -> None:
     sys.stdout.write(f"{size(nbytes)} of snapshot memory freed\n")
 
 
-def _check_newest(archive: Archive) -> None:
+def _check_newest(archive: Archive, savers: dict[str, list[Path]]) -> None:
     """Raises StateError if the newest checkpoint is not complete."""
     # Retention keeps the newest and removes older ones. If the newest is damaged, an older one may be the only copy of the
     # state that can be loaded, and removing it would lose the run.
@@ -204,7 +281,9 @@ def _check_newest(archive: Archive) -> None:
     try:
         with ByteCount(sys.stderr, f"step {step}") as progress:
             archive.verify(step, progress.add)
+        _keep(savers, archive, step, {"whole": True})
     except StateError as error:
+        _keep(savers, archive, step, {"whole": False, "why": str(error)})
         raise StateError(
             f"the newest checkpoint is not complete: {error}. Nothing was removed from {archive.tier.url}: remove "
             f"{archive.where(step)} first, or give --no-verify"

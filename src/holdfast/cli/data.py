@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from holdfast.cli import samples
 from holdfast.cli.common import AsJson, write_json
 from holdfast.cli.options import command
 from holdfast.data.options import BuildOptions
@@ -22,7 +23,10 @@ if TYPE_CHECKING:
     from holdfast.data.build import Description
     from holdfast.data.files import TokenFile
 
-app = typer.Typer(no_args_is_help=True, help="Token files: build them from text, show and verify them.")
+app = typer.Typer(
+    no_args_is_help=True, help="Token files: build, show and verify them. What a job trained on."
+)
+app.command("samples")(samples.samples)
 FIRST_TOKENS = 16
 Dataset = Annotated[
     Path, typer.Argument(help="The name without .bin and .idx, or one file.", metavar="PREFIX")

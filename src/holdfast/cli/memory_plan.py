@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from holdfast.cli.common import AsJson, write_json
+from holdfast.cli.common import AsJson, Output, width_of, write_as
 
 if TYPE_CHECKING:
     from holdfast.plan.memory import Sizes
@@ -52,6 +52,7 @@ def memory(
         int, typer.Option("--nproc-per-node", metavar="N", help="Workers on each node.")
     ] = 8,
     as_json: AsJson = False,
+    output: Output = None,
 ) -> None:
     """Adds up the memory that a model takes of each device, and its snapshots of each node."""
     import msgspec
@@ -75,15 +76,14 @@ def memory(
     degrees = _degrees(shard)
     _refuse(sizes, nproc_per_node)
     found = [add_up(sizes, degree, nproc_per_node) for degree in degrees]
-    if as_json:
-        write_json([msgspec.to_builtins(one) | {"device": one.device} for one in found])
+    if write_as([msgspec.to_builtins(one) | {"device": one.device} for one in found], as_json, output):
         return
-    from holdfast.observe.tables import print_table
+    from holdfast.observe.tables import WIDTH, print_table
     from holdfast.plan.memory import HELD_SNAPSHOTS
 
     rows = [(str(one.shard), *map(_gb, (one.state, one.compute, one.device, one.snapshot))) for one in found]
     head = ("shard", "state", "while it computes", "each device", "a snapshot, each node")
-    print_table(sys.stdout, head, rows, right=5)
+    print_table(sys.stdout, head, rows, right=5, width=width_of(output, WIDTH))
     sys.stdout.write(f"sums, not measurements; up to {HELD_SNAPSHOTS} snapshots are held\n")
 
 

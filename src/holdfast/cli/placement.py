@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from holdfast.cli.common import AsJson, write_json
+from holdfast.cli.common import AsJson, Output, width_of, write_as
 
 if TYPE_CHECKING:
     from holdfast.plan.crossing import Crossing, Path
@@ -45,13 +45,12 @@ def placement(
         int, typer.Option("--copies", metavar="N", min=0, help="Other nodes that keep each node's snapshots.")
     ] = 1,
     as_json: AsJson = False,
+    output: Output = None,
 ) -> None:
     """Shows which share of the collectives' bytes crosses each level of the topology, and how far copies go."""
-    import msgspec
-
     from holdfast.engines.topology import read_topology
     from holdfast.errors import UsageError
-    from holdfast.observe.tables import print_table
+    from holdfast.observe.tables import WIDTH, print_table
     from holdfast.protocol import units
 
     places = read_topology(topology)
@@ -63,8 +62,7 @@ def placement(
             f"--shards {shards}: {count} nodes have {count * nproc_per_node} workers; give more nodes"
         )
     found = crossings(places, count, nproc_per_node, shards, copies)
-    if as_json:
-        write_json(msgspec.to_builtins(found))
+    if write_as(found, as_json, output):
         return
     rows = [
         (
@@ -82,7 +80,7 @@ def placement(
         for c in found
     ]
     heads = ("level", "places", "gradients", "by name", "shards", "by name", "copies elsewhere")
-    print_table(sys.stdout, heads, rows, right=7)
+    print_table(sys.stdout, heads, rows, right=7, width=width_of(output, WIDTH))
 
 
 def crossings(

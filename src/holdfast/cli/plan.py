@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from holdfast.cli import calibrate, memory_plan, placement, plan_run, simulate
-from holdfast.cli.common import AsJson, write_json
+from holdfast.cli.common import AsJson, Output, width_of, write_as
 
 SHOWN = 3
 
@@ -47,6 +47,7 @@ def plan(
     nnodes: Nodes = "1:8",
     nproc_per_node: PerNode = 1,
     as_json: AsJson = False,
+    output: Output = None,
 ) -> None:
     """Estimates what failures cost and what to do about them. With --global-batch and no subcommand: as `plan division`."""
     if context.invoked_subcommand is not None:
@@ -54,7 +55,7 @@ def plan(
     if global_batch is None and micro_batch is None:
         sys.stdout.write(context.get_help() + "\n")
         return
-    division(global_batch, micro_batch, nnodes, nproc_per_node, as_json)
+    division(global_batch, micro_batch, nnodes, nproc_per_node, as_json, output)
 
 
 @app.command("division")
@@ -64,13 +65,12 @@ def division(
     nnodes: Nodes = "1:8",
     nproc_per_node: PerNode = 1,
     as_json: AsJson = False,
+    output: Output = None,
 ) -> None:
     """Shows for each size of the job how much of it is idle, and micro-batch sizes that leave less idle."""
-    import msgspec
-
     from holdfast.cli.spec import parse_nnodes
     from holdfast.errors import UsageError
-    from holdfast.observe.tables import print_table
+    from holdfast.observe.tables import WIDTH, print_table
     from holdfast.plan.division import divide, suggest
     from holdfast.protocol import units
 
@@ -93,8 +93,7 @@ def division(
             "--global-batch larger"
         )
     found, better = divide(count, worlds), suggest(global_batch, micro_batch, worlds)[:SHOWN]
-    if as_json:
-        write_json({"sizes": msgspec.to_builtins(found), "better": msgspec.to_builtins(better)})
+    if write_as({"sizes": found, "better": better}, as_json, output):
         return
     rows = [
         (
@@ -105,7 +104,13 @@ def division(
         )
         for d in found
     ]
-    print_table(sys.stdout, ("nodes", "workers", "micro-batches each", "idle"), rows, right=4)
+    print_table(
+        sys.stdout,
+        ("nodes", "workers", "micro-batches each", "idle"),
+        rows,
+        right=4,
+        width=width_of(output, WIDTH),
+    )
     if len(found) < len(worlds):
         sys.stdout.write(f"more than {count} workers cannot share {count} micro-batches\n")
     for suggestion in better:
@@ -115,16 +120,15 @@ def division(
 
 
 @app.command("tables")
-def tables(as_json: AsJson = False) -> None:
+def tables(as_json: AsJson = False, output: Output = None) -> None:
     """Computes every cell of the published tables again, and marks cells that do not follow from the formulas."""
     import msgspec
 
-    from holdfast.observe.tables import print_table
+    from holdfast.observe.tables import WIDTH, print_table
     from holdfast.plan.tables import compare
 
     cells = compare(published())
-    if as_json:
-        write_json([msgspec.to_builtins(c) | {"equal": c.equal} for c in cells])
+    if write_as([msgspec.to_builtins(c) | {"equal": c.equal} for c in cells], as_json, output):
         return
     last = ""
     for cell in cells:
@@ -147,7 +151,8 @@ def tables(as_json: AsJson = False) -> None:
                 for c in cells
                 if c.table == last
             ]
-            print_table(sys.stdout, ("", "", "published", "computed", "exact", ""), rows)
+            heads = ("", "", "published", "computed", "exact", "")
+            print_table(sys.stdout, heads, rows, width=width_of(output, WIDTH))
     odd = sum(not c.equal for c in cells)
     sys.stdout.write(
         f"\n{len(cells) - odd} of {len(cells)} cells follow from the formulas, {odd} (≠) do not\n"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from holdfast.cli.common import AsJson, write_json
+from holdfast.cli.common import AsJson, Output, width_of, write_as
 from holdfast.cli.options import command
 from holdfast.plan.options import PlanOptions
 from holdfast.protocol.options import given
@@ -39,8 +39,12 @@ def run(
     svg: Annotated[bool, typer.Option("--svg", help="With --plot: SVG instead of PNG.")] = False,
     chart: Annotated[bool, typer.Option("--chart", help="Draw the plots in the terminal.")] = False,
     as_json: AsJson = False,
+    output: Output = None,
 ) -> None:
     """Compares ways to survive failures: wall time, cost, goodput, their spread, and what the result depends on."""
+    from msgspec import to_builtins
+
+    from holdfast.observe.tables import WIDTH
     from holdfast.plan import candidates as c
     from holdfast.plan.inputs import read
 
@@ -52,22 +56,16 @@ def run(
     rows = c.sensitivity(inputs, best)
     losses = c.waterfall(inputs, best)
     commands = c.next_commands(inputs, best)
-    if as_json:
-        import msgspec
-
-        built = msgspec.to_builtins
-        write_json(
-            {
-                "inputs": built(inputs) | {"mtbf_s": inputs.mtbf_s},
-                "candidates": [built(w) | {"name": w.name} for w in ways],
-                "best": best.name,
-                "sensitivity": built(rows),
-                "waterfall": built(losses),
-                "next": commands,
-            }
-        )
-    else:
-        _print(inputs, ways, best, rows, losses, commands)
+    told = {
+        "inputs": to_builtins(inputs) | {"mtbf_s": inputs.mtbf_s},
+        "candidates": [to_builtins(w) | {"name": w.name} for w in ways],
+        "best": best.name,
+        "sensitivity": rows,
+        "waterfall": losses,
+        "next": commands,
+    }
+    if not write_as(told, as_json, output):
+        _print(inputs, ways, best, rows, losses, commands, width_of(output, WIDTH))
     if chart:
         _chart(inputs, best)
     if plot is not None:
@@ -161,7 +159,13 @@ def _report(path: Path | None) -> dict[str, Any] | None:
 
 
 def _print(
-    inputs: Inputs, ways: list[Candidate], best: Candidate, rows: Any, losses: Any, commands: Any
+    inputs: Inputs,
+    ways: list[Candidate],
+    best: Candidate,
+    rows: Any,
+    losses: Any,
+    commands: Any,
+    width: int,
 ) -> None:
     from holdfast.observe.tables import print_table
     from holdfast.protocol import units
@@ -174,7 +178,7 @@ def _print(
     )
     heads = ["", "way", "spares", "then", "days", "10%", "50%", "90%", "goodput", "save every"]
     heads += ["cost"] if inputs.price else []
-    print_table(out, heads, [_cells(way, bool(inputs.price)) for way in ways])
+    print_table(out, heads, [_cells(way, bool(inputs.price)) for way in ways], width=width)
     # Said and not left out in silence: three dashes in the table could also mean that the run does not
     # finish.
     if not best.percentiles_s:
@@ -182,7 +186,7 @@ def _print(
     out.write(f"\n► {best.name}: where its {days(best.wall_s)} go\n")
     shares = [(x.part, days(x.seconds, ""), x.seconds / best.wall_s) for x in losses]
     bars = [(part, spent, units.share(share), "█" * round(50 * share)) for part, spent, share in shares]
-    print_table(out, ("", "days", "share", ""), bars)
+    print_table(out, ("", "days", "share", ""), bars, width=width)
     out.write("\nif the failure rate is another\n")
     others = [
         (
@@ -193,7 +197,7 @@ def _print(
         )
         for r in rows
     ]
-    print_table(out, ("rate", "goodput of ►", "best then", "its goodput"), others)
+    print_table(out, ("rate", "goodput of ►", "best then", "its goodput"), others, width=width)
     out.write("\nnext\n" + "".join(f"  {command}\n" for command in commands))
 
 

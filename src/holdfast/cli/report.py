@@ -46,13 +46,18 @@ def report(
     """Prints the report of a job, finished or not."""
     from holdfast.engines import jobs
     from holdfast.errors import UsageError
+    from holdfast.protocol.sample_check import samples_shown
 
     if baseline is not None and curve is None:
         raise UsageError("--baseline is drawn into the picture: give --curve FILE.png too")
     if (as_json or output is not None) and as_csv:
         raise UsageError("--csv is another format of what is printed than --json and -o: choose one")
     folder = jobs.existing(job)
-    shown = read_report(folder) | {"all_starts": _all_starts(folder)}
+    shown = read_report(folder)
+    shown |= {
+        "all_starts": _all_starts(folder),
+        "samples": samples_shown(folder, shown.get("samples_folder")),
+    }
     if as_csv:
         _write_csv([*_earlier(folder), (_number(folder), shown)])
     elif not write_as(shown, as_json, output):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from holdfast.cli.common import AsJson, write_json
+from holdfast.cli.common import AsJson, Output, width_of, write_as
 from holdfast.cli.options import command
 from holdfast.cli.plan_run import days, read_yaml
 from holdfast.protocol.options import given
@@ -50,6 +50,7 @@ def simulate(
         ),
     ] = None,
     as_json: AsJson = False,
+    output: Output = None,
 ) -> None:
     """Simulates complete runs with failures, spares, repairs and resizes. The coordinator's own code decides."""
     from holdfast.errors import UsageError
@@ -68,13 +69,11 @@ def simulate(
         _replay(scenario, replay, job, record)
         return
     found = _run(scenario, trials, seed, record)
-    if as_json:
-        import msgspec
-
-        built = msgspec.to_builtins
-        write_json({"scenario": built(scenario), "trials": [built(t) for t in found]})
+    if write_as({"scenario": scenario, "trials": found}, as_json, output):
         return
-    _print(scenario, found)
+    from holdfast.observe.tables import WIDTH
+
+    _print(scenario, found, width_of(output, WIDTH))
 
 
 def _trace(path: Path) -> Trace:
@@ -117,7 +116,7 @@ def _run(scenario: Scenario, trials: int, seed: int, record: Trace | None) -> li
     return found
 
 
-def _print(scenario: Scenario, trials: list[Trial]) -> None:
+def _print(scenario: Scenario, trials: list[Trial], width: int) -> None:
     from holdfast.observe.tables import print_table
     from holdfast.protocol import units
 
@@ -138,6 +137,7 @@ def _print(scenario: Scenario, trials: list[Trial]) -> None:
         out,
         ("", "10%", "50%", "90%"),
         [(name, *(shown(_percentile(values, p)) for p in (10, 50, 90))) for name, values, shown in measures],
+        width=width,
     )
     out.write("\nwhere the time goes (mean)\n")
     wall = sum(t.wall_s for t in trials)
@@ -156,6 +156,7 @@ def _print(scenario: Scenario, trials: list[Trial]) -> None:
         out,
         ("", "share", ""),
         [(word, f"{100 * share:.2f}%", "█" * round(50 * share)) for word, share in parts if share > 0],
+        width=width,
     )
     _print_trouble(trials)
     # The command as it was given: a trial follows from all of its options, and one that was left out would

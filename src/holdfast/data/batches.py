@@ -96,7 +96,11 @@ class DatasetBatches:
         self._advised: set[Key] = set()
         self._advise_until: int | None = None
         self._fastest_s = math.inf
-        self._ledger = SampleLedger(ledger, launch, len(data), global_batch, micro_batch) if ledger else None
+        self._ledger = (
+            SampleLedger(ledger, launch, len(data), global_batch, micro_batch, callable(own_order))
+            if ledger
+            else None
+        )
         self._decoders = Decoders(self._maker, how.workers) if how.workers else None
         self._prefetched = PrefetchBuffer(
             self._begin, until, how.steps_ahead, 2 * how.workers, how.most_bytes

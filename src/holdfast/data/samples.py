@@ -17,6 +17,10 @@ of their gradient went out; nobody can commit without that part. (Before the vot
 commit with the whole gradient of a worker that died on its way to the vote.) A step that is tried again in its
 generation is written again; the last line of a process counts. Lines survive the process that wrote them, not the power
 failure of the machine.
+
+The record can be read while the job trains. Each line is written after all that it stands on: a commit after what all
+workers computed of the step, and what is computed of a step after somebody's commit of the one before it. So the sizes of
+all files are taken first, and everything is read after that. The commits below those sizes rest on lines that are all read.
 """
 
 from __future__ import annotations
@@ -25,9 +29,10 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
@@ -42,13 +47,17 @@ Generation = tuple[int, int]
 """When the launch began, and its own number of the generation."""
 
 
+_Some = Annotated[int, msgspec.Meta(ge=1)]
+
+
 class _Head(msgspec.Struct, frozen=True, kw_only=True):
     job: str
     launch: str
     began_ns: int
-    samples: int
-    global_batch: int
-    micro_batch: int
+    samples: _Some
+    global_batch: _Some
+    micro_batch: _Some
+    own_order: bool = False
 
 
 class _Line(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -56,6 +65,15 @@ class _Line(msgspec.Struct, frozen=True, omit_defaults=True):
     s: int
     p: int = 0
     m: dict[int, list[int]] | None = None
+
+
+class _Read(NamedTuple):
+    process: int
+    """Number of the file."""
+    generation: Generation
+    line: _Line
+    is_first: bool
+    """It was there when the sizes were taken."""
 
 
 _heads = msgspec.json.Decoder(_Head)
@@ -66,13 +84,20 @@ class SampleLedger:
     """Writes the ledger of one process into a folder."""
 
     def __init__(
-        self, folder: str | os.PathLike[str], launch: str, samples: int, global_batch: int, micro_batch: int
+        self,
+        folder: str | os.PathLike[str],
+        launch: str,
+        samples: int,
+        global_batch: int,
+        micro_batch: int,
+        own_order: bool = False,
     ) -> None:
         """Begins a file.
 
         Args:
             launch: the same in all workers of one launch of the job, and in no other.
             samples: in the data set.
+            own_order: the data set says itself which sample comes when, so an epoch need not have each once.
 
         Raises:
             UsageError: the folder cannot be written.
@@ -99,6 +124,7 @@ class SampleLedger:
                 samples=samples,
                 global_batch=global_batch,
                 micro_batch=micro_batch,
+                own_order=own_order,
             )
         )
 
@@ -127,7 +153,7 @@ class SampleLedger:
             raise OSError(f"{self._path}: the disk is full")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Checked:
     """What a job was trained on."""
 
@@ -137,6 +163,10 @@ class Checked:
     """Committed ones."""
     epochs: dict[int, Counter[int]] = field(default_factory=dict)
     """Epoch to how often each sample came in it."""
+    job: str = ""
+    """Whose record it is."""
+    own_order: bool = False
+    """The data set says itself which sample comes when, as a mixture does by its weights: then a sample may be repeated."""
 
     def repeated(self) -> dict[int, list[int]]:
         """Epoch to the samples that came more than once in it; empty if none did."""
@@ -148,15 +178,25 @@ class Checked:
         return self.samples - len(self.epochs.get(epoch, ()))
 
 
-def check(*folders: str | os.PathLike[str]) -> Checked:
-    """Reads the ledgers of all workers of one job.
+def files_of(*folders: str | os.PathLike[str]) -> list[Path]:
+    """The files of a record, in the order in which they are read."""
+    return [path for folder in folders for path in sorted(Path(folder).glob(f"*{SUFFIX}"))]
+
+
+def check(*folders: str | os.PathLike[str], seen: Callable[[int], None] = lambda nbytes: None) -> Checked:
+    """Reads the ledgers of all workers of one job. While it trains: up to a step that was committed as this began.
+
+    Args:
+        seen: is told of bytes as they are read.
 
     Raises:
-        DataError: a committed step lacks a micro-batch, has one twice, or is missing itself.
+        DataError: a committed step lacks a micro-batch, has one twice, or is missing itself; or a file is damaged.
         UsageError: no ledger is there, or those of several jobs.
     """
-    files = [_read(path) for folder in folders for path in sorted(Path(folder).glob(f"*{SUFFIX}"))]
-    heads = [head for head, _ in filter(None, files)]
+    # All sizes before the first byte, and the files are listed anew after that: see the module.
+    sizes = {path: path.stat().st_size for path in files_of(*folders)}
+    files = [_read(path, sizes.get(path, 0), seen) for path in files_of(*folders)]
+    heads = [head for head, _, _ in filter(None, files)]
     if len({(h.job, h.samples) for h in heads}) != 1:
         jobs = ", ".join(sorted({h.job for h in heads})) or "no job"
         raise UsageError(
@@ -168,9 +208,9 @@ def check(*folders: str | os.PathLike[str]) -> Checked:
         # generations of all launches into one order.
         began_ns[head.launch] = min(head.began_ns, began_ns.get(head.launch, head.began_ns))
     lines = [
-        (process, (began_ns[head.launch], line.g), line)
-        for process, (head, following) in enumerate(filter(None, files))
-        for line in following
+        _Read(process, (began_ns[head.launch], line.g), line, number < at_first)
+        for process, (head, following, at_first) in enumerate(filter(None, files))
+        for number, line in enumerate(following)
     ]
     samples = heads[0].samples
     counts = {h.global_batch // h.micro_batch for h in heads}
@@ -184,38 +224,70 @@ def check(*folders: str | os.PathLike[str]) -> Checked:
         steps += 1
         for epoch, ids in _seen(step, parts, counts, samples):
             epochs.setdefault(epoch, Counter()).update(ids)
-    return Checked(samples, steps, epochs)
+    return Checked(
+        samples=samples,
+        steps=steps,
+        epochs=epochs,
+        job=heads[0].job,
+        own_order=any(h.own_order for h in heads),
+    )
 
 
-def _read(path: Path) -> tuple[_Head, list[_Line]] | None:
-    """A file's lines; a last one that its process did not finish writing is left out."""
+def _read(path: Path, size: int, seen: Callable[[int], None]) -> tuple[_Head, list[_Line], int] | None:
+    """A file's lines, and how many of them are within its first `size` bytes; a last line that its process did not finish
+    writing is left out."""
+    content = path.read_bytes()
+    seen(len(content))
     # Whatever follows the last newline was not finished. Its step is either not committed or claimed by
     # another worker too.
-    head, *following = path.read_bytes().split(b"\n")[:-1] or [b""]
+    head, *following = content.split(b"\n")[:-1] or [b""]
     # A process that was killed before its first line was complete has trained on nothing, so its file says
     # nothing.
     if not head:
         return None
-    return _heads.decode(head), [_lines.decode(line) for line in following]
+    decoded: _Head | None = None
+    lines: list[_Line] = []
+    try:
+        decoded = _heads.decode(head)
+        lines.extend(map(_lines.decode, following))
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        number = 1 if decoded is None else len(lines) + 2
+        raise DataError(
+            f"{path}, line {number}, is damaged ({error}): what this worker did is not known"
+        ) from None
+    return decoded, lines, content.count(b"\n", 0, size) - 1
 
 
-def _committed(lines: list[tuple[int, Generation, _Line]]) -> Iterator[tuple[int, list[_Line]]]:
-    """Every step that counts, and what its workers wrote of it. lines: with the number of the process."""
+def _committed(lines: list[_Read]) -> Iterator[tuple[int, list[_Line]]]:
+    """Every step that counts, and what its workers wrote of it."""
     computed: dict[tuple[Generation, int], dict[int, _Line]] = {}
     first: dict[Generation, int] = {}  # to the first step that it computed
-    claimed: dict[int, Generation] = {}
-    for process, generation, line in lines:
+    claims: set[tuple[int, Generation]] = set()
+    settled: dict[Generation, int] = {}  # to the newest step that it had committed when the sizes were taken
+    for process, generation, line, is_first in lines:
         # Of several lines of a process for one step of one generation the last counts: the step was tried
         # again, and only the last attempt's gradient was used.
         if line.m is not None:
             computed.setdefault((generation, line.s), {})[process] = line
             first[generation] = min(line.s, first.get(generation, line.s))
         else:
-            claimed[line.s] = max(generation, claimed.get(line.s, generation))
+            claims.add((line.s, generation))
+            if is_first:
+                settled[generation] = max(line.s, settled.get(generation, line.s))
+    generations = {generation for _, generation in claims}
+    reach = {g: max((s for later, s in settled.items() if later >= g), default=-1) for g in generations}
+    # A later generation that computed this step or an earlier one started from before its commit. So the
+    # commit was lost with the workers that knew of it, and the later attempt is the one that counts.
+    redone = {g: min((s for later, s in first.items() if later > g), default=None) for g in generations}
+    claimed: dict[int, Generation] = {}
+    for step, generation in claims:
+        # A commit that came after the sizes may rest on a line that is not read, unless it is one that a later
+        # commit stood on which was there.
+        if step <= reach[generation]:
+            claimed[step] = max(generation, claimed.get(step, generation))
     for step, generation in sorted(claimed.items()):
-        # A later generation that computed this step or an earlier one started from before its commit. So the
-        # commit was lost with the workers that knew of it, and the later attempt is the one that counts.
-        if not any(later > generation and begin <= step for later, begin in first.items()):
+        again = redone[generation]
+        if again is None or step < again:
             yield step, list(computed.get((generation, step), {}).values())
 
 

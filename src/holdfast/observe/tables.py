@@ -124,6 +124,8 @@ def _header(report: Report, job_dir: Path) -> Table:
     if memory := report.get("in_memory"):
         table.add_row("memory", Text(_kept(memory, report.get("job", job_dir.name))))
     table.add_row("incidents", _summary(report.get("incidents") or []))
+    if (samples := report.get("samples")) and (samples["recorded"] or samples["checked_utc"]):
+        table.add_row("samples", Text(_samples(samples)))
     if dropped := report.get("dropped"):
         gone = ", ".join(f"{units.count(number)} {what}" for what, number in dropped.items())
         table.add_row(
@@ -143,6 +145,13 @@ def _of(steps: Report) -> str:
 def _kept(memory: Report, job: str) -> str:
     what = "left by an earlier run" if memory["step"] is None else f"step {units.count(memory['step'])}"
     return f"{what} stays for the next start; `holdfast checkpoint free --job {job}` gives it back"
+
+
+def _samples(samples: Report) -> str:
+    """Whether every sample came once, and when somebody looked."""
+    word = {True: "", False: "NOT ONCE: ", None: ""}[samples["once"]]
+    when = f" (checked {samples['checked_utc'][:19]} UTC)" if samples["checked_utc"] else ""
+    return f"{word}{samples['why']}{when}"
 
 
 def _world(world: Report) -> str:

@@ -129,10 +129,11 @@ class Replica:
         total = sum(words[rank][0] for rank in range(shards))  # of one replica: all have the same
         return total if total >= 0 else math.nan
 
-    def announce(self, micro_batches: int, until: int) -> None:
+    def announce(self, micro_batches: int, until: int, samples: str = "") -> None:
         """Says that this worker is ready, and waits until it is a member.
 
-        micro_batches: in a global batch. until: committed steps after which the script ends.
+        micro_batches: in a global batch. until: committed steps after which the script ends. samples: folder of their
+        record; empty: there is none.
         """
         self.place.micro_batches = micro_batches
         digest = self.state.digest
@@ -150,6 +151,7 @@ class Replica:
                 shape=shape,
                 shard_index=shard_index,
                 until=until,
+                samples=samples,
             )
         )
         self.join_next()

@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -330,7 +331,7 @@ class Run:
             batch_changed: what becomes of the learning rates of the protected optimizers and schedulers when the job
                 goes on from a state that was made with another global batch: "keep", "linear" or "sqrt" (see
                 `holdfast.scale_lr`). "refuse": such a state is refused. The data goes on at the next sample.
-            ledger: a folder for a record of every committed step's samples; `holdfast.data.samples.check` reads it.
+            ledger: a folder for a record of every committed step's samples; `holdfast data samples` reads it.
 
         Raises:
             UsageError: no module is protected, an optimizer trains what is in none, or sizes that do not fit; before
@@ -357,7 +358,9 @@ class Run:
             every = self._replay_every(reduction)
             cursor = DataCursor(global_batch, seed, batches.dataset, threads, batch_changed)
             self._cursor = cursor
-            replica = self._enroll(modules, batches.count(), cursor, reduction, until)
+            # As a whole path: who checks the record later stands in another folder.
+            samples = str(Path(ledger).absolute()) if ledger else ""
+            replica = self._enroll(modules, batches.count(), cursor, reduction, until, samples)
             while not replica.stopped and (replica.state.committed or 0) < until:
                 self._warn(replica)
                 self._tell_size(replica)
@@ -490,6 +493,7 @@ class Run:
         cursor: DataCursor,
         reduction: Reduction,
         until: int,
+        samples: str,
     ) -> Replica:
         if self._replica is not None:
             raise UsageError("run.steps() is called once per run; put epochs into `until`")
@@ -543,7 +547,7 @@ class Run:
         )
         beat.append(replica)
         self._replica = replica
-        replica.announce(micro_batches, until)
+        replica.announce(micro_batches, until, samples)
         return replica
 
 

@@ -31,6 +31,7 @@ _PANELS: tuple[tuple[str, dict[str, str]], ...] = (
     ("cost", {}),
     ("series", {}),
     ("checkpoints", {}),
+    ("samples", {}),
     ("lines", {}),
 )
 

@@ -24,6 +24,7 @@ PANELS = (
     "cost",
     "series",
     "checkpoints",
+    "samples",
     "log",
     "lines",
 )

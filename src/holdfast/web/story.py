@@ -116,7 +116,7 @@ class Story:
             self._more_of_incident(seq, kind, fields)
         elif kind in ("formed", "started"):
             self.worlds.append((t_s, int(fields.get("start") or 0), int(fields["world"])))
-        self._storage(t_s, kind, fields)
+        self._storage(t_s, utc, kind, fields)
         self._node(t_s, kind, fields)
         if kind == "stall-judged":
             self.stall = {"seq": seq, "t_s": t_s, **fields}
@@ -163,13 +163,13 @@ class Story:
         # An explanation that names no node must not take away the one that the first sign had.
         known |= {k: v for k, v in fields.items() if k in ("node", "ranks") and v}
 
-    def _storage(self, t_s: float, kind: str, fields: dict[str, Any]) -> None:
+    def _storage(self, t_s: float, utc: str, kind: str, fields: dict[str, Any]) -> None:
         if kind == "snapshot":
             count, begun_s, _ = self.snapshots
             self.snapshots = count + 1, begun_s if count else t_s, t_s
         elif kind == "saved":
             found = {k: fields.get(k) for k in ("step", "url", "took_s", "skipped")}
-            self.checkpoints.append({"t_s": t_s, **found})
+            self.checkpoints.append({"t_s": t_s, "utc": utc, **found})
             # A save that arrived is the one proof that a tier works again.
             self.tier_trouble.pop(fields["url"], None)
         elif kind == "tier-failed":

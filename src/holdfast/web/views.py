@@ -16,6 +16,7 @@ from holdfast.observe.remaining import remaining
 from holdfast.protocol import units
 from holdfast.protocol.health import remedy_text
 from holdfast.protocol.ledger.incidents import PHASES
+from holdfast.protocol.verified import ReadBack
 from holdfast.web.story import STATES, Story
 
 Facts = Mapping[str, Any]
@@ -388,9 +389,24 @@ def strip(story: Story, until_s: float, rows: int = ROWS) -> dict[str, Any]:
     }
 
 
-def checkpoints(story: Story, facts: Facts, count: int = SHOWN) -> dict[str, Any]:
-    """Checkpoints in durable tiers, the newest first, and the snapshot in memory."""
-    return {"checkpoints": list(reversed(story.checkpoints))[:count], "tiers": tiers(facts)}
+def checkpoints(story: Story, facts: Facts, read_back: ReadBack, count: int = SHOWN) -> dict[str, Any]:
+    """Checkpoints in durable tiers, the newest first, and the snapshot in memory.
+
+    read_back: the newest look at each, as `holdfast checkpoint verify` kept it. `whole` and `verified_utc` are None where nobody
+    has looked since it was saved.
+    """
+    shown = []
+    for one in list(reversed(story.checkpoints))[:count]:
+        note = read_back.get((one["url"], one["step"]))
+        # The step may have been saved again since. Both times are in UTC and of one form, so they compare as text.
+        if note is not None and note.utc < one["utc"]:
+            note = None
+        found = {"whole": note.whole, "verified_utc": note.utc, "why": note.why} if note else _NOT_READ_BACK
+        shown.append({**one, **found})
+    return {"checkpoints": shown, "tiers": tiers(facts)}
+
+
+_NOT_READ_BACK = {"whole": None, "verified_utc": None, "why": ""}
 
 
 def stall(story: Story) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 // A stand-in for libnvidia-ml.so.1 that reads files, so that nvidia-ml-py and what is built on it run without a GPU.
 //
 // The files lie beside the library and are read at every call: GPUs are the folders 0, 1, ... until one is missing.
-// In each: uuid, bus (of the PCI address), temperature, margin, reasons (of the clocks), sram_threshold, nvlink0 (0, 1),
+// In each: uuid, bus (of the PCI address), temperature, margin, utilization (percent), power (milliwatts), memory_used,
+// reasons (of the clocks), sram_threshold, nvlink0 (0, 1),
 // fabric ("STATE STATUS MASK"), field3 (by the number of the field), xid ("NUMBER CODE": new contents are an event),
 // lost (there or not), hang (calls for this GPU do not return while it is there), error (what calls return, a number).
 // `init` beside the folders: what nvmlInit returns. A value whose file is missing is not supported.
@@ -159,6 +160,35 @@ Result nvmlDeviceGetTemperature(Device *device, unsigned sensor, unsigned *celsi
     (void)sensor;
     Result result = value(device, "temperature", &read);
     if (result == OK) *celsius = (unsigned)read;
+    return result;
+}
+
+typedef struct {
+    unsigned gpu, memory;
+} Utilization;
+
+Result nvmlDeviceGetUtilizationRates(Device *device, Utilization *rates) {
+    unsigned long long read;
+    Result result = value(device, "utilization", &read);
+    if (result == OK) *rates = (Utilization){(unsigned)read, 0};
+    return result;
+}
+
+Result nvmlDeviceGetPowerUsage(Device *device, unsigned *milliwatts) {
+    unsigned long long read;
+    Result result = value(device, "power", &read);
+    if (result == OK) *milliwatts = (unsigned)read;
+    return result;
+}
+
+typedef struct {
+    unsigned long long total, free, used;
+} Memory;
+
+Result nvmlDeviceGetMemoryInfo(Device *device, Memory *memory) {
+    unsigned long long read;
+    Result result = value(device, "memory_used", &read);
+    if (result == OK) *memory = (Memory){0, 0, read};
     return result;
 }
 

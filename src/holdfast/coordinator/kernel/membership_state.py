@@ -421,6 +421,8 @@ class MembershipState(msgspec.Struct, kw_only=True):
     """In a global batch, once a worker has said so."""
     until: int | None = None
     """Committed steps after which the job is done, once a worker has said so. For people alone: the script decides."""
+    samples: str | None = None
+    """Folder in which workers record their samples, as the newest one named it. For people alone."""
     shape: tuple[int, int] = (1, 1)
     """Of a replica: shard degree and tensor degree, once a worker has said so."""
     halting: dict[int, Halting] = {}

@@ -34,6 +34,7 @@ def ready(context: Context, worker: Worker, ready: m.Ready) -> None:
     worker.ready, worker.ready_at_s = ready, context.now
     context.state.membership.micro_batches = ready.micro_batches or context.state.membership.micro_batches
     context.state.membership.until = ready.until or context.state.membership.until
+    context.state.membership.samples = ready.samples or context.state.membership.samples
     context.record(ledger.WorkerReady(worker=worker.name, node=worker.node))
     incidents.replaced(context.state, context.now)
     failures.started_well(context, worker)

@@ -55,6 +55,8 @@ class Figures(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """For `encode`."""
+        # Here and not with the others: the first time the versions are read from files.
+        yield InfoMetricFamily("holdfast_build", "Always 1; the versions.", _versions())
         yield from self._families
         incidents = CounterMetricFamily(
             "holdfast_incidents", "Incidents by the kind of cause.", labels=["kind"]
@@ -83,7 +85,6 @@ def metrics_text(state: CoreState, tally: Tally, now: float, writable: bool = Tr
 
 
 def _families(state: CoreState, tally: Tally, now: float) -> Iterator[Metric]:
-    yield InfoMetricFamily("holdfast_build", "Always 1; the versions.", _versions())
     job = {"holdfast_job": state.spec.name, "engine": state.spec.engine}
     yield InfoMetricFamily("holdfast_job", "Always 1; the labels name the job and its engine.", job)
     yield from _training(state, tally, now)

@@ -18,6 +18,8 @@ from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.service import page_facts, page_reader
 from holdfast.coordinator.service.launches import launches
 from holdfast.coordinator.service.store import Store
+from holdfast.protocol.sample_check import samples_shown
+from holdfast.protocol.verified import verified
 from holdfast.web import views
 from holdfast.web.cost import cost
 from holdfast.web.sources import Answer, Refused, answer, frame, whole
@@ -175,7 +177,10 @@ class PageSource:
                     "worlds": list(story.worlds),
                 }
             case "checkpoints":
-                return views.checkpoints(story, facts)
+                return views.checkpoints(story, facts, verified(self._job_dir))
+            case "samples":
+                # Only the note of the newest check: the record itself may have gigabytes.
+                return samples_shown(self._job_dir, facts["samples_folder"]) | {"step": facts["step"]}
             case "lines":
                 return views.lines(story)
             case _:
@@ -243,9 +248,11 @@ class PageSource:
             after = self._story.seq
         shown: dict[str, Any] = {}
         while True:
-            for seq, sent in await self._after(after):
-                yield sent
-                after = seq
+            if batch := await self._after(after):
+                # As one piece: each piece that is sent costs 40 microseconds of the loop, and a viewer that is far behind
+                # gets thousands of entries.
+                yield b"".join(sent for _, sent in batch)
+                after = batch[-1][0]
             # One batch at a time: what else waits for the thread gets its turn in between.
             if after < self._story.seq:
                 continue

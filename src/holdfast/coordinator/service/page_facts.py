@@ -48,6 +48,7 @@ def facts(state: CoreState, index: Index, now: float, recent: Mapping[str, Any])
         },
         "step": _newest(state.step, recent),
         "until": membership.until,
+        "samples_folder": membership.samples,
         "steps": step_accounting.shown(state),
         "goodput": goodput.shown(state, now),
         "t_s": round(now - state.began_s, 3),

@@ -67,6 +67,7 @@ def build_report(
         },
         "saved": msgspec.to_builtins(state.storage.durable) if state.storage.durable else None,
         "in_memory": _in_memory(state),
+        "samples_folder": state.membership.samples,
     }
 
 

@@ -35,6 +35,12 @@ def rate(metric: str, labels: str = "") -> str:
     return f"rate({ours(metric, labels, '$__rate_interval')})"
 
 
+def moved(metric: str) -> str:
+    """Of a counter that agents read, each second by node. They read it every 30 or 60 seconds, so a shorter range would be 0 in
+    one scrape and twice as much in the next."""
+    return f"sum by (node) (rate({ours(metric, over='5m')}))"
+
+
 def quantile(q: float, metric: str, by: str) -> str:
     """Of a histogram since the start. An increase would miss the first incident of each kind, whose series begins with it."""
     return f"histogram_quantile({q}, sum by (le, {by}) ({ours(metric + '_bucket')}))"
@@ -371,12 +377,51 @@ def nodes() -> dict[str, Any]:
         ),
         lines(
             "GPU utilisation",
+            "Mean of a node's GPUs: share of time in which a kernel ran, as the node's agent reads it every 30 seconds.",
+            "percentunit",
+            (f"avg by (node) (holdfast_node_gpu_utilization_ratio{JOB})", "{{node}}"),
+        ),
+        lines(
+            "GPU temperature",
+            "The hottest GPU of a node, as its agent reads it.",
+            "celsius",
+            (f"max by (node) (holdfast_node_gpu_temperature_celsius{JOB})", "{{node}}"),
+        ),
+        lines(
+            "GPU power",
+            "Sum of a node's GPUs, as its agent reads it.",
+            "watt",
+            (f"sum by (node) (holdfast_node_gpu_power_watts{JOB})", "{{node}}"),
+        ),
+        lines(
+            "GPU memory",
+            "In use, sum of a node's GPUs, as its agent reads it.",
+            "bytes",
+            (f"sum by (node) (holdfast_node_gpu_memory_used_bytes{JOB})", "{{node}}"),
+        ),
+        lines(
+            "Network",
+            "Received and sent by a node's interfaces, mean of five minutes, as its agent reads it. Nodes on one host show the "
+            "same interfaces.",
+            "Bps",
+            (moved("holdfast_node_network_received_bytes_total"), "{{node}} received"),
+            (moved("holdfast_node_network_sent_bytes_total"), "{{node}} sent"),
+        ),
+        lines(
+            "Disks",
+            "Read from and written to a node's drives, mean of five minutes, as its agent reads it.",
+            "Bps",
+            (moved("holdfast_node_disk_read_bytes_total"), "{{node}} read"),
+            (moved("holdfast_node_disk_written_bytes_total"), "{{node}} written"),
+        ),
+        lines(
+            "GPU utilisation, DCGM's",
             "Of DCGM's exporter on the same hosts.",
             "percent",
             (beside("avg", "DCGM_FI_DEV_GPU_UTIL", "Hostname"), "{{node}}"),
         ),
         lines(
-            "GPU temperature",
+            "GPU temperature, DCGM's",
             "The hottest of a node, of DCGM's exporter.",
             "celsius",
             (beside("max", "DCGM_FI_DEV_GPU_TEMP", "Hostname"), "{{node}}"),
@@ -388,8 +433,8 @@ def nodes() -> dict[str, Any]:
             (beside("avg", f"rate(node_cpu_seconds_total{IDLE}[$__rate_interval])", "instance"), "{{node}}"),
         ),
         lines(
-            "Network, received",
-            "Of the node exporter.",
+            "Network received, node exporter's",
+            "Of the node exporter on the same hosts.",
             "Bps",
             (
                 beside("sum", "rate(node_network_receive_bytes_total[$__rate_interval])", "instance"),

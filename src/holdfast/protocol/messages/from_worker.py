@@ -77,6 +77,8 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """The shard that it was built for."""
     until: int = 0
     """Committed steps after which the script ends; 0: it does not say."""
+    samples: str = ""
+    """Folder in which its samples are recorded; empty: the script asked for no record."""
 
 
 class Joined(msgspec.Struct, frozen=True, tag="joined"):

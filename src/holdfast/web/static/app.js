@@ -3,11 +3,11 @@
 import { Component, render } from "preact";
 import { html, Patterns } from "holdfast/drawings";
 import { Data, stored } from "holdfast/data";
-import { Actions, AllIncidents, Checkpoints, Cost, Curves, Decisions, Figures, Goodput, Headline, Incident, Incidents, Launches, Log, Nodes, Ranks, Stall, Tiers, Todo } from "holdfast/panels";
+import { Actions, AllIncidents, Checkpoints, Cost, Curves, Decisions, Figures, Goodput, Headline, Incident, Incidents, Launches, Log, Nodes, Ranks, Samples, Stall, Tiers, Todo } from "holdfast/panels";
 import { share } from "holdfast/words";
 
 const THEMES = ["auto", "light", "dark"];
-const OF_TRAINING = new Set(["training", "loss", "goodput", "checkpoints", "figures", "launches", "cost"]);
+const OF_TRAINING = new Set(["training", "loss", "goodput", "checkpoints", "figures", "launches", "cost", "samples"]);
 
 function kept(name, fallback) {
   try { return localStorage.getItem(name) || fallback; } catch { return fallback; }
@@ -92,7 +92,7 @@ class App extends Component {
     if (at.name === "all-decisions") return html`<${Decisions} data=${data} count=${200} /><p><a href="#/">Back</a></p>`;
     if (OF_TRAINING.has(at.name)) {
       return html`<${Curves} data=${data} width=${width} range=${{ from: at.from, to: at.to }} theme=${drawn} />
-        <div class="two"><div><${Goodput} data=${data} /><${Cost} data=${data} /></div><div><${Checkpoints} data=${data} /><${Figures} data=${data} /><${Launches} data=${data} /></div></div>`;
+        <div class="two"><div><${Goodput} data=${data} /><${Cost} data=${data} /></div><div><${Checkpoints} data=${data} /><${Samples} data=${data} /><${Figures} data=${data} /><${Launches} data=${data} /></div></div>`;
     }
     return html`<${Todo} data=${data} /><${Incidents} data=${data} width=${width} />
       <${Decisions} data=${data} /><${Tiers} data=${data} />

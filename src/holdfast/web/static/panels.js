@@ -258,8 +258,9 @@ export function Checkpoints({ data }) {
   const found = data.want("checkpoints");
   return html`<${Panel} id="checkpoints" title="Checkpoints" data=${data} address=${data.address("checkpoints")} command="holdfast checkpoint ls">
     ${ready(found, ({ checkpoints }) => checkpoints.length === 0 ? html`<p class="quiet">None in a durable tier.</p>` : html`<div class="scroll" tabindex="0" role="region" aria-label="Checkpoints"><table>
-      <thead><tr><th scope="col" class="number">step</th><th scope="col">at</th><th scope="col" class="number">took</th><th scope="col" class="number">skipped before</th><th scope="col">where</th></tr></thead>
-      <tbody>${checkpoints.slice(0, 20).map((one) => html`<tr key=${`${one.step} ${one.url} ${one.t_s}`}><td class="number">${count(one.step)}</td><td><${When} data=${data} t=${one.t_s} /></td><td class="number">${seconds(one.took_s)}</td><td class="number">${count(one.skipped)}</td><td class="text">${one.url}</td></tr>`)}</tbody></table></div>`)}
+      <thead><tr><th scope="col" class="number">step</th><th scope="col">at</th><th scope="col" class="number">took</th><th scope="col" class="number">skipped before</th><th scope="col">read back</th><th scope="col">where</th></tr></thead>
+      <tbody>${checkpoints.slice(0, 20).map((one) => html`<tr key=${`${one.step} ${one.url} ${one.t_s}`}><td class="number">${count(one.step)}</td><td><${When} data=${data} t=${one.t_s} /></td><td class="number">${seconds(one.took_s)}</td><td class="number">${count(one.skipped)}</td><td title=${one.why}><${ReadBack} one=${one} /></td><td class="text">${one.url}</td></tr>`)}</tbody></table></div>
+      <p class="quiet">Read back: every byte was compared with its checksum, by <code>${`holdfast checkpoint verify --job ${data.now.job}`}</code>.</p>`)}
   <//>`;
 }
 
@@ -269,6 +270,25 @@ export function Figures({ data }) {
     ${names.length === 0 && html`<p class="quiet">Nothing but the loss: <code>run.log(name=value)</code> adds to it.</p>`}
     <ul class="figures">${names.map(([name, one]) => html`<li key=${name}>${name} <b>${figure(one.value)}</b> <span class="quiet">of step ${count(one.step)}</span></li>`)}</ul>
     <p class="quiet">${plural(now.steps.committed || 0, "step")} committed, ${now.steps.lost === null ? "it is not known how many were" : count(now.steps.lost)} done again; generation ${count(now.generation)}.</p>
+  <//>`;
+}
+
+// Whether a checkpoint's bytes were read again since it was saved. Not read is not the same as damaged.
+function ReadBack({ one }) {
+  if (one.whole === null) return html`<span class="quiet">not known</span>`;
+  const when = html`<time datetime=${one.verified_utc}>${one.verified_utc.slice(0, 16).replace("T", " ")} UTC</time>`;
+  return html`<${Shape} tone=${one.whole ? "good" : "bad"} /> ${one.whole ? "" : "damaged, "}${when}`;
+}
+
+// Whether every sample came once: what the newest check found, and how far the job is since.
+export function Samples({ data }) {
+  const found = data.want("samples");
+  return html`<${Panel} id="samples" title="Every sample once?" data=${data} address=${data.address("samples")} command=${`holdfast data samples --job ${data.now.job}`} note="by the record of run.steps(ledger=)">
+    ${ready(found, (one) => html`<p><${Shape} tone=${one.once === null ? "busy" : one.once ? "good" : "bad"} /> <b>${one.once === null ? "Not known" : one.once ? "Yes" : "No"}</b>: ${one.why}.</p>
+      ${one.checked_utc && html`<p class="quiet">Checked at <time datetime=${one.checked_utc}>${one.checked_utc.slice(0, 19).replace("T", " ")} UTC</time>${one.steps === null ? "" : `, up to step ${count(one.steps)} of ${one.step === null ? UNKNOWN : count(one.step)}`}.</p>`}
+      ${one.epochs.length > 0 && html`<div class="scroll" tabindex="0" role="region" aria-label="Epochs"><table>
+        <thead><tr><th scope="col" class="number">epoch</th><th scope="col" class="number">came</th><th scope="col" class="number">more than once</th><th scope="col" class="number">not at all</th></tr></thead>
+        <tbody>${one.epochs.slice(-20).map((e) => html`<tr key=${e.epoch}><td class="number">${count(e.epoch)}</td><td class="number">${count(e.came)}</td><td class="number">${count(e.repeated)}</td><td class="number">${count(e.missing)}</td></tr>`)}</tbody></table></div>`}`)}
   <//>`;
 }
 
