@@ -97,7 +97,7 @@ if __name__ == "__main__":
         refuse_for_preferences(config)
         read_folder(config)
         rows(Path(str(config.data.pairs)), "prompt", "chosen", "rejected")
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         parser.error(str(error))
     if args.check:
         print(resolved(config), end="")

@@ -1,6 +1,6 @@
 """Writes what a job trained as a folder of `transformers`, or of PEFT where adapters were trained.
 
-python recipes/export.py recipes/llama3-8b-pretrain/tiny.toml out/trained --job tiny
+python recipes/export.py recipes/llama3-8b-pretrain/tiny.toml out/llama3-8b/trained --job llama
 """
 
 import argparse
@@ -18,7 +18,7 @@ BESIDE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_
 
 
 def export(config: Config, out: Path, job: str, step: int | None) -> None:
-    """Everything of it that is here is written over."""
+    """out: a folder that does not exist yet: an export replaces nothing. Raises CalledProcessError where the command does not."""
     chosen = [] if step is None else ["--step", str(step)]
     # The command, and not what it calls: it knows where a job's checkpoints are.
     command = ["checkpoint", "export", out, "--job", job, "--only", "model.", "--strip", *chosen]
@@ -51,12 +51,16 @@ def as_adapters(config: Config, out: Path) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Write what a job trained.")
     parser.add_argument("config", type=Path, help="the file that the job was told")
-    parser.add_argument("out", type=Path, help="folder; what is in it is written over")
+    parser.add_argument("out", type=Path, help="folder that does not exist yet")
+    parser.add_argument("changes", nargs="*", metavar="TABLE.NAME=VALUE", help="those that the job was told")
     parser.add_argument("--job", required=True, help="the job's name")
     parser.add_argument("--step", type=int, help="of a checkpoint; without it the newest")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()  # changes may stand behind the options
     try:
-        config = read(args.config)
+        config = read(args.config, args.changes)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    export(config, args.out, args.job, args.step)
+    try:
+        export(config, args.out, args.job, args.step)
+    except subprocess.CalledProcessError as error:
+        sys.exit(error.returncode)  # the command has said why

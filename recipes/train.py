@@ -30,7 +30,7 @@ def main(run: holdfast.Run) -> None:
         run.constant(base=model)  # what is frozen: in no snapshot, and fetched by nobody who has it
     also = balance(run, model)
     steps = run.steps(
-        samples(config),
+        data,
         global_batch=train.global_batch,
         micro_batch=train.micro_batch,
         until=train.steps,
@@ -71,14 +71,14 @@ def balance(run: holdfast.Run, model: Any) -> list[Any]:
 
 
 def samples(config: Config) -> Any:
-    """The data set of the file."""
-    data = config.data
-    if data.tokens is not None:
-        return holdfast.data.TokenDataset(data.tokens, data.seq_len)
+    """The data set of the file. Raises OSError or ValueError for one that is not there, or is none."""
+    told = config.data
+    if told.tokens is not None:
+        return holdfast.data.TokenDataset(told.tokens, told.seq_len)
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(config.model.folder, local_files_only=True)
-    return Pairs(Path(str(data.pairs)), tokenizer, data.seq_len)
+    return Pairs(Path(str(told.pairs)), tokenizer, told.seq_len)
 
 
 def share_of_lr(config: Config, samples: int) -> float:
@@ -104,7 +104,8 @@ if __name__ == "__main__":
     try:
         config = read(args.config, args.changes)
         models.read_folder(config)
-    except (OSError, ValueError) as error:
+        data = samples(config)
+    except (ImportError, OSError, ValueError) as error:
         parser.error(str(error))
     if args.check:
         print(resolved(config), end="")

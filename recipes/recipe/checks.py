@@ -7,15 +7,29 @@ from holdfast.data.build import describe
 from recipe.config import Config, Data
 
 
-def check(config: Config, model: Any) -> None:
-    """model: the configuration of `transformers` that the folder has.
+def check(config: Config, model: Any, tokenizer: int | None = None) -> None:
+    """model: the configuration of `transformers` that the folder has. tokenizer: how many tokens that of the folder has; None: there
+    is none.
 
     Raises:
         ValueError: what of the file the model, the data or the replica cannot take.
     """
+    check_precision(config, model)
     check_parallel(config, model)
     check_experts(config, model)
-    check_data(config.data, model.vocab_size, getattr(model, "max_position_embeddings", None))
+    check_batch(config)
+    check_data(config.data, model.vocab_size, getattr(model, "max_position_embeddings", None), tokenizer)
+
+
+def check_precision(config: Config, model: Any) -> None:
+    """Raises ValueError for weights that are quantized: the sums of gradients and moments have no such kind."""
+    quantized = getattr(model, "quantization_config", None)
+    if quantized:
+        method = quantized.get("quant_method", "some method") if isinstance(quantized, dict) else quantized
+        raise ValueError(
+            f"{config.model.folder} has weights that are quantized by {method}, which cannot be trained: write them in bfloat16 "
+            "first (recipes/gpt-oss-20b-finetune/README.md shows how), and give that folder"
+        )
 
 
 def check_parallel(config: Config, model: Any) -> None:
@@ -51,8 +65,18 @@ def check_experts(config: Config, model: Any) -> None:
         )
 
 
-def check_data(data: Data, vocabulary: int, positions: int | None) -> None:
-    """Raises ValueError for samples that a model of so many tokens and positions cannot take."""
+def check_batch(config: Config) -> None:
+    """Raises ValueError for a batch that the workers of a replica cannot share evenly."""
+    train, shard = config.train, config.parallel.shard
+    if train.global_batch % (train.micro_batch * shard):
+        raise ValueError(
+            f"train.global_batch is {train.global_batch}, and a replica of {shard} workers (parallel.shard) with "
+            f"train.micro_batch {train.micro_batch} takes a multiple of {train.micro_batch * shard}"
+        )
+
+
+def check_data(data: Data, vocabulary: int, positions: int | None, tokenizer: int | None = None) -> None:
+    """Raises ValueError for samples that a model of so many tokens and positions cannot take, or that another tokenizer made."""
     if (data.tokens is None) == (data.pairs is None):
         raise ValueError(
             "give one of data.tokens (what `holdfast data build` wrote) and data.pairs (a JSONL file)"
@@ -67,6 +91,12 @@ def check_data(data: Data, vocabulary: int, positions: int | None) -> None:
             raise ValueError(
                 f"{tokens} has tokens up to {built.vocabulary - 1}, and the model {vocabulary} in all: build it with the "
                 "model's own tokenizer.json"
+            )
+        # Fewer tokens fit the model, and mean other words to it: its loss would be that of noise, and nothing would fail.
+        if built is not None and tokenizer is not None and built.vocabulary != tokenizer:
+            raise ValueError(
+                f"{tokens} was built by a tokenizer of {built.vocabulary} tokens, and that of the model has {tokenizer}: build it "
+                "with the model's own tokenizer.json"
             )
 
 

@@ -31,12 +31,10 @@ def read_folder(config: Config) -> Any:
     if not (folder / "config.json").is_file():
         raise ValueError(f"model.folder is {folder}, and there is no config.json in it")
     found = AutoConfig.from_pretrained(folder, local_files_only=True)
-    check(config, found)
-    if (folder / "tokenizer.json").is_file():
-        from tokenizers import Tokenizer
-
-        size = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
-        check_tokenizer(folder, size, found.vocab_size)
+    tokens = tokens_of(folder)
+    check(config, found, tokens)
+    if tokens is not None:
+        check_tokenizer(folder, tokens, found.vocab_size)
     model = empty_model(folder, config.model.attention, checkpoint_activations=False)
     if config.experts.bias_rate and not any(name.endswith(BIAS) for name, _ in model.named_buffers()):
         raise ValueError(
@@ -45,7 +43,19 @@ def read_folder(config: Config) -> Any:
         )
     with Weights(folder) as weights:
         weights.check(model)
+    if config.lora.rank:
+        lora.add(model, config.lora)  # which refuses names of layers that the model has not
     return found
+
+
+def tokens_of(folder: Path) -> int | None:
+    """One more than the largest number that the tokenizer of a folder makes; None: there is none."""
+    if not (folder / "tokenizer.json").is_file():
+        return None
+    from tokenizers import Tokenizer
+
+    words = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab(with_added_tokens=True)
+    return max(words.values(), default=-1) + 1
 
 
 def empty_model(folder: Path, attention: str, checkpoint_activations: bool) -> PreTrainedModel:

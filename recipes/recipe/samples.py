@@ -14,8 +14,10 @@ def rows(path: Path, *keys: str) -> list[dict[str, str]]:
     """The objects of a JSONL file.
 
     Raises:
-        ValueError: a line that is none, or lacks one of the keys; an empty file.
+        ValueError: no such file; a line that is none, or lacks one of the keys; an empty file.
     """
+    if not path.is_file():
+        raise ValueError(f"data.pairs is {path}, and there is no such file")
     found = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
         try:

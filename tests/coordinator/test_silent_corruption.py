@@ -2,6 +2,7 @@
 
 import math
 
+import desk as desks
 import msgspec
 import pytest
 from test_straggler_cases import findings, running, spends, spent
@@ -116,6 +117,20 @@ def test_a_replica_with_other_bits_is_named_and_replaced():
     causes_ = [i.cause for i in desk.state.incidents if not i.rule]
     assert causes_ == [StatesDiffer(step=15, workers=(odd,), agree=2)]
     assert "silent data corruption" in str(causes_[0])
+    assert desk.state.membership.workers[odd].phase is not WorkerPhase.MEMBER
+
+
+def test_of_sharded_replicas_those_of_one_shard_are_compared():
+    """Three replicas of two workers, whose halves of the state never are the same."""
+    desk = desks.running(6, shape=(2, 1))
+    assert [desk.state.membership.generation.members[r].shard_index for r in range(6)] == [0, 1] * 3
+    odd = desk.members()[3]
+    first = 20
+    tells_states(desk, first, [7, 8] * 3)
+    assert [i for i in desk.state.incidents if not i.rule] == []
+    tells_states(desk, first + BLOCK_STEPS, [7, 8, 7, 7, 7, 8])
+    causes_ = [i.cause for i in desk.state.incidents if not i.rule]
+    assert [(cause.workers, cause.agree) for cause in causes_] == [((odd,), 2)]
     assert desk.state.membership.workers[odd].phase is not WorkerPhase.MEMBER
 
 

@@ -1,5 +1,5 @@
-"""Meshes of the script's own in a replica: experts, context, replicas within it, tensors that FSDP2 does not shard. The numbers
-are those of one worker, and whatever is lost, those of an undisturbed run, bit by bit."""
+"""Meshes of the script's own in a replica: experts, context, replicas within it, tensors that FSDP2 does not shard, and several
+of these at once. The numbers are those of one worker, and whatever is lost, those of an undisturbed run, bit by bit."""
 
 import re
 
@@ -8,6 +8,10 @@ from harness import HERE, finish, run, start
 
 SCRIPT = HERE / "train_meshes.py"
 STEPS = 16
+LIMIT_S = 240
+"""Of a job: up to eight workers share the machine's processors."""
+
+pytestmark = pytest.mark.timeout(600)
 
 
 def told(ran):
@@ -36,12 +40,16 @@ def check(ran):
         ("tensor", 2, ("--dense", "--reduction", "fast")),
         pytest.param("experts-fsdp", 4, (), marks=pytest.mark.nightly),
         pytest.param("replicas", 4, (), marks=pytest.mark.nightly),
+        pytest.param("nameless", 2, ("--dense",), marks=pytest.mark.nightly),
+        pytest.param("twice", 4, ("--dense",), marks=pytest.mark.nightly),
+        pytest.param("experts-tensor", 4, (), marks=pytest.mark.nightly),
+        pytest.param("context-tensor", 4, (), marks=pytest.mark.nightly),
     ],
     ids=str,
 )
 def test_loss_norm_and_buffers_are_those_of_one_worker(tmp_path, layout, nodes, more):
     alone = run(tmp_path, "--nnodes", 1, SCRIPT, 6, "--layout", "one", *more, job="alone")
-    ran = run(tmp_path, "--nnodes", nodes, SCRIPT, 6, "--layout", layout, *more)
+    ran = run(tmp_path, "--nnodes", nodes, SCRIPT, 6, "--layout", layout, *more, timeout=LIMIT_S)
     check(ran)
     (numbers, buffers), (expected, as_alone) = told(ran), told(alone)
     assert numbers == pytest.approx(expected, rel=2e-5)
@@ -53,19 +61,23 @@ def test_loss_norm_and_buffers_are_those_of_one_worker(tmp_path, layout, nodes, 
     ("layout", "nodes", "more"),
     [
         ("experts", 2, ()),
+        ("nameless", 2, ("--dense",)),
         pytest.param("context", 2, (), marks=pytest.mark.nightly),
         pytest.param("tensor", 2, ("--dense",), marks=pytest.mark.nightly),
         pytest.param("experts-fsdp", 4, (), marks=pytest.mark.nightly),
         pytest.param("replicas", 4, (), marks=pytest.mark.nightly),
+        pytest.param("twice", 4, ("--dense",), marks=pytest.mark.nightly),
+        pytest.param("experts-tensor", 4, (), marks=pytest.mark.nightly),
+        pytest.param("context-tensor", 4, (), marks=pytest.mark.nightly),
     ],
     ids=str,
 )
 def test_a_lost_worker_changes_no_bit(tmp_path, layout, nodes, more):
     """Two replicas, one of which loses a worker, against one replica that nobody disturbs."""
-    expected = run(tmp_path, "--nnodes", nodes, SCRIPT, STEPS, "--layout", layout, *more, job="expected")
+    told_both = (SCRIPT, STEPS, "--layout", layout, *more)
+    expected = run(tmp_path, "--nnodes", nodes, *told_both, job="expected", timeout=LIMIT_S)
     fault = ("--fault", "kill-worker:rank=1,step=8")
-    given = ("--nnodes", f"{nodes}:{2 * nodes}", *fault, SCRIPT, STEPS, "--layout", layout, *more)
-    ran = run(tmp_path, *given, timeout=180)
+    ran = run(tmp_path, "--nnodes", f"{nodes}:{2 * nodes}", *fault, *told_both, timeout=LIMIT_S)
     check(ran)
     assert ran.losses() == expected.losses()
     assert ran.report["final"]["params_xxh3"] == expected.report["final"]["params_xxh3"]

@@ -63,3 +63,11 @@ def test_what_promises_no_bits_is_refused(tmp_path):
     ran = run(tmp_path, "--nnodes", 2, "--replay", "1/5", HERE / "train_tiny.py", STEPS)
     assert ran.code != 0
     assert 'reduction="exact"' in ran.output
+
+
+def test_a_model_in_shards_is_refused_before_it_is_built(tmp_path):
+    ran = run(tmp_path, "--nnodes", 2, "--replay", "1/5", HERE / "train_meshes.py", STEPS, "--layout", "fsdp")
+    assert ran.report["outcome"] == "failed"
+    said = " ".join(ran.output.split())
+    assert "after run.mesh() none does; start the job without --replay" in said
+    assert ran.report["steps"]["committed"] == 0

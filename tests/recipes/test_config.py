@@ -67,6 +67,7 @@ def test_a_file_that_is_none_is_refused_by_its_name(recipes, tmp_path, text):
 
 
 MODEL = SimpleNamespace(model_type="qwen3_moe", num_experts=4, vocab_size=300, max_position_embeddings=1024)
+QUANTIZED = SimpleNamespace(**vars(MODEL), quantization_config={"quant_method": "mxfp4"})
 DENSE = SimpleNamespace(model_type="llama", vocab_size=300, max_position_embeddings=1024)
 
 
@@ -80,6 +81,8 @@ DENSE = SimpleNamespace(model_type="llama", vocab_size=300, max_position_embeddi
         (["lora.rank=4"], MODEL, r"parallel\.experts and lora\.rank together"),
         (["data.seq_len=2048"], MODEL, "allows 1024 positions"),
         (["data.tokens=a"], MODEL, r"one of data\.tokens .* and data\.pairs"),
+        (["train.global_batch=18"], MODEL, r"train\.global_batch is 18, .* takes a multiple of 4"),
+        ([], QUANTIZED, r"quantized by mxfp4, which cannot be trained: write them in bfloat16 first"),
     ],
 )
 def test_what_a_model_or_a_replica_cannot_take_is_refused(recipes, changes, model, why):
@@ -94,6 +97,10 @@ def test_data_and_a_tokenizer_of_another_vocabulary_are_refused(recipes, tmp_pat
     recipes.checks.check_data(data, vocabulary=256, positions=64)
     with pytest.raises(ValueError, match="has tokens up to 255, and the model 200 in all"):
         recipes.checks.check_data(data, vocabulary=200, positions=64)
+    recipes.checks.check_data(data, vocabulary=300, positions=64, tokenizer=256)
+    # Its numbers fit the model, and stand for other words.
+    with pytest.raises(ValueError, match="by a tokenizer of 256 tokens, and that of the model has 300"):
+        recipes.checks.check_data(data, vocabulary=300, positions=64, tokenizer=300)
     recipes.checks.check_tokenizer(tmp_path, 256, 256)
     with pytest.raises(ValueError, match=r"has 257 tokens, and the model's config\.json 256"):
         recipes.checks.check_tokenizer(tmp_path, 257, 256)
@@ -115,15 +122,33 @@ def test_biases_of_routers_that_nobody_would_load_again_are_refused(recipes, tmp
     recipes.model.read_folder(recipes.config.read(TINY, told[:1]))
 
 
+def test_adapters_of_layers_that_are_not_there_are_refused(recipes, tmp_path):
+    pytest.importorskip("peft")
+    recipes.make_tiny.make("llama", tmp_path, exercises=20)
+    told = [f"model.folder={tmp_path}/model", "lora.rank=2", "parallel.experts=1", "experts.loss=0"]
+    recipes.model.read_folder(recipes.config.read(TINY, told))
+    with pytest.raises(ValueError, match="nowhere_proj"):
+        recipes.model.read_folder(recipes.config.read(TINY, [*told, 'lora.targets=["nowhere_proj"]']))
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
         (["train.stpes=7"], "did you mean train.steps?"),
         (["model.folder=nowhere"], "model.folder is nowhere, and there is no config.json in it"),
+        (
+            ["model.folder={}/model", "data.pairs=nowhere.jsonl"],
+            "data.pairs is nowhere.jsonl, and there is no such file",
+        ),
     ],
 )
-def test_the_script_names_what_does_not_fit_and_starts_nothing(recipes, monkeypatch, capsys, changes, why):
-    monkeypatch.setattr(sys, "argv", ["train.py", str(TINY), *changes])
+def test_the_script_names_what_does_not_fit_and_starts_nothing(
+    recipes, monkeypatch, capsys, tmp_path, changes, why
+):
+    recipes.make_tiny.make("qwen3_moe", tmp_path, exercises=20)
+    monkeypatch.setattr(
+        sys, "argv", ["train.py", str(TINY), *(change.format(tmp_path) for change in changes)]
+    )
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(RECIPES / "train.py"), run_name="__main__")
     assert ended.value.code == 2

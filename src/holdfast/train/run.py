@@ -185,10 +185,17 @@ class Run:
                 `step.pipeline`.
 
         Raises:
-            UsageError: sizes that do not fit the job, a call after `steps`, or a default process group of the script's.
+            UsageError: sizes that do not fit the job, a call after `steps`, a default process group of the script's, or a
+                job under `--replay`.
         """
         if self._replica is not None:
             raise UsageError("run.mesh() came after run.steps(); make the mesh before the model")
+        # Here and not at the first step: until then a large model would be built and loaded for nothing.
+        if every := self._replays_one_in():
+            raise UsageError(
+                f"--replay 1/{every} computes a micro-batch again on a worker that holds the whole model, and after run.mesh() "
+                "none does; start the job without --replay: replicas still compare checksums of their state (the rule state-apart)"
+            )
         if self._sharding is None:
             where = self._attachment
             self._sharding = Sharding(
@@ -473,17 +480,18 @@ class Run:
         if self._sharding is not None:
             self._sharding.close()
 
+    def _replays_one_in(self) -> int:
+        """One step of so many has a micro-batch that is computed twice; 0: none has."""
+        return int(self._attachment.link.start.env.get(REPLAY_VARIABLE, "0"))
+
     def _replay_every(self, reduction: Reduction) -> int:
-        every = int(self._attachment.link.start.env.get(REPLAY_VARIABLE, "0"))
+        every = self._replays_one_in()
         if every and reduction != "exact":
             raise UsageError(
                 f'--replay 1/{every} compares bits, which run.steps(reduction="{reduction}") does not promise; give '
                 'reduction="exact", or leave --replay out'
             )
-        if every and self._sharding is not None:
-            raise UsageError(
-                f"--replay 1/{every} is for models that every worker holds whole; leave it out after run.mesh()"
-            )
+        assert not every or self._sharding is None  # `mesh` refuses it
         return every
 
     def _enroll(
