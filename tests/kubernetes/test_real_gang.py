@@ -38,7 +38,7 @@ from holdfast.engines.kubernetes.check import convert
 from holdfast.engines.kubernetes.reach import job_path
 from holdfast.engines.kubernetes.schema import crd_text
 
-pytestmark = [pytest.mark.kube, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.kube, pytest.mark.nightly, pytest.mark.timeout(1500)]
 NAME = "gang"
 GROUP = pod_group.path_of(pod_group.API_VERSIONS["PodGroup"], NAMESPACE, NAME)
 

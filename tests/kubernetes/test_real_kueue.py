@@ -18,6 +18,7 @@ from holdfast.engines.kubernetes.reach import job_path
 
 pytestmark = [
     pytest.mark.kube,
+    pytest.mark.nightly,
     pytest.mark.timeout(800),
     pytest.mark.skipif(not is_there(), reason="KUBE_BIN has no kueue"),
 ]
