@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import pytest
 from fakeagents import serving as coordinating
-from kubejobs import job
 from liveapi import LiveApi
 from operating import JOB, PODS, operated
 from rights import is_permitted, objects
@@ -132,37 +131,6 @@ def test_a_job_is_suspended_resumed_and_deleted() -> None:
         await fake.put(JOB, there)
         await fake.until(lambda: JOB not in fake.objects)
         assert not fake.named("pods")
-
-    operated(scene)
-
-
-def test_a_job_of_the_same_name_takes_nothing_of_the_one_before() -> None:
-    """Its pods and its Secret are still there: the garbage collector and the kubelets need their time."""
-    secret = f"{PODS.removesuffix('pods')}secrets/llm-holdfast"
-
-    async def scene(fake: LiveApi, restart: Any) -> None:
-        await fake.until(lambda: fake.named("pods") == ALL)
-        tokens = [fake.objects[secret]["data"]]
-        await fake.remove(JOB)
-        await fake.put(JOB, job(spec__nodes=1, metadata__uid="u-2"), "ADDED")
-        # It waits for the Secret, which is not its own.
-        await fake.until(lambda: fake.objects[JOB].get("status", {}).get("run") == 1)
-        assert fake.named("pods") == ALL
-        for path in [
-            path
-            for path in fake.objects
-            if path.startswith(PODS.removesuffix("pods")) and "/pods/" not in path
-        ]:
-            await fake.remove(path)
-        # llm-c1 and llm-n0 have names of the one before: other numbers are free.
-        await fake.until(lambda: fake.named("pods") == ALL | {"llm-c2", "llm-n3"})
-        tokens.append(fake.objects[secret]["data"])
-        assert tokens[0] != tokens[1]
-        owners = {
-            name: fake.objects[f"{PODS}/{name}"]["metadata"]["ownerReferences"][0]["uid"]
-            for name in fake.named("pods")
-        }
-        assert {name for name, uid in owners.items() if uid == "u-2"} == {"llm-c2", "llm-n3"}
 
     operated(scene)
 

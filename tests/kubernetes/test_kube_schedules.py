@@ -8,14 +8,13 @@ from simkube.schedule import Schedule
 SEEDS = 150
 QUEUED_SEEDS = 60
 GANG_SEEDS = 60
-AGAIN_SEEDS = 120
 NIGHTLY_BLOCKS, NIGHTLY_SEEDS = 10, 2000
 
 
-def judge(seeds: range, queued: bool = False, gang: bool = False, again: bool = False) -> Counter[str]:
+def judge(seeds: range, queued: bool = False, gang: bool = False) -> Counter[str]:
     happened: Counter[str] = Counter()
     for seed in seeds:
-        schedule = Schedule(seed, queued=queued, gang=gang, again=again)
+        schedule = Schedule(seed, queued=queued, gang=gang)
         problems = schedule.run()
         assert not problems, f"seed {seed}: {problems}"
         happened += schedule.happened
@@ -42,17 +41,6 @@ def test_what_must_hold_holds_in_a_gang() -> None:
     assert happened["over"] > GANG_SEEDS / 10
 
 
-def test_what_must_hold_holds_of_a_job_that_is_deleted_in_every_phase_and_made_again() -> None:
-    happened = judge(range(AGAIN_SEEDS), again=True)
-    phases = {what.removeprefix("deleted: ") for what in happened if what.startswith("deleted: ")}
-    assert phases >= {
-        *("None", "Starting", "Recovering", "Running", "Degraded", "Unknown"),
-        *("Stopping", "Suspended", "Succeeded", "Failed"),
-    }
-    assert happened["met pods of the one before"] > AGAIN_SEEDS / 10
-    assert happened["met objects of the one before"] > AGAIN_SEEDS / 10
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("block", range(NIGHTLY_BLOCKS))
 def test_what_must_hold_holds_for_many(block: int) -> None:
@@ -60,4 +48,3 @@ def test_what_must_hold_holds_for_many(block: int) -> None:
     judge(range(start, start + NIGHTLY_SEEDS))
     judge(range(start, start + NIGHTLY_SEEDS), queued=True)
     judge(range(start, start + NIGHTLY_SEEDS), gang=True)
-    judge(range(start, start + NIGHTLY_SEEDS), again=True)

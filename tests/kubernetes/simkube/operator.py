@@ -49,7 +49,6 @@ class Operator:
         self.gone = False
         self.position: int | None = None
         self.listing: tuple[list[PodSeen], int] | None = None
-        self.uid = ""
         self.workloads: dict[str, WorkloadSeen] | None = None
         self.versions: dict[str, int] = {}
 
@@ -63,31 +62,18 @@ class Operator:
             self.listing = list(self.server.pods.values()), len(self.server.log)
         # The answer may be on its way while pods are made: the operator works on with what it knows.
         if self.listing is not None and (most is None or not self.desk.pods.all):
-            pods, version = self.listing
-            self.desk.listed([pod for pod in pods if self.is_mine(pod)], version)
+            self.desk.listed(*self.listing)
             self.position, self.listing = self.listing[1], None
         if self.position is not None:
             self._watch(self.position, most)
         if most is None or self.job is None or self.server.dice.random() < 0.7:
-            self.take_job()
+            self.job = self.server.object
         if most is None or self.server.dice.random() < 0.7:
             self.look_at_queue()
-
-    def take_job(self) -> None:
-        """As the watch has it. A job of another uid is another job, of which nothing is known."""
-        self.job = self.server.object
-        if self.job is not None and self.job.uid != self.uid:
-            self.uid, self.desk = self.job.uid, Desk("llm")
-            self.cut()
-
-    def is_mine(self, pod: PodSeen) -> bool:
-        return self.server.owners[pod.uid] == self.uid
 
     def _watch(self, position: int, most: int | None) -> None:
         end = len(self.server.log) if most is None else min(len(self.server.log), position + most)
         for kind, pod in self.server.log[position:end]:
-            if not self.is_mine(pod):
-                continue
             if kind == "gone":
                 self.desk.pods.gone(pod.name, pod.uid)
             else:
@@ -105,15 +91,13 @@ class Operator:
         if self.job is None:
             return None
         try:
-            said: Said | None = self.cluster.said(self.job.uid)
+            said: Said | None = self.cluster.said()
             assert said is not None
             alive = [name for name, node in said.nodes.items() if node.alive]
             self.desk.meet(said.term, alive, [order.order_id for order in said.orders])
         except Silent:
             said = None
-        there = self.server.object
-        is_now = there is not None and there.uid == self.job.uid
-        beside = self.server.beside if is_now and not self.server.down else {}
+        beside = {} if self.server.down else self.server.beside
         pods = [pod for pod in self.desk.pods.all if pod.coordinator]
         newest = max(pods, key=lambda pod: pod.number, default=None)
         lost = newest is not None and newest.machine is not None
@@ -201,13 +185,13 @@ class Operator:
                     value = self.job.job.spec.fewest
                 elif kind == "Service":
                     value = self.job.status.term
-                call(lambda: server.make_beside(kind, self.uid, value))
+                call(lambda: server.beside.setdefault(kind, value))
             case DeleteObject(kind):
-                call(lambda: self._delete_beside(kind))
+                call(lambda: server.beside.pop(kind, None))
             case SizeGroup(members):
-                call(lambda: self._change_beside("PodGroup", members))
+                call(lambda: server.beside.update(PodGroup=members))
             case PointService(term):
-                call(lambda: self._change_beside("Service", term))
+                call(lambda: server.beside.update(Service=term))
             case MakeNode(number, _, workload):
                 self._make(names.node_name("llm", number), number, coordinator=False, workload=workload)
             case MakeCoordinator(term):
@@ -218,12 +202,12 @@ class Operator:
                 except (NotFound, Conflict):
                     self.desk.pods.gone(name, uid)
             case Tell(news):
-                self.cluster.tell(self.uid, news)
+                self.cluster.tell(news)
                 self.desk.did(action)
             case AskStop(reason):
-                self.cluster.stop(self.uid, reason)
+                self.cluster.stop(reason)
             case AskResize(nodes):
-                self.cluster.resize(self.uid, nodes)
+                self.cluster.resize(nodes)
                 self.desk.did(action)
             case DeleteJob():
                 call(lambda: server.change_job(_set(deleted_s=self.cluster.now_s)))
@@ -271,34 +255,21 @@ class Operator:
         assert self.job is not None
         if name in self.desk.doubtful:
             there = self.server.call(lambda: self.server.pods.get(name))
-            self._saw(name, there)
+            if there is None:
+                self.desk.burn(name)
+            else:
+                self.desk.saw(there)
             return
         run = self.job.status.run or 0
         pod = PodSeen(name=name, uid="", coordinator=coordinator, number=number, run=run, workload=workload)
         try:
-            made = self.server.call(lambda: self.server.make_pod(pod, self.uid))
+            made = self.server.call(lambda: self.server.make_pod(pod))
         except Exists:
             made = self.server.pods[name]
         except NoAnswer:
             self.desk.doubtful.add(name)
             raise
-        self._saw(name, made)
-
-    def _change_beside(self, kind: str, value: Any) -> None:
-        if self.server.object is not None and self.server.object.uid == self.uid:
-            self.server.beside[kind] = value
-
-    def _delete_beside(self, kind: str) -> None:
-        # By its uid, so never another job's.
-        if self.server.object is not None and self.server.object.uid == self.uid:
-            self.server.beside.pop(kind, None)
-
-    def _saw(self, name: str, pod: PodSeen | None) -> None:
-        # One of a job before has the name, or nobody has: another number is free.
-        if pod is None or not self.is_mine(pod):
-            self.desk.burn(name)
-        else:
-            self.desk.saw(pod)
+        self.desk.saw(made)
 
 
 def _set(**fields: Any) -> Any:
