@@ -299,9 +299,7 @@ class ProxyApi:
         async with self.session.request(
             request.method, self.base + path, headers=headers, data=data
         ) as answer:
-            kept = {
-                k: v for k, v in answer.headers.items() if k.startswith("Holdfast") or k == "Retry-After"
-            }
+            kept = {k: v for k, v in answer.headers.items() if k.startswith("Holdfast") or k == "Retry-After"}
             return web.Response(status=answer.status, body=await answer.read(), headers=kept)
 
     async def close(self) -> None:
