@@ -127,16 +127,9 @@ def test_a_block_is_shortened_where_it_trains():
     )
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "folder",
-    [
-        pytest.param(folder, marks=() if folder.name == "llama3-8b-pretrain" else pytest.mark.nightly)
-        for folder in FOLDERS
-    ],
-    ids=lambda path: path.name,
-)
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
 def test_what_it_says_for_a_laptop_works_as_it_is_typed(laptop, folder):
     pytest.importorskip("transformers", reason="needs pip install 'holdfast-train[recipes]'")
     if folder.name == "llama3-8b-dpo":

@@ -26,6 +26,8 @@ DAMAGE = (signal.SIGILL, signal.SIGBUS, signal.SIGSEGV, signal.SIGFPE)
 """Signals by which a processor or memory that is broken ends a program that is not."""
 
 LEAVE_S = 5.0
+EXIT_S = 60.0
+"""How long a child that has said all may take to end. It gives back much memory, at a low priority, beside what trains here."""
 _progress = msgspec.json.Decoder(CheckProgress)
 _PR_SET_PDEATHSIG = 1
 
@@ -105,10 +107,13 @@ def _loop_time(monotonic_s: float) -> float:
 async def _end(process: asyncio.subprocess.Process) -> None:
     """Ends the child, if it has not ended. One that waits for a broken device in the kernel is left behind."""
     try:
-        async with asyncio.timeout(LEAVE_S):
-            if process.stdout is not None and process.stdout.at_eof():
+        if process.stdout is not None and process.stdout.at_eof():
+            # Without its exit code nobody knows whether it ended in order, and what it found nothing to look at would be
+            # unknown.
+            async with asyncio.timeout(EXIT_S):
                 await process.wait()
-                return
+            return
+        async with asyncio.timeout(LEAVE_S):
             # A process in state D does not end before its call returns. Waiting for it would hold the agent
             # as long as the device hangs.
             os.killpg(process.pid, signal.SIGKILL)
