@@ -52,12 +52,17 @@ SLOW_MS = 5.0
 PAINTS = 5
 
 
-def main() -> int:
-    """Makes the job, serves it, and prints what it costs."""
-    parser = argparse.ArgumentParser(prog="bench.page", description=__doc__)
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """Options for how large the made-up job is."""
     parser.add_argument("--nodes", type=int, default=2000)
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--incidents", type=int, default=10_000)
+
+
+def main() -> int:
+    """Makes the job, serves it, and prints what it costs."""
+    parser = argparse.ArgumentParser(prog="bench.page", description=__doc__)
+    add_sizes(parser)
     parser.add_argument("--viewers", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=30.0, help="for which viewers look (default: 30)")
     given = parser.parse_args()

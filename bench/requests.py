@@ -27,7 +27,8 @@ import msgspec
 from rich.console import Console
 
 from bench.machine import ForeignCpu, conclude, introduce
-from bench.page import PER_NODE, SLOW_MS, made_up_state, make_ledger, time_callbacks
+from bench.page import PER_NODE, SLOW_MS, add_sizes, made_up_state, make_ledger, time_callbacks
+from bench.progress import Progress
 from bench.recovery.environments import versions
 from holdfast.coordinator.service.server import Coordinator
 from holdfast.coordinator.service.store import Store
@@ -95,9 +96,7 @@ LEFT_OUT = {
 def main() -> int:
     """Makes the job, asks everything, and prints a row for each request."""
     parser = argparse.ArgumentParser(prog="bench.requests", description=__doc__)
-    parser.add_argument("--nodes", type=int, default=2000)
-    parser.add_argument("--steps", type=int, default=1_000_000)
-    parser.add_argument("--incidents", type=int, default=10_000)
+    add_sizes(parser)
     parser.add_argument("--times", type=int, default=20, help="each request (default: 20)")
     given = parser.parse_args()
     console = Console(width=130)
@@ -186,7 +185,7 @@ async def ask_all(asked: Sequence[Asked], port: int, token: str, pipe: Any, time
     """A row for each request, the worst first."""
     headers = {"Authorization": f"Bearer {token}"}
     url, rows = f"http://127.0.0.1:{port}", []
-    limits = aiohttp.ClientTimeout(total=None)
+    limits, progress = aiohttp.ClientTimeout(total=None), Progress()
     async with aiohttp.ClientSession(headers=headers, timeout=limits) as client:
         # The first look takes the whole ledger in. It is a row of its own.
         for what, turns in (("nothing: the job by itself", times), ("the first look of all", 1)):
@@ -196,6 +195,7 @@ async def ask_all(asked: Sequence[Asked], port: int, token: str, pipe: Any, time
                 await _one(pipe, row, _nothing() if turns > 1 else _get(client, url, timeline, row.nbytes))
             rows.append(row)
         for one in asked:
+            progress(f"asks for {one.address}")
             row = _Row(f"{one.method} {one.address}", [], [], [])
             for _ in range(times):
                 await _one(pipe, row, _get(client, url, one, row.nbytes))

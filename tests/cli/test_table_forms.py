@@ -24,6 +24,7 @@ from holdfast.coordinator.service.history_store import FILE_NAME, Entry, History
 from holdfast.data.samples import SampleLedger
 from holdfast.engines.jobs import JobFolder
 from holdfast.protocol.health import CheckResult, Condition
+from holdfast.simulate import validation
 
 SOURCES = Path(check.__file__).parents[1]
 LOOKED_AT = ("cli", "observe")
@@ -210,7 +211,8 @@ def test_every_command_that_prints_a_table_is_tried_here() -> None:
 def test_a_table_has_all_forms(name, holdfast, home, monkeypatch) -> None:
     found = CheckResult(name="disk", condition=Condition.HEALTHY, value=3.0, unit="GB/s", detail="d" * 200)
     monkeypatch.setattr(check, "_of_machine", lambda *_: [found])
-    # The same table at any width of the terminal that the tests run in.
+    # Once for all forms: the simulations behind it take most of a minute for six of them.
+    monkeypatch.setattr(validation, "validate", cache(validation.validate))
     given, prepare = CASES[name]
     prepare(home)
     command = [*name.split(), *given.split()]

@@ -29,7 +29,7 @@ FOLDERS = {
 
 
 class JobObjects:
-    """Read once, and then kept up by what is done here. Watching five kinds of objects instead would cost the operator a copy
+    """Read once, and then kept up by what is done here. Watching these kinds of objects instead would cost the operator a copy
     of every Secret of the cluster.
 
     Attributes:
