@@ -8,7 +8,7 @@ from holdfast.errors import UsageError
 
 
 class Supported(NamedTuple):
-    """A range of versions, each by its first two numbers."""
+    """A range of versions, each by its first two numbers: its ends are versions that the adapter's tests passed with."""
 
     distribution: str
     oldest: tuple[int, int]
@@ -26,9 +26,9 @@ class Supported(NamedTuple):
             )
 
 
-ACCELERATE = Supported("accelerate", (1, 2), (2, 0))
+ACCELERATE = Supported("accelerate", (1, 2), (1, 16))
 DEEPSPEED = Supported("deepspeed", (0, 19), (0, 20))
 LIGHTNING = Supported("lightning", (2, 6), (2, 7))
-RAY = Supported("ray", (2, 60), (3, 0))
+RAY = Supported("ray", (2, 60), (2, 61))
 TORCHTITAN = Supported("torchtitan", (0, 3), (0, 4))
-TRANSFORMERS = Supported("transformers", (5, 20), (5, 30))
+TRANSFORMERS = Supported("transformers", (5, 20), (5, 25))
