@@ -66,5 +66,5 @@ def test_a_storage_that_is_no_path_is_refused(monkeypatch):
 
 
 def test_a_version_that_is_not_supported_is_refused():
-    with pytest.raises(UsageError, match=r"pip install 'ray>=2\.60,<3\.0'"):
+    with pytest.raises(UsageError, match=r"pip install 'ray>=2\.60,<2\.61'"):
         RAY.check("2.9.3", "Snapshots")
