@@ -15,6 +15,7 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DataLoaderConfiguration
 from ends import LIMIT_S, by_itself, ends
 from harness import run
+from resized import sizes, smaller_and_whole_again
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from holdfast.accelerate import Accelerator
@@ -39,11 +40,16 @@ def undisturbed(tmp_path_factory) -> dict:
     return end
 
 
-def in_a_job(home: Path, *options: object, nodes: str = "2") -> list[dict]:
-    """By two workers."""
+def in_a_job(home: Path, *options: object, nodes: str = "2", worlds: tuple[int, ...] = (2,)) -> list[dict]:
+    """By two workers. worlds: the sizes that the job begins with."""
     ran = run(home, "--nnodes", nodes, *options, SCRIPT, home / "out", 2, timeout=LIMIT_S)
     assert ran.code == 0, ran.output
     assert ran.report["final"]["replicas_equal"], ran.output
+    assert sizes(ran)[: len(worlds)] == [*worlds]
+    return longest_first(home)
+
+
+def longest_first(home: Path) -> list[dict]:
     return sorted(ends(home / "out"), key=lambda end: -len(end["committed"]))
 
 
@@ -81,8 +87,23 @@ def test_a_kill_in_any_phase(tmp_path, undisturbed, phase):
 
 @pytest.mark.nightly
 @pytest.mark.capability("resize")
-def test_a_job_that_gets_smaller_and_whole_again(tmp_path, undisturbed):
-    assert_same(in_a_job(tmp_path, "--fault", "kill-node:node=1,step=5", nodes="1:2"), undisturbed)
+def test_a_job_that_gets_smaller(tmp_path, undisturbed):
+    fault = ("--fault", "kill-node:node=1,step=5")
+    assert_same(in_a_job(tmp_path, *fault, nodes="1:2", worlds=(2, 1)), undisturbed)
+
+
+@pytest.mark.nightly
+@pytest.mark.capability("resize")
+def test_a_job_that_gets_smaller_and_whole_again(tmp_path, monkeypatch, undisturbed):
+    smaller_and_whole_again(tmp_path, monkeypatch, SCRIPT, tmp_path / "out", 2)
+    assert_same(longest_first(tmp_path), undisturbed)
+
+
+@pytest.mark.parametrize("version", ["1.1.1", "1.16.0"])
+def test_a_version_that_is_not_supported_is_refused(monkeypatch, version):
+    monkeypatch.setattr(accelerate, "__version__", version)
+    with pytest.raises(UsageError, match=r"accelerate>=1\.2,<1\.16"):
+        Accelerator()
 
 
 class Stream(IterableDataset):

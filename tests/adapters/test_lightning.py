@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from bodies import digest
 from ends import LIMIT_S, by_itself, ends
 from harness import run
+from resized import sizes, smaller_and_whole_again
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
 import holdfast.lightning  # before Lightning looks at the environment
@@ -37,12 +39,20 @@ def alone(folder: Path, *options: str) -> dict:
     return by_itself(folder, SCRIPT, folder, 4, *options)
 
 
-def in_a_job(home: Path, *options: object, nodes: str = "2", script: tuple[str, ...] = ()) -> list[dict]:
+def in_a_job(
+    home: Path,
+    *options: object,
+    nodes: str = "2",
+    script: tuple[str, ...] = (),
+    worlds: tuple[int, ...] = (2,),
+) -> list[dict]:
+    """By two workers. worlds: the sizes that the job begins with."""
     (home / "out").mkdir()
     ran = run(home, "--nnodes", nodes, *options, SCRIPT, home / "out", 2, *script, timeout=LIMIT_S)
     assert ran.code == 0, ran.output
     # All protected state, so also where the loops and callbacks stand.
     assert ran.report["final"]["replicas_equal"], ran.output
+    assert sizes(ran)[: len(worlds)] == [*worlds]
     return ends(home / "out")
 
 
@@ -118,8 +128,19 @@ def test_a_kill_in_any_phase_around_a_validation(tmp_path, undisturbed, phase, s
 @pytest.mark.nightly
 @pytest.mark.capability("resize")
 def test_a_job_that_gets_smaller(tmp_path, undisturbed):
-    ended = in_a_job(tmp_path, "--fault", "kill-node:node=1,step=5", nodes="1:2")
+    ended = in_a_job(tmp_path, "--fault", "kill-node:node=1,step=5", nodes="1:2", worlds=(2, 1))
     assert {json.dumps(result(end)) for end in ended} == {json.dumps(result(undisturbed))}
+
+
+@pytest.mark.nightly
+@pytest.mark.capability("resize")
+def test_a_job_that_gets_smaller_and_whole_again(tmp_path, monkeypatch, undisturbed):
+    (tmp_path / "out").mkdir()
+    smaller_and_whole_again(tmp_path, monkeypatch, SCRIPT, tmp_path / "out", 2)
+    ended = ends(tmp_path / "out")
+    assert [result(end) for end in ended] == 2 * [result(undisturbed)]
+    newcomer, survivor = sorted((end["ended"] for end in ended), key=len)
+    assert newcomer == survivor[-len(newcomer) :]
 
 
 @pytest.mark.nightly
@@ -339,6 +360,24 @@ def test_a_seam_is_where_it_was(seam):
     """The methods of Lightning's loops that the adapter replaces or calls, with their parameters."""
     kind, name = seam
     assert " ".join(inspect.signature(getattr(kind, name)).parameters) == SEAMS[seam]
+
+
+READ = {
+    (_TrainingEpochLoop, "reset"): "65900c493f49b481",
+    (_TrainingEpochLoop, "advance"): "a89952bfe388338e",
+    (_TrainingEpochLoop, "on_advance_end"): "8edd3ae965992094",
+    (_TrainingEpochLoop, "update_lr_schedulers"): "22b3ea647a978e62",
+    (_AutomaticOptimization, "run"): "2f8e8f756d6b4a95",
+    (_AutomaticOptimization, "_training_step"): "d2394d36b08ca846",
+}
+"""Of 2.6.0 to 2.6.6: what the adapter does in the place of Lightning, or goes by."""
+
+
+@pytest.mark.parametrize("method", READ, ids=lambda method: method[1])
+def test_what_the_adapter_does_in_its_place_has_been_read(method):
+    """Red with a new version: read what changed, do the same in the adapter, and take the new digest."""
+    kind, name = method
+    assert digest(getattr(kind, name)) == READ[method]
 
 
 def test_the_strategy_is_known_by_its_name():

@@ -10,6 +10,7 @@ import pytest
 from ends import LIMIT_S, by_itself, ends
 from harness import Ran, run
 from killed import killed_and_gone_on, train
+from resized import sizes, smaller_and_whole_again
 
 from holdfast.adapters.huggingface.progress import Progress
 
@@ -26,11 +27,18 @@ def alone(folder: Path, *options: str) -> dict:
     return by_itself(folder, SCRIPT, folder, "--accumulate", 4, *options)
 
 
-def in_a_job(home: Path, *options: object, nodes: str = "2", script: tuple[str, ...] = ()) -> list[dict]:
-    """By two workers."""
+def in_a_job(
+    home: Path,
+    *options: object,
+    nodes: str = "2",
+    script: tuple[str, ...] = (),
+    worlds: tuple[int, ...] = (2,),
+) -> list[dict]:
+    """By two workers. worlds: the sizes that the job begins with."""
     ran = run(home, "--nnodes", nodes, *options, SCRIPT, home / "out", *script, timeout=LIMIT_S)
     assert ran.code == 0, ran.output
     assert ran.report["final"]["replicas_equal"], ran.output
+    assert sizes(ran)[: len(worlds)] == [*worlds]
     return ends(home / "out")
 
 
@@ -105,9 +113,20 @@ def test_a_kill_in_any_phase(tmp_path, undisturbed, phase):
 
 @pytest.mark.nightly
 @pytest.mark.capability("resize")
-def test_a_job_that_gets_smaller_and_whole_again(tmp_path, undisturbed):
-    ended = in_a_job(tmp_path, "--fault", "kill-node:node=1,step=5", nodes="1:2")
+def test_a_job_that_gets_smaller(tmp_path, undisturbed):
+    ended = in_a_job(tmp_path, "--fault", "kill-node:node=1,step=5", nodes="1:2", worlds=(2, 1))
     assert {json.dumps(without_counts(end)) for end in ended} == {json.dumps(without_counts(undisturbed))}
+
+
+@pytest.mark.nightly
+@pytest.mark.capability("resize")
+def test_a_job_that_gets_smaller_and_whole_again(tmp_path, monkeypatch, undisturbed):
+    smaller_and_whole_again(tmp_path, monkeypatch, SCRIPT, tmp_path / "out")
+    ended = ends(tmp_path / "out")
+    assert [without_counts(end) for end in ended] == 2 * [without_counts(undisturbed)]
+    newcomer, survivor = sorted((end["ended"] for end in ended), key=len)
+    assert survivor == [*range(1, STEPS + 1)]
+    assert newcomer == survivor[-len(newcomer) :]
 
 
 @pytest.mark.nightly
@@ -156,7 +175,8 @@ def test_a_job_of_trl_that_gets_smaller(tmp_path):
     pytest.importorskip("trl")
     pytest.importorskip("peft")
     wanted = by_itself(tmp_path / "alone", TRL, tmp_path / "alone", "level-2", "sft", 4)
-    trl_job(tmp_path, "--nnodes", "1:2", "--fault", "kill-node:node=1,step=3", kind="sft")
+    ran = trl_job(tmp_path, "--nnodes", "1:2", "--fault", "kill-node:node=1,step=3", kind="sft")
+    assert sizes(ran) == [2, 1]
     assert ends(tmp_path / "out") == [wanted]
 
 

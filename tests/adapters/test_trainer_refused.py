@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from bodies import digest
 from torch.utils.data import Dataset, IterableDataset, WeightedRandomSampler
 from transformers import TrainingArguments
 from transformers.trainer_callback import ExportableState
@@ -17,6 +18,7 @@ import holdfast
 import holdfast.transformers as adapter
 from holdfast.adapters import world
 from holdfast.adapters.huggingface import arguments
+from holdfast.adapters.huggingface import trainer as trainer_module
 from holdfast.adapters.versions import TRANSFORMERS
 from holdfast.errors import StateChanged, UsageError
 
@@ -116,6 +118,24 @@ def test_what_a_job_does_by_itself_is_refused(tmp_path):
     (tmp_path / "checkpoint-1").mkdir()
     with pytest.raises(UsageError, match="resume_from_checkpoint"):
         trainer._init_training_state(1, 1, 1, str(tmp_path / "checkpoint-1"), None)
+
+
+@pytest.mark.parametrize("version", ["1.9.2", "1.17.0"])
+def test_a_version_of_trl_that_is_not_supported_is_refused(monkeypatch, version):
+    kind = type("SFTTrainer", (transformers.Trainer,), {"__module__": "trl.trainer.sft_trainer"})
+    versions = {"trl": version}
+    monkeypatch.setattr(trainer_module.metadata, "version", versions.__getitem__)
+    with pytest.raises(UsageError, match=r"pip install 'trl>=1\.10,<1\.17'"):
+        adapter.wrap(type("Mine", (kind,), {}))
+
+
+@pytest.mark.parametrize("version", ["0.20.0", "0.22.0"])
+def test_a_version_of_peft_that_is_not_supported_is_refused(tmp_path, monkeypatch, version):
+    monkeypatch.setattr(trainer_module, "is_peft_model", lambda model: True)
+    versions = {"peft": version}
+    monkeypatch.setattr(trainer_module.metadata, "version", versions.__getitem__)
+    with pytest.raises(UsageError, match=r"pip install 'peft>=0\.21,<0\.22'"):
+        adapter.Trainer(model=Line(), args=args(tmp_path), train_dataset=Four())
 
 
 def test_a_trainer_with_a_loop_of_its_own_is_refused():
@@ -333,6 +353,25 @@ SEAMS = {
 def test_a_seam_is_where_it_was(seam):
     """The methods of Trainer that the adapter replaces or calls, with their parameters."""
     assert " ".join(inspect.signature(getattr(transformers.Trainer, seam)).parameters) == SEAMS[seam]
+
+
+READ = {
+    "_inner_training_loop": {"5df39c4094353a55"},
+    # 5.23 sums the gradients of a model that was sharded at load time once for a step; the adapter does with each
+    # micro-batch, which is as right.
+    "_run_epoch": {"e980b3dd7b5ba47b", "a0fca088bae61fb6"},
+    # 5.24 reshards such a model before it makes the optimizer.
+    "_prepare_for_training": {"b717b8036ed32589", "ca20cc2150647c93"},
+    "_maybe_log_save_evaluate": {"c74837fc104e7bc5"},
+    "training_step": {"20aeed27666b9f10"},
+}
+"""Of 5.20 to 5.24. Where the adapter does something in the Trainer's place, it has to learn what a later version adds."""
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_the_adapter_does_in_its_place_has_been_read(name):
+    """Red with a new version: read what changed, do the same in the adapter, and add the digest."""
+    assert digest(getattr(transformers.Trainer, name)) in READ[name]
 
 
 def test_the_loop_asks_in_the_order_that_the_adapter_relies_on():

@@ -8,6 +8,7 @@ import os
 import sys
 from pathlib import Path
 
+import between
 import half
 import torch
 import xxhash
@@ -57,6 +58,8 @@ class Module(lightning.LightningModule):
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.ended.append(self.trainer.global_step)
+        if (batch_idx + 1) % ACCUMULATE == 0:
+            between.wait(self.trainer.global_step)
 
     def on_validation_epoch_end(self):
         if not self.trainer.sanity_checking:

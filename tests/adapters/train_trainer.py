@@ -8,6 +8,7 @@ import json
 import os
 from pathlib import Path
 
+import between
 import half
 import torch
 import transformers
@@ -49,6 +50,7 @@ class Counting(TrainerCallback):
 
     def on_step_end(self, args, state, control, **more):
         self.ended.append(state.global_step)
+        between.wait(state.global_step)
 
     def on_epoch_end(self, args, state, control, **more):
         self.epochs.append(state.epoch)

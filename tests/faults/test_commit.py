@@ -68,6 +68,32 @@ def test_one_worker_that_changes_it_is_enough(tmp_path):
     assert ran.kinds().count("formed") == 1
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize(("shard", "reduction"), [(1, "fast"), (1, "exact"), (2, "fast"), (2, "exact")])
+def test_weights_that_change_outside_are_found_whatever_the_sum_and_the_shards(shard, reduction, tmp_path):
+    script = [TRANSACTION, STEPS, "--shard", shard, "--reduction", reduction, "--outside"]
+    ran = run(tmp_path, "--nnodes", 2 * shard, *script)
+    assert ran.code != 0
+    assert "model.0.weight changed between step 3's commit and step 4" in ran.output
+    assert ran.kinds().count("formed") == 1
+
+
+@pytest.mark.nightly
+def test_a_momentum_teacher_is_part_of_the_commit(tmp_path):
+    """An average of the weights whose own forward pass is in the loss: what it forgets, the model never learns."""
+    quiet = run(tmp_path, "--nnodes", 2, AVERAGE, STEPS, "also", "teach", job="quiet")
+    plain = run(tmp_path, "--nnodes", 2, AVERAGE, STEPS, "also", job="plain")
+    given = [
+        x
+        for i, phase in enumerate(PHASES)
+        for x in ("--fault", f"kill-worker:rank=1,phase={phase},step={9 + 9 * i}")
+    ]
+    ran = run(tmp_path, "--nnodes", 2, "--spares", 1, *given, AVERAGE, STEPS, "also", "teach")
+    assert (quiet.code, plain.code, ran.code) == (0, 0, 0), ran.output[-3000:]
+    assert ran.report["final"] == quiet.report["final"]
+    assert ran.losses() == quiet.losses() != plain.losses()
+
+
 def test_an_error_in_also_is_the_scripts(tmp_path):
     ran = run(tmp_path, "--nnodes", 2, "--spares", 1, AVERAGE, STEPS, "raise")
     assert ran.code != 0

@@ -42,14 +42,18 @@ def is_whole(ran):
     assert all(change["stall_s"] is not None for change in ran.report["changes"])
 
 
-def warned(home):
-    """How often each worker's script was told what: by worker and words."""
-    return Counter(
-        (log.stem, line.split("warned of ")[1])
+def warned(home, within_s=None):
+    """How often each worker's script was told what: by worker and words. within_s: all were told that so long is left at
+    most."""
+    told = [
+        (log.stem, *line.split("warned of ")[1].split("; left: "))
         for log in (home / "jobs" / "job" / "logs").rglob("*.log")
         for line in log.read_text().splitlines()
         if "warned of " in line
-    )
+    ]
+    if within_s is not None:
+        assert all(0 < float(left) <= within_s for _, _, left in told), told
+    return Counter((worker, text) for worker, text, _ in told)
 
 
 @pytest.mark.nightly  # test_exact_elastic has it by default, among other things
@@ -83,7 +87,7 @@ def test_sigterm_to_an_agent_is_a_drain(tmp_path):
     is_whole(ran)
     assert ran.fields("node-leaving")[0] == {"node": "node1", "reason": "SIGTERM", "within_s": 30.0}
     # Nobody can take its place yet, so it trains on and hears of it.
-    assert [(w[:5], text, n) for (w, text), n in warned(tmp_path).items()] == [
+    assert [(w[:5], text, n) for (w, text), n in warned(tmp_path, within_s=30).items()] == [
         ("node1", "the node: preemption", 1)
     ]
 

@@ -1,5 +1,6 @@
 """A tiny level-2 job with an average of the weights, updated where `--update` says: `also` is the right place. The others are
-what people write elsewhere. `only=RANK` after the place: on that rank only."""
+what people write elsewhere. `only=RANK` after the place: on that rank only. `teach`: the average
+teaches the model, as a momentum teacher does."""
 
 import sys
 
@@ -30,7 +31,8 @@ class Noise:
 
 def main(run: hf.Run) -> None:
     steps, place = int(sys.argv[1]), sys.argv[2]
-    only = int(sys.argv[3].removeprefix("only=")) if len(sys.argv) > 3 else None
+    only = next((int(word.removeprefix("only=")) for word in sys.argv if word.startswith("only=")), None)
+    teach = "teach" in sys.argv
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU(), torch.nn.Linear(WIDTH, 8))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -50,6 +52,8 @@ def main(run: hf.Run) -> None:
         with step:
             for inputs, labels in step:
                 loss = torch.nn.functional.cross_entropy(model(inputs), labels, reduction="sum")
+                if teach:
+                    loss = loss + (model(inputs) - average(inputs)).square().sum()
                 step.backward(loss, weight=len(inputs))
             update("before-apply")
             step.apply(optimizer, also=[lambda: update("also"), noise.update])

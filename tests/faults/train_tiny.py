@@ -31,7 +31,7 @@ def said(world) -> None:
 
 
 def warned(notice) -> None:
-    print(f"warned of the {notice.going}: {notice.cause}", flush=True)
+    print(f"warned of the {notice.going}: {notice.cause}; left: {notice.deadline_s}", flush=True)
 
 
 def library() -> None:

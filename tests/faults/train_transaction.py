@@ -1,6 +1,7 @@
 """A tiny level-2 job in which everything that may be part of a commit is: a callback of the run's, a scaler whose scale
 overflows at first and whenever it has grown, and gradients that are not finite. Every step begins with an evaluation, summed
-over the workers. `--shard` makes replicas of that many workers; `--die`: one dies where the others wait for its part of the sum."""
+over the workers. `--shard` makes replicas of that many workers; `--die`: one dies where the others wait for its part of the sum;
+`--outside`: rank 0 halves its weights after the commit of step 3."""
 
 import argparse
 import os
@@ -56,6 +57,7 @@ def main(run: hf.Run) -> None:
     parser.add_argument("--reduction", default="exact")
     parser.add_argument("--shard", type=int, default=1)
     parser.add_argument("--die", action="store_true")
+    parser.add_argument("--outside", action="store_true")
     args = parser.parse_args()
     torch.manual_seed(0)
     model = torch.nn.Sequential(
@@ -101,6 +103,9 @@ def main(run: hf.Run) -> None:
                     loss = loss * float("inf")
                 step.backward(scaler.scale(loss), weight=len(inputs))
             step.apply(optimizer, max_grad_norm=1.0, scaler=scaler)
+        if args.outside and (step.index, run.rank) == (3, 0):
+            with torch.no_grad():
+                model[0].weight.mul_(0.5)
     loads, norm = model[2].loads, model[2].norm
     assert int(loads.sum()) == 48 * (count.calls - count.skipped)
     assert int(norm.num_batches_tracked) == count.calls - count.skipped

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, nullcontext
+from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -16,7 +17,7 @@ from holdfast.adapters.advice import TrainersAdvice
 from holdfast.adapters.buffers import Buffers
 from holdfast.adapters.huggingface import arguments, sharded
 from holdfast.adapters.huggingface.progress import Progress
-from holdfast.adapters.versions import TRANSFORMERS
+from holdfast.adapters.versions import PEFT, TRANSFORMERS, TRL
 from holdfast.data.mapstyle import shuffled
 from holdfast.errors import UsageError
 
@@ -51,6 +52,8 @@ class HoldfastMixin:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         TRANSFORMERS.check(transformers.__version__, "holdfast.transformers")
         super().__init__(*args, **kwargs)
+        if is_peft_model(self.model):
+            PEFT.check(metadata.version("peft"), "holdfast.transformers")
         self._holdfast_run: Run = world.own_run()
         arguments.follow(self.args, self._holdfast_run, world.slot())
         self._holdfast_before_steps: ExitStack | None = None
@@ -360,9 +363,11 @@ def wrap(
             scheduler. See `Run.on_commit`.
 
     Raises:
-        UsageError: the class is not derived from Trainer, or replaces the loop over steps itself; or a rule that there is
-            not.
+        UsageError: the class is not derived from Trainer, or replaces the loop over steps itself; a rule that there is
+            not; or a version of TRL that is not supported.
     """
+    if any(kind.__module__.partition(".")[0] == "trl" for kind in trainer.__mro__):
+        TRL.check(metadata.version("trl"), "wrap")
     if not issubclass(trainer, transformers.Trainer):
         raise UsageError(f"wrap({trainer.__name__}): give a class that is derived from transformers.Trainer")
     # By identity with the Trainer's own: a class that replaces the loop would run its own steps, and none of
