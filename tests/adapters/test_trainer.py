@@ -11,6 +11,7 @@ from ends import LIMIT_S, by_itself, ends
 from harness import Ran, run
 from killed import killed_and_gone_on, train
 from resized import sizes, smaller_and_whole_again
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from holdfast.adapters.huggingface.progress import Progress
 
@@ -151,6 +152,31 @@ def test_a_users_own_loss(tmp_path):
     wanted = alone(tmp_path / "alone", "--own-loss")
     ended = in_a_job(tmp_path, "--spares", 1, "--fault", "kill-worker:rank=1,step=4", script=("--own-loss",))
     assert [without_counts(end) for end in ended] == 2 * [without_counts(wanted)]
+
+
+@pytest.mark.nightly
+@pytest.mark.capability("level 2", "kill")
+def test_label_smoothing_and_noise_in_the_embeddings(tmp_path):
+    wanted = alone(tmp_path / "alone", "--noise")
+    ended = in_a_job(tmp_path, "--spares", 1, "--fault", "kill-worker:rank=1,step=4", script=("--noise",))
+    assert [without_counts(end) for end in ended] == 2 * [without_counts(wanted)]
+
+
+@pytest.mark.nightly
+@pytest.mark.capability("level 2", "kill")
+def test_a_tracker_gets_each_log_once_though_rank_0_is_killed(tmp_path, monkeypatch, undisturbed):
+    """By `report_to`: the worker that becomes rank 0 begins a run of its own, and goes on where the other one was."""
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "runs"))
+    fault = ("--fault", "kill-worker:rank=0,step=8")
+    ended = in_a_job(tmp_path, "--spares", 1, *fault, script=("--report-to", "tensorboard"))
+    assert [without_counts(end) for end in ended] == 2 * [without_counts(undisturbed)]
+    told = []
+    for file in (tmp_path / "runs").rglob("*tfevents*"):
+        events = EventAccumulator(str(file)).Reload()
+        if "train/loss" in events.Tags()["scalars"]:
+            told += [(event.step, event.value) for event in events.Scalars("train/loss")]
+    logged = [(logs["step"], logs["loss"]) for logs in undisturbed["history"] if "loss" in logs]
+    assert sorted(told) == [(step, pytest.approx(loss)) for step, loss in logged]
 
 
 @pytest.mark.nightly

@@ -132,8 +132,10 @@ def test_a_version_of_trl_that_is_not_supported_is_refused(monkeypatch, version)
 @pytest.mark.parametrize("version", ["0.20.0", "0.22.0"])
 def test_a_version_of_peft_that_is_not_supported_is_refused(tmp_path, monkeypatch, version):
     monkeypatch.setattr(trainer_module, "is_peft_model", lambda model: True)
-    versions = {"peft": version}
-    monkeypatch.setattr(trainer_module.metadata, "version", versions.__getitem__)
+    real = trainer_module.metadata.version
+    monkeypatch.setattr(
+        trainer_module.metadata, "version", lambda name: version if name == "peft" else real(name)
+    )
     with pytest.raises(UsageError, match=r"pip install 'peft>=0\.21,<0\.22'"):
         adapter.Trainer(model=Line(), args=args(tmp_path), train_dataset=Four())
 

@@ -1,6 +1,6 @@
 """A script with Hugging Face's Trainer, as people write it: what it ends with goes into a file of each worker.
 
-train_trainer.py FOLDER [--accumulate N] [--epochs N] [--patience N] [--own-loss] [--half] [--broken STEP]
+train_trainer.py FOLDER [--accumulate N] [--epochs N] [--patience N] [--own-loss] [--half] [--broken STEP] [--report-to TRACKER] [--noise]
 """
 
 import argparse
@@ -86,6 +86,10 @@ def main() -> None:
     parser.add_argument("--own-loss", action="store_true")
     parser.add_argument("--half", action="store_true", help="fp16")
     parser.add_argument("--broken", type=int, default=0, help="the update of this step fails on rank 1")
+    parser.add_argument("--report-to", default="none")
+    parser.add_argument(
+        "--noise", action="store_true", help="label smoothing, and NEFTune's noise in the embeddings"
+    )
     options = parser.parse_args()
 
     transformers.set_seed(0)
@@ -128,7 +132,9 @@ def main() -> None:
             save_strategy="steps",
             save_steps=9,
             metric_for_best_model="loss",
-            report_to="none",
+            report_to=options.report_to,
+            label_smoothing_factor=0.1 if options.noise else 0.0,
+            neftune_noise_alpha=5.0 if options.noise else None,
             use_cpu=True,
             fp16=options.half,
         ),
