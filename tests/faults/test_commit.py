@@ -71,10 +71,11 @@ def test_one_worker_that_changes_it_is_enough(tmp_path):
 @pytest.mark.nightly
 @pytest.mark.parametrize(("shard", "reduction"), [(1, "fast"), (1, "exact"), (2, "fast"), (2, "exact")])
 def test_weights_that_change_outside_are_found_whatever_the_sum_and_the_shards(shard, reduction, tmp_path):
-    script = [TRANSACTION, STEPS, "--shard", shard, "--reduction", reduction, "--outside"]
+    # These steps are so short that few of them are looked at.
+    script = [TRANSACTION, 5000, "--shard", shard, "--reduction", reduction, "--outside"]
     ran = run(tmp_path, "--nnodes", 2 * shard, *script)
     assert ran.code != 0
-    assert "model.0.weight changed between step 3's commit and step 4" in ran.output
+    assert re.search(r"model\.0\.weight changed between step \d+'s commit and step", ran.output)
     assert ran.kinds().count("formed") == 1
 
 

@@ -187,6 +187,28 @@ def test_a_change_that_begins_late_is_found_too(change):
         train(Things(), bottom=late, until=60)
 
 
+def halve(things, step):
+    with torch.no_grad():
+        for p in things.model.parameters():
+            p.mul_(0.5)
+
+
+def halve_another(things, step):
+    for p in things.model.parameters():
+        p.data = 0.5 * p.data
+
+
+@pytest.mark.parametrize("change", [halve, halve_another, average_by_torch], ids=lambda x: x.__name__)
+@pytest.mark.parametrize("place", ["before", "bottom"])
+def test_a_single_write_of_all_weights_is_found(change, place):
+    def once(things, step):
+        if step == 20:
+            change(things, step)
+
+    with pytest.raises(StateChanged, match=r"changed (between step 20's commit|in step 20)"):
+        train(Things(), **{place: once}, until=24)
+
+
 def swap(things, step):
     kept = [p.detach().clone() for p in things.model.parameters()]
     with torch.no_grad():

@@ -9,8 +9,8 @@ fault, in every step.
 Only content proves a change: weights that were swapped for an evaluation and back are no change, nor is what FSDP does
 to its parameters. Reading all content in every step would cost too much. So content is read whole in a job's first steps,
 where a wrong script shows itself, and in the step after a sign of a change: torch counts writes into a tensor, and a new
-tensor lies elsewhere. Writes that torch does not count (`.data`, numpy) show in the bytes of one tensor of every object,
-another one in every step.
+tensor lies elsewhere. A sign has a few bytes of each parameter compared at once, which shows a single write of whole tensors.
+Writes that torch does not count (`.data`, numpy) show in the bytes of one tensor of every object, another one in every step.
 """
 
 from __future__ import annotations
@@ -44,6 +44,9 @@ HEAD_BYTES = 1 << 20
 """So much of every tensor is read then. After a sign of a change all of it is."""
 
 WINDOW_BYTES = 4096
+
+SAMPLE_BYTES = 16
+"""So much of every parameter is remembered at each commit, and compared where there is a sign."""
 
 
 class StateGuard:
@@ -261,13 +264,29 @@ class _Parameters(_Watched):
         ]
         super().__init__(name, thing, advice)
 
+    def release(self) -> None:
+        super().release()
+        self._samples: list[bytes | None] = []
+
+    def note(self, turn: int, first: bool) -> None:
+        super().note(turn, first)
+        # Content that is read whole proves more. Each turn takes other bytes.
+        self._turn = turn
+        self._samples = [] if self._digests is not None else [_sample(t, turn) for t in self._held]
+
     def change(self) -> str | None:
         # Looked for by identity, since what was replaced is still here, and as it was.
         for path, module, name, was in self._places:
             now = module._parameters.get(name)
             if now is not was and not _gathered(now, was):
                 return f"{self.name}.{path}"
-        return super().change()
+        found = super().change()
+        if found is None and self._sign:
+            # Else a script that writes once, for example at an epoch's end, would never be found: at the next commit
+            # what it wrote is what there is.
+            changed = (i for i, was in enumerate(self._samples) if _sample(self._held[i], self._turn) != was)
+            found = next(map(self.path, changed), None)
+        return found
 
     def read(self) -> tuple[list[torch.Tensor], Any]:
         return self._held, None
@@ -478,6 +497,15 @@ def _window(tensors: list[torch.Tensor], turn: int) -> tuple[int, int, bytes] | 
     # the long run every byte has its turn.
     start = turn // len(tensors) * WINDOW_BYTES % nbytes
     return index, start, _bytes(tensor, start, min(WINDOW_BYTES, nbytes - start))
+
+
+def _sample(tensor: torch.Tensor, turn: int) -> bytes | None:
+    """A few of its bytes; None where they are not in this process's memory in one piece."""
+    if not _readable(tensor):
+        return None
+    nbytes = tensor.nbytes
+    size = min(SAMPLE_BYTES, nbytes)
+    return _bytes(tensor, turn * SAMPLE_BYTES % (nbytes - size + 1), size)
 
 
 def _digest(tensor: torch.Tensor, limit: int | None) -> int:
