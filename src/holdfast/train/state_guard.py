@@ -9,7 +9,7 @@ fault, in every step.
 Only content proves a change: weights that were swapped for an evaluation and back are no change, nor is what FSDP does
 to its parameters. Reading all content in every step would cost too much. So content is read whole in a job's first steps,
 where a wrong script shows itself, and in the step after a sign of a change: torch counts writes into a tensor, and a new
-tensor lies elsewhere. A sign has a few bytes of each parameter compared at once, which shows a single write of whole tensors.
+tensor lies elsewhere. A sign has a few bytes of each parameter compared at once, which shows a single write of one of them.
 Writes that torch does not count (`.data`, numpy) show in the bytes of one tensor of every object, another one in every step.
 """
 
