@@ -1,4 +1,5 @@
 import json
+import shutil
 
 
 def test_the_sizes_of_a_job_and_what_they_leave_idle(holdfast):
@@ -75,5 +76,15 @@ def test_past_runs_say_what_the_next_one_may_expect(holdfast, home):
     rate = next(r for r in json.loads(by_ledger)["rates"] if r["kind"] == "all")
     assert rate["low"] < 0.01 < rate["high"]
     assert holdfast("plan", "run", "next.yaml", "--nodes", 8, "--gpu-hours", 1000).code == 0
+    # Another start of the job, put away, and the ledger of a coordinator that took over.
+    (folder / "runs" / "1").mkdir(parents=True)
+    for name in ("job.sqlite", "report.json"):
+        shutil.copy(folder / name, folder / "runs" / "1")
+    (folder / "runs" / "2").mkdir()
+    both = holdfast("plan", "calibrate", "past", "--json")
+    assert json.loads(both.out)["runs"] == 2
+    assert "start 2 is left out" in both.err
+    (folder / "job.sqlite").rename(folder / "job-2.sqlite")
+    assert holdfast("plan", "calibrate", folder / "job-2.sqlite", "--json").out == by_ledger
     (folder / "bad.json").write_text("{}")
     assert "is no report of a job" in holdfast("plan", "calibrate", folder / "bad.json").err

@@ -1,12 +1,18 @@
 """The starts of a job: their ledgers, and the account of those whose ledgers were removed."""
 
+import json
 import shutil
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from desk import Desk, running
 
 from holdfast.coordinator.service.store import Store
 from holdfast.engines import starts
+
+FIRST = datetime(2026, 1, 2, tzinfo=UTC)
+APART_S = 1000.0
+"""From the beginning of one start to that of the next."""
 
 
 def leave_ledger(folder, began_at):
@@ -18,7 +24,9 @@ def leave_ledger(folder, began_at):
     folder.mkdir(parents=True)
     store = Store(folder / "job.sqlite")
     store.begin()
-    store.add_event(1.0, "u", "formed", {"generation": 1, "start": began_at})
+    # As the wall clock of the coordinator's machine had it: one start a thousand seconds after the one before.
+    utc = (FIRST + timedelta(seconds=1.0 + APART_S * began_at / 2)).isoformat()
+    store.add_event(1.0, utc, "formed", {"generation": 1, "start": began_at})
     store.add_event(desk.now - desk.state.began_s, "u", "ended", {})
     store.save(desk.state)
     store.commit()
@@ -47,6 +55,27 @@ def test_one_sum_over_all_starts(job):
     assert found["starts"] == 4
     assert found["recomputed_s"] == pytest.approx(3.0, abs=0.3)
     assert found["productive_s"] == pytest.approx(5.0, abs=0.5)
+
+
+def test_the_time_between_starts_has_a_name(job):
+    found = together(job)
+    last_s = found["wall_s"] / 4
+    assert found["elapsed_s"] == pytest.approx(3 * APART_S + last_s, abs=1e-3)
+    assert found["between_s"] == pytest.approx(found["elapsed_s"] - found["wall_s"], abs=1e-5)
+    assert found["ettr"] == pytest.approx(found["productive_s"] / found["elapsed_s"], abs=1e-4)
+    starts.keep_newest(job, 1)
+    assert together(job)["ettr"] == found["ettr"]
+
+
+def test_an_account_of_an_older_version_does_not_tell_when_the_first_start_began(job):
+    starts.keep_newest(job, 1)
+    path = job / "runs" / starts.EARLIER
+    account = json.loads(path.read_text())
+    del account["began_utc_s"]
+    path.write_text(json.dumps(account))
+    found = together(job)
+    assert (found["elapsed_s"], found["between_s"], found["ettr"]) == (None, None, None)
+    assert found["share"] is not None
 
 
 def test_one_start_has_no_sum(job):

@@ -98,6 +98,17 @@ def test_every_alert_ends_with_a_command_that_exists():
         assert "".join(kind) in EVENTS
 
 
+def test_every_alert_has_a_moment_in_which_it_fires_and_one_in_which_it_does_not():
+    asked = [
+        asked
+        for case in yaml.safe_load((FOLDER / "alerts_test.yaml").read_text())["tests"]
+        for asked in case.get("alert_rule_test", [])
+    ]
+    there = {rule["alert"] for rule in rules()}
+    assert {x["alertname"] for x in asked if x["exp_alerts"]} == there
+    assert {x["alertname"] for x in asked if not x["exp_alerts"]} == there
+
+
 @pytest.mark.look
 def test_promtool_agrees(tmp_path):
     for command in (

@@ -15,6 +15,8 @@ from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any
 
+from harness import adds_up
+
 from holdfast.coordinator.service.store import Store, newest_ledger
 from holdfast.engines.client import Announcement, JobClient
 
@@ -247,6 +249,7 @@ class Job:
 
     def report(self) -> dict[str, Any]:
         value: dict[str, Any] = json.loads((self.dir / "report.json").read_text())
+        adds_up(value["goodput"])
         return value
 
     def losses(self) -> list[float | None]:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from servers import Heard, listener
 
+from holdfast.cli.notify import LINK
 from holdfast.coordinator.service.store import LedgerEntry, News
 from holdfast.errors import UsageError
 from holdfast.tracking import matters, notify
@@ -186,6 +187,34 @@ def test_mail_goes_through_a_command(tmp_path, clock, monkeypatch):
     sent = (tmp_path / "sent").read_text()
     assert "To: me@example.org\nSubject: [holdfast] pretrain: 1 matter for a person\n" in sent
     assert "holdfast why 3 --job pretrain" in sent
+    assert "http" not in sent
+
+
+def test_a_mail_that_is_sent_again_has_the_same_id(tmp_path, clock, monkeypatch):
+    program = tmp_path / "mailer"
+    program.write_text(f"#!/bin/sh\ngrep Message-ID: >>{tmp_path}/sent\n")
+    program.chmod(0o755)
+    monkeypatch.setenv(notify.MAIL_VARIABLE, str(program))
+    with closing(Notifier("mail:me@example.org", folder(tmp_path))) as to, monkeypatch.context() as killed:
+        killed.setattr(notify.matters, "sent", lambda notes, now_s: notes)
+        tell(to, asked(1))
+    with closing(Notifier("mail:me@example.org", folder(tmp_path))) as to:
+        tell(to)
+        clock.now += 3600
+        tell(to, asked(2, "n2"))
+    first, again, other = (tmp_path / "sent").read_text().splitlines()
+    assert first == again != other
+
+
+def test_without_a_link_of_its_own_a_matter_links_to_the_page(tmp_path, hook, target, clock):
+    with closing(Notifier(target, folder(tmp_path), LINK)) as to:
+        tell(to, asked(1))
+        clock.now += 3600
+        tell(to, ended(2, "failed"))
+    assert [b["link"] for b in bodies(hook)] == [
+        "http://127.0.0.1:8765/?job=pretrain#/incident/3",
+        "http://127.0.0.1:8765/?job=pretrain",
+    ]
 
 
 @pytest.mark.parametrize(

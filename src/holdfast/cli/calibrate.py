@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 def calibrate(
     runs: Annotated[
-        list[str], typer.Argument(help="Reports (JSON), ledgers (job.sqlite), job folders, or names of jobs.")
+        list[str],
+        typer.Argument(
+            help="Reports (JSON), ledgers (job.sqlite), job folders, or names of jobs; a job counts with each of its starts that is kept."
+        ),
     ],
     per_node: Annotated[
         int,
@@ -40,7 +43,7 @@ def calibrate(
     from holdfast.plan.calibration import calibrate, fields
     from holdfast.protocol import units
 
-    found = calibrate([_read(r, per_node) for r in runs])
+    found = calibrate([one for r in runs for one in _read(r, per_node)])
     made = fields(found)
     if out is not None:
         out.write_text("".join(f"{k}: {v}\n" for k, v in made.items()))
@@ -114,17 +117,16 @@ def _print_spent(found: Calibration, width: int) -> None:
     sys.stdout.write(f"goodput {units.share(found.goodput)}\n")
 
 
-def _read(name: str, per_node: int) -> Run:
+def _read(name: str, per_node: int) -> list[Run]:
     import msgspec
 
-    from holdfast.cli.common import ledger
-    from holdfast.cli.report import read_report
-    from holdfast.engines import jobs
+    from holdfast.engines import jobs, starts
     from holdfast.errors import UsageError
     from holdfast.plan.calibration import Run
 
     path = Path(name)
-    if path.is_file() and path.name != "job.sqlite":
+    # A coordinator that took over on another machine has a ledger of its own, job-2.sqlite.
+    if path.is_file() and not path.match("job*.sqlite"):
         try:
             found = msgspec.json.decode(path.read_bytes())
         except msgspec.DecodeError as error:
@@ -133,13 +135,36 @@ def _read(name: str, per_node: int) -> Run:
             ) from error
         if not isinstance(found, dict) or "incidents" not in found:
             raise UsageError(f"{path} is no report of a job: it has no incidents")
-        return Run(found, per_node)
+        return [Run(found, per_node)]
     # A name of a job last. A folder of the same name in the working folder is what a person who typed a
     # path means.
     folder = path.parent if path.is_file() else path if path.is_dir() else jobs.existing(name)
+    # A ledger is of one start. A folder or a name means the job, with all starts that are kept.
+    earlier = [] if path.is_file() else [kept for _, kept in starts.put_away(folder)]
+    return [run for kept in earlier if (run := _earlier(kept, per_node)) is not None] + [
+        _run(folder, per_node)
+    ]
+
+
+def _run(folder: Path, per_node: int) -> Run:
+    from holdfast.cli.common import ledger
+    from holdfast.cli.report import read_report
+    from holdfast.plan.calibration import Run
+
     with ledger(folder) as store:
         state = store.load()
     return Run(read_report(folder), state.spec.nproc if state else per_node)
+
+
+def _earlier(folder: Path, per_node: int) -> Run | None:
+    """A start that was put away; None: it was refused before it had a ledger, or that cannot be read."""
+    from holdfast.errors import UsageError
+
+    try:
+        return _run(folder, per_node)
+    except UsageError as error:
+        sys.stderr.write(f"start {folder.name} is left out: {error}\n")
+        return None
 
 
 def validate(as_json: AsJson = False, output: Output = None) -> None:

@@ -7,6 +7,11 @@ from typing import Annotated
 import typer
 
 from holdfast.cli.common import JobName, ledger
+from holdfast.cli.ui import PORT
+
+LINK = f"http://127.0.0.1:{PORT}/?job={{job}}#/incident/{{incident}}"
+"""The page of `holdfast ui`, opened at the incident."""
+LINK_VARIABLE = "HOLDFAST_NOTIFY_LINK"
 
 
 def notify(
@@ -22,15 +27,23 @@ def notify(
     ],
     job: JobName = None,
     link: Annotated[
-        str | None,
+        str,
         typer.Option(
             "--link",
             metavar="URL",
-            help="A link for each message, with {job} and {incident}: for example that of a dashboard.",
+            envvar=LINK_VARIABLE,
+            show_envvar=False,
+            help="A link for each message, with {job} and {incident}; empty: none. Without it: the page that `holdfast ui` "
+            f"serves on this machine. {LINK_VARIABLE} sets it too, also for `run --notify`.",
+            show_default=False,
         ),
-    ] = None,
+    ] = LINK,
 ) -> None:
-    """Sends what a person has to do, until the job ends: asks, tiers that fail, a failed end. Never the same twice."""
+    """Sends what a person has to do, until the job ends: asks, tiers that fail, a failed end.
+
+    The same matter is silent for six hours. Only a notifier that is killed between a delivery and its note sends again, with the
+    same ids.
+    """
     import asyncio
     from contextlib import ExitStack, closing
 
@@ -41,5 +54,5 @@ def notify(
     folder = jobs.existing(job)
     with ExitStack() as opened:
         # All are opened before one follows: a wrong target is refused before any message goes out.
-        notifiers = [opened.enter_context(closing(Notifier(target, folder, link))) for target in to]
+        notifiers = [opened.enter_context(closing(Notifier(target, folder, link or None))) for target in to]
         asyncio.run(follow(folder, notifiers, ledger))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,22 @@ def _start(store: Store) -> Start | None:
         # it went back to by itself.
         formed = (e.fields.get("start") for e in store.events() if e.kind == _FORMED)
         began_at = next(formed, None) if state.membership.counts_steps else None
-        return Start(state=state, now=state.began_s + store.last_t_s(), began_at=began_at)
+        return Start(
+            state=state,
+            now=state.began_s + store.last_t_s(),
+            began_at=began_at,
+            began_utc_s=_began_utc_s(store),
+        )
     except (sqlite3.Error, HoldfastError, msgspec.MsgspecError, AttributeError):
+        return None
+
+
+def _began_utc_s(store: Store) -> float | None:
+    first = next(iter(store.raw_entries(0, 1)), None)
+    if first is None:
+        return None
+    _, t_s, utc, _, _ = first
+    try:
+        return datetime.fromisoformat(utc).timestamp() - t_s
+    except ValueError:
         return None

@@ -110,6 +110,12 @@ def _header(report: Report, job_dir: Path) -> Table:
     table.add_row("goodput", goodput_words(goodput))
     if together := report.get("all_starts"):
         table.add_row("", f"{goodput_words(together)}, in all {together['starts']} starts of the job")
+        if together.get("between_s") is not None:
+            ettr = units.share(together["ettr"])
+            table.add_row(
+                "",
+                f"{ettr} from the first start on, with {units.seconds(together['between_s'])} between starts",
+            )
     world = report.get("world") or {}
     table.add_row("workers", _world(world))
     if idle := _idle(world):

@@ -43,6 +43,9 @@ MAIL_VARIABLE = "HOLDFAST_MAIL_COMMAND"
 MAIL_COMMAND = "sendmail -i -t"
 HOW = "write slack:FILE, slack:env:NAME, webhook:FILE, webhook:env:NAME or mail:ADDRESS"
 
+OF_INCIDENT = "#/incident/{incident}"
+"""How a link ends that opens the page at an incident."""
+
 Send = Callable[["Message"], None]
 """Delivers a message. Raises NotDelivered."""
 
@@ -158,7 +161,9 @@ class Notifier(FileTracker):
             return None
         # Replaced and not formatted: a format string of a user's could read attributes.
         incident = "" if matter.incident is None else str(matter.incident)
-        return self._link.replace("{job}", self._job).replace("{incident}", incident)
+        # A matter of no incident opens the page as a whole: this place would be that of none.
+        link = self._link if incident else self._link.removesuffix(OF_INCIDENT)
+        return link.replace("{job}", self._job).replace("{incident}", incident)
 
 
 def sender(target: str) -> Send:
@@ -235,6 +240,9 @@ def _mail(command: list[str], to: str, message: Message) -> None:
     mail["To"] = to
     # The first line alone: a header with a line break is refused, or would begin another header.
     mail["Subject"] = f"[holdfast] {message.text.partition(chr(10))[0]}"
+    # The same for the same matters: one that is sent again after a kill is one mail for the reader.
+    ids = "\n".join([message.job, *(matter.id for matter in message.matters)])
+    mail["Message-ID"] = f"<{hashlib.sha256(ids.encode()).hexdigest()[:32]}@holdfast>"
     mail.set_content(message.text)
     try:
         done = subprocess.run(command, input=mail.as_bytes(), capture_output=True, timeout=6 * ANSWER_S)

@@ -216,7 +216,7 @@ def tiers(facts: Facts) -> list[dict[str, Any]]:
 
 
 def waterfall(goodput: Mapping[str, Any]) -> dict[str, Any]:
-    """Every second of wall time in one class, over all starts and in the last hour, in the classes' own order."""
+    """Every second of wall time of the newest `holdfast run` in one class, and of its last hour, in the classes' own order."""
 
     def bars(part: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [

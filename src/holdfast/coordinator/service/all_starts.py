@@ -6,7 +6,7 @@ were done again: so the accounts are not simply added.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -27,6 +27,8 @@ class Start(msgspec.Struct, kw_only=True):
     """On the clock of the state: when it ended, or was last heard of."""
     began_at: int | None
     """At level 2: the committed steps that its first generation went on from. None: there was none."""
+    began_utc_s: float | None = None
+    """When it began, in seconds since 1970. None: not known."""
 
 
 class Account(msgspec.Struct, kw_only=True):
@@ -37,6 +39,8 @@ class Account(msgspec.Struct, kw_only=True):
     """Number of the newest of them. A folder with this number or one below is about to be removed."""
     known: bool = True
     """False: one of them could not be read."""
+    began_utc_s: float | None = None
+    """When the first of them began, in seconds since 1970. None: not known, as where an older version wrote this."""
     seconds: dict[str, float] = {}
     """By class."""
     unknown: list[str] = []
@@ -46,7 +50,8 @@ class Account(msgspec.Struct, kw_only=True):
 
 def summed(earlier: Account, starts: Sequence[Start | None]) -> dict[str, Any]:
     """What `goodput.shown` has, over `earlier` and `starts`, oldest first. None among them: it cannot be read, and so nothing
-    is known. starts: their number."""
+    is known. starts: their number. elapsed_s: from the beginning of the first to the end of the newest; between_s: the part of
+    it that is in no start, and so in no class. ettr: productive_s over elapsed_s."""
     account = earlier
     for number in range(len(starts)):
         account = _with(account, starts[number], starts[number + 1 :])
@@ -56,7 +61,23 @@ def summed(earlier: Account, starts: Sequence[Start | None]) -> dict[str, Any]:
         found, unknown = {}, list(TimeClass)
     shown = goodput.totals(found, unknown)
     # Of a start that cannot be read not even the length is known, so there is no wall time of all.
-    return {"starts": account.starts} | shown | ({} if account.known else {"wall_s": None})
+    shown |= {} if account.known else {"wall_s": None}
+    return {"starts": account.starts} | shown | _elapsed(account, starts[-1] if starts else None, shown)
+
+
+def _elapsed(account: Account, newest: Start | None, shown: Mapping[str, Any]) -> dict[str, float | None]:
+    """The time from the first start on, which has that between two starts. By the clocks of the machines that they ran on."""
+    if account.began_utc_s is None or newest is None or newest.began_utc_s is None or shown["wall_s"] is None:
+        return {"elapsed_s": None, "between_s": None, "ettr": None}
+    end_s = newest.began_utc_s + newest.now - newest.state.began_s
+    # Clocks of two machines may differ by more than there was between two starts: no time is negative.
+    elapsed_s = max(end_s - account.began_utc_s, shown["wall_s"])
+    productive_s = shown["productive_s"]
+    return {
+        "elapsed_s": round(elapsed_s, goodput.DIGITS),
+        "between_s": round(elapsed_s - shown["wall_s"], goodput.DIGITS),
+        "ettr": None if productive_s is None else round(productive_s / max(elapsed_s, 1e-9), 4),
+    }
 
 
 def forget(earlier: Account, number: int, first: Start | None, later: Sequence[Start | None]) -> Account:
@@ -68,6 +89,8 @@ def _with(account: Account, start: Start | None, later: Sequence[Start | None]) 
     # One that cannot be read makes every sum unknown: a total without it would look too good.
     if start is None:
         return Account(starts=account.starts + 1, through=account.through, known=False)
+    # The first one's, and no other's: where that is not known, the whole is not.
+    began_utc_s = account.began_utc_s if account.starts else start.began_utc_s
     found, unknown, reached = _corrected(start, later)
     # Its first generation went back into starts that are gone: which of their seconds that was, nobody knows any more.
     if start.began_at is not None and start.began_at < account.reached:
@@ -77,6 +100,7 @@ def _with(account: Account, start: Start | None, later: Sequence[Start | None]) 
         starts=account.starts + 1,
         through=account.through,
         known=account.known,
+        began_utc_s=began_utc_s,
         seconds={kind: account.seconds.get(kind, 0.0) + found.get(kind, 0.0) for kind in sorted(kinds)},
         unknown=sorted({*account.unknown, *unknown}),
         reached=max(account.reached, reached),
