@@ -24,8 +24,8 @@ CASES = {
     "another engine": (["--engine", "moon", "train.py"], "there are local, ssh, slurm, kubernetes and join"),
     "an option of Slurm": (["--partition", "p", "train.py"], "holdfast: --partition is for Slurm: give"),
     "options of hosts": (
-        ["--hosts", "a,b", "--ssh", "ssh -4", "train.py"],
-        "holdfast: --hosts, --ssh are for hosts: give --engine ssh too",
+        ["--hosts", "a,b", "--remote-python", "p", "train.py"],
+        "holdfast: --hosts, --remote-python are for hosts: give --engine ssh too",
     ),
     "no hosts": (["--engine", "ssh", "train.py"], "name the hosts"),
     "hosts of nobody": (["--hosts", "a,b", "train.py"], "give --engine ssh too"),

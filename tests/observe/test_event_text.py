@@ -162,7 +162,9 @@ def test_workers_that_were_ended_on_purpose_say_nothing():
 
 def test_a_path_is_never_cut():
     assert line("worker-exited") == f"node1.0#1 ended with exit code 3; log {LONG}"
-    assert line("saved", SAMPLES["saved"] | {"skipped": 2}).endswith(f" {LONG} (2 checkpoints skipped meanwhile)")
+    assert line("saved", SAMPLES["saved"] | {"skipped": 2}).endswith(
+        f" {LONG} (2 checkpoints skipped meanwhile)"
+    )
     for kind in ("saving-last", "checkpoint-skipped", "tier-slow"):
         assert LONG in line(kind), kind
 

@@ -116,9 +116,7 @@ class Inputs(msgspec.Struct, frozen=True, kw_only=True):
         return formulas.mtbf_hours(self.nodes, self.rate) * formulas.HOUR_S
 
 
-def read(
-    given: Mapping[str, Any], report: Mapping[str, Any] | None = None, as_flags: bool = False
-) -> Inputs:
+def read(given: Mapping[str, Any], report: Mapping[str, Any] | None = None, as_flags: bool = False) -> Inputs:
     """Checks what was given.
 
     Args:
