@@ -37,6 +37,24 @@ COMMANDS = (
     "memory",
 )
 
+SELDOM_USED = (
+    "ui --job done --html page.html",
+    "track --job done --to jsonl:out.jsonl",
+    "attach --job done",
+    "metrics config",
+    "data samples --job done",
+    "checkpoint show --job done",
+    "checkpoint free --job done",
+    "checkpoint export --job done out",
+    "node clear node0",
+    "node replace node0 --job done",
+    "node reboot node0 --job done",
+    "report --csv",
+    "report --trace trace.json",
+    "rm done",
+)
+"""`rm` last: nothing is left after it."""
+
 
 def garbage(path: Path) -> None:
     path.write_bytes(b"\x00\xffgarbage" * 500)
@@ -67,6 +85,7 @@ DAMAGES = [
     ("jobs/done/job.sqlite", garbage),
     ("jobs/done/job.sqlite", cut),
     ("jobs/done/job.sqlite", folder),
+    ("jobs/done/job.sqlite", spoil_state),
     ("jobs/done/report.json", garbage),
     ("jobs/done/report.json", valid_json_of_something_else),
     ("jobs/done/report.json", folder),
@@ -97,6 +116,14 @@ def test_what_is_damaged_is_named_and_nothing_is_a_traceback(holdfast, home, wha
     write_job("done")
     damage(home / what)
     assert complaints(holdfast) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("what", "damage"), DAMAGES, ids=lambda x: x if isinstance(x, str) else x.__name__)
+def test_what_is_damaged_is_named_by_commands_that_are_seldom_used(holdfast, home, what, damage):
+    write_job("done")
+    damage(home / what)
+    assert complaints(holdfast, *SELDOM_USED, commands=()) == []
 
 
 STATE_READERS = "status", "metrics", "why 1", "report --csv", "ui --job done --html page.html", "ls"

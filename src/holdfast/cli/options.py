@@ -48,9 +48,10 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 
 def given_flags(options: Any, defaults: Any) -> tuple[str, ...]:
     """The usual flag of every option of a dataclass that differs from these defaults, for messages."""
+    kind: Any = type(options)
     return tuple(
         d.flag
-        for d in declared(type(options))
+        for d in declared(kind)
         if not isinstance(d.option, Argument) and getattr(options, d.name) != getattr(defaults, d.name)
     )
 
