@@ -81,7 +81,12 @@ def test_past_runs_say_what_the_next_one_may_expect(holdfast, home):
 
 
 def test_a_rate_that_is_not_known_is_left_out_and_said(holdfast, home):
-    short = {"world": {"history": [[0.0, 2]]}, "goodput": {"wall_s": 4.0}, "steps": {}, "incidents": []}
+    short = {
+        "world": {"history": [[0.0, 2]]},
+        "goodput": {"wall_s": 4.0},
+        "steps": {"median_s": 2.5},
+        "incidents": [],
+    }
     Path("short.json").write_text(json.dumps(short))
     said = holdfast("plan", "calibrate", "short.json", "--out", "next.yaml")
     assert said.code == 0, said.err
