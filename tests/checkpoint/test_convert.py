@@ -302,7 +302,9 @@ def test_equal_tensors_at_other_places_are_found_by_reading(archive, tmp_path):
     read = []
     states = [{"pad": large(9, 3000 + rank), "w": large(1)} for rank in range(2)]
     save_states(archive, 4, states)
-    exported = export_safetensors(archive, 4, tmp_path / "out", seen=lambda what, n: read.append((what, n)))
+    exported = export_safetensors(
+        archive, 4, tmp_path / "out", seen=lambda what, n, total: read.append((what, n))
+    )
     assert exported.of_ranks == ("rank-1.pad",)
     assert ("comparing ranks", 2 * 4 * LARGE) in read
 

@@ -1,12 +1,17 @@
 """The command line as a whole."""
 
+import errno
 import os
 import subprocess
 import sys
+from typing import get_type_hints
 
 import pytest
 
 import holdfast as package
+from holdfast.cli import app
+from holdfast.cli.run_options import RunOptions
+from holdfast.protocol.options import Group
 
 
 def test_version(holdfast):
@@ -18,6 +23,42 @@ def test_help_names_every_command(holdfast):
     assert said.code == 0
     for command in ("run", "status", "events", "logs", "report", "fault", "plan", "resize", "drain", "stop"):
         assert command in said.out
+
+
+def test_the_short_form_of_help(holdfast):
+    assert holdfast("-h").out == holdfast("--help").out
+    assert "Runs a training script" in holdfast("run", "-h").out
+
+
+def test_the_options_of_run_are_in_groups(holdfast):
+    shown = holdfast("run", "--help").out
+    titles = [
+        mark.title
+        for hint in get_type_hints(RunOptions, include_extras=True).values()
+        for mark in getattr(hint, "__metadata__", ())
+        if isinstance(mark, Group)
+    ]
+    assert len(titles) >= 6
+    places = [shown.index(f" {title} ─") for title in titles]
+    assert places == sorted(places)
+    assert shown.index(" Health of the nodes ─") < shown.index("--health-rules") < shown.index(" Hosts, with")
+
+
+def test_a_file_without_permission_is_named_with_a_way_out(holdfast, home, monkeypatch):
+    def denied(path):
+        def call():
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+        monkeypatch.setattr(app, "app", call)
+        return holdfast("status")
+
+    said = denied(home / "jobs" / "x")
+    assert (said.code, said.err) == (
+        1,
+        f"holdfast: {home}/jobs/x: Permission denied; it is in HOLDFAST_HOME ({home}): set that to a folder that you can read and "
+        "write\n",
+    )
+    assert denied("/elsewhere").err == "holdfast: /elsewhere: Permission denied; see its permissions\n"
 
 
 def test_no_command_shows_the_help(holdfast):

@@ -1,6 +1,9 @@
 """Bad input gets a message with what to do and exit code 2; nothing is started, nothing is left."""
 
+import errno
+import py_compile
 import socket
+import zipfile
 
 import pytest
 from conftest import processes_of
@@ -17,8 +20,13 @@ CASES = {
     "MIN over MAX": (["--nnodes", "3:2", "train.py"], "MAX at least MIN, for example 2:4"),
     "no number": (["--nnodes", "many", "train.py"], "write a number or MIN:MAX, for example 4 or 2:4"),
     "0 workers": (["--nproc-per-node", "0", "train.py"], "at least 1"),
-    "spares below 0": (["--spares", "-1", "train.py"], "--spares -1: 0 or more"),
+    "spares below 0": (["--spares", "-1", "train.py"], "--spares -1: leave it out, or give 0 or more"),
     "another engine": (["--engine", "moon", "train.py"], "there are local, ssh, slurm, kubernetes and join"),
+    "an option of Slurm": (["--partition", "p", "train.py"], "holdfast: --partition is for Slurm: give"),
+    "options of hosts": (
+        ["--hosts", "a,b", "--remote-python", "p", "train.py"],
+        "holdfast: --hosts, --remote-python are for hosts: give --engine ssh too",
+    ),
     "no hosts": (["--engine", "ssh", "train.py"], "name the hosts"),
     "hosts of nobody": (["--hosts", "a,b", "train.py"], "give --engine ssh too"),
     "too few hosts": (["--engine", "ssh", "--hosts", "a,b", "--nnodes", "3", "train.py"], "--hosts names 2"),
@@ -72,6 +80,38 @@ def refused(holdfast, home):
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_refused(refused, name):
     refused(*CASES[name])
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (b"import torch\n\ndef broken(:\n", "train.py, line 3: SyntaxError: invalid syntax; correct it"),
+        (b"x = 1\0\n", "train.py: SyntaxError: source code"),
+        (b"# coding: nonsense\n", "train.py: SyntaxError: unknown encoding: nonsense"),
+        (b"return 5\n", "line 1: SyntaxError: 'return' outside function"),
+    ],
+    ids=["syntax", "NUL", "encoding", "return"],
+)
+def test_a_script_that_cannot_be_compiled(refused, tmp_path, source, words):
+    (tmp_path / "train.py").write_bytes(source)
+    refused(["train.py"], words)
+
+
+def test_a_script_without_permission(refused, monkeypatch):
+    def read(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    # Not by the file's mode: the superuser reads everything.
+    monkeypatch.setattr("pathlib.Path.read_bytes", read)
+    refused(["train.py"], "the script train.py cannot be read: Permission denied; see its permissions")
+
+
+def test_a_compiled_script_is_none_of_the_checks(tmp_path):
+    py_compile.compile("/dev/null", cfile=str(tmp_path / "train.pyc"), doraise=True)
+    spec_module._check_source(tmp_path / "train.pyc")
+    with zipfile.ZipFile(tmp_path / "train.pyz", "w") as archive:
+        archive.writestr("__main__.py", "")
+    spec_module._check_source(tmp_path / "train.pyz")
 
 
 def test_too_little_memory(refused, monkeypatch):

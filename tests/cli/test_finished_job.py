@@ -190,7 +190,7 @@ def test_report_of_a_job_that_was_killed(holdfast, home):
 def test_what_needs_a_running_job(holdfast, job, command):
     said = holdfast(*command, "--job", "done")
     assert (said.code, said.out) == (2, "")
-    assert "the job 'done' is not running" in said.err
+    assert "the job 'done' is not running; `holdfast report --job done` shows what it did" in said.err
 
 
 @pytest.mark.parametrize("command", ["status", "events", "logs", "report", "stop"])
@@ -216,6 +216,13 @@ def test_a_job_that_never_came_up(holdfast, home):
         said = holdfast(command)
         assert said.code == 2
         assert "was never started" in said.err
+
+
+def test_a_job_that_came_up_and_has_no_ledger(holdfast, job):
+    (job / "job.sqlite").unlink()
+    said = holdfast("events")
+    assert said.code == 2
+    assert f"there is no {job}/job.sqlite): see its logs in {job}/logs" in said.err
 
 
 def test_a_ledger_that_is_torn(holdfast, job):

@@ -73,7 +73,7 @@ def test_a_flag_that_is_false_is_as_good_as_none(holdfast):
         ("file: other.yaml", "'file' is no option"),
         ("- nnodes", "a mapping of names to values is expected"),
         ("a: [", "no YAML"),
-        ("spares: -1", "--spares -1: 0 or more"),
+        ("spares: -1", "--spares -1: leave it out, or give 0 or more"),
         ("engine: cloud", "--engine 'cloud': there are local"),
     ],
 )

@@ -8,7 +8,7 @@ from typing import Annotated
 import pytest
 import typer
 
-from holdfast.cli.options import command, flags
+from holdfast.cli.options import command, given_flags
 from holdfast.errors import UsageError
 from holdfast.protocol.options import Argument, Group, Option, check, declared
 
@@ -98,8 +98,11 @@ def test_the_limits_are_checked_before_the_command_runs():
     assert not ran
 
 
-def test_names_of_flags():
-    assert flags(Outer) == ("--more", "--loud", "--nothing", "--share", "--sort")
+def test_names_of_the_flags_that_were_given():
+    usual = Inner(kind="tall")
+    assert given_flags(Inner(kind="small"), usual) == ("--sort",)
+    assert given_flags(Inner(share=1, kind="small"), usual) == ("--share", "--sort")
+    assert given_flags(usual, usual) == ()
 
 
 def test_a_name_that_is_declared_twice():

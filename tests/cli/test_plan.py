@@ -1,5 +1,6 @@
 import json
 import shutil
+from pathlib import Path
 
 
 def test_the_sizes_of_a_job_and_what_they_leave_idle(holdfast):
@@ -88,3 +89,21 @@ def test_past_runs_say_what_the_next_one_may_expect(holdfast, home):
     assert holdfast("plan", "calibrate", folder / "job-2.sqlite", "--json").out == by_ledger
     (folder / "bad.json").write_text("{}")
     assert "is no report of a job" in holdfast("plan", "calibrate", folder / "bad.json").err
+
+
+def test_a_rate_that_is_not_known_is_left_out_and_said(holdfast, home):
+    short = {
+        "world": {"history": [[0.0, 2]]},
+        "goodput": {"wall_s": 4.0},
+        "steps": {"median_s": 2.5},
+        "incidents": [],
+    }
+    Path("short.json").write_text(json.dumps(short))
+    said = holdfast("plan", "calibrate", "short.json", "--out", "next.yaml")
+    assert said.code == 0, said.err
+    written = Path("next.yaml").read_text()
+    assert written.startswith("# rate is left out: no failure in 0.0 node-hours; give one of your own")
+    assert written.strip() in "\n".join(line.strip() for line in said.out.splitlines())
+    assert "rate is missing" in holdfast("plan", "run", "next.yaml", "--nodes", 8, "--gpu-hours", 9).err
+    assert "for example --nodes 256" in holdfast("plan", "run").err
+    assert "for example --nodes" in holdfast("plan", "simulate").err

@@ -1,5 +1,6 @@
 """`build`: what comes out, that nothing about how it was cut or interrupted shows in it, and what is refused."""
 
+import errno
 import gzip
 import itertools
 import json
@@ -311,6 +312,20 @@ def test_inputs_that_do_not_work(tmp_path, monkeypatch):
     for name, says in {"nowhere": "does not exist", "empty": "has no files in it"}.items():
         with pytest.raises(UsageError, match=says):
             make(tmp_path / name, prefix=tmp_path / "out")
+    closed = tmp_path / "empty" / "closed"
+    (closed / ".hidden").mkdir(parents=True)
+    listed = os.scandir
+
+    def scandir(path):
+        if str(path) == str(closed):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return listed(path)
+
+    with monkeypatch.context() as denied:
+        # Not by the folder's mode: the superuser reads everything.
+        denied.setattr(os, "scandir", scandir)
+        with pytest.raises(UsageError, match="closed cannot be read: Permission denied; see its permissions"):
+            make(tmp_path / "empty", prefix=tmp_path / "out")
     with pytest.raises(UsageError, match="nothing to build from"):
         make(prefix=tmp_path / "out")
     (tmp_path / "blank.txt").touch()

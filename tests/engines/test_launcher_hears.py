@@ -5,12 +5,14 @@ from types import SimpleNamespace
 
 import msgspec
 
+from holdfast.engines import launcher as launcher_module
 from holdfast.engines.client import Announcement
 from holdfast.engines.launcher import Launcher
 from holdfast.engines.local.engine import LocalEngine
 from holdfast.engines.slurm.engine import SlurmEngine
 from holdfast.engines.ssh.engine import SshEngine
 from holdfast.protocol.availability import EngineTraits, OrderDone
+from holdfast.protocol.endpoint import Endpoint
 from holdfast.protocol.job import JobSpec
 
 
@@ -167,3 +169,37 @@ def test_every_coordinator_hears_what_the_engine_says_of_itself(tmp_path):
     assert asyncio.run(run()) == [EngineTraits(watches_boots=True)] * 2
     assert (LocalEngine.traits, SshEngine.traits) == (EngineTraits(), EngineTraits(nodes_are_machines=True))
     assert SlurmEngine.traits == EngineTraits(watches_boots=True, keeps_nodes=False, nodes_are_machines=True)
+
+
+def test_the_link_to_the_page_is_printed(tmp_path, monkeypatch):
+    class Answers:
+        def __init__(self, folder):
+            assert folder == tmp_path
+
+        async def __aenter__(self):
+            return self
+
+        async def __aexit__(self, *exc):
+            return
+
+        async def post(self, path, repeat):
+            assert path.endswith("?role=view")
+            return {"code": "c0de"}
+
+    where = Endpoint(host="127.0.0.1", port=4711, pid=1, instance="i")
+    monkeypatch.setattr(launcher_module, "JobClient", Answers)
+    monkeypatch.setattr(launcher_module, "read_endpoint", lambda folder: where)
+
+    async def show(host):
+        view = Notes()
+        launcher = NoLauncher(JobSpec(name="j", script="x.py"), tmp_path, view)
+        launcher.host = host
+        try:
+            await launcher._show_page()
+        finally:
+            await launcher.close()
+        return view.notes
+
+    link = f"page: {where.url}/enter?code=c0de  (good once, for a minute; later: holdfast ui --job j)"
+    assert asyncio.run(show("127.0.0.1")) == [link]
+    assert asyncio.run(show("0.0.0.0")) == ["page: holdfast ui --job j"]

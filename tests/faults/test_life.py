@@ -47,7 +47,7 @@ def signal_when_gone(fd, timeout=40):
 @pytest.mark.parametrize(
     ("source", "error"),
     [
-        ("def broken(:\n", "SyntaxError"),
+        ("exec('def broken(:')\n", "SyntaxError"),
         pytest.param("import no_such_module_at_all\n", "ModuleNotFoundError", marks=pytest.mark.nightly),
         ("raise ValueError('always')\n", "ValueError: always"),
     ],

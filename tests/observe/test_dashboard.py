@@ -48,6 +48,12 @@ def test_the_headline_has_the_state_of_training(status):
     assert "4.20 steps/s" in headline(status, 4.2).plain
 
 
+def test_the_headline_says_how_long_it_takes_while_it_trains(status):
+    assert headline(status | {"until": 2234}).plain.endswith("  3 min 20 s left")
+    assert "left" not in headline(status).plain
+    assert "left" not in headline(status | {"until": 2234, "phase": "ended", "outcome": "failed"}).plain
+
+
 def test_an_open_incident_counts_up(status, incident):
     status["incidents"] = [incident | {"stall_s": None, "full_strength_s": None}]
     assert "0:19 …" in drawn(board(status))

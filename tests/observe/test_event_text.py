@@ -129,7 +129,10 @@ def test_there_is_a_sample_of_every_sentence():
 def test_a_sentence_fits_and_holds_no_raw_field(kind):
     said = line(kind)
     assert said
-    assert len(said) <= LINE_WIDTH
+    words = said
+    for path in sorted(ledger.read(kind, SAMPLES[kind]).paths(), key=len, reverse=True):
+        words = words.replace(path, "") if path else words
+    assert len(words) <= LINE_WIDTH
     assert "None" not in said
     assert "=" not in said or "kill-node:rank=1" in said
 
@@ -157,9 +160,23 @@ def test_workers_that_were_ended_on_purpose_say_nothing():
     assert line("worker-exited", fields | {"code": -11}).startswith("node1.0#1 was ended by SIGSEGV")
 
 
-def test_a_path_keeps_its_end():
-    assert line("worker-exited").endswith("node12.0-34.log")
-    assert line("saved").startswith("step 120 is saved in …")
+def test_a_path_is_never_cut():
+    assert line("worker-exited") == f"node1.0#1 ended with exit code 3; log {LONG}"
+    assert line("saved", SAMPLES["saved"] | {"skipped": 2}).endswith(
+        f" {LONG} (2 checkpoints skipped meanwhile)"
+    )
+    for kind in ("saving-last", "checkpoint-skipped", "tier-slow"):
+        assert LONG in line(kind), kind
+
+
+def test_the_words_beside_a_path_are_cut():
+    name = "node-with-a-long-name" * 4
+    said = line("worker-exited", SAMPLES["worker-exited"] | {"worker": name})
+    assert said == f"{name[:76]}…{LONG}"
+    reason = f"{LONG}: " + "many words " * 20
+    said = line("checkpoint-unread", SAMPLES["checkpoint-unread"] | {"reason": reason})
+    assert said.startswith(f"step 120 cannot be loaded, using {LONG}/step-80: {LONG}: many words")
+    assert said.endswith("…")
 
 
 def test_what_is_dropped_is_there_for_who_wants_everything():

@@ -3,7 +3,7 @@
 import asyncio
 import io
 
-from holdfast.observe.log_tail import Tail, last_lines
+from holdfast.observe.log_tail import NOTHING, Tail, last_lines
 
 
 def test_last_lines_of_a_long_file():
@@ -18,6 +18,21 @@ def test_the_file_is_left_where_it_was_read_to():
     file = io.BytesIO(b"a\nb\nc\n")
     last_lines(file, 1)
     assert file.read() == b""
+
+
+def test_tail_of_what_comes_only(tmp_path):
+    async def follow():
+        heard: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue()
+        tail = Tail(lambda label, lines: heard.put_nowait((label, lines)))
+        old = tmp_path / "old.log"
+        old.write_bytes(b"long ago\n")
+        tail.add(old, "1", NOTHING)
+        with old.open("ab") as log:
+            log.write(b"now\n")
+        assert await heard.get() == ("1", b"now\n")
+        tail.close()
+
+    asyncio.run(asyncio.wait_for(follow(), 10))
 
 
 def test_tail_follows_files_that_grow_and_files_that_come(tmp_path):

@@ -25,7 +25,7 @@ def test_nothing_is_said_in_the_first_two_seconds_and_then_ever_more_rarely(cloc
         count.add(1_000_000)
         times += [second] if len(said) > before else []
     assert times == [2, 6, 14, 30, 60, 90]
-    assert said[0] == "loading step 5: 3.00 MB of 200 MB, 1.50 MB/s"
+    assert said[0] == "loading step 5: 3.00 MB of 200 MB, 1.50 MB/s, 2 min 11 s left"
 
 
 def test_a_stream_that_is_no_terminal_gets_lines(clock):
@@ -34,6 +34,14 @@ def test_a_stream_that_is_no_terminal_gets_lines(clock):
         clock[0] += 2.5
         count.add(5_000_000)
     assert stream.getvalue() == "step 5: 5.00 MB, 2.00 MB/s\n"
+
+
+def test_what_is_left_is_never_less_than_nothing(clock):
+    said = []
+    count = ByteCount(said.append, "reading", 1_000_000)
+    clock[0] += 2.5
+    count.add(5_000_000)
+    assert said == ["reading: 5.00 MB of 1.00 MB, 2.00 MB/s, 0 ms left"]
 
 
 def test_a_terminal_gets_one_line_that_is_cleared_in_the_end(clock):

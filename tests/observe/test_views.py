@@ -103,12 +103,21 @@ def test_plain_passes_output_on_untouched(plain, capfdbinary):
     assert capfdbinary.readouterr().out == b"half a line\r\xff"
 
 
-def test_plain_lines_fit_100_columns(plain, status, clock, capsys):
+LOST = JOINED | {"kind": "node-lost", "fields": {"node": "node1", "cause": "word " * 60 + "end"}}
+
+
+def test_plain_lines_on_a_terminal_fit_100_columns(plain, status, clock, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     plain.status(status | {"step": 123_456_789_012, "world": 16384, "target": 16384})
     clock.now += 2
     plain.tick()
-    plain.event(JOINED | {"kind": "node-lost", "fields": {"node": "node1", "cause": "word " * 60}})
+    plain.event(LOST)
     assert max(map(len, lines(capsys))) <= 100
+
+
+def test_plain_lines_in_a_file_are_whole(plain, capsys):
+    plain.event(LOST)
+    assert lines(capsys)[0].endswith("word word end")
 
 
 @pytest.fixture
@@ -130,6 +139,14 @@ def test_live_shows_the_startup_then_the_board(live, status):
     assert "1.50 s  node1 joined with 1 slot" in text(live)
     assert "node0.0#1" in text(live)
     assert "kill-node:rank=1" in text(live)
+
+
+def test_live_keeps_a_path_in_one_piece(live):
+    log = "/a-long-home/of-someone/" + "who-likes-folders/" * 6 + "node1.0-1.log"
+    gone = {"worker": "node1.0#1", "node": "node1", "code": 3, "log": log}
+    with live:
+        live.event(JOINED | {"kind": "worker-exited", "fields": gone})
+    assert f"ended with exit code 3; log {log}\n" in text(live)
 
 
 def test_live_shows_the_outcome_while_the_last_processes_end(live, status):

@@ -1,7 +1,7 @@
 import pytest
 
 from holdfast.errors import UsageError
-from holdfast.plan.calibration import Run, calibrate, fields
+from holdfast.plan.calibration import Run, calibrate, fields, why_no_rate
 from holdfast.plan.candidates import candidates
 from holdfast.plan.inputs import read
 
@@ -48,9 +48,15 @@ def test_what_it_says_is_input_for_the_next_plan():
     assert any(c.best for c in candidates(inputs, trials=20))
 
 
-def test_without_failures_the_upper_limit_is_all_that_is_known():
-    made = fields(calibrate([Run(report([]))]))
-    assert float(made["rate"].rstrip("%")) == pytest.approx(100 * 3.6889 / 1600, rel=1e-4)
+def test_no_rate_is_said_where_none_is_known():
+    short = calibrate([Run(report([], hours=0.001))])
+    assert "rate" not in fields(short)
+    assert why_no_rate(short) == "no failure in 0.0 node-hours"
+    often = calibrate([Run(report([incident()], hours=0.01))])
+    assert "rate" not in fields(often)
+    assert why_no_rate(often) == "625% per node-hour is no rate of a cluster"
+    seldom = calibrate([Run(report([incident()]))])
+    assert (fields(seldom)["rate"], why_no_rate(seldom)) == ("0.062500%", "")
 
 
 def test_what_the_wall_time_went_into():

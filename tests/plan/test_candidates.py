@@ -67,6 +67,10 @@ def test_bad_input_is_refused_by_its_name_with_an_example(fields, said):
 def test_what_is_missing_is_asked_for():
     with pytest.raises(UsageError, match="nodes is missing; for example nodes: 256"):
         read({})
+    with pytest.raises(UsageError, match="nodes is missing; for example --nodes 256"):
+        read({}, as_flags=True)
+    with pytest.raises(UsageError, match="give --gpu-hours 10M, or --tokens 15T and --tokens-per-gpu-s 400"):
+        read({"nodes": 4}, as_flags=True)
     with pytest.raises(UsageError, match="give gpu_hours: 10M, or tokens"):
         read({"nodes": 4, "rate": 0})
     with pytest.raises(UsageError, match="rate is missing"):

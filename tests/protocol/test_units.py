@@ -41,6 +41,9 @@ def test_clip_keeps_the_width():
     assert units.clip("a  b\nc", 10) == "a b c"
     assert units.clip("abcdef", 4) == "abc…"
     assert units.clip_path("/a/b/c.log", 6) == "…c.log"
+    assert units.clip_words("see /a/b  and\nmore words", 12, ("/a/b", "")) == "see /a/b and mo…"
+    assert units.clip_words("too many words see /a/b/c.log now", 9, ("/a/b/c.log",)) == "too many…/a/b/c.log…"
+    assert units.clip_words("see s3://b/ckpt (1.00)", 99, ("s3://b/ckpt",)) == "see s3://b/ckpt (1.00)"
 
 
 def test_clock():

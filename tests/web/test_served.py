@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import errno
 import hashlib
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -22,11 +23,13 @@ from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.service.authentication import Entrance, authorized
 from holdfast.coordinator.service.page import BATCH, FRAMES, News, PageSource
 from holdfast.coordinator.service.store import LedgerEntry, Page, ReportedSteps, Store
+from holdfast.engines import jobs
 from holdfast.protocol.endpoint import Endpoint
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.messages import StepTold
 from holdfast.protocol.sample_check import SamplesChecked, write_checked
 from holdfast.protocol.verified import Verified, note_verified
+from holdfast.ui import host as host_module
 from holdfast.ui.host import UiHost
 from holdfast.ui.server import UiServer, loopback
 from holdfast.ui.single_file import single_file
@@ -92,15 +95,18 @@ def asks(
 ) -> None:
     """role: None: who asks has no session."""
 
-    async def main() -> None:
-        jar = aiohttp.CookieJar(unsafe=True)
-        async with served() as (url, sessions, _), aiohttp.ClientSession(cookie_jar=jar) as client:
-            if role is not None:
-                async with client.get(f"{url}/enter?code={sessions.new_code(role)}") as page:
-                    assert page.status == 200
-            await what(client, url, sessions)
+    asyncio.run(looked(what, role))
 
-    asyncio.run(main())
+
+async def looked(
+    what: Callable[[aiohttp.ClientSession, str, Sessions], Awaitable[None]], role: Role | None = Role.VIEW
+) -> None:
+    jar = aiohttp.CookieJar(unsafe=True)
+    async with served() as (url, sessions, _), aiohttp.ClientSession(cookie_jar=jar) as client:
+        if role is not None:
+            async with client.get(f"{url}/enter?code={sessions.new_code(role)}") as page:
+                assert page.status == 200
+        await what(client, url, sessions)
 
 
 def test_every_panel_of_a_job_that_has_ended(home: Path) -> None:
@@ -175,6 +181,31 @@ def test_what_commands_found_is_on_the_page(home: Path) -> None:
         ]
 
     asks(look)
+
+
+def test_the_list_says_how_many_jobs_it_leaves_out(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def listed() -> tuple[int, Any]:
+        found: list[tuple[int, Any]] = []
+
+        async def look(client: aiohttp.ClientSession, url: str, sessions: Sessions) -> None:
+            async with client.get(f"{url}/api/v1/jobs") as page:
+                found.append((page.status, await (page.json() if page.status == 200 else page.text())))
+
+        await looked(look)
+        return found[0]
+
+    status, told = asyncio.run(listed())
+    assert (status, [one["job"] for one in told["jobs"]], told["more"]) == (200, ["old"], 0)
+    monkeypatch.setattr(host_module, "LISTED", 0)
+    assert asyncio.run(listed()) == (200, {"jobs": [], "more": 1})
+
+    def denied() -> list[Path]:
+        raise PermissionError(errno.EACCES, "Permission denied", str(home))
+
+    monkeypatch.setattr(jobs, "folders", denied)
+    status, told = asyncio.run(listed())
+    assert status == 503
+    assert "the list of jobs cannot be read: [Errno 13] Permission denied" in told
 
 
 def test_a_stranger_gets_nothing_and_a_code_is_good_once(home: Path) -> None:

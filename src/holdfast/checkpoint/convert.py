@@ -57,8 +57,8 @@ BATCH_BYTES = 64 << 20
 READ_BYTES = 16 << 20
 ALIGNED_BYTES = 64
 
-Seen = Callable[[str, int], None]
-"""Told what is being done, and of how many more bytes."""
+Seen = Callable[[str, int, int | None], None]
+"""Told what is being done, of how many more bytes, and how many it will be in all; None: not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class Exported:
     """Names of what other ranks have otherwise than the first."""
 
 
-def unseen(what: str, nbytes: int) -> None:
+def unseen(what: str, nbytes: int, total: int | None) -> None:
     """For who does not want to know."""
 
 
@@ -125,7 +125,9 @@ def export_safetensors(
         for name, group in files.items():
             ordered = safetensors_io.in_file_order(group)
             tensors = _read_in_batches(merged, ordered)
-            safetensors_io.write_file(work / name, ordered, tensors, lambda n: seen("exporting", n))
+            safetensors_io.write_file(
+                work / name, ordered, tensors, lambda n: seen("exporting", n, merged.nbytes)
+            )
         if len(files) > 1:
             (work / safetensors_io.INDEX).write_text(safetensors_io.index_of(files))
         (work / VALUES).write_text(_values_text(merged))
@@ -178,7 +180,7 @@ def export_torch(archive: Archive, step: int, out: Path, only: str = "", seen: S
 
 def _merged(archive: Archive, step: int, only: str, seen: Seen) -> Merged:
     found = find_in_archive(archive, step)
-    return merge(found, only, lambda nbytes: seen("comparing ranks", nbytes))
+    return merge(found, only, lambda nbytes: seen("comparing ranks", nbytes, None))
 
 
 def _exported(merged: Merged, files: tuple[Path, ...]) -> Exported:
@@ -249,7 +251,7 @@ def _mapped_tensors(merged: Merged, path: Path, seen: Seen) -> dict[str, torch.T
             begins.append(file.tell())
             data = buffer_of(tensor)
             for low in range(0, len(data), READ_BYTES):
-                seen("exporting", file.write(data[low : low + READ_BYTES]))
+                seen("exporting", file.write(data[low : low + READ_BYTES]), merged.nbytes)
         file.write(b"\0")  # an empty file cannot be mapped
         file.flush()
         blob = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -353,6 +355,7 @@ def import_checkpoint(source: Path, archive: Archive, step: int, seen: Seen = un
     shards = _shards_of(read_portable(source), source, step, seen)
     with _nothing_left_of(archive, step):
         written: set[str] = set()
+        total = sum({shard.blob_name: shard.flat.index.nbytes for shard in shards}.values())
         for shard in shards:
             # Ranks with equal bytes share a blob, as in a live job. Only the head differs.
             if shard.blob_name in written:
@@ -365,7 +368,7 @@ def import_checkpoint(source: Path, archive: Archive, step: int, seen: Seen = un
                 shard.sums,
                 _buffers(shard.flat),
                 shard.flat.index.nbytes,
-                lambda nbytes: seen("writing", nbytes),
+                lambda nbytes: seen("writing", nbytes, total),
             )
             written.add(shard.blob_name)
         manifest = archive.commit(step, [s.planned for s in shards])
@@ -424,7 +427,7 @@ def _buffers(flat: Flat) -> Iterator[memoryview]:
 def _counted(buffers: Iterator[memoryview], seen: Seen) -> Iterator[memoryview]:
     for buffer in buffers:
         yield buffer
-        seen("reading", len(buffer))
+        seen("reading", len(buffer), None)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -133,5 +134,16 @@ def main() -> None:
         # system are ours, and their traceback is wanted.
         if error.filename is None:
             raise
-        sys.stderr.write(f"holdfast: {error.filename}: {error.strerror}\n")
+        sys.stderr.write(f"holdfast: {error.filename}: {error.strerror}{_way_out(error)}\n")
         sys.exit(EXIT_FAILED)
+
+
+def _way_out(error: OSError) -> str:
+    from pathlib import Path
+
+    from holdfast.engines.jobs import home
+
+    where, path = home().absolute(), Path(os.fsdecode(error.filename)).absolute()
+    if path == where or where in path.parents:
+        return f"; it is in HOLDFAST_HOME ({where}): set that to a folder that you can read and write"
+    return "; see its permissions" if isinstance(error, PermissionError) else ""

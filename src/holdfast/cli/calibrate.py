@@ -40,13 +40,16 @@ def calibrate(
     import msgspec
 
     from holdfast.observe.tables import WIDTH
-    from holdfast.plan.calibration import calibrate, fields
+    from holdfast.plan.calibration import calibrate, fields, why_no_rate
     from holdfast.protocol import units
 
     found = calibrate([one for r in runs for one in _read(r, per_node)])
     made = fields(found)
+    lines = [f"{k}: {v}\n" for k, v in made.items()]
+    if why := why_no_rate(found):
+        lines.insert(0, f"# rate is left out: {why}; give one of your own, for example rate: 0.016%\n")
     if out is not None:
-        out.write_text("".join(f"{k}: {v}\n" for k, v in made.items()))
+        out.write_text("".join(lines))
     if write_as(msgspec.to_builtins(found) | {"fields": made}, as_json, output):
         return
     stdout = sys.stdout
@@ -55,7 +58,7 @@ def calibrate(
     _print_rates(found, width)
     _print_times(found, width)
     _print_spent(found, width)
-    stdout.write("\nfields for plan run\n" + "".join(f"  {k}: {v}\n" for k, v in made.items()))
+    stdout.write("\nfields for plan run\n" + "".join(f"  {line}" for line in lines))
 
 
 def _print_rates(found: Calibration, width: int) -> None:

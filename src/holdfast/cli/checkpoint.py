@@ -129,7 +129,7 @@ def verify(place: Place = None, job: JobName = None, as_json: AsJson = False) ->
     for archive, step in found:
         result: dict[str, Any] = {"step": step, "place": archive.where(step)}
         try:
-            with ByteCount(sys.stderr, f"step {step}") as progress:
+            with ByteCount(sys.stderr, f"step {step}", archive.manifest(step).nbytes) as progress:
                 result |= {"whole": True, "bytes": archive.verify(step, progress.add).nbytes}
         except StateError as error:
             result |= {"whole": False, "why": str(error)}
@@ -279,7 +279,7 @@ def _check_newest(archive: Archive, savers: dict[str, list[Path]]) -> None:
 
     step = archive.steps()[-1]
     try:
-        with ByteCount(sys.stderr, f"step {step}") as progress:
+        with ByteCount(sys.stderr, f"step {step}", archive.manifest(step).nbytes) as progress:
             archive.verify(step, progress.add)
         _keep(savers, archive, step, {"whole": True})
     except StateError as error:

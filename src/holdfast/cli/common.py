@@ -69,8 +69,21 @@ def kept_state(store: Store, folder: Path) -> CoreState:
 
     state = store.load()
     if state is None:
-        raise UsageError(f"the job {folder.name!r} was never started")
+        raise UsageError(never_started(folder, "nothing is in its ledger"))
     return state
+
+
+def never_started(folder: Path, why: str) -> str:
+    """Of a job whose coordinator has left nothing. why: what is missing."""
+    logs = folder / "logs"
+    try:
+        has_logs = any(logs.iterdir())
+    except OSError:
+        has_logs = False
+    # What has logs was started, and they say why nothing else came of it.
+    if has_logs:
+        return f"the job {folder.name!r} ended before it had a ledger ({why}): see its logs in {logs}"
+    return f"the job {folder.name!r} was never started: {why}"
 
 
 @contextmanager
@@ -109,7 +122,7 @@ def _why_no_ledger(folder: Path, path: Path) -> str:
             f"the ledger of the job {folder.name!r} ended with its coordinator's pod: nobody looked on here at its end, with "
             "`holdfast run` or `holdfast attach`"
         )
-    return f"the job {folder.name!r} was never started: there is no {path}"
+    return never_started(folder, f"there is no {path}")
 
 
 def _copy_from_afar(folder: Path) -> bytes | None:

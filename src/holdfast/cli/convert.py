@@ -181,10 +181,10 @@ def _progress() -> Iterator[Seen]:
         # next begins.
         counts: dict[str, ByteCount] = {}
 
-        def seen(what: str, nbytes: int) -> None:
+        def seen(what: str, nbytes: int, total: int | None) -> None:
             if what not in counts:
                 stack.close()  # the line of what was done before
-                counts[what] = stack.enter_context(ByteCount(sys.stderr, what))
+                counts[what] = stack.enter_context(ByteCount(sys.stderr, what, total))
             counts[what].add(nbytes)
 
         yield seen

@@ -76,7 +76,7 @@ def logs(
     if follow and jobs.is_running(folder):
         import asyncio
 
-        asyncio.run(_follow(folder, sources, seq, lines, write))
+        asyncio.run(_follow(folder, sources, seq, lines, write, since_s))
         return
     chosen = _chosen(sources, folder)
     chosen = {path: label for path, label in chosen.items() if _written_s(path) >= since_s}
@@ -122,15 +122,19 @@ def _print(path: Path, label: str, lines: int, write: Write) -> bool:
     return bool(data)
 
 
-async def _follow(folder: Path, sources: LogSources, seq: int, lines: int, write: Write) -> None:
-    """The logs as they grow; workers that come later are shown from their first line on."""
+async def _follow(
+    folder: Path, sources: LogSources, seq: int, lines: int, write: Write, since_s: float
+) -> None:
+    """The logs as they grow; workers that come later are shown from their first line on, and of logs that were not written
+    to since `since_s` only what comes now."""
     from holdfast.engines.reach import client_of
-    from holdfast.observe.log_tail import Tail
+    from holdfast.observe.log_tail import NOTHING, Tail
 
     tail = Tail(write)
     try:
         for path, label in sources.chosen().items():
-            tail.add(path, label, lines)
+            # One that is not there yet has no time: it is not old, and is shown from its first line on.
+            tail.add(path, label, NOTHING if 0 < _written_s(path) < since_s else lines)
         # From the last event that the ledger had: the watch begins after it, so no worker that starts
         # between the reading and the connecting is missed. A log that is chosen again with the next event
         # is followed once (`Tail.add`).

@@ -47,7 +47,7 @@ def ls(
             x["state"],
             units.count(x["step"]),
             units.share(x["goodput"]),
-            units.clock(x["age_s"]),
+            units.UNKNOWN if x["age_s"] is None else units.clock(x["age_s"]),
             x["engine"] or "-",
             *([x["folder"]] if wide else []),
         )
@@ -88,7 +88,7 @@ async def _entry(folder: Path) -> dict[str, Any]:
         "state": "unknown",
         "step": None,
         "goodput": None,
-        "age_s": round(time.time() - (folder / "spec.json").stat().st_mtime, 3),
+        "age_s": None,
         "engine": None,
         "folder": str(folder),
         "problem": None,
@@ -96,12 +96,16 @@ async def _entry(folder: Path) -> dict[str, Any]:
     try:
         from holdfast.engines import jobs
 
+        known["age_s"] = round(time.time() - (folder / "spec.json").stat().st_mtime, 3)
         known["engine"] = jobs.read_spec(folder).engine
         known |= (
             await _running(folder) if jobs.is_running(folder) else await asyncio.to_thread(_ended, folder)
         )
-    except (HoldfastError, TimeoutError) as error:
-        known["problem"] = str(error) or f"its coordinator does not answer within {ANSWER_S:g} s"
+    except TimeoutError:
+        known["problem"] = f"its coordinator does not answer within {ANSWER_S:g} s"
+    # An OSError: it was removed meanwhile, or is another user's.
+    except (HoldfastError, OSError) as error:
+        known["problem"] = str(error)
     return known
 
 

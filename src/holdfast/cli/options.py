@@ -46,9 +46,14 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def flags(options: type) -> tuple[str, ...]:
-    """The usual flag of every option of a dataclass, for messages."""
-    return tuple(d.flag for d in declared(options) if not isinstance(d.option, Argument))
+def given_flags(options: Any, defaults: Any) -> tuple[str, ...]:
+    """The usual flag of every option of a dataclass that differs from these defaults, for messages."""
+    kind: Any = type(options)
+    return tuple(
+        d.flag
+        for d in declared(kind)
+        if not isinstance(d.option, Argument) and getattr(options, d.name) != getattr(defaults, d.name)
+    )
 
 
 def _flat(parameter: inspect.Parameter) -> list[inspect.Parameter]:

@@ -50,7 +50,8 @@ def run(
 
     # An option that was not given is None and left out, so a default never overrides the file; what was given
     # on the command line does.
-    inputs = read((read_yaml(config) if config else {}) | given(options), _report(report))
+    fields = (read_yaml(config) if config else {}) | given(options)
+    inputs = read(fields, _report(report), as_flags=config is None)
     ways = c.candidates(inputs)
     best = next(w for w in ways if w.best)
     rows = c.sensitivity(inputs, best)

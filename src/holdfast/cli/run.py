@@ -35,9 +35,7 @@ def run(options: RunOptions) -> None:
 
     spec = plan(options)
     if options.dry_run:
-        from holdfast.cli.slurm import print_script
-
-        print_script(spec)
+        _show(spec)
         return
     from holdfast.cli import followers
 
@@ -45,6 +43,20 @@ def run(options: RunOptions) -> None:
     outcome = _run(spec, options)
     if outcome not in ("finished", "stopped"):
         sys.exit(EXIT_FAILED)
+
+
+def _show(spec: JobSpec) -> None:
+    """`--dry-run`: what would be started."""
+    if spec.engine == "slurm":
+        from holdfast.cli.slurm import print_script
+
+        print_script(spec)
+        return
+    import msgspec
+
+    from holdfast.cli.yaml_file import yaml_text
+
+    sys.stdout.write(yaml_text([msgspec.to_builtins(spec)]))
 
 
 def _run(spec: JobSpec, options: RunOptions) -> str | None:

@@ -276,8 +276,7 @@ class RunOptions:
     dry_run: Annotated[
         bool,
         Option(
-            group="Slurm and Kubernetes",
-            help="Print the batch script, or the objects as YAML, and exit.",
+            help="Print what would be started, and exit: the job as YAML, Slurm's batch script, or Kubernetes' objects.",
         ),
     ] = False
     file: Annotated[

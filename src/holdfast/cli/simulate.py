@@ -64,7 +64,7 @@ def simulate(
     record = _trace(trace) if trace else None
     if record is not None:
         fields = {"nodes": record.most, "days": record.ends_s / 86400, "rate": 0} | fields
-    scenario = read(fields)
+    scenario = read(fields, as_flags=config is None)
     if replay is not None:
         _replay(scenario, replay, job, record)
         return

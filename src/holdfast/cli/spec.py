@@ -8,13 +8,15 @@ import re
 import shutil
 import socket
 import sys
+import warnings
+import zipfile
 from pathlib import Path
 
 from holdfast import logs
 from holdfast.cli.health_plan import plan_health
 from holdfast.cli.kube_options import KubernetesOptions
 from holdfast.cli.memory import check_memory
-from holdfast.cli.options import flags
+from holdfast.cli.options import given_flags
 from holdfast.cli.place_plan import plan_places
 from holdfast.cli.run_options import RunOptions
 from holdfast.cli.save_plan import plan_saving
@@ -143,21 +145,23 @@ def parse_nproc(text: str, gpus_per_node: int = 0) -> int:
 def check_engine(given: RunOptions) -> None:
     """An option that the engine would ignore is refused: whoever gives it expects something of it. Raises UsageError."""
     # Compared with the defaults, so an option that is added to a dataclass is checked here without a line of its own.
-    if given.engine != "slurm" and given.slurm != SlurmOptions():
-        raise UsageError(f"{', '.join(flags(SlurmOptions))} are for Slurm: give --engine slurm too")
-    if given.engine != "kubernetes" and given.kubernetes != KubernetesOptions():
-        raise UsageError(
-            f"{', '.join(flags(KubernetesOptions))} are for Kubernetes: give --engine kubernetes too"
-        )
-    if given.engine not in ("slurm", "kubernetes") and given.dry_run:
-        raise UsageError("--dry-run is for --engine slurm and --engine kubernetes")
-    allowed = SshOptions(address=given.ssh.address) if given.engine == "join" else SshOptions()
-    if given.engine != "ssh" and given.ssh != allowed:
-        raise UsageError(f"{', '.join(flags(SshOptions))} are for hosts: give --engine ssh too")
+    if given.engine != "slurm":
+        _refuse(given_flags(given.slurm, SlurmOptions()), "for Slurm: give --engine slurm too")
+    if given.engine != "kubernetes":
+        options = given_flags(given.kubernetes, KubernetesOptions())
+        _refuse(options, "for Kubernetes: give --engine kubernetes too")
+    if given.engine != "ssh":
+        allowed = SshOptions(address=given.ssh.address) if given.engine == "join" else SshOptions()
+        _refuse(given_flags(given.ssh, allowed), "for hosts: give --engine ssh too")
     if given.engine == "join" and not given.nodes.nproc_per_node.isdecimal():
         raise UsageError(
             f"--nproc-per-node {given.nodes.nproc_per_node}: this machine's devices say nothing about the nodes'; give a number"
         )
+
+
+def _refuse(options: tuple[str, ...], why: str) -> None:
+    if options:
+        raise UsageError(f"{', '.join(options)} {'is' if len(options) == 1 else 'are'} {why}")
 
 
 def _fault(text: str, nodes: int, nproc: int, spares: int) -> FaultSpec:
@@ -186,7 +190,34 @@ def _find_script(script: str, module: bool) -> str:
     if not path.is_file():
         hint = "; for a module use -m" if "/" not in script and not script.endswith(".py") else ""
         raise UsageError(f"there is no script {script!r} in {Path.cwd()}{hint}")
+    _check_source(path)
     return str(path.resolve())
+
+
+def _check_source(path: Path) -> None:
+    """Refuses what Python cannot compile. Nothing of it is run.
+
+    Found by a worker, it would cost the imports of all nodes first.
+    """
+    try:
+        source = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"the script {path} cannot be read: {error.strerror}; see its permissions") from None
+    try:
+        with warnings.catch_warnings():
+            # The workers show them. Here they would stand in front of the job's lines.
+            warnings.simplefilter("ignore")
+            compile(source, str(path), "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        # Python runs archives and compiled files, too.
+        if source.startswith(importlib.util.MAGIC_NUMBER) or zipfile.is_zipfile(path):
+            return
+        # A ValueError: Python 3.11 has no SyntaxError for a NUL byte.
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        words = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise UsageError(
+            f"the script {path}{line}: SyntaxError: {words}; correct it, and start again"
+        ) from None
 
 
 def _modules(text: str) -> tuple[str, ...]:

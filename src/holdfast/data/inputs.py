@@ -83,6 +83,7 @@ def find_files(inputs: Iterable[str | os.PathLike[str]]) -> list[Path]:
     for name in inputs:
         path = Path(name)
         if path.is_dir():
+            _check_readable(path)
             # Sorted, since the order of files is the order of documents: folders list themselves in an order
             # that differs between machines, and the data set would too.
             below = sorted(
@@ -102,6 +103,16 @@ def find_files(inputs: Iterable[str | os.PathLike[str]]) -> list[Path]:
     if not files:
         raise UsageError("nothing to build from: name files or folders")
     return files
+
+
+def _check_readable(folder: Path) -> None:
+    """Refuses a folder with one in it that cannot be listed: its files would be missing without a word."""
+
+    def refuse(error: OSError) -> None:
+        raise UsageError(f"the folder {error.filename} cannot be read: {error.strerror}; see its permissions")
+
+    for _, below, _ in os.walk(folder, onerror=refuse):
+        below[:] = [name for name in below if not name.startswith(".")]
 
 
 def plan_units(files: list[Path], reading: Reading, unit_bytes: int) -> list[Unit]:

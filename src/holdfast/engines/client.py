@@ -96,7 +96,10 @@ class FolderReach:
         # Asked before every attempt. The address in the folder outlives the coordinator, and another program
         # may listen there now.
         if not jobs.is_running(self._job_dir):
-            raise NoAnswer(f"the job {self._job_dir.name!r} is not running")
+            name = self._job_dir.name
+            raise NoAnswer(
+                f"the job {name!r} is not running; `holdfast report --job {name}` shows what it did"
+            )
         return read_endpoint(self._job_dir)
 
     async def send(self, method: str, path: str, body: str) -> Answer:

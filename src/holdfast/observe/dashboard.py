@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from holdfast.observe.goodput import goodput_line
+from holdfast.observe.remaining import of_status, remaining_words
 from holdfast.protocol import units
 
 Status = Mapping[str, Any]
@@ -81,6 +82,8 @@ def headline(status: Status, rate: float | None = None) -> Text:
     text.append(f"  generation {status['generation']}")
     text.append(f"  {status['world']} of {status['target']} workers")
     text.append(f"  {units.clock(status['t_s'])}", style="dim")
+    if status["phase"] == "running" and (left := remaining_words(of_status(status, rate))):
+        text.append(f"  {left}", style="dim")
     return text
 
 

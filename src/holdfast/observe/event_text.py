@@ -7,11 +7,11 @@ from typing import Any
 
 from holdfast.protocol import ledger
 from holdfast.protocol.ledger.base import LINE_WIDTH
-from holdfast.protocol.units import clip
+from holdfast.protocol.units import clip_words
 
 
 def event_line(entry: Mapping[str, Any], everything: bool = False, width: int = LINE_WIDTH) -> str:
-    """One line of at most `width` characters; '' for what is of no interest to a person.
+    """One line; '' for what is of no interest to a person. Its words take at most `width` characters, its paths are whole.
 
     everything: routine events, and those without a sentence of their own, get a line too.
     """
@@ -22,7 +22,8 @@ def event_line(entry: Mapping[str, Any], everything: bool = False, width: int = 
         line = "" if _is_routine(kind) and not everything else _as_written(kind, fields)
     else:
         line = "" if event.ROUTINE and not everything else event.sentence()
-    return clip(line or (_as_written(kind, fields) if everything else ""), width)
+    paths = event.paths() if event is not None else ()
+    return clip_words(line or (_as_written(kind, fields) if everything else ""), width, paths)
 
 
 def _is_routine(kind: str) -> bool:

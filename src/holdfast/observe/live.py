@@ -77,7 +77,9 @@ class LiveView:
             self._status = {**self._status, "phase": "ended", "outcome": entry["fields"]["outcome"]}
         if line:
             style = _EVENT_STYLES.get(entry["kind"], "")
-            self._console.print(Text.assemble((f"{entry['t_s']:8.2f} s  ", "dim"), (line, style)))
+            # Not folded, so that a path in it is copied as one.
+            text = Text.assemble((f"{entry['t_s']:8.2f} s  ", "dim"), (line, style))
+            self._console.print(text, soft_wrap=True)
 
     def status(self, status: dict[str, Any]) -> None:
         """The job as it is now."""

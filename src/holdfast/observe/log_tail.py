@@ -13,6 +13,8 @@ from holdfast.observe.inotify import CREATED, MODIFIED, Inotify
 _BLOCK_BYTES = 1 << 16
 Write = Callable[[str, bytes], None]
 """Takes a file's label and complete lines of it."""
+NOTHING = -1
+"""Instead of a number of lines: of what a file has, none."""
 
 
 def last_lines(file: BinaryIO, lines: int) -> bytes:
@@ -47,7 +49,7 @@ class Tail:
         self._followed: dict[Path, _Followed] = {}
 
     def add(self, path: Path, label: str, lines: int) -> None:
-        """Follows one more file, beginning with its last lines (0: with all of them)."""
+        """Follows one more file, beginning with its last lines (0: with all of them; NOTHING: after them)."""
         if path in self._followed:
             return
         # The folder and not the file: a worker's log is announced before the worker creates it.
@@ -69,6 +71,9 @@ class Tail:
             try:
                 one.file = path.open("rb")
             except FileNotFoundError:
+                return
+            if one.lines == NOTHING:
+                one.file.seek(0, os.SEEK_END)
                 return
             data = last_lines(one.file, one.lines)
         else:

@@ -18,6 +18,8 @@ from holdfast.protocol.units import clip
 
 SILENCE_S = 2.0
 LONGEST_SILENCE_S = 30.0
+UNCUT = 100_000
+"""Characters of a line in a file: a log of the job is searched, and has room."""
 
 ENDING = "waiting for the last processes to end"
 
@@ -45,7 +47,7 @@ class PlainView:
 
     def event(self, entry: dict[str, Any]) -> None:
         """An entry of the ledger."""
-        line = event_line(entry)
+        line = event_line(entry, width=LINE_WIDTH if sys.stderr.isatty() else UNCUT)
         self._over = self._over or entry["kind"] == "ended"
         if line:
             self._say(line, entry["t_s"])

@@ -75,9 +75,13 @@ class ByteCount:
             self._say(self._line(now))
 
     def _line(self, now: float) -> str:
-        rate = units.size(int(self._nbytes / (now - self._began)))
-        of = "" if self._total is None else f" of {units.size(self._total)}"
-        return f"{self._what}: {units.size(self._nbytes)}{of}, {rate}/s"
+        rate = self._nbytes / (now - self._began)
+        line = f"{self._what}: {units.size(self._nbytes)}"
+        if self._total is None:
+            return f"{line}, {units.size(int(rate))}/s"
+        line += f" of {units.size(self._total)}, {units.size(int(rate))}/s"
+        # Without a byte so far nobody knows.
+        return f"{line}, {units.seconds(max(0, self._total - self._nbytes) / rate)} left" if rate else line
 
     def _say(self, line: str) -> None:
         if callable(self._to):

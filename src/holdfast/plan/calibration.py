@@ -145,9 +145,7 @@ def fields(found: Calibration) -> dict[str, Any]:
     """The same as fields of `plan run` and `plan simulate`."""
     times = {t.phase: t.median_s for t in found.times}
     every = found.rates[-1]
-    # Without a failure the best estimate would be 0, with which a plan needs no spares and no checkpoints. The upper end of
-    # the interval is the largest rate that these runs do not contradict.
-    made: dict[str, Any] = {"rate": f"{100 * (every.rate if every.failures else every.high):.6f}%"}
+    made: dict[str, Any] = {} if why_no_rate(found) else {"rate": f"{100 * every.rate:.6f}%"}
     if "detect_s" in times:
         made["detect"] = f"{times['detect_s']:.3f}s"
     if "replace_s" in times:
@@ -159,6 +157,18 @@ def fields(found: Calibration) -> dict[str, Any]:
     if found.step_s is not None:
         made["step"] = f"{found.step_s:.4f}s"
     return made
+
+
+def why_no_rate(found: Calibration) -> str:
+    """Why these runs say nothing that a plan could use about how often nodes fail; empty: they do."""
+    every = found.rates[-1]
+    # 0 would be a plan without spares and checkpoints. The upper end of the interval is no estimate: of an hour on one node it
+    # is more than three failures per hour.
+    if not every.failures:
+        return f"no failure in {found.node_hours:,.1f} node-hours"
+    if every.rate > 1:
+        return f"{100 * every.rate:,.0f}% per node-hour is no rate of a cluster"
+    return ""
 
 
 def _node_hours(run: Run) -> float:

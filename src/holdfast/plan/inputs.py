@@ -116,12 +116,13 @@ class Inputs(msgspec.Struct, frozen=True, kw_only=True):
         return formulas.mtbf_hours(self.nodes, self.rate) * formulas.HOUR_S
 
 
-def read(given: Mapping[str, Any], report: Mapping[str, Any] | None = None) -> Inputs:
+def read(given: Mapping[str, Any], report: Mapping[str, Any] | None = None, as_flags: bool = False) -> Inputs:
     """Checks what was given.
 
     Args:
         given: fields by name, from flags and from YAML.
         report: a job's report, for the preset `holdfast`.
+        as_flags: there is no file, so examples of what is missing are options.
 
     Raises:
         UsageError: names the field and an example.
@@ -140,9 +141,9 @@ def read(given: Mapping[str, Any], report: Mapping[str, Any] | None = None) -> I
     def time(name: str, zero: bool = True) -> float:
         return quantities.time_s(name, value(name), zero)
 
-    nodes = quantities.count("nodes", _needed(given, "nodes"))
+    nodes = quantities.count("nodes", _needed(given, "nodes", as_flags))
     per_node = quantities.count("gpus_per_node", value("gpus_per_node"), example="8")
-    gpu_hours = _gpu_hours(given)
+    gpu_hours = _gpu_hours(given, as_flags)
     preset = str(value("preset"))
     times = _times(given, preset, report)
     return Inputs(
@@ -150,7 +151,7 @@ def read(given: Mapping[str, Any], report: Mapping[str, Any] | None = None) -> I
         gpus_per_node=per_node,
         gpu_hours=gpu_hours,
         work_s=gpu_hours / (nodes * per_node) * formulas.HOUR_S,
-        rates=_rates(given, nodes),
+        rates=_rates(given, nodes, as_flags),
         times=times,
         cost_s=time("checkpoint_cost"),
         memory_cost_s=time("memory_cost"),
@@ -203,25 +204,30 @@ def from_report(report: Mapping[str, Any]) -> Times:
     )
 
 
-def _needed(given: Mapping[str, Any], name: str) -> Any:
+def _needed(given: Mapping[str, Any], name: str, as_flags: bool) -> Any:
     if name not in given:
-        raise UsageError(f"{name} is missing; for example {name}: {FIELDS[name].example}")
+        example = quantities.as_given(name, FIELDS[name].example, as_flags)
+        raise UsageError(f"{name} is missing; for example {example}")
     return given[name]
 
 
-def _gpu_hours(given: Mapping[str, Any]) -> float:
+def _gpu_hours(given: Mapping[str, Any], as_flags: bool) -> float:
     if "gpu_hours" in given:
         if "tokens" in given:
             raise UsageError("gpu_hours and tokens: give one of them; for example gpu_hours: 10M")
         return quantities.amount("gpu_hours", given["gpu_hours"], "10M")
     if "tokens" not in given:
-        raise UsageError("how much work is it? give gpu_hours: 10M, or tokens: 15T and tokens_per_gpu_s: 400")
+        hours, words, pace = (
+            quantities.as_given(name, value, as_flags)
+            for name, value in (("gpu_hours", "10M"), ("tokens", "15T"), ("tokens_per_gpu_s", "400"))
+        )
+        raise UsageError(f"how much work is it? give {hours}, or {words} and {pace}")
     tokens = quantities.amount("tokens", given["tokens"], "15T")
-    speed = quantities.amount("tokens_per_gpu_s", _needed(given, "tokens_per_gpu_s"), "400")
+    speed = quantities.amount("tokens_per_gpu_s", _needed(given, "tokens_per_gpu_s", as_flags), "400")
     return tokens / speed / formulas.HOUR_S
 
 
-def _rates(given: Mapping[str, Any], nodes: int) -> dict[str, float]:
+def _rates(given: Mapping[str, Any], nodes: int, as_flags: bool) -> dict[str, float]:
     if "rate" in given and "mtbf" in given:
         raise UsageError("rate and mtbf: give one of them; for example rate: 0.016%")
     if "mtbf" in given:
@@ -229,7 +235,7 @@ def _rates(given: Mapping[str, Any], nodes: int) -> dict[str, float]:
         # An MTBF is of the whole job, a rate of one node. So the same job on more nodes fails more often in
         # what is computed from here on.
         return {"all": 1 / (hours * nodes)}
-    rates = _needed(given, "rate")
+    rates = _needed(given, "rate", as_flags)
     if not isinstance(rates, Mapping):
         return {"all": quantities.rate("rate", rates)}
     return {str(name): quantities.rate(f"rate.{name}", value) for name, value in rates.items()}

@@ -15,6 +15,11 @@ HIGHEST_RATE = 0.02
 """Failures per node-hour: a node that fails every 50 hours. A higher rate is a percentage without its sign."""
 
 
+def as_given(name: str, value: str, as_flags: bool) -> str:
+    """A field as a person gives it: `--nodes 256`, or in a file `nodes: 256`."""
+    return f"--{name.replace('_', '-')} {value}" if as_flags else f"{name}: {value}"
+
+
 def time_s(field: str, given: float | str, zero: bool = False) -> float:
     """`90`, `90s`, `15m`, `4h`, `54d` in seconds."""
     number, unit = _parts(field, given, "90s, 15m, 4h or 54d")

@@ -169,7 +169,8 @@ def _check(declared: Declared, value: Any) -> None:
     if low is not None and high is not None:
         allowed = f"between {low:g} and {high:g}{unit}"
     else:
-        allowed = f"{low:g}{unit} or more" if low is not None else f"{high:g}{unit} or less"
+        limit = f"{low:g}{unit} or more" if low is not None else f"{high:g}{unit} or less"
+        allowed = f"give {limit}" if declared.default is MISSING else f"leave it out, or give {limit}"
     example = f", for example {option.example}" if option.example else ""
     raise UsageError(f"{flag} {value:g}: {allowed}{example}")
 

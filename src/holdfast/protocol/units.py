@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -124,6 +125,28 @@ def clip(line: str, width: int) -> str:
     """The line in `width` characters; what does not fit is cut, with an ellipsis in its place."""
     line = " ".join(line.split())
     return line if len(line) <= width else line[: width - 1].rstrip() + "…"
+
+
+def clip_words(line: str, width: int, whole: Sequence[str]) -> str:
+    """As `clip`, but what is in `whole` is never cut: the words beside it share `width` characters."""
+    kept = [re.escape(text) for text in sorted(filter(None, whole), key=len, reverse=True)]
+    if not kept or len(line) <= width:
+        return clip(line, width)
+    said = ""
+    # `split` with a group keeps what it splits at: every second piece is one of `whole`.
+    for index, piece in enumerate(re.split(f"({'|'.join(kept)})", line)):
+        if index % 2 or not piece:
+            said += piece
+            continue
+        words = re.sub(r"\s+", " ", piece)
+        # Cut once. What follows the cut would not be read as what it is.
+        if len(words) > width:
+            said += words[: max(0, width - 1)].rstrip() + "…"
+            width = 0
+        else:
+            said += words
+            width -= len(words)
+    return said
 
 
 def clip_path(path: str, width: int) -> str:

@@ -130,8 +130,8 @@ _TIMES = {
 _COUNTS = {"spares": 0, "min_nodes": 1, "gpus_per_node": 1, "micro_batches": 0, "max_restarts": 0}
 
 
-def read(given: Mapping[str, Any]) -> Scenario:
-    """Checks what was given.
+def read(given: Mapping[str, Any], as_flags: bool = False) -> Scenario:
+    """Checks what was given. as_flags: there is no file, so examples of what is missing are options.
 
     Raises:
         UsageError: names the field and an example.
@@ -139,7 +139,8 @@ def read(given: Mapping[str, Any]) -> Scenario:
     _known("field", given, EXAMPLES)
     for name in ("nodes", "days"):
         if name not in given:
-            raise UsageError(f"{name} is missing; for example {name}: {EXAMPLES[name]}")
+            example = quantities.as_given(name, EXAMPLES[name], as_flags)
+            raise UsageError(f"{name} is missing; for example {example}")
     nodes = quantities.count("nodes", given["nodes"])
     days = quantities.amount("days", given["days"], "54")
     fields: dict[str, Any] = {
@@ -155,7 +156,7 @@ def read(given: Mapping[str, Any]) -> Scenario:
         fields["lemon_factor"] = quantities.amount("lemon_factor", given["lemon_factor"], "10")
     if "cloud" in given:
         fields["cloud"] = _flag(given["cloud"])
-    scenario = Scenario(nodes=nodes, work_s=days * 86400.0, classes=_classes(given), **fields)
+    scenario = Scenario(nodes=nodes, work_s=days * 86400.0, classes=_classes(given, as_flags), **fields)
     check(scenario)
     return scenario
 
@@ -185,10 +186,11 @@ def check(s: Scenario) -> None:
         )
 
 
-def _classes(given: Mapping[str, Any]) -> tuple[FailureClass, ...]:
+def _classes(given: Mapping[str, Any], as_flags: bool) -> tuple[FailureClass, ...]:
     if FAILURES not in given:
         if "rate" not in given:
-            raise UsageError("rate is missing; for example rate: 0.0161% (failures per node-hour)")
+            shown = quantities.as_given("rate", "0.0161%", as_flags)
+            raise UsageError(f"rate is missing; for example {shown} (failures per node-hour)")
         rate = quantities.rate("rate", given["rate"])
         # Shares of the published mix, scaled to the rate that was given: a person knows how often a job fails
         # far better than of what.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.engines import jobs
-from holdfast.errors import UsageError
+from holdfast.errors import HoldfastError, UsageError
 from holdfast.ui.ended import EndedJob
 from holdfast.ui.proxy import RunningJob
 from holdfast.ui.remote import RemoteJob
@@ -33,6 +33,7 @@ class UiHost:
     ) -> None:
         """job: the one that is shown at first; None: the newest. look: what is known of jobs, by their folders."""
         self.may_act = may_act
+        self.more_jobs = 0
         self._job, self._look = job, look
         self._ended: dict[tuple[str, float], EndedJob] = {}
         self._list: tuple[float, list[dict[str, Any]]] = (-LIST_S, [])
@@ -42,15 +43,20 @@ class UiHost:
         now_s = asyncio.get_running_loop().time()
         if now_s - self._list[0] >= LIST_S:
             # A home may be on a network file system, and a slow one must not stop the streams of this loop.
-            folders = (await asyncio.to_thread(jobs.folders))[:LISTED]
-            self._list = now_s, await self._look(folders)
+            try:
+                folders = await asyncio.to_thread(jobs.folders)
+                self._list = now_s, await self._look(folders[:LISTED])
+            except (HoldfastError, OSError) as error:
+                raise Refused(f"the list of jobs cannot be read: {error}", 503) from error
+            self.more_jobs = max(0, len(folders) - LISTED)
         return self._list[1]
 
     async def source(self, job: str) -> Source:
         """See `Host.source`."""
         try:
             folder, running, started_s, is_remote = await asyncio.to_thread(self._find, job)
-        except UsageError as error:
+        # An OSError: the folder was removed meanwhile, or is another user's.
+        except (UsageError, OSError) as error:
             raise Refused(str(error), 404) from error
         if running:
             # It holds nothing open, so it is made for each request and nobody has to

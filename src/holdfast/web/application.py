@@ -52,9 +52,11 @@ class Host(Protocol):
     """Whose page it is."""
 
     may_act: bool
+    more_jobs: int
+    """Older jobs, which `jobs` has left out."""
 
     async def jobs(self) -> list[dict[str, Any]]:
-        """Of each job that can be opened here: job, state, step, goodput, age_s."""
+        """Of each job that can be opened here: job, state, step, goodput, age_s. Raises Refused."""
 
     async def source(self, job: str) -> Source:
         """A job by its name; empty: the one that is shown at first. Raises Refused."""
@@ -224,7 +226,12 @@ class _Page:
         return web.Response(body=packed or data, content_type=kind, charset="utf-8", headers=headers)
 
     async def jobs(self, request: web.Request) -> web.StreamResponse:
-        return _json(request, Answer(msgspec.json.encode({"jobs": await self._host.jobs()})))
+        try:
+            found = await self._host.jobs()
+        except Refused as error:
+            return web.Response(status=error.status, text=f"{error}\n")
+        told = {"jobs": found, "more": self._host.more_jobs}
+        return _json(request, Answer(msgspec.json.encode(told)))
 
     async def session(self, request: web.Request) -> web.StreamResponse:
         # This only tells the page what to show. `act` decides by itself, whatever a page believes.

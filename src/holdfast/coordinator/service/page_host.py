@@ -27,6 +27,7 @@ class CoordinatorPage:
     """See `web.application.Host`."""
 
     may_act = True
+    more_jobs = 0
 
     def __init__(
         self,

@@ -272,9 +272,19 @@ class Store:
         self.keep(SNAPSHOT, msgspec.msgpack.encode(state))
 
     def load(self) -> CoreState | None:
-        """The newest snapshot."""
+        """The newest snapshot.
+
+        Raises:
+            sqlite3.DatabaseError: it is none, as of everything else in the file that is damaged.
+        """
         value = self.kept(SNAPSHOT)
-        return None if value is None else state_of(value)
+        if value is None:
+            return None
+        try:
+            return state_of(value)
+        # The others: a dictionary of another shape is looked through for names of older versions.
+        except (msgspec.MsgspecError, AttributeError, KeyError, TypeError) as error:
+            raise sqlite3.DatabaseError(f"the state in it is damaged ({error})") from error
 
     def keep(self, name: str, value: bytes) -> None:
         """A small named value."""

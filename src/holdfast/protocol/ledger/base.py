@@ -10,7 +10,7 @@ import msgspec
 from holdfast.protocol.naming import kebab
 
 LINE_WIDTH = 77
-"""Characters of 100 columns that are left after `[holdfast]` and the time. A sentence that ends with a path shortens the path to fit."""
+"""Characters of 100 columns that are left after `[holdfast]` and the time, for the words of a sentence. Its paths come on top."""
 
 
 class LedgerEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -34,6 +34,10 @@ class LedgerEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         # Loud, so that an event without a sentence fails its test. A default text would reach people
         # unnoticed.
         raise NotImplementedError(type(self).__name__)
+
+    def paths(self) -> tuple[str, ...]:
+        """Paths and URLs that the sentence may have. They are never shortened: a person copies them into the next command."""
+        return ()
 
     # The kind is derived from the class, so the two cannot differ. Renaming a class therefore changes the
     # name on disk: such a class needs its old kind, and a test with a recorded ledger fails without.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from holdfast.protocol.ledger.base import LINE_WIDTH, LedgerEvent
-from holdfast.protocol.units import clip_path, plural, seconds, size
+from holdfast.protocol.ledger.base import LedgerEvent
+from holdfast.protocol.units import plural, seconds, size
 
 
 class Snapshot(LedgerEvent, frozen=True, kw_only=True):
@@ -112,10 +112,11 @@ class Saved(LedgerEvent, frozen=True, kw_only=True):
     """The worker that wrote it, if one did."""
 
     def sentence(self) -> str:
-        line = f"step {self.step} is saved in "
-        skipped = self.skipped
-        more = f" ({plural(skipped, 'checkpoint')} skipped meanwhile)" if skipped else ""
-        return line + clip_path(self.url, LINE_WIDTH - len(line) - len(more)) + more
+        more = f" ({plural(self.skipped, 'checkpoint')} skipped meanwhile)" if self.skipped else ""
+        return f"step {self.step} is saved in {self.url}{more}"
+
+    def paths(self) -> tuple[str, ...]:
+        return (self.url,)
 
 
 # Written for the first one that is skipped. The event of the checkpoint that they waited for says how many
@@ -131,8 +132,10 @@ class CheckpointSkipped(LedgerEvent, frozen=True, kw_only=True):
     """The step of the one that is on its way."""
 
     def sentence(self) -> str:
-        line = f"step {self.step} is not saved: step {self.older} is still being written to "
-        return line + clip_path(self.url, max(20, LINE_WIDTH - len(line)))
+        return f"step {self.step} is not saved: step {self.older} is still being written to {self.url}"
+
+    def paths(self) -> tuple[str, ...]:
+        return (self.url,)
 
 
 class CheckpointUnread(LedgerEvent, frozen=True, kw_only=True):
@@ -148,8 +151,11 @@ class CheckpointUnread(LedgerEvent, frozen=True, kw_only=True):
     """What is loaded instead; None: nothing."""
 
     def sentence(self) -> str:
-        then = f"using {clip_path(self.instead, 30)}" if self.instead else "and there is no older one"
+        then = f"using {self.instead}" if self.instead else "and there is no older one"
         return f"step {self.step} cannot be loaded, {then}: {self.reason}"
+
+    def paths(self) -> tuple[str, ...]:
+        return (self.url, self.instead or "")
 
 
 # Not an error: training goes on, and the checkpoint may still come. It is the first sign of a tier that will
@@ -170,8 +176,10 @@ class TierSlow(LedgerEvent, frozen=True, kw_only=True):
 
     def sentence(self) -> str:
         far = "" if self.nbytes is None else f" ({size(self.nbytes)} of {size(self.total_bytes)})"
-        line = f"for {seconds(self.silent_s)} nothing of step {self.step} reached "
-        return line + clip_path(self.url, max(20, LINE_WIDTH - len(line) - len(far))) + far
+        return f"for {seconds(self.silent_s)} nothing of step {self.step} reached {self.url}{far}"
+
+    def paths(self) -> tuple[str, ...]:
+        return (self.url,)
 
 
 class TierFailed(LedgerEvent, frozen=True, kw_only=True):
@@ -187,6 +195,9 @@ class TierFailed(LedgerEvent, frozen=True, kw_only=True):
     def sentence(self) -> str:
         return f"step {self.step} was not saved: {self.reason}"
 
+    def paths(self) -> tuple[str, ...]:
+        return (self.url,)
+
 
 class SavingLast(LedgerEvent, frozen=True, kw_only=True):
     """The job ends, and its last state goes to a tier."""
@@ -199,9 +210,11 @@ class SavingLast(LedgerEvent, frozen=True, kw_only=True):
     """The newest step that the tier has."""
 
     def sentence(self) -> str:
-        line = f"saving the last state, step {self.step}, to "
         there = "" if self.there is None else f" (it has step {self.there})"
-        return line + clip_path(self.url, max(20, LINE_WIDTH - len(line) - len(there))) + there
+        return f"saving the last state, step {self.step}, to {self.url}{there}"
+
+    def paths(self) -> tuple[str, ...]:
+        return (self.url,)
 
 
 # The last thing that a person has to know about a job that ended without a tier: whether its result still

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from holdfast.protocol.causes import CauseKind
-from holdfast.protocol.ledger.base import LINE_WIDTH, LedgerEvent
-from holdfast.protocol.units import clip_path
+from holdfast.protocol.ledger.base import LedgerEvent
 
 ORDINARY_ENDS = frozenset({0, -9, -15})
 """Exit codes of workers that finished or were ended on purpose. If nobody meant it, an incident reports it."""
@@ -80,11 +79,11 @@ class WorkerExited(LedgerEvent, frozen=True, kw_only=True):
         # A normal end of a job with a thousand workers would otherwise be a thousand lines.
         if self.code in ORDINARY_ENDS:
             return ""
-        line = f"{self.worker} {_exit_text(self.code)}"
-        # The path takes what is left of the line, from its end, which tells one log from another. Below 20
-        # characters it would tell nothing.
-        room = LINE_WIDTH - len(line) - len("; log ")
-        return f"{line}; log {clip_path(self.log, room)}" if self.log and room > 20 else line
+        log = f"; log {self.log}" if self.log else ""
+        return f"{self.worker} {_exit_text(self.code)}{log}"
+
+    def paths(self) -> tuple[str, ...]:
+        return (self.log,)
 
 
 # Members that are taken out have an incident; this is for the others, of which nobody would hear.

@@ -105,7 +105,8 @@ function Jobs({ data }) {
   if (data.jobs.length < 2) return html`<span class="job">${data.now.job}</span>`;
   const go = (event) => { location.search = `?job=${encodeURIComponent(event.target.value)}`; };
   return html`<label class="job"><span class="hidden">Job</span><select onChange=${go} value=${data.now.job}>
-    ${data.jobs.map((one) => html`<option key=${one.job} value=${one.job}>${one.job}: ${one.state}${one.goodput === null ? "" : `, ${share(one.goodput)}`}</option>`)}</select></label>`;
+    ${data.jobs.map((one) => html`<option key=${one.job} value=${one.job}>${one.job}: ${one.state}${one.goodput === null ? "" : `, ${share(one.goodput)}`}</option>`)}
+    ${data.more > 0 && html`<option disabled>and ${data.more} older ones: holdfast ls --all</option>`}</select></label>`;
 }
 
 export function start() {

@@ -34,6 +34,7 @@ export class Data {
     this.wanted = new Map();  // address -> [name, query] of what is shown now
     this.link = stored ? "file" : "connecting";
     this.jobs = [];
+    this.more = 0;
     this.may = { act: false };
     this.seqs = [];           // numbers of all entries that came by the stream, as they came
     this.last = null;         // the newest number that is known
@@ -58,8 +59,8 @@ export class Data {
       return;
     }
     this.ask("session").then((found) => { this.may = found || this.may; this.changed(); });
-    this.ask("jobs").then((found) => { this.jobs = found ? found.jobs : []; this.changed(); });
-    setInterval(() => document.hidden || this.ask("jobs").then((f) => { if (f) this.jobs = f.jobs; }), 15000);
+    this.ask("jobs").then((found) => { this.jobs = found ? found.jobs : []; this.more = found ? found.more : 0; this.changed(); });
+    setInterval(() => document.hidden || this.ask("jobs").then((f) => { if (f) { this.jobs = f.jobs; this.more = f.more; } }), 15000);
     document.addEventListener("visibilitychange", () => (document.hidden ? this.close() : this.open()));
     await this.refresh();
     this.open();
