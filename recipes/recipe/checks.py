@@ -61,9 +61,7 @@ def check_experts(config: Config, model: Any) -> None:
     """Raises Refused for what is asked of experts that a model does not have."""
     wanted = [name for name in ("loss", "bias_rate") if getattr(config.experts, name)]
     if wanted and experts_of(model) is None:
-        raise Refused(
-            f"experts.{wanted[0]} is given, and a {model.model_type} has no experts: leave it out"
-        )
+        raise Refused(f"experts.{wanted[0]} is given, and a {model.model_type} has no experts: leave it out")
 
 
 def check_batch(config: Config) -> None:

@@ -119,6 +119,4 @@ def give_memory(model: PreTrainedModel, device: torch.device) -> None:
         n for n, _ in model.named_buffers() if not n.startswith("model.rotary_emb.") and not n.endswith(BIAS)
     ]
     if loose:
-        raise Refused(
-            f"nothing fills the buffers {', '.join(loose)}: this version of transformers has more"
-        )
+        raise Refused(f"nothing fills the buffers {', '.join(loose)}: this version of transformers has more")

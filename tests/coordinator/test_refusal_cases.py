@@ -56,7 +56,10 @@ def test_before_the_first_step_one_refusal_ends_the_job(make, nodes):
     membership = desk.state.membership
     assert membership.stop_reason == REASON
     assert str(membership.blame.cause) == "UsageError: there is no train.stpes"
-    assert (membership.blame.node, membership.blame.traceback) == ("n0", "UsageError: there is no train.stpes")
+    assert (membership.blame.node, membership.blame.traceback) == (
+        "n0",
+        "UsageError: there is no train.stpes",
+    )
     # Nothing was tried again, and no machine is suspected.
     assert len(desk.sent(m.StartWorker)) == started
     assert (membership.restarts_used, desk.incidents()) == (0, [])

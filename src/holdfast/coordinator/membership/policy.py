@@ -314,9 +314,7 @@ def gang_fault(failures: Sequence[Failure], nodes: int = 1) -> ScriptFault | Nod
     return NodeFault(run[0].node) if len(attempts) >= 3 and nodes > 1 else None
 
 
-def refuses_the_job(
-    refused: bool, told_to_end: bool, trained: bool, phases: Iterable[WorkerPhase]
-) -> bool:
+def refuses_the_job(refused: bool, told_to_end: bool, trained: bool, phases: Iterable[WorkerPhase]) -> bool:
     """Does a worker's refusal end the job at once, or is it a failure like others?
 
     refused: Holdfast refused what the script asks for. told_to_end: the worker was to end anyway. trained: the job has
