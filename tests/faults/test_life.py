@@ -99,7 +99,8 @@ def test_what_is_refused_ends_the_job_at_the_first_attempt(tmp_path, source, sen
     # Every node started a worker once at most, and none is at fault.
     assert ran.report["incidents"] == []
     nodes = [started["node"] for started in ran.fields("worker-started")]
-    assert nodes and len(nodes) == len(set(nodes))
+    assert nodes
+    assert len(nodes) == len(set(nodes))
 
 
 def test_a_fault_that_repeats_at_its_step_is_the_scripts(tmp_path):
