@@ -14,6 +14,7 @@ import torch  # isort: skip
 from recipe import lora  # isort: skip
 from recipe.checks import refuse_for_preferences  # isort: skip
 from recipe.config import Config, read, resolved  # isort: skip
+from recipe.errors import Refused  # isort: skip
 from recipe.model import read_folder  # isort: skip
 from recipe.samples import rows  # isort: skip
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed  # isort: skip
@@ -98,7 +99,9 @@ if __name__ == "__main__":
         read_folder(config)
         rows(Path(str(config.data.pairs)), "prompt", "chosen", "rejected")
     except (ImportError, OSError, ValueError) as error:
-        parser.error(str(error))
+        if args.check:
+            parser.error(str(error))
+        raise Refused(str(error)) from None  # Holdfast ends the job with it at the first attempt
     if args.check:
         print(resolved(config), end="")
     else:

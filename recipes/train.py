@@ -15,6 +15,7 @@ import holdfast
 from recipe import model as models
 from recipe.checks import experts_of
 from recipe.config import Config, read, resolved
+from recipe.errors import Refused
 from recipe.routers import Loads
 from recipe.samples import IGNORED, Pairs
 
@@ -106,7 +107,9 @@ if __name__ == "__main__":
         models.read_folder(config)
         data = samples(config)
     except (ImportError, OSError, ValueError) as error:
-        parser.error(str(error))
+        if args.check:
+            parser.error(str(error))
+        raise Refused(str(error)) from None  # Holdfast ends the job with it at the first attempt
     if args.check:
         print(resolved(config), end="")
     else:

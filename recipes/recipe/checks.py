@@ -5,6 +5,7 @@ from typing import Any
 
 from holdfast.data.build import describe
 from recipe.config import Config, Data
+from recipe.errors import Refused
 
 
 def check(config: Config, model: Any, tokenizer: int | None = None) -> None:
@@ -12,7 +13,7 @@ def check(config: Config, model: Any, tokenizer: int | None = None) -> None:
     is none.
 
     Raises:
-        ValueError: what of the file the model, the data or the replica cannot take.
+        Refused: what of the file the model, the data or the replica cannot take.
     """
     check_precision(config, model)
     check_parallel(config, model)
@@ -22,102 +23,100 @@ def check(config: Config, model: Any, tokenizer: int | None = None) -> None:
 
 
 def check_precision(config: Config, model: Any) -> None:
-    """Raises ValueError for weights that are quantized: the sums of gradients and moments have no such kind."""
+    """Raises Refused for weights that are quantized: the sums of gradients and moments have no such kind."""
     quantized = getattr(model, "quantization_config", None)
     if quantized:
         method = quantized.get("quant_method", "some method") if isinstance(quantized, dict) else quantized
-        raise ValueError(
+        raise Refused(
             f"{config.model.folder} has weights that are quantized by {method}, which cannot be trained: write them in bfloat16 "
             "first (recipes/gpt-oss-20b-finetune/README.md shows how), and give that folder"
         )
 
 
 def check_parallel(config: Config, model: Any) -> None:
-    """Raises ValueError for a mesh that leaves the replica, and for experts that it cannot hold."""
+    """Raises Refused for a mesh that leaves the replica, and for experts that it cannot hold."""
     shard, group = config.parallel.shard, config.parallel.experts
     if group == 1:
         return
     experts = experts_of(model)
     if experts is None:
-        raise ValueError(
+        raise Refused(
             f"parallel.experts is {group}, and a {model.model_type} has no experts: leave it out, or take another model"
         )
     if shard % group:
-        raise ValueError(
+        raise Refused(
             f"parallel.experts is {group}, and a replica has {shard} workers (parallel.shard): a mesh of experts lies within "
             f"one replica, so give a divisor of {shard}, or a parallel.shard that is a multiple of {group}"
         )
     if experts % group:
-        raise ValueError(
+        raise Refused(
             f"parallel.experts is {group}, and the model has {experts} experts in a layer: every worker holds as many as "
             f"the others, so give a divisor of {experts}"
         )
     if config.lora.rank:
-        raise ValueError("parallel.experts and lora.rank together are not supported: leave one of them out")
+        raise Refused("parallel.experts and lora.rank together are not supported: leave one of them out")
 
 
 def check_experts(config: Config, model: Any) -> None:
-    """Raises ValueError for what is asked of experts that a model does not have."""
+    """Raises Refused for what is asked of experts that a model does not have."""
     wanted = [name for name in ("loss", "bias_rate") if getattr(config.experts, name)]
     if wanted and experts_of(model) is None:
-        raise ValueError(
-            f"experts.{wanted[0]} is given, and a {model.model_type} has no experts: leave it out"
-        )
+        raise Refused(f"experts.{wanted[0]} is given, and a {model.model_type} has no experts: leave it out")
 
 
 def check_batch(config: Config) -> None:
-    """Raises ValueError for a batch that the workers of a replica cannot share evenly."""
+    """Raises Refused for a batch that the workers of a replica cannot share evenly."""
     train, shard = config.train, config.parallel.shard
     if train.global_batch % (train.micro_batch * shard):
-        raise ValueError(
+        raise Refused(
             f"train.global_batch is {train.global_batch}, and a replica of {shard} workers (parallel.shard) with "
             f"train.micro_batch {train.micro_batch} takes a multiple of {train.micro_batch * shard}"
         )
 
 
 def check_data(data: Data, vocabulary: int, positions: int | None, tokenizer: int | None = None) -> None:
-    """Raises ValueError for samples that a model of so many tokens and positions cannot take, or that another tokenizer made."""
+    """Raises Refused for samples that a model of so many tokens and positions cannot take, or that another tokenizer made."""
     if (data.tokens is None) == (data.pairs is None):
-        raise ValueError(
+        raise Refused(
             "give one of data.tokens (what `holdfast data build` wrote) and data.pairs (a JSONL file)"
         )
     if positions is not None and data.seq_len > positions:
-        raise ValueError(
+        raise Refused(
             f"data.seq_len is {data.seq_len}, and the model's config.json allows {positions} positions"
         )
     for tokens in [data.tokens] if isinstance(data.tokens, str) else data.tokens or ():
         built = describe(Path(tokens))
         if built is not None and built.vocabulary > vocabulary:
-            raise ValueError(
+            raise Refused(
                 f"{tokens} has tokens up to {built.vocabulary - 1}, and the model {vocabulary} in all: build it with the "
                 "model's own tokenizer.json"
             )
         # Fewer tokens fit the model, and mean other words to it: its loss would be that of noise, and nothing would fail.
         if built is not None and tokenizer is not None and built.vocabulary != tokenizer:
-            raise ValueError(
+            raise Refused(
                 f"{tokens} was built by a tokenizer of {built.vocabulary} tokens, and that of the model has {tokenizer}: build it "
                 "with the model's own tokenizer.json"
             )
 
 
 def refuse_for_preferences(config: Config) -> None:
-    """Raises ValueError for what TRL's trainer does not do here."""
+    """Raises Refused for what TRL's trainer does not do here."""
     if config.data.pairs is None:
-        raise ValueError("data.pairs is missing: a JSONL file with prompt, chosen and rejected on each line")
+        raise Refused("data.pairs is missing: a JSONL file with prompt, chosen and rejected on each line")
     if config.parallel.shard > 1 or config.parallel.experts > 1:
-        raise ValueError(
+        raise Refused(
             f"parallel.shard is {config.parallel.shard}: here every worker has a complete model. Leave it out, and give "
             "lora.rank where a model with its moments is too large for one device"
         )
     for name in ("loss", "bias_rate"):
         if getattr(config.experts, name):
-            raise ValueError(f"experts.{name} is not used when preferences are learned: leave it out")
+            raise Refused(f"experts.{name} is not used when preferences are learned: leave it out")
 
 
 def check_tokenizer(folder: Path, size: int, vocabulary: int) -> None:
-    """Raises ValueError for a tokenizer of a folder that makes tokens which its model does not know."""
+    """Raises Refused for a tokenizer of a folder that makes tokens which its model does not know."""
     if size > vocabulary:
-        raise ValueError(
+        raise Refused(
             f"{folder}/tokenizer.json has {size} tokens, and the model's config.json {vocabulary}: it is the tokenizer of "
             "another model"
         )

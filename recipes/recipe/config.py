@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal, get_type_hints
 import msgspec
 from msgspec import Meta
 
+from recipe.errors import Refused
+
 Positive = Annotated[int, Meta(ge=1)]
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 NotNegative = Annotated[float, Meta(ge=0)]
@@ -132,22 +134,22 @@ def read(path: Path, changes: Iterable[str] = ()) -> Config:
     """The file, with changes such as "train.steps=20".
 
     Raises:
-        ValueError: a name or a value that does not fit, and where.
+        Refused: a name or a value that does not fit, and where.
     """
     tables = _tables(path)
     for change in changes:
         name, equals, value = change.partition("=")
         table, _, key = name.partition(".")
         if not equals or not key:
-            raise ValueError(f"{change!r} is no change of the config: write it as train.steps=20")
+            raise Refused(f"{change!r} is no change of the config: write it as train.steps=20")
         if not isinstance(tables.setdefault(table, {}), dict):
-            raise ValueError(f"{path}: {table} is no table, so {change!r} changes nothing")
+            raise Refused(f"{path}: {table} is no table, so {change!r} changes nothing")
         tables[table][key] = _value(value)
     _refuse_unknown(path, tables)
     try:
         return msgspec.convert(tables, Config)
     except msgspec.ValidationError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise Refused(f"{path}: {error}") from None
 
 
 def resolved(config: Config) -> str:
@@ -162,9 +164,9 @@ def _tables(path: Path) -> dict[str, Any]:
         else:
             found = tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise Refused(f"{path}: {error}") from None
     if not isinstance(found, dict):
-        raise ValueError(f"{path}: it has no tables such as model, data and train")
+        raise Refused(f"{path}: it has no tables such as model, data and train")
     return found
 
 
@@ -173,11 +175,11 @@ def _refuse_unknown(path: Path, tables: Mapping[str, Any]) -> None:
     kinds = get_type_hints(Config)
     for table, keys in tables.items():
         if table not in kinds:
-            raise ValueError(f"{path}: there is no table {table!r}{_nearest(table, kinds)}")
+            raise Refused(f"{path}: there is no table {table!r}{_nearest(table, kinds)}")
         known = {field.name for field in msgspec.structs.fields(kinds[table])}
         for key in keys if isinstance(keys, dict) else ():
             if key not in known:
-                raise ValueError(f"{path}: there is no {table}.{key}{_nearest(key, known, table + '.')}")
+                raise Refused(f"{path}: there is no {table}.{key}{_nearest(key, known, table + '.')}")
 
 
 def _nearest(name: object, known: Iterable[str], prefix: str = "") -> str:

@@ -6,18 +6,19 @@ import torch
 
 from holdfast.tensors.dtensor_shards import piece_of
 from recipe.config import Lora
+from recipe.errors import Refused
 
 
 def add(model: torch.nn.Module, options: Lora) -> None:
     """Puts an adapter beside every linear layer that is named, and freezes everything else.
 
     Raises:
-        ValueError: PEFT is not there, or the model has no layer of these names.
+        Refused: PEFT is not there, or the model has no layer of these names.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError:
-        raise ValueError("lora.rank needs PEFT: pip install 'holdfast-train[recipes]'") from None
+        raise Refused("lora.rank needs PEFT: pip install 'holdfast-train[recipes]'") from None
     model.requires_grad_(False)
     inject_adapter_in_model(peft_config(options, LoraConfig), model)
 

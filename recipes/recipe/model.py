@@ -15,6 +15,7 @@ import holdfast
 from recipe import experts, lora
 from recipe.checks import check, check_tokenizer
 from recipe.config import Config, Parallel
+from recipe.errors import Refused
 from recipe.weights import Weights
 
 BIAS = "e_score_correction_bias"
@@ -25,11 +26,11 @@ def read_folder(config: Config) -> Any:
     """The configuration of `transformers` in the model's folder, which fits what is asked.
 
     Raises:
-        ValueError: something of the model, the file or the weights does not fit the others.
+        Refused: something of the model, the file or the weights does not fit the others.
     """
     folder = Path(config.model.folder)
     if not (folder / "config.json").is_file():
-        raise ValueError(f"model.folder is {folder}, and there is no config.json in it")
+        raise Refused(f"model.folder is {folder}, and there is no config.json in it")
     found = AutoConfig.from_pretrained(folder, local_files_only=True)
     tokens = tokens_of(folder)
     check(config, found, tokens)
@@ -37,7 +38,7 @@ def read_folder(config: Config) -> Any:
         check_tokenizer(folder, tokens, found.vocab_size)
     model = empty_model(folder, config.model.attention, checkpoint_activations=False)
     if config.experts.bias_rate and not any(name.endswith(BIAS) for name, _ in model.named_buffers()):
-        raise ValueError(
+        raise Refused(
             f"experts.bias_rate is given, and a {found.model_type} has no {BIAS}: what `transformers` loads of it would "
             "choose other experts than were trained. Leave it out, and give experts.loss"
         )
@@ -118,6 +119,4 @@ def give_memory(model: PreTrainedModel, device: torch.device) -> None:
         n for n, _ in model.named_buffers() if not n.startswith("model.rotary_emb.") and not n.endswith(BIAS)
     ]
     if loose:
-        raise ValueError(
-            f"nothing fills the buffers {', '.join(loose)}: this version of transformers has more"
-        )
+        raise Refused(f"nothing fills the buffers {', '.join(loose)}: this version of transformers has more")

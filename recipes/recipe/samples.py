@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from recipe.errors import Refused
+
 IGNORED = -100
 """As `cross_entropy` and `transformers` have it: a label that is not learned."""
 
@@ -14,21 +16,21 @@ def rows(path: Path, *keys: str) -> list[dict[str, str]]:
     """The objects of a JSONL file.
 
     Raises:
-        ValueError: no such file; a line that is none, or lacks one of the keys; an empty file.
+        Refused: no such file; a line that is none, or lacks one of the keys; an empty file.
     """
     if not path.is_file():
-        raise ValueError(f"data.pairs is {path}, and there is no such file")
+        raise Refused(f"data.pairs is {path}, and there is no such file")
     found = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path}:{number}: no JSON object: {error}") from None
+            raise Refused(f"{path}:{number}: no JSON object: {error}") from None
         if not isinstance(row, dict) or any(not isinstance(row.get(key), str) for key in keys):
-            raise ValueError(f"{path}:{number}: every line needs the texts {', '.join(keys)}")
+            raise Refused(f"{path}:{number}: every line needs the texts {', '.join(keys)}")
         found.append(row)
     if not found:
-        raise ValueError(f"{path} is empty")
+        raise Refused(f"{path} is empty")
     return found
 
 
@@ -36,7 +38,7 @@ class Pairs:
     """Samples (tokens, labels) of one length: what is left of it is filled, and labels of prompts and fillings are ignored."""
 
     def __init__(self, path: Path, tokenizer: Any, seq_len: int) -> None:
-        """tokenizer: of `transformers`, with an end of sequence. Raises ValueError for a file that is none."""
+        """tokenizer: of `transformers`, with an end of sequence. Raises Refused for a file that is none."""
         self.rows = rows(path, "prompt", "completion")
         self.tokenizer, self.seq_len = tokenizer, seq_len
 

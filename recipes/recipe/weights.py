@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 
 from holdfast.tensors.dtensor_shards import piece_of
+from recipe.errors import Refused
 
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -46,14 +47,14 @@ class Weights:
     """A folder's tensors by name. A context manager: its files are open until the end."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ValueError for a folder without safetensors, or without a file that its index names."""
+        """Raises Refused for a folder without safetensors, or without a file that its index names."""
         self.folder = folder
         self._stack = ExitStack()
         with self._stack:  # closes what was opened if one fails
             files = self._files()
             lacking = [file for file in files if not (folder / file).is_file()]
             if lacking:
-                raise ValueError(f"{folder / INDEX} names {', '.join(lacking)}, not there: copy all files")
+                raise Refused(f"{folder / INDEX} names {', '.join(lacking)}, not there: copy all files")
             self._file_of: dict[str, Any] = {}
             for file in files:
                 opened = self._stack.enter_context(safe_open(folder / file, framework="pt"))
@@ -72,10 +73,10 @@ class Weights:
             return sorted(set(json.loads((self.folder / INDEX).read_text())["weight_map"].values()))
         if (self.folder / FILE).is_file():
             return [FILE]
-        raise ValueError(f"{self.folder} has neither {INDEX} nor {FILE}: give a folder with safetensors")
+        raise Refused(f"{self.folder} has neither {INDEX} nor {FILE}: give a folder with safetensors")
 
     def check(self, model: torch.nn.Module) -> None:
-        """Raises ValueError with everything in which the folder and a model (also one on the meta device) differ."""
+        """Raises Refused with everything in which the folder and a model (also one on the meta device) differ."""
         wanted = _tensors(model)
         tied = {name for names in wanted.values() for name in names[1:]}
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name, file in self._file_of.items()}
@@ -93,7 +94,7 @@ class Weights:
         ]
         if wrong:
             more = [f"and {len(wrong) - SHOWN} more"] if len(wrong) > SHOWN else []
-            raise ValueError(
+            raise Refused(
                 "\n  ".join([f"{self.folder} does not fit its config.json:", *wrong[:SHOWN], *more])
             )
 

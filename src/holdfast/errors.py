@@ -25,7 +25,10 @@ class HoldfastError(Exception):
 
 
 class UsageError(HoldfastError):
-    """Bad input. The message names the field, what was wrong with it and an example that works."""
+    """Bad input. The message names the field, what was wrong with it and an example that works.
+
+    A worker's ends the job at once if the job has not trained yet. So it is for what no further attempt can change.
+    """
 
 
 class StateChanged(UsageError):

@@ -17,6 +17,7 @@ from torchtitan.tools.logging import init_logger, logger
 
 from holdfast.adapters.torchtitan.trainer import as_holdfast, main
 from holdfast.errors import UsageError
+from holdfast.train.worker import attachment
 
 
 class Manager(ConfigManager):  # type: ignore[misc] # it has no types here
@@ -57,4 +58,7 @@ if __name__ == "__main__":
     try:
         run()
     except UsageError as error:
+        # A worker's goes up to Holdfast, which ends the job with it. As an exit code it would look like a crash.
+        if attachment() is not None:
+            raise
         sys.exit(str(error))

@@ -65,6 +65,44 @@ def test_an_error_of_the_scripts_own_is_shown_once_and_not_retried_for_ever(tmp_
     assert "rank" in ran.output.splitlines()[-1] or "log" in "\n".join(ran.output.splitlines()[-12:])
 
 
+REFUSED = """
+import holdfast
+
+def main(run):
+    run.mesh(shard=3)
+
+holdfast.start(main)
+"""
+"""Three workers share a replica, and the job has two."""
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        (REFUSED, "UsageError: run.mesh(shard=3) makes replicas of 3 workers, and the job has 2"),
+        (
+            "from holdfast.errors import UsageError\nraise UsageError('train.stpes: did you mean train.steps?')\n",
+            "UsageError: train.stpes: did you mean train.steps?",
+        ),
+    ],
+    ids=["in main", "at the top"],
+)
+def test_what_is_refused_ends_the_job_at_the_first_attempt(tmp_path, source, sentence):
+    script = tmp_path / "refused.py"
+    script.write_text(source)
+    ran = run(tmp_path, "--nnodes", 2, "--spares", 1, script)
+    assert ran.code == 1
+    assert ran.report["reason"] == "refused before the first step, as another attempt would be"
+    told = " ".join(ran.output.split())
+    assert sentence in told
+    assert "change what the cause names" in told
+    # Every node started a worker once at most, and none is at fault.
+    assert ran.report["incidents"] == []
+    nodes = [started["node"] for started in ran.fields("worker-started")]
+    assert nodes
+    assert len(nodes) == len(set(nodes))
+
+
 def test_a_fault_that_repeats_at_its_step_is_the_scripts(tmp_path):
     ran = run(tmp_path, "--nnodes", 2, "--spares", 1, "--fault", "raise:rank=1,step=20,times=9", TINY, STEPS)
     assert ran.code == 1

@@ -119,6 +119,11 @@ def test_long_lines_of_code_are_not_broken(failed):
             "Install the module",
         ),
         ("the same error at step 3", "ValueError: x", "fix the script"),
+        (
+            "refused before the first step, as another attempt would be",
+            "UsageError: x",
+            "what the cause names",
+        ),
         ("the restart budget is spent", "exit code 1", "--max-restarts"),
         ("too few workers for 300 s", None, "--spares"),
         ("no restarts are allowed", "killed by signal 9 (SIGKILL)", "memory"),

@@ -11,6 +11,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 NAMES = {
     "checks": "recipe.checks",
     "config": "recipe.config",
+    "errors": "recipe.errors",
     "experts": "recipe.experts",
     "export": "export",
     "lora": "recipe.lora",

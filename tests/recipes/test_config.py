@@ -1,6 +1,7 @@
 """What a recipe is told, and what is refused before anything starts."""
 
 import json
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from holdfast.data.build import build
 from holdfast.data.options import BuildOptions
+from holdfast.errors import UsageError
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 TINY = RECIPES / "qwen3-30b-a3b-sft" / "tiny.toml"
@@ -146,13 +148,16 @@ def test_the_script_names_what_does_not_fit_and_starts_nothing(
     recipes, monkeypatch, capsys, tmp_path, changes, why
 ):
     recipes.make_tiny.make("qwen3_moe", tmp_path, exercises=20)
-    monkeypatch.setattr(
-        sys, "argv", ["train.py", str(TINY), *(change.format(tmp_path) for change in changes)]
-    )
+    told = ["train.py", str(TINY), *(change.format(tmp_path) for change in changes)]
+    monkeypatch.setattr(sys, "argv", [*told, "--check"])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(RECIPES / "train.py"), run_name="__main__")
     assert ended.value.code == 2
     assert why in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", told)
+    # As a worker raises it, so that the job ends with it.
+    with pytest.raises(UsageError, match=re.escape(why)):
+        runpy.run_path(str(RECIPES / "train.py"), run_name="__main__")
 
 
 def test_completions_alone_are_learned(recipes, tmp_path):

@@ -28,6 +28,10 @@ _ADVICE = (
         "The script fails in the same way every time, so no machine is at fault: fix the script.",
     ),
     (
+        r"^refused before",
+        "No machine is at fault, and no step was done: change what the cause names, then start again.",
+    ),
+    (
         r"SIGKILL|out of memory",
         "Was it short of memory? See `dmesg | grep -i oom`; use fewer workers or a smaller batch.",
     ),

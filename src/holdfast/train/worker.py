@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from holdfast import logs
 from holdfast.checkpoint import agent_link
+from holdfast.errors import UsageError
 from holdfast.protocol import messages as m
 from holdfast.protocol.frames import Codec, pack
 from holdfast.protocol.phases import Phase
@@ -329,6 +330,7 @@ def _report(error: BaseException, link: Link) -> None:
             message=message,
             traceback=text,
             where=where,
+            refused=isinstance(error, UsageError),
         )
     )
 

@@ -82,6 +82,14 @@ def failed(context: Context, worker: Worker, message: m.Failed) -> None:
         context.request(EndGeneration(cause))
         context.request(StopJob("the script changes protected state outside of the commit", "failed", blame))
         return
+    phases = [w.phase for w in membership.workers.values()]
+    if policy.refuses_the_job(message.refused, worker.told_to_end, queries.has_trained(context), phases):
+        # Asked for before the process ends. So its end is one that was asked for: no incident, no worker in its
+        # place, and at level 0 no restart.
+        context.request(
+            StopJob("refused before the first step, as another attempt would be", "failed", blame)
+        )
+        return
     if message.step is None or current is None or worker.phase is not WorkerPhase.MEMBER:
         return
     # Recorded above and shown to people, but not judged: the generation that it failed in has ended, and so

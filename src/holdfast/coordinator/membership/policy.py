@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
 from holdfast.coordinator.kernel.membership_state import Blame, Failure
+from holdfast.coordinator.kernel.phases import WorkerPhase
 from holdfast.coordinator.kernel.script_fault import ScriptFault
 from holdfast.coordinator.membership import locality
 from holdfast.health import stacks as health_stacks
@@ -311,6 +312,19 @@ def gang_fault(failures: Sequence[Failure], nodes: int = 1) -> ScriptFault | Nod
     recent = [f for f in failures if f.generation > run[0].generation - 8]
     attempts = {f.generation for f in recent if (f.node, f.step, f.signature) == key}
     return NodeFault(run[0].node) if len(attempts) >= 3 and nodes > 1 else None
+
+
+def refuses_the_job(refused: bool, told_to_end: bool, trained: bool, phases: Iterable[WorkerPhase]) -> bool:
+    """Does a worker's refusal end the job at once, or is it a failure like others?
+
+    refused: Holdfast refused what the script asks for. told_to_end: the worker was to end anyway. trained: the job has
+    trained in this start. phases: of all workers.
+    """
+    # Until the job has trained, a refusal needs no second witness. Nothing is lost when the job ends, and whoever
+    # started it reads at once what to change. A job that trains, or a worker that got past this place, proves that
+    # what the script asks for can be done. Then the refusal is about one node, which may have another version of a
+    # library, and must not end the others' work.
+    return refused and not told_to_end and not trained and WorkerPhase.READY not in phases
 
 
 def failure_signature(blame: Blame, exited: Exited) -> str:

@@ -97,6 +97,15 @@ def free_slots(context: Context) -> list[tuple[Node, int]]:
     return free
 
 
+def has_trained(context: Context) -> bool:
+    """Whether this start of the job has trained: at level 2 whether a generation was formed, else whether a step was counted."""
+    membership = context.state.membership
+    # At level 0 and 1 every start of all workers has a number, also one of which no worker reached its first step.
+    if context.mode.replaces_one:
+        return membership.number > 0
+    return membership.counted.earlier + membership.committed > 0
+
+
 def missing(context: Context) -> int:
     """Nodes to ask for: neither there, nor asked for, nor still expected from the start of the job."""
     s = context.state

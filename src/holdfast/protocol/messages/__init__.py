@@ -199,5 +199,5 @@ __all__ = [
 
 # One number for all messages. Agents of a job start from one installation as a rule; where they do not, a
 # clear refusal at the hello is better than a field that means something else on the other side.
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 """Of all messages. Agents and coordinators of different versions refuse each other."""

@@ -195,6 +195,8 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     """The line of the script; empty: none is in the traceback."""
     own: bool = False
     """This rank's own part of the gradient or the loss is not finite."""
+    refused: bool = False
+    """The error is a `UsageError`, outside of a step: what the script asks for is refused, and would be again."""
 
     @property
     def signature(self) -> str:

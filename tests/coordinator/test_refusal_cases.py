@@ -1,0 +1,111 @@
+"""What a script asks for is refused: whether that ends the job at once, or is a worker's failure like others."""
+
+import pytest
+from desk import Desk, running
+from test_memory_snapshot_cases import at_level_0
+
+from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
+from holdfast.coordinator.membership.policy import refuses_the_job
+from holdfast.protocol import messages as m
+
+REASON = "refused before the first step, as another attempt would be"
+
+
+def refuses(desk: Desk, worker: str, refused: bool = True) -> None:
+    """A worker says why, and its process is about to end."""
+    told = m.Failed(
+        generation=0,
+        step=None,
+        phase=0,
+        error="UsageError",
+        message="there is no train.stpes",
+        traceback="UsageError: there is no train.stpes",
+        refused=refused,
+    )
+    desk.says(worker, told)
+
+
+def attached(nodes: int, **spec: object) -> Desk:
+    """Workers whose scripts called `holdfast.start`, and have not come to `run.steps`."""
+    desk = Desk(nodes, **spec)
+    for i in range(nodes):
+        desk.node(f"n{i}")
+    for worker in desk.workers():
+        desk.started(worker)
+    return desk
+
+
+def ended(desk: Desk) -> str | None:
+    return desk.state.membership.outcome if desk.state.membership.phase is JobPhase.ENDED else None
+
+
+def end_all(desk: Desk) -> None:
+    for worker in desk.workers():
+        desk.exits(worker, 1)
+
+
+@pytest.mark.parametrize("make", [attached, at_level_0], ids=["level 2", "level 0"])
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_before_the_first_step_one_refusal_ends_the_job(make, nodes):
+    desk = make(nodes)
+    started = len(desk.sent(m.StartWorker))
+    first = desk.workers()[0]
+    refuses(desk, first)
+    end_all(desk)
+    assert ended(desk) == "failed"
+    membership = desk.state.membership
+    assert membership.stop_reason == REASON
+    assert str(membership.blame.cause) == "UsageError: there is no train.stpes"
+    assert (membership.blame.node, membership.blame.traceback) == (
+        "n0",
+        "UsageError: there is no train.stpes",
+    )
+    # Nothing was tried again, and no machine is suspected.
+    assert len(desk.sent(m.StartWorker)) == started
+    assert (membership.restarts_used, desk.incidents()) == (0, [])
+    assert all(node.failures == 0 for node in membership.nodes.values())
+
+
+@pytest.mark.parametrize("make", [attached, at_level_0], ids=["level 2", "level 0"])
+def test_an_error_of_the_scripts_own_is_tried_again(make):
+    desk = make(2)
+    refuses(desk, desk.workers()[0], refused=False)
+    end_all(desk)
+    assert desk.state.membership.stop_reason != REASON
+
+
+def test_a_newcomer_that_refuses_does_not_end_a_job_that_trains():
+    desk = running(2)
+    desk.node("n2")
+    worker = desk.worker_on("n2")
+    desk.started(worker)
+    refuses(desk, worker)
+    desk.exits(worker, 1)
+    assert desk.state.membership.stop_reason is None
+    assert desk.state.membership.phase is JobPhase.RUNNING
+
+
+def test_at_level_0_a_refusal_after_steps_is_a_failure_like_others():
+    desk = at_level_0(2)
+    for worker in desk.workers():
+        desk.says(worker, m.Progress(generation=1, committed=3))
+    refuses(desk, desk.workers()[0])
+    end_all(desk)
+    assert desk.state.membership.stop_reason is None
+    # And of a later start as well, in which nobody has come to a step yet: the script has trained before.
+    refuses(desk, desk.workers()[0])
+    assert (desk.state.membership.committed, desk.state.membership.stop_reason) == (0, None)
+
+
+def test_where_another_worker_got_ready_it_is_the_nodes_failure():
+    desk = attached(2)
+    first, second = desk.workers()
+    desk.gets_ready(second, (1, 1))
+    refuses(desk, first)
+    desk.exits(first, 1)
+    assert desk.state.membership.stop_reason is None
+
+
+def test_who_was_to_end_anyway_decides_nothing():
+    assert refuses_the_job(True, False, False, [WorkerPhase.ATTACHED, WorkerPhase.GONE])
+    assert not refuses_the_job(True, True, False, [WorkerPhase.ATTACHED])
