@@ -54,7 +54,7 @@ async def is_served(api: Api) -> bool:
 
 
 async def submit(api: Api, home: Path) -> None:
-    """As the command line makes it, with the field that it has no option for."""
+    """As the command line makes it, and nobody follows."""
     options = [
         "--image",
         IMAGE,
@@ -66,6 +66,8 @@ async def submit(api: Api, home: Path) -> None:
         "2",
         "--node-memory",
         "1500Mi",
+        "--gang",
+        "PodGroup",
     ]
     argv = [
         "run",
@@ -81,8 +83,6 @@ async def submit(api: Api, home: Path) -> None:
     shown = await asyncio.to_thread(holdfast, home, *argv)
     assert shown.returncode == 0, shown.stderr
     for made in filter(None, yaml.safe_load_all(shown.stdout)):
-        if made["kind"] == "HoldfastJob":
-            made["spec"]["scheduling"] = {"gang": "PodGroup"}
         await api.apply(path_of(made), made, manager="tests")
 
 
