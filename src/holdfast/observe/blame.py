@@ -28,6 +28,11 @@ _ADVICE = (
         "The script fails in the same way every time, so no machine is at fault: fix the script.",
     ),
     (
+        r"killed for want of memory",
+        "Give each node more memory (on Kubernetes --node-memory), or use fewer workers, a smaller batch, or less for snapshots "
+        "(--snapshot-memory).",
+    ),
+    (
         r"SIGKILL|out of memory",
         "Was it short of memory? See `dmesg | grep -i oom`; use fewer workers or a smaller batch.",
     ),
