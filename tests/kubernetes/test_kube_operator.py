@@ -149,12 +149,9 @@ def test_a_job_of_the_same_name_takes_nothing_of_the_one_before() -> None:
         # It waits for the Secret, which is not its own.
         await fake.until(lambda: fake.objects[JOB].get("status", {}).get("run") == 1)
         assert fake.named("pods") == ALL
-        for path in [
-            path
-            for path in fake.objects
-            if path.startswith(PODS.removesuffix("pods")) and "/pods/" not in path
-        ]:
-            await fake.remove(path)
+        for path in list(fake.objects):
+            if path != JOB and "/namespaces/research/" in path and "/pods/" not in path:
+                await fake.remove(path)
         # llm-c1 and llm-n0 have names of the one before: other numbers are free.
         await fake.until(lambda: fake.named("pods") == ALL | {"llm-c2", "llm-n3"})
         tokens.append(fake.objects[secret]["data"])
