@@ -204,7 +204,10 @@ GROWS = "open('go').read()\ngrown = b'x' * (2 << 30)\n"
 @pytest.fixture
 def small_group():
     """A control group with a memory limit, as a container has; only where this user may make one."""
-    for parent, name in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
+    for parent, name in (
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
+        ("/sys/fs/cgroup", "memory.max"),
+    ):
         folder = Path(parent, f"holdfast-{os.getpid()}")
         try:
             folder.mkdir()
