@@ -7,10 +7,11 @@ import resource
 import select
 import signal
 import sys
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import msgspec
+import pytest
 from aiohttp import WSCloseCode
 from test_coordinator_link import serving
 
@@ -194,6 +195,62 @@ def test_a_worker_that_was_only_taken_for_rank_0_is_printed_no_further(tmp_path)
             return (await process.communicate())[0].decode().splitlines()
 
     assert [line for line in asyncio.run(printed()) if not line.startswith("time=")] == []
+
+
+LIMIT = 1 << 30
+GROWS = "open('go').read()\ngrown = b'x' * (2 << 30)\n"
+
+
+@pytest.fixture
+def small_group():
+    """A control group with a memory limit, as a container has; only where this user may make one."""
+    for parent, name in (
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
+        ("/sys/fs/cgroup", "memory.max"),
+    ):
+        folder = Path(parent, f"holdfast-{os.getpid()}")
+        try:
+            folder.mkdir()
+            with (folder / name).open("r+") as limit:
+                limit.write(str(LIMIT))
+        except OSError:
+            if folder.exists():
+                folder.rmdir()
+            continue
+        yield folder
+        # What ran in it may need a moment to be gone for the kernel, too.
+        while folder.exists():
+            with suppress(OSError):
+                folder.rmdir()
+        return
+    pytest.skip("no control group can be made here")
+
+
+def test_a_worker_that_the_kernel_killed_for_memory_is_told_from_one_that_a_person_killed(
+    tmp_path, small_group
+):
+    into = (
+        f"import os, sys; open({str(small_group / 'cgroup.procs')!r}, 'w').write('0'); "
+        "os.execv(sys.executable, [sys.executable, '-m', 'holdfast.agent', *sys.argv[1:]])"
+    )
+
+    os.mkfifo(tmp_path / "go")
+
+    async def ends():
+        async with agent(tmp_path, "-c", into) as (_, coordinator):
+            (tmp_path / "sleeper.py").write_text(GROWS)
+            await hello(coordinator)
+            await coordinator.connection.send_bytes(start(tmp_path, "n0.0#1"))
+            os.kill((await heard(coordinator, m.Started, "n0.0#1")).pid, signal.SIGKILL)
+            by_hand = await heard(coordinator, m.Exited, "n0.0#1")
+            await coordinator.connection.send_bytes(start(tmp_path, "n0.0#2"))
+            await heard(coordinator, m.Started, "n0.0#2")
+            (tmp_path / "go").write_text("")
+            return by_hand, await heard(coordinator, m.Exited, "n0.0#2")
+
+    by_hand, by_kernel = asyncio.run(ends())
+    assert (by_hand.code, by_hand.out_of_memory, by_hand.memory_limit) == (-9, False, None)
+    assert (by_kernel.code, by_kernel.out_of_memory, by_kernel.memory_limit) == (-9, True, LIMIT)
 
 
 def test_an_agent_that_leaves_waits_for_the_coordinator_that_follows(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 
 from holdfast.cli.memory import NODE_BYTES, WORKER_BYTES, check_memory
 from holdfast.errors import UsageError
-from holdfast.protocol.free_memory import available_bytes, rooms
+from holdfast.protocol.free_memory import available_bytes, kills, limit_bytes, rooms
 
 NEEDED = 5 * (NODE_BYTES + 2 * WORKER_BYTES)
 
@@ -109,3 +109,28 @@ def test_what_cannot_be_read_is_no_limit(machine):
     groups(machine, V2, "", ["a"], 200, 300)
     (machine / "a" / "memory.stat").unlink()
     assert mebibytes(machine) == [110, 1024]
+
+
+def test_what_the_kernel_has_killed_is_counted_in_the_innermost_group(machine):
+    assert kills(machine, machine) is None
+    in_group(machine, "0::/kubepods/pod7")
+    groups(machine, V2, "", ["kubepods", "pod7"], "max", 900, 400)
+    (machine / "kubepods" / "memory.events").write_text("oom 9\noom_kill 9\n")
+    (machine / "kubepods" / "pod7" / "memory.events").write_text(
+        "low 0\noom 1\noom_kill 2\noom_group_kill 0\n"
+    )
+    assert kills(machine, machine) == 2
+    assert limit_bytes(machine, machine) == 400 << 20
+
+
+def test_version_1_counts_too(machine):
+    in_group(machine, "4:memory:/docker/of-the-host")
+    groups(machine, V1, "memory", [], 500)
+    assert kills(machine, machine) is None, "kernels before 4.13 do not count"
+    (machine / "memory" / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
+    assert kills(machine, machine) == 3
+    assert limit_bytes(machine, machine) == 500 << 20
+
+
+def test_the_machine_s_own_memory_is_no_limit(machine):
+    assert limit_bytes(machine, machine) is None

@@ -29,7 +29,7 @@ CAUSES = {cause.__name__: cause for cause in get_args(causes.Cause)}
 KINDS = {
     "ConnectionClosed": "node", "NodeSilent": "node", "PlaceLost": "node", "AgentReplaced": "node", "WorkersFail": "node",
     "WorkersDoNotStart": "node", "ChecksFailed": "node", "NodeReclaimed": "reclaimed",
-    "ProcessEnded": "process", "ProcessVanished": "process", "NeverStarted": "process",
+    "ProcessEnded": "process", "KilledForMemory": "process", "ProcessVanished": "process", "NeverStarted": "process",
     "Hang": "hang", "ProcessStopped": "hang", "LeftBehind": "hang", "NotReady": "timeout", "NotSaved": "timeout",
     "CollectiveFailed": "collective", "MemberLeft": "collective", "CoordinatorLost": "coordinator",
     "NobodyHasState": "state", "LastStateIncomplete": "state", "Stopping": "stop", "RuleMatched": "health",
@@ -281,3 +281,12 @@ def test_the_causes_in_a_report_of_an_older_version_have_kinds():
     assert report["incidents"]
     for incident in report["incidents"]:
         assert kind_of_text(incident["cause"]) not in (CauseKind.SCRIPT, CauseKind.OTHER)
+
+
+def test_in_process_too_a_worker_that_was_killed_for_memory_names_the_limit():
+    desk = running()
+    worker = desk.members()[1]
+    killed = m.Exited(worker=worker, code=-9, out_of_memory=True, memory_limit=1500 << 20)
+    desk.do(e.NodeSays(worker.partition(".")[0], killed))
+    (incident,) = desk.incidents()
+    assert incident.cause == causes.KilledForMemory(1500 << 20)

@@ -6,6 +6,7 @@ from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel.phases import JobPhase
 from holdfast.coordinator.service.report import build_status
 from holdfast.protocol import messages as m
+from holdfast.protocol.causes import KilledForMemory
 from holdfast.protocol.phases import GroupReading, PageReading, Phase
 
 
@@ -117,6 +118,14 @@ def test_an_error_that_tells_of_a_lost_node_before_it_is_missed_is_not_the_worke
     assert desk.state.membership.nodes["n0"].failures == 0
     assert desk.state.membership.blame.node == "n1"
     assert [n for n, _ in desk.sent(m.StartWorker)][2:] == ["n0", "n2"]
+
+
+def test_a_worker_that_the_kernel_killed_for_memory_names_the_limit():
+    desk = launched(2)
+    killed = m.Exited(worker="n0.0#1", code=-9, out_of_memory=True, memory_limit=1500 << 20)
+    desk.do(e.NodeSays("n0", killed))
+    (incident,) = desk.incidents()
+    assert incident.cause == KilledForMemory(1500 << 20)
 
 
 def test_an_error_that_tells_of_a_killed_worker_is_not_the_one_s_who_raised_it():

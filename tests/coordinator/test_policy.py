@@ -17,7 +17,7 @@ from holdfast.coordinator.membership.policy import (
     gang_fault,
     settle,
 )
-from holdfast.protocol.causes import ProcessEnded
+from holdfast.protocol.causes import KilledForMemory, ProcessEnded
 from holdfast.protocol.messages import Exited, Generation, Member, WorkerView
 from holdfast.protocol.progress_page import PageReading, Phase
 
@@ -286,6 +286,8 @@ def test_exits_in_words():
     assert str(ProcessEnded(-9)) == "killed by signal 9 (SIGKILL)"
     assert str(ProcessEnded(-64)) == "killed by signal 64 (signal)"
     assert str(ProcessEnded(3)) == "exit code 3"
+    assert "in its container, whose memory limit is 1.57 GB" in str(KilledForMemory(1500 << 20))
+    assert "on its machine" in str(KilledForMemory())
 
 
 def test_a_signature_is_the_exception_or_how_the_process_ended():

@@ -22,6 +22,8 @@ from pathlib import Path
 
 TOP = Path(__file__).resolve().parents[2]
 CODE = "/opt/holdfast/lib"
+PREFIX = Path(sys.prefix).resolve()
+"""Of the environment. Its folder may be a link, as in a second worktree; the containers have what it leads to, and no link."""
 LEFT_OUT = re.compile(r"/__pycache__(/|$)|\.pyc$")
 USERS = (
     "root:x:0:0::/root:/bin/sh\nholdfast:x:1000:1000::/tmp:/bin/sh\ncoordinator:x:65532:65532::/tmp:/bin/sh\n"
@@ -53,7 +55,7 @@ def write_image(name: str, out: Path) -> None:
         "os": "linux",
         "config": {
             "Env": [
-                f"PATH={sys.prefix}/bin:/bin",
+                f"PATH={PREFIX}/bin:/bin",
                 f"PYTHONPATH={':'.join([CODE, *_beside()])}",
                 "PYTHONDONTWRITEBYTECODE=1",
             ],
@@ -86,7 +88,7 @@ def container(spec: dict[str, object]) -> dict[str, object]:
 
 def _folders() -> list[str]:
     """The fewest folders that have the interpreter, its environment and all that is on its path."""
-    wanted = [Path("/usr"), Path(sys.prefix), Path(sys.base_prefix), *map(Path, sys.path)]
+    wanted = [Path("/usr"), PREFIX, Path(sys.base_prefix), *map(Path, sys.path)]
     there = sorted({path.resolve() for path in wanted if path.is_dir() and not _is_code(path)})
     kept: list[Path] = []
     for path in there:

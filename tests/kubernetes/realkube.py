@@ -136,7 +136,16 @@ def is_true(made: dict[str, Any], condition: str) -> bool:
 class Job:
     """`holdfast run --engine kubernetes`, and what became of it."""
 
-    def __init__(self, api: Api, home: Path, name: str, *options: object, steps: int, pace_s: float) -> None:
+    def __init__(
+        self,
+        api: Api,
+        home: Path,
+        name: str,
+        *options: object,
+        steps: int,
+        pace_s: float,
+        script: Path = TRAIN,
+    ) -> None:
         self.api, self.name, self.home = api, name, home
         self.dir = home / "jobs" / name
         self.log = home / f"{name}.log"
@@ -146,7 +155,7 @@ class Job:
             "1500Mi",
             "--no-ui",
             *map(str, options),
-            str(TRAIN),
+            str(script),
             str(steps),
             str(pace_s),
         ]

@@ -27,10 +27,13 @@ from holdfast.engines.jobs import Allocation
 from holdfast.engines.kubernetes.api import Api
 from holdfast.engines.kubernetes.check import check
 from holdfast.engines.kubernetes.reach import KubernetesReach
+from holdfast.engines.kubernetes.schema import job_schema
 from holdfast.engines.kubernetes.status import QUEUED
 from holdfast.engines.kubernetes.submission import Submission, refuse_wrong, submit
 from holdfast.errors import UsageError
 from holdfast.protocol.endpoint import read_endpoint
+from holdfast.protocol.options import check as check_options
+from holdfast.protocol.options import declared
 
 JOB = "/apis/holdfast.dev/v1alpha1/namespaces/research/holdfastjobs/llm"
 
@@ -89,6 +92,23 @@ def test_every_option_has_its_field():
     assert worker["env"] == [{"name": "HOLDFAST_LOG", "value": "debug"}]
 
 
+def test_each_scheduler_of_gangs_has_a_value():
+    """The option's values are the field's: whoever reads one page knows the other."""
+    assert "scheduling" not in plan().spec
+    scheduling = job_schema()["properties"]["spec"]["properties"]["scheduling"]
+    (option,) = (one for one in declared(KubernetesOptions) if one.flag == "--gang")
+    assert list(option.option.choices) == scheduling["properties"]["gang"]["enum"]
+    for gang, queue in (("KAI", "a"), ("Volcano", "a"), ("Volcano", ""), ("PodGroup", "")):
+        made = plan(kubernetes=ours(gang=gang, gang_queue=queue), nodes=NodeOptions(nnodes="2:4"))
+        assert check(made.job) == ()
+        assert made.spec["scheduling"] == {"gang": gang} | ({"queue": queue} if queue else {})
+
+
+def test_an_unknown_scheduler_is_refused_with_those_that_are_known():
+    with pytest.raises(UsageError, match="--gang 'slurm': there are KAI, PodGroup and Volcano"):
+        check_options(ours(gang="slurm"))
+
+
 def test_a_script_is_sent_along(tmp_path: Path):
     script = tmp_path / "train.py"
     script.write_text("print(1)\n")
@@ -131,6 +151,10 @@ def test_a_template_keeps_what_it_says(tmp_path: Path):
             "nowhere.py: No such file or directory",
         ),
         ({"kubernetes": ours(pod_template=Path("/nowhere.yaml"))}, "--pod-template /nowhere.yaml"),
+        ({"kubernetes": ours(gang="PodGroup", queue="team-a")}, "--gang PodGroup with --queue team-a"),
+        ({"kubernetes": ours(gang_queue="team-a")}, "--gang-queue team-a: --gang is missing"),
+        ({"kubernetes": ours(gang="PodGroup", gang_queue="team-a")}, "--gang-queue team-a: Kubernetes' own"),
+        ({"kubernetes": ours(gang="KAI")}, "--gang KAI: --gang-queue NAME is missing"),
     ],
 )
 def test_an_option_that_cannot_be_is_refused(changes: dict[str, Any], words: str):

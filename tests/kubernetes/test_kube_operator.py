@@ -8,7 +8,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from aiohttp import web
 from fakeagents import serving as coordinating
+from kubejobs import job
 from liveapi import LiveApi
 from operating import JOB, PODS, operated
 from rights import is_permitted, objects
@@ -133,6 +135,69 @@ def test_a_job_is_suspended_resumed_and_deleted() -> None:
         assert not fake.named("pods")
 
     operated(scene)
+
+
+def test_a_job_of_the_same_name_takes_nothing_of_the_one_before() -> None:
+    """Its pods and its Secret are still there: the garbage collector and the kubelets need their time."""
+    secret = f"{PODS.removesuffix('pods')}secrets/llm-holdfast"
+
+    async def scene(fake: LiveApi, restart: Any) -> None:
+        await fake.until(lambda: fake.named("pods") == ALL)
+        tokens = [fake.objects[secret]["data"]]
+        await fake.remove(JOB)
+        await fake.put(JOB, job(spec__nodes=1, metadata__uid="u-2"), "ADDED")
+        # It waits for the Secret, which is not its own.
+        await fake.until(lambda: fake.objects[JOB].get("status", {}).get("run") == 1)
+        assert fake.named("pods") == ALL
+        for path in list(fake.objects):
+            if path != JOB and "/namespaces/research/" in path and "/pods/" not in path:
+                await fake.remove(path)
+        # llm-c1 and llm-n0 have names of the one before: other numbers are free.
+        await fake.until(lambda: fake.named("pods") == ALL | {"llm-c2", "llm-n3"})
+        tokens.append(fake.objects[secret]["data"])
+        assert tokens[0] != tokens[1]
+        owners = {
+            name: fake.objects[f"{PODS}/{name}"]["metadata"]["ownerReferences"][0]["uid"]
+            for name in fake.named("pods")
+        }
+        assert {name for name, uid in owners.items() if uid == "u-2"} == {"llm-c2", "llm-n3"}
+
+    operated(scene)
+
+
+class LateWatch(LiveApi):
+    """`asked_for`: each time that somebody reads the job's object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked_for: asyncio.Queue[str] = asyncio.Queue()
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        if request.method == "GET" and request.path == JOB:
+            self.asked_for.put_nowait(self.objects[JOB]["metadata"]["uid"])
+        return await super().answer(request)
+
+
+def test_a_job_that_is_made_again_before_the_watch_says_so_is_not_taken_for_the_one_before() -> None:
+    """A write of the first one's task is refused, and the object that it reads then is the second one."""
+    fake = LateWatch()
+
+    async def scene(_: LiveApi, restart: Any) -> None:
+        await fake.until(lambda: fake.objects[JOB].get("status", {}).get("state") == "Starting")
+        fake.version += 1
+        second = job(spec__nodes=1, metadata__uid="u-2", metadata__resourceVersion=str(fake.version))
+        fake.objects[JOB] = second
+        # A loss, so that the first one's task has something to write.
+        await fake.remove(f"{PODS}/llm-n0")
+        while await fake.asked_for.get() != "u-2":
+            pass
+        # All that another job needs: more requests than the first one's task would send for the second one.
+        other = job(spec__nodes=1, metadata__uid="u-3", metadata__name="other")
+        await fake.put(JOB.replace("llm", "other"), other, "ADDED")
+        await fake.until(lambda: fake.named("pods") >= {"other-c1", "other-n0"})
+        assert fake.objects[JOB] is second
+
+    operated(scene, fake)
 
 
 def job_folder(folder: Path) -> Path:

@@ -246,6 +246,10 @@ def test_an_end_is_for_ever(farewell: Farewell, type_: ConditionType, reason: st
     assert condition(plan.status, type_) == ("True", reason)
     after = msgspec.structs.replace(seen, status=plan.status)
     assert {type(one) for one in actions(after)} <= {DeletePod, RemoveFinalizer}
+    # Nor is it another one while the object is deleted, which may take more than one try.
+    deleted = reconcile(msgspec.structs.replace(after, deleted_s=NOW_S))
+    assert RemoveFinalizer() in deleted.actions
+    assert condition(deleted.status, type_) == ("True", reason)
     # Whatever is deleted below it, it does not start again.
     bare = msgspec.structs.replace(after, pods=(), objects=frozenset(), finalizer=False)
     assert actions(bare) == ()

@@ -8,13 +8,14 @@ from simkube.schedule import Schedule
 SEEDS = 150
 QUEUED_SEEDS = 60
 GANG_SEEDS = 60
+AGAIN_SEEDS = 120
 NIGHTLY_BLOCKS, NIGHTLY_SEEDS = 10, 2000
 
 
-def judge(seeds: range, queued: bool = False, gang: bool = False) -> Counter[str]:
+def judge(seeds: range, queued: bool = False, gang: bool = False, again: bool = False) -> Counter[str]:
     happened: Counter[str] = Counter()
     for seed in seeds:
-        schedule = Schedule(seed, queued=queued, gang=gang)
+        schedule = Schedule(seed, queued=queued, gang=gang, again=again)
         problems = schedule.run()
         assert not problems, f"seed {seed}: {problems}"
         happened += schedule.happened
@@ -41,6 +42,22 @@ def test_what_must_hold_holds_in_a_gang() -> None:
     assert happened["over"] > GANG_SEEDS / 10
 
 
+def test_what_must_hold_holds_of_a_job_that_is_deleted_in_every_phase_and_made_again() -> None:
+    happened = judge(range(AGAIN_SEEDS), again=True)
+    phases = {what.removeprefix("deleted: ") for what in happened if what.startswith("deleted: ")}
+    assert phases >= {
+        *("None", "Starting", "Recovering", "Running", "Degraded", "Unknown"),
+        *("Stopping", "Suspended", "Succeeded", "Failed"),
+    }
+    assert happened["met pods of the one before"] > AGAIN_SEEDS / 10
+    assert happened["met objects of the one before"] > AGAIN_SEEDS / 10
+
+
+def test_what_must_hold_holds_of_a_job_that_is_deleted_while_it_waits_and_made_again() -> None:
+    assert judge(range(AGAIN_SEEDS // 2), again=True, queued=True)["deleted: Queued"]
+    assert judge(range(AGAIN_SEEDS // 2), again=True, gang=True)["met pods of the one before"]
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("block", range(NIGHTLY_BLOCKS))
 def test_what_must_hold_holds_for_many(block: int) -> None:
@@ -48,3 +65,6 @@ def test_what_must_hold_holds_for_many(block: int) -> None:
     judge(range(start, start + NIGHTLY_SEEDS))
     judge(range(start, start + NIGHTLY_SEEDS), queued=True)
     judge(range(start, start + NIGHTLY_SEEDS), gang=True)
+    judge(range(start, start + NIGHTLY_SEEDS), again=True)
+    judge(range(start, start + NIGHTLY_SEEDS), again=True, queued=True)
+    judge(range(start, start + NIGHTLY_SEEDS), again=True, gang=True)

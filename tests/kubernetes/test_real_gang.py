@@ -54,7 +54,7 @@ async def is_served(api: Api) -> bool:
 
 
 async def submit(api: Api, home: Path) -> None:
-    """As the command line makes it, with the field that it has no option for."""
+    """As the command line makes it, and nobody follows."""
     options = [
         "--image",
         IMAGE,
@@ -66,6 +66,8 @@ async def submit(api: Api, home: Path) -> None:
         "2",
         "--node-memory",
         "1500Mi",
+        "--gang",
+        "PodGroup",
     ]
     argv = [
         "run",
@@ -81,8 +83,6 @@ async def submit(api: Api, home: Path) -> None:
     shown = await asyncio.to_thread(holdfast, home, *argv)
     assert shown.returncode == 0, shown.stderr
     for made in filter(None, yaml.safe_load_all(shown.stdout)):
-        if made["kind"] == "HoldfastJob":
-            made["spec"]["scheduling"] = {"gang": "PodGroup"}
         await api.apply(path_of(made), made, manager="tests")
 
 
@@ -244,13 +244,15 @@ def test_nodes_are_bound_together_or_not_at_all(play: Callable[[Scene], None], h
         at = await trains(api, at + 3)
         assert lost not in await bound(api)
         cluster("boot", lost)
-        # Fewer nodes than the group asks for: it asks for fewer.
+        # Fewer nodes than the group binds together are fewer than the job can train on: both stay as they are.
         await change(api, nodes=1)
 
-        async def asks_for_one() -> bool:
-            return await members(api) == 1
+        async def is_refused() -> bool:
+            said = word(await api.get(job_path(NAMESPACE, NAME)), "Accepted")
+            return said is not None and said["reason"] == "ResizeRefused"
 
-        await until(asks_for_one, "the group is smaller")
+        await until(is_refused, "the coordinator refuses to become smaller")
+        assert await members(api) == 2
         await change(api, nodes=2)
         at = await trains(api, at + 3)
         # Another run has another group.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from realkube import (
     NAMESPACE,
     PACE_S,
     STEPS,
+    TRAIN,
     Job,
     Scene,
     Undisturbed,
@@ -137,6 +139,36 @@ def test_two_coordinators_that_do_not_see_each_other(
             await job.training(2, beyond=status["step"] + 5)
             assert await job.coordinator() != first
             await job.stops_as(undisturbed)
+
+    play(scene)
+
+
+# ------------------------------------------------------------ memory
+
+GROWS = """\
+        if step.index == 20 and run.rank == 1:
+            grown = [torch.ones(1 << 20) for _ in range(1 << 12)]
+"""
+"""After a commit, so the worker that takes its place begins with the next step and does not grow."""
+
+
+@pytest.mark.nightly
+def test_a_worker_that_outgrows_its_container_s_memory(
+    play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed
+):
+    """The kernel kills it. The incident names the limit, and no step is lost."""
+
+    async def scene(api: Api) -> None:
+        text, after = TRAIN.read_text(), "        run.log(loss=step.loss)\n"
+        assert after in text
+        hungry = home / "hungry.py"
+        hungry.write_text(text.replace(after, after + GROWS))
+        async with Job(api, home, "memory", *PAIR, steps=STEPS, pace_s=PACE_S, script=hungry) as job:
+            await job.training(2, beyond=30)
+            await job.stops_as(undisturbed, incidents=(1,))
+            (incident,) = json.loads((job.dir / "report.json").read_text())["incidents"]
+            # --node-memory 1500Mi
+            assert "whose memory limit is 1.57 GB" in incident["cause"]
 
     play(scene)
 

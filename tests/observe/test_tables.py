@@ -7,6 +7,7 @@ import pytest
 
 from holdfast.observe.blame import advice
 from holdfast.observe.tables import print_report
+from holdfast.protocol.causes import KilledForMemory
 
 FOLDER = Path("/somewhere/jobs/demo")
 
@@ -127,6 +128,7 @@ def test_long_lines_of_code_are_not_broken(failed):
         ("the restart budget is spent", "exit code 1", "--max-restarts"),
         ("too few workers for 300 s", None, "--spares"),
         ("no restarts are allowed", "killed by signal 9 (SIGKILL)", "memory"),
+        ("no restarts are allowed", str(KilledForMemory(1 << 30)), "--node-memory"),
         ("something new", "exit code 3", "holdfast events"),
     ],
 )

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from holdfast.agent.warm_pool import WarmProcess
 from holdfast.errors import ProtocolError
+from holdfast.protocol import free_memory
 from holdfast.protocol import messages as m
 from holdfast.protocol.frames import Codec, pack
 from holdfast.protocol.job_options import Timing
@@ -56,6 +57,7 @@ class WorkerProcess:
         self.median_s: float | None = None
         self.gone = False
         self._killed = False
+        self._kills = free_memory.kills()
         self._warm = warm
         self._timing = timing
         self._on_message, self._stalled, self._exited = on_message, stalled, exited
@@ -179,14 +181,27 @@ class WorkerProcess:
         # Only a level 0 script has no generation. Its optimizer steps tell the core whether a restart made
         # progress; at level 2 commits are counted elsewhere.
         steps = 0 if page.generation else page.committed
-        tail, log = tuple(self.tail()), str(self.log)
-        self._exited(
-            self, m.Exited(worker=self.name, code=code, tail=tail, log=log, killed=self._killed, steps=steps)
+        short = code == -signal.SIGKILL and not self._killed and self._was_killed_for_memory()
+        ended = m.Exited(
+            worker=self.name,
+            code=code,
+            tail=tuple(self.tail()),
+            log=str(self.log),
+            killed=self._killed,
+            out_of_memory=short,
+            memory_limit=free_memory.limit_bytes() if short else None,
+            steps=steps,
         )
+        self._exited(self, ended)
         self.page.close()
         # The file was opened for the signal handler at the start, and most workers never write a stack.
         if self.stacks.exists() and self.stacks.stat().st_size == 0:
             self.stacks.unlink()
+
+    def _was_killed_for_memory(self) -> bool:
+        """Some process of this group was. Which one the kernel tells nobody here, and it counts before it sends the signal."""
+        kills = free_memory.kills()
+        return kills is not None and self._kills is not None and kills > self._kills
 
     async def finished(self) -> None:
         """Waits until the process has ended and everything it left is reported."""

@@ -24,6 +24,18 @@ class KubernetesOptions:
         str,
         Option(metavar="NAME", default="none", help="Kueue's LocalQueue, in which the job waits for quota."),
     ] = ""
+    gang: Annotated[
+        str | None,
+        Option(
+            choices=("KAI", "PodGroup", "Volcano"),
+            default="pods one by one",
+            help="Has this scheduler bind the nodes of --nnodes MIN together, or none. PodGroup: Kubernetes' own, from 1.37 on.",
+        ),
+    ] = None
+    gang_queue: Annotated[
+        str,
+        Option(metavar="NAME", default="Volcano's default", help="KAI's or Volcano's queue, with --gang."),
+    ] = ""
     in_image: Annotated[
         bool,
         Option(

@@ -13,6 +13,7 @@ from holdfast.cli.kube_options import KubernetesOptions
 from holdfast.cli.run_options import HealthOptions, RunOptions, SaveOptions
 from holdfast.cli.spec import parse_nnodes
 from holdfast.engines.jobs import default_name
+from holdfast.engines.kubernetes import pod_group
 from holdfast.engines.kubernetes.resource import MAX_NAME, NAME_PATTERN, WORKER
 from holdfast.engines.kubernetes.submission import CODE_BYTES, Submission
 from holdfast.errors import UsageError
@@ -49,6 +50,7 @@ def plan_submission(given: RunOptions) -> Submission:
         },
         "health": _health(given.health),
         "runPolicy": {"maxRestarts": given.failures.max_restarts},
+        "scheduling": _scheduling(ours),
         "faults": list(given.failures.faults),
         "template": _template(ours, given.log_level),
     }
@@ -87,6 +89,24 @@ def _refuse_others(given: RunOptions) -> None:
         )
     for option in _set(given, "port"):
         raise UsageError(f"{option} is not for --engine kubernetes: the coordinator has a pod of its own")
+
+
+def _scheduling(ours: KubernetesOptions) -> dict[str, Any]:
+    """The object's check refuses the same, in the words of the object. Who types options is told the options."""
+    gang, queue = ours.gang, ours.gang_queue
+    if gang is not None and ours.queue:
+        raise UsageError(
+            f"--gang {gang} with --queue {ours.queue}: a gang and a queue of Kueue's exclude each other, so leave one of them out"
+        )
+    if queue and gang not in pod_group.WITH_QUEUES:
+        other = "Kubernetes' own scheduler has no queues" if gang is not None else "--gang is missing"
+        raise UsageError(
+            f"--gang-queue {queue}: {other}; it is for --gang {' and --gang '.join(pod_group.WITH_QUEUES)}, and Kueue's queue "
+            "is --queue"
+        )
+    if gang == "KAI" and not queue:
+        raise UsageError("--gang KAI: --gang-queue NAME is missing, and without a queue KAI binds nothing")
+    return {**({"gang": gang} if gang is not None else {}), **({"queue": queue} if queue else {})}
 
 
 def _set(options: Any, *fields: str) -> Iterator[str]:

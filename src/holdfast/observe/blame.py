@@ -32,6 +32,11 @@ _ADVICE = (
         "No machine is at fault, and no step was done: change what the cause names, then start again.",
     ),
     (
+        r"killed for want of memory",
+        "Give each node more memory (on Kubernetes --node-memory), or use fewer workers, a smaller batch, or less for snapshots "
+        "(--snapshot-memory).",
+    ),
+    (
         r"SIGKILL|out of memory",
         "Was it short of memory? See `dmesg | grep -i oom`; use fewer workers or a smaller batch.",
     ),

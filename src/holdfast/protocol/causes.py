@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import msgspec
 
+from holdfast.protocol import units
 from holdfast.protocol.naming import kebab
 
 
@@ -181,6 +182,23 @@ class ProcessEnded(_Cause, frozen=True):
 
 
 _SIGNALS = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
+
+
+class KilledForMemory(_Cause, frozen=True):
+    """SIGKILL ended a worker's process, and the kernel has killed for want of memory where it ran."""
+
+    KIND = CauseKind.PROCESS
+
+    limit_bytes: int | None = None
+    """Of its control group, which is its container's; None: it has none, so the machine's memory was too little."""
+
+    def __str__(self) -> str:
+        where = (
+            "on its machine"
+            if self.limit_bytes is None
+            else f"in its container, whose memory limit is {units.size(self.limit_bytes)}"
+        )
+        return f"killed by signal 9 (SIGKILL): the kernel killed for want of memory {where}"
 
 
 class ProcessVanished(_Cause, frozen=True):
@@ -450,6 +468,7 @@ Cause = (
     | ChecksFailed
     | NodeReclaimed
     | ProcessEnded
+    | KilledForMemory
     | ProcessVanished
     | NeverStarted
     | Hang

@@ -34,11 +34,37 @@ def rooms(proc: Path | None = None, cgroup: Path | None = None) -> list[Room]:
 
     proc, cgroup: where the kernel's file systems are mounted; None: in their usual places.
     """
+    machine = _machine((proc or PROC) / "meminfo")
+    return [*([machine] if machine is not None else []), *_groups(proc, cgroup)]
+
+
+def limit_bytes(proc: Path | None = None, cgroup: Path | None = None) -> int | None:
+    """The smallest limit of a control group around this process. None: there is none."""
+    return min((room.total for room in _groups(proc, cgroup)), default=None)
+
+
+def kills(proc: Path | None = None, cgroup: Path | None = None) -> int | None:
+    """Processes of this one's control group that the kernel has killed for want of memory. None: it does not say."""
     proc, cgroup = proc or PROC, cgroup or CGROUP
-    asked = [_machine(proc / "meminfo")]
+    v1, v2 = _paths(proc / "self" / "cgroup")
+    # Of the innermost group that can be seen: what happens beside it has killed nobody here.
+    for folder, name in (
+        *((folder, "memory.events") for folder in _upward(cgroup, v2)),
+        *((folder, "memory.oom_control") for folder in _upward(cgroup / "memory", v1)),
+    ):
+        try:
+            counts = dict(line.split() for line in (folder / name).read_text().splitlines())
+            return int(counts["oom_kill"])
+        except (OSError, KeyError, ValueError):
+            continue
+    return None
+
+
+def _groups(proc: Path | None, cgroup: Path | None) -> list[Room]:
+    proc, cgroup = proc or PROC, cgroup or CGROUP
     v1, v2 = _paths(proc / "self" / "cgroup")
     # Each group on the way up: the limit of a parent (a pod, a user's slice, a batch job) holds for all below it.
-    asked += [_group_v2(folder) for folder in _upward(cgroup, v2)]
+    asked = [_group_v2(folder) for folder in _upward(cgroup, v2)]
     asked += [_group_v1(folder) for folder in _upward(cgroup / "memory", v1)]
     return [room for room in asked if room is not None]
 

@@ -65,6 +65,8 @@ class Cluster:
         self.dice, self.server, self.until = dice, server, until
         self.machines = {f"m{k}": Machine(f"m{k}") for k in range(machines)}
         self.coordinator: Coordinator | None = None
+        self.spoken_for = ""
+        """Uid of the coordinator's job."""
         self.saved = 0
         self.now_s = 1_000_000.0
         self.script_fails = False
@@ -98,6 +100,7 @@ class Cluster:
 
     def tick(self) -> None:
         self.now_s += 1.0
+        self.server.collect_some()
         for pod in list(self.server.pods.values()):
             self._kubelet(pod)
         self._schedule()
@@ -128,7 +131,7 @@ class Cluster:
         if job is None or job.spec.scheduling.gang is None:
             return False
         members = self.server.beside.get("PodGroup")
-        nodes = [pod for pod in self.server.pods.values() if not pod.coordinator and not pod.ended]
+        nodes = [pod for pod in self.server.mine() if not pod.coordinator and not pod.ended]
         bound = {pod.machine for pod in nodes if pod.machine is not None}
         wait = sum(pod.machine is None and not pod.deleting for pod in nodes)
         free = sum(one.up and not one.cordoned and one.name not in bound for one in self.machines.values())
@@ -173,16 +176,17 @@ class Cluster:
 
     def _coordinate(self) -> None:
         job = self.server.object.job if self.server.object is not None else None
-        pods = [
-            pod
-            for pod in self.server.pods.values()
-            if pod.coordinator and self.runs(pod) and not pod.deleting
-        ]
+        pods = [pod for pod in self.server.mine() if pod.coordinator and self.runs(pod) and not pod.deleting]
         newest = max(pods, key=lambda pod: pod.number, default=None)
         if newest is None or job is None:
             self.coordinator = None
             return
-        if self.coordinator is None or self.coordinator.term != newest.number:
+        if (
+            self.coordinator is None
+            or self.spoken_for != job.id.uid
+            or self.coordinator.term != newest.number
+        ):
+            self.spoken_for = job.id.uid
             spec = self.server.beside.get("ConfigMap", job).spec
             self.coordinator = Coordinator(
                 newest.number, spec.nodes, spec.spares, spec.fewest, step=self.saved
@@ -194,7 +198,7 @@ class Cluster:
             return
         here = {
             one.name
-            for one in self.server.pods.values()
+            for one in self.server.mine()
             if not one.coordinator and one.run == pod.run and self.runs(one)
         }
         for name in sorted(here - set(known.nodes)):
@@ -228,7 +232,7 @@ class Cluster:
 
     def _end(self, known: Coordinator, pod: PodSeen, outcome: str) -> None:
         known.outcome, self.saved = outcome, known.step
-        for one in list(self.server.pods.values()):
+        for one in self.server.mine():
             if one.run == pod.run and self.runs(one) and not one.coordinator:
                 self._dead.add(one.uid)
                 self.server.change(one.name, phase="Succeeded", ready=False)
@@ -238,10 +242,9 @@ class Cluster:
 
     # ------------------------------------------------------------ what the operator says to the coordinator
 
-    def said(self) -> Said:
-        known = self.coordinator
-        if known is None or known.outcome is not None:
-            raise Silent
+    def said(self, uid: str) -> Said:
+        """uid: of the job that it is to be the coordinator of. Others do not know its token."""
+        known = self._known(uid)
         training = known.training()
         return Said(
             term=known.term,
@@ -255,8 +258,8 @@ class Cluster:
             step=known.step or None,
         )
 
-    def tell(self, news: Availability) -> None:
-        known = self._known()
+    def tell(self, uid: str, news: Availability) -> None:
+        known = self._known(uid)
         match news:
             case OrderDone(order_id=number):
                 known.orders.pop(number, None)
@@ -266,14 +269,14 @@ class Cluster:
                 if known.nodes.get(node):
                     known.lose(node, planned=False)
 
-    def stop(self, reason: str) -> None:
-        self._known().stopping = reason
+    def stop(self, uid: str, reason: str) -> None:
+        self._known(uid).stopping = reason
 
-    def resize(self, nodes: int) -> None:
-        self._known().target = nodes
+    def resize(self, uid: str, nodes: int) -> None:
+        self._known(uid).target = nodes
 
-    def _known(self) -> Coordinator:
-        if self.coordinator is None or self.coordinator.outcome is not None:
+    def _known(self, uid: str) -> Coordinator:
+        if self.coordinator is None or self.coordinator.outcome is not None or self.spoken_for != uid:
             raise Silent
         return self.coordinator
 

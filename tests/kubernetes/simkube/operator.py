@@ -49,6 +49,9 @@ class Operator:
         self.gone = False
         self.position: int | None = None
         self.listing: tuple[list[PodSeen], int] | None = None
+        self.uid = ""
+        self.known: dict[str, PodSeen] = {}
+        """By uid, of all jobs: the watch tells them whether the job is known or not."""
         self.workloads: dict[str, WorkloadSeen] | None = None
         self.versions: dict[str, int] = {}
 
@@ -62,21 +65,38 @@ class Operator:
             self.listing = list(self.server.pods.values()), len(self.server.log)
         # The answer may be on its way while pods are made: the operator works on with what it knows.
         if self.listing is not None and (most is None or not self.desk.pods.all):
-            self.desk.listed(*self.listing)
-            self.position, self.listing = self.listing[1], None
+            pods, version = self.listing
+            self.known = {pod.uid: pod for pod in pods}
+            self.desk.listed([pod for pod in pods if self.is_mine(pod)], version)
+            self.position, self.listing = version, None
         if self.position is not None:
             self._watch(self.position, most)
         if most is None or self.job is None or self.server.dice.random() < 0.7:
-            self.job = self.server.object
+            self.take_job()
         if most is None or self.server.dice.random() < 0.7:
             self.look_at_queue()
+
+    def take_job(self) -> None:
+        """As the watch has it. A job of another uid is another job: nothing is remembered of it, and its pods are those that
+        the watch of pods has told."""
+        self.job = self.server.object
+        if self.job is not None and self.job.uid != self.uid:
+            self.uid, self.desk = self.job.uid, Desk("llm")
+            self.desk.listed([pod for pod in self.known.values() if self.is_mine(pod)], 0)
+
+    def is_mine(self, pod: PodSeen) -> bool:
+        return self.server.owners[pod.uid] == self.uid
 
     def _watch(self, position: int, most: int | None) -> None:
         end = len(self.server.log) if most is None else min(len(self.server.log), position + most)
         for kind, pod in self.server.log[position:end]:
             if kind == "gone":
-                self.desk.pods.gone(pod.name, pod.uid)
+                self.known.pop(pod.uid, None)
             else:
+                self.known[pod.uid] = pod
+            if self.is_mine(pod) and kind == "gone":
+                self.desk.pods.gone(pod.name, pod.uid)
+            elif self.is_mine(pod):
                 self.desk.saw(pod)
         self.position = end
 
@@ -91,13 +111,15 @@ class Operator:
         if self.job is None:
             return None
         try:
-            said: Said | None = self.cluster.said()
+            said: Said | None = self.cluster.said(self.job.uid)
             assert said is not None
             alive = [name for name, node in said.nodes.items() if node.alive]
             self.desk.meet(said.term, alive, [order.order_id for order in said.orders])
         except Silent:
             said = None
-        beside = {} if self.server.down else self.server.beside
+        there = self.server.object
+        is_now = there is not None and there.uid == self.job.uid
+        beside = self.server.beside if is_now and not self.server.down else {}
         pods = [pod for pod in self.desk.pods.all if pod.coordinator]
         newest = max(pods, key=lambda pod: pod.number, default=None)
         lost = newest is not None and newest.machine is not None
@@ -162,7 +184,10 @@ class Operator:
         try:
             self.job = self.server.call(lambda: self.server.change_job(change, self.job.version))
         except (Conflict, NotFound):
-            self.job = self.server.object
+            # The answer may be about another job of this name. Only the watch says that it is this one's turn.
+            there = self.server.object
+            if there is None or there.uid == self.uid:
+                self.job = there
         except NoAnswer:
             return 0
         return 1
@@ -185,29 +210,29 @@ class Operator:
                     value = self.job.job.spec.fewest
                 elif kind == "Service":
                     value = self.job.status.term
-                call(lambda: server.beside.setdefault(kind, value))
+                call(lambda: server.make_beside(kind, self.uid, value))
             case DeleteObject(kind):
-                call(lambda: server.beside.pop(kind, None))
+                call(lambda: self._delete_beside(kind))
             case SizeGroup(members):
-                call(lambda: server.beside.update(PodGroup=members))
+                call(lambda: self._change_beside("PodGroup", members))
             case PointService(term):
-                call(lambda: server.beside.update(Service=term))
+                call(lambda: self._change_beside("Service", term))
             case MakeNode(number, _, workload):
                 self._make(names.node_name("llm", number), number, coordinator=False, workload=workload)
             case MakeCoordinator(term):
                 self._make(names.coordinator_name("llm", term), term, coordinator=True)
             case DeletePod(name=name, uid=uid, reason=reason):
                 try:
-                    self.desk.saw(call(lambda: server.delete_pod(name, uid, reason)))
+                    self.desk.saw(call(lambda: server.delete_pod(name, uid, reason, self.uid)))
                 except (NotFound, Conflict):
                     self.desk.pods.gone(name, uid)
             case Tell(news):
-                self.cluster.tell(news)
+                self.cluster.tell(self.uid, news)
                 self.desk.did(action)
             case AskStop(reason):
-                self.cluster.stop(reason)
+                self.cluster.stop(self.uid, reason)
             case AskResize(nodes):
-                self.cluster.resize(nodes)
+                self.cluster.resize(self.uid, nodes)
                 self.desk.did(action)
             case DeleteJob():
                 call(lambda: server.change_job(_set(deleted_s=self.cluster.now_s)))
@@ -255,21 +280,34 @@ class Operator:
         assert self.job is not None
         if name in self.desk.doubtful:
             there = self.server.call(lambda: self.server.pods.get(name))
-            if there is None:
-                self.desk.burn(name)
-            else:
-                self.desk.saw(there)
+            self._saw(name, there)
             return
         run = self.job.status.run or 0
         pod = PodSeen(name=name, uid="", coordinator=coordinator, number=number, run=run, workload=workload)
         try:
-            made = self.server.call(lambda: self.server.make_pod(pod))
+            made = self.server.call(lambda: self.server.make_pod(pod, self.uid))
         except Exists:
             made = self.server.pods[name]
         except NoAnswer:
             self.desk.doubtful.add(name)
             raise
-        self.desk.saw(made)
+        self._saw(name, made)
+
+    def _change_beside(self, kind: str, value: Any) -> None:
+        if self.server.object is not None and self.server.object.uid == self.uid:
+            self.server.beside[kind] = value
+
+    def _delete_beside(self, kind: str) -> None:
+        # By its uid, so never another job's.
+        if self.server.object is not None and self.server.object.uid == self.uid:
+            self.server.beside.pop(kind, None)
+
+    def _saw(self, name: str, pod: PodSeen | None) -> None:
+        # One of a job before has the name, or nobody has: another number is free.
+        if pod is None or not self.is_mine(pod):
+            self.desk.burn(name)
+        else:
+            self.desk.saw(pod)
 
 
 def _set(**fields: Any) -> Any:

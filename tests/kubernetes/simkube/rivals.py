@@ -36,7 +36,7 @@ class Rivals:
         here.machines = there.machines
         here.neighbours, there.neighbours = [other], [one]
 
-    def deleted(self, pod: PodSeen, reason: str) -> None:
+    def deleted(self, pod: PodSeen, reason: str, by: str) -> None:
         for server, cluster, _ in self.jobs:
             known = cluster.coordinator
             its_own = server.pods.get(pod.name) is pod and known is not None and known.outcome is None

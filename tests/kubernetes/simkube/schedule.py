@@ -12,7 +12,7 @@ from holdfast.engines.kubernetes import queues
 from holdfast.engines.kubernetes.check import accept
 from holdfast.engines.kubernetes.names import LABEL_QUEUE
 from holdfast.engines.kubernetes.observed import PodSeen
-from holdfast.engines.kubernetes.reconcile import DELETED, SUSPENDED
+from holdfast.engines.kubernetes.reconcile import DELETED, LEAVE_S, SUSPENDED
 from holdfast.engines.kubernetes.status import ConditionType
 from holdfast.protocol.engine_orders import ReleaseNode
 from simkube.cluster import Cluster
@@ -34,9 +34,15 @@ QUEUE_FAULTS = (
 class Schedule:
     """Runs one seed. `problems` has what must not be."""
 
-    def __init__(self, seed: int, ticks: int = 40, queued: bool = False, gang: bool = False) -> None:
-        """queued: the job waits in a Kueue queue, whose quota changes and is taken back. gang: its scheduler binds as many nodes
-        as its PodGroup says, or none."""
+    def __init__(
+        self, seed: int, ticks: int = 40, queued: bool = False, gang: bool = False, again: bool = False
+    ) -> None:
+        """
+        Args:
+            queued: the job waits in a Kueue queue, whose quota changes and is taken back.
+            gang: its scheduler binds as many nodes as its PodGroup says, or none.
+            again: people delete it often, and make another one of its name while the first one is still going.
+        """
         self.dice = dice = random.Random(seed)
         nodes, spares = dice.randint(1, 4), dice.randint(0, 2)
         queue = {"metadata__labels": {LABEL_QUEUE: "team-a"}} if queued else {}
@@ -45,6 +51,7 @@ class Schedule:
         # Without minNodes, each change of the size changes the group's.
         least = {} if gang and dice.random() < 0.5 else {"spec__minNodes": fewest}
         taken = accept(asked(spec__nodes=nodes, spec__spares=spares, **least, **queue, **group))
+        self.again, self.first = again, taken
         self.server = Server(dice, taken)
         self.server.on_delete, self.server.on_make = self.deleted, self.was_made
         until = dice.choice((15, 60, 100_000))
@@ -63,6 +70,8 @@ class Schedule:
     def run(self) -> list[str]:
         for _ in range(self.ticks):
             self.cluster.tick()
+            if self.again and self.server.object is None and self.server.pods and self.dice.random() < 0.3:
+                self.make_again()  # whoever waits for the name alone
             self.something()
             self.operator.look(self.dice.choice((None, None, 0, 1, 3)))
             self.operator.work(self.dice.choice((None, None, 1, 2)))
@@ -102,6 +111,7 @@ class Schedule:
                 "object-deleted",
                 "job-touched",
                 *(QUEUE_FAULTS if self.queued else ()),
+                *(("delete", "delete", "made-again", "made-again") if self.again else ()),
             ]
         )
         self.happened[what] += 1
@@ -131,6 +141,8 @@ class Schedule:
             server.beside.pop(dice.choice(sorted(server.beside)))
         elif what in QUEUE_FAULTS:
             self.queue(what)
+        elif what == "made-again" and server.object is None:
+            self.make_again()
         elif server.object is not None:
             self.user(what)
 
@@ -158,7 +170,10 @@ class Schedule:
         elif what in ("suspend", "resume") and (what == "resume" or dice.random() < 0.3):
             policy = msgspec.structs.replace(spec.run_policy, suspend=what == "suspend")
             spec = msgspec.structs.replace(spec, run_policy=policy)
-        elif what == "delete" and dice.random() < 0.1:
+        elif what == "delete" and dice.random() < (0.5 if self.again else 0.1):
+            if server.object.deleted_s is not None:
+                return
+            self.happened[f"deleted: {server.object.status.state}"] += 1
             server.change_job(lambda job: setattr(job, "deleted_s", self.cluster.now_s))
             return
         elif what == "script-fails" and dice.random() < 0.1:
@@ -172,6 +187,17 @@ class Schedule:
 
         server.change_job(change)
 
+    def make_again(self) -> None:
+        """Another job, whose name was that of one that is gone."""
+        before, server = self.first, self.server
+        count = self.happened["made again"] = self.happened["made again"] + 1
+        id_ = msgspec.structs.replace(before.id, uid=f"{before.id.uid}-{count}")
+        server.make_again(msgspec.structs.replace(before, id=id_))
+        self.cluster.saved, self.cluster.script_fails = 0, False
+        self.over, self.lent, self.taken_back = False, set(), set()
+        self.happened["met pods of the one before"] += bool(server.pods)
+        self.happened["met objects of the one before"] += bool(server.left)
+
     def calm(self) -> None:
         """All faults end; machines are back, and one operator is left."""
         self.server.down, self.server.trouble, self.rival = False, 0.0, None
@@ -181,21 +207,26 @@ class Schedule:
         self.operator.cut()
         for name in list(self.server.workloads):
             self.server.change_workload(name, active=True)
+        if self.again and self.server.object is None and self.dice.random() < 0.5:
+            self.make_again()
 
     # ------------------------------------------------------------ what must hold
 
     def was_made(self, pod: PodSeen) -> None:
+        if self.server.made.count(self.server.made[-1]) > 1:
+            self.problems.append(f"{pod.name} was made twice")
+        # Made for a job that is gone: by an operator that had not heard of it. The garbage collector takes it away.
+        if not self.server.is_mine(pod):
+            return
         job = self.cluster.job()
         is_grouped = job is not None and job.spec.scheduling.gang is not None
         if is_grouped and not pod.coordinator and "PodGroup" not in self.server.beside:
             self.problems.append(f"{pod.name} was made before its group")
-        if self.server.made.count(pod.name) > 1:
-            self.problems.append(f"{pod.name} was made twice")
         # A leader that was stopped and thaws makes what it had numbered. The new one deletes it: see `at_rest`.
         if self.over and not self.rivals:
             self.problems.append(f"{pod.name} was made after the end")
         if job is not None and not pod.coordinator and not self.rivals:
-            here = [one for one in self.server.pods.values() if one.stays and not one.coordinator]
+            here = [one for one in self.server.mine() if one.stays and not one.coordinator]
             if len(here) - len(self.given_up() & {one.name for one in here}) >= 4 + job.spec.spares:
                 self.problems.append(f"{pod.name} is one more than was ever wanted")
 
@@ -207,17 +238,31 @@ class Schedule:
             pod.name for pod in self.server.pods.values() if pod.machine in going
         }
 
-    def deleted(self, pod: PodSeen, reason: str) -> None:
-        """A pod whose node trains is deleted for one reason only: the end of its run."""
+    def deleted(self, pod: PodSeen, reason: str, by: str) -> None:
+        """A pod whose node trains is deleted for one reason only: the end of its run. by: uid of the job whose operator asks."""
+        if self.server.owners[pod.uid] != by:
+            self.problems.append(f"{pod.name} is another job's and was deleted: {reason}")
         known, job = self.cluster.coordinator, self.server.object
         if pod.coordinator or known is None or known.outcome is not None or job is None:
             return
-        trains = pod.name in known.training() and self.cluster.runs(pod) and not pod.deleting
+        trains = (
+            self.server.is_mine(pod)
+            and pod.name in known.training()
+            and self.cluster.runs(pod)
+            and not pod.deleting
+        )
         # Kueue's word, or a person's who has deleted the Workload: either was there.
         unlent = queues.TAKEN_BACK in reason and "llm-base" in self.taken_back
-        ends = self.over or reason in (DELETED, SUSPENDED) or unlent
+        ends = (
+            self.over or reason == SUSPENDED or unlent or (reason == DELETED and self.had_time_to_save(job))
+        )
         if trains and not ends and not self.rivals:
             self.problems.append(f"{pod.name} trained and was deleted: {reason}")
+
+    def had_time_to_save(self, job: JobObject) -> bool:
+        """It was deleted, and its coordinator did not end in order for as long as it is waited for."""
+        most_s = job.job.spec.disruption.grace_seconds + LEAVE_S
+        return job.deleted_s is not None and self.cluster.now_s >= job.deleted_s + most_s
 
     def always(self) -> None:
         job = self.server.object
@@ -225,7 +270,10 @@ class Schedule:
         lent = {name for name, one in there.items() if one.grants}
         self.lent |= lent
         self.taken_back |= self.lent - lent
-        alive = [pod for pod in self.server.pods.values() if pod.coordinator and pod.stays]
+        operator = self.operator
+        if adopted := [pod.name for pod in operator.desk.pods.all if not operator.is_mine(pod)]:
+            self.problems.append(f"taken for its own: {adopted}")
+        alive = [pod for pod in self.server.mine() if pod.coordinator and pod.stays]
         if len({pod.number for pod in alive}) != len(alive):
             self.problems.append("two coordinators of one term")
         if job is None:
@@ -259,10 +307,10 @@ class Schedule:
         self.at_rest()
 
     def at_rest(self) -> None:
-        job, pods = self.server.object, list(self.server.pods.values())
+        job, pods = self.server.object, self.server.mine()
+        if orphans := [pod.name for pod in self.server.pods.values() if not self.server.is_mine(pod)]:
+            self.problems.append(f"orphans: {orphans}")
         if job is None:
-            if pods:
-                self.problems.append(f"orphans: {[pod.name for pod in pods]}")
             return
         if job.deleted_s is not None:
             self.problems.append("the deleted object is still there")

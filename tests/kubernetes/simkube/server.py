@@ -41,6 +41,10 @@ class JobObject:
     deleted_s: float | None = None
     status: JobStatus = field(default_factory=JobStatus)
 
+    @property
+    def uid(self) -> str:
+        return self.job.id.uid
+
 
 class Server:
     """Truth, and a log of its changes that watchers read at their own pace."""
@@ -57,7 +61,11 @@ class Server:
         self.down = False
         self.trouble = 0.0
         self._uid = 0
-        self.on_delete: Callable[[PodSeen, str], None] = lambda pod, reason: None
+        self.owners: dict[str, str] = {}
+        """Uid of a pod to that of its job."""
+        self.left: set[str] = set()
+        """Kinds of objects of a job before this one, which the garbage collector has not come to yet."""
+        self.on_delete: Callable[[PodSeen, str, str], None] = lambda pod, reason, by: None
         self.on_make: Callable[[PodSeen], None] = lambda pod: None
 
     def call(self, do: Callable[[], Any]) -> Any:
@@ -74,14 +82,22 @@ class Server:
 
     # ------------------------------------------------------------ pods
 
-    def make_pod(self, pod: PodSeen) -> PodSeen:
-        if self.object is None:
-            raise NotFound
+    def is_mine(self, pod: PodSeen) -> bool:
+        """It is of the job that there is now, and of none of its name before."""
+        return self.object is not None and self.owners[pod.uid] == self.object.uid
+
+    def mine(self) -> list[PodSeen]:
+        """The pods of the job that there is now."""
+        return [pod for pod in self.pods.values() if self.is_mine(pod)]
+
+    def make_pod(self, pod: PodSeen, owner: str) -> PodSeen:
+        """owner: the job's uid. The API server asks nobody whether there is one."""
         if pod.name in self.pods:
             raise Exists
         self._uid += 1
         made = msgspec.structs.replace(pod, uid=f"pod-{self._uid}")
-        self.made.append(made.name)
+        self.owners[made.uid] = owner
+        self.made.append(f"{owner}/{made.name}")
         self.on_make(made)
         self._set(made)
         return self.pods[made.name]
@@ -89,13 +105,14 @@ class Server:
     def change(self, name: str, **fields: Any) -> None:
         self._set(msgspec.structs.replace(self.pods[name], **fields))
 
-    def delete_pod(self, name: str, uid: str, reason: str) -> PodSeen:
+    def delete_pod(self, name: str, uid: str, reason: str, by: str) -> PodSeen:
+        """by: uid of the job whose operator asks."""
         pod = self.pods.get(name)
         if pod is None:
             raise NotFound
         if pod.uid != uid:
             raise Conflict
-        self.on_delete(pod, reason)
+        self.on_delete(pod, reason, by)
         if not pod.deleting:
             self.change(name, deleting=True)
         return self.pods[name]
@@ -111,6 +128,15 @@ class Server:
         self.log.append(("is", pod))
 
     # ------------------------------------------------------------ Kueue's Workloads
+
+    def make_beside(self, kind: str, owner: str, value: Any) -> None:
+        """What stands beside the pods. Where another job's has the name, it is waited for."""
+        if kind in self.left:
+            raise NoAnswer
+        if self.object is None or owner != self.object.uid:
+            self.left.add(kind)
+        else:
+            self.beside.setdefault(kind, value)
 
     def make_workload(self, made: WorkloadSeen) -> None:
         if self.object is None:
@@ -146,7 +172,9 @@ class Server:
             raise Conflict
         changed = JobObject(**vars(self.object))
         change(changed)
-        changed.version += 1
+        # Of all objects that there ever were: what was meant for one is not taken for the next.
+        self._uid += 1
+        changed.version = self._uid
         self.object = changed
         if changed.deleted_s is not None and not changed.finalizer:
             self.collect()
@@ -155,8 +183,21 @@ class Server:
     def collect(self) -> None:
         """The object goes, and the garbage collector asks for the end of what it owned."""
         self.object = None
+        self.left |= set(self.beside)
         self.beside.clear()
         self.workloads.clear()
+
+    def collect_some(self) -> None:
+        """The garbage collector comes to what has no owner, one after the other."""
+        for kind in sorted(self.left):
+            if self.dice.random() < 0.5:
+                self.left.discard(kind)
         for pod in list(self.pods.values()):
-            if not pod.deleting:
+            if not self.is_mine(pod) and not pod.deleting and self.dice.random() < 0.5:
                 self.change(pod.name, deleting=True)
+
+    def make_again(self, job: HoldfastJob) -> None:
+        """A person makes a job of the name of one that is gone."""
+        assert self.object is None
+        self._uid += 1
+        self.object = JobObject(job, version=self._uid)

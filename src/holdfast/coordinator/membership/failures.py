@@ -212,6 +212,13 @@ def forgive(context: Context, innocent: Callable[[Failure], bool]) -> None:
 # ---------------------------------------------------------------- processes that end
 
 
+def cause_of(message: m.Exited) -> causes.Cause:
+    """Why the process ended, as far as its agent knows."""
+    if message.out_of_memory:
+        return causes.KilledForMemory(message.memory_limit)
+    return causes.ProcessEnded(message.code)
+
+
 def exited(context: Context, message: m.Exited) -> None:
     """A worker's process ended."""
     s = context.state
@@ -220,7 +227,7 @@ def exited(context: Context, message: m.Exited) -> None:
     if worker is None or worker.exited:
         return
     worker.exited = True
-    described = Blame(cause=causes.ProcessEnded(message.code), node=worker.node, log=message.log)
+    described = Blame(cause=cause_of(message), node=worker.node, log=message.log)
     # An error that the script reported before it ended explains more than its exit code, so the code is only
     # the default.
     blame = s.membership.blames.setdefault(worker.name, described)

@@ -48,7 +48,7 @@ class InProcess:
             ):  # a signal is the machine's fault, and its steps are done
                 context.request(StopJob("the script failed after its last step", "failed", blame))
         else:
-            cause = blame.cause if blame.traceback else causes.ProcessEnded(message.code)
+            cause = blame.cause if blame.traceback else failures.cause_of(message)
             failures.lose_worker(context, worker, cause, message)
 
     def on_worker_lost(

@@ -30,7 +30,7 @@ from holdfast.coordinator.membership.locality import Standing, in_order, path, p
 from holdfast.coordinator.storage import queries as storage
 from holdfast.protocol import causes, ledger
 from holdfast.protocol import messages as m
-from holdfast.protocol.causes import Cause, Hang, ProcessEnded, WorkersFail
+from holdfast.protocol.causes import Cause, Hang, WorkersFail
 
 TERM_GRACE_S = 1.0
 
@@ -73,11 +73,11 @@ class Restart:
         transitions.enter(context, worker, WorkerPhase.GONE)
         if expected or message.code == 0:
             if message.code == -signal.SIGKILL and not message.killed:
-                _explain(context, [worker], worker.node, ProcessEnded(message.code))
+                _explain(context, [worker], worker.node, failures.cause_of(message))
             return
         blame = membership.blames[worker.name]
         blame.rank = membership.generation.rank_of(worker.name) if membership.generation else None
-        cause = blame.cause if blame.traceback else ProcessEnded(message.code)
+        cause = blame.cause if blame.traceback else failures.cause_of(message)
         # The restart is decided before the fault is judged: training goes on in any case, unless the verdict
         # stops the job.
         injected = _fault(context, [worker], worker.node, cause, raised=message.code > 0)

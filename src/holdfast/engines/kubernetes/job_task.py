@@ -83,6 +83,7 @@ class JobTask:
         self.name, self.namespace, self.uid = metadata["name"], metadata["namespace"], metadata["uid"]
         self.desk = Desk(self.name)
         self._awake = asyncio.Event()
+        self._is_gone = False
         self._written: tuple[JobStatus, float] | None = None
         self._path = f"/apis/{GROUP}/{VERSION}/namespaces/{self.namespace}/{PLURAL}/{self.name}"
         self.queue = JobQueue(api, self.name, self.namespace, self.uid)
@@ -96,6 +97,11 @@ class JobTask:
 
     def put(self, raw: Object) -> None:
         """The object is so now; an older answer changes nothing."""
+        # The answer to a write that was refused may be about another job, which a person has made under this name since.
+        # Taken for this one, it would be given pods by this task and, as soon as the watch tells of it, by its own as well.
+        if raw["metadata"]["uid"] != self.uid:
+            self._is_gone = True
+            return
         # A watch may tell of an older object than the answer to our own write. Going back to it would undo
         # what was decided since, and the next write would be refused as one of an old version.
         if int(raw["metadata"]["resourceVersion"]) >= int(self._raw["metadata"]["resourceVersion"]):
@@ -143,6 +149,8 @@ class JobTask:
 
     async def _once(self) -> float:
         """One look. Returns after how long the next one is due; 0: when something changes."""
+        if self._is_gone:
+            return 0.0  # until the watch says so, too, and this task is ended
         if not self._objects.known:
             await self._objects.read(self._raw)
         seen = await self._observe()

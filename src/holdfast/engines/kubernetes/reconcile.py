@@ -492,8 +492,10 @@ def _deleted(seen: Observed) -> Plan:
     left_s = seen.deleted_s + grace_s + LEAVE_S - seen.now_s
     if over or seen.skip_save or left_s <= 0 or not _saves(seen):
         actions = [_delete(pod, DELETED) for pod in seen.pods if not pod.deleting]
+        # How it ended stays to be read: the finalizer may take more than one try, and somebody may wait for the condition.
+        status = seen.status if over else status_of(seen, job, stopping=DELETED)
         # Pods that are being deleted are the kubelet's: an object that waited for a lost machine would never go.
-        return Plan((*actions, RemoveFinalizer()), status_of(seen, job, stopping=DELETED))
+        return Plan((*actions, RemoveFinalizer()), status)
     return Plan(_stop(seen, job, DELETED), status_of(seen, job, stopping=DELETED), left_s)
 
 

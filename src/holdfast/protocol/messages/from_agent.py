@@ -142,6 +142,10 @@ class Exited(msgspec.Struct, frozen=True, kw_only=True, tag="exited"):
     """Path on the node; empty: it never started."""
     killed: bool = False
     """By its agent."""
+    out_of_memory: bool = False
+    """The kernel has killed for want of memory in its control group while it lived."""
+    memory_limit: int | None = None
+    """Of that group, in bytes; None: it has none."""
     summing: tuple[Key, ...] = ()
     """Shards that it left complete in memory, whose checksums the agent still computes: SnapshotStored or
     SnapshotRejected follows."""
