@@ -98,6 +98,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="bench.requests", description=__doc__)
     add_sizes(parser)
     parser.add_argument("--times", type=int, default=20, help="each request (default: 20)")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="START", help="requests whose address starts so"
+    )
     given = parser.parse_args()
     console = Console(width=130)
     what = f"{given.nodes} nodes, {given.nodes * PER_NODE} ranks, {given.steps} steps, {given.incidents} incidents"
@@ -113,6 +116,7 @@ def main() -> int:
             asked = requests(given.nodes, given.steps, given.incidents)
             if missing := set(there) - {one.route for one in asked} - set(LEFT_OUT):
                 raise SystemExit(f"no request is made of {', '.join(sorted(missing))}")
+            asked = [one for one in asked if not given.only or one.address.startswith(tuple(given.only))]
             token = (job_dir / "token").read_text()
             for line in asyncio.run(ask_all(asked, port, token, ours, given.times)):
                 console.print(line, highlight=False, markup=False)

@@ -1,6 +1,7 @@
 """The figures for Prometheus, of jobs that went through this and that."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -175,7 +176,7 @@ def test_exemplars_are_for_those_who_ask_for_openmetrics():
     for worker in ("n0.0#1", "n2.0#3"):
         desk.parks(worker, 5)
     desk.commit(6)
-    figures = Figures(desk.state, desk.tally(6), desk.now)
+    figures = Figures(desk.state, desk.core.index, desk.tally(6), desk.now)
     prometheus = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
     text, content_type = figures.encode(prometheus)
     assert content_type.startswith("application/openmetrics-text; version=1.0.0")
@@ -219,3 +220,30 @@ def test_nodes_are_named_with_their_place_and_what_they_carry():
     seen = figures(running(3, spares=1))
     assert [seen[("holdfast_node_ranks", n)] for n in ("n0", "n3")] == [1, 0]
     assert (seen[("holdfast_spares",)], seen[("holdfast_wanted_spares",)]) == (1, 1)
+
+
+class Counted(tuple[m.Member, ...]):
+    """Members that know how often all of them were gone through."""
+
+    looks = 0
+
+    def __iter__(self) -> Iterator[m.Member]:
+        self.looks += 1
+        return super().__iter__()
+
+
+def test_ranks_are_counted_where_the_figures_are_encoded_and_not_where_they_are_taken():
+    desk = running(3, spares=1)
+    generation = desk.state.membership.generation
+    assert generation is not None
+    members = Counted(generation.members)
+    desk.state.membership.generation = msgspec.structs.replace(generation, members=members)
+    figures = Figures(desk.state, desk.core.index, desk.tally(6), desk.now)
+    assert members.looks == 0
+    # What happens meanwhile is of another moment.
+    desk.state.membership.nodes["n0"].failures = 77
+    desk.state.membership.generation = None
+    text = figures.encode()[0].decode()
+    assert members.looks > 0
+    assert 'holdfast_node_ranks{node="n0"} 1.0' in text
+    assert 'holdfast_node_failures_total{node="n0"} 0.0' in text

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from aiohttp import WSCloseCode
+import pytest
+from aiohttp import WSCloseCode, web
 
 from holdfast.coordinator.kernel.membership_state import Node, Worker
 from holdfast.coordinator.kernel.phases import WorkerPhase
 from holdfast.coordinator.kernel.state import CoreState
+from holdfast.coordinator.service import routes, status_feed
 from holdfast.coordinator.service.report import build_status
 from holdfast.coordinator.service.status_feed import StatusFeed
 from holdfast.coordinator.service.store import LedgerEntry, Page, Store
-from holdfast.coordinator.service.watchers import QUEUE_BYTES, Watcher, Watchers
+from holdfast.coordinator.service.watchers import PIECE, QUEUE_BYTES, Watcher, Watchers
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.messages import Generation
 from holdfast.protocol.messages.generation import Member
@@ -77,7 +80,7 @@ def test_changes_put_together_are_the_status() -> None:
         feed = StatusFeed(state, lambda: NOW)
         await feed.look()
         heard = Status()
-        heard.whole(msgspec.json.decode(feed.whole())["value"])
+        heard.whole(msgspec.json.decode((await feed.whole())[1])["value"])
         for _ in range(100):
             disturb(state, rng)
             await feed.look()
@@ -100,7 +103,7 @@ def test_a_step_of_all_members_costs_no_row() -> None:
         await feed.look()
         change = msgspec.json.decode(feed.change)["value"]
         assert (change["workers"], change["nodes"], change["common"]) == ([], [], 6)
-        assert len(feed.change) < len(feed.whole()) / 50
+        assert len(feed.change) < len((await feed.whole())[1]) / 50
 
     asyncio.run(step())
 
@@ -201,3 +204,78 @@ def test_one_who_keeps_up_gets_the_whole_status_once(tmp_path: Path) -> None:
             assert kinds[:3] == [WHOLE, CHANGED, CHANGED]
 
     asyncio.run(keep_up())
+
+
+def test_many_events_are_sent_in_pieces_with_a_turn_for_others(tmp_path: Path) -> None:
+    async def send_all() -> None:
+        with closing(Store(tmp_path / "job.sqlite")) as store:
+
+            async def read(what: Any) -> Any:
+                return what(store)
+
+            # So short that all of them are read at once.
+            entries = [
+                LedgerEntry(seq=seq, t_s=0.0, utc=UTC, kind="stop-requested", fields={})
+                for seq in range(1, 501)
+            ]
+            store.write(Page(entries=entries))
+            watcher, socket, longest, before = Watcher(0), Socket(), 0, 0
+            socket.reads.set()
+            watcher.end()
+            feed = StatusFeed(job(), lambda: NOW)
+            sending = asyncio.create_task(watcher.send(socket, read, feed))  # type: ignore[arg-type]
+            while not sending.done():
+                await asyncio.sleep(0)
+                longest, before = max(longest, len(socket.said) - before), len(socket.said)
+            assert socket.seqs() == list(range(1, 501))
+            assert longest <= PIECE
+
+    asyncio.run(send_all())
+
+
+def test_the_whole_status_is_put_together_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    made_by = []
+    join = status_feed._object
+
+    def noted(*values: Any, **lists: Any) -> bytes:
+        made_by.append(threading.current_thread())
+        return join(*values, **lists)
+
+    async def ask() -> None:
+        feed = StatusFeed(job(), lambda: NOW)
+        await feed.look()
+        monkeypatch.setattr(status_feed, "_object", noted)
+        version, first = await feed.whole()
+        assert (version, (await feed.whole())[1] is first) == (1, True)
+        assert [one is threading.main_thread() for one in made_by] == [False]
+        await feed.page()
+        # What changed since the look before is small, and is put together at once.
+        assert [one is threading.main_thread() for one in made_by] == [False, True, False]
+
+    asyncio.run(ask())
+
+
+class Answer(web.StreamResponse):
+    """Notes what is written to it."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.pieces: list[bytes] = []
+
+    async def prepare(self, request: Any) -> None:
+        return None
+
+    async def write(self, data: Any) -> None:
+        self.pieces.append(bytes(data))
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        return None
+
+
+def test_a_large_answer_is_written_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes.web, "StreamResponse", Answer)
+    body = random.Random(1).randbytes(3 * routes.BODY_PIECE + 5)
+    answer = asyncio.run(routes._in_pieces(None, body, "text/plain"))  # type: ignore[arg-type]
+    assert isinstance(answer, Answer)
+    assert (answer.content_length, b"".join(answer.pieces) == body) == (len(body), True)
+    assert max(map(len, answer.pieces)) == routes.BODY_PIECE

@@ -18,11 +18,13 @@ from prometheus_client.registry import Collector
 
 import holdfast
 from holdfast.coordinator.kernel.incidents import kind_of
+from holdfast.coordinator.kernel.index import Index
 from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.membership import step_accounting
 from holdfast.coordinator.service import goodput, metrics_health, metrics_storage
 from holdfast.coordinator.service.metric_families import counter, gauge, histogram
+from holdfast.coordinator.service.metrics_rows import Rows
 from holdfast.coordinator.service.tally import Tally
 from holdfast.protocol import ledger
 from holdfast.protocol.time_classes import TimeClass
@@ -37,6 +39,7 @@ class Figures(Collector):
     def __init__(
         self,
         state: CoreState,
+        index: Index,
         tally: Tally,
         now: float,
         writable: bool = True,
@@ -50,7 +53,7 @@ class Figures(Collector):
         # Of these there may be ten thousand. Copied here and made into families by `collect`, in another thread:
         # the loop must answer heartbeats meanwhile.
         self._incidents = list(state.incidents)
-        self._nodes = metrics_health.node_rows(state)
+        self._rows = Rows(state, index.count_workers(WorkerPhase.READY))
         self._readings = dict(readings or {})
 
     def collect(self) -> Iterator[Metric]:
@@ -64,7 +67,7 @@ class Figures(Collector):
         for kind, number in sorted(Counter(map(kind_of, self._incidents)).items()):
             incidents.add_metric([kind], number)
         yield incidents
-        yield from metrics_health.nodes(self._nodes)
+        yield from self._rows.families()
         yield from metrics_health.readings(self._readings)
 
     def encode(self, accept: str = OLD_SERIES) -> tuple[bytes, str]:
@@ -81,7 +84,8 @@ class Figures(Collector):
 
 def metrics_text(state: CoreState, tally: Tally, now: float, writable: bool = True) -> bytes:
     """The figures in Prometheus' text format."""
-    return Figures(state, tally, now, writable).encode()[0]
+    index = Index(state.membership, state.spec.nproc)
+    return Figures(state, index, tally, now, writable).encode()[0]
 
 
 def _families(state: CoreState, tally: Tally, now: float) -> Iterator[Metric]:
@@ -92,7 +96,7 @@ def _families(state: CoreState, tally: Tally, now: float) -> Iterator[Metric]:
     yield from _incidents(state, tally)
     yield from metrics_health.changes(state)
     yield from metrics_health.health(state)
-    yield from metrics_health.spares(state)
+    yield gauge("holdfast_wanted_spares", "Spares that the job was started with.", state.spec.spares)
     yield from metrics_health.slow(state)
     yield from metrics_storage.snapshots(state, now)
     yield from metrics_storage.tiers(state, now)
@@ -124,10 +128,6 @@ def _training(state: CoreState, tally: Tally, now: float) -> Iterator[Metric]:
     world = state.membership.generation.strength if state.membership.generation else 0
     yield gauge("holdfast_world_size", "Workers that compute in the newest generation.", world)
     yield gauge("holdfast_target_world_size", "Workers at full strength.", state.target)
-    nodes = sum(n.alive for n in state.membership.nodes.values())
-    yield gauge("holdfast_nodes", "Connected nodes, spares included.", nodes)
-    ready = sum(w.phase is WorkerPhase.READY for w in state.membership.workers.values())
-    yield gauge("holdfast_ready_workers", "Warm workers that wait to be used.", ready)
     yield counter("holdfast_generations", "Generations that were formed.", state.membership.number)
     wall_s = max(0.0, now - state.began_s)
     yield counter("holdfast_wall_seconds", "Time since the job's start.", wall_s)
@@ -153,12 +153,6 @@ def _steps(state: CoreState, tally: Tally, now: float) -> Iterator[Metric]:
     if tally.weight is not None:
         text = "Weight (samples, tokens) of all commits, those of repeated steps included."
         yield counter("holdfast_weight", text, tally.weight)
-    ranks = state.membership.generation.members if state.membership.generation else ()
-    workers = state.membership.workers
-    medians = [w.median_s for m in ranks if (w := workers.get(m.worker)) and w.median_s is not None]
-    if medians:
-        text = "The median time of a step, on the slowest rank."
-        yield gauge("holdfast_step_median_seconds", text, max(medians))
     if tally.newest is not None:
         age_s = max(0.0, now - state.began_s - tally.newest.t_s)
         yield gauge("holdfast_step_age_seconds", "Time since the newest commit.", age_s)

@@ -19,7 +19,7 @@ from holdfast.coordinator.service.ledger import Ledger, Unreadable
 from holdfast.coordinator.service.metrics import Figures
 from holdfast.coordinator.service.metrics_health import Readings
 from holdfast.coordinator.service.report import build_report
-from holdfast.coordinator.service.store import KEEPERS, Page, Store
+from holdfast.coordinator.service.store import KEEPERS, News, Page, Store
 from holdfast.coordinator.service.tally import Tally
 from holdfast.coordinator.service.watchers import Watcher, Watchers, announcement
 from holdfast.errors import UsageError
@@ -35,8 +35,8 @@ MOST_KEEPERS = 64
 """Of whom each is waited for at the end. Who comes after them is given the ledger as well."""
 PIECE = 20
 """Incidents of a report that are put in words at once."""
-LEDGER_PIECE = 1 << 18
-"""Bytes of the ledger that are sent at once."""
+BODY_PIECE = 1 << 18
+"""Bytes of a large answer that are sent at once."""
 SETTLED_S = 2.0
 """So long after a commit what its script logged for it has been told. A killed rank 0 loses its last 50 ms for good."""
 
@@ -152,8 +152,7 @@ class Routes:
             return
 
     async def _status_page(self, request: web.Request) -> web.StreamResponse:
-        body = await self._watchers.feed.page()
-        return web.Response(body=body, content_type="application/json")
+        return await _in_pieces(request, await self._watchers.feed.page(), "application/json")
 
     async def _report_page(self, request: web.Request) -> web.StreamResponse:
         try:
@@ -176,27 +175,18 @@ class Routes:
         except Unreadable:
             pass
         writable = self._ledger.why is None
-        state, clock = self._loop.core.state, self._loop.clock
-        figures = Figures(state, self._tally, clock(), writable, self._readings)
+        core, clock = self._loop.core, self._loop.clock
+        figures = Figures(core.state, core.index, self._tally, clock(), writable, self._readings)
         body, content_type = await asyncio.to_thread(figures.encode, request.headers.get("Accept", ""))
-        return web.Response(body=body, headers={"Content-Type": content_type})
+        return await _in_pieces(request, body, content_type)
 
     async def _ledger_page(self, request: web.Request) -> web.StreamResponse:
         """The job's SQLite file."""
         try:
-            copy = memoryview(await self._ledger.read(Store.copy))
+            copy = await self._ledger.read(Store.copy)
         except Unreadable as error:
             return web.Response(status=503, text=str(error))
-        response = web.StreamResponse(headers={"Content-Type": "application/vnd.sqlite3"})
-        response.content_length = len(copy)
-        await response.prepare(request)
-        # In pieces, with a turn for others after each: as one body it would be copied into the socket's buffer at a stroke,
-        # and 8 MB held the loop for 12 ms.
-        for begin in range(0, len(copy), LEDGER_PIECE):
-            await response.write(copy[begin : begin + LEDGER_PIECE])
-            await asyncio.sleep(0)
-        await response.write_eof()
-        return response
+        return await _in_pieces(request, copy, "application/vnd.sqlite3")
 
     async def _news_page(self, request: web.Request) -> web.StreamResponse:
         """`?seq=&place=`: what a follower of the ledger has not read yet, see `Store.news`."""
@@ -209,10 +199,10 @@ class Routes:
         until_s = self._loop.clock() - self._loop.core.state.began_s - SETTLED_S
         try:
             # Encoded on the thread that reads: an entry may name thousands of workers.
-            news = await self._ledger.read(lambda store: msgspec.json.encode(store.news(seq, place, until_s)))
-            return web.Response(body=news, content_type="application/json")
+            news = await self._ledger.read(lambda store: _encoded(store.news(seq, place, until_s)))
         except Unreadable as error:
             return web.Response(status=503, text=str(error))
+        return await _in_pieces(request, news, "application/json")
 
     async def _orders_page(self, request: web.Request) -> web.StreamResponse:
         """See `protocol.engine_orders.EngineOrders`."""
@@ -356,3 +346,23 @@ class Routes:
 
 def _json(value: Any) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), content_type="application/json")
+
+
+def _encoded(news: News) -> bytes:
+    """As JSON. Entry by entry: the interpreter is held for one call of the encoder, so all in one would hold the loop too."""
+    events = [msgspec.Raw(msgspec.json.encode(entry)) for entry in news.events]
+    return msgspec.json.encode(msgspec.structs.asdict(news) | {"events": events})
+
+
+async def _in_pieces(request: web.Request, body: bytes, content_type: str) -> web.StreamResponse:
+    """An answer that may be large, with a turn for others after each piece."""
+    response = web.StreamResponse(headers={"Content-Type": content_type})
+    response.content_length = len(body)
+    await response.prepare(request)
+    # As one body it would be copied into the socket's buffer at a stroke, and 8 MB held the loop for 12 ms.
+    whole = memoryview(body)
+    for begin in range(0, len(whole), BODY_PIECE):
+        await response.write(whole[begin : begin + BODY_PIECE])
+        await asyncio.sleep(0)
+    await response.write_eof()
+    return response

@@ -1,14 +1,16 @@
 """The status of a running job, kept up to date row by row: what changed since the last look is all that is sent.
 
-A look goes over all nodes and workers, in pieces between which others have their turn. So no look holds the event loop,
-however large the job is, and a job that nobody watches is not looked at.
+A look goes over all nodes and workers, in pieces between which others have their turn. The whole is put together in
+another thread, out of rows that no one changes. So neither holds the event loop, however large the job is, and a job that
+nobody watches is not looked at.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import msgspec
@@ -20,8 +22,8 @@ from holdfast.coordinator.service import report
 from holdfast.protocol.messages import Generation
 from holdfast.protocol.status_change import CHANGED, WHOLE, StatusChange
 
-PIECE = 400
-"""So many rows are looked at before others have their turn: about half a millisecond."""
+PIECE = 100
+"""So many rows are looked at before others have their turn: a millisecond where all of them are made anew."""
 
 
 class _Row(NamedTuple):
@@ -31,6 +33,26 @@ class _Row(NamedTuple):
     is_common: bool
     """Its step is the common one, and is left out."""
     encoded: bytes
+
+
+class _Whole(NamedTuple):
+    """The status at one moment: what `StatusFeed` has, and replaces but never changes."""
+
+    head: dict[str, Any]
+    common: int | None
+    nodes: list[tuple[dict[str, Any], bytes]]
+    workers: list[_Row]
+
+    def announcement(self) -> bytes:
+        """For those who watch."""
+        nodes, workers = (row for _, row in self.nodes), (row.encoded for row in self.workers)
+        return _announced(WHOLE, _object(self.head | {"common": self.common}, nodes=nodes, workers=workers))
+
+    def page(self) -> bytes:
+        """For whoever asks once: with the step in every row of a worker."""
+        start = b'{"step":%s,' % msgspec.json.encode(self.common)
+        workers = (start + row.encoded[1:] if row.is_common else row.encoded for row in self.workers)
+        return _object(self.head, nodes=(row for _, row in self.nodes), workers=workers)
 
 
 class StatusFeed:
@@ -49,7 +71,7 @@ class StatusFeed:
         self._members: Generation | None = None
         self._ranks: dict[str, int] = {}
         self._whole: tuple[int, bytes] = (0, b"")
-        self._looking = asyncio.Lock()
+        self._looking, self._writing = asyncio.Lock(), asyncio.Lock()
 
     async def look(self) -> None:
         """Brings it up to date."""
@@ -61,43 +83,27 @@ class StatusFeed:
             head = report.status_head(self._state, self._clock(), *latest)
             told = {k: v for k, v in head.items() if k not in self._head or self._head[k] != v}
             self._head = head
-            change = {
-                "head": told,
-                "common": self._common,
-                "nodes": [msgspec.Raw(row) for row in nodes],
-                "workers": [msgspec.Raw(row) for row in workers],
-                "gone": gone,
-            }
-            assert change.keys() == set(StatusChange.__struct_fields__)
-            self.change = msgspec.json.encode({"kind": CHANGED, "value": change})
+            values = {"head": told, "common": self._common, "gone": gone}
+            assert {*values, "nodes", "workers"} == set(StatusChange.__struct_fields__)
+            self.change = _announced(CHANGED, _object(values, nodes=nodes, workers=workers))
             self.version += 1
 
-    def whole(self) -> bytes:
-        """The announcement of all of it, put together out of rows that are encoded already."""
-        if self._whole[0] != self.version:
-            self._whole = self.version, msgspec.json.encode({"kind": WHOLE, "value": self._all()})
-        return self._whole[1]
+    async def whole(self) -> tuple[int, bytes]:
+        """A version, and the announcement of all of it."""
+        # One after the other: who watches the same version is given the same bytes.
+        async with self._writing:
+            if self._whole[0] != self.version:
+                version, now = self.version, self._now()
+                self._whole = version, await asyncio.to_thread(now.announcement)
+            return self._whole
 
     async def page(self) -> bytes:
         """The status as JSON, for whoever asks once: with the step in every row of a worker."""
         await self.look()
-        common = msgspec.json.encode(self._common)
-        workers = []
-        for number, row in enumerate(list(self._workers.values())):
-            if number % PIECE == PIECE - 1:
-                await asyncio.sleep(0)
-            whole = b'{"step":%s,%s' % (common, row.encoded[1:]) if row.is_common else row.encoded
-            workers.append(msgspec.Raw(whole))
-        shown = self._all() | {"workers": workers}
-        del shown["common"]
-        return msgspec.json.encode(shown)
+        return await asyncio.to_thread(self._now().page)
 
-    def _all(self) -> dict[str, Any]:
-        return self._head | {
-            "common": self._common,
-            "nodes": [msgspec.Raw(row) for _, row in self._nodes.values()],
-            "workers": [msgspec.Raw(row.encoded) for row in self._workers.values()],
-        }
+    def _now(self) -> _Whole:
+        return _Whole(self._head, self._common, list(self._nodes.values()), list(self._workers.values()))
 
     async def _number_members(self) -> None:
         generation = self._state.membership.generation
@@ -106,8 +112,8 @@ class StatusFeed:
             return
         ranks: dict[str, int] = {}
         members = generation.members if generation else ()
-        for begin in range(0, len(members), 4 * PIECE):
-            ranks.update((x.worker, x.rank) for x in members[begin : begin + 4 * PIECE])
+        for begin in range(0, len(members), 8 * PIECE):
+            ranks.update((x.worker, x.rank) for x in members[begin : begin + 8 * PIECE])
             await asyncio.sleep(0)
         self._members, self._ranks = generation, ranks
 
@@ -129,7 +135,10 @@ class StatusFeed:
         there = [w for w in self._state.membership.workers.values() if w.phase is not WorkerPhase.GONE]
         await asyncio.sleep(0)
         # What most members have. In a change it is one number, and without it would be a row for each of them.
-        counts = Counter(w.committed for w in there if w.name in self._ranks)
+        counts: Counter[int | None] = Counter()
+        for begin in range(0, len(there), 8 * PIECE):
+            counts.update(w.committed for w in there[begin : begin + 8 * PIECE] if w.name in self._ranks)
+            await asyncio.sleep(0)
         self._common = counts.most_common(1)[0][0] if counts else None
         found: list[bytes] = []
         latest = report.Latest()
@@ -139,10 +148,12 @@ class StatusFeed:
             latest.add(worker, worker.name in self._ranks)
             if (encoded := self._renewed(worker)) is not None:
                 found.append(encoded)
-        names = {w.name for w in there}
+        await asyncio.sleep(0)
+        names = set(map(attrgetter("name"), there))
         gone = [name for name in self._workers if name not in names]
         for name in gone:
             del self._workers[name]
+        await asyncio.sleep(0)
         return found, gone, latest.told()
 
     def _renewed(self, worker: Worker) -> bytes | None:
@@ -162,3 +173,13 @@ class StatusFeed:
         encoded = msgspec.json.encode(row)
         self._workers[worker.name] = _Row(facts, is_common, encoded)
         return encoded
+
+
+def _object(values: dict[str, Any], **lists: Iterable[bytes]) -> bytes:
+    """A JSON object of these values, and of lists whose rows are encoded already."""
+    rows = [b'"%s":[%s]' % (name.encode(), b",".join(encoded)) for name, encoded in lists.items()]
+    return b"{%s}" % b",".join([msgspec.json.encode(values)[1:-1], *rows])
+
+
+def _announced(kind: str, value: bytes) -> bytes:
+    return b'{"kind":%s,"value":%s}' % (msgspec.json.encode(kind), value)

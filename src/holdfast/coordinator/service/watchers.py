@@ -26,6 +26,8 @@ STATUS_SHARE = 20
 """A look at the status of a large job is followed by a pause of so many times its length: a twentieth of a core at most."""
 QUEUE_BYTES = 256 * 1024
 """Queued for one watcher at most; and so much of the ledger is read for it at once."""
+PIECE = 50
+"""So many announcements are sent to one watcher before others have their turn: a millisecond."""
 
 Reading = Callable[[Callable[[Store], Any]], Awaitable[Any]]
 
@@ -49,6 +51,7 @@ class Watcher:
         # At first it has nothing of what happened: the past is read from the ledger, as all that it misses later.
         self._behind, self._dropped = True, False
         self._ends = self._lost = False
+        self._said = 0
 
     def tell(self, data: bytes, seq: int = 0, must_arrive: bool = True) -> None:
         """Queues an announcement. seq: of an event. must_arrive: the connection is given up before this is left out."""
@@ -90,9 +93,11 @@ class Watcher:
                 return WSCloseCode.OK
             elif feed.version > self._shown:
                 # From the version before, the change is the same for all who keep up. Who does not gets all of it.
-                text = feed.change if feed.version == self._shown + 1 and self._shown else feed.whole()
-                self._shown = feed.version
-                await socket.send_str(text.decode())
+                if feed.version == self._shown + 1 and self._shown:
+                    self._shown, text = feed.version, feed.change
+                else:
+                    self._shown, text = await feed.whole()
+                await self._say(socket, text)
             else:
                 await self._woken.wait()
         return WSCloseCode.TRY_AGAIN_LATER
@@ -105,7 +110,14 @@ class Watcher:
             if one.seq <= self._sent:
                 return
             self._sent = one.seq
-        await socket.send_str(one.data.decode())
+        await self._say(socket, one.data)
+
+    async def _say(self, socket: web.WebSocketResponse, text: bytes) -> None:
+        await socket.send_str(text.decode())
+        # A socket with room takes thousands without a pause, and nobody else would have a turn.
+        self._said += 1
+        if self._said % PIECE == 0:
+            await asyncio.sleep(0)
 
     async def _read_on(self, socket: web.WebSocketResponse, read: Reading) -> None:
         self._dropped = False
@@ -114,11 +126,11 @@ class Watcher:
         except Unreadable as error:
             # A ledger that cannot be read is no reason to see nothing: the live events follow.
             self._behind = False
-            await socket.send_str(announcement("log", {"text": str(error)}).decode())
+            await self._say(socket, announcement("log", {"text": str(error)}))
             return
         for seq, data in found:
             self._sent = seq
-            await socket.send_str(data.decode())
+            await self._say(socket, data)
         # One that was left out of the queue meanwhile may be newer than what was read.
         self._behind = more or self._dropped
 
