@@ -137,7 +137,7 @@ def series(
     width = FACTOR**level
     there = {row[0] for row in db.execute("select name from sqlite_master where type = 'table'")}
     if "figures" not in there:
-        rows: list[tuple[Any, ...]] = []
+        rows = []
     elif level == 0:
         rows = db.execute(
             "select step, 1, value, value, value from figures where name = ? and step between ? and ? order by step",
