@@ -108,53 +108,6 @@ def test_a_step_far_below_is_committed_again(tmp_path: Path) -> None:
         assert store.tally(Tally()).steps == 3000
 
 
-def of_its_values(values: dict[int, float], width: int) -> list[tuple[int, float, float, float]]:
-    found = []
-    for bucket in sorted({step // width for step in values}):
-        mine = [v for step, v in values.items() if step // width == bucket]
-        found.append((bucket * width, sum(mine) / len(mine), min(mine), max(mine)))
-    return found
-
-
-def test_what_the_script_logged_outlives_its_rows(tmp_path: Path) -> None:
-    rng = random.Random(3)
-    values: dict[int, float] = {}
-    path = tmp_path / "job.sqlite"
-    with small(), closing(Store(path)) as store:
-        for at in range(0, 6000, 50):
-            said = page(at, 50, 1, rng).steps[0]
-            # One is logged in every step, and one in some.
-            figures = [("accuracy", n, rng.random()) for n in range(at, at + 50)]
-            figures += [("valid", n, float(n)) for n in range(at, at + 50) if n % 40 == 0]
-            values |= {step: value for name, step, value in figures if name == "accuracy"}
-            store.write(Page(steps=[msgspec.structs.replace(said, figures=figures)]))
-        assert store.dropped().floors[1] > 0
-        assert store.figure_names() == ["accuracy", "valid"]
-        for level in range(1, rollups.LEVELS):
-            assert (
-                rows(store, f"figure_rollups where name = 'accuracy' and level = {level}")
-                <= BUCKETS + 3 * PIECE
-            )
-        for points, width in ((14, 512), (100, 64)):
-            found = store.figure_series("accuracy", 0, None, points)
-            shown = list(
-                zip(found["step"], found["value"], found["value_min"], found["value_max"], strict=True)
-            )
-            wanted = of_its_values(values, width)
-            assert [x[0] for x in shown] == [x[0] for x in wanted]
-            for one, other in zip(shown, wanted, strict=True):
-                assert one == pytest.approx(other)
-        assert store.figure_series("valid", 0, None, 14)["value_max"][0] == 480.0
-        newest = store.figure_series("accuracy", 5990, None)
-        assert newest["step"] == list(range(5990, 6000))
-        assert newest["value"] == newest["value_min"] == [values[n] for n in range(5990, 6000)]
-        # A late word of a step whose row has gone changes no summary: its neighbours are gone as well.
-        curve = store.figure_series("accuracy", 0, None, 14)
-        late = page(10, 1, 1, rng).steps[0]
-        store.write(Page(steps=[msgspec.structs.replace(late, figures=[("accuracy", 10, 99.0)])]))
-        assert store.figure_series("accuracy", 0, None, 14) == curve
-
-
 def test_old_generations_lose_the_names_of_their_workers(tmp_path: Path) -> None:
     names = [f"n{n}.0#1" for n in range(20)]
     with small(), closing(Store(tmp_path / "job.sqlite")) as store:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.coordinator.service import figure_rollups, rollups
+from holdfast.coordinator.service import rollups
 from holdfast.coordinator.service.store import Page, ReportedSteps, Store
 from holdfast.protocol.messages import StepTold
 
@@ -90,50 +90,6 @@ def test_a_ledger_of_before_has_fewer_columns(tmp_path: Path) -> None:
         found = store.series(0, 99, 20)
         assert found["grad_norm"] == found["lr"] == found["weight_per_s"] == [None] * 13
         same(store, 0, 99, 20, 8)
-
-
-def log(store: Store, steps: range, value: float, generation: int = 1) -> None:
-    told_of = tuple(told(n, 1.0, generation) for n in steps)
-    figures = [("a", n, value + n) for n in steps] + [("b", n, float("nan")) for n in steps]
-    said = ReportedSteps(t_s=1.0, losses=told_of, generation=generation, world=2, figures=figures)
-    store.write(Page(steps=[said]))
-
-
-def test_what_the_script_logs_is_summarized_with_the_step(tmp_path: Path) -> None:
-    with closing(Store(tmp_path / "job.sqlite")) as store:
-        log(store, range(100), 0.0)
-        log(store, range(60, 80), 1000.0, 2)  # the job went back
-        found = store.figure_series("a", 0, 99, 20)
-        assert found["step"] == list(range(0, 100, 8))
-        assert found["value"][0] == 3.5
-        assert (found["value_min"][7], found["value_max"][7]) == (56.0, 1063.0)
-        # A mean of what is not finite is none.
-        assert store.figure_series("b", 0, 99, 20)["value"] == [None] * 13
-        assert store.figure_series("c", 0, 99, 20)["step"] == []
-
-
-def test_values_that_an_older_version_wrote_are_summarized_at_the_next_start(tmp_path: Path) -> None:
-    path = tmp_path / "job.sqlite"
-    with closing(Store(path)) as store:
-        log(store, range(100), 0.0)
-        curve = store.figure_series("a", 0, 99, 20)
-    with closing(sqlite3.connect(path)) as db:
-        db.execute("drop table figure_rollups")
-        db.commit()
-    # A reader changes nothing, and reads the values themselves.
-    with closing(Store(path, read_only=True)) as store:
-        assert store.figure_series("a", 0, 99, 20) == curve
-    with closing(sqlite3.connect(path)) as db:
-        db.execute("delete from kept where name = ?", (figure_rollups.ROLLED,))
-        db.commit()
-    with closing(Store(path)) as store:
-        assert store.figure_series("a", 0, 99, 20) == curve
-    with closing(sqlite3.connect(path)) as db:
-        db.execute("update figures set value = 7 where name = 'a' and step = 3")
-        db.execute("update steps set place = place + 1000 where step = 3")
-        db.commit()
-    with closing(Store(path)) as store:
-        assert store.figure_series("a", 0, 99, 20)["value_max"][0] == 7.0
 
 
 def test_a_read_touches_as_many_rows_however_long_the_job_is(tmp_path: Path) -> None:

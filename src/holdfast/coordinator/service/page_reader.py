@@ -80,18 +80,10 @@ def incident(store: Store, told: Story, number: int | None) -> dict[str, Any]:
 
 
 def series(store: Store, query: Mapping[str, str]) -> dict[str, Any]:
-    """Curves, see `rollups.series`, and that of the name in `figure`, if it has one. figures: the names that it may have.
-    Raises Refused."""
+    """Curves, see `rollups.series`. Raises Refused."""
     first, last = whole(query, "from", 0) or 0, whole(query, "to", None)
     points = max(2, whole(query, "points", 2000, most=2000) or 2000)
-    shown = {"columns": store.series(first, last, points), "newest": store.last_step()}
-    names, name = store.figure_names(), query.get("figure")
-    if name and name not in names:
-        raise Refused("the script has logged nothing under this name", 404)
-    return shown | {
-        "figures": names,
-        "figure": store.figure_series(name, first, last, points) if name else None,
-    }
+    return {"columns": store.series(first, last, points), "newest": store.last_step()}
 
 
 def log(job_dir: Path, path: str) -> dict[str, Any]:

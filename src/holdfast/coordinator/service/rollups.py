@@ -113,7 +113,12 @@ def series(
     steps whose weight and time are known. world: the fewest workers. floors: see `compaction.Dropped`; what went is shown
     by the finest level that has the whole range.
     """
-    level = level_of(first, last, points, floors)
+    level = 0
+    # Two more than the quotient: the range may begin and end in the middle of a bucket.
+    while (last - first) // FACTOR**level + 2 > points:
+        level += 1
+    while level < LEVELS and level < len(floors) and first < floors[level]:
+        level += 1
     there = {row[0] for row in db.execute("select name from sqlite_master where type = 'table'")}
     if "steps" not in there:
         return _columns([], 1)
@@ -129,17 +134,6 @@ def series(
             f"step / {width}, {_of(db)} from steps where step / {width} between ? and ? group by 1 order by 1"
         )
     return _columns(db.execute(f"select {what}", (low, high)).fetchall(), width)
-
-
-def level_of(first: int, last: int, points: int, floors: Sequence[int]) -> int:
-    """The finest level that shows the steps first..last in so many points, and has all of them."""
-    level = 0
-    # Two more than the quotient: the range may begin and end in the middle of a bucket.
-    while (last - first) // FACTOR**level + 2 > points:
-        level += 1
-    while level < LEVELS and level < len(floors) and first < floors[level]:
-        level += 1
-    return level
 
 
 def _of(db: sqlite3.Connection) -> str:

@@ -21,7 +21,7 @@ from urllib.parse import quote
 import msgspec
 
 from holdfast.coordinator.kernel.state import CoreState
-from holdfast.coordinator.service import compaction, figure_rollups, rollups
+from holdfast.coordinator.service import compaction, rollups
 from holdfast.coordinator.service.older_states import state_of
 from holdfast.coordinator.service.step_summary import StepSummary, read_summary
 from holdfast.coordinator.service.tally import Tally, read_tally
@@ -188,12 +188,10 @@ class Store:
                 self._db.execute("pragma locking_mode=exclusive")
             self._db.execute("pragma journal_mode=wal")
             self._db.execute(f"pragma synchronous={'full' if shared else 'normal'}")
-            self._db.executescript(_SCHEMA + rollups.SCHEMA + figure_rollups.SCHEMA)
+            self._db.executescript(_SCHEMA + rollups.SCHEMA)
             self._add_later_columns()
             self._dropped = compaction.dropped(self._db)
-            place = self._newest_place()
-            rollups.catch_up(self._db, place, self._dropped.floors)
-            figure_rollups.catch_up(self._db, place, self._dropped.floors)
+            rollups.catch_up(self._db, self._newest_place(), self._dropped.floors)
             # Only upward: an older version that continues a newer ledger must not claim that it wrote
             # everything in it.
             if self.version < ledger.VERSION:
@@ -252,7 +250,7 @@ class Store:
                 self.add_steps(reported.t_s, reported.losses, reported.generation, reported.world)
                 self.add_figures(reported.figures, reported.generation)
             steps = [told.step for reported in page.steps for told in reported.losses]
-            self._roll_up(steps, [(f[0], f[1]) for reported in page.steps for f in reported.figures])
+            self._roll_up(steps)
             for name, value in page.kept.items():
                 self.keep(name, value)
             formed = any(e.kind in ("formed", "started") for e in page.entries)
@@ -349,14 +347,11 @@ class Store:
             rows,
         )
 
-    def _roll_up(self, steps: list[int], figures: list[tuple[str, int]]) -> None:
-        # In the transaction that wrote them: whoever reads finds both or neither.
-        figure_rollups.roll_up(self._db, figures, self._dropped.floors)
+    def _roll_up(self, steps: list[int]) -> None:
+        # In the transaction that wrote the steps: whoever reads finds both or neither.
         if steps:
             rollups.roll_up(self._db, steps, self._dropped.floors)
-            place = self._newest_place()
-            rollups.mark(self._db, place)
-            figure_rollups.mark(self._db, place)
+            rollups.mark(self._db, self._newest_place())
 
     def _newest_place(self) -> int:
         """Of the commit that the ledger learned of last; 0: there is none."""
@@ -371,18 +366,6 @@ class Store:
             return rollups.series(self._db, 0, 0, points)
         last = newest if last is None else min(last, newest)
         return rollups.series(self._db, max(0, first), last, points, self.dropped().floors)
-
-    def figure_series(
-        self, name: str, first: int = 0, last: int | None = None, points: int = rollups.POINTS
-    ) -> dict[str, list[Any]]:
-        """The curve of one name that the script logged, see `figure_rollups.series`. last: None: the newest step."""
-        newest = self.last_step() or 0
-        last = newest if last is None else min(last, newest)
-        return figure_rollups.series(self._db, name, max(0, first), last, points, self.dropped().floors)
-
-    def figure_names(self) -> list[str]:
-        """Of all that the script logged, sorted."""
-        return figure_rollups.names(self._db)
 
     def dropped(self) -> compaction.Dropped:
         """What is not in the file any more."""
@@ -515,7 +498,7 @@ class Store:
         if not steps or not self._columns("figures"):
             return {}
         found: dict[int, dict[str, float | None]] = {}
-        for name in figure_rollups.names_in(self._db, "figures"):
+        for name in compaction.names(self._db):
             query = (
                 "select step, value from figures where name = ? and step in (select value from json_each(?))"
             )
