@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from holdfast.agent.figures import STALE_S, Figures
+from holdfast.coordinator.kernel.index import Index
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.service.metrics import Figures as Page
 from holdfast.coordinator.service.tally import Tally
@@ -92,6 +93,7 @@ def test_series_of_a_node() -> None:
         ("net.rx_bytes", "eth0", 250.0),
         ("new", "x", 1.0),
     )
-    text = Page(state, Tally(), 1.0, readings={"n0": told}).encode()[0].decode()
+    index = Index(state.membership, 1)
+    text = Page(state, index, Tally(), 1.0, readings={"n0": told}).encode()[0].decode()
     assert 'holdfast_node_gpu_utilization_ratio{gpu="0000:5d:00",node="n0"} 0.87' in text
     assert 'holdfast_node_network_received_bytes_total{interface="eth0",node="n0"} 250.0' in text
