@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from harness import adds_up
 
 from holdfast.coordinator.service.store import Store
 from holdfast.engines.client import Announcement
@@ -253,7 +252,6 @@ class Job:
         assert mine == await asyncio.to_thread(undisturbed.losses, len(mine))
         report = json.loads((self.dir / "report.json").read_text())
         assert report["steps"]["committed"] == len(mine)
-        adds_up(report["goodput"])
         if incidents:
             assert len(report["incidents"]) in incidents, told
 

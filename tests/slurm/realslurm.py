@@ -15,8 +15,6 @@ from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from harness import adds_up
-
 from holdfast.coordinator.service.store import Store, newest_ledger
 from holdfast.engines.client import Announcement, JobClient
 
@@ -249,7 +247,6 @@ class Job:
 
     def report(self) -> dict[str, Any]:
         value: dict[str, Any] = json.loads((self.dir / "report.json").read_text())
-        adds_up(value["goodput"])
         return value
 
     def losses(self) -> list[float | None]:

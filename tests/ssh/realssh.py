@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from harness import adds_up
-
 from holdfast.coordinator.service.store import Store
 
 NAMES = "a", "b", "c", "d"
@@ -190,10 +188,7 @@ class Job:
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             raise AssertionError(f"it did not end:\n{self.output[-6000:]}") from None
-        report = json.loads(self.report.read_text()) if self.report.exists() else {}
-        if report:
-            adds_up(report["goodput"])
-        return report
+        return json.loads(self.report.read_text()) if self.report.exists() else {}
 
     def losses(self) -> list[float]:
         store = Store(self.dir / "job.sqlite", read_only=True)
