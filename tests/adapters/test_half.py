@@ -53,7 +53,7 @@ def common(end: dict) -> dict:
     return {name: value for name, value in end.items() if name not in OWN}
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "framework",
     [

@@ -61,7 +61,7 @@ def test_loss_norm_and_buffers_are_those_of_one_worker(tmp_path, layout, nodes, 
     ("layout", "nodes", "more"),
     [
         ("experts", 2, ()),
-        ("nameless", 2, ("--dense",)),
+        pytest.param("nameless", 2, ("--dense",), marks=pytest.mark.nightly),
         pytest.param("context", 2, (), marks=pytest.mark.nightly),
         pytest.param("tensor", 2, ("--dense",), marks=pytest.mark.nightly),
         pytest.param("experts-fsdp", 4, (), marks=pytest.mark.nightly),
