@@ -15,7 +15,7 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DataLoaderConfiguration
 from ends import LIMIT_S, by_itself, ends
 from harness import run
-from resized import sizes, smaller_and_whole_again
+from resized import check, smaller_and_whole_again
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from holdfast.accelerate import Accelerator
@@ -43,9 +43,7 @@ def undisturbed(tmp_path_factory) -> dict:
 def in_a_job(home: Path, *options: object, nodes: str = "2", worlds: tuple[int, ...] = (2,)) -> list[dict]:
     """By two workers. worlds: the sizes that the job begins with."""
     ran = run(home, "--nnodes", nodes, *options, SCRIPT, home / "out", 2, timeout=LIMIT_S)
-    assert ran.code == 0, ran.output
-    assert ran.report["final"]["replicas_equal"], ran.output
-    assert sizes(ran)[: len(worlds)] == [*worlds]
+    check(ran, *worlds)
     return longest_first(home)
 
 

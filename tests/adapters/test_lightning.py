@@ -11,7 +11,7 @@ import torch
 from bodies import digest
 from ends import LIMIT_S, by_itself, ends
 from harness import run
-from resized import sizes, smaller_and_whole_again
+from resized import check, smaller_and_whole_again
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
 import holdfast.lightning  # before Lightning looks at the environment
@@ -49,10 +49,7 @@ def in_a_job(
     """By two workers. worlds: the sizes that the job begins with."""
     (home / "out").mkdir()
     ran = run(home, "--nnodes", nodes, *options, SCRIPT, home / "out", 2, *script, timeout=LIMIT_S)
-    assert ran.code == 0, ran.output
-    # All protected state, so also where the loops and callbacks stand.
-    assert ran.report["final"]["replicas_equal"], ran.output
-    assert sizes(ran)[: len(worlds)] == [*worlds]
+    check(ran, *worlds)
     return ends(home / "out")
 
 

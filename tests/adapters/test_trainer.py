@@ -10,7 +10,7 @@ import pytest
 from ends import LIMIT_S, by_itself, ends
 from harness import Ran, run
 from killed import killed_and_gone_on, train
-from resized import sizes, smaller_and_whole_again
+from resized import check, sizes, smaller_and_whole_again
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from holdfast.adapters.huggingface.progress import Progress
@@ -37,9 +37,7 @@ def in_a_job(
 ) -> list[dict]:
     """By two workers. worlds: the sizes that the job begins with."""
     ran = run(home, "--nnodes", nodes, *options, SCRIPT, home / "out", *script, timeout=LIMIT_S)
-    assert ran.code == 0, ran.output
-    assert ran.report["final"]["replicas_equal"], ran.output
-    assert sizes(ran)[: len(worlds)] == [*worlds]
+    check(ran, *worlds)
     return ends(home / "out")
 
 
@@ -221,8 +219,7 @@ def test_trl_goes_on_from_a_snapshot(tmp_path):
 
 def trl_job(home: Path, *options: object, kind: str) -> Ran:
     ran = run(home, *options, TRL, home / "out", "level-2", kind, 2, timeout=LIMIT_S)
-    assert ran.code == 0, ran.output
-    assert ran.report["final"]["replicas_equal"], ran.output
+    check(ran)
     return ran
 
 

@@ -37,7 +37,7 @@ HERE=$(dirname "$SELF")
 PACKAGES=$HERE/../packages.sh
 PYTHON=${PYTHON:-$HERE/../../.venv/bin/python}
 # As it is from everywhere, and not where the link leads: an environment's Python is found by its own path.
-PYTHON=$(cd "$(dirname "$PYTHON")" && pwd)/$(basename "$PYTHON")
+PYTHON=$(realpath -sm "$PYTHON")
 names() { seq -f n%g 1 "$NODES"; }
 address() { echo "$NET.$((10 + ${1#n}))"; }
 

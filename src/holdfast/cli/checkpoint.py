@@ -120,7 +120,6 @@ def _piece(spec: Any) -> str:
 def verify(place: Place = None, job: JobName = None, as_json: AsJson = False) -> None:
     """Reads every byte of every checkpoint. The exit code is 1 if one of them is not complete."""
     from holdfast.errors import StateError, TierError
-    from holdfast.observe.transfer_progress import ByteCount
 
     results: list[dict[str, Any]] = []
     unreadable: list[str] = []
@@ -129,8 +128,7 @@ def verify(place: Place = None, job: JobName = None, as_json: AsJson = False) ->
     for archive, step in found:
         result: dict[str, Any] = {"step": step, "place": archive.where(step)}
         try:
-            with ByteCount(sys.stderr, f"step {step}", archive.manifest(step).nbytes) as progress:
-                result |= {"whole": True, "bytes": archive.verify(step, progress.add).nbytes}
+            result |= {"whole": True, "bytes": _verify(archive, step)}
         except StateError as error:
             result |= {"whole": False, "why": str(error)}
         # A tier that does not answer says nothing about its checkpoints, so nothing is kept of that.
@@ -270,17 +268,25 @@ def free(job: JobName = None) -> None:
     sys.stdout.write(f"{size(nbytes)} of snapshot memory freed\n")
 
 
+def _verify(archive: Archive, step: int) -> int:
+    """Reads every byte, with progress; returns how many. Raises StateError."""
+    from holdfast.observe.transfer_progress import ByteCount
+
+    manifest = archive.manifest(step)
+    with ByteCount(sys.stderr, f"step {step}", manifest.nbytes) as progress:
+        archive.verify_all(manifest, progress.add)
+    return manifest.nbytes
+
+
 def _check_newest(archive: Archive, savers: dict[str, list[Path]]) -> None:
     """Raises StateError if the newest checkpoint is not complete."""
     # Retention keeps the newest and removes older ones. If the newest is damaged, an older one may be the only copy of the
     # state that can be loaded, and removing it would lose the run.
     from holdfast.errors import StateError
-    from holdfast.observe.transfer_progress import ByteCount
 
     step = archive.steps()[-1]
     try:
-        with ByteCount(sys.stderr, f"step {step}", archive.manifest(step).nbytes) as progress:
-            archive.verify(step, progress.add)
+        _verify(archive, step)
         _keep(savers, archive, step, {"whole": True})
     except StateError as error:
         _keep(savers, archive, step, {"whole": False, "why": str(error)})

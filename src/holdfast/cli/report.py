@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from holdfast.cli.common import AsJson, JobName, Output, ledger, never_started, width_of, write_as
+from holdfast.cli.common import AsJson, JobName, Output, kept_state, ledger, width_of, write_as
 
 
 def report(
@@ -104,9 +104,7 @@ def read_report(folder: Path) -> dict[str, Any]:
             )
         return written
     with ledger(folder) as store:
-        state = store.load()
-        if state is None:
-            raise UsageError(never_started(folder, "nothing is in its ledger"))
+        state = kept_state(store, folder)
         shown = build_report(state, store.summary(), state.began_s + store.last_t_s())
     if shown["outcome"] is None:
         shown["outcome"] = "running" if jobs.is_running(folder) else "killed"

@@ -83,14 +83,9 @@ def find_files(inputs: Iterable[str | os.PathLike[str]]) -> list[Path]:
     for name in inputs:
         path = Path(name)
         if path.is_dir():
-            _check_readable(path)
             # Sorted, since the order of files is the order of documents: folders list themselves in an order
             # that differs between machines, and the data set would too.
-            below = sorted(
-                p
-                for p in path.rglob("*")
-                if p.is_file() and not any(x.startswith(".") for x in p.relative_to(path).parts)
-            )
+            below = sorted(_below(path))
             if not below:
                 raise UsageError(f"the folder {path} has no files in it")
             files += below
@@ -105,14 +100,16 @@ def find_files(inputs: Iterable[str | os.PathLike[str]]) -> list[Path]:
     return files
 
 
-def _check_readable(folder: Path) -> None:
-    """Refuses a folder with one in it that cannot be listed: its files would be missing without a word."""
+def _below(folder: Path) -> Iterator[Path]:
+    """The files of a folder and of those in it, but for hidden ones. Refuses a folder that cannot be listed: its files would be
+    missing without a word."""
 
     def refuse(error: OSError) -> None:
         raise UsageError(f"the folder {error.filename} cannot be read: {error.strerror}; see its permissions")
 
-    for _, below, _ in os.walk(folder, onerror=refuse):
-        below[:] = [name for name in below if not name.startswith(".")]
+    for at, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (path for n in names if not n.startswith(".") and (path := Path(at, n)).is_file())
 
 
 def plan_units(files: list[Path], reading: Reading, unit_bytes: int) -> list[Unit]:
