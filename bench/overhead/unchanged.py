@@ -1,123 +1,169 @@
 """`python -m bench.overhead.unchanged`: what it costs to see that only commits change the protected state.
 
-One process trains the model of the other benchmarks with an average of its weights, on one thread, and the time spent in
-`holdfast.train.state_guard` is taken out of every step after the first ones, in which all content is read. It is the
-processor's time of that thread, which does not grow when others use the machine.
+Jobs of two replicas train the model of the other benchmarks, whole with an average of its weights, or sharded over two workers
+each. The time spent in `holdfast.train.state_guard` is taken out of every step after the first ones, in which all content
+is read. It is the processor's time of the thread that trains, which does not grow when others use the machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
 from rich.console import Console
-from torch.nn.functional import cross_entropy
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-import holdfast as hf
 from bench import machine
-from bench.recovery import model as job
-from bench.recovery.analyse import Spread, spread
-from bench.recovery.environments import versions
-from holdfast.train.state_guard import FIRST_LOOKS, StateGuard
+from bench.processes import Children, Group, stop_signals
+from bench.progress import Progress
+from bench.recovery.analyse import spread
+from bench.recovery.environments import ROOT, versions
+from bench.recovery.systems.base import worker_environment
 
-WARM_UP = 5
+SCRIPT = Path(__file__).with_name("train_unchanged.py")
+REPLICAS = 2
 WIDTH = 100
 
 
-class Stopwatch:
-    """Adds up what calls take."""
+@dataclass(frozen=True)
+class Kind:
+    """How a job adds gradients and keeps its state."""
 
-    def __init__(self) -> None:
-        self.spent_s = 0.0
-
-    def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            began = time.thread_time()
-            try:
-                return call(*args, **kwargs)
-            finally:
-                self.spent_s += time.thread_time() - began
-
-        return timed
+    reduction: str
+    shards: int
+    """Workers of a replica."""
 
 
-def measure(size: str, steps: int) -> tuple[list[float], list[float]]:
-    """Seconds of each step, and of them those spent looking."""
-    watch = Stopwatch()
-    whole: list[float] = []
-    looking: list[float] = []
-    methods = ("note", "after_step", "before_update", "release")
-    plain = {name: getattr(StateGuard, name) for name in methods}
-
-    def main(run: hf.Run) -> None:
-        network = job.build(size).to(run.device)
-        optimizer = job.build_optimizer(network.parameters())
-        average = AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(0.999)).requires_grad_(False)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1.0)
-        run.protect(model=network, optimizer=optimizer, average=average, scheduler=scheduler)
-        last = time.thread_time()
-        for step in run.steps(job.Samples(), global_batch=job.BATCH, micro_batch=job.BATCH, until=steps):
-            now = time.thread_time()
-            whole.append(now - last)
-            looking.append(watch.spent_s)
-            last, watch.spent_s = now, 0.0
-            with step:
-                for inputs, labels in step:
-                    loss = cross_entropy(network(inputs), labels, reduction="sum")
-                    step.backward(loss, weight=len(labels))
-                step.apply(optimizer, scheduler=scheduler, also=lambda: average.update_parameters(network))
-
-    try:
-        for name, method in plain.items():
-            setattr(StateGuard, name, watch.timed(method))
-        hf.start(main)
-    finally:
-        for name, method in plain.items():
-            setattr(StateGuard, name, method)
-    first = max(WARM_UP, FIRST_LOOKS) + 1
-    return whole[first:], looking[first:]
+KINDS = {
+    "fast": Kind("fast", 1),
+    "exact": Kind("exact", 1),
+    "fast-sharded": Kind("fast", 2),
+    "exact-sharded": Kind("exact", 2),
+}
 
 
-def main() -> int:
+@dataclass(frozen=True)
+class Cost:
+    """Of one job: its worker that looked for the longest."""
+
+    step_s: float
+    """The median step."""
+    look_s: float
+    """The mean of all steps, because not every step is looked at."""
+    share: float
+    """Of the time of all steps."""
+
+
+class Failed(Exception):
+    """A run did not end well. The message is for the user."""
+
+
+def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.overhead.unchanged", description=__doc__)
     parser.add_argument("--models", default="10m", help="comma-separated: 10m, tiny (default: 10m)")
-    parser.add_argument("--runs", type=int, default=5, help="of each model (default: 5)")
+    parser.add_argument("--kinds", default=",".join(KINDS), help=f"comma-separated: {', '.join(KINDS)}")
+    parser.add_argument("--runs", type=int, default=3, help="of each (default: 3)")
     parser.add_argument(
         "--steps", type=int, default=100, help="of a run (default: 100; tiny: 20 times as many)"
     )
-    chosen = parser.parse_args()
+    parser.add_argument("--timeout-s", type=float, default=300.0, help="limit for one run (default: 300)")
+    chosen = parser.parse_args(arguments)
+    chosen.kinds, chosen.models = chosen.kinds.split(","), chosen.models.split(",")
+    for given, known in ((chosen.kinds, KINDS), (chosen.models, ("10m", "tiny"))):
+        if unknown := set(given) - set(known):
+            parser.error(f"nothing is called {unknown.pop()!r}; there are: {', '.join(known)}")
+    return chosen
+
+
+def main() -> int:
+    chosen = options()
     console = Console(width=WIDTH)
     machine.introduce(
-        console, versions(Path(sys.executable), ["torch", "holdfast-train"]), "one process, one thread"
+        console,
+        versions(Path(sys.executable), ["torch", "holdfast-train"]),
+        "gloo on loopback, one thread each",
     )
-    torch.set_num_threads(1)
-    with machine.ForeignCpu() as cpu:
-        for size in chosen.models.split(","):
-            measured = [measure(size, chosen.steps) for _ in range(chosen.runs)]
-            step = spread(statistics.median(whole) * 1e3 for whole, _ in measured)
-            look = spread(sum(looking) / len(looking) * 1e6 for _, looking in measured)
-            share = spread(100 * sum(looking) / sum(whole) for whole, looking in measured)
-            console.print(
-                f"{size}: a step takes {_shown(step, 'ms')}, looking {_shown(look, 'us')} of it on average: "
-                f"{_shown(share, '%')}"
-            )
+    whole = True
+    children, progress, cpu = Children(), Progress(), machine.ForeignCpu()
+    with stop_signals(), cpu, children:
+        for model in chosen.models:
+            for kind in chosen.kinds:
+                costs: list[Cost] = []
+                for number in range(chosen.runs):
+                    what = f"{model}, {kind}, run {number + 1} of {chosen.runs}"
+                    try:
+                        with children.group() as processes:
+                            costs.append(_run(processes, model, kind, chosen, progress, what))
+                    except Failed as error:
+                        whole = False
+                        console.print(f"{what}: {error}", style="red", markup=False)
+                if costs:
+                    console.print(_line(model, kind, costs), highlight=False, soft_wrap=True)
     console.print(
-        f"Median (min–max) of {chosen.runs} runs of {chosen.steps} steps; of a run the median step, and the mean "
-        "time of looking, because not every step is looked at.",
+        f"Median (min–max) of {chosen.runs} jobs of {chosen.steps} steps, each of {REPLICAS} replicas; of a job the worker "
+        "that looked for the longest: its median step, and the mean time of looking, because not every step is looked at.",
         style="dim",
     )
     machine.conclude(console, cpu)
-    return 0
+    return 0 if whole else 1
 
 
-def _shown(found: Spread | None, unit: str) -> str:
+def _run(
+    processes: Group, model: str, kind: str, chosen: argparse.Namespace, progress: Progress, what: str
+) -> Cost:
+    """One job under `holdfast run`. Raises Failed."""
+    folder = ROOT / "out" / "overhead"
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / f"unchanged-{model}-{kind}.log"
+    log.unlink(missing_ok=True)
+    reduction, shards = KINDS[kind].reduction, KINDS[kind].shards
+    workers = REPLICAS * shards
+    with tempfile.TemporaryDirectory(prefix="bench-unchanged-") as scratch:
+        output = Path(scratch) / "steps.jsonl"
+        steps = chosen.steps * (20 if model == "tiny" else 1)
+        argv = [Path(sys.executable).with_name("holdfast"), "run", "--nnodes", str(workers)]
+        argv += ["--nproc-per-node", "1", "--job", "bench", "--no-ui", SCRIPT]
+        argv += ["--model", model, "--reduction", reduction, "--shards", str(shards)]
+        argv += ["--workers", str(workers), "--steps", str(steps), "--output", output]
+        env = worker_environment(sys.executable) | {"HOLDFAST_HOME": scratch}
+        process = processes.spawn(argv, env, log)
+        deadline = time.monotonic() + chosen.timeout_s
+        while process.poll() is None:
+            if time.monotonic() > deadline:
+                raise Failed(f"not done within {chosen.timeout_s:.0f} s; log {log}")
+            progress(what)
+            time.sleep(0.05)
+        if process.returncode:
+            raise Failed(f"ended with {process.returncode}; log {log}")
+        lines = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    if len(lines) != workers:
+        raise Failed(f"{len(lines)} of {workers} workers wrote what they measured; log {log}")
+    return max((_cost(x["steps_s"], x["looks_s"]) for x in lines), key=lambda cost: cost.share)
+
+
+def _cost(steps_s: list[float], looks_s: list[float]) -> Cost:
+    return Cost(
+        step_s=statistics.median(steps_s),
+        look_s=statistics.mean(looks_s),
+        share=sum(looks_s) / sum(steps_s),
+    )
+
+
+def _line(model: str, kind: str, costs: list[Cost]) -> str:
+    step = _shown([c.step_s * 1e3 for c in costs], "ms")
+    look = _shown([c.look_s * 1e6 for c in costs], "µs")
+    share = _shown([c.share * 100 for c in costs], "%")
+    return f"{model}, {kind}: a step takes {step}, looking {look} of it on average: {share}"
+
+
+def _shown(measured: list[float], unit: str) -> str:
+    found = spread(measured)
     assert found is not None
     return f"{found.median:.3g} {unit} ({found.low:.3g}–{found.high:.3g})"
 
