@@ -54,7 +54,7 @@ adapters-test: setup
 # The table in docs/frameworks.md: the adapters' tests with the installed versions and with the oldest supported ones.
 OLDEST := transformers==5.20.0 lightning==2.6.0 accelerate==1.2.0 trl==1.10.0
 # At level 1 alone, each in an environment of its own: none of them is in .venv.
-ALONE := deepspeed==0.19.8 ray[train]==2.60.0 torchtitan==0.3.0
+ALONE := deepspeed==0.19.8 megatron-bridge==0.3.1 ray[train]==2.60.0 torchtitan==0.3.0
 adapters-table:
 	rm -rf out/adapters
 	status=0; $(MAKE) adapters-test || status=1; \

@@ -23,7 +23,7 @@ from xml.etree import ElementTree
 PROPERTY = "adapter"
 CAPABILITIES = ("level 1", "level 2", "kill", "resize", "sharded")
 BEGIN, END = "<!-- table begin -->", "<!-- table end -->"
-NOTHING = {("deepspeed", "level 2"), ("ray", "level 2")}
+NOTHING = {("deepspeed", "level 2"), ("megatron-bridge", "level 2"), ("ray", "level 2")}
 """Holdfast has no adapter for it, so there is nothing to test."""
 WORST_FIRST = ("failed", "not run", "passed", "refused")
 """A cell says the worst of its tests."""

@@ -29,6 +29,7 @@ class Supported(NamedTuple):
 ACCELERATE = Supported("accelerate", (1, 2), (1, 16))
 DEEPSPEED = Supported("deepspeed", (0, 19), (0, 20))
 LIGHTNING = Supported("lightning", (2, 6), (2, 7))
+MEGATRON_BRIDGE = Supported("megatron-bridge", (0, 3), (0, 4))
 RAY = Supported("ray", (2, 60), (2, 61))
 TORCHTITAN = Supported("torchtitan", (0, 3), (0, 4))
 PEFT = Supported("peft", (0, 21), (0, 22))
