@@ -51,6 +51,8 @@ SELDOM_USED = (
     "node reboot node0 --job done",
     "report --csv",
     "report --trace trace.json",
+    "report --curve loss.png",
+    "notify --job done --to webhook:hook",
     "rm done",
 )
 """`rm` last: nothing is left after it."""
@@ -101,6 +103,8 @@ DAMAGES = [
 ]
 
 OF_THE_JOB_ITSELF = [
+    ("jobs/done/spec.json", garbage),
+    ("jobs/done/spec.json", valid_json_of_something_else),
     ("jobs/done/spec.json", folder),
     ("jobs/done/job.sqlite", garbage),
     ("jobs/done/job.sqlite", cut),

@@ -16,6 +16,7 @@ from holdfast.protocol.job import JobSpec
 from holdfast.protocol.messages import StepTold
 
 SECRET = "a-secret-of-the-script"
+UTC = "2026-01-02T03:04:05+00:00"
 
 
 def write_job(name, outcome="finished"):
@@ -36,12 +37,12 @@ def write_job(name, outcome="finished"):
         worker = f"node{node}.0#{incarnation}"
         log = str(logs / f"node{node}.0-{incarnation}.log")
         store.add_event(
-            1.0, "u", "worker-started", {"worker": worker, "node": f"node{node}", "pid": 1, "log": log}
+            1.0, UTC, "worker-started", {"worker": worker, "node": f"node{node}", "pid": 1, "log": log}
         )
     formed = {"start": 0, "world": 2, "restore": [], "applied": False, "source": "live"}
-    store.add_event(2.0, "u", "formed", formed | {"generation": 1, "workers": ["node0.0#1", "node1.0#2"]})
-    store.add_event(3.0, "u", "formed", formed | {"generation": 2, "workers": ["node0.0#1", "node2.0#3"]})
-    store.add_event(9.0, "u", "ended", {"outcome": outcome, "reason": None, "step": 8})
+    store.add_event(2.0, UTC, "formed", formed | {"generation": 1, "workers": ["node0.0#1", "node1.0#2"]})
+    store.add_event(3.0, UTC, "formed", formed | {"generation": 2, "workers": ["node0.0#1", "node2.0#3"]})
+    store.add_event(9.0, UTC, "ended", {"outcome": outcome, "reason": None, "step": 8})
     store.add_steps(4.0, [StepTold(i, 5.0 - i / 4, 0.1) for i in range(10)], 1, 2)
     store.save(state)
     store.commit()

@@ -495,12 +495,13 @@ def test_what_lies_on_an_accelerator_is_added_up_there(change, monkeypatch):
     train(things, bottom=swap, also=lambda: things.average.update_parameters(things.model), until=8)
 
 
-def test_what_cannot_be_called_is_refused_with_an_example():
+@pytest.mark.parametrize(("also", "kind"), [([1.0], "float"), (1.0, "float"), (None, "NoneType")])
+def test_what_cannot_be_called_is_refused_with_an_example(also, kind):
     things = Things()
     with pytest.raises(
-        UsageError, match=r"step\.apply\(also=\.\.\.\): a float cannot be called; give a func"
+        UsageError, match=rf"step\.apply\(also=\.\.\.\): a {kind} cannot be called; give a func"
     ):
-        train(things, also=[1.0])
+        train(things, also=also)
 
 
 def test_an_error_in_also_is_the_scripts():

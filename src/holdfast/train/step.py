@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -592,11 +592,11 @@ def _learning_rate(optimizer: Any) -> float | None:
 def _callables(
     also: Callable[[], object] | Sequence[Callable[[], object]],
 ) -> tuple[Callable[[], object], ...]:
-    parts = (also,) if callable(also) else tuple(also)
+    parts = tuple(also) if isinstance(also, Iterable) and not callable(also) else (also,)
     for part in parts:
         if not callable(part):
             raise UsageError(
                 f"step.apply(also=...): a {type(part).__name__} cannot be called; give a function, for example "
-                "also=lambda: ema.update_parameters(model)"
+                "also=lambda: ema.update_parameters(model), or leave also= out"
             )
     return parts
