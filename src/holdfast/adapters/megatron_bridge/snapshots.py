@@ -164,7 +164,7 @@ class _Loaded(MCoreTensorAwareStateDict):  # type: ignore[misc] # it has no type
     def __init__(self, saved: Mapping[str, Any]) -> None:
         super().__init__(common=_restored(saved["common"]), sharded_state_dict={})
         self._objects = saved["objects"]
-        self._devices = {
+        self._tensors = {
             name: (device, tensor)
             for device, kind in saved["tensors"].items()
             for name, tensor in kind.items()
@@ -176,7 +176,7 @@ class _Loaded(MCoreTensorAwareStateDict):  # type: ignore[misc] # it has no type
         def value(part: ShardedTensor | ShardedObject) -> Any:
             if isinstance(part, ShardedObject):
                 return _restored(_found(self._objects, _name(_sharded_object_id(part))))
-            device, tensor = _found(self._devices, _name(_sharded_tensor_shard_id(part)))
+            device, tensor = _found(self._tensors, _name(_sharded_tensor_shard_id(part)))
             if part.data is not None and (tensor.shape, tensor.dtype) != (part.data.shape, part.data.dtype):
                 raise StateError(
                     f"the snapshot's {part.key} is {tuple(tensor.shape)} {tensor.dtype}, and the model's is "
