@@ -24,6 +24,8 @@ TOP = Path(__file__).resolve().parents[2]
 CODE = "/opt/holdfast/lib"
 PREFIX = Path(sys.prefix).resolve()
 """Of the environment. Its folder may be a link, as in a second worktree; the containers have what it leads to, and no link."""
+ENVIRONMENT = "/opt/holdfast/environment"
+"""Where the containers have it. A pod's own /tmp would hide a checkout below this machine's."""
 LEFT_OUT = re.compile(r"/__pycache__(/|$)|\.pyc$")
 USERS = (
     "root:x:0:0::/root:/bin/sh\nholdfast:x:1000:1000::/tmp:/bin/sh\ncoordinator:x:65532:65532::/tmp:/bin/sh\n"
@@ -55,7 +57,7 @@ def write_image(name: str, out: Path) -> None:
         "os": "linux",
         "config": {
             "Env": [
-                f"PATH={PREFIX}/bin:/bin",
+                f"PATH={ENVIRONMENT}/bin:/bin",
                 f"PYTHONPATH={':'.join([CODE, *_beside()])}",
                 "PYTHONDONTWRITEBYTECODE=1",
             ],
@@ -75,20 +77,22 @@ def write_image(name: str, out: Path) -> None:
 
 
 def container(spec: dict[str, object]) -> dict[str, object]:
-    """The runtime's default container, with this machine's Python at the paths that it has here."""
+    """The runtime's default container, with this machine's Python. Its environment is in a place of its own, all else where it is
+    here."""
     mounts = spec["mounts"]
     assert isinstance(mounts, list)
     # Before the others: what a pod mounts below must not be hidden by them.
     own = [
-        {"destination": path, "type": "bind", "source": path, "options": ["rbind", "ro", "nosuid"]}
-        for path in _folders()
+        {"destination": at, "type": "bind", "source": path, "options": ["rbind", "ro", "nosuid"]}
+        for path, at in {**{path: path for path in _folders()}, str(PREFIX): ENVIRONMENT}.items()
     ]
     return {**spec, "mounts": [*own, *mounts]}
 
 
 def _folders() -> list[str]:
-    """The fewest folders that have the interpreter, its environment and all that is on its path."""
-    wanted = [Path("/usr"), PREFIX, Path(sys.base_prefix), *map(Path, sys.path)]
+    """The fewest folders that have the interpreter, and what is on its path beside the environment."""
+    beside = [path for path in map(Path, sys.path) if not path.resolve().is_relative_to(PREFIX)]
+    wanted = [Path("/usr"), Path(sys.base_prefix), *beside]
     there = sorted({path.resolve() for path in wanted if path.is_dir() and not _is_code(path)})
     kept: list[Path] = []
     for path in there:
