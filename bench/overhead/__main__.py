@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,21 +15,18 @@ from rich.table import Table
 
 from bench import machine
 from bench.overhead.analyse import Comparison, compare, parse
+from bench.overhead.jobs import Failed, run_job
 from bench.processes import Children, Group, stop_signals
 from bench.progress import Progress
 from bench.recovery.analyse import Spread, spread
-from bench.recovery.environments import ROOT, versions
-from bench.recovery.systems.base import free_port, worker_environment
+from bench.recovery.environments import versions
+from bench.recovery.systems.base import free_port
 
 SCRIPT = Path(__file__).with_name("train.py")
 MODELS = {"10m": "9.8 million parameters", "tiny": "15 thousand parameters"}
 BLOCKS_LONGER = {"10m": 1, "tiny": 5}
 """A block of a few milliseconds would mostly measure when its ranks begin."""
 WIDTH = 100
-
-
-class Failed(Exception):
-    """A run did not end well. The message is for the user."""
 
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -93,42 +88,19 @@ def main() -> int:
 def _run(
     processes: Group, model: str, chosen: argparse.Namespace, progress: Progress, what: str
 ) -> list[str]:
-    """One run under `holdfast run`; the lines that its workers wrote. Raises Failed."""
-    folder = ROOT / "out" / "overhead"
-    folder.mkdir(parents=True, exist_ok=True)
-    log = folder / f"{model}.log"
-    log.unlink(missing_ok=True)
-    command = Path(sys.executable).with_name("holdfast")
-    with tempfile.TemporaryDirectory(prefix="bench-overhead-") as scratch:
-        output = Path(scratch) / "blocks.jsonl"
-        arguments = {
-            "--model": model,
-            "--rounds": chosen.rounds,
-            "--steps": chosen.steps * BLOCKS_LONGER[model],
-            "--world": chosen.replicas,
-            "--port": free_port(),
-            "--output": output,
-        }
-        argv = [command, "run", "--nnodes", str(chosen.replicas), "--nproc-per-node", "1", "--job", "bench"]
-        # The plain blocks are a stall to Holdfast, and looking into it would cost time that is measured.
-        argv += [
-            "--stall-factor",
-            "1000",
-            "--no-ui",
-            SCRIPT,
-            *(str(word) for pair in arguments.items() for word in pair),
-        ]
-        env = worker_environment(sys.executable) | {"HOLDFAST_HOME": scratch}
-        process = processes.spawn(argv, env, log)
-        deadline = time.monotonic() + chosen.timeout_s
-        while process.poll() is None:
-            if time.monotonic() > deadline:
-                raise Failed(f"not done within {chosen.timeout_s:.0f} s; log {log}")
-            progress(what)
-            time.sleep(0.05)
-        if process.returncode:
-            raise Failed(f"ended with {process.returncode}; log {log}")
-        return output.read_text(encoding="utf-8").splitlines()
+    """One run; the lines that its workers wrote. Raises Failed."""
+    arguments = {
+        "--model": model,
+        "--rounds": chosen.rounds,
+        "--steps": chosen.steps * BLOCKS_LONGER[model],
+        "--world": chosen.replicas,
+        "--port": free_port(),
+    }
+    # The plain blocks are a stall to Holdfast, and looking into it would cost time that is measured.
+    options = ("--stall-factor", "1000")
+    return run_job(
+        processes, SCRIPT, arguments, chosen.replicas, chosen.timeout_s, progress, what, model, options
+    )
 
 
 def _table(chosen: argparse.Namespace, results: dict[str, list[Comparison]]) -> Table:

@@ -10,6 +10,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,7 +76,7 @@ def main(run: hf.Run) -> None:
         optimizer = whole.build_optimizer(network.parameters())
         average = AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(0.999)).requires_grad_(False)
         state = {"model": network, "optimizer": optimizer, "average": average}
-        also = lambda: average.update_parameters(network)  # noqa: E731
+        also = partial(average.update_parameters, network)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1.0)
     run.protect(**state, scheduler=scheduler)
     steps_s: list[float] = []

@@ -11,8 +11,6 @@ import argparse
 import json
 import statistics
 import sys
-import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +18,11 @@ from pathlib import Path
 from rich.console import Console
 
 from bench import machine
+from bench.overhead.jobs import Failed, run_job
 from bench.processes import Children, Group, stop_signals
 from bench.progress import Progress
 from bench.recovery.analyse import spread
-from bench.recovery.environments import ROOT, versions
-from bench.recovery.systems.base import worker_environment
+from bench.recovery.environments import versions
 
 SCRIPT = Path(__file__).with_name("train_unchanged.py")
 REPLICAS = 2
@@ -58,10 +56,6 @@ class Cost:
     """The mean of all steps, because not every step is looked at."""
     share: float
     """Of the time of all steps."""
-
-
-class Failed(Exception):
-    """A run did not end well. The message is for the user."""
 
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -117,33 +111,21 @@ def main() -> int:
 def _run(
     processes: Group, model: str, kind: str, chosen: argparse.Namespace, progress: Progress, what: str
 ) -> Cost:
-    """One job under `holdfast run`. Raises Failed."""
-    folder = ROOT / "out" / "overhead"
-    folder.mkdir(parents=True, exist_ok=True)
-    log = folder / f"unchanged-{model}-{kind}.log"
-    log.unlink(missing_ok=True)
+    """One job. Raises Failed."""
     reduction, shards = KINDS[kind].reduction, KINDS[kind].shards
     workers = REPLICAS * shards
-    with tempfile.TemporaryDirectory(prefix="bench-unchanged-") as scratch:
-        output = Path(scratch) / "steps.jsonl"
-        steps = chosen.steps * (20 if model == "tiny" else 1)
-        argv = [Path(sys.executable).with_name("holdfast"), "run", "--nnodes", str(workers)]
-        argv += ["--nproc-per-node", "1", "--job", "bench", "--no-ui", SCRIPT]
-        argv += ["--model", model, "--reduction", reduction, "--shards", str(shards)]
-        argv += ["--workers", str(workers), "--steps", str(steps), "--output", output]
-        env = worker_environment(sys.executable) | {"HOLDFAST_HOME": scratch}
-        process = processes.spawn(argv, env, log)
-        deadline = time.monotonic() + chosen.timeout_s
-        while process.poll() is None:
-            if time.monotonic() > deadline:
-                raise Failed(f"not done within {chosen.timeout_s:.0f} s; log {log}")
-            progress(what)
-            time.sleep(0.05)
-        if process.returncode:
-            raise Failed(f"ended with {process.returncode}; log {log}")
-        lines = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
-    if len(lines) != workers:
-        raise Failed(f"{len(lines)} of {workers} workers wrote what they measured; log {log}")
+    arguments = {
+        "--model": model,
+        "--reduction": reduction,
+        "--shards": shards,
+        "--workers": workers,
+        "--steps": chosen.steps * (20 if model == "tiny" else 1),
+    }
+    name = f"unchanged-{model}-{kind}"
+    written = run_job(processes, SCRIPT, arguments, workers, chosen.timeout_s, progress, what, name)
+    if len(written) != workers:
+        raise Failed(f"{len(written)} of {workers} workers wrote what they measured")
+    lines = map(json.loads, written)
     return max((_cost(x["steps_s"], x["looks_s"]) for x in lines), key=lambda cost: cost.share)
 
 

@@ -227,20 +227,18 @@ def _plain(value: Any) -> Any:
 
 def _restored(value: Any) -> Any:
     """What `_plain` was given."""
-    match value:
-        case {"kind of value": "dict", "items": items}:
-            return {_restored(key): _restored(part) for key, part in items}
-        case {"kind of value": "dtype", "name": name} if name in DTYPES:
-            return DTYPES[name]
-        case {"kind of value": "array", "values": values, "dtype": dtype}:
-            return np.array(values, dtype=dtype)
-        case {"kind of value": "file", "content": content}:
-            return io.BytesIO(content)
-        case dict():
-            return {key: _restored(part) for key, part in value.items()}
-        case list():
-            return [_restored(part) for part in value]
-        case tuple():
-            return tuple(_restored(part) for part in value)
+    if isinstance(value, list | tuple):
+        return type(value)(map(_restored, value))
+    if not isinstance(value, dict):
+        return value
+    match value.get(KIND):
+        case "dict":
+            return {_restored(key): _restored(part) for key, part in value["items"]}
+        case "dtype":
+            return DTYPES[value["name"]]
+        case "array":
+            return np.array(value["values"], dtype=value["dtype"])
+        case "file":
+            return io.BytesIO(value["content"])
         case _:
-            return value
+            return {key: _restored(part) for key, part in value.items()}
