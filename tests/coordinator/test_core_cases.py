@@ -88,6 +88,24 @@ def test_who_was_told_late_is_not_late():
     assert not desk.killed()
 
 
+def test_who_hears_of_a_break_from_the_next_coordinator_is_not_late():
+    """A node is lost, and so is the coordinator, before its orders left; the next one comes a minute later."""
+    desk = running(3)
+    desk.lose("n2")
+    left = desk.workers(WorkerPhase.MEMBER)
+    desk.crash(away_s=60.0)
+    desk.back()
+    for worker in left:
+        waits = desk.view(
+            worker, page=PageReading(generation=1, committed=5, phase=Phase.REDUCE), idle_s=60.0
+        )
+        desk.do(e.NodeSays(desk.known(worker).node, m.Stalled(worker, waits)))
+    for worker in left:
+        desk.parks(worker, 5)
+    assert desk.members() == left
+    assert not desk.killed()
+
+
 @pytest.mark.parametrize(
     ("nodes", "nproc", "readers"), [(1, 1, [0]), (2, 1, [0]), (8, 1, [0]), (9, 1, [0, 1]), (3, 3, [0, 3])]
 )

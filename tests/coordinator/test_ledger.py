@@ -16,6 +16,7 @@ import msgspec
 import pytest
 from fakeagents import FENCES, Agent, Plane, serving
 
+from holdfast.coordinator.kernel import events as ev
 from holdfast.coordinator.service import ledger, server
 from holdfast.coordinator.service.store import LedgerEntry, Page, ReportedSteps, Store
 from holdfast.protocol import messages as m
@@ -76,6 +77,7 @@ def test_training_goes_on_while_the_ledger_fails_and_nothing_is_missing_afterwar
         async with serving(tmp_path) as plane:
             first, second = await plane.pair()
             spoil(fault)
+            plane.coordinator._loop.handle(ev.Overslept(0.5))  # the machine is slow as well
             await fill(first, second, plane)
             assert await plane.figure("holdfast_ledger_writable") == 0.0
             async with plane.session.post(f"{plane.url}/resize?nodes=1") as answer:

@@ -253,6 +253,9 @@ def recovered(context: Context, event: Recovered) -> None:
     for worker in s.membership.workers.values():
         worker.started_s = max(worker.started_s, back_s - timing.start_s)
         worker.vanished_s = None
+    # Since the break nobody listened for this long, or the order to leave was never sent: without it a worker
+    # that hears it only now would be judged as one that was told before.
+    s.membership.unheard_s += max(0.0, context.now - max(event.last_s, s.membership.broke_at_s))
     s.deadlines.not_before(Timer.LEAVE, back_s + timing.stall_s(context.median_s()))
     s.deadlines.not_before(Timer.STOP, back_s + timing.stop_s)
     s.deadlines.not_before(Timer.WAIT, back_s)
