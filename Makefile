@@ -28,6 +28,8 @@ TESTERS ?= $(shell $(PYTHON) -c 'import os; print(min(4, len(os.sched_getaffinit
 # More for pytest: make test PYTEST="--junitxml out/test.xml"
 PYTEST ?=
 test: setup
+	@# Where Python may not write bytecode, each of some thousand processes would compile the package anew.
+	@$(BIN)/python -m compileall -q src
 	$(BIN)/python -m pytest -n $(TESTERS) --dist worksteal $(PYTEST)
 
 # Those that take many seconds each, most of them jobs that lose workers and nodes. Every kind has shorter ones above.

@@ -73,25 +73,30 @@ def test_a_seed_is_one_schedule():
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(bool(REPLAY), reason="one schedule was asked for")
 @pytest.mark.parametrize(
-    "first", [0, pytest.param(120, marks=pytest.mark.long), pytest.param(240, marks=pytest.mark.nightly)]
+    ("first", "count"),
+    [
+        (0, 80),
+        pytest.param(80, 160, marks=pytest.mark.long),
+        pytest.param(240, 120, marks=pytest.mark.nightly),
+    ],
 )
-def test_random_schedules_hold_and_are_eventful(first):
-    told = ran(range(first, first + 120))
+def test_random_schedules_hold_and_are_eventful(first, count):
+    told = ran(range(first, first + count))
     outcomes = Counter((s.level, s.outcome) for s in told)
     assert {(2, "finished"), (2, "stopped"), (2, "failed"), (0, "finished")} <= set(outcomes)
-    assert sum(s.incidents for s in told) > 60
-    assert sum(s.generations for s in told) > 75
-    assert sum(s.crashes for s in told) > 12
-    assert sum(s.committed for s in told) > 300
+    assert sum(s.incidents for s in told) > 0.5 * count
+    assert sum(s.generations for s in told) > 0.6 * count
+    assert sum(s.crashes for s in told) > 0.1 * count
+    assert sum(s.committed for s in told) > 2.5 * count
     restored = Counter(source for s in told for source, times in s.restored for _ in range(times))
-    assert restored["memory"] > 6
-    assert restored["disk"] > 6
-    assert sum(s.snapshots for s in told) > 300
-    assert sum(s.checkpoints for s in told) > 90
-    assert sum(s.acts for s in told) > 45
-    assert sum(s.withheld for s in told) > 45
-    assert sum(s.readmitted for s in told) > 5
-    assert sum(s.swaps for s in told) > 2
+    assert restored["memory"] > 0.05 * count
+    assert restored["disk"] > 0.05 * count
+    assert sum(s.snapshots for s in told) > 2.5 * count
+    assert sum(s.checkpoints for s in told) > 0.75 * count
+    assert sum(s.acts for s in told) > 0.375 * count
+    assert sum(s.withheld for s in told) > 0.375 * count
+    assert sum(s.readmitted for s in told) > 0.04 * count
+    assert sum(s.swaps for s in told) > 0.015 * count
 
 
 @pytest.mark.timeout(600)
@@ -107,11 +112,18 @@ def test_scripts_of_which_one_rank_stays_out_of_a_collective_go_on(block):
 
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(bool(REPLAY), reason="one schedule was asked for")
-@pytest.mark.parametrize("first", [SHARDED, pytest.param(SHARDED + 30, marks=pytest.mark.nightly)])
-def test_schedules_of_sharded_replicas_hold_and_are_eventful(first):
-    told = ran(range(first, first + 30))
+@pytest.mark.parametrize(
+    ("first", "count"),
+    [
+        (SHARDED, 20),
+        pytest.param(SHARDED + 20, 20, marks=pytest.mark.long),
+        pytest.param(SHARDED + 40, 20, marks=pytest.mark.nightly),
+    ],
+)
+def test_schedules_of_sharded_replicas_hold_and_are_eventful(first, count):
+    told = ran(range(first, first + count))
     assert {"finished", "stopped"} <= {s.outcome for s in told}
-    assert sum(s.generations for s in told) > 30
+    assert sum(s.generations for s in told) > count
     assert sum(s.rebuilt for s in told) > 0
     assert sum(s.beside for s in told) > 0
     assert sum(s.kept for s in told) > 0

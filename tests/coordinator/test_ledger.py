@@ -17,7 +17,7 @@ import pytest
 from fakeagents import FENCES, Agent, Plane, serving
 
 from holdfast.coordinator.kernel import events as ev
-from holdfast.coordinator.service import ledger, server
+from holdfast.coordinator.service import decision_loop, ledger, server
 from holdfast.coordinator.service.store import LedgerEntry, Page, ReportedSteps, Store
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import JobSpec, Resume
@@ -117,7 +117,8 @@ def test_training_goes_on_while_the_ledger_fails_and_nothing_is_missing_afterwar
 
 
 def test_a_job_that_ends_does_not_wait_for_its_ledger_for_ever(tmp_path, faulty, monkeypatch):
-    monkeypatch.setattr(server, "LAST_S", 0.3)
+    for module in (server, decision_loop):
+        monkeypatch.setattr(module, "LAST_S", 0.3)
 
     async def story() -> None:
         async with serving(tmp_path) as plane:

@@ -122,6 +122,7 @@ def test_scripts_that_want_to_know_are_told(tmp_path):
     assert told == expected, ran.output[-3000:]
 
 
+@pytest.mark.long
 def test_a_library_that_makes_a_process_group_on_sight_finds_a_world_of_one(tmp_path, undisturbed):
     """Of all workers it would be a group that cannot lose one of them, and a newcomer would wait in it for ever."""
     fault = ("--fault", "kill-worker:rank=1,step=20")

@@ -210,6 +210,7 @@ def level_0(tmp_path, between_steps: str, *options: object):
     return run(tmp_path, *usual, *options, script, 60, tmp_path / "ck")
 
 
+@pytest.mark.long
 def test_level_0_leaves_a_rank_alone_that_computes_between_two_steps(tmp_path):
     """An evaluation on rank 0 that goes on until the coordinator has looked whether it is a hang. (On a machine that is
     busy with other tests an agent may be silent for the 0.35 s of this one, and its node is given up. That is another

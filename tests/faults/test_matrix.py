@@ -102,6 +102,7 @@ def test_the_very_first_step(phase, tmp_path, undisturbed):
     assert len(ran.report["incidents"]) == 1
 
 
+@pytest.mark.long
 def test_kill_coordinator_needs_no_new_generation(tmp_path, undisturbed):
     ran = run(tmp_path, "--nnodes", 3, "--fault", "kill-coordinator:step=40", TINY, STEPS)
     assert ran.code == 0, ran.output[-3000:]
