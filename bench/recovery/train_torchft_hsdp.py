@@ -13,6 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import cross_entropy
 from torchft import Manager, Optimizer, ProcessGroupGloo
 from torchft.checkpointing import CheckpointTransport
@@ -46,7 +47,9 @@ def main() -> None:
     shard_rank = dist.get_rank()
     rank = chosen.group * settings.shards + shard_rank
     network = sharded.build(settings.size)
-    sharded.shard(network, init_device_mesh("cpu", (settings.shards,), mesh_dim_names=("shard",)))
+    # The dimension of size 1 is for a mixture, whose experts FSDP2 has over it.
+    mesh = init_device_mesh("cpu", (1, settings.shards), mesh_dim_names=("replicate", "shard"))
+    sharded.shard(network, mesh if settings.size == "moe" else mesh["shard"])
     sharded.materialize(network, shard_rank)
     inner = sharded.build_optimizer(network)
     state = sharded.local_state(sharded.state(network, inner))
@@ -78,8 +81,9 @@ def main() -> None:
     def reduce_across(output: torch.Tensor) -> None:
         dist.all_reduce(output, group=replicate, op=dist.ReduceOp.AVG)
 
-    for module in (*network.blocks, network):
-        module.set_all_reduce_hook(reduce_across)
+    for module in network.modules():
+        if isinstance(module, FSDPModule):
+            module.set_all_reduce_hook(reduce_across)
     optimizer = Optimizer(manager, inner)
     samples = job.Samples()
     gate, log = Gate(settings.gate), CommitLog(settings.events)

@@ -19,7 +19,7 @@ from holdfast.coordinator.service.older_states import state_of
 from holdfast.coordinator.service.store import Store
 from holdfast.protocol import causes
 from holdfast.protocol import messages as m
-from holdfast.protocol.availability import NodeTaken
+from holdfast.protocol.availability import NodeOutOfMemory, NodeTaken
 from holdfast.protocol.causes import CauseKind, kind_of_text
 from holdfast.protocol.phases import Phase
 
@@ -27,7 +27,7 @@ SOURCES = Path(holdfast.__file__).parent
 RECORDED = Path(__file__).parent / "recorded"
 CAUSES = {cause.__name__: cause for cause in get_args(causes.Cause)}
 KINDS = {
-    "ConnectionClosed": "node", "NodeSilent": "node", "PlaceLost": "node", "AgentReplaced": "node", "WorkersFail": "node",
+    "ConnectionClosed": "node", "NodeSilent": "node", "ContainerOutOfMemory": "node", "PlaceLost": "node", "AgentReplaced": "node", "WorkersFail": "node",
     "WorkersDoNotStart": "node", "ChecksFailed": "node", "NodeReclaimed": "reclaimed",
     "ProcessEnded": "process", "KilledForMemory": "process", "ProcessVanished": "process", "NeverStarted": "process",
     "Hang": "hang", "ProcessStopped": "hang", "LeftBehind": "hang", "NotReady": "timeout", "NotSaved": "timeout",
@@ -295,3 +295,47 @@ def test_in_process_too_a_worker_that_was_killed_for_memory_names_the_limit():
     desk.do(e.NodeSays(worker.partition(".")[0], killed))
     (incident,) = desk.incidents()
     assert incident.cause == causes.KilledForMemory(1500 << 20)
+
+
+def test_the_engine_names_why_a_whole_container_was_lost():
+    """The agent was killed with its workers, so that nobody on the node can say it."""
+    desk = running(3)
+    desk.lose("n1")
+    desk.wait(1.0, alive=("n0", "n2"))
+    desk.do(NodeOutOfMemory("n1", 2 << 30, 3.0))
+    (incident,) = desk.incidents()
+    assert incident.cause == causes.ContainerOutOfMemory(2 << 30)
+    assert "2.15 GB" in str(incident.cause)
+    assert [one.text for one in incident.evidence] == ["its agent's connection closed"]
+    explained = desk.records("incident-explained")
+    assert [(one["id"], one["node"], one["was"]) for one in explained] == [
+        (1, "n1", "its agent's connection closed")
+    ]
+    desk.do(NodeOutOfMemory("n1", 2 << 30, 3.1))
+    assert len(desk.records("incident-explained")) == 1, "it is known"
+
+
+@pytest.mark.parametrize(
+    "killed",
+    [
+        NodeOutOfMemory("n0", None, 1.0),
+        NodeOutOfMemory("n1", None, 30.0),
+        NodeOutOfMemory("n9", None, 1.0),
+    ],
+    ids=["another node", "long before", "nobody"],
+)
+def test_memory_that_ran_out_elsewhere_explains_nothing(killed):
+    desk = running(3)
+    desk.lose("n1")
+    desk.wait(1.0, alive=("n0", "n2"))
+    desk.do(killed)
+    (incident,) = desk.incidents()
+    assert incident.cause == causes.ConnectionClosed()
+
+
+def test_what_somebody_saw_at_the_node_is_not_replaced():
+    desk = running(3)
+    worker = desk.members()[1]
+    desk.do(e.NodeSays("n1", m.Exited(worker=worker, code=-9, out_of_memory=True, memory_limit=1 << 30)))
+    desk.do(NodeOutOfMemory("n1", 2 << 30, 0.0))
+    assert [one.cause for one in desk.incidents()] == [causes.KilledForMemory(1 << 30)]

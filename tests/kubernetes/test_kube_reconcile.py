@@ -21,11 +21,20 @@ from holdfast.engines.kubernetes.actions import (
 )
 from holdfast.engines.kubernetes.check import accept, check
 from holdfast.engines.kubernetes.conditions import begun
-from holdfast.engines.kubernetes.observed import Farewell, MachineSeen, NodeSaid, Observed, PodSeen, Said
+from holdfast.engines.kubernetes.desk import Desk
+from holdfast.engines.kubernetes.observed import (
+    Farewell,
+    MachineSeen,
+    NodeSaid,
+    Observed,
+    OutOfMemory,
+    PodSeen,
+    Said,
+)
 from holdfast.engines.kubernetes.reconcile import beside, reconcile
 from holdfast.engines.kubernetes.status import ConditionType, JobStatus, Progress
 from holdfast.engines.kubernetes.times import timestamp
-from holdfast.protocol.availability import NodeGoing, NodeTaken, OrderDone
+from holdfast.protocol.availability import NodeGoing, NodeOutOfMemory, NodeTaken, OrderDone
 from holdfast.protocol.engine_orders import MarkNode, ProvideNode, ReleaseNode
 
 NOW_S = 1_000_000.0
@@ -160,6 +169,31 @@ def test_a_cordoned_machine_is_told_and_replaced_first() -> None:
 def test_an_eviction_is_told_with_the_time_that_is_left() -> None:
     seen = observed(pods=(pod("c1"), pod("n0", deleting=True), pod("n1"), pod("n2")))
     assert actions(seen)[0] == Tell(NodeGoing("llm-n0", "its pod is being deleted", 90.0), "llm-n0")
+
+
+def test_a_container_that_was_killed_for_memory_is_told_once() -> None:
+    """When its coordinator knows that the node was lost, and while it asks itself why."""
+
+    def told(age_s: float, desk: Desk) -> list[Any]:
+        killed = pod("n1", ready=False, out_of_memory=OutOfMemory(NOW_S - age_s, 2 << 30))
+        pods = (pod("c1"), pod("n0"), killed, pod("n2"))
+        desk.saw(killed)
+        desk.meet(1, ["llm-n0", "llm-n2"], [])
+        lost = said("n0", "n2", nodes={"llm-n1": NodeSaid(alive=False)})
+        found = [one for one in actions(observed(pods=pods, said=lost)) if isinstance(one, Tell)]
+        news = [one for one in found if desk.is_news(one)]
+        for one in news:
+            desk.did(one)
+        return news
+
+    desk = Desk("llm")
+    assert told(1.0, desk) == []
+    assert told(3.0, desk) == [Tell(NodeOutOfMemory("llm-n1", 2 << 30, 3.0), "llm-n1 at 999997")]
+    assert told(3.0, desk) == []
+    assert len(told(2.0, desk)) == 1, "it happened again"
+    assert told(61.0, desk) == []
+    desk.meet(2, [], [])
+    assert len(told(2.0, desk)) == 1, "the next coordinator was told nothing"
 
 
 def test_a_pod_that_is_gone_is_told() -> None:

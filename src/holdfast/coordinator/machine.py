@@ -71,6 +71,7 @@ from holdfast.protocol.availability import (
     JobGoing,
     NodeAvailable,
     NodeGoing,
+    NodeOutOfMemory,
     NodeTaken,
     NodeUnavailable,
     OrderDone,
@@ -336,6 +337,8 @@ class Core(Context):
                 notices.foretold(self, event)
             case NodeTaken(name, reason):
                 nodes.taken(self, name, reason)
+            case NodeOutOfMemory(name, limit_bytes, age_s):
+                nodes.out_of_memory(self, name, limit_bytes, age_s)
             case Capacity():
                 resize.capacity(self, event)
             case ResizeRequested(count, reason):

@@ -3,6 +3,7 @@ makes it grow and shrink. Posted as JSON to the coordinator's `/engine`, with th
 
     {"type": "node-going", "node": "node3", "within_s": 120, "reason": "spot interruption"}
     {"type": "node-taken", "node": "node3", "reason": "Slurm gave it to another job"}
+    {"type": "node-out-of-memory", "node": "node3", "limit_bytes": 8589934592, "age_s": 2.5}
     {"type": "capacity", "nodes": 2, "within_s": 30, "reason": "preempted by job 17, priority 100"}
     {"type": "capacity", "nodes": null, "reason": "job 17 has ended"}
     {"type": "order-done", "order_id": 7}
@@ -46,6 +47,18 @@ class NodeTaken(msgspec.Struct, frozen=True, tag="node-taken"):
 
     node: str
     reason: str
+
+
+# The node's own agent cannot tell: where the kernel ends a whole container, it is among those that were killed.
+class NodeOutOfMemory(msgspec.Struct, frozen=True, tag="node-out-of-memory"):
+    """The kernel killed all processes of a node, because its container had used its memory. That names the cause of an
+    incident, and nothing else is decided by it."""
+
+    node: str
+    limit_bytes: int | None = None
+    """Of its container; None: the engine does not know it."""
+    age_s: float = 0.0
+    """How long ago it was."""
 
 
 class OrderDone(msgspec.Struct, frozen=True, tag="order-done"):
@@ -95,5 +108,13 @@ class EngineTraits(msgspec.Struct, frozen=True, tag="engine-traits"):
 
 
 Availability = (
-    NodeAvailable | NodeUnavailable | NodeGoing | NodeTaken | OrderDone | Capacity | JobGoing | EngineTraits
+    NodeAvailable
+    | NodeUnavailable
+    | NodeGoing
+    | NodeTaken
+    | NodeOutOfMemory
+    | OrderDone
+    | Capacity
+    | JobGoing
+    | EngineTraits
 )

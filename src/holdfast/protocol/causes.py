@@ -87,6 +87,19 @@ class NodeSilent(_Cause, frozen=True):
         return f"silent for {self.limit_s:g} s"
 
 
+class ContainerOutOfMemory(_Cause, frozen=True):
+    """The kernel killed all processes of a node, its agent among them: the engine says so, for nobody else is left to."""
+
+    KIND = CauseKind.NODE
+
+    limit_bytes: int | None = None
+    """Of the container; None: not known."""
+
+    def __str__(self) -> str:
+        limit = "" if self.limit_bytes is None else f", whose memory limit is {units.size(self.limit_bytes)}"
+        return f"all its processes were killed for want of memory in their container{limit}"
+
+
 class PlaceLost(_Cause, frozen=True):
     """Several nodes that stand in one place were lost together: not they, but what they share."""
 
@@ -461,6 +474,7 @@ class Recorded(_Cause, frozen=True):
 Cause = (
     ConnectionClosed
     | NodeSilent
+    | ContainerOutOfMemory
     | PlaceLost
     | AgentReplaced
     | WorkersFail
@@ -499,6 +513,7 @@ _WRITTEN = (
         CauseKind.PROCESS,
     ),
     (r"(its agent's|its) connection closed|silent for \d|a new agent took its place", CauseKind.NODE),
+    (r"all its processes were killed for want of memory", CauseKind.NODE),
     (
         r"its workers (do not start|fail again and again)|its deep checks |\S+ of \S+ nodes in ",
         CauseKind.NODE,

@@ -13,6 +13,7 @@ from holdfast.protocol.availability import (
     JobGoing,
     NodeAvailable,
     NodeGoing,
+    NodeOutOfMemory,
     NodeTaken,
     NodeUnavailable,
     OrderDone,
@@ -147,6 +148,7 @@ Event = (
     | NodeUnavailable
     | NodeGoing
     | NodeTaken
+    | NodeOutOfMemory
     | OrderDone
     | JobGoing
     | EngineTraits

@@ -190,6 +190,12 @@ def explain(incident: Incident, sighting: Sighting, now: float) -> None:
     incident.cause = RuleMatched(sighting.rule, sighting.text)
 
 
+def corrected(incident: Incident, cause: Cause) -> None:
+    """Somebody who knows better says what it was; what it was taken for stays as evidence."""
+    _add(incident, Evidence(rule="", source="job", text=str(incident.cause), at_s=incident.detected_at_s))
+    incident.cause = cause
+
+
 def raised_now(state: CoreState) -> Incident | None:
     """The incident that ended the newest generation, if what it began with is an error that a worker raised: that may be
     the end of another, which is still to be heard of."""

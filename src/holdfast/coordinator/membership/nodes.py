@@ -37,6 +37,13 @@ from holdfast.protocol.phases import Phase
 KEPT_GONE = 32
 """So many workers and nodes that are gone are remembered, for what is still said about them."""
 
+OUT_OF_MEMORY_S = 10.0
+"""So far apart the first sign of an incident and the time that an engine gives may be: clocks differ, and Kubernetes counts
+whole seconds."""
+
+_SEEN_FROM_OUTSIDE = (causes.ConnectionClosed, causes.NodeSilent, causes.AgentReplaced)
+"""How the loss of a node is seen, which says nothing about its reason."""
+
 # ---------------------------------------------------------------- agents
 
 
@@ -147,6 +154,23 @@ def taken(context: Context, name: str, reason: str) -> None:
     if node.alive:
         lose(context, node, causes.NodeReclaimed(reason), release=False)
     context.record(ledger.NodeTaken(node=name, reason=reason))
+
+
+def out_of_memory(context: Context, name: str, limit_bytes: int | None, age_s: float) -> None:
+    """What was seen as a lost connection had this cause. The engine sees it later than the loss, and often after its end."""
+    incident = incidents.unexplained(context.state, context.now, name)
+    # An engine tells of what it still sees, and so perhaps of one that was long before this incident.
+    if incident is None or incident.node != name or not isinstance(incident.cause, _SEEN_FROM_OUTSIDE):
+        return
+    if abs(context.now - age_s - incident.began_s) > OUT_OF_MEMORY_S:
+        return
+    was, cause = incident.cause, causes.ContainerOutOfMemory(limit_bytes)
+    incidents.corrected(incident, cause)
+    context.record(
+        ledger.IncidentExplained(
+            id=incident.id, node=name, was=str(was), cause=str(cause), cause_kind=cause.kind
+        )
+    )
 
 
 def fence(context: Context, node: Node | None, name: str) -> None:

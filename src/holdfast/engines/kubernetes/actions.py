@@ -133,7 +133,7 @@ class Tell(msgspec.Struct, frozen=True):
 
     news: Availability
     about: str = ""
-    """The node that it is about, so that it is told once."""
+    """The node that it is about, or what befell it, so that it is told once."""
 
 
 class MarkMachine(msgspec.Struct, frozen=True):

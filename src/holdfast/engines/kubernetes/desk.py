@@ -13,7 +13,7 @@ import msgspec
 from holdfast.engines.kubernetes import names
 from holdfast.engines.kubernetes.actions import Action, AskResize, DeletePod, Number, Tell, Warn
 from holdfast.engines.kubernetes.observed import PodSeen
-from holdfast.protocol.availability import OrderDone
+from holdfast.protocol.availability import NodeOutOfMemory, OrderDone
 
 MOST_GONE = 4096
 """Uids of pods that are gone: more than pods of one job that go within the life of a request."""
@@ -83,6 +83,7 @@ class Desk:
         self.refused_resize: str | None = None
         self.refused: str | None = None
         self._told: set[str] = set()
+        self._told_of_memory: dict[str, str] = {}
         self._acknowledged: set[int] = set()
         self._warned: set[int] = set()
         self._term = 0
@@ -98,8 +99,10 @@ class Desk:
         # it, so it is told again.
         if term != self._term:
             self._term, self._told, self._acknowledged, self._warned = term, set(), set(), set()
+            self._told_of_memory = {}
         # Of a node that is gone nothing is to be remembered: its name does not come again, but a job may be long.
         self._told &= set(alive)
+        self._told_of_memory = {name: at for name, at in self._told_of_memory.items() if name in self.pods}
         self._acknowledged &= set(orders)
         self._warned &= set(orders)
 
@@ -146,6 +149,8 @@ class Desk:
                 self._acknowledged.add(order_id)
             case Warn(order_id=order_id):
                 self._warned.add(order_id)
+            case Tell(NodeOutOfMemory(node=node), about):
+                self._told_of_memory[node] = about
             case Tell(_, about) if about:
                 self._told.add(about)
             case AskResize(nodes):
@@ -164,6 +169,8 @@ class Desk:
         match action:
             case Tell(OrderDone(order_id=order_id)):
                 return order_id not in self._acknowledged
+            case Tell(NodeOutOfMemory(node=node), about):
+                return self._told_of_memory.get(node) != about
             case Warn(order_id=order_id):
                 return order_id not in self._warned
             case _:

@@ -41,13 +41,15 @@ from holdfast.engines.kubernetes.observed import Farewell, Observed, PodSeen
 from holdfast.engines.kubernetes.resource import HoldfastJob, HoldfastJobSpec
 from holdfast.engines.kubernetes.status import ConditionType, JobStatus
 from holdfast.engines.kubernetes.times import from_timestamp
-from holdfast.protocol.availability import NodeGoing, NodeTaken, OrderDone
+from holdfast.protocol.availability import NodeGoing, NodeOutOfMemory, NodeTaken, OrderDone
 from holdfast.protocol.engine_orders import MarkNode, ProvideNode, RebootNode, ReleaseNode
 from holdfast.protocol.notices import NoticeCause
 
 LOST_GRACE_S = 1
 """Of a lost node's pod. Never 0: that removes the object while the processes may run, and gives their machine away. With 1
 the kubelet confirms their end, also after a cut that heals, and quotas are free two seconds later."""
+OOM_FROM_S, OOM_UNTIL_S = 2.0, 60.0
+"""How long after a container was killed for memory its coordinator is told: it looks for the reason of a loss for a minute."""
 LEAVE_S = 60.0
 """How much longer than its pods' grace the save of a deleted job may take."""
 MOST_MADE = 64
@@ -374,6 +376,7 @@ def _news(
     and why."""
     if seen.said is None:
         return
+    yield from _memory_news(seen, mine)
     alive = {name for name, node in seen.said.nodes.items() if node.alive}
     released, going = lost_nodes(seen), going_nodes(seen)
     for name in sorted(alive - released - seen.told):
@@ -397,6 +400,18 @@ def _news(
     # asked the last time. A `holdfast resize` in between stands.
     if job.spec.nodes != asked_nodes(seen, job):
         yield AskResize(job.spec.nodes)
+
+
+def _memory_news(seen: Observed, mine: dict[str, PodSeen]) -> Iterable[Action]:
+    """Where the kernel killed a whole container, the coordinator has seen a node that was lost, and nobody there can say why."""
+    for name, pod in mine.items():
+        if pod.out_of_memory is None:
+            continue
+        age_s = seen.now_s - pod.out_of_memory.at_s
+        # Not at once: the coordinator has to know of the loss by then, or the news would be about nothing.
+        if OOM_FROM_S <= age_s <= OOM_UNTIL_S:
+            news = NodeOutOfMemory(name, pod.out_of_memory.limit_bytes, age_s)
+            yield Tell(news, f"{name} at {pod.out_of_memory.at_s:.0f}")
 
 
 def _numbers_together(actions: list[Action], run: int, term: int, next_number: int) -> tuple[Action, ...]:
