@@ -25,6 +25,7 @@ with warnings.catch_warnings():
     pytest.importorskip("torchtitan")
     from torchtitan.components.optimizer.optimizer import register_moe_load_balancing_hook
     from torchtitan.config import ConfigManager
+    from torchtitan.distributed import pipeline_parallel as titan_pipelines
     from torchtitan.distributed import utils as dist_utils
     from torchtitan.protocols import module as titan_modules
     from torchtitan.trainer import Trainer
@@ -36,6 +37,7 @@ with warnings.catch_warnings():
         as_holdfast,
         built_alone,
         keep_as_it_lies,
+        stages_that_say_their_shapes,
     )
 
 SCRIPT = Path(__file__).parent / "titan_cpu.py"
@@ -114,9 +116,11 @@ LAYOUTS = {
     "qwen3-experts": "qwen3 qwen3_moe_debug 16 2 --parallelism.expert_parallel_degree 2",
     "deepseek-experts": "deepseek_v3 deepseek_v3_debugmodel 16 2 --parallelism.expert_parallel_degree 2",
     "gpt-oss-experts": "gpt_oss gpt_oss_debugmodel_flex 16 2 --parallelism.expert_parallel_degree 2",
+    "llama-stages": "llama3 llama3_debugmodel 16 1 --parallelism.pipeline_parallel_degree 2"
+    " --parallelism.pipeline_parallel_schedule 1F1B --training.local_batch_size 2",
 }
 """Module, configuration, tokens of a sequence (under context parallelism two blocks of attention), shards."""
-PHASES = ("forward", "backward", "reduce", "vote", "update", "commit")
+PHASES = ("forward", "backward", "reduce", "vote", "update", "commit", "backward")
 
 
 @pytest.mark.nightly
@@ -157,11 +161,23 @@ def test_a_debug_configuration_is_taken_as_it_is():
     assert config.debug.seed == 0
 
 
+STAGES = {
+    "parallelism__pipeline_parallel_degree": 2,
+    "parallelism__data_parallel_shard_degree": 1,
+    "parallelism__pipeline_parallel_schedule": "1F1B",
+}
+
+
 @pytest.mark.capability("level 2", refused=True)
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"parallelism__pipeline_parallel_degree": 2}, "ask their neighbours for shapes"),
+        (STAGES | {"parallelism__data_parallel_shard_degree": 2}, "Stages go alone"),
+        (STAGES | {"parallelism__data_parallel_shard_degree": -1}, "Stages go alone"),
+        (STAGES | {"parallelism__tensor_parallel_degree": 2}, "no tensor or context parallelism"),
+        (STAGES | {"parallelism__pipeline_parallel_schedule": "Interleaved1F1B"}, "Give 1F1B or GPipe"),
+        (STAGES | {"parallelism__pipeline_parallel_schedule_csv": "plan.csv"}, "Give 1F1B or GPipe"),
+        (STAGES | {"validator__enable": True}, "--validator.enable"),
         ({"parallelism__data_parallel_replicate_degree": 2}, "replicas are the job's"),
         ({"training__disable_cuda_graphs": False}, "--training.disable_cuda_graphs"),
         ({"checkpoint__enable": True}, "holdfast run --checkpoint DIR"),
@@ -169,13 +185,16 @@ def test_a_debug_configuration_is_taken_as_it_is():
     ],
 )
 def test_what_does_not_work_is_refused_with_a_sentence(change, why):
+    refusals.refuse(llama(**STAGES))
     with pytest.raises(UsageError, match=why):
         refusals.refuse(llama(**change))
 
 
 def test_the_workers_of_a_replica_follow_from_the_degrees():
     degrees = {"context_parallel_degree": 1, "tensor_parallel_degree": 2, "data_parallel_shard_degree": -1}
-    assert refusals.row_of(SimpleNamespace(**degrees), 8) == (4, 1, 2)
+    degrees["pipeline_parallel_degree"] = 1
+    assert refusals.row_of(SimpleNamespace(**degrees), 8) == (4, 1, 2, 1)
+    assert refusals.row_of(SimpleNamespace(**degrees | {"pipeline_parallel_degree": 2}), 8).workers == 2
     assert refusals.row_of(SimpleNamespace(**degrees | {"data_parallel_shard_degree": 3}), 8).workers == 6
     with pytest.raises(UsageError, match="do not divide the 3 workers"):
         refusals.row_of(SimpleNamespace(**degrees), 3)
@@ -276,6 +295,8 @@ def test_the_seams():
         "train_step": "self data_iterator",
         "train": "self",
         "init_distributed": "self",
+        "pp_forward_backward_step": "self input_dict_mbs label_mbs global_valid_tokens",
+        "post_dataloading_process": "self input_dict labels",
     }
     for name, parameters in seams.items():
         for owner in (Trainer, HoldfastTrainer):
@@ -298,3 +319,20 @@ def test_the_seams():
         Trainer.init_distributed
     )
     assert "if parallel_dims.world_size == 1:" in inspect.getsource(dist_utils.set_determinism)
+
+
+def test_the_seams_of_a_pipeline():
+    """A stage is made by this name, with these arguments; its loss is a sum, divided by what it is given."""
+    made = inspect.getsource(titan_pipelines._pipeline_module_split)
+    call = made[made.index("stage = PipelineStage(") :]
+    assert "model_chunk,stage_idx,num_stages,device,group=" in "".join(call.split())
+    built = inspect.getsource(titan_pipelines._build_pipeline_schedule)
+    assert built.count("scale_grads=False") == 2
+    assert "loss, _ = loss_fn(*args, **kwargs)" in built
+    assert 'loss_kwargs = {"global_valid_tokens": global_valid_tokens}' in inspect.getsource(
+        Trainer.pp_forward_backward_step
+    )
+    config, before = llama(**STAGES), titan_pipelines.PipelineStage
+    with stages_that_say_their_shapes(config):
+        assert titan_pipelines.PipelineStage is not before
+    assert titan_pipelines.PipelineStage is before

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 from holdfast.errors import UsageError
 
+SCHEDULES = ("1f1b", "gpipe")
+
 
 class Row(NamedTuple):
     """The workers of a replica."""
@@ -13,11 +15,12 @@ class Row(NamedTuple):
     shard: int
     context: int
     tensor: int
+    stage: int = 1
 
     @property
     def workers(self) -> int:
         """All of them."""
-        return self.shard * self.context * self.tensor
+        return self.shard * self.context * self.tensor * self.stage
 
 
 def row_of(parallelism: Any, workers_per_node: int) -> Row:
@@ -27,7 +30,9 @@ def row_of(parallelism: Any, workers_per_node: int) -> Row:
         UsageError: degrees that do not divide a node's workers.
     """
     context, tensor = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
-    shard = parallelism.data_parallel_shard_degree
+    shard, stage = parallelism.data_parallel_shard_degree, parallelism.pipeline_parallel_degree
+    if stage > 1:
+        return Row(1, 1, 1, stage)  # `refuse` has seen to it that there is nothing else
     if shard < 1:
         if workers_per_node % (context * tensor):
             raise UsageError(
@@ -61,15 +66,51 @@ def refuse_hooks(optimizers: Any) -> None:
         )
 
 
+def refuse_biased_stages(config: Any) -> None:
+    """
+    Raises:
+        UsageError: experts with biases in the stages of a pipeline.
+    """
+    if config.parallelism.pipeline_parallel_degree > 1:
+        raise UsageError(
+            "holdfast.titan: --parallelism.pipeline_parallel_degree with experts whose biases balance their load was not tried. "
+            "Use shards and expert parallelism"
+        )
+
+
+def _of_stages(config: Any) -> list[tuple[bool, str]]:
+    parallelism = config.parallelism
+    stages = parallelism.pipeline_parallel_degree > 1
+    option = "--parallelism.pipeline_parallel_degree"
+    degrees = (parallelism.context_parallel_degree, parallelism.tensor_parallel_degree)
+    return [
+        (
+            stages and (parallelism.data_parallel_shard_degree != 1 or max(degrees) > 1),
+            f"{option}: torchtitan numbers the workers of a replica by stages first, and a run by shards. Stages go alone: give "
+            "--parallelism.data_parallel_shard_degree 1, and no tensor or context parallelism. docs/sharded.md shows stages with "
+            "FSDP2 in a loop of your own, and torchtitan's own trainer works at level 1",
+        ),
+        (
+            stages
+            and (
+                parallelism.pipeline_parallel_schedule.lower() not in SCHEDULES
+                or bool(parallelism.pipeline_parallel_schedule_csv)
+            ),
+            f"--parallelism.pipeline_parallel_schedule {parallelism.pipeline_parallel_schedule}: after a fault a schedule has to "
+            "begin anew, which was tried with one stage on each worker. Give 1F1B or GPipe",
+        ),
+        (
+            stages and config.validator.enable,
+            f"--validator.enable with {option}: this torch has no way to give a schedule its parts one by one, as torchtitan's "
+            "evaluation wants. Leave it out, or the stages",
+        ),
+    ]
+
+
 def _all(config: Any) -> list[tuple[bool, str]]:
     parallelism, training = config.parallelism, config.training
     return [
-        (
-            parallelism.pipeline_parallel_degree > 1,
-            "--parallelism.pipeline_parallel_degree: torchtitan's schedules ask their neighbours for shapes at their first step, and a "
-            "worker that comes after a fault would wait for an answer. Use shards, tensor, context and expert parallelism; "
-            "docs/sharded.md shows a pipeline in a loop of your own, and torchtitan's own trainer works at level 1",
-        ),
+        *_of_stages(config),
         (
             parallelism.data_parallel_replicate_degree > 1,
             "--parallelism.data_parallel_replicate_degree: replicas are the job's, and their number may change. Leave it out, "

@@ -12,14 +12,16 @@ from importlib import metadata
 from typing import Any, Literal
 
 import torch
+from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import pipeline_parallel as titan_pipelines
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.protocols import module as titan_modules
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 from holdfast.adapters.torchtitan.experts import Loads, take_hook_off, with_biases
-from holdfast.adapters.torchtitan.refusals import refuse, refuse_hooks, row_of
+from holdfast.adapters.torchtitan.refusals import refuse, refuse_biased_stages, refuse_hooks, row_of
 from holdfast.adapters.torchtitan.streams import Numbers, Streams
 from holdfast.adapters.versions import TORCHTITAN
 from holdfast.tensors.dtensor_shards import local_of
@@ -61,9 +63,11 @@ class HoldfastTrainer(Trainer):  # type: ignore[misc] # it has no types here
         refuse(config)
         self.holdfast_run = _run[0]
         self.holdfast_step: Step | None = None
-        with built_alone():
+        with built_alone(), stages_that_say_their_shapes(config):
             super().__init__(config)
         self.loads = Loads(with_biases(self.model_parts))
+        if self.loads:
+            refuse_biased_stages(config)
         take_hook_off(self.optimizers)
         refuse_hooks(self.optimizers)
         for part in self.model_parts:
@@ -75,7 +79,7 @@ class HoldfastTrainer(Trainer):  # type: ignore[misc] # it has no types here
         row = row_of(self.config.parallelism, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         # Before torchtitan looks for a process group: it finds one and makes none. One over all workers
         # could not lose any of them.
-        self.holdfast_run.mesh(shard=row.shard, tensor=row.tensor, context=row.context)
+        self.holdfast_run.mesh(shard=row.shard, tensor=row.tensor, context=row.context, stage=row.stage)
         dist_utils.init_distributed(self.config.comm)  # returns at once: torch is initialised
         # What torchtitan switches off before it initialises torch, for its own meshes.
         torch.autograd.set_multithreading_enabled(False)
@@ -96,6 +100,21 @@ class HoldfastTrainer(Trainer):  # type: ignore[misc] # it has no types here
             # Of this worker's part of each sample: under context parallelism the others weigh theirs.
             step.backward(loss, weight=float((local_of(labels) != IGNORED).sum()))
         return loss
+
+    def pp_forward_backward_step(
+        self, *, input_dict_mbs: Any, label_mbs: Any, global_valid_tokens: Any
+    ) -> None:
+        """One micro-batch of the run, which the schedule divides into its parts."""
+        step = self.holdfast_step
+        assert step is not None
+        weight = float((label_mbs != IGNORED).sum())
+        inputs, labels, more = self.post_dataloading_process(input_dict_mbs, label_mbs)
+        # As above: a sum over tokens.
+        divided_by = {"global_valid_tokens": torch.ones_like(global_valid_tokens)}
+        with self.train_context():
+            step.pipeline(
+                self.pp_schedule, inputs, target=labels, weight=weight, loss_kwargs=divided_by, **more
+            )
 
     def train_step(self, data_iterator: Any) -> None:
         """One attempt. A fault in it is swallowed by `with step`, and the step comes again.
@@ -118,9 +137,13 @@ class HoldfastTrainer(Trainer):  # type: ignore[misc] # it has no types here
                 self.metrics_processor.ntokens_since_last_log += labels.numel()
                 here = {k: v.to(self.device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
                 labels = labels.to(self.device)
-                self.forward_backward_step(
-                    input_dict=here, labels=labels, global_valid_tokens=(labels != IGNORED).sum()
-                )
+                tokens = (labels != IGNORED).sum()
+                if self.parallel_dims.pp_enabled:
+                    self.pp_forward_backward_step(
+                        input_dict_mbs=here, label_mbs=labels, global_valid_tokens=tokens
+                    )
+                else:
+                    self.forward_backward_step(input_dict=here, labels=labels, global_valid_tokens=tokens)
             also = self.loads.update if self.loads else ()
             step.apply(self.optimizers, self.config.training.max_norm, self.lr_schedulers, also=also)
 
@@ -183,7 +206,7 @@ class HoldfastTrainer(Trainer):  # type: ignore[misc] # it has no types here
         if training.global_batch_size > 0:
             return int(training.global_batch_size // training.local_batch_size)
         # As torchtitan has it: one micro-batch for each worker that has samples of its own.
-        own = int(self.parallel_dims.tp * self.parallel_dims.cp)
+        own = int(self.parallel_dims.tp * self.parallel_dims.cp * self.parallel_dims.pp)
         return max(1, self.holdfast_run.full_world_size // own)
 
     def _tokens_of_a_step(self) -> int:
@@ -226,6 +249,34 @@ def built_alone() -> Iterator[None]:
         yield
     finally:
         titan_modules.distribute_tensor = before
+
+
+@contextmanager
+def stages_that_say_their_shapes(config: Any) -> Iterator[None]:
+    """torchtitan's stages ask each other for the shapes of what they exchange at their first step. A worker that comes after a
+    fault would wait for the answer of those who have trained before. So each is told here what it will get, and will give."""
+    before, parallelism, training = titan_pipelines.PipelineStage, config.parallelism, config.training
+
+    def part(width: int | None) -> torch.Tensor:
+        """Of one part of a micro-batch. Nothing is computed with it. width: of a token; None: tokens themselves."""
+        shape = (parallelism.pipeline_parallel_microbatch_size, training.seq_len)
+        if width is None:
+            return torch.empty(shape, dtype=torch.int64, device="meta")
+        # torchtitan has FSDP2 around every part of a model, whose policy this is.
+        dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
+        return torch.empty(*shape, width, dtype=dtype, device="meta", requires_grad=True)
+
+    def stage(module: Any, index: int, count: int, device: Any, **more: Any) -> Any:
+        model = config.model_spec.model
+        given = part(None if index == 0 else model.dim)
+        gives = part(model.vocab_size if index == count - 1 else model.dim)
+        return before(module, index, count, device, input_args=(given,), output_args=(gives,), **more)
+
+    titan_pipelines.PipelineStage = stage
+    try:
+        yield
+    finally:
+        titan_pipelines.PipelineStage = before
 
 
 def keep_as_it_lies(model: torch.nn.Module) -> None:
