@@ -25,18 +25,20 @@ with warnings.catch_warnings():
     pytest.importorskip("torchtitan")
     from torchtitan.components.optimizer.optimizer import register_moe_load_balancing_hook
     from torchtitan.config import ConfigManager
+    from torchtitan.distributed import parallel_dims as titan_dims
     from torchtitan.distributed import pipeline_parallel as titan_pipelines
     from torchtitan.distributed import utils as dist_utils
     from torchtitan.protocols import module as titan_modules
     from torchtitan.trainer import Trainer
 
     from holdfast import titan
-    from holdfast.adapters.torchtitan import experts, refusals, streams
+    from holdfast.adapters.torchtitan import experts, refusals, streams, trainer
     from holdfast.adapters.torchtitan.trainer import (
         HoldfastTrainer,
         as_holdfast,
         built_alone,
         keep_as_it_lies,
+        numbered_by_shards,
         stages_that_say_their_shapes,
     )
 
@@ -118,9 +120,11 @@ LAYOUTS = {
     "gpt-oss-experts": "gpt_oss gpt_oss_debugmodel_flex 16 2 --parallelism.expert_parallel_degree 2",
     "llama-stages": "llama3 llama3_debugmodel 16 1 --parallelism.pipeline_parallel_degree 2"
     " --parallelism.pipeline_parallel_schedule 1F1B --training.local_batch_size 2",
+    "llama-stages-fsdp": "llama3 llama3_debugmodel 16 2 --parallelism.pipeline_parallel_degree 2"
+    " --parallelism.pipeline_parallel_schedule 1F1B --training.local_batch_size 2 --training.global_batch_size 8",
 }
 """Module, configuration, tokens of a sequence (under context parallelism two blocks of attention), shards."""
-PHASES = ("forward", "backward", "reduce", "vote", "update", "commit", "backward")
+PHASES = ("forward", "backward", "reduce", "vote", "update", "commit", "backward", "forward")
 
 
 @pytest.mark.nightly
@@ -134,9 +138,11 @@ def test_a_worker_that_is_killed_in_any_phase_changes_no_bit_of_any_model(tmp_pa
     kind = "bfloat16" if module == "gpt_oss" else "float32"
     degrees = ("--parallelism.data_parallel_shard_degree", shards, *more, PRECISION, kind)
     given = ("--module", module, "--config", config, *NARROW, tokens, *degrees)
-    calm = job(tmp_path, folder, "calm", "--nnodes", 2, given=given, layers=2)
+    replica = 4 if layout == "llama-stages-fsdp" else 2
+    calm = job(tmp_path, folder, "calm", "--nnodes", replica, given=given, layers=2)
     kill = f"kill-worker:rank=1,step=3,phase={phase}"
-    struck = job(tmp_path, folder, "struck", "--nnodes", "2:4", "--fault", kill, given=given, layers=2)
+    nodes = f"{replica}:{2 * replica}"
+    struck = job(tmp_path, folder, "struck", "--nnodes", nodes, "--fault", kill, given=given, layers=2)
     assert len(struck["incidents"]) == 1
     assert calm["steps"]["committed"] == struck["steps"]["committed"] == STEPS
     for name in ("loss", "params_xxh3", "state_xxh3"):
@@ -172,9 +178,9 @@ STAGES = {
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (STAGES | {"parallelism__data_parallel_shard_degree": 2}, "Stages go alone"),
-        (STAGES | {"parallelism__data_parallel_shard_degree": -1}, "Stages go alone"),
-        (STAGES | {"parallelism__tensor_parallel_degree": 2}, "no tensor or context parallelism"),
+        (STAGES | {"parallelism__tensor_parallel_degree": 2}, "Stages go with FSDP2"),
+        (STAGES | {"parallelism__context_parallel_degree": 2}, "Stages go with FSDP2"),
+        (STAGES | {"parallelism__expert_parallel_degree": 2}, "Stages go with FSDP2"),
         (STAGES | {"parallelism__pipeline_parallel_schedule": "Interleaved1F1B"}, "Give 1F1B or GPipe"),
         (STAGES | {"parallelism__pipeline_parallel_schedule_csv": "plan.csv"}, "Give 1F1B or GPipe"),
         (STAGES | {"validator__enable": True}, "--validator.enable"),
@@ -194,7 +200,7 @@ def test_the_workers_of_a_replica_follow_from_the_degrees():
     degrees = {"context_parallel_degree": 1, "tensor_parallel_degree": 2, "data_parallel_shard_degree": -1}
     degrees["pipeline_parallel_degree"] = 1
     assert refusals.row_of(SimpleNamespace(**degrees), 8) == (4, 1, 2, 1)
-    assert refusals.row_of(SimpleNamespace(**degrees | {"pipeline_parallel_degree": 2}), 8).workers == 2
+    assert refusals.row_of(SimpleNamespace(**degrees | {"pipeline_parallel_degree": 2}), 8) == (2, 1, 2, 2)
     assert refusals.row_of(SimpleNamespace(**degrees | {"data_parallel_shard_degree": 3}), 8).workers == 6
     with pytest.raises(UsageError, match="do not divide the 3 workers"):
         refusals.row_of(SimpleNamespace(**degrees), 3)
@@ -336,3 +342,22 @@ def test_the_seams_of_a_pipeline():
     with stages_that_say_their_shapes(config):
         assert titan_pipelines.PipelineStage is not before
     assert titan_pipelines.PipelineStage is before
+
+
+def test_the_meshes_of_a_pipeline_have_the_runs_order():
+    """Shards outside, stages inside: torchtitan's own order is the other way round."""
+    made = inspect.getsource(titan_dims.ParallelDims.build_mesh)
+    assert 'init_device_mesh(device_type,(self.world_size,),mesh_dim_names=("world",))' in "".join(
+        made.split()
+    )
+    assert '("pp", "batch", "cp", "tp"),\n' in made
+    before = titan_dims.init_device_mesh
+    with numbered_by_shards(refusals.Row(shard=2, context=1, tensor=1)):
+        assert titan_dims.init_device_mesh is before
+    given = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "DeviceMesh", lambda kind, order, **names: given.append(order.tolist()))
+        with numbered_by_shards(refusals.Row(shard=3, context=1, tensor=1, stage=2)):
+            titan_dims.init_device_mesh("cpu", (6,), mesh_dim_names=("world",))
+    assert given == [[0, 2, 4, 1, 3, 5]]
+    assert titan_dims.init_device_mesh is before

@@ -31,16 +31,15 @@ def row_of(parallelism: Any, workers_per_node: int) -> Row:
     """
     context, tensor = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
     shard, stage = parallelism.data_parallel_shard_degree, parallelism.pipeline_parallel_degree
-    if stage > 1:
-        return Row(1, 1, 1, stage)  # `refuse` has seen to it that there is nothing else
     if shard < 1:
-        if workers_per_node % (context * tensor):
+        if workers_per_node % (context * tensor * stage):
+            stages = f" and pipeline_parallel_degree {stage}" if stage > 1 else ""
             raise UsageError(
-                f"--parallelism.tensor_parallel_degree {tensor} and context_parallel_degree {context} do not divide the "
+                f"--parallelism.tensor_parallel_degree {tensor} and context_parallel_degree {context}{stages} do not divide the "
                 f"{workers_per_node} workers of a node; give --parallelism.data_parallel_shard_degree, too"
             )
-        shard = workers_per_node // (context * tensor)
-    return Row(shard, context, tensor)
+        shard = workers_per_node // (context * tensor * stage)
+    return Row(shard, context, tensor, stage)
 
 
 def refuse(config: Any) -> None:
@@ -82,13 +81,16 @@ def _of_stages(config: Any) -> list[tuple[bool, str]]:
     parallelism = config.parallelism
     stages = parallelism.pipeline_parallel_degree > 1
     option = "--parallelism.pipeline_parallel_degree"
-    degrees = (parallelism.context_parallel_degree, parallelism.tensor_parallel_degree)
+    degrees = (
+        parallelism.context_parallel_degree,
+        parallelism.tensor_parallel_degree,
+        parallelism.expert_parallel_degree,
+    )
     return [
         (
-            stages and (parallelism.data_parallel_shard_degree != 1 or max(degrees) > 1),
-            f"{option}: torchtitan numbers the workers of a replica by stages first, and a run by shards. Stages go alone: give "
-            "--parallelism.data_parallel_shard_degree 1, and no tensor or context parallelism. docs/sharded.md shows stages with "
-            "FSDP2 in a loop of your own, and torchtitan's own trainer works at level 1",
+            stages and max(degrees) > 1,
+            f"{option} with tensor, context or expert parallelism was not tried. Stages go with FSDP2 "
+            "(--parallelism.data_parallel_shard_degree); torchtitan's own trainer works at level 1",
         ),
         (
             stages

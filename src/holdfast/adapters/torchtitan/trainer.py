@@ -12,8 +12,10 @@ from importlib import metadata
 from typing import Any, Literal
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import parallel_dims as titan_dims
 from torchtitan.distributed import pipeline_parallel as titan_pipelines
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.protocols import module as titan_modules
@@ -21,7 +23,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 from holdfast.adapters.torchtitan.experts import Loads, take_hook_off, with_biases
-from holdfast.adapters.torchtitan.refusals import refuse, refuse_biased_stages, refuse_hooks, row_of
+from holdfast.adapters.torchtitan.refusals import Row, refuse, refuse_biased_stages, refuse_hooks, row_of
 from holdfast.adapters.torchtitan.streams import Numbers, Streams
 from holdfast.adapters.versions import TORCHTITAN
 from holdfast.tensors.dtensor_shards import local_of
@@ -83,7 +85,8 @@ class HoldfastTrainer(Trainer):  # type: ignore[misc] # it has no types here
         dist_utils.init_distributed(self.config.comm)  # returns at once: torch is initialised
         # What torchtitan switches off before it initialises torch, for its own meshes.
         torch.autograd.set_multithreading_enabled(False)
-        return ParallelDims.from_config(self.config.parallelism, row.workers)
+        with numbered_by_shards(row):
+            return built(ParallelDims.from_config(self.config.parallelism, row.workers))
 
     def _forward_backward_body(
         self, inputs: Any, labels: Any, global_valid_tokens: Any, extra_kwargs: dict[str, Any]
@@ -249,6 +252,30 @@ def built_alone() -> Iterator[None]:
         yield
     finally:
         titan_modules.distribute_tensor = before
+
+
+@contextmanager
+def numbered_by_shards(row: Row) -> Iterator[None]:
+    """torchtitan's meshes take the workers of a replica in its order: by stages, and then by shards. The run's order is by shards,
+    and then by stages."""
+    before = titan_dims.init_device_mesh
+    order = torch.arange(row.workers).view(row.shard, row.stage, -1).transpose(0, 1).flatten()
+
+    def init(device_type: str, *given: Any, mesh_dim_names: tuple[str, ...]) -> DeviceMesh:
+        return DeviceMesh(device_type, order, mesh_dim_names=mesh_dim_names)
+
+    if row.stage > 1:
+        titan_dims.init_device_mesh = init
+    try:
+        yield
+    finally:
+        titan_dims.init_device_mesh = before
+
+
+def built(dims: ParallelDims) -> ParallelDims:
+    """With its meshes, which torchtitan else makes when the first of them is asked for."""
+    dims.build_mesh()
+    return dims
 
 
 @contextmanager
