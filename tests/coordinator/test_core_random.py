@@ -76,7 +76,7 @@ def test_a_seed_is_one_schedule():
     ("first", "count"),
     [
         (0, 80),
-        pytest.param(80, 160, marks=pytest.mark.long),
+        pytest.param(80, 120, marks=pytest.mark.long),
         pytest.param(240, 120, marks=pytest.mark.nightly),
     ],
 )
@@ -116,8 +116,7 @@ def test_scripts_of_which_one_rank_stays_out_of_a_collective_go_on(block):
     ("first", "count"),
     [
         (SHARDED, 20),
-        pytest.param(SHARDED + 20, 20, marks=pytest.mark.long),
-        pytest.param(SHARDED + 40, 20, marks=pytest.mark.nightly),
+        pytest.param(SHARDED + 20, 40, marks=pytest.mark.nightly),
     ],
 )
 def test_schedules_of_sharded_replicas_hold_and_are_eventful(first, count):

@@ -70,15 +70,17 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-LONG = ("accelerate", "checkpoints", "convert", "lightning", "start", "transformers")
-"""Pages in docs/ whose blocks run for many seconds."""
+LONG = ("accelerate", "checkpoints", "convert", "start", "transformers")
+NIGHTLY = ("lightning",)
+"""Pages in docs/ whose blocks run for many seconds, and for minutes where others run beside them."""
 
 
 def each_page(*, that_runs: bool) -> Any:
     pages = [p for p in PAGES if not that_runs or any(b.runs for b in blocks(p))]
-    long = {name_of(p): pytest.mark.long if that_runs and p.stem in LONG else () for p in pages}
+    marks = dict.fromkeys(LONG, pytest.mark.long) | dict.fromkeys(NIGHTLY, pytest.mark.nightly)
     return pytest.mark.parametrize(
-        "page", [pytest.param(p, id=name_of(p), marks=long[name_of(p)]) for p in pages]
+        "page",
+        [pytest.param(p, id=name_of(p), marks=marks.get(p.stem, ()) if that_runs else ()) for p in pages],
     )
 
 
