@@ -194,7 +194,8 @@ def test_a_worker_that_was_only_taken_for_rank_0_is_printed_no_further(tmp_path)
             process.kill()
             return (await process.communicate())[0].decode().splitlines()
 
-    assert [line for line in asyncio.run(printed()) if not line.startswith("time=")] == []
+    lines = asyncio.run(printed())
+    assert [line for line in lines if not line.startswith("time=")] == [], "\n".join(lines)
 
 
 LIMIT = 1 << 30
