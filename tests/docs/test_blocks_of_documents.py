@@ -37,7 +37,7 @@ LINK = re.compile(r"\[[^\]]*\]\((?P<to>[^)\s]+)\)")
 COMMANDS = ("holdfast", "make")
 SHORTER = {"until=10_000": "until=60", "until=200": "until=60", "days: 30": "days: 3"}
 """What is trained for a day on a page, or simulated for a month, and what takes a moment here."""
-LIMIT_S = 400
+LIMIT_S = 100
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ def test_every_benchmark_exists(page):
             assert f'"{option}"' in known or option.removeprefix("--no-") in known, f"{module} {option}"
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(300)
 @each_page(that_runs=True)
 def test_what_is_not_an_excerpt_runs(page, tmp_path):
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"

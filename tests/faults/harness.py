@@ -90,7 +90,7 @@ def wait_for(process: subprocess.Popen[str], *texts: str) -> None:
     raise AssertionError(f"{sorted(missing)} never came:\n{''.join(seen)[-3000:]}")
 
 
-def finish(process: subprocess.Popen[str], home: Path, job: str = "job", timeout: float = 250) -> Ran:
+def finish(process: subprocess.Popen[str], home: Path, job: str = "job", timeout: float = 100) -> Ran:
     """Waits for the launcher's end and checks that nothing of the job is left."""
     try:
         output, _ = process.communicate(timeout=timeout)
@@ -124,7 +124,7 @@ def adds_up(goodput: dict) -> None:
 
 
 def run(
-    home: Path, *args: object, job: str = "job", timeout: float = 250, preload: str = preloaded.MODULES
+    home: Path, *args: object, job: str = "job", timeout: float = 100, preload: str = preloaded.MODULES
 ) -> Ran:
     """One job from start to end."""
     return finish(start(home, *args, job=job, preload=preload), home, job, timeout)

@@ -110,10 +110,10 @@ class Pod:
     def until(self, text: str, times: int = 1) -> None:
         """Waits until so many lines had this text."""
         with self._more:
-            self._more.wait_for(lambda: self._code is not None or self.out().count(text) >= times, 240)
+            self._more.wait_for(lambda: self._code is not None or self.out().count(text) >= times, 60)
         assert self.out().count(text) >= times, self.out()[-3000:]
 
-    def code(self, within_s: float = 240.0) -> int:
+    def code(self, within_s: float = 60.0) -> int:
         """Waits for its end, killed and restarted containers apart."""
         with self._more:
             assert self._more.wait_for(lambda: self._code is not None, within_s), self.out()[-6000:]

@@ -18,7 +18,7 @@ def alone() -> tuple[list[float], str]:
     """Losses and digest of the parameters of a job of one under plain python, with no word about threads."""
     env = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
     done = subprocess.run(
-        [sys.executable, SCRIPT, str(STEPS)], env=env, capture_output=True, text=True, check=True, timeout=250
+        [sys.executable, SCRIPT, str(STEPS)], env=env, capture_output=True, text=True, check=True, timeout=100
     )
     losses = [float.fromhex(word) for word in re.findall(r"^LOSS \d+ (\S+)$", done.stdout, re.MULTILINE)]
     (digest,) = re.findall(r"PARAMS (\w+)", done.stdout)

@@ -92,7 +92,7 @@ def nodes(formed: dict[str, Any]) -> set[str]:
 def holdfast(home: Path, *args: str) -> str:
     env = os.environ | {"HOLDFAST_HOME": str(home)}
     command = [sys.executable, "-m", "holdfast.cli", *args]
-    return subprocess.run(command, env=env, check=True, capture_output=True, text=True, timeout=250).stdout
+    return subprocess.run(command, env=env, check=True, capture_output=True, text=True, timeout=100).stdout
 
 
 def known(home: Path, node: str) -> Standing:

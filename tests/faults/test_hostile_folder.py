@@ -47,7 +47,7 @@ def holdfast(home, *args):
     """As the installed command, which has not the current folder on its path."""
     command = [sys.executable, "-P", "-m", "holdfast.cli", *map(str, args)]
     env = dict(os.environ, HOLDFAST_HOME=str(home))
-    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=250, check=False)
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
     assert not leftovers(home)
     return ran
 

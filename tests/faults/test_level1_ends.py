@@ -64,7 +64,7 @@ def goes_on_at(home, tiers, *args):
     return begins(ran)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("writer", "ends"),
     [

@@ -8,7 +8,7 @@ from test_meshes import check, told
 SCRIPT = HERE / "train_pipeline.py"
 STEPS = 16
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.mark.long

@@ -34,7 +34,7 @@ def pods(tmp_path):
 
 def ends(pods, coordinator) -> Ran:
     """Waits for the job's end, and looks at what its coordinator leaves."""
-    code = coordinator.code()
+    code = coordinator.code(90)
     folder = coordinator.folder / "jobs" / NAME
     report = folder / "report.json"
     return Ran(code, coordinator.out(), json.loads(report.read_text()), folder)

@@ -49,7 +49,7 @@ def test_a_launcher_whose_reader_went_away_obeys_a_stop(tmp_path):
     assert process.stdout is not None
     process.stdout.close()
     process.send_signal(signal.SIGTERM)
-    process.wait(timeout=250)
+    process.wait(timeout=100)
     ran = ended(process, tmp_path, "job", "")
     assert ran.report["outcome"] == "stopped"
     assert ran.report["reason"] == "interrupted"

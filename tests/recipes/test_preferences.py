@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from test_recipes import PRELOAD, RECIPES
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 
 def test_a_kill_and_a_lost_node_change_no_bit_of_the_adapters(tmp_path, recipes):

@@ -18,7 +18,7 @@ STEPS = 9
 STRUCK = ("--nnodes", "2:4", "--fault", "kill-worker:rank=1,step=3", "--fault", "kill-node:rank=0,step=6")
 """One replica loses a worker. Later the job shrinks to one replica, since nobody takes the lost node's place."""
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(autouse=True)
