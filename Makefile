@@ -32,9 +32,11 @@ test: setup
 	@$(BIN)/python -m compileall -q src
 	$(BIN)/python -m pytest -n $(TESTERS) --dist worksteal $(PYTEST)
 
-# Those that take many seconds each, most of them jobs that lose workers and nodes. Every kind has shorter ones above.
+# Those that take many seconds each, most of them jobs that lose workers and nodes. Every kind has shorter ones above. As
+# many at once as there are cores: they compute most of the time, and one more would only make each of them slower.
+LONG_TESTERS ?= $(shell $(PYTHON) -c 'import os; print(min(4, len(os.sched_getaffinity(0))))')
 long-test: setup
-	$(BIN)/python -m pytest -n $(TESTERS) --dist worksteal -m "long and not nightly" $(PYTEST)
+	$(BIN)/python -m pytest -n $(LONG_TESTERS) --dist worksteal -m "long and not nightly" $(PYTEST)
 
 # What the core decides in 5,040 random schedules, compared with what was recorded: a restructuring changes none of it.
 golden: setup

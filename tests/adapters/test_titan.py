@@ -191,9 +191,12 @@ STAGES = {
     ],
 )
 def test_what_does_not_work_is_refused_with_a_sentence(change, why):
-    refusals.refuse(llama(**STAGES))
     with pytest.raises(UsageError, match=why):
         refusals.refuse(llama(**change))
+
+
+def test_stages_with_shards_are_taken():
+    refusals.refuse(llama(**STAGES | {"parallelism__data_parallel_shard_degree": 2}))
 
 
 def test_the_workers_of_a_replica_follow_from_the_degrees():

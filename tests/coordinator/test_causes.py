@@ -27,8 +27,8 @@ SOURCES = Path(holdfast.__file__).parent
 RECORDED = Path(__file__).parent / "recorded"
 CAUSES = {cause.__name__: cause for cause in get_args(causes.Cause)}
 KINDS = {
-    "ConnectionClosed": "node", "NodeSilent": "node", "ContainerOutOfMemory": "node", "PlaceLost": "node", "AgentReplaced": "node", "WorkersFail": "node",
-    "WorkersDoNotStart": "node", "ChecksFailed": "node", "NodeReclaimed": "reclaimed",
+    "ConnectionClosed": "node", "NodeSilent": "node", "ContainerOutOfMemory": "node", "PlaceLost": "node",
+    "AgentReplaced": "node", "WorkersFail": "node", "WorkersDoNotStart": "node", "ChecksFailed": "node", "NodeReclaimed": "reclaimed",
     "ProcessEnded": "process", "KilledForMemory": "process", "ProcessVanished": "process", "NeverStarted": "process",
     "Hang": "hang", "ProcessStopped": "hang", "LeftBehind": "hang", "NotReady": "timeout", "NotSaved": "timeout",
     "CollectiveFailed": "collective", "MemberLeft": "collective", "CoordinatorLost": "coordinator",
@@ -142,8 +142,8 @@ def test_only_a_worker_that_caught_an_exception_of_the_script_reports_one():
     senders = {
         str(p.relative_to(SOURCES))
         for p in OUTSIDE
-        if "Failed" in p.read_text()
-        for node in ast.walk(ast.parse(p.read_text()))
+        if "Failed" in (text := p.read_text())
+        for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("m.Failed", "messages.Failed", "Failed")
     }
     assert senders == {"train/replica.py", "train/worker.py"}

@@ -70,13 +70,8 @@ def test_who_was_not_listened_to_is_not_silent():
     assert [n.name for n in desk.core.alive_nodes()] == ["n0"]
 
 
-def test_who_was_told_late_is_not_late():
-    """A node is lost; the orders that follow leave a minute later, for until then the ledger could not be written."""
-    desk = running(3)
-    desk.lose("n2")
-    desk.do(e.Overslept(60.0), after_s=60.0)
-    left = desk.workers(WorkerPhase.MEMBER)
-    assert len(left) == 2
+def wait_a_minute_and_park(desk: Desk, left: list[str]) -> None:
+    """They have stood still for a minute when they hear of the break, and all of them go on."""
     for worker in left:
         waits = desk.view(
             worker, page=PageReading(generation=1, committed=5, phase=Phase.REDUCE), idle_s=60.0
@@ -86,6 +81,16 @@ def test_who_was_told_late_is_not_late():
         desk.parks(worker, 5)
     assert desk.members() == left
     assert not desk.killed()
+
+
+def test_who_was_told_late_is_not_late():
+    """A node is lost; the orders that follow leave a minute later, for until then the ledger could not be written."""
+    desk = running(3)
+    desk.lose("n2")
+    desk.do(e.Overslept(60.0), after_s=60.0)
+    left = desk.workers(WorkerPhase.MEMBER)
+    assert len(left) == 2
+    wait_a_minute_and_park(desk, left)
 
 
 def test_who_hears_of_a_break_from_the_next_coordinator_is_not_late():
@@ -95,15 +100,7 @@ def test_who_hears_of_a_break_from_the_next_coordinator_is_not_late():
     left = desk.workers(WorkerPhase.MEMBER)
     desk.crash(away_s=60.0)
     desk.back()
-    for worker in left:
-        waits = desk.view(
-            worker, page=PageReading(generation=1, committed=5, phase=Phase.REDUCE), idle_s=60.0
-        )
-        desk.do(e.NodeSays(desk.known(worker).node, m.Stalled(worker, waits)))
-    for worker in left:
-        desk.parks(worker, 5)
-    assert desk.members() == left
-    assert not desk.killed()
+    wait_a_minute_and_park(desk, left)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.engines.kubernetes.observed import Farewell, OutOfMemory
+from holdfast.engines.kubernetes.observed import Farewell
 from holdfast.engines.kubernetes.reading import machine_seen, pod_seen
 
 
@@ -50,21 +50,14 @@ def test_a_pod_without_a_status_is_pending() -> None:
 def test_a_container_that_was_killed_for_memory(when: str) -> None:
     """It is over, or the kubelet has started it again."""
     ended = {"reason": "OOMKilled", "exitCode": 137, "finishedAt": "2026-11-25T09:00:00Z"}
-    agents = {"name": "worker", when: {"terminated": ended}}
     others = {"name": "sidecar", when: {"terminated": ended | {"finishedAt": "2026-11-25T08:00:00Z"}}}
-    raw = pod(containerStatuses=[others, agents])
-    raw["spec"]["containers"] = [
-        {"name": "sidecar", "resources": {"limits": {"memory": "1Gi"}}},
-        {"name": "worker", "resources": {"limits": {"memory": "2Gi"}}},
-    ]
-    seen = pod_seen(raw, "llm", "u-1")
-    assert seen is not None
-    assert seen.out_of_memory == OutOfMemory(1795597200.0, 2 << 30)
-    del raw["spec"]["containers"]
-    assert pod_seen(raw, "llm", "u-1").out_of_memory == OutOfMemory(1795597200.0)  # type: ignore[union-attr]
-    for other in ({"reason": "Error"}, {"finishedAt": None}, {"finishedAt": "now"}):
-        raw["status"]["containerStatuses"] = [others, {"name": "worker", when: {"terminated": ended | other}}]
-        assert pod_seen(raw, "llm", "u-1").out_of_memory is None  # type: ignore[union-attr]
+
+    def killed_s(**changed: str | None) -> float | None:
+        agents = {"name": "worker", when: {"terminated": ended | changed}}
+        return pod_seen(pod(containerStatuses=[others, agents]), "llm", "u-1").out_of_memory_s  # type: ignore[union-attr]
+
+    assert killed_s() == 1795597200.0
+    assert [killed_s(reason="Error"), killed_s(finishedAt=None), killed_s(finishedAt="now")] == [None] * 3
 
 
 def test_what_a_pod_waits_for_is_in_the_words_of_who_knows() -> None:

@@ -22,15 +22,7 @@ from holdfast.engines.kubernetes.actions import (
 from holdfast.engines.kubernetes.check import accept, check
 from holdfast.engines.kubernetes.conditions import begun
 from holdfast.engines.kubernetes.desk import Desk
-from holdfast.engines.kubernetes.observed import (
-    Farewell,
-    MachineSeen,
-    NodeSaid,
-    Observed,
-    OutOfMemory,
-    PodSeen,
-    Said,
-)
+from holdfast.engines.kubernetes.observed import Farewell, MachineSeen, NodeSaid, Observed, PodSeen, Said
 from holdfast.engines.kubernetes.reconcile import beside, reconcile
 from holdfast.engines.kubernetes.status import ConditionType, JobStatus, Progress
 from holdfast.engines.kubernetes.times import timestamp
@@ -175,12 +167,13 @@ def test_a_container_that_was_killed_for_memory_is_told_once() -> None:
     """When its coordinator knows that the node was lost, and while it asks itself why."""
 
     def told(age_s: float, desk: Desk) -> list[Any]:
-        killed = pod("n1", ready=False, out_of_memory=OutOfMemory(NOW_S - age_s, 2 << 30))
+        killed = pod("n1", ready=False, out_of_memory_s=NOW_S - age_s)
         pods = (pod("c1"), pod("n0"), killed, pod("n2"))
         desk.saw(killed)
         desk.meet(1, ["llm-n0", "llm-n2"], [])
         lost = said("n0", "n2", nodes={"llm-n1": NodeSaid(alive=False)})
-        found = [one for one in actions(observed(pods=pods, said=lost)) if isinstance(one, Tell)]
+        limit = {"spec__template__spec__containers__0__resources": {"limits": {"memory": "2Gi"}}}
+        found = [one for one in actions(observed(pods=pods, said=lost, spec=limit)) if isinstance(one, Tell)]
         news = [one for one in found if desk.is_news(one)]
         for one in news:
             desk.did(one)

@@ -1,13 +1,14 @@
 """What a frame may hold: whatever it is, a reader says that it cannot read it, and reads on."""
 
 import random
+import socket
 
 import msgspec
 import pytest
 
 from holdfast.errors import ProtocolError
 from holdfast.protocol import messages as m
-from holdfast.protocol.frames import Codec
+from holdfast.protocol.frames import Codec, pack
 
 CODEC: Codec[m.WorkerMessage] = Codec(m.WorkerMessage)
 READY = msgspec.msgpack.encode(m.Ready(digest="digest", host="host", vote_port=1, data_port=2))
@@ -36,3 +37,14 @@ def test_changed_bytes_are_a_message_or_an_error_of_the_protocol():
             CODEC.decode(body)
         except ProtocolError:
             continue
+
+
+@pytest.mark.parametrize("unread", [False, True])
+def test_a_peer_that_has_ended_says_nothing_more_whatever_it_had_not_read(unread):
+    """A warm process whose agent was killed before it read that the process is there: it ends without a traceback."""
+    ours, theirs = socket.socketpair()
+    with ours:
+        if unread:
+            ours.sendall(pack(m.Warm(1)))
+        theirs.close()
+        assert CODEC.read(ours) is None

@@ -52,10 +52,11 @@ class Codec(Generic[T]):
 
     def read(self, sock: socket.socket) -> T | None:
         """The next message of a blocking socket; None at its end."""
-        header = read_exactly(sock, _HEADER.size)
-        if header is None:
+        try:
+            header = read_exactly(sock, _HEADER.size)
+            body = None if header is None else read_exactly(sock, _size(header))
+        except ConnectionError:  # the other side has ended, and had not read all
             return None
-        body = read_exactly(sock, _size(header))
         return None if body is None else self.decode(body)
 
     async def read_stream(self, reader: asyncio.StreamReader) -> T | None:

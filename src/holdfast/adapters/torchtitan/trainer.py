@@ -85,8 +85,10 @@ class HoldfastTrainer(Trainer):  # type: ignore[misc] # it has no types here
         dist_utils.init_distributed(self.config.comm)  # returns at once: torch is initialised
         # What torchtitan switches off before it initialises torch, for its own meshes.
         torch.autograd.set_multithreading_enabled(False)
+        dims = ParallelDims.from_config(self.config.parallelism, row.workers)
         with numbered_by_shards(row):
-            return built(ParallelDims.from_config(self.config.parallelism, row.workers))
+            dims.build_mesh()  # which torchtitan else does when the first mesh is asked for
+        return dims
 
     def _forward_backward_body(
         self, inputs: Any, labels: Any, global_valid_tokens: Any, extra_kwargs: dict[str, Any]
@@ -270,12 +272,6 @@ def numbered_by_shards(row: Row) -> Iterator[None]:
         yield
     finally:
         titan_dims.init_device_mesh = before
-
-
-def built(dims: ParallelDims) -> ParallelDims:
-    """With its meshes, which torchtitan else makes when the first of them is asked for."""
-    dims.build_mesh()
-    return dims
 
 
 @contextmanager

@@ -184,10 +184,11 @@ def _explain_by_sighting(state: CoreState, incident: Incident, now: float, worke
 
 def explain(incident: Incident, sighting: Sighting, now: float) -> None:
     """What a rule found is the cause of what happened to the job."""
+    cause = RuleMatched(sighting.rule, sighting.text)
     if incident.rule == "" and not incident.quiet:
-        _add(incident, Evidence(rule="", source="job", text=str(incident.cause), at_s=incident.detected_at_s))
+        corrected(incident, cause)
+    incident.cause = cause
     incident.rule, incident.heard_s = incident.rule or sighting.rule, now
-    incident.cause = RuleMatched(sighting.rule, sighting.text)
 
 
 def corrected(incident: Incident, cause: Cause) -> None:
@@ -218,8 +219,8 @@ def caused(
     state: CoreState, now: float, incident: Incident, cause: Cause, node: str, workers: list[str]
 ) -> None:
     """What others raised has its cause here: the incident is of these workers and this node."""
-    _add(incident, Evidence(rule="", source="job", text=str(incident.cause), at_s=incident.detected_at_s))
-    incident.cause, incident.node, incident.raised = cause, node, False
+    corrected(incident, cause)
+    incident.node, incident.raised = node, False
     incident.workers, incident.ranks = workers, _ranks(state, workers)
     if injection := _claim(state, now, node, workers, None, False):
         _began(incident, injection)

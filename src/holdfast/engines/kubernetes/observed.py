@@ -25,15 +25,6 @@ class Farewell(msgspec.Struct, frozen=True):
     """For people."""
 
 
-class OutOfMemory(msgspec.Struct, frozen=True):
-    """The kernel killed all that ran in a pod's container."""
-
-    at_s: float
-    """When, by the clock of its machine: seconds since 1970, whole ones."""
-    limit_bytes: int | None = None
-    """Of the container; None: it has none of its own."""
-
-
 class PodSeen(msgspec.Struct, frozen=True, kw_only=True):
     """A pod that the job owns."""
 
@@ -62,8 +53,9 @@ class PodSeen(msgspec.Struct, frozen=True, kw_only=True):
     """Whose quota it uses; empty: the job is in no queue."""
     waits_for_place: bool = False
     """Its agent wants to know where its machine stands, and was not told yet."""
-    out_of_memory: OutOfMemory | None = None
-    """The last time. The container may run again since."""
+    out_of_memory_s: float | None = None
+    """When the kernel last killed all that ran in its container, which may run again since: seconds since 1970, whole ones, by
+    the clock of its machine; None: it did not."""
 
     @property
     def ended(self) -> bool:

@@ -11,8 +11,7 @@ import msgspec
 from holdfast.engines.kubernetes import names
 from holdfast.engines.kubernetes.marks import marks_of
 from holdfast.engines.kubernetes.names import LABEL_RUN, LABEL_WORKLOAD, NOTE_PLACE
-from holdfast.engines.kubernetes.observed import Farewell, MachineSeen, OutOfMemory, PodPhase, PodSeen
-from holdfast.engines.kubernetes.quantities import quantity
+from holdfast.engines.kubernetes.observed import Farewell, MachineSeen, PodPhase, PodSeen
 from holdfast.engines.kubernetes.resource import WORKER
 from holdfast.engines.kubernetes.times import from_timestamp
 from holdfast.protocol.node_place import MOST_LEVELS
@@ -85,7 +84,7 @@ def pod_seen(pod: Object, job: str, uid: str) -> PodSeen | None:
         version=int(metadata.get("resourceVersion", 0)),
         workload=str(metadata.get("labels", {}).get(LABEL_WORKLOAD, "")),
         waits_for_place=metadata.get("annotations", {}).get(NOTE_PLACE) == "",
-        out_of_memory=_out_of_memory(spec, containers),
+        out_of_memory_s=_out_of_memory_s(containers),
     )
 
 
@@ -108,24 +107,13 @@ def _waits(containers: Any) -> str | None:
     return None
 
 
-def _out_of_memory(spec: Object, containers: Any) -> OutOfMemory | None:
+def _out_of_memory_s(containers: Any) -> float | None:
     """Of the agent's container: its `state` while it is over, its `lastState` when it runs again."""
     for one in containers:
-        if one.get("name") != WORKER:
-            continue
         for when in ("state", "lastState"):
             ended = one.get(when, {}).get("terminated") or {}
-            at_s = from_timestamp(ended.get("finishedAt"))
-            if ended.get("reason") == "OOMKilled" and at_s is not None:
-                return OutOfMemory(at_s, _memory_limit(spec))
-    return None
-
-
-def _memory_limit(spec: Object) -> int | None:
-    for one in spec.get("containers", ()):
-        if one.get("name") == WORKER:
-            limit = quantity(one.get("resources", {}).get("limits", {}).get("memory"))
-            return None if limit is None else int(limit)
+            if one.get("name") == WORKER and ended.get("reason") == "OOMKilled":
+                return from_timestamp(ended.get("finishedAt"))
     return None
 
 

@@ -36,6 +36,7 @@ from holdfast.engines.kubernetes.actions import (
     Tell,
     TellPlace,
 )
+from holdfast.engines.kubernetes.check import quantity_of_limit
 from holdfast.engines.kubernetes.conditions import Ended, status_of
 from holdfast.engines.kubernetes.observed import Farewell, Observed, PodSeen
 from holdfast.engines.kubernetes.resource import HoldfastJob, HoldfastJobSpec
@@ -376,7 +377,7 @@ def _news(
     and why."""
     if seen.said is None:
         return
-    yield from _memory_news(seen, mine)
+    yield from _memory_news(seen, job, mine)
     alive = {name for name, node in seen.said.nodes.items() if node.alive}
     released, going = lost_nodes(seen), going_nodes(seen)
     for name in sorted(alive - released - seen.told):
@@ -402,16 +403,17 @@ def _news(
         yield AskResize(job.spec.nodes)
 
 
-def _memory_news(seen: Observed, mine: dict[str, PodSeen]) -> Iterable[Action]:
+def _memory_news(seen: Observed, job: HoldfastJob, mine: dict[str, PodSeen]) -> Iterable[Action]:
     """Where the kernel killed a whole container, the coordinator has seen a node that was lost, and nobody there can say why."""
+    limit = quantity_of_limit(job.spec, "memory")
     for name, pod in mine.items():
-        if pod.out_of_memory is None:
+        if pod.out_of_memory_s is None:
             continue
-        age_s = seen.now_s - pod.out_of_memory.at_s
+        age_s = seen.now_s - pod.out_of_memory_s
         # Not at once: the coordinator has to know of the loss by then, or the news would be about nothing.
         if OOM_FROM_S <= age_s <= OOM_UNTIL_S:
-            news = NodeOutOfMemory(name, pod.out_of_memory.limit_bytes, age_s)
-            yield Tell(news, f"{name} at {pod.out_of_memory.at_s:.0f}")
+            news = NodeOutOfMemory(name, None if limit is None else int(limit), age_s)
+            yield Tell(news, f"{name} at {pod.out_of_memory_s:.0f}")
 
 
 def _numbers_together(actions: list[Action], run: int, term: int, next_number: int) -> tuple[Action, ...]:
