@@ -76,7 +76,7 @@ def test_a_seed_is_one_schedule():
     ("first", "count"),
     [
         (0, 80),
-        pytest.param(80, 120, marks=pytest.mark.long),
+        pytest.param(80, 160, marks=pytest.mark.long),
         pytest.param(240, 120, marks=pytest.mark.nightly),
     ],
 )
