@@ -38,6 +38,10 @@ def prepared(config: Any) -> Any:
     if not config.training.disable_cuda_graphs:
         logger.info("holdfast: without CUDA graphs")
         config.training.disable_cuda_graphs = True
+    if getattr(config.checkpoint, "async_mode", "disabled") != "disabled":
+        # It would make a process group for them, before the workers are connected.
+        logger.info("holdfast: torchtitan's checkpoints are written at once, while one replica waits")
+        config.checkpoint.async_mode = "disabled"
     if config.debug.seed is None:
         # Without one torchtitan broadcasts one, before the workers of a replica are connected.
         logger.info("holdfast: --debug.seed 0, since none was given")

@@ -32,12 +32,11 @@ with warnings.catch_warnings():
     from torchtitan.trainer import Trainer
 
     from holdfast import titan
-    from holdfast.adapters.torchtitan import experts, refusals, streams, trainer
+    from holdfast.adapters.torchtitan import checkpoints, experts, refusals, streams, trainer
     from holdfast.adapters.torchtitan.trainer import (
         HoldfastTrainer,
         as_holdfast,
         built_alone,
-        keep_as_it_lies,
         numbered_by_shards,
         stages_that_say_their_shapes,
     )
@@ -83,14 +82,21 @@ def folder(tmp_path_factory):
     return made
 
 
-def job(home, folder, name, *options, given=(*LLAMA, *WIDE), layers=0):
-    """What a job with these options of `holdfast run` ended as. given: to torchtitan. layers: of the model; 0: all."""
-    environment = os.environ | {
-        "HOLDFAST_HOME": str(home),
-        "HF_HOME": str(home / "hf"),
-        "OMP_NUM_THREADS": "1",
-        "TITAN_LAYERS": str(layers),
-    }
+def job(home, folder, name, *options, given=(*LLAMA, *WIDE), layers=0, **more):
+    """What a job with these options of `holdfast run` ended as.
+
+    given: to torchtitan. layers: of the model; 0: all. more: what else `titan_cpu.py` reads.
+    """
+    environment = (
+        os.environ
+        | {
+            "HOLDFAST_HOME": str(home),
+            "HF_HOME": str(home / "hf"),
+            "OMP_NUM_THREADS": "1",
+            "TITAN_LAYERS": str(layers),
+        }
+        | more
+    )
     command = [sys.executable, "-m", "holdfast", "run", "--no-ui", "--job", name]
     command += ["--report", home / f"{name}.json", *options, SCRIPT, folder, *OPTIONS, *given]
     ran = subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True, timeout=1500)
@@ -149,6 +155,212 @@ def test_a_worker_that_is_killed_in_any_phase_changes_no_bit_of_any_model(tmp_pa
         assert struck["final"][name] == calm["final"][name]
 
 
+@pytest.mark.nightly
+@pytest.mark.timeout(3000)
+@pytest.mark.capability("level 2")
+@pytest.mark.parametrize("layout", ["qwen3", "qwen3-experts", "deepseek-experts", "gpt-oss-experts"])
+def test_a_debug_configuration_with_all_its_layers_and_experts_survives_a_kill(tmp_path, folder, layout):
+    """Llama's has all of its layers in the first test above."""
+    module, config, tokens, shards, *more = LAYOUTS[layout].split()
+    kind = "bfloat16" if module == "gpt_oss" else "float32"
+    degrees = ("--parallelism.data_parallel_shard_degree", shards, *more, PRECISION, kind)
+    given = ("--module", module, "--config", config, *NARROW, tokens, *degrees, "--training.steps", "3")
+    calm = job(tmp_path, folder, "calm", "--nnodes", "2", given=given)
+    kill = ("--fault", "kill-worker:rank=1,step=1,phase=backward")
+    struck = job(tmp_path, folder, "struck", "--nnodes", "2:4", *kill, given=given)
+    assert len(struck["incidents"]) == 1
+    assert calm["steps"]["committed"] == struck["steps"]["committed"] == 3
+    for name in ("loss", "params_xxh3", "state_xxh3"):
+        assert struck["final"][name] == calm["final"][name]
+
+
+SAVE = [
+    "--checkpoint.enable",
+    "--checkpoint.last_save_in_hf",
+    "--checkpoint.last_save_model_only",
+    "--checkpoint.interval",
+]
+
+
+def weights(folder):
+    """Of all files of Hugging Face's format in a folder."""
+    from safetensors.torch import load_file
+
+    return {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
+
+
+def model_of(folder):
+    """The model's tensors in a checkpoint of torchtitan's."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    dcp_to_torch_save(folder, folder / "whole.pt")
+    whole = torch.load(folder / "whole.pt", weights_only=True)
+    return whole, {name: x for name, x in whole.items() if isinstance(x, torch.Tensor) and "." in name}
+
+
+def same(one, other):
+    """Biases of experts follow their loads, and not the learning rate."""
+    one, other = (
+        {k: x for k, x in found.items() if "expert_bias" not in k and "correction_bias" not in k}
+        for found in (one, other)
+    )
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3000)
+@pytest.mark.capability("level 2")
+@pytest.mark.parametrize(
+    "layout", ["llama-fsdp", "llama-tensor", "qwen3-experts", "deepseek-experts", "gpt-oss-experts"]
+)
+def test_torchtitans_own_checkpoints_are_written_through_a_kill_and_are_where_another_training_begins(
+    tmp_path, folder, layout
+):
+    layouts = LAYOUTS | {"llama-fsdp": "llama3 llama3_debugmodel 16 2"}
+    module, config, tokens, shards, *more = layouts[layout].split()
+    degrees = ("--parallelism.data_parallel_shard_degree", shards, *more)
+    degrees += (PRECISION, "bfloat16" if module == "gpt_oss" else "float32")
+    given = ("--module", module, "--config", config, *NARROW, tokens, *degrees)
+    calm = job(tmp_path, folder, "calm", "--nnodes", 2, given=given, layers=2)
+    faults = ("--fault", "kill-worker:rank=1,step=2,phase=backward", "--fault", "kill-worker:rank=0,step=4")
+    struck = job(
+        tmp_path,
+        folder,
+        "struck",
+        "--nnodes",
+        "2:4",
+        *faults,
+        given=(*given, *SAVE, "2", f"--checkpoint.folder={tmp_path}/a"),
+        layers=2,
+    )
+    assert struck["final"]["state_xxh3"] == calm["final"]["state_xxh3"]  # to write changes nothing
+    assert len(struck["incidents"]) == 2
+    whole, model = model_of(tmp_path / "a" / "step-4")
+    assert whole["train_state"]["step"] == 4
+    assert "dataloader" not in whole
+    exported = weights(tmp_path / "a" / "step-6")
+    assert exported
+    assert "step-2" in os.listdir(tmp_path / "a")
+
+    # What comes out is what went in, and no other run has it by chance.
+    still = (*given, "--training.steps=2", *SAVE, "100", "--checkpoint.enable_first_step_checkpoint")
+    for name, source, more in (("b", "step-6", ["--checkpoint.initial_load_in_hf"]), ("c", "step-4", [])):
+        load = (
+            f"--checkpoint.initial_load_path={tmp_path}/a/{source}",
+            f"--checkpoint.folder={tmp_path}/{name}",
+        )
+        job(tmp_path, folder, name, "--nnodes", 2, given=(*still, *load, *more), layers=2, TITAN_STILL="1")
+    assert same(weights(tmp_path / "b" / "step-2"), exported)
+    read = model_of(tmp_path / "c" / "step-1")[1]
+    assert same({name: x for name, x in read.items() if name in model}, model)
+    assert not same(weights(tmp_path / "c" / "step-2"), exported)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+@pytest.mark.capability("level 2", "kill")
+def test_a_worker_that_is_lost_while_torchtitans_checkpoint_is_written_costs_that_checkpoint(
+    tmp_path, folder
+):
+    calm = job(tmp_path, folder, "calm", "--nnodes", 2, layers=2)
+    given = (*LLAMA, *WIDE, *SAVE, "2", f"--checkpoint.folder={tmp_path}/a")
+    struck = job(
+        tmp_path,
+        folder,
+        "struck",
+        "--nnodes",
+        "2:4",
+        given=given,
+        layers=2,
+        TITAN_DIES=str(tmp_path / "dead"),
+    )
+    assert (tmp_path / "dead").exists()
+    assert len(struck["incidents"]) == 1
+    assert struck["steps"]["committed"] == STEPS
+    assert struck["final"]["state_xxh3"] == calm["final"]["state_xxh3"]
+    assert (tmp_path / "a" / "step-2" / ".metadata").exists()
+    assert not (tmp_path / "a" / "step-4" / ".metadata").exists()
+    assert weights(tmp_path / "a" / "step-6")
+
+
+def manager(model, folder, **options):
+    """torchtitan's for a model of one worker, as a job has it."""
+    config = checkpoints.Checkpoints.Config(enable=True, folder=str(folder), **options)
+    return config.build(
+        dataloader=None,
+        model_parts=[model],
+        optimizers=None,
+        lr_schedulers=None,
+        states={},
+        sd_adapter=None,
+        base_folder="",
+    )
+
+
+def saved(folder, size=3):
+    model = torch.nn.Linear(2, size)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id=str(folder), no_dist=True)
+    return model
+
+
+def test_first_weights_are_read_and_those_that_do_not_fit_are_refused_by_name(tmp_path):
+    was, model = saved(tmp_path / "fits"), torch.nn.Linear(2, 3)
+    saved(tmp_path / "larger", 4)
+    manager(model, tmp_path / "x", initial_load_path=str(tmp_path / "fits")).load_first()
+    assert torch.equal(model.weight, was.weight)
+    assert torch.equal(model.bias, was.bias)
+    for name, why in (
+        ("larger", "Size mismatch .* for bias"),
+        ("nowhere", "initial_load_path is invalid"),
+    ):
+        with pytest.raises(
+            UsageError, match=rf"first weights cannot be read from {tmp_path}/{name}: .*{why}"
+        ):
+            manager(model, tmp_path / "x", initial_load_path=str(tmp_path / name)).load_first()
+    with pytest.raises(UsageError, match="no way to read Hugging Face's weights"):
+        manager(
+            model, tmp_path / "x", initial_load_path=str(tmp_path / "fits"), initial_load_in_hf=True
+        ).load_first()
+    assert torch.equal(model.weight, was.weight)
+
+
+def test_checkpoints_of_another_training_are_not_written_over(tmp_path):
+    of_others, of_one = (
+        manager(torch.nn.Linear(2, 3), tmp_path / "x"),
+        manager(torch.nn.Linear(2, 3), tmp_path / "y"),
+    )
+    saved(tmp_path / "x" / "step-12")
+    with pytest.raises(
+        UsageError, match=r"up to step 12 of a training without Holdfast.*initial_load_path .*/step-12"
+    ):
+        of_others.claim("a")
+    of_one.claim("a")  # nothing is there yet
+    saved(tmp_path / "y" / "step-12")
+    of_one.claim("a")
+    with pytest.raises(UsageError, match="of the job 'a'"):
+        of_one.claim("b")
+    assert sorted(os.listdir(tmp_path / "y")) == ["job.json", "step-12"]
+    manager(torch.nn.Linear(2, 3), tmp_path / "y", load_only=True).claim("b")  # it writes nothing
+    (tmp_path / "y" / checkpoints.OWNER).write_text("{")
+    with pytest.raises(UsageError, match="up to step 12"):
+        of_one.claim("a")
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="file/z cannot be written"):
+        manager(torch.nn.Linear(2, 3), tmp_path / "file" / "z").claim("a")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_folder_that_takes_nothing_costs_a_warning(tmp_path, caplog):
+    one = manager(torch.nn.Linear(2, 3), tmp_path)
+    one.states = {"train_state": torch.nn.Linear(1, 1)}
+    (tmp_path / "step-500").touch()  # where its folder would be
+    with caplog.at_level("WARNING"):
+        one.write(500, last=False)
+    assert "torchtitan's checkpoint of step 500 was not written: FileExistsError" in caplog.text
+
+
 def llama(**changes):
     config = as_holdfast(titan.prepared(ConfigManager()._load_config(LLAMA)[0]))
     for path, value in changes.items():
@@ -174,6 +386,9 @@ STAGES = {
 }
 
 
+SAVES = {"checkpoint__enable": True}
+
+
 @pytest.mark.capability("level 2", refused=True)
 @pytest.mark.parametrize(
     ("change", "why"),
@@ -186,7 +401,14 @@ STAGES = {
         (STAGES | {"validator__enable": True}, "--validator.enable"),
         ({"parallelism__data_parallel_replicate_degree": 2}, "replicas are the job's"),
         ({"training__disable_cuda_graphs": False}, "--training.disable_cuda_graphs"),
-        ({"checkpoint__enable": True}, "holdfast run --checkpoint DIR"),
+        (SAVES | {"checkpoint__load_step": 500}, "--checkpoint.initial_load_path and its folder"),
+        (
+            SAVES | {"checkpoint__initial_load_path": "/w", "checkpoint__initial_load_model_only": False},
+            "Leave it true",
+        ),
+        (SAVES | {"checkpoint__create_seed_checkpoint": True}, "make it with torchtitan"),
+        (SAVES | {"checkpoint__async_mode": "async"}, "could lose no worker"),
+        (SAVES | {"checkpoint__folder": "s3://bucket/x"}, "another place than a file system"),
         ({"comm__mode": "fake_backend"}, "simulates a world"),
     ],
 )
@@ -233,7 +455,10 @@ def test_hooks_that_rewrite_a_state_are_taken_off_and_others_stay():
     model.register_state_dict_post_hook(FusedQKVLinear._split_qkv_on_save)
     model.register_load_state_dict_pre_hook(FusedQKVLinear._merge_qkv_on_load)
     model.register_state_dict_post_hook(lambda *args: None)
-    keep_as_it_lies(model)
+    hooks = checkpoints.StateHooks([model])
+    assert (len(model._state_dict_hooks), len(model._load_state_dict_pre_hooks)) == (1, 0)
+    with hooks.back():
+        assert (len(model._state_dict_hooks), len(model._load_state_dict_pre_hooks)) == (2, 1)
     assert (len(model._state_dict_hooks), len(model._load_state_dict_pre_hooks)) == (1, 0)
 
 

@@ -1,4 +1,6 @@
 """`-m holdfast.titan` on a CPU: titan_cpu.py FOLDER ARGUMENTS... TITAN_LAYERS=2 leaves so many layers, of at most 8 experts each.
+TITAN_STILL=1: the learning rate is 0, so a step changes no weight. TITAN_DIES=FILE: the second worker of the replica that writes
+the checkpoint of step 4 is killed in that; once, if FILE is not there.
 
 torchtitan knows accelerators only, so what it asks one for is answered here, and flex attention, which has no backward pass on
 a CPU, is torch's own causal attention. Everything else is torchtitan's. FOLDER has a tokenizer and a text, since the
@@ -7,6 +9,7 @@ wheel does not bring those of the debug configurations.
 
 import dataclasses
 import os
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -27,6 +30,7 @@ from torch.nn.attention.flex_attention import create_mask  # noqa: E402
 from torchtitan.models.common.attention import FlexAttention  # noqa: E402
 
 from holdfast import titan  # noqa: E402
+from holdfast.adapters.torchtitan.checkpoints import Checkpoints  # noqa: E402
 
 
 def attend(q, k, v, score_mod=None, block_mask=None, scale=None, enable_gqa=False, **more):
@@ -68,9 +72,22 @@ def smaller(config, prepared=titan.prepared):
                 part.top_k = min(part.top_k, 2)
             if hasattr(part, "gate") and hasattr(part.gate, "out_features"):
                 part.gate.out_features = part.num_experts
+    if os.environ.get("TITAN_STILL"):
+        for group in config.optimizer.param_groups:
+            group.optimizer_kwargs["lr"] = 0.0
     return config
 
 
+def dying(self, state, checkpoint_id, *args, dcp_save=Checkpoints.dcp_save, **more):
+    once = Path(os.environ["TITAN_DIES"])
+    if checkpoint_id.endswith("step-4") and torch.distributed.get_rank() == 1 and not once.exists():
+        once.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return dcp_save(self, state, checkpoint_id, *args, **more)
+
+
+if os.environ.get("TITAN_DIES"):
+    Checkpoints.dcp_save = dying
 titan.prepared = smaller
 FOLDER = Path(sys.argv[1])
 text.DATASETS["c4_test"].path = str(FOLDER / "text")

@@ -71,6 +71,11 @@ class Run:
         return self._attachment.alone
 
     @property
+    def job(self) -> str:
+        """The name of the job, which is the same over all its starts; "" without one."""
+        return self._attachment.link.start.env.get("TORCHELASTIC_RUN_ID", "")
+
+    @property
     def sharded(self) -> bool:
         """Whether a replica is several workers: `mesh` was called."""
         return self._sharding is not None

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from holdfast.adapters.torchtitan.checkpoints import Checkpoints
 from holdfast.errors import UsageError
+
+KNOWN_MANAGERS = (Checkpoints.Config,)
 
 SCHEDULES = ("1f1b", "gpipe")
 
@@ -109,10 +112,46 @@ def _of_stages(config: Any) -> list[tuple[bool, str]]:
     ]
 
 
+def _of_checkpoints(checkpoint: Any) -> list[tuple[bool, str]]:
+    if not checkpoint.enable:
+        return []
+    first = checkpoint.initial_load_path or checkpoint.initial_load_in_hf
+    return [
+        (
+            type(checkpoint) not in KNOWN_MANAGERS,
+            f"its manager of checkpoints is {type(checkpoint).__qualname__} of {type(checkpoint).__module__}, and only torchtitan's "
+            "own was tried. Leave --checkpoint.enable out: the job saves its state by itself",
+        ),
+        (
+            getattr(checkpoint, "async_mode", "disabled") != "disabled",
+            f"--checkpoint.async_mode {checkpoint.async_mode} makes a process group, which could lose no worker. Leave it out: the "
+            "job's own snapshots are what is quick",
+        ),
+        (
+            checkpoint.load_step != -1,
+            f"--checkpoint.load_step {checkpoint.load_step}: a job goes on from its own state. To begin with the weights of that "
+            "step, give --checkpoint.initial_load_path and its folder",
+        ),
+        (
+            bool(first) and not checkpoint.initial_load_model_only,
+            "--checkpoint.initial_load_model_only false: a job begins at its own first step, with a new optimizer. Leave it true",
+        ),
+        (
+            checkpoint.create_seed_checkpoint,
+            "--checkpoint.create_seed_checkpoint is for a training of its own, on one worker: make it with torchtitan",
+        ),
+        (
+            "://" in checkpoint.folder,
+            f"--checkpoint.folder {checkpoint.folder}: another place than a file system was not tried",
+        ),
+    ]
+
+
 def _all(config: Any) -> list[tuple[bool, str]]:
     parallelism, training = config.parallelism, config.training
     return [
         *_of_stages(config),
+        *_of_checkpoints(config.checkpoint),
         (
             parallelism.data_parallel_replicate_degree > 1,
             "--parallelism.data_parallel_replicate_degree: replicas are the job's, and their number may change. Leave it out, "
@@ -121,11 +160,6 @@ def _all(config: Any) -> list[tuple[bool, str]]:
         (
             not training.disable_cuda_graphs,
             "a captured graph of a step cannot be left in its middle. Give --training.disable_cuda_graphs",
-        ),
-        (
-            config.checkpoint.enable,
-            "--checkpoint.enable: the job saves its state by itself. Leave it out, and give `holdfast run --checkpoint DIR`; "
-            "`holdfast checkpoint export` writes safetensors",
         ),
         (
             config.comm.mode != "default",

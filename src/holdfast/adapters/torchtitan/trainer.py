@@ -22,6 +22,7 @@ from torchtitan.protocols import module as titan_modules
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
+from holdfast.adapters.torchtitan.checkpoints import as_checkpoints
 from holdfast.adapters.torchtitan.experts import Loads, take_hook_off, with_biases
 from holdfast.adapters.torchtitan.refusals import Row, refuse, refuse_biased_stages, refuse_hooks, row_of
 from holdfast.adapters.torchtitan.streams import Numbers, Streams
@@ -67,13 +68,15 @@ class HoldfastTrainer(Trainer):  # type: ignore[misc] # it has no types here
         self.holdfast_step: Step | None = None
         with built_alone(), stages_that_say_their_shapes(config):
             super().__init__(config)
+        # Before the weights are read: what a person has to mend is told first.
+        self.checkpointer.claim(self.holdfast_run.job)
         self.loads = Loads(with_biases(self.model_parts))
         if self.loads:
             refuse_biased_stages(config)
         take_hook_off(self.optimizers)
         refuse_hooks(self.optimizers)
+        self.checkpointer.load_first()
         for part in self.model_parts:
-            keep_as_it_lies(part)
             self.holdfast_run.replicate(part)
 
     def init_distributed(self) -> Any:
@@ -174,6 +177,7 @@ class HoldfastTrainer(Trainer):  # type: ignore[misc] # it has no types here
                 # worker that came late, has the same.
                 self.ntokens_seen = self.step * self._tokens_of_a_step()
                 self._log(step, rates)
+                self._write_checkpoint(self.step == config.training.steps)
                 if config.validator.enable and self.validator.should_validate(self.step):
                     # An evaluation takes longer than a step, and would look like a stall.
                     with run.relaxed_watchdog():
@@ -228,6 +232,16 @@ class HoldfastTrainer(Trainer):  # type: ignore[misc] # it has no types here
             local_batch_size=self.config.training.local_batch_size,
             snapshot_every_n_steps=None,
         )
+
+    def _write_checkpoint(self, last: bool) -> None:
+        run = self.holdfast_run
+        # One replica has all of the state. The others wait for it in the next step.
+        if run.world.replica != 0 or not self.checkpointer.due(self.step, last):
+            return
+        # Writing takes longer than a step. If a worker of this replica is lost in it, that checkpoint stays without the file that
+        # makes it one, and training goes on.
+        with run.relaxed_watchdog():
+            self.checkpointer.write(self.step, last)
 
     def _log(self, step: Step, rates: dict[str, float]) -> None:
         run = self.holdfast_run
@@ -302,21 +316,6 @@ def stages_that_say_their_shapes(config: Any) -> Iterator[None]:
         titan_pipelines.PipelineStage = before
 
 
-def keep_as_it_lies(model: torch.nn.Module) -> None:
-    """The state of a model is its parameters, as they lie here.
-
-    torchtitan's modules rewrite it for the checkpoints of others: what computes queries, keys and values in one has a hook that
-    gathers all of it and gives out three copies. A job's state is never gathered, and a newcomer gets the same layout.
-    """
-    for module in model.modules():
-        for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks):
-            for key, hook in list(hooks.items()):
-                # Torch puts the function of a load hook into a wrapper of its own.
-                function = getattr(hook, "hook", hook)
-                if str(getattr(function, "__module__", "")).startswith("torchtitan"):
-                    del hooks[key]
-
-
 def _plain(rates: dict[str, float]) -> dict[str, float]:
     """Names that the ledger takes."""
     return {name.replace("/", "_"): value for name, value in rates.items()}
@@ -325,6 +324,7 @@ def _plain(rates: dict[str, float]) -> dict[str, float]:
 def as_holdfast(config: Any) -> Any:
     """torchtitan's configuration as ours: the same fields, so that `build` makes our trainer."""
     given = {f.name: getattr(config, f.name) for f in fields(config)}
+    given["checkpoint"] = as_checkpoints(config.checkpoint)
     return HoldfastTrainer.Config(**given)
 
 
