@@ -17,6 +17,8 @@ from typing import Any
 
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.keys import Keys
 
 ROOT = Path(__file__).parents[2]
 AXE = ROOT / "out/look/axe/package/axe.min.js"
@@ -52,8 +54,12 @@ class Browser:
         feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
 
-    def run(self, script: str) -> Any:
-        return self.driver.execute_script(script)
+    def run(self, script: str, *given: Any) -> Any:
+        return self.driver.execute_script(script, *given)
+
+    def key(self, name: str) -> None:
+        """One that a person presses."""
+        ActionChains(self.driver).send_keys(getattr(Keys, name.upper())).perform()
 
     def wait(self, script: str, limit_s: float = 30.0) -> Any:
         """Until a script gives something true; what it gave."""

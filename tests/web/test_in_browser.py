@@ -11,7 +11,9 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import typer
 
+from holdfast.cli.app import app
 from holdfast.coordinator.service.store import Store
 from holdfast.protocol.endpoint import read_endpoint
 
@@ -126,6 +128,57 @@ def test_the_keyboard_reaches_every_panel(seen) -> None:
     assert reached
     assert all(reached)
     assert seen.run("return document.querySelectorAll('[aria-live]').length") == 1
+
+
+def test_every_panel_has_a_link_its_data_and_a_command(seen, link) -> None:
+    origin = link.partition("/enter")[0]
+    known = typer.main.get_command(app).commands
+    for view in ("#/", "#/training", "#/incident/1", "#/all-incidents", "#/all-decisions"):
+        seen.view(view)
+        panels = seen.run(
+            "return [...document.querySelectorAll('section.panel')].map(s => ({id: s.id,"
+            " link: s.querySelector('h2 a').getAttribute('href'),"
+            " data: s.querySelector('.ways a') && s.querySelector('.ways a').href,"
+            " command: s.querySelector('.ways code') && s.querySelector('.ways code').innerText}))"
+        )
+        assert panels
+        for panel in panels:
+            assert panel["link"] == f"#/{panel['id']}"
+            if panel["id"] == "actions":  # it shows nothing; each action says its command before it is done
+                continue
+            assert panel["data"].startswith(f"{origin}/api/v1/"), panel
+            status, kind = seen.run(
+                "return fetch(arguments[0]).then(r => r.json().then(() => [r.status, r.headers.get('content-type')]))",
+                panel["data"],
+            )
+            assert (status, kind.split(";")[0]) == (200, "application/json"), panel
+            assert panel["command"].startswith("holdfast "), panel
+            assert panel["command"].split()[1] in known, panel
+
+
+def test_an_incident_is_opened_and_left_by_keys_alone(seen) -> None:
+    seen.view("#/")
+    seen.run("document.activeElement.blur()")
+    focused = "const e = document.activeElement; return [e.getAttribute('href'), e.tagName, e.innerText]"
+    reached = []
+    for _ in range(200):
+        seen.key("Tab")
+        reached.append(seen.run(focused))
+        # A person has to see where they are.
+        assert seen.run(
+            "const s = getComputedStyle(document.activeElement); return s.outlineStyle !== 'none'"
+        ), reached[-1]
+        if reached[-1][0] == "#/incident/1":
+            break
+    assert reached[-1][0] == "#/incident/1", reached
+    seen.key("Enter")
+    seen.wait("return document.querySelector('pre.story')")
+    for _ in range(50):
+        seen.key("Tab")
+        if seen.run(focused)[2] == "Back":
+            break
+    seen.key("Enter")
+    seen.wait("return location.hash === '#/' && document.querySelector('#incidents')")
 
 
 def test_a_killed_coordinator_costs_no_event(seen, home: Path) -> None:
