@@ -20,15 +20,23 @@ STEPS = 18
 pytestmark = [pytest.mark.timeout(900), pytest.mark.framework("transformers")]
 DEALT = hasattr(DistributedConfig, "efsdp_size")
 """Whether this version deals experts over workers with samples of their own: from 5.21 on or later."""
-KINDS = {"dense": (), "experts": ("--experts", 4)}
+KINDS = {
+    "dense": (2,),
+    "experts": (2, "--experts", 4),
+    "tensor": (1, "--tensor", 2),
+    "both": (2, "--tensor", 2),
+}
+"""Shards, and what else is dealt over a replica."""
+REPLICA = {"both": 4}
+TENSOR = [pytest.param("tensor", marks=pytest.mark.nightly), pytest.param("both", marks=pytest.mark.nightly)]
 EXPERTS = pytest.param(
     "experts", marks=[pytest.mark.nightly, pytest.mark.skipif(not DEALT, reason="an older version")]
 )
 
 
 def in_a_job(home: Path, kind: str, *options: object) -> Ran:
-    """By replicas of two workers."""
-    ran = run(home, *options, SCRIPT, home / "out", 2, *KINDS[kind], timeout=LIMIT_S)
+    """By replicas of two workers, or four."""
+    ran = run(home, *options, SCRIPT, home / "out", *KINDS[kind], timeout=LIMIT_S)
     assert ran.code == 0, ran.output
     return ran
 
@@ -39,7 +47,9 @@ def undisturbed(tmp_path_factory):
 
     def of(kind: str) -> Ran:
         name = f"sharded-trainer-{kind}"
-        return shared(tmp_path_factory, name, lambda home: in_a_job(home, kind, "--nnodes", 2))
+        return shared(
+            tmp_path_factory, name, lambda home: in_a_job(home, kind, "--nnodes", REPLICA.get(kind, 2))
+        )
 
     return of
 
@@ -57,10 +67,11 @@ def check(home: Path, ran: Ran, wanted: Ran) -> None:
 
 @pytest.mark.long
 @pytest.mark.capability("sharded", "kill")
-@pytest.mark.parametrize("kind", ["dense", EXPERTS])
+@pytest.mark.parametrize("kind", ["dense", EXPERTS, *TENSOR])
 def test_a_killed_worker_and_a_newcomer_change_nothing(tmp_path, undisturbed, kind):
     fault = ("--fault", "kill-worker:rank=1,step=8,phase=backward")
-    check(tmp_path, in_a_job(tmp_path, kind, "--nnodes", 4, "--spares", 1, *fault), undisturbed(kind))
+    nodes = ("--nnodes", 2 * REPLICA.get(kind, 2), "--spares", 1)
+    check(tmp_path, in_a_job(tmp_path, kind, *nodes, *fault), undisturbed(kind))
 
 
 @pytest.mark.nightly
@@ -83,13 +94,13 @@ def test_a_job_that_gets_smaller(tmp_path, undisturbed):
 
 @pytest.mark.nightly
 @pytest.mark.capability("sharded")
-@pytest.mark.parametrize("kind", ["dense", EXPERTS])
+@pytest.mark.parametrize("kind", ["dense", EXPERTS, *TENSOR])
 def test_the_sharded_model_trains_what_a_whole_one_trains(tmp_path, undisturbed, kind):
     """But for the last bits: within a replica, sums have another order."""
-    whole = by_itself(tmp_path, SCRIPT, tmp_path, 1, *KINDS[kind])
+    whole = by_itself(tmp_path, SCRIPT, tmp_path, 1, *(KINDS[kind][1:] if kind == "experts" else ()))
     losses = [logs["loss"] for logs in whole["history"] if "loss" in logs]
     norms = [logs["grad_norm"] for logs in whole["history"] if "grad_norm" in logs]
-    (end, _) = ends(undisturbed(kind).job_dir.parents[1] / "out")
+    (end, *_) = ends(undisturbed(kind).job_dir.parents[1] / "out")
     assert [logs["loss"] for logs in end["history"] if "loss" in logs] == pytest.approx(losses, rel=1e-5)
     assert [logs["grad_norm"] for logs in end["history"] if "grad_norm" in logs] == pytest.approx(
         norms, rel=1e-4
@@ -97,7 +108,14 @@ def test_the_sharded_model_trains_what_a_whole_one_trains(tmp_path, undisturbed,
 
 
 def trainer(tmp_path, distributed=True, config=(), **arguments):
-    config = {"tp_size": 1, "pp_size": 1, "dp_replicate_size": 1, "fsdp_cpu_offload": False, **dict(config)}
+    config = {
+        "tp_size": 1,
+        "fsdp_size": 2,
+        "pp_size": 1,
+        "dp_replicate_size": 1,
+        "fsdp_cpu_offload": False,
+        **dict(config),
+    }
     given = {"save_strategy": "no", "use_cpu": True, **arguments}
     return SimpleNamespace(
         args=TrainingArguments(output_dir=str(tmp_path), report_to="none", **given),
@@ -113,6 +131,10 @@ class Meshed:
 
     def __init__(self, sharded: bool) -> None:
         self.sharded, self.replicated = sharded, []
+
+    def mesh(self, shard, tensor) -> None:
+        if (shard, tensor) != (2, 1):
+            raise UsageError("run.mesh() was called with shard=2, tensor=1 before")
 
     def replicate(self, model) -> None:
         self.replicated.append(model)
@@ -146,8 +168,13 @@ def test_one_of_the_two_lines_alone_is_refused(tmp_path, meshed, distributed, wo
 @pytest.mark.parametrize(
     ("config", "arguments", "words"),
     [
-        ({"tp_size": 2}, {}, "tp_size=2"),
         ({"pp_size": 2}, {}, "pp_size=2"),
+        ({"tp_size": 2}, {}, "take 5.24"),
+        (
+            {"fsdp_size": 4},
+            {},
+            r"goes with run\.mesh\(shard=4, tensor=1\): run\.mesh\(\) was called with shard=2",
+        ),
         ({"dp_replicate_size": 2}, {}, "dp_replicate_size=2"),
         ({"fsdp_cpu_offload": True}, {}, "fsdp_cpu_offload"),
         ({}, {"eval_strategy": "epoch"}, 'eval_strategy="no"'),
@@ -164,8 +191,8 @@ def test_what_cannot_work_is_refused(tmp_path, config, arguments, words):
 
 def test_all_that_cannot_work_is_named_at_once(tmp_path):
     with pytest.raises(UsageError) as refused:
-        sharded.join(Meshed(True), trainer(tmp_path, config={"tp_size": 2}, eval_strategy="epoch"))
-    assert "tp_size" in str(refused.value)
+        sharded.join(Meshed(True), trainer(tmp_path, config={"pp_size": 2}, eval_strategy="epoch"))
+    assert "pp_size" in str(refused.value)
     assert "eval_strategy" in str(refused.value)
     with pytest.raises(UsageError, match="holdfast checkpoint export"):
         sharded.refuse_saving(trainer(tmp_path).model)

@@ -1,6 +1,6 @@
 """Hugging Face's Trainer with a model that transformers shards over the workers of a replica, as people write it.
 
-train_sharded_trainer.py FOLDER SHARDS [--experts N]
+train_sharded_trainer.py FOLDER SHARDS [--experts N] [--tensor N]
 """
 
 import argparse
@@ -60,15 +60,18 @@ parser = argparse.ArgumentParser()
 parser.add_argument("folder", type=Path)
 parser.add_argument("shards", type=int)
 parser.add_argument("--experts", type=int, default=0)
+parser.add_argument("--tensor", type=int, default=1)
 options = parser.parse_args()
 base = pretrained(options.folder, options.experts)
 
 
 def main(run: holdfast.Run) -> None:
-    if options.shards > 1:
-        run.mesh(shard=options.shards)
+    workers = options.shards * options.tensor
+    if workers > 1:
+        run.mesh(shard=options.shards, tensor=options.tensor)
     transformers.set_seed(0)
-    how = DistributedConfig(fsdp_size=options.shards, ep_size=options.shards if options.experts else None)
+    dealt = options.shards if options.experts else None
+    how = DistributedConfig(fsdp_size=options.shards, tp_size=options.tensor, ep_size=dealt)
     kind = Qwen3MoeForCausalLM if options.experts else LlamaForCausalLM
     model = kind.from_pretrained(base, distributed_config=how)
     trainer = wrap(transformers.Trainer, reduction="exact")(
@@ -76,7 +79,7 @@ def main(run: holdfast.Run) -> None:
         args=TrainingArguments(
             output_dir=str(options.folder),
             per_device_train_batch_size=4,
-            gradient_accumulation_steps=4 // run.full_world_size,
+            gradient_accumulation_steps=4 * options.tensor // run.full_world_size,
             num_train_epochs=3,
             learning_rate=1e-2,
             warmup_steps=3,
@@ -92,7 +95,7 @@ def main(run: holdfast.Run) -> None:
     out = trainer.train()
     digest = xxhash.xxh3_64()
     for parameter in trainer.model.parameters():
-        held = parameter.to_local() if options.shards > 1 else parameter
+        held = parameter.to_local() if workers > 1 and hasattr(parameter, "to_local") else parameter
         digest.update(held.detach().numpy().tobytes())
     end = {
         "parameters": digest.hexdigest(),
@@ -102,7 +105,7 @@ def main(run: holdfast.Run) -> None:
             {name: value for name, value in logs.items() if not name.endswith(("_runtime", "_per_second"))}
             for logs in trainer.state.log_history
         ],
-        "shard": torch.distributed.get_rank() if options.shards > 1 else 0,
+        "shard": torch.distributed.get_rank() if workers > 1 else 0,
     }
     (options.folder / f"end-{os.getpid()}.json").write_text(json.dumps(end))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed.fsdp import fully_shard
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from holdfast.errors import UsageError
@@ -36,12 +37,30 @@ def join(run: Run, trainer: Any) -> None:
             "the model is sharded over process groups that a fault breaks: call run.mesh(shard=N) before "
             "from_pretrained, in the main of holdfast.start (docs/transformers.md)"
         )
-    wrong = [text for found, text in _checks(trainer.args, model.config.distributed_config) if found]
+    wrong = [text for found, text in _checks(trainer.args, model) if found]
     if wrong:
         raise UsageError(
             "holdfast.transformers.Trainer cannot train a sharded model so:\n  " + "\n  ".join(wrong)
         )
+    config = model.config.distributed_config
+    try:
+        run.mesh(shard=config.fsdp_size, tensor=config.tp_size)  # the one that was made, or an error
+    except UsageError as error:
+        # With another one, workers that share every sample would be given samples of their own.
+        raise UsageError(
+            f"DistributedConfig(fsdp_size={config.fsdp_size}, tp_size={config.tp_size}) goes with "
+            f"run.mesh(shard={config.fsdp_size}, tensor={config.tp_size}): {error}"
+        ) from error
+    if config.fsdp_size == 1:
+        # Under tensor parallelism alone transformers leaves norms as they are, whole on each worker. As shards of one they are
+        # tensors of the replica like all others. Its own mesh, since one module may lie on one mesh and its parts.
+        fully_shard(model, mesh=model._mesh_manager.get_mesh("fsdp"), reshard_after_forward=False)
     run.replicate(model)
+
+
+def alike(model: Any) -> int:
+    """Workers that compute the same micro-batch, each a part of every layer."""
+    return int(model.config.distributed_config.tp_size) if is_sharded(model) else 1
 
 
 def refuse_saving(model: Any) -> None:
@@ -53,14 +72,18 @@ def refuse_saving(model: Any) -> None:
         )
 
 
-def _checks(args: Any, config: Any) -> list[tuple[bool, str]]:
+def _checks(args: Any, model: Any) -> list[tuple[bool, str]]:
+    config = model.config.distributed_config
     replicas = getattr(config, "dp_replicate_size", 1)  # not in every version that is supported
     return [
         (
-            config.tp_size > 1 or config.pp_size > 1,
-            f"DistributedConfig(tp_size={config.tp_size}, pp_size={config.pp_size}): Accelerate would count the workers of "
-            "a replica as processes of its own; shard with fsdp_size and ep_size, or take tensor parallelism in a loop of "
-            "your own (docs/sharded.md)",
+            config.pp_size > 1,
+            f"DistributedConfig(pp_size={config.pp_size}): the Trainer has no schedule for stages; shard with fsdp_size, tp_size "
+            "and ep_size, or write a loop of your own (docs/sharded.md)",
+        ),
+        (
+            config.tp_size > 1 and not hasattr(model, "_mesh_manager"),
+            f"DistributedConfig(tp_size={config.tp_size}): in this version of transformers it was not tried; take 5.24",
         ),
         (
             replicas > 1,

@@ -60,6 +60,22 @@ class HoldfastMixin:
         self._holdfast_step: Step | None = None
         self._holdfast_weight = 1.0
 
+    def create_accelerator_and_postprocess(self: Any) -> None:
+        """Accelerate is told of no tensor parallelism: it would look for its workers among the processes that it knows, and
+        knows this one alone."""
+        size = getattr(self.model, "_tp_size", None)
+        if size is not None:
+            self.model._tp_size = None
+        try:
+            super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        finally:
+            if size is not None:
+                self.model._tp_size = size
+
+    def get_tp_size(self: Any) -> int:
+        """Of the processes that the Trainer knows: this one."""
+        return 1
+
     # ------------------------------------------------------------ before the first step
 
     def get_train_dataloader(self: Any) -> DataLoader[Any]:
@@ -71,7 +87,7 @@ class HoldfastMixin:
         self._holdfast_collate, self._holdfast_samples = own.collate_fn, own.dataset
         self._holdfast_lengths = DataLoader(
             _Numbers(len(own.dataset)),
-            batch_size=self._holdfast_micro_batch * self._holdfast_run.full_world_size,
+            batch_size=self._holdfast_micro_batch * self._holdfast_readers,
             drop_last=self.args.dataloader_drop_last,
         )
         lengths: DataLoader[Any] = self._holdfast_lengths
@@ -79,9 +95,12 @@ class HoldfastMixin:
 
     def get_total_train_batch_size(self: Any, args: Any) -> int:
         """Samples of an optimizer step over the full job."""
-        return int(
-            self._holdfast_micro_batch * args.gradient_accumulation_steps * self._holdfast_run.full_world_size
-        )
+        return int(self._holdfast_micro_batch * args.gradient_accumulation_steps * self._holdfast_readers)
+
+    @property
+    def _holdfast_readers(self: Any) -> int:
+        """Workers of the full job that have samples of their own."""
+        return int(self._holdfast_run.full_world_size // sharded.alike(self.model))
 
     @property
     def _holdfast_micro_batch(self: Any) -> int:
