@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,17 @@ import yaml
 from gpus import stand_in
 from harness import HERE, end_leftovers, end_started, start
 from machines import write
+from scraped import check_by_promtool, check_exemplars, check_families, check_series, documented
 from servers import Prometheus, alertmanager, listener, program, prometheus, until
 
 from holdfast.cli.app import app
+from holdfast.coordinator.service.store import Store
 from holdfast.observe.monitoring.make_dashboards import dashboards
 from holdfast.protocol.ledger import EVENTS
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "src/holdfast/observe/monitoring"
-DOCUMENTED = set(re.findall(r"^\| `(holdfast_\w+)` \|", (ROOT / "docs/metrics.md").read_text(), re.M))
+DOCUMENTED = set(documented())
 OF_A_FAMILY = re.compile(r"_(bucket|count|sum)$")
 LABELS = {"holdfast_job"}
 VARIABLES = {"$holdfast_job": ".*", "$__rate_interval": "10s", "$__range": "10m"}
@@ -160,13 +163,14 @@ def check_queries(server: Prometheus) -> None:
     assert without <= NEVER_HERE
 
 
-def check_exemplars(server: Prometheus) -> None:
-    """Which incident it was is with the histogram."""
-    query = "holdfast_incident_stall_seconds_bucket"
-    now = float(server.rows("vector(time())")[0]["value"][1])
-    found = server.get("query_exemplars", query=query, start=str(now - 600), end=str(now + 60))
-    told = {e["labels"]["incident"] for series in found for e in series["exemplars"]}
-    assert "1" in told
+def check_figures(server: Prometheus, home: Path) -> None:
+    """Every figure is in Prometheus as it is documented, and by Prometheus' own rules."""
+    text = holdfast(home, "metrics", "--job", "job")
+    check_families(server, text)
+    check_series(server)
+    check_by_promtool(text)
+    with closing(Store(home / "jobs/job/job.sqlite", read_only=True)) as store:
+        check_exemplars(server, store.news(0, 0, limit=1).ledger)
 
 
 @pytest.mark.look
@@ -198,7 +202,7 @@ def test_a_real_prometheus_shows_a_job_with_incidents_and_raises_an_alert(tmp_pa
                 check_queries(server)
                 used = server.rows("sum by (gpu) (holdfast_node_gpu_utilization_ratio{node='node0'})")
                 assert [(row["metric"]["gpu"], row["value"][1]) for row in used] == [("0000:5d:00", "0.91")]
-                check_exemplars(server)
+                check_figures(server, home)
                 assert {r["health"] for g in server.get("rules")["groups"] for r in g["rules"]} == {"ok"}
                 hook.wait_for(lambda bodies: any(b"HoldfastRecoveryLoop" in body for body in bodies))
         alerts = [alert for body in hook.bodies for alert in json.loads(body)["alerts"]]

@@ -56,6 +56,10 @@ def test_names_that_mlflow_takes(name: str, known_as: str) -> None:
     assert mlflow._metric_name(name) == known_as
 
 
+class Killed(Exception):
+    """The follower, after the rows were taken in."""
+
+
 class Server:
     """MLflow's client as the tracker calls it. It keeps rows as MLflow's table does, by their whole value."""
 
@@ -63,6 +67,7 @@ class Server:
         self.rows: set[tuple[object, ...]] = set()
         self.runs: dict[str, str] = {}
         self.writes = 0
+        self.dies = False
 
     def get_experiment_by_name(self, name: str) -> SimpleNamespace:
         return SimpleNamespace(experiment_id=name)
@@ -78,9 +83,12 @@ class Server:
     def log_batch(self, run: str, metrics: tuple[object, ...] = (), tags: tuple[object, ...] = ()) -> None:
         self.writes += 1
         self.rows |= {(run, *row) for row in metrics}
+        if self.dies:
+            raise Killed
 
 
-def test_what_is_written_again_is_the_same_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def served(monkeypatch: pytest.MonkeyPatch) -> Server:
+    """In place of MLflow."""
     server = Server()
     for name, module in {
         "mlflow.entities": SimpleNamespace(Metric=lambda *row: row, RunTag=lambda *tag: tag),
@@ -89,6 +97,11 @@ def test_what_is_written_again_is_the_same_row(tmp_path: Path, monkeypatch: pyte
     }.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace())
+    return server
+
+
+def test_what_is_written_again_is_the_same_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = served(monkeypatch)
     with closing(Store(tmp_path / "job.sqlite")) as store:
         job = Job(store)
         job.commits(0, 1, 2)
@@ -101,6 +114,30 @@ def test_what_is_written_again_is_the_same_row(tmp_path: Path, monkeypatch: pyte
         follows(tmp_path / "job.sqlite", "x", tmp_path)
     assert (server.rows, len(server.runs)) == (before, 1)
     assert server.writes == 4  # rows and tags, twice
+
+
+def test_an_event_that_comes_again_behind_other_steps_is_the_same_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A running job gives its events at once, and its steps when they have settled: after a kill there are more of them."""
+    server = served(monkeypatch)
+    with closing(Store(tmp_path / "job.sqlite")) as store:
+        job = Job(store)
+        follows(tmp_path / "job.sqlite", "x", tmp_path)
+        job.commits(0, 1, 2)
+        job.happens()
+        with closing(tracker("mlflow:x", tmp_path)) as to:
+            unsettled = store.news(to.position.seq, to.position.place, until_s=0.0)
+            server.dies = True
+            with pytest.raises(Killed):
+                to.write(take_in(to.position, unsettled))
+        before = {row for row in server.rows if row[1] == "holdfast/event"}
+        server.dies = False
+        job.happens()
+        follows(tmp_path / "job.sqlite", "x", tmp_path)
+    after = {row for row in server.rows if row[1] == "holdfast/event"}
+    assert before < after
+    assert sorted((row[2], row[4]) for row in after) == [(1, 0), (2, 0), (3, 2)]  # event and step
 
 
 def mlflow_batch(store: Store, to: mlflow.MLflow) -> Batch:

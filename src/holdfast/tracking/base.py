@@ -77,6 +77,8 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
     """TensorBoard: files that were begun. W&B: segments that are finished."""
     run: str = ""
     """MLflow: what the run is found by. It is chosen before the run is made, so a second follower makes no second run."""
+    marks: dict[int, int] = {}
+    """MLflow: number of each event that is being written now to the step of its point, chosen before the first attempt."""
     rows: int = 0
     """W&B: rows that were written."""
     attempts: int = 1

@@ -86,7 +86,7 @@ class MLflow(FileTracker):
         """See `Tracker`. Raises UsageError: the server does not take it; the position is the one before."""
         rows: list[Any] = []
         tags: list[Any] = []
-        step, went_back = self.position.step or 0, False
+        marks, went_back = self._marks(batch), False
         # Also the steps that this very batch takes back. After a kill it may come again with more behind it, and what
         # was written of it then must not depend on that.
         for part in batch.parts:
@@ -100,7 +100,7 @@ class MLflow(FileTracker):
                 went_back = True  # the next step is the one that it went back to
             elif text := _text(part):
                 at_s = batch.began_utc_s + part.t_s
-                rows.append(self._row("holdfast/event", part.seq, at_s, step))
+                rows.append(self._row("holdfast/event", part.seq, at_s, marks[part.seq]))
                 # Numbers begin anew with each start of the job, so its ledger is part of the name.
                 start = re.sub(r"[^0-9]", "", batch.position.ledger)
                 tags.append(self._entities.RunTag(f"holdfast.event.{start}.{part.seq:06d}", text))
@@ -111,7 +111,22 @@ class MLflow(FileTracker):
                 self._client.log_batch(self._run, tags=tags[i : i + TAGS])
         except self._error as error:
             raise self._refused(error) from error
-        self._kept.replace(msgspec.structs.replace(self._kept.value, position=batch.position))
+        self._kept.replace(msgspec.structs.replace(self._kept.value, position=batch.position, marks={}))
+
+    def _marks(self, batch: Batch) -> dict[int, int]:
+        """Number of each event to the step of its point: that of the newest commit before it."""
+        known, step = self._kept.value.marks, self.position.step or 0
+        marks = {}
+        for part in batch.parts:
+            if isinstance(part, NewStep):
+                step = part.row.step
+            elif isinstance(part, LedgerEntry):
+                marks[part.seq] = known.get(part.seq, step)
+        # Kept before anything is written. Events are read at once, but steps only when they have settled. So after a
+        # kill the same events come again behind other steps, and would be other rows.
+        if marks != known:
+            self._kept.replace(msgspec.structs.replace(self._kept.value, marks=marks))
+        return marks
 
     def _row(self, name: str, value: float, time_s: float, step: int) -> Any:
         # Always the same for the same part of the ledger: that alone makes a second write harmless.

@@ -9,11 +9,24 @@ from prometheus_client.core import (
     Exemplar,
     GaugeMetricFamily,
     HistogramMetricFamily,
+    Metric,
     SummaryMetricFamily,
 )
 
 from holdfast.coordinator.service.tally import BOUNDS_S, Durations
 from holdfast.observe.trace_ids import trace_id
+
+UNITS = frozenset({"seconds", "bytes", "ratio", "celsius", "watts"})
+"""Units that a figure may have. By Prometheus' rules they are base units, in the plural, at the end of the name."""
+
+
+def with_unit(family: Metric) -> Metric:
+    """The same family, which now says its unit to whoever asks for OpenMetrics."""
+    # Read from the name and never written beside it. OpenMetrics refuses a whole scrape in which the two differ.
+    unit = family.name.rpartition("_")[2]
+    if unit in UNITS:
+        family.unit = unit
+    return family
 
 
 def gauge(name: str, text: str, value: float) -> GaugeMetricFamily:

@@ -23,7 +23,7 @@ from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.membership import step_accounting
 from holdfast.coordinator.service import goodput, metrics_health, metrics_storage
-from holdfast.coordinator.service.metric_families import counter, gauge, histogram
+from holdfast.coordinator.service.metric_families import counter, gauge, histogram, with_unit
 from holdfast.coordinator.service.metrics_rows import Rows
 from holdfast.coordinator.service.tally import Tally
 from holdfast.protocol import ledger
@@ -58,7 +58,10 @@ class Figures(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """For `encode`."""
-        # Here and not with the others: the first time the versions are read from files.
+        return map(with_unit, self._all())
+
+    def _all(self) -> Iterator[Metric]:
+        # The versions here and not with the others: the first time they are read from files.
         yield InfoMetricFamily("holdfast_build", "Always 1; the versions.", _versions())
         yield from self._families
         incidents = CounterMetricFamily(
