@@ -167,7 +167,9 @@ def test_a_debug_configuration_with_all_its_layers_and_experts_survives_a_kill(t
     given = ("--module", module, "--config", config, *NARROW, tokens, *degrees, "--training.steps", "3")
     calm = job(tmp_path, folder, "calm", "--nnodes", "2", given=given)
     kill = ("--fault", "kill-worker:rank=1,step=1,phase=backward")
-    struck = job(tmp_path, folder, "struck", "--nnodes", "2:4", *kill, given=given)
+    # Two replicas of 64 experts with their snapshots take more memory than 24 GB. Of one, a lost shard comes back from a snapshot.
+    nodes = ("2", "--snapshot-every", "1") if layout == "qwen3-experts" else ("2:4",)
+    struck = job(tmp_path, folder, "struck", "--nnodes", *nodes, *kill, given=given)
     assert len(struck["incidents"]) == 1
     assert calm["steps"]["committed"] == struck["steps"]["committed"] == 3
     for name in ("loss", "params_xxh3", "state_xxh3"):
