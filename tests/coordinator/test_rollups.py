@@ -119,6 +119,16 @@ def test_a_read_touches_as_many_rows_however_long_the_job_is(tmp_path: Path) -> 
     assert counted[1] <= 2 * counted[0] + 100
 
 
+def test_a_point_of_more_steps_than_the_highest_level_has(tmp_path: Path) -> None:
+    """Of steps of which most have gone: the newest million have rows."""
+    with closing(Store(tmp_path / "job.sqlite")) as store:
+        for at, loss in ((0, 2.0), (5_000_000, 4.0), (20_000_000, 9.0)):
+            write(store, [told(at, loss, 1)])
+        assert [row.step for row in store.steps()] == [20_000_000]
+        assert shown(store.series(points=2)) == [(0, 5.0, 2.0, 9.0)]
+        assert shown(store.series(points=3)) == [(0, 3.0, 2.0, 4.0), (8**8, 9.0, 9.0, 9.0)]
+
+
 def test_what_is_not_known_is_null(tmp_path: Path) -> None:
     with closing(Store(tmp_path / "job.sqlite")) as store:
         assert store.series()["step"] == []

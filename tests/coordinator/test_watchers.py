@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from aiohttp import WSCloseCode, web
+from aiohttp import WSCloseCode, WSMsgType, web
 
 from holdfast.coordinator.kernel.membership_state import Node, Worker
 from holdfast.coordinator.kernel.phases import WorkerPhase
@@ -115,9 +115,10 @@ class Socket:
         self.said: list[tuple[str, Any]] = []
         self.reads = asyncio.Event()
 
-    async def send_str(self, text: str) -> None:
+    async def send_frame(self, message: bytes, opcode: WSMsgType) -> None:
         await self.reads.wait()
-        said = msgspec.json.decode(text)
+        assert opcode is WSMsgType.TEXT
+        said = msgspec.json.decode(message)
         self.said.append((said["kind"], said["value"]))
 
     def seqs(self) -> list[int]:
@@ -253,6 +254,88 @@ def test_the_whole_status_is_put_together_in_another_thread(monkeypatch: pytest.
         assert [one is threading.main_thread() for one in made_by] == [False, True, False]
 
     asyncio.run(ask())
+
+
+class Touched:
+    """A worker that counts how often anything of it is looked at."""
+
+    count = 0
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def __getattr__(self, name: str) -> Any:
+        Touched.count += 1
+        return getattr(self._worker, name)
+
+
+async def most_in_a_turn(feed: StatusFeed) -> int:
+    """Of a look: how often it touches workers at most before others have their turn."""
+    most = before = Touched.count = 0
+    looking = asyncio.create_task(feed.look())
+    while not looking.done():
+        await asyncio.sleep(0)
+        most, before = max(most, Touched.count - before), Touched.count
+    await looking
+    return most
+
+
+@pytest.mark.parametrize("leave", [0, 1500])
+def test_a_look_gives_others_a_turn_however_many_workers_there_are(leave: int) -> None:
+    async def look() -> None:
+        state = job(2000)
+        workers = state.membership.workers
+        for name, worker in workers.items():
+            workers[name] = Touched(worker)  # type: ignore[assignment]
+        feed = StatusFeed(state, lambda: NOW)
+        # A row is made of about ten words of a worker. One pass over all of them, even of one word each, is more.
+        assert 0 < await most_in_a_turn(feed) <= 3 * status_feed.MANY < len(workers)
+        for name in list(workers)[:leave]:
+            workers[name]._worker.phase = WorkerPhase.GONE  # type: ignore[attr-defined]
+        assert 0 < await most_in_a_turn(feed) <= 3 * status_feed.MANY
+        said = msgspec.json.decode(feed.change)["value"]
+        assert said["gone"] == list(workers)[:leave]
+        assert len(msgspec.json.decode(await feed.page())["workers"]) == len(workers) - leave
+
+    asyncio.run(look())
+
+
+def test_a_change_of_many_rows_is_put_together_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    made_by = []
+    join = status_feed._change
+
+    def noted(*values: Any) -> bytes:
+        made_by.append(threading.current_thread() is threading.main_thread())
+        return join(*values)
+
+    monkeypatch.setattr(status_feed, "_change", noted)
+
+    async def look() -> None:
+        state = job(400)
+        feed, heard = StatusFeed(state, lambda: NOW), Status()
+        heard.whole({"nodes": [], "workers": []})
+        await feed.look()
+        assert len(state.membership.nodes) + len(state.membership.workers) > status_feed.MANY
+        assert heard.changed(msgspec.json.decode(feed.change)["value"]) == msgspec.json.decode(
+            await feed.page()
+        )
+        # Of the second look nearly nothing changed.
+        assert made_by == [False, True]
+
+    asyncio.run(look())
+
+
+def test_no_version_is_seen_before_its_change_is_there() -> None:
+    async def look() -> None:
+        feed = StatusFeed(job(400), lambda: NOW)
+        seen: set[tuple[int, bool]] = set()
+        looking = asyncio.create_task(feed.look())
+        while not looking.done():
+            await asyncio.sleep(0)
+            seen.add((feed.version, feed.change != b""))
+        assert seen == {(0, False), (1, True)}
+
+    asyncio.run(look())
 
 
 class Answer(web.StreamResponse):

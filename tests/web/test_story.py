@@ -191,11 +191,21 @@ def test_an_empty_list_says_so() -> None:
 
 def test_what_would_be_lost() -> None:
     snapshot = {"step": 9, "nodes": 1, "nbytes": 5, "age_s": 1.0}
-    memory, tier = views.tiers(FACTS | {"snapshot": snapshot, "tiers": [TIER]})
+    memory, tier = views.tiers(FACTS | {"snapshot": snapshot, "tiers": [TIER]}, Story())
     assert (memory["state"], memory["lag_steps"], memory["lag_s"]) == ("one copy", 1, 0.5)
     assert (tier["state"], tier["lag_steps"], tier["copies"]) == ("good", 6, None)
-    unknown = views.tiers(FACTS | {"tiers": [TIER | {"step": None, "age_s": None}]})[0]
+    unknown = views.tiers(FACTS | {"tiers": [TIER | {"step": None, "age_s": None}]}, Story())[0]
     assert (unknown["state"], unknown["lag_steps"]) == ("nothing yet", None)
+
+
+def test_of_a_job_that_has_ended_the_last_save_counts_and_no_memory() -> None:
+    told = Told().say(40.0, "saved", step=4, url="/t", took_s=0.1, skipped=0)
+    told.say(98.0, "saved", step=10, url="/t", took_s=None, skipped=None)
+    snapshot = {"step": 9, "nodes": 2, "nbytes": 5, "age_s": 1.0}
+    ended = FACTS | {"phase": "ended", "snapshot": snapshot, "tiers": [TIER, TIER | {"url": "/other"}]}
+    here, other = views.tiers(ended, told.story)
+    assert (here["name"], here["step"], here["age_s"], here["lag_steps"]) == ("/t", 10, 2.0, 0)
+    assert (other["step"], other["lag_steps"]) == (4, 6)
 
 
 def test_ranks_are_chosen_by_words() -> None:

@@ -173,5 +173,15 @@ def _write_trace(folder: Path, path: Path) -> None:
 
 
 def _points(folder: Path) -> list[tuple[int, float, float]]:
+    """(step, seconds since the job's start, loss). Of steps that the ledger let go: of so many in a row their mean."""
     with ledger(folder) as store:
-        return [(row.step, row.t_s, row.loss) for row in store.steps() if row.loss is not None]
+        floor = store.dropped().floors[0]
+        found: list[tuple[int, float, float]] = []
+        if floor:
+            early = store.series(0, floor - 1)
+            columns = zip(early["step"], early["t_s"], early["loss"], strict=True)
+            found = [(step, t_s, loss) for step, t_s, loss in columns if loss is not None]
+        # Below the floor a row is of a step that was committed again after its row had gone. Its neighbours are in the
+        # summary alone, which would be drawn beside it.
+        rows = (row for row in store.steps() if row.step >= floor)
+        return found + [(row.step, row.t_s, row.loss) for row in rows if row.loss is not None]

@@ -157,7 +157,7 @@ def now(facts: Facts, story: Story) -> dict[str, Any]:
         "todo": todo(facts, story),
         "nothing": nothing(facts),
         "open": opened,
-        "tiers": tiers(facts),
+        "tiers": tiers(facts, story),
         "goodput": waterfall(facts["goodput"]),
         "nodes": facts["nodes"],
         "spares": facts["spares"],
@@ -173,11 +173,14 @@ def now(facts: Facts, story: Story) -> dict[str, Any]:
     }
 
 
-def tiers(facts: Facts) -> list[dict[str, Any]]:
+def tiers(facts: Facts, story: Story) -> list[dict[str, Any]]:
     """Where the state is, the nearest first: what is lost if all that is nearer is lost with it."""
     rows: list[dict[str, Any]] = []
-    step, rate = facts["step"], facts["step_s"]
-    if snapshot := facts["snapshot"]:
+    step, rate, ended = facts["step"], facts["step_s"], facts["phase"] == "ended"
+    # The last state is saved when the core has decided everything, so only the ledger has it. Until then both have the same.
+    saved = {one["url"]: one for one in story.checkpoints} if ended else {}
+    # The agents of a job that has ended gave their memory back.
+    if (snapshot := facts["snapshot"]) and not ended:
         copies = snapshot["nodes"]
         rows.append(
             {
@@ -192,6 +195,9 @@ def tiers(facts: Facts) -> list[dict[str, Any]]:
         )
     for tier in facts["tiers"]:
         state = "fails" if tier["failing"] else "stands still" if tier["slow"] else "good"
+        if last := saved.get(tier["url"]):
+            age_s = round(facts["t_s"] - last["t_s"], 3)
+            tier = {**tier, "step": last["step"], "age_s": age_s, "under_way": None}
         note = "" if tier["under_way"] is None else f"step {units.count(tier['under_way'])} is on its way"
         # A tier that has nothing yet is not good: nothing could be loaded from it.
         if tier["step"] is None and state == "good":
@@ -403,7 +409,7 @@ def checkpoints(story: Story, facts: Facts, read_back: ReadBack, count: int = SH
             note = None
         found = {"whole": note.whole, "verified_utc": note.utc, "why": note.why} if note else _NOT_READ_BACK
         shown.append({**one, **found})
-    return {"checkpoints": shown, "tiers": tiers(facts)}
+    return {"checkpoints": shown, "tiers": tiers(facts, story)}
 
 
 _NOT_READ_BACK = {"whole": None, "verified_utc": None, "why": ""}

@@ -80,10 +80,19 @@ def incident(store: Store, told: Story, number: int | None) -> dict[str, Any]:
 
 
 def series(store: Store, query: Mapping[str, str]) -> dict[str, Any]:
-    """Curves, see `rollups.series`. Raises Refused."""
+    """Curves, see `rollups.series`, and the names of what the script logged. With `?figure=NAME` also the curve of that one,
+    see `figure_rollups.series`: of one at a time, so that the answer is as small with 64 names as with none. Raises Refused."""
     first, last = whole(query, "from", 0) or 0, whole(query, "to", None)
     points = max(2, whole(query, "points", 2000, most=2000) or 2000)
-    return {"columns": store.series(first, last, points), "newest": store.last_step()}
+    names, name = store.figure_names(), query.get("figure")
+    found = {"columns": store.series(first, last, points), "newest": store.last_step(), "figures": names}
+    if name is None:
+        return found
+    if name not in names:
+        raise Refused(
+            f"nothing is logged as {name[:64]!r} in this job; there is {', '.join(names) or 'nothing'}", 404
+        )
+    return found | {"figure": {"name": name, "columns": store.figure_series(name, first, last, points)}}
 
 
 def log(job_dir: Path, path: str) -> dict[str, Any]:

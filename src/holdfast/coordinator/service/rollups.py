@@ -113,12 +113,7 @@ def series(
     steps whose weight and time are known. world: the fewest workers. floors: see `compaction.Dropped`; what went is shown
     by the finest level that has the whole range.
     """
-    level = 0
-    # Two more than the quotient: the range may begin and end in the middle of a bucket.
-    while (last - first) // FACTOR**level + 2 > points:
-        level += 1
-    while level < LEVELS and level < len(floors) and first < floors[level]:
-        level += 1
+    level = level_of(first, last, points, floors)
     there = {row[0] for row in db.execute("select name from sqlite_master where type = 'table'")}
     if "steps" not in there:
         return _columns([], 1)
@@ -128,12 +123,30 @@ def series(
         what = f"step, {_OF_STEPS} from steps where step between ? and ? group by step order by step"
     elif "rollups" in there and level <= LEVELS:
         what = f"bucket, {_COLUMNS} from rollups where level = {level} and bucket between ? and ? order by bucket"
+    elif "rollups" in there:
+        # A point of more steps than the highest level has in a bucket. Not from the steps, of which the old ones may have gone.
+        parts = FACTOR ** (level - LEVELS)
+        what = (
+            f"bucket / {parts}, {_OF_BUCKETS} from rollups where level = {LEVELS} and bucket / {parts} between ? and ? "
+            "group by 1 order by 1"
+        )
     else:
         # A ledger of before, which a reader may not change: slow, and right.
         what = (
             f"step / {width}, {_of(db)} from steps where step / {width} between ? and ? group by 1 order by 1"
         )
     return _columns(db.execute(f"select {what}", (low, high)).fetchall(), width)
+
+
+def level_of(first: int, last: int, points: int, floors: Sequence[int]) -> int:
+    """The finest level whose buckets of the steps first..last are at most `points`, and that has all of them; 0: the steps."""
+    level = 0
+    # Two more than the quotient: the range may begin and end in the middle of a bucket.
+    while (last - first) // FACTOR**level + 2 > points:
+        level += 1
+    while level < LEVELS and level < len(floors) and first < floors[level]:
+        level += 1
+    return level
 
 
 def _of(db: sqlite3.Connection) -> str:

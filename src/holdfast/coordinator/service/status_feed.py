@@ -1,8 +1,8 @@
 """The status of a running job, kept up to date row by row: what changed since the last look is all that is sent.
 
-A look goes over all nodes and workers, in pieces between which others have their turn. The whole is put together in
-another thread, out of rows that no one changes. So neither holds the event loop, however large the job is, and a job that
-nobody watches is not looked at.
+A look goes over all nodes and workers, in pieces between which others have their turn. The whole, and a change of many
+rows, are put together in another thread, out of rows that no one changes. So neither holds the event loop, however large
+the job is, and a job that nobody watches is not looked at.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import msgspec
@@ -24,6 +23,9 @@ from holdfast.protocol.status_change import CHANGED, WHOLE, StatusChange
 
 PIECE = 100
 """So many rows are looked at before others have their turn: a millisecond where all of them are made anew."""
+MANY = 8 * PIECE
+"""So many workers are passed over before others have their turn, where no row is made of them: a tenth of a millisecond. And so
+many changed rows are put together at once; more of them, as in a new generation, in another thread."""
 
 
 class _Row(NamedTuple):
@@ -85,7 +87,11 @@ class StatusFeed:
             self._head = head
             values = {"head": told, "common": self._common, "gone": gone}
             assert {*values, "nodes", "workers"} == set(StatusChange.__struct_fields__)
-            self.change = _announced(CHANGED, _object(values, nodes=nodes, workers=workers))
+            if len(nodes) + len(workers) <= MANY:
+                self.change = _change(values, nodes, workers)
+            else:
+                self.change = await asyncio.to_thread(_change, values, nodes, workers)
+            # In the same turn as the change, with none in between: whoever sees a version finds its own change.
             self.version += 1
 
     async def whole(self) -> tuple[int, bytes]:
@@ -112,8 +118,8 @@ class StatusFeed:
             return
         ranks: dict[str, int] = {}
         members = generation.members if generation else ()
-        for begin in range(0, len(members), 8 * PIECE):
-            ranks.update((x.worker, x.rank) for x in members[begin : begin + 8 * PIECE])
+        for begin in range(0, len(members), MANY):
+            ranks.update((x.worker, x.rank) for x in members[begin : begin + MANY])
             await asyncio.sleep(0)
         self._members, self._ranks = generation, ranks
 
@@ -132,28 +138,37 @@ class StatusFeed:
         return found
 
     async def _changed_workers(self) -> tuple[list[bytes], list[str], tuple[float | None, float | None]]:
-        there = [w for w in self._state.membership.workers.values() if w.phase is not WorkerPhase.GONE]
-        await asyncio.sleep(0)
+        # A list of its own: in the pauses the core adds and removes workers.
+        all_workers = list(self._state.membership.workers.values())
+        there: list[Worker] = []
         # What most members have. In a change it is one number, and without it would be a row for each of them.
         counts: Counter[int | None] = Counter()
-        for begin in range(0, len(there), 8 * PIECE):
-            counts.update(w.committed for w in there[begin : begin + 8 * PIECE] if w.name in self._ranks)
+        for begin in range(0, len(all_workers), MANY):
+            piece = [w for w in all_workers[begin : begin + MANY] if w.phase is not WorkerPhase.GONE]
+            counts.update(w.committed for w in piece if w.name in self._ranks)
+            there += piece
             await asyncio.sleep(0)
         self._common = counts.most_common(1)[0][0] if counts else None
         found: list[bytes] = []
+        names: set[str] = set()
         latest = report.Latest()
         for number, worker in enumerate(there):
             if number % PIECE == PIECE - 1:
                 await asyncio.sleep(0)
+            names.add(worker.name)
             latest.add(worker, worker.name in self._ranks)
             if (encoded := self._renewed(worker)) is not None:
                 found.append(encoded)
         await asyncio.sleep(0)
-        names = set(map(attrgetter("name"), there))
-        gone = [name for name in self._workers if name not in names]
+        gone: list[str] = []
+        # Nobody else writes the rows: one look has the lock at a time.
+        known = list(self._workers)
+        for begin in range(0, len(known), MANY):
+            gone += [name for name in known[begin : begin + MANY] if name not in names]
+            await asyncio.sleep(0)
+        # All of them at once: a whole that is made in a pause has either all who left or none.
         for name in gone:
             del self._workers[name]
-        await asyncio.sleep(0)
         return found, gone, latest.told()
 
     def _renewed(self, worker: Worker) -> bytes | None:
@@ -179,6 +194,11 @@ def _object(values: dict[str, Any], **lists: Iterable[bytes]) -> bytes:
     """A JSON object of these values, and of lists whose rows are encoded already."""
     rows = [b'"%s":[%s]' % (name.encode(), b",".join(encoded)) for name, encoded in lists.items()]
     return b"{%s}" % b",".join([msgspec.json.encode(values)[1:-1], *rows])
+
+
+def _change(values: dict[str, Any], nodes: list[bytes], workers: list[bytes]) -> bytes:
+    """The announcement of these values and rows; see `StatusChange`."""
+    return _announced(CHANGED, _object(values, nodes=nodes, workers=workers))
 
 
 def _announced(kind: str, value: bytes) -> bytes:

@@ -1,7 +1,7 @@
 """What outlives the coordinator's process: SQLite in the job's folder.
 
-The newest snapshot of the core, the ledger of events, one row for every committed step with summaries of them, and one for
-every value that the script logged.
+The newest snapshot of the core, the ledger of events, one row for every committed step and one for every value that the
+script logged, with summaries of both.
 Write-ahead logging keeps every committed row through the death of the process.
 """
 
@@ -21,7 +21,7 @@ from urllib.parse import quote
 import msgspec
 
 from holdfast.coordinator.kernel.state import CoreState
-from holdfast.coordinator.service import compaction, rollups
+from holdfast.coordinator.service import compaction, figure_rollups, rollups
 from holdfast.coordinator.service.older_states import state_of
 from holdfast.coordinator.service.step_summary import StepSummary, read_summary
 from holdfast.coordinator.service.tally import Tally, read_tally
@@ -188,10 +188,12 @@ class Store:
                 self._db.execute("pragma locking_mode=exclusive")
             self._db.execute("pragma journal_mode=wal")
             self._db.execute(f"pragma synchronous={'full' if shared else 'normal'}")
-            self._db.executescript(_SCHEMA + rollups.SCHEMA)
+            self._db.executescript(_SCHEMA + rollups.SCHEMA + figure_rollups.SCHEMA)
             self._add_later_columns()
             self._dropped = compaction.dropped(self._db)
-            rollups.catch_up(self._db, self._newest_place(), self._dropped.floors)
+            place, floors = self._newest_place(), self._dropped.floors
+            rollups.catch_up(self._db, place, floors)
+            figure_rollups.catch_up(self._db, place, self.pages(), floors)
             # Only upward: an older version that continues a newer ledger must not claim that it wrote
             # everything in it.
             if self.version < ledger.VERSION:
@@ -251,8 +253,12 @@ class Store:
                 self.add_figures(reported.figures, reported.generation)
             steps = [told.step for reported in page.steps for told in reported.losses]
             self._roll_up(steps)
+            logged = [(name, step) for reported in page.steps for name, step, _ in reported.figures]
+            figure_rollups.roll_up(self._db, logged, self._dropped.floors)
             for name, value in page.kept.items():
                 self.keep(name, value)
+            # After what is kept: the number of this page is among it.
+            figure_rollups.mark(self._db, self._newest_place(), self.pages())
             formed = any(e.kind in ("formed", "started") for e in page.entries)
             dropped = compaction.compact(self._db, self._dropped, max(steps, default=None), formed)
             self.commit()
@@ -366,6 +372,18 @@ class Store:
             return rollups.series(self._db, 0, 0, points)
         last = newest if last is None else min(last, newest)
         return rollups.series(self._db, max(0, first), last, points, self.dropped().floors)
+
+    def figure_series(
+        self, name: str, first: int = 0, last: int | None = None, points: int = rollups.POINTS
+    ) -> dict[str, list[Any]]:
+        """The curve of what the script logged under this name, see `figure_rollups.series`. last: None: the newest step."""
+        newest = self.last_step()
+        last = (newest or 0) if last is None else min(last, newest or 0)
+        return figure_rollups.series(self._db, name, max(0, first), last, points, self.dropped().floors)
+
+    def figure_names(self) -> list[str]:
+        """Of all that the script ever logged, in order; also where only summaries are left."""
+        return figure_rollups.known_names(self._db)
 
     def dropped(self) -> compaction.Dropped:
         """What is not in the file any more."""
@@ -498,7 +516,7 @@ class Store:
         if not steps or not self._columns("figures"):
             return {}
         found: dict[int, dict[str, float | None]] = {}
-        for name in compaction.names(self._db):
+        for name in figure_rollups.names(self._db):
             query = (
                 "select step, value from figures where name = ? and step in (select value from json_each(?))"
             )

@@ -140,15 +140,16 @@ export class Curve extends Component {
 }
 
 // The same figures for those who do not see the curve: at most forty rows.
-export function CurveTable({ columns, other, name }) {
+export function CurveTable({ columns, other, name, own }) {
   const baseline = other ? alongside(columns.step, other, "loss") : null;
+  const logged = own ? alongside(columns.step, own.columns, "value") : null;
   const every = Math.max(1, Math.ceil(columns.step.length / 40));
   const rows = columns.step.map((s, n) => n).filter((n) => n % every === 0 || n === columns.step.length - 1);
   return html`<details><summary>The figures as a table</summary><div class="scroll" tabindex="0" role="region" aria-label="Figures of the curves"><table>
-    <thead><tr>${["step", "loss", "least", "most", "gradient norm", "learning rate", "step time", "per second", "workers", ...(baseline ? [`loss of ${name}`] : [])].map((n) => html`<th scope="col" class="number" key=${n}>${n}</th>`)}</tr></thead>
+    <thead><tr>${["step", "loss", "least", "most", "gradient norm", "learning rate", "step time", "per second", "workers", ...(baseline ? [`loss of ${name}`] : []), ...(logged ? [own.name] : [])].map((n) => html`<th scope="col" class="number" key=${n}>${n}</th>`)}</tr></thead>
     <tbody>${rows.map((n) => html`<tr key=${n}>
       <td class="number">${count(columns.step[n])}</td>
       ${["loss", "loss_min", "loss_max", "grad_norm", "lr"].map((c) => html`<td class="number" key=${c}>${figure(columns[c][n])}</td>`)}
-      <td class="number">${seconds(columns.step_s[n])}</td><td class="number">${figure(columns.weight_per_s[n])}</td><td class="number">${count(columns.world[n])}</td>${baseline && html`<td class="number">${figure(baseline[n])}</td>`}
+      <td class="number">${seconds(columns.step_s[n])}</td><td class="number">${figure(columns.weight_per_s[n])}</td><td class="number">${count(columns.world[n])}</td>${baseline && html`<td class="number">${figure(baseline[n])}</td>`}${logged && html`<td class="number">${figure(logged[n])}</td>`}
     </tr>`)}</tbody></table></div></details>`;
 }

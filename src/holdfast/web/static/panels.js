@@ -118,8 +118,8 @@ export function Decisions({ data, count: shown = 8 }) {
 
 export function Tiers({ data }) {
   const now = data.now, since = data.time() - now.t_s;
-  return html`<${Panel} id="tiers" title="If all died now" address=${data.address("now")} command="holdfast checkpoint ls" note="what each place has, the nearest first">
-    ${now.tiers.length === 0 && html`<p class="trouble"><${Shape} tone="busy" /> Nothing is saved anywhere yet: all steps would be lost.</p>`}
+  return html`<${Panel} id="tiers" title=${now.phase === "ended" ? "What is saved" : "If all died now"} address=${data.address("now")} command="holdfast checkpoint ls" note="what each place has, the nearest first">
+    ${now.tiers.length === 0 && html`<p class="trouble"><${Shape} tone="busy" /> ${now.phase === "ended" ? "Nothing is saved: all steps are lost." : "Nothing is saved anywhere yet: all steps would be lost."}</p>`}
     ${now.tiers.length > 0 && html`<div class="scroll" tabindex="0" role="region" aria-label="Tiers"><table>
       <thead><tr><th scope="col">where</th><th scope="col">state</th><th scope="col" class="number">step</th><th scope="col" class="number">age</th><th scope="col" class="number">would be lost</th><th scope="col" class="number">copies</th><th scope="col"></th></tr></thead>
       <tbody>${now.tiers.map((one) => html`<tr key=${one.name}>
@@ -185,28 +185,34 @@ export class Ranks extends Component {
 
 // ------------------------------------------------------------ the researcher's view
 
-// With the curves of another job behind them, at the same steps, where one is chosen.
+// With the curves of another job behind them, at the same steps, where one is chosen; and with one of what the script logs.
 export class Curves extends Component {
   constructor(props) {
     super(props);
-    this.state = { baseline: "" };
+    this.state = { baseline: "", logged: "" };
+    this.names = [];
   }
 
-  render({ data, width, range, theme }, { baseline }) {
-    const query = range.from !== null ? { from: range.from, to: range.to } : {};
+  render({ data, width, range, theme }, { baseline, logged }) {
+    const steps = range.from !== null ? { from: range.from, to: range.to } : {};
+    const query = logged ? { ...steps, figure: logged } : steps;
     const found = data.want("series", query);
-    const other = baseline ? data.want("series", { ...query, job: baseline }) : null;
-    const trouble = baseline && data.errors[data.address("series", { ...query, job: baseline })];
+    const other = baseline ? data.want("series", { ...steps, job: baseline }) : null;
+    const trouble = baseline && data.errors[data.address("series", { ...steps, job: baseline })];
     const address = data.address("series", query);
+    // Kept while the next answer is on its way: the choice must not go away under who chooses. A file has no curve of them.
+    if (found && found.figures && data.link !== "file") this.names = found.figures;
     const go = (from, to) => { location.hash = from === null ? "#/training" : `#/training?from=${Math.max(0, from)}&to=${Math.max(0, to)}`; };
     const choices = data.jobs.filter((one) => one.job !== data.now.job);
     return html`<${Panel} id="loss" title="Curves" data=${data} address=${address} command=${`holdfast report --job ${data.now.job}`} note=${range.from === null ? "drag to zoom in, click a mark for its incident" : html`steps ${count(range.from)} to ${count(range.to)} <a href="#/training">show all</a>`}>
       ${choices.length > 0 && html`<label class="filter">Compare with <select value=${baseline} onChange=${(e) => this.setState({ baseline: e.target.value })}><option value="">no other job</option>${choices.map((one) => html`<option key=${one.job} value=${one.job}>${one.job}</option>`)}</select></label>`}
+      ${this.names.length > 0 && html`<label class="filter">What the script logs <select value=${logged} onChange=${(e) => { data.wanted.delete(address); this.setState({ logged: e.target.value }); }}><option value="">none of it</option>${this.names.map((name) => html`<option key=${name} value=${name}>${name}</option>`)}</select></label>`}
       ${trouble && html`<p class="trouble">${baseline}: ${trouble}</p>`}
-      ${ready(found, ({ columns, marks }) => columns.step.length === 0 ? html`<p class="quiet">No step was committed yet.</p>` : html`
-        <div class="curves">${drawn(columns).map(([value, title, note, unit, options]) => html`<${Curve} key=${value} value=${value} title=${title} note=${note} unit=${unit} columns=${columns} other=${other && other.columns} band=${options.band} log=${options.log} marks=${marks} width=${columnsOf(width)} theme=${theme} onRange=${go} onMark=${(m) => { location.hash = `#/incident/${m.id}`; }} />`)}</div>
+      ${ready(found, ({ columns, marks, figure: own }) => columns.step.length === 0 ? html`<p class="quiet">No step was committed yet.</p>` : html`
+        <div class="curves">${drawn(columns).map(([value, title, note, unit, options]) => html`<${Curve} key=${value} value=${value} title=${title} note=${note} unit=${unit} columns=${columns} other=${other && other.columns} band=${options.band} log=${options.log} marks=${marks} width=${columnsOf(width)} theme=${theme} onRange=${go} onMark=${(m) => { location.hash = `#/incident/${m.id}`; }} />`)}${own && own.columns.step.length > 0 && html`<${Curve} key=${`logged ${own.name}`} value="value" title=${own.name} note="as the script logged it" unit="" columns=${own.columns} band=${isWide(columns)} marks=${marks} width=${columnsOf(width)} theme=${theme} onRange=${go} onMark=${(m) => { location.hash = `#/incident/${m.id}`; }} />`}</div>
+        ${own && own.columns.step.length === 0 && html`<p class="quiet">The script logged no ${own.name} in these steps.</p>`}
         <p class="quiet"><span class="mark incident" aria-hidden="true">▼</span> incident <span class="mark change" aria-hidden="true">■</span> change of the size. ${other ? `The dashed line is ${baseline}. ` : ""}${columns.step.length > 1 && columns.step[1] - columns.step[0] > 1 ? `A point is ${count(columns.step[1] - columns.step[0])} steps: their mean, with the least and the most as a band.` : ""}</p>
-        <${CurveTable} columns=${columns} other=${other && other.columns} name=${baseline} />`)}
+        <${CurveTable} columns=${columns} other=${other && other.columns} name=${baseline} own=${own} />`)}
     <//>`;
   }
 }
@@ -216,9 +222,14 @@ function columnsOf(width) {
   return width > 1000 ? Math.floor((width - 24) / 2) : width;
 }
 
+// Whether a point stands for more than one step.
+function isWide(columns) {
+  return columns.step.length > 1 && columns.step[1] - columns.step[0] > 1;
+}
+
 function drawn(columns) {
   const known = (name) => columns[name].some((v) => v !== null);
-  const wide = columns.step.length > 1 && columns.step[1] - columns.step[0] > 1;
+  const wide = isWide(columns);
   const found = [["loss", "Loss", "", "", { band: wide }]];
   if (known("grad_norm")) found.push(["grad_norm", "Gradient norm", "before clipping", "", { band: wide, log: true }]);
   if (known("lr")) found.push(["lr", "Learning rate", "", "", {}]);
