@@ -30,6 +30,7 @@ from bench.machine import ForeignCpu, conclude, introduce
 from bench.page import PER_NODE, SLOW_MS, add_sizes, made_up_state, make_ledger, time_callbacks
 from bench.progress import Progress
 from bench.recovery.environments import versions
+from holdfast.coordinator.service.garbage import short_searches
 from holdfast.coordinator.service.server import Coordinator
 from holdfast.coordinator.service.store import Store
 from holdfast.protocol import ledger
@@ -166,20 +167,21 @@ async def _serve(job_dir: Path, pipe: Any) -> None:
     held: list[float] = []
     slow: list[str] = []
     time_callbacks(held, slow)
-    serving = asyncio.create_task(coordinator.serve(listener, "127.0.0.1"))
-    there = [r.path for r in (*coordinator._routes.all(), *routes(None, None))]  # type: ignore[arg-type]
-    pipe.send((listener.getsockname()[1], [*there, "/agent", CODE_PATH]))
-    while not serving.done():
-        asked = await loop.run_in_executor(None, pipe.recv)
-        if asked == "news":
-            coordinator._loop.note(ledger.History(reason="a measurement"))
-            await coordinator._ledger.written(60)
-            held.clear()
-            slow.clear()
-            pipe.send(None)
-        else:
-            pipe.send((list(held), list(slow)))
-    serving.result()
+    with short_searches():  # as in the coordinator's own process
+        serving = asyncio.create_task(coordinator.serve(listener, "127.0.0.1"))
+        there = [r.path for r in (*coordinator._routes.all(), *routes(None, None))]  # type: ignore[arg-type]
+        pipe.send((listener.getsockname()[1], [*there, "/agent", CODE_PATH]))
+        while not serving.done():
+            asked = await loop.run_in_executor(None, pipe.recv)
+            if asked == "news":
+                coordinator._loop.note(ledger.History(reason="a measurement"))
+                await coordinator._ledger.written(60)
+                held.clear()
+                slow.clear()
+                pipe.send(None)
+            else:
+                pipe.send((list(held), list(slow)))
+        serving.result()
 
 
 # ---------------------------------------------------------------- who asks

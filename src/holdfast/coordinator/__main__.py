@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast import logs
+from holdfast.coordinator.service.garbage import short_searches
 from holdfast.coordinator.service.gathering import Superseded, gather
 from holdfast.coordinator.service.ledger import RETRY_S
 from holdfast.coordinator.service.pulse import beat
@@ -103,7 +104,8 @@ async def _serve(given: argparse.Namespace, spec: JobSpec, resume: Resume) -> No
     # full disk is not ended as one whose loop hangs.
     if given.pulse is not None:
         beat(given.pulse, spec.timing.heartbeat_s / 2)
-    await coordinator.serve(listener, given.host, given.lifeline)
+    with short_searches():
+        await coordinator.serve(listener, given.host, given.lifeline)
 
 
 def _take_up(given: argparse.Namespace, spec: JobSpec, resume: Resume) -> Coordinator | None:
