@@ -16,7 +16,7 @@ from fakeagents import serving
 from holdfast.coordinator.service.starvation import Starving
 from holdfast.protocol import messages as m
 from holdfast.protocol.frames import encode
-from holdfast.protocol.processes import ThreadTimes, kernel_id
+from holdfast.protocol.processes import ThreadTimes, kernel_id, memory_stall_s
 
 RIVALS = 8
 BUSY = """
@@ -64,11 +64,11 @@ def test_what_a_process_waits_for_a_processor_is_no_silence(starved):
     assert look.look([("n0", 1000.0)], 1002.0).get("n0", 0.0) == 0.0
 
 
-def excused_s(threads_at, until_s: float) -> float:
-    """What is excused of the silence of an agent that was heard of at 0, by looks every 0.25 s. threads_at(s): what the
-    kernel says then."""
+def excused_s(threads_at, until_s: float, stall_at=lambda s: 0.0) -> float:
+    """What is excused of the silence of an agent that was heard of at 0, by looks every 0.25 s. threads_at(s), stall_at(s): what
+    the kernel says then."""
     now = 0.0
-    look, heard_s = Starving(0.5, lambda pid: threads_at(now)), 0.0
+    look, heard_s = Starving(0.5, lambda pid: threads_at(now), lambda: stall_at(now)), 0.0
     look.on_agent_joined("n0", kernel_id(), 1)
     for quarter in range(int(until_s / 0.25) + 1):
         now = quarter * 0.25
@@ -105,6 +105,27 @@ def test_a_wait_that_ended_excuses_nothing_of_the_silence_after_it():
         return {7: times._replace(runnable=s < stopped_s)}
 
     assert stopped_s - 1.25 < excused_s(at, 20.0) <= stopped_s
+
+
+def test_a_machine_that_looks_for_memory_is_excused_for_so_long_and_no_longer():
+    still = {7: ThreadTimes(1.0, 0.0, False)}
+    assert (
+        excused_s(lambda s: still, 20.0, lambda s: 60.0 + min(s, 5.0)) == 5.0 - 0.75
+    )  # from the first look on
+    assert excused_s(lambda s: still, 20.0, lambda s: 60.0) == 0.0
+    # Half of the time it waits for a processor, all of it while the kernel looks for memory: it waits once.
+    assert excused_s(waits_of(0.6), 10.0, lambda s: s / 2) <= 10.0
+
+
+def test_what_the_kernel_says_of_memory(tmp_path):
+    told = tmp_path / "memory"
+    told.write_text(
+        "some avg10=0.00 avg60=0.00 avg300=0.06 total=205148173\nfull avg10=0.00 avg300=0.04 total=160346241\n"
+    )
+    assert memory_stall_s(told) == 160.346241
+    assert memory_stall_s(tmp_path / "none") == 0.0
+    told.write_text("full total=\n")
+    assert memory_stall_s(told) == 0.0
 
 
 def test_a_node_whose_agent_only_starves_is_not_given_up_and_one_that_is_stopped_is(tmp_path, starved):

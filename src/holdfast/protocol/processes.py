@@ -50,3 +50,16 @@ def thread_times(pid: int) -> dict[int, ThreadTimes]:
         except (OSError, ValueError, IndexError):
             continue
     return found
+
+
+def memory_stall_s(path: Path = Path("/proc/pressure/memory")) -> float:
+    """For how long, since this machine was started, all that wanted to run waited for memory; 0 where the kernel does not
+    count it.
+
+    The line `full` of pressure stall information (Documentation/accounting/psi.rst).
+    """
+    try:
+        lines = path.read_text().splitlines()
+        return next(int(line.rpartition("total=")[2]) / 1e6 for line in lines if line.startswith("full"))
+    except (OSError, ValueError, StopIteration):
+        return 0.0
