@@ -205,12 +205,19 @@ def test_an_operator_that_stood_still_makes_no_second_pod(
             else:
                 cluster("kill", await job.machine(lost))
             status = await job.training(2, beyond=status["step"] + 5)
+
+            async def replaced() -> bool:
+                return (await job.object())["status"]["nextNumber"] == 4
+
+            # Before the one that stood still wakes up: it must find that the other has made what it would make.
+            await until(replaced, f"the other operator makes a node in the place of {lost}")
             cluster("exec", stays, "sh", "-c", freeze.format("CONT"))
 
             async def whole() -> bool:
                 pods = (await api.list_all(PODS, {}))[0]
                 stay = [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
-                return len(stay) == 4 and all(is_true(pod, "Ready") for pod in stay)
+                there = lost not in [pod["metadata"]["name"] for pod in stay]
+                return there and len(stay) == 4 and all(is_true(pod, "Ready") for pod in stay)
 
             await until(whole, "three nodes and a coordinator, and nothing else")
             made = await job.object()
