@@ -84,7 +84,9 @@ def test_a_loss_while_the_api_server_is_down(
 
     async def scene(api: Api) -> None:
         options = ("--nnodes", 2, "--spares", 1)
-        async with Job(api, home, "alone-down", *options, steps=STEPS, pace_s=PACE_S) as job:
+        # Of each outage one: the first one's folder stays.
+        name = f"alone-{outage_s:.0f}"
+        async with Job(api, home, name, *options, steps=STEPS, pace_s=PACE_S) as job:
             status = await job.training(2, beyond=3, spares=1)
             seat = await job.pod(await job.coordinator())
             # Of the two one may share the coordinator's machine, which is to stay.
@@ -93,7 +95,7 @@ def test_a_loss_while_the_api_server_is_down(
             lost = next(n for n in nodes if where_they_are[n] != seat["spec"]["nodeName"])
             machine = await job.machine(lost)
             where = await AddressLookup(seat["status"]["podIP"], 7077).find()
-            secret = await api.get(f"/api/v1/namespaces/{NAMESPACE}/secrets/alone-down-holdfast")
+            secret = await api.get(f"/api/v1/namespaces/{NAMESPACE}/secrets/{name}-holdfast")
             token = base64.b64decode(secret["data"]["token"]).decode()
             assert where is not None
             cluster("apiserver", "stop")
