@@ -104,6 +104,14 @@ def job(home, folder, name, *options, given=(*LLAMA, *WIDE), layers=0, **more):
     return json.loads((home / f"{name}.json").read_text())
 
 
+def check(struck, calm, steps, incidents):
+    """The faults of one job changed nothing of what another one came to without them."""
+    assert len(struck["incidents"]) == incidents
+    assert calm["steps"]["committed"] == struck["steps"]["committed"] == steps
+    for name in ("loss", "params_xxh3", "state_xxh3"):
+        assert struck["final"][name] == calm["final"][name]
+
+
 @pytest.mark.nightly
 @pytest.mark.capability("level 2", "kill", "resize", "sharded")
 def test_a_killed_worker_and_a_lost_node_change_no_bit(tmp_path, folder):
@@ -111,10 +119,7 @@ def test_a_killed_worker_and_a_lost_node_change_no_bit(tmp_path, folder):
     calm = job(tmp_path, folder, "calm", "--nnodes", 2)
     faults = ("--fault", "kill-worker:rank=1,step=2", "--fault", "kill-node:rank=0,step=4")
     struck = job(tmp_path, folder, "struck", "--nnodes", "2:4", *faults)
-    assert len(struck["incidents"]) == 2
-    assert calm["steps"]["committed"] == struck["steps"]["committed"] == STEPS
-    for name in ("loss", "params_xxh3", "state_xxh3"):
-        assert struck["final"][name] == calm["final"][name]
+    check(struck, calm, STEPS, incidents=2)
 
 
 LAYOUTS = {
@@ -130,7 +135,18 @@ LAYOUTS = {
     " --parallelism.pipeline_parallel_schedule 1F1B --training.local_batch_size 2 --training.global_batch_size 8",
 }
 """Module, configuration, tokens of a sequence (under context parallelism two blocks of attention), shards."""
+MORE = {"llama-fsdp": "llama3 llama3_debugmodel 16 2"}
+"""A layout of which another test has a kill."""
 PHASES = ("forward", "backward", "reduce", "vote", "update", "commit", "backward", "forward")
+
+
+def options_of(layout):
+    """What torchtitan is given for it."""
+    module, config, tokens, shards, *more = (LAYOUTS | MORE)[layout].split()
+    # A CPU computes faster in float32. The experts of GPT-OSS give out bfloat16 whatever they get.
+    kind = "bfloat16" if module == "gpt_oss" else "float32"
+    degrees = ("--parallelism.data_parallel_shard_degree", shards, *more, PRECISION, kind)
+    return ("--module", module, "--config", config, *NARROW, tokens, *degrees)
 
 
 @pytest.mark.nightly
@@ -139,20 +155,13 @@ PHASES = ("forward", "backward", "reduce", "vote", "update", "commit", "backward
 @pytest.mark.parametrize(("layout", "phase"), list(zip(LAYOUTS, PHASES, strict=True)))
 def test_a_worker_that_is_killed_in_any_phase_changes_no_bit_of_any_model(tmp_path, folder, layout, phase):
     """Each model in two replicas of two workers, of which one is killed and replaced: the job shrinks, and grows again."""
-    module, config, tokens, shards, *more = LAYOUTS[layout].split()
-    # A CPU computes faster in float32. The experts of GPT-OSS give out bfloat16 whatever they get.
-    kind = "bfloat16" if module == "gpt_oss" else "float32"
-    degrees = ("--parallelism.data_parallel_shard_degree", shards, *more, PRECISION, kind)
-    given = ("--module", module, "--config", config, *NARROW, tokens, *degrees)
+    given = options_of(layout)
     replica = 4 if layout == "llama-stages-fsdp" else 2
     calm = job(tmp_path, folder, "calm", "--nnodes", replica, given=given, layers=2)
     kill = f"kill-worker:rank=1,step=3,phase={phase}"
     nodes = f"{replica}:{2 * replica}"
     struck = job(tmp_path, folder, "struck", "--nnodes", nodes, "--fault", kill, given=given, layers=2)
-    assert len(struck["incidents"]) == 1
-    assert calm["steps"]["committed"] == struck["steps"]["committed"] == STEPS
-    for name in ("loss", "params_xxh3", "state_xxh3"):
-        assert struck["final"][name] == calm["final"][name]
+    check(struck, calm, STEPS, incidents=1)
 
 
 @pytest.mark.nightly
@@ -161,19 +170,13 @@ def test_a_worker_that_is_killed_in_any_phase_changes_no_bit_of_any_model(tmp_pa
 @pytest.mark.parametrize("layout", ["qwen3", "qwen3-experts", "deepseek-experts", "gpt-oss-experts"])
 def test_a_debug_configuration_with_all_its_layers_and_experts_survives_a_kill(tmp_path, folder, layout):
     """Llama's has all of its layers in the first test above."""
-    module, config, tokens, shards, *more = LAYOUTS[layout].split()
-    kind = "bfloat16" if module == "gpt_oss" else "float32"
-    degrees = ("--parallelism.data_parallel_shard_degree", shards, *more, PRECISION, kind)
-    given = ("--module", module, "--config", config, *NARROW, tokens, *degrees, "--training.steps", "3")
+    given = (*options_of(layout), "--training.steps", "3")
     calm = job(tmp_path, folder, "calm", "--nnodes", "2", given=given)
     kill = ("--fault", "kill-worker:rank=1,step=1,phase=backward")
     # Two replicas of 64 experts with their snapshots take more memory than 24 GB. Of one, a lost shard comes back from a snapshot.
     nodes = ("2", "--snapshot-every", "1") if layout == "qwen3-experts" else ("2:4",)
     struck = job(tmp_path, folder, "struck", "--nnodes", *nodes, *kill, given=given)
-    assert len(struck["incidents"]) == 1
-    assert calm["steps"]["committed"] == struck["steps"]["committed"] == 3
-    for name in ("loss", "params_xxh3", "state_xxh3"):
-        assert struck["final"][name] == calm["final"][name]
+    check(struck, calm, 3, incidents=1)
 
 
 SAVE = [
@@ -218,11 +221,7 @@ def same(one, other):
 def test_torchtitans_own_checkpoints_are_written_through_a_kill_and_are_where_another_training_begins(
     tmp_path, folder, layout
 ):
-    layouts = LAYOUTS | {"llama-fsdp": "llama3 llama3_debugmodel 16 2"}
-    module, config, tokens, shards, *more = layouts[layout].split()
-    degrees = ("--parallelism.data_parallel_shard_degree", shards, *more)
-    degrees += (PRECISION, "bfloat16" if module == "gpt_oss" else "float32")
-    given = ("--module", module, "--config", config, *NARROW, tokens, *degrees)
+    given = options_of(layout)
     calm = job(tmp_path, folder, "calm", "--nnodes", 2, given=given, layers=2)
     faults = ("--fault", "kill-worker:rank=1,step=2,phase=backward", "--fault", "kill-worker:rank=0,step=4")
     struck = job(
@@ -235,8 +234,7 @@ def test_torchtitans_own_checkpoints_are_written_through_a_kill_and_are_where_an
         given=(*given, *SAVE, "2", f"--checkpoint.folder={tmp_path}/a"),
         layers=2,
     )
-    assert struck["final"]["state_xxh3"] == calm["final"]["state_xxh3"]  # to write changes nothing
-    assert len(struck["incidents"]) == 2
+    check(struck, calm, STEPS, incidents=2)  # to write changes nothing
     whole, model = model_of(tmp_path / "a" / "step-4")
     assert whole["train_state"]["step"] == 4
     assert "dataloader" not in whole
@@ -277,9 +275,7 @@ def test_a_worker_that_is_lost_while_torchtitans_checkpoint_is_written_costs_tha
         TITAN_DIES=str(tmp_path / "dead"),
     )
     assert (tmp_path / "dead").exists()
-    assert len(struck["incidents"]) == 1
-    assert struck["steps"]["committed"] == STEPS
-    assert struck["final"]["state_xxh3"] == calm["final"]["state_xxh3"]
+    check(struck, calm, STEPS, incidents=1)
     assert (tmp_path / "a" / "step-2" / ".metadata").exists()
     assert not (tmp_path / "a" / "step-4" / ".metadata").exists()
     assert weights(tmp_path / "a" / "step-6")

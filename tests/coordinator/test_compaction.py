@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
 import pytest
+from ledgers import BUCKETS, PIECE, STEPS, small
 
 from holdfast.coordinator.service import compaction, rollups
 from holdfast.coordinator.service.store import LedgerEntry, Page, ReportedSteps, Store
@@ -17,19 +17,6 @@ from holdfast.protocol.messages import StepTold
 from holdfast.web.story import Story
 
 UTC = "2026-01-02T03:04:05.000+00:00"
-STEPS, BUCKETS, PIECE = 600, 100, 64
-
-
-@contextmanager
-def small() -> Iterator[None]:
-    """Bounds that a test reaches."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compaction, "STEPS_KEPT", STEPS)
-        patch.setattr(compaction, "BUCKETS_KEPT", BUCKETS)
-        patch.setattr(compaction, "PIECE", PIECE)
-        patch.setattr(compaction, "NAMED_KEPT", 3)
-        patch.setattr(compaction, "NAMES_BYTES", 40)
-        yield
 
 
 def page(at: int, count: int, made_in: int, rng: random.Random) -> Page:

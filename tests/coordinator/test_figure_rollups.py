@@ -7,32 +7,21 @@ import random
 import shutil
 import sqlite3
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from ledgers import BUCKETS, PIECE, counted, small
 
 from holdfast.cli.report import _points
-from holdfast.coordinator.service import compaction, figure_rollups, page_reader, rollups
+from holdfast.coordinator.service import figure_rollups, page_reader, rollups
 from holdfast.coordinator.service.store import PAGES, Page, ReportedSteps, Store
 from holdfast.protocol.messages import StepTold
 from holdfast.web.sources import Refused
 
-STEPS, BUCKETS, PIECE = 600, 100, 64
 Values = dict[int, float | None]
-
-
-@contextmanager
-def small() -> Iterator[None]:
-    """Bounds of a ledger that a test reaches."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compaction, "STEPS_KEPT", STEPS)
-        patch.setattr(compaction, "BUCKETS_KEPT", BUCKETS)
-        patch.setattr(compaction, "PIECE", PIECE)
-        yield
 
 
 def page(at: int, count: int, generation: int, figures: list[tuple[str, int, float]]) -> Page:
@@ -236,7 +225,7 @@ def test_a_page_without_values_needs_no_summaries_anew(tmp_path: Path) -> None:
 
 
 def test_a_read_touches_as_many_rows_however_long_the_job_is(tmp_path: Path) -> None:
-    counted = []
+    took = []
     for steps in (10_000, 100_000):
         path = tmp_path / f"{steps}.sqlite"
         Store(path).close()
@@ -247,19 +236,12 @@ def test_a_read_touches_as_many_rows_however_long_the_job_is(tmp_path: Path) -> 
             db.executemany("insert into figures values ('a', ?, 1.0, 1)", [(n,) for n in range(steps)])
             db.commit()
         with closing(Store(path)) as store:
-            ticks = 0
-
-            def tick() -> int:
-                nonlocal ticks
-                ticks += 1
-                return 0
-
-            store._db.set_progress_handler(tick, 1000)
-            found = store.figure_series("a")
+            found, ticks = counted(store, lambda: store.figure_series("a"))
             assert 250 <= len(found["step"]) <= rollups.POINTS
-            assert store.figure_names() == ["a"]
-            counted.append(ticks)
-    assert counted[1] <= 2 * counted[0] + 100
+            names, more = counted(store, store.figure_names)
+            assert names == ["a"]
+            took.append(ticks + more)
+    assert took[1] <= 2 * took[0] + 100
 
 
 def test_the_page_has_one_of_them_beside_its_curves(tmp_path: Path) -> None:

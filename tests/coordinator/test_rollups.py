@@ -6,6 +6,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from ledgers import counted
 
 from holdfast.coordinator.service import rollups
 from holdfast.coordinator.service.store import Page, ReportedSteps, Store
@@ -94,7 +95,7 @@ def test_a_ledger_of_before_has_fewer_columns(tmp_path: Path) -> None:
 
 def test_a_read_touches_as_many_rows_however_long_the_job_is(tmp_path: Path) -> None:
     """Of ten thousand steps and of a hundred thousand: no more than the points and the look at the newest step."""
-    counted = []
+    took = []
     for steps in (10_000, 100_000):
         path = tmp_path / f"{steps}.sqlite"
         Store(path).close()
@@ -105,18 +106,10 @@ def test_a_read_touches_as_many_rows_however_long_the_job_is(tmp_path: Path) -> 
             )
             db.commit()
         with closing(Store(path)) as store:
-            ticks = 0
-
-            def tick() -> int:
-                nonlocal ticks
-                ticks += 1
-                return 0
-
-            store._db.set_progress_handler(tick, 1000)
-            found = store.series()
+            found, ticks = counted(store, store.series)
             assert 250 <= len(found["step"]) <= rollups.POINTS
-            counted.append(ticks)
-    assert counted[1] <= 2 * counted[0] + 100
+            took.append(ticks)
+    assert took[1] <= 2 * took[0] + 100
 
 
 def test_a_point_of_more_steps_than_the_highest_level_has(tmp_path: Path) -> None:

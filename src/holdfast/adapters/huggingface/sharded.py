@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.fsdp import fully_shard
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from holdfast.errors import UsageError
@@ -52,8 +51,12 @@ def join(run: Run, trainer: Any) -> None:
             f"run.mesh(shard={config.fsdp_size}, tensor={config.tp_size}): {error}"
         ) from error
     if config.fsdp_size == 1:
+        # Here and not above: FSDP2 takes a while to import, and no other training needs it from here.
+        from torch.distributed.fsdp import fully_shard
+
         # Under tensor parallelism alone transformers leaves norms as they are, whole on each worker. As shards of one they are
-        # tensors of the replica like all others. Its own mesh, since one module may lie on one mesh and its parts.
+        # tensors of the replica like all others. On transformers' own mesh: FSDP2 wants its dimension and the tensor
+        # dimension to be parts of the same one.
         fully_shard(model, mesh=model._mesh_manager.get_mesh("fsdp"), reshard_after_forward=False)
     run.replicate(model)
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import tempfile
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
@@ -23,9 +23,16 @@ from holdfast.errors import UsageError
 from holdfast.tensors.dtensor_shards import local_of, start_of
 
 OWNER = "job.json"
-"""Beside torchtitan's checkpoints: whose they are."""
+"""Beside torchtitan's checkpoints: an `Owner`."""
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 """What is in the name of a module, but not in those of its parameters in a state."""
+
+
+class Owner(msgspec.Struct, frozen=True, kw_only=True):
+    """Whose the checkpoints in a folder are."""
+
+    version: int = 1
+    job: str
 
 
 class Checkpoints(CheckpointManager):  # type: ignore[misc] # it has no types here
@@ -73,10 +80,10 @@ class Checkpoints(CheckpointManager):  # type: ignore[misc] # it has no types he
             )
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            # As a whole: others may be reading it, and two of the same job may write it at once.
-            with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
-                json.dump({"version": 1, "job": job}, file)
-            Path(file.name).replace(folder / OWNER)
+            # As a whole: all workers of the job come here at once, on one machine or several, and read what another one writes.
+            work = folder / f".{OWNER}.{os.uname().nodename}.{os.getpid()}"
+            work.write_bytes(msgspec.json.encode(Owner(job=job)))
+            work.replace(folder / OWNER)
         except OSError as error:
             raise UsageError(f"--checkpoint.folder: {folder} cannot be written: {error}") from error
 
@@ -149,6 +156,19 @@ class Checkpoints(CheckpointManager):  # type: ignore[misc] # it has no types he
         self.states[MODEL].load_state_dict(self.sd_adapter.from_hf(wanted) if from_hf else wanted)
 
 
+class _Rewritten(NamedTuple):
+    """A module whose state torchtitan's hooks rewrite."""
+
+    part: torch.nn.Module
+    prefix: str
+    """Of the names of its tensors in the state of the part."""
+    module: torch.nn.Module
+    after: list[Any]
+    """What rewrites its state once it is there."""
+    before: list[Any]
+    """What rewrites a state back before it is loaded."""
+
+
 class StateHooks:
     """torchtitan's hooks that rewrite the state of a model for the checkpoints of others, taken off.
 
@@ -158,7 +178,7 @@ class StateHooks:
 
     def __init__(self, parts: list[torch.nn.Module]) -> None:
         self._taken: list[tuple[Any, int, Any]] = []
-        self._modules: list[tuple[torch.nn.Module, str, torch.nn.Module, list[Any], list[Any]]] = []
+        self._modules: list[_Rewritten] = []
         for part in parts:
             for name, module in part.named_modules():
                 after, before = (
@@ -168,7 +188,8 @@ class StateHooks:
                 if after or before:
                     for wrapper in WRAPPERS:
                         name = name.replace(wrapper, "")
-                    self._modules.append((part, f"{name}." if name else "", module, after, before))
+                    prefix = f"{name}." if name else ""
+                    self._modules.append(_Rewritten(part, prefix, module, after, before))
 
     def _take(self, hooks: Any) -> list[Any]:
         # Torch puts the function of a load hook into a wrapper of its own.
@@ -192,22 +213,23 @@ class StateHooks:
     def rewritten(self, part: torch.nn.Module, state: dict[str, Any]) -> None:
         """Puts room for what these hooks would give in the place of what they would gather: whole tensors, in the host's
         memory."""
-        for owner, prefix, module, after, _ in self._modules:
-            if owner is part:
-                for name in [n for n in state if n.startswith(prefix)]:
-                    state[name] = torch.empty(state[name].shape, dtype=state[name].dtype)
-                for hook in after:
-                    hook(module, state, prefix, {})
+        for one in self._of(part):
+            for name in [n for n in state if n.startswith(one.prefix)]:
+                state[name] = torch.empty(state[name].shape, dtype=state[name].dtype)
+            for hook in one.after:
+                hook(one.module, state, one.prefix, {})
 
     def merged(self, part: torch.nn.Module, state: dict[str, Any]) -> None:
         """Puts what was read into that room where it belongs: of each whole tensor, what of it is here."""
         lies = part.state_dict()
-        for owner, prefix, _, _, before in self._modules:
-            if owner is part:
-                for hook in before:
-                    hook(state, prefix, {}, True, [], [], [])
-                for name in [n for n in state if n.startswith(prefix) and n in lies]:
-                    _put(state.pop(name), lies[name])
+        for one in self._of(part):
+            for hook in one.before:
+                hook(state, one.prefix, {}, True, [], [], [])
+            for name in [n for n in state if n.startswith(one.prefix) and n in lies]:
+                _put(state.pop(name), lies[name])
+
+    def _of(self, part: torch.nn.Module) -> list[_Rewritten]:
+        return [one for one in self._modules if one.part is part]
 
 
 class _Apart:
@@ -253,13 +275,13 @@ def _cause(error: BaseException) -> str:
 
 
 def _owner(folder: Path) -> str | None:
+    """The job whose checkpoints these are; None: nobody has said so. A file that cannot be read is of a job without a name."""
     try:
-        told = json.loads((folder / OWNER).read_bytes())
+        return msgspec.json.decode((folder / OWNER).read_bytes(), type=Owner).job
     except FileNotFoundError:
         return None
-    except (OSError, ValueError):
+    except (OSError, msgspec.MsgspecError):
         return ""
-    return str(told.get("job", "")) if isinstance(told, dict) else ""
 
 
 def as_checkpoints(config: Any) -> Any:

@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 from holdfast.adapters.torchtitan.checkpoints import Checkpoints
 from holdfast.errors import UsageError
 
-KNOWN_MANAGERS = (Checkpoints.Config,)
-
 SCHEDULES = ("1f1b", "gpipe")
 
 
@@ -118,7 +116,7 @@ def _of_checkpoints(checkpoint: Any) -> list[tuple[bool, str]]:
     first = checkpoint.initial_load_path or checkpoint.initial_load_in_hf
     return [
         (
-            type(checkpoint) not in KNOWN_MANAGERS,
+            type(checkpoint) is not Checkpoints.Config,
             f"its manager of checkpoints is {type(checkpoint).__qualname__} of {type(checkpoint).__module__}, and only torchtitan's "
             "own was tried. Leave --checkpoint.enable out: the job saves its state by itself",
         ),

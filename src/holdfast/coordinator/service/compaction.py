@@ -18,8 +18,7 @@ from holdfast.coordinator.service import figure_rollups, rollups
 STEPS_KEPT = 1_000_000
 """About 80 MB of rows, and 40 bytes for each value that the script logs in a step."""
 BUCKETS_KEPT = 250_000
-"""Of each level of summaries; of the first they are two million steps. For each name that the script logs 12 MB a level, and 7 bytes
-for each value where the first has not yet been cut."""
+"""Of each level of summaries, and as many of each name that the script logs; of the first they are two million steps."""
 PIECE = 4096
 """So many rows go at once: some milliseconds of the thread that writes."""
 NAMED_KEPT = 200

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.coordinator.service.rollups import FACTOR, LEVELS, POINTS, level_of
+from holdfast.coordinator.service.rollups import FACTOR, LEVELS, POINTS, level_of, tables
 
 ROLLED = "rolled-up-figures"
 """Under which name `mark` is kept."""
@@ -125,7 +125,7 @@ def names(db: sqlite3.Connection, table: str = "figures") -> list[str]:
 
 def known_names(db: sqlite3.Connection) -> list[str]:
     """Of all that was ever logged, in order; of a ledger of before, of what it has."""
-    there = _tables(db)
+    there = tables(db)
     found = {name for table in ("figures", "figure_rollups") if table in there for name in names(db, table)}
     return sorted(found)
 
@@ -144,7 +144,7 @@ def series(
     `value_min` and `value_max` beside it; None: it was no number. floors: see `compaction.Dropped`; what went is shown by the
     finest level that has the whole range.
     """
-    level, there = level_of(first, last, points, floors), _tables(db)
+    level, there = level_of(first, last, points, floors), tables(db)
     width = FACTOR**level
     low, high = first // width, last // width
     if level and "figure_rollups" in there:
@@ -172,7 +172,3 @@ def series(
         "value_min": [least for *_, least, _ in rows],
         "value_max": [most for *_, most in rows],
     }
-
-
-def _tables(db: sqlite3.Connection) -> set[str]:
-    return {name for (name,) in db.execute("select name from sqlite_master where type = 'table'")}

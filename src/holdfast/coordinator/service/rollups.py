@@ -114,7 +114,7 @@ def series(
     by the finest level that has the whole range.
     """
     level = level_of(first, last, points, floors)
-    there = {row[0] for row in db.execute("select name from sqlite_master where type = 'table'")}
+    there = tables(db)
     if "steps" not in there:
         return _columns([], 1)
     width = FACTOR**level
@@ -136,6 +136,11 @@ def series(
             f"step / {width}, {_of(db)} from steps where step / {width} between ? and ? group by 1 order by 1"
         )
     return _columns(db.execute(f"select {what}", (low, high)).fetchall(), width)
+
+
+def tables(db: sqlite3.Connection) -> set[str]:
+    """Those in the file: a ledger of before has fewer, and a reader adds none."""
+    return {name for (name,) in db.execute("select name from sqlite_master where type = 'table'")}
 
 
 def level_of(first: int, last: int, points: int, floors: Sequence[int]) -> int:
