@@ -54,6 +54,14 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sizes", help="sizes of snapshots (default: 1g,8g; on the CPU 64m)")
     parser.add_argument("--repetitions", type=int, default=7, help="repetitions of every copy (default: 7)")
     parser.add_argument("--faults", type=int, default=5, help="faults in every job (default: 5)")
+    parser.add_argument("--width", type=int, help="of the jobs' layers (default: 2048; on the CPU 128)")
+    parser.add_argument(
+        "--groups",
+        choices=("auto", "gloo", "nccl"),
+        default="auto",
+        help="auto: gloo, as the workers share the GPU; nccl: NCCL, which takes each for a machine of its own",
+    )
+    parser.add_argument("--keep", type=Path, help="keep the jobs' folders below this one")
     parser.add_argument("--json", type=Path, help="write everything that was measured to this file")
     chosen = parser.parse_args(arguments)
     chosen.parts = chosen.parts.split(",")
@@ -61,7 +69,8 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--parts: {', '.join(sorted(unknown))} is none of {', '.join(PARTS)}")
     if chosen.repetitions < 1 or chosen.faults < 1:
         parser.error("--repetitions and --faults: at least 1")
-    sizes, chosen.product, chosen.width = DEFAULTS[chosen.device]
+    sizes, chosen.product, width = DEFAULTS[chosen.device]
+    chosen.width = chosen.width or width
     try:
         chosen.sizes = [_size(word) for word in (chosen.sizes or sizes).lower().split(",")]
     except ValueError:
@@ -106,12 +115,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     console.print(f"{size >> 20} MiB: no room in {copies.MEMORY} or on the device: {error}")
             raw["copies"] = [asdict(f) for f in found]
             _print_copies(console, found, chosen.repetitions)
-        table = _job_table(chosen.faults)
+        table = _job_table(chosen)
         for part in [p for p in PARTS[1:] if p in chosen.parts]:
             shape = SHAPES[part]
+            setting = jobs.Setting(
+                device=chosen.device,
+                width=chosen.width,
+                groups=chosen.groups,
+                keep=chosen.keep / part if chosen.keep else None,
+            )
             with children.group() as group:
                 try:
-                    outcome = jobs.measure(shape, chosen.faults, chosen.device, chosen.width, group, progress)
+                    outcome = jobs.measure(shape, chosen.faults, setting, group, progress)
                 except jobs.Failed as error:
                     done = False
                     console.print(str(error), style="red", markup=False)
@@ -156,9 +171,10 @@ def _print_copies(console: Console, found: Sequence[copies.Copies], repetitions:
         )
 
 
-def _job_table(faults: int) -> Table:
+def _job_table(chosen: argparse.Namespace) -> Table:
+    over = "NCCL, as between machines" if chosen.groups == "nccl" else "gloo"
     table = Table(
-        title=f"SIGKILL of one worker: medians (min–max) of {faults} faults each",
+        title=f"SIGKILL of one worker, width {chosen.width} over {over}: medians (min–max) of {chosen.faults} faults each",
         box=box.SIMPLE_HEAD,
         width=WIDTH,
     )

@@ -23,6 +23,7 @@ from bench.progress import Progress
 from bench.recovery.environments import ROOT
 from bench.recovery.systems.base import worker_environment
 from holdfast.engines.client import JobClient
+from holdfast.train import nccl
 
 SCRIPT = Path(__file__).with_name("train.py")
 CALM_STEPS = 10
@@ -48,6 +49,20 @@ class Shape:
         return self.replicas * self.shard
 
 
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Where and how the jobs of one call run."""
+
+    device: str
+    """`cuda` or `cpu`."""
+    width: int
+    """Of the model's layers."""
+    groups: str = "auto"
+    """`nccl`: over NCCL, which takes the workers that share the GPU for as many machines."""
+    keep: Path | None = None
+    """Where the jobs' folders stay."""
+
+
 @dataclass(kw_only=True)
 class Outcome:
     """What the faults did. Times in seconds, one for each fault."""
@@ -63,17 +78,18 @@ class Outcome:
     """Steps whose loss has the bits that it has without a fault."""
 
 
-def measure(shape: Shape, faults: int, device: str, width: int, group: Group, progress: Progress) -> Outcome:
+def measure(shape: Shape, faults: int, setting: Setting, group: Group, progress: Progress) -> Outcome:
     """Kills workers of a job, then runs another one undisturbed for as many steps."""
     with tempfile.TemporaryDirectory(prefix="bench-gpu-") as scratch:
-        folder = Path(scratch)
-        job = _Job(folder, "faults", shape, device, width, progress)
+        folder = setting.keep or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        job = _Job(folder, "faults", shape, setting, progress)
         job.start(group, spares=1)
         kills = [job.kill() for _ in range(faults)]
         job.stop()
         lines = job.read()
         found = judge(lines, kills, shape.workers)
-        still = _Job(folder, "undisturbed", shape, device, width, progress)
+        still = _Job(folder, "undisturbed", shape, setting, progress)
         still.start(group, until=found.steps)
         still.wait()
         right = {line["step"]: line["loss"] for line in still.read()}
@@ -118,11 +134,8 @@ def _losses(lines: Sequence[Line]) -> dict[int, str]:
 
 
 class _Job:
-    def __init__(
-        self, folder: Path, name: str, shape: Shape, device: str, width: int, progress: Progress
-    ) -> None:
-        self._folder, self._name, self._shape, self._width = folder, name, shape, width
-        self._device = device
+    def __init__(self, folder: Path, name: str, shape: Shape, setting: Setting, progress: Progress) -> None:
+        self._folder, self._name, self._shape, self._setting = folder, name, shape, setting
         self._progress = progress
         self._log = folder / f"{name}.jsonl"
         self._process: subprocess.Popen[bytes] | None = None
@@ -134,12 +147,23 @@ class _Job:
             "PYTHONPATH": path,
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         }
-        if self._device == "cpu":
+        if self._setting.device == "cpu":
             env["CUDA_VISIBLE_DEVICES"] = ""
+        if self._setting.groups != "auto":
+            env[nccl.CHOICE] = self._setting.groups
+        if self._setting.groups == "nccl":
+            env["NCCL_SOCKET_IFNAME"] = "lo"
         least = self._shape.shard * max(1, self._shape.replicas - 1)
         argv = [sys.executable, "-P", "-m", "holdfast.cli", "run", "--job", self._name, "--no-ui"]
         argv += ["--nnodes", f"{least}:{self._shape.workers}", "--spares", str(spares), str(SCRIPT)]
-        argv += ["--log", str(self._log), "--shard", str(self._shape.shard), "--width", str(self._width)]
+        argv += [
+            "--log",
+            str(self._log),
+            "--shard",
+            str(self._shape.shard),
+            "--width",
+            str(self._setting.width),
+        ]
         argv += ["--until", str(until)] if until is not None else []
         self._process = group.spawn(argv, env, self._folder / f"{self._name}.log")
 

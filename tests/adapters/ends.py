@@ -22,6 +22,9 @@ def by_itself(folder: Path, *arguments: object) -> dict:
     folder.mkdir(exist_ok=True)
     env = dict(os.environ, OMP_NUM_THREADS="1")
     command = [sys.executable, *map(str, arguments)]
-    subprocess.run(command, env=env, check=True, capture_output=True, timeout=LIMIT_S)
+    ran = subprocess.run(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT_S
+    )
+    assert ran.returncode == 0, ran.stdout[-3000:]
     (end,) = ends(folder)
     return end

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import where
 
 
 def scaler() -> torch.amp.GradScaler:
     """Its scale is too large at first, and again after each few steps."""
     return torch.amp.GradScaler(
-        "cpu", init_scale=2.0**20, growth_factor=2.0**10, backoff_factor=2.0**-8, growth_interval=3
+        where.TYPE, init_scale=2.0**20, growth_factor=2.0**10, backoff_factor=2.0**-8, growth_interval=3
     )
 
 

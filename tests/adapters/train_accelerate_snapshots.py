@@ -7,7 +7,7 @@ from pathlib import Path
 
 import gate
 import torch
-import xxhash
+import where
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch.utils.data import DataLoader, Dataset
@@ -49,7 +49,7 @@ class Seen:
 def main() -> None:
     set_seed(0)
     accelerator = Accelerator(
-        cpu=True,
+        cpu=not where.GPU,
         gradient_accumulation_steps=2,
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=bool(SEEDABLE)),
     )
@@ -70,6 +70,7 @@ def main() -> None:
         for x, y in loader:
             with accelerator.accumulate(model):
                 loss = (model(x).squeeze(-1) - y).square().mean()
+                where.check(model)
                 accelerator.backward(loss)
                 optimizer.step()
                 scheduler.step()
@@ -87,10 +88,12 @@ def main() -> None:
         with torch.no_grad():
             seen.losses.append(sum(float((model(x).squeeze(-1) - y).square().sum()) for x, y in tests))
         model.train()
-    digest = xxhash.xxh3_64()
-    for tensor in accelerator.unwrap_model(model).state_dict().values():
-        digest.update(tensor.numpy().tobytes())
-    end = {"state": digest.hexdigest(), "steps": step, "losses": seen.losses, "resumed": begin}
+    end = {
+        "state": where.digest(accelerator.unwrap_model(model).state_dict().values()),
+        "steps": step,
+        "losses": seen.losses,
+        "resumed": begin,
+    }
     end["rate"] = scheduler.get_last_lr()[0]
     (FOLDER / f"end-{accelerator.process_index}.json").write_text(json.dumps(end))
     accelerator.end_training()

@@ -11,7 +11,7 @@ from pathlib import Path
 import between
 import half
 import torch
-import xxhash
+import where
 from broken import break_update
 from torch.utils.data import DataLoader, Dataset
 
@@ -23,7 +23,7 @@ from lightning.pytorch.plugins import MixedPrecision, Precision  # isort: skip
 
 FOLDER, ACCUMULATE = Path(sys.argv[1]), int(sys.argv[2])
 PATIENCE, BROKEN = (int(sys.argv[i]) if len(sys.argv) > i else 0 for i in (3, 4))
-PRECISION = MixedPrecision("16-mixed", "cpu", half.scaler()) if "half" in sys.argv else Precision()
+PRECISION = MixedPrecision("16-mixed", where.TYPE, half.scaler()) if "half" in sys.argv else Precision()
 
 
 class Sums(Dataset):
@@ -49,6 +49,7 @@ class Module(lightning.LightningModule):
         return (self.net(x).squeeze(-1) - y).square().mean()
 
     def training_step(self, batch, batch_idx):
+        where.check(self)
         loss = self._loss(batch)
         self.log("train_loss", loss, on_epoch=True)
         return loss
@@ -96,11 +97,8 @@ def main() -> None:
         default_root_dir=FOLDER,
     )
     trainer.fit(module, DataLoader(Sums(), 4, shuffle=True), DataLoader(Sums(), 8))
-    digest = xxhash.xxh3_64()
-    for parameter in module.parameters():
-        digest.update(parameter.detach().numpy().tobytes())
     end = {
-        "parameters": digest.hexdigest(),
+        "parameters": where.digest(module.parameters()),
         "seen": int(module.seen),
         "steps": trainer.global_step,
         "epochs": trainer.current_epoch,

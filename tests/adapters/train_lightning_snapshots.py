@@ -8,7 +8,7 @@ from pathlib import Path
 import gate
 import lightning
 import torch
-import xxhash
+import where
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch.utils.data import DataLoader, Dataset
 
@@ -80,7 +80,7 @@ def main() -> None:
     module = Module()
     dies = Dies()
     trainer = lightning.Trainer(
-        accelerator="cpu",
+        accelerator=where.TYPE,
         strategy="ddp" if RANKS > 1 else "auto",
         num_nodes=RANKS,
         devices=1,
@@ -98,11 +98,8 @@ def main() -> None:
         default_root_dir=FOLDER,
     )
     trainer.fit(module, DataLoader(Sums(0.1), 4, shuffle=True), DataLoader(Sums(0), 8))
-    digest = xxhash.xxh3_64()
-    for tensor in module.state_dict().values():
-        digest.update(tensor.numpy().tobytes())
     end = {
-        "state": digest.hexdigest(),
+        "state": where.digest(module.state_dict().values()),
         "steps": trainer.global_step,
         "epochs": trainer.current_epoch,
         "rate": trainer.optimizers[0].param_groups[0]["lr"],

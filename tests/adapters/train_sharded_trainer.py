@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 import transformers
-import xxhash
+import where
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainingArguments
 from transformers.distributed import DistributedConfig
@@ -88,17 +88,15 @@ def main(run: holdfast.Run) -> None:
             logging_steps=3,
             save_strategy="no",
             report_to="none",
-            use_cpu=True,
+            use_cpu=not where.GPU,
         ),
         train_dataset=Sequences(),
     )
     out = trainer.train()
-    digest = xxhash.xxh3_64()
-    for parameter in trainer.model.parameters():
-        held = parameter.to_local() if workers > 1 and hasattr(parameter, "to_local") else parameter
-        digest.update(held.detach().numpy().tobytes())
+    where.check(trainer.model)
+    held = [p.to_local() if workers > 1 and hasattr(p, "to_local") else p for p in trainer.model.parameters()]
     end = {
-        "parameters": digest.hexdigest(),
+        "parameters": where.digest(held),
         "steps": out.global_step,
         "loss": out.training_loss,
         "history": [

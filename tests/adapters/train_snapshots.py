@@ -8,7 +8,7 @@ from pathlib import Path
 import gate
 import torch
 import transformers
-import xxhash
+import where
 from torch.utils.data import Dataset
 
 import holdfast
@@ -63,7 +63,7 @@ def main() -> None:
             eval_strategy="epoch",
             save_strategy="no",
             report_to="none",
-            use_cpu=True,
+            use_cpu=not where.GPU,
             disable_tqdm=True,
         ),
         train_dataset=Sums(),
@@ -72,11 +72,13 @@ def main() -> None:
     )
     newest = Snapshots(trainer, every=2).newest()
     trainer.train(resume_from_checkpoint=newest)
-    digest = xxhash.xxh3_64()
-    for tensor in trainer.model.state_dict().values():
-        digest.update(tensor.numpy().tobytes())
+    where.check(trainer.model)
     logged = [logs["step"] for logs in trainer.state.log_history if "loss" in logs]
-    end = {"state": digest.hexdigest(), "steps": trainer.state.global_step, "logged": logged}
+    end = {
+        "state": where.digest(trainer.model.state_dict().values()),
+        "steps": trainer.state.global_step,
+        "logged": logged,
+    }
     end["resumed"] = newest is not None
     (FOLDER / f"end-{trainer.args.process_index}.json").write_text(json.dumps(end))
 

@@ -12,7 +12,7 @@ import between
 import half
 import torch
 import transformers
-import xxhash
+import where
 from broken import break_update
 from torch.utils.data import Dataset
 from transformers import (
@@ -135,7 +135,7 @@ def main() -> None:
             report_to=options.report_to,
             label_smoothing_factor=0.1 if options.noise else 0.0,
             neftune_noise_alpha=5.0 if options.noise else None,
-            use_cpu=True,
+            use_cpu=not where.GPU,
             fp16=options.half,
         ),
         train_dataset=Sequences(),
@@ -145,15 +145,13 @@ def main() -> None:
     if options.half:
         half.set_up(trainer.accelerator)
     out = trainer.train()
-    digest = xxhash.xxh3_64()
-    for parameter in trainer.model.parameters():
-        digest.update(parameter.detach().numpy().tobytes())
+    where.check(trainer.model)
     history = [
         {name: value for name, value in logs.items() if not name.endswith(("_runtime", "_per_second"))}
         for logs in trainer.state.log_history
     ]
     end = {
-        "parameters": digest.hexdigest(),
+        "parameters": where.digest(trainer.model.parameters()),
         "seen": int(model.seen),
         "steps": out.global_step,
         "loss": out.training_loss,

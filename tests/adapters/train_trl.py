@@ -18,7 +18,7 @@ if DIE_AT is None:
 import torch  # noqa: E402
 import transformers  # noqa: E402
 import trl  # noqa: E402
-import xxhash  # noqa: E402
+import where  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from peft import LoraConfig  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
@@ -56,6 +56,7 @@ def adapted(kind: type) -> type:
 def train(trainer: transformers.Trainer) -> transformers.trainer_utils.TrainOutput:
     if DIE_AT is None:
         return trainer.train()
+        where.check(trainer.model)
     from holdfast.adapters.huggingface.snapshots import Snapshots
 
     trainer.add_callback(Dies())
@@ -100,7 +101,7 @@ def main() -> None:
             learning_rate=1e-2,
             logging_steps=2,
             report_to="none",
-            use_cpu=True,
+            use_cpu=not where.GPU,
             bf16=False,
         ),
         train_dataset=Dataset.from_dict(data),
@@ -109,12 +110,9 @@ def main() -> None:
     )
     out = train(trainer)
     assert torch.equal(before, fixed(trainer))
-    digest = xxhash.xxh3_64()
-    for parameter in trainer.model.parameters():
-        digest.update(parameter.detach().numpy().tobytes())
     trained = sum(p.nbytes for p in trainer.model.parameters() if p.requires_grad)
     end = {
-        "parameters": digest.hexdigest(),
+        "parameters": where.digest(trainer.model.parameters()),
         "steps": out.global_step,
         "loss": out.training_loss,
         "trained_bytes": trained,

@@ -1,6 +1,7 @@
 """On a machine with a GPU: the copies themselves. Elsewhere `test_staging` and `test_gpu_transfer` try their logic."""
 
 import mmap
+import tempfile
 
 import pytest
 import torch
@@ -54,17 +55,40 @@ def test_what_is_filled_is_on_the_gpu(row):
     assert b"".join(t.cpu().numpy().tobytes() for t in target.tensors) == row
 
 
-def test_a_slot_that_the_driver_knows_holds_the_state(tmp_path, row):
+@pytest.fixture
+def slot_file(row):
+    """Where agents have their slots: of a file on a disk the driver refuses to know the pages."""
+    with tempfile.NamedTemporaryFile(prefix="test-slot-", dir="/dev/shm") as file:
+        file.write(bytes(PAGE + -(-len(row) // mmap.PAGESIZE) * mmap.PAGESIZE))
+        file.flush()
+        yield file.name
+
+
+def test_a_slot_that_the_driver_knows_holds_the_state(slot_file, row):
     image = state_image.capture({"some": OnGpu(0)}, 1)
-    path = tmp_path / "slot"
-    path.write_bytes(bytes(PAGE + -(-len(row) // mmap.PAGESIZE) * mmap.PAGESIZE))
     pinning = staging.Pinning(torch.device("cuda", 0))
     maps = SlotMaps(pinning)
-    with maps.blob(str(path), len(row)) as slot:
+    with maps.blob(slot_file, len(row)) as slot:
         assert pinning.covers(slot)
         snapshots.copy_into(slot, image, pinned=True)
         assert bytes(slot) == row
-    maps.forget(str(path))
+    maps.forget(slot_file)
+
+
+def test_a_refusal_by_the_driver_is_not_the_next_kernels(slot_file, row):
+    """CUDA's runtime keeps it, and reports it to whoever asks next on this thread."""
+    pinning = staging.Pinning(torch.device("cuda", 0))
+    maps, again = SlotMaps(pinning), staging.Pinning(torch.device("cuda", 0))
+    with maps.blob(slot_file, len(row)) as slot:
+        with mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE) as memory:
+            pinning.mapped(memory)
+            again.mapped(memory)  # the driver knows it already
+            with memoryview(memory) as view:
+                assert not again.covers(view)
+            assert torch.ones(8, device="cuda").sum().item() == 8
+            pinning.unmapped(memory)
+        assert pinning.covers(slot)
+    maps.forget(slot_file)
 
 
 def test_a_gpu_and_a_processor_find_the_same_fingerprint():

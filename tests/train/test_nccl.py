@@ -147,3 +147,17 @@ def test_a_key_that_a_group_sets_later_does_not_disturb_the_mesh():
     for group in groups:
         group.close()
     cluster.close()
+
+
+def test_a_collective_that_nobody_wants_to_wait_for_is_queued(gloo, monkeypatch):
+    """NCCL returns no Work then: as FSDP2's all-gathers and reduce-scatters are called."""
+    monkeypatch.setattr(nccl, "build", lambda *_: Standin())
+    gloo.connect(HashStore())
+    work = gloo.start(lambda group: None)
+    gloo.wait(work)
+    work.wait()
+    gloo.abort()
+    with pytest.raises(CollectiveFailed):
+        gloo.wait(work)
+    assert gloo.drain(work)
+    gloo.close()

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from resharding import STEP, assert_same, gather, save
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -28,7 +28,7 @@ SHAPES = [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)]
 def sharding():
     made = []
 
-    def make(shape=(2, 1), shard_index=0, target=12):
+    def make(shape=(2, 1), shard_index=0, target=12, stages=1):
         for one in made:
             one.close()
         made[:] = [
@@ -39,6 +39,7 @@ def sharding():
                 host="127.0.0.1",
                 target=target,
                 called=lambda begins: None,
+                stages=stages,
             )
         ]
         return made[0]
@@ -143,6 +144,24 @@ def test_offloading_to_the_processor_is_refused(sharding):
     fully_shard(model, mesh=place.mesh["shard"], offload_policy=CPUOffloadPolicy(pin_memory=False))
     with pytest.raises(UsageError, match="CPUOffloadPolicy is not supported"):
         place.replicate(model)
+
+
+def test_a_torch_that_cannot_begin_a_step_anew_is_refused(sharding, monkeypatch):
+    """PyTorch 2.11 trains, and then fails in the middle of the first recovery."""
+    place = sharding()
+    model = torch.nn.Linear(4, 4)
+    fully_shard(model, mesh=place.mesh["shard"])
+    monkeypatch.delattr(FSDPModule, "reset_iter_state")
+    with pytest.raises(UsageError, match=r"which PyTorch .* cannot: install PyTorch 2.13 or newer"):
+        place.replicate(model)
+
+
+def test_a_torch_with_other_stages_is_refused(sharding, monkeypatch):
+    from torch.distributed.pipelining import _utils
+
+    monkeypatch.delattr(_utils, "InferenceMode")
+    with pytest.raises(UsageError, match=r"pipelines need PyTorch 2.13 or newer"):
+        sharding(stages=2)
 
 
 def test_a_default_group_of_the_scripts_own_is_refused(sharding):

@@ -87,6 +87,7 @@ def test_slots_are_made_known_to_the_driver_once_and_given_back(tmp_path, monkey
     refused = [0, 0, 1]
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     monkeypatch.setattr(torch.cuda, "device", lambda device: staging.nullcontext())
+    monkeypatch.setattr(staging, "_forget_refusal", lambda device: calls.append(("forgotten", 0, 0)))
     pinning = staging.Pinning(torch.device("cuda", 0))
     maps = SlotMaps(pinning)
     paths = [tmp_path / f"slot{i}" for i in range(3)]
@@ -103,6 +104,7 @@ def test_slots_are_made_known_to_the_driver_once_and_given_back(tmp_path, monkey
     assert not pinning.covers(memoryview(bytearray(100)))
     with maps.blob(str(paths[2]), 5000) as row:
         assert not pinning.covers(row)  # refused: the way through buffers
+        assert calls[-1][0] == "forgotten"  # and not the next kernel's error
     paths[2].unlink()
     with maps.blob(str(paths[1]), 5000):
         assert [what for what, *_ in calls].count("gone") == 1

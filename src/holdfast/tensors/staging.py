@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
 from typing import Any
 
@@ -213,6 +213,8 @@ class Pinning:
             # A refusal is no error: some systems limit locked memory. Then `covers` is false and the copies
             # take the way through pinned buffers.
             self._known[begin] = size
+        else:
+            _forget_refusal(self._device)
 
     def unmapped(self, memory: mmap.mmap) -> None:
         """It is about to be given back."""
@@ -228,6 +230,13 @@ class Pinning:
             return False
         begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         return any(low <= begin and begin + len(memory) <= low + size for low, size in self._known.items())
+
+
+def _forget_refusal(device: torch.device) -> None:
+    """The runtime keeps a refusal for this thread's next kernel, whose launch torch would then take for the one that
+    failed: without this a snapshot, or a step of the user's, would raise "invalid argument"."""
+    with suppress(RuntimeError):
+        torch.empty(1, device=device).fill_(0)
 
 
 def address(memory: mmap.mmap) -> int:

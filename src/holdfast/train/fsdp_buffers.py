@@ -38,9 +38,18 @@ class PooledReduceScatter(_Pooled, DefaultReduceScatter):
     """What it scatters comes from the pool."""
 
 
+def parameter_groups(module: FSDPModule) -> list[Any]:
+    """Those of the module's parameters that are gathered and scattered together: none, one, or several where torch knows
+    modules with parameters on several meshes."""
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
 def use_pool(module: FSDPModule, pool: BufferPool) -> None:
     """This module's collectives take their memory from here, unless the script has said where from."""
-    groups = module._get_fsdp_state()._fsdp_param_groups
+    groups = parameter_groups(module)
     if len(groups) != 1:
         return  # FSDP2 takes no such wish where a module has parameters on several meshes
     # The exact class: a script that has set its own keeps it.

@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 
 from holdfast.errors import CollectiveFailed
 from holdfast.protocol.sockets import unpace
@@ -175,9 +176,12 @@ class GlooGroup:
         if self._aborted or self._group is None:
             raise CollectiveFailed("the generation broke")
         try:
-            return call(self._group)
+            work = call(self._group)
         except RuntimeError as error:
             raise CollectiveFailed(first_line(error)) from error
+        # NCCL returns nothing for a collective that the caller does not want to wait for later (asyncOp is False, as of
+        # FSDP2's): it is queued on the current stream, where all that follows comes after it.
+        return ended() if work is None else work
 
     def allreduce(self, tensor: torch.Tensor) -> Any:
         """Starts the sum of `tensor` over all members, in place; returns a Work for `wait`."""
@@ -260,7 +264,10 @@ class GlooGroup:
             CollectiveFailed: a peer is gone, or `abort` was called.
         """
         if self._device is not None:  # queued: whether it came to its end shows in `intact`
-            work.wait()
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise CollectiveFailed(first_line(error)) from error
             self.intact()
             return
         while True:
@@ -498,6 +505,13 @@ def shut_down(sock: socket.socket) -> None:
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.getpeername()
             sock.shutdown(socket.SHUT_RDWR)
+
+
+def ended() -> Any:
+    """A Work that has come to its end."""
+    done: torch.futures.Future[None] = torch.futures.Future()
+    done.set_result(None)
+    return _create_work_from_future(done)
 
 
 def abandon(group: object) -> None:

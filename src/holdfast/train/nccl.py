@@ -17,6 +17,7 @@ Written against ProcessGroupNCCL of PyTorch 2.13; what differs from gloo:
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -26,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 CHOICE = "HOLDFAST_GPU_GROUPS"
-"""`gloo`: groups of workers on GPUs are gloo's in any case."""
+"""`gloo`: groups of workers on GPUs are gloo's in any case. `nccl`: they are NCCL's, also where workers share a GPU."""
 
 SETTINGS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -44,7 +45,8 @@ Store = Any
 def agreed(store: Store, rank: int, size: int, device: torch.device | None) -> bool:
     """Whether a group uses NCCL: every member has it, and a GPU that no other one has. All members say the same.
 
-    Two workers on one GPU, as on a laptop or with several nodes of the local engine, cannot: NCCL refuses that.
+    Two workers on one GPU, as on a laptop or with several nodes of the local engine, cannot: NCCL refuses that, unless it
+    takes them for two machines (`CHOICE`).
     """
     if device is None or device.type != "cuda":
         return False
@@ -60,7 +62,13 @@ def _gpu(device: torch.device) -> bytes:
     """Which GPU of all in the world this is; nothing where NCCL cannot be used."""
     if not dist.is_nccl_available() or os.environ.get(CHOICE) == "gloo":
         return b""
-    return str(torch.cuda.get_device_properties(device).uuid).encode()
+    gpu = str(torch.cuda.get_device_properties(device).uuid).encode()
+    if os.environ.get(CHOICE) == "nccl":
+        # NCCL tells GPUs apart by the machine first. With a name of its own for every process it connects them through
+        # sockets, as it does machines without a faster network. Read once, before the first communicator.
+        machine = os.environ.setdefault("NCCL_HOSTID", f"{socket.gethostname()}-{os.getpid()}")
+        gpu += machine.encode()
+    return gpu
 
 
 def build(

@@ -14,6 +14,14 @@ import torch
 from holdfast.errors import UsageError
 
 
+def known_to_torch() -> bool:
+    """Whether this PyTorch's stages are those that `_prepare` was written for, PyTorch 2.13's. Imported here: it takes half a
+    second, and few scripts have stages."""
+    from torch.distributed.pipelining import _utils
+
+    return hasattr(_utils, "InferenceMode")
+
+
 class Pipelines:
     """The schedules of a script, and which of them are ready for another micro-batch."""
 

@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch.distributed import HashStore  # type: ignore[attr-defined, unused-ignore]
 
 from holdfast.errors import CollectiveFailed, UsageError
 from holdfast.train.buffer_pool import BufferPool
 from holdfast.train.collective_counts import CollectiveCounts
-from holdfast.train.gloo_group import GlooGroup
+from holdfast.train.gloo_group import GlooGroup, ended
 from holdfast.train.sent_messages import Message, SentMessages
 
 BACKEND = "holdfast"
@@ -278,7 +277,7 @@ class ReconnectableGroup(_ProcessGroup):  # type: ignore[misc]
             gloo.scatter_sum(out, mine, self._replica_groups.pool)
         else:
             return None
-        return _ended()
+        return ended()
 
     def _run_beside(self, name: str, *args: Any) -> Any:
         """What a collective leaves here without anybody else: all that there is to do in a group of one. Where this worker's
@@ -291,7 +290,7 @@ class ReconnectableGroup(_ProcessGroup):  # type: ignore[misc]
             raise UsageError(
                 f"{name}: this worker's replica is not intact (run.world.replica is -1): skip it here"
             )
-        return _ended()
+        return ended()
 
     def _run_each(self, name: str, outputs: list[Any], inputs: list[Any], options: Any) -> Any:
         return [self._run(name, out, into, options) for out, into in zip(outputs, inputs, strict=True)][-1]
@@ -332,13 +331,6 @@ BY_ITSELF = {
 
 BETWEEN_TWO = {"send", "recv"}
 """Messages: only two workers take part, and neither waits for the other when it begins one."""
-
-
-def _ended() -> Any:
-    """A Work that has come to its end."""
-    done: torch.futures.Future[None] = torch.futures.Future()
-    done.set_result(None)
-    return _create_work_from_future(done)
 
 
 SAME = [

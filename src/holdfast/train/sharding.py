@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.errors import StateError, UsageError
 from holdfast.tensors.dtensor_shards import forget_meshes, mesh_names
-from holdfast.train.fsdp_buffers import use_pool
+from holdfast.train import pipeline
+from holdfast.train.fsdp_buffers import parameter_groups, use_pool
 from holdfast.train.pipeline import Pipelines
 from holdfast.train.placements import counted_here, why_not
 from holdfast.train.reconnectable_group import ReplicaGroups
@@ -75,6 +76,10 @@ class Sharding:
             raise UsageError(
                 f"run.mesh(stage={stages}): pipelines were tried with gloo alone, and {device} would take NCCL, whose messages "
                 "wait for each other in another way; shard the model over shard=, tensor= or context= instead"
+            )
+        if stages > 1 and not pipeline.known_to_torch():
+            raise UsageError(
+                f"run.mesh(stage={stages}): pipelines need PyTorch 2.13 or newer, and this is {torch.__version__}"
             )
         self.shape, self.shard_index = (shard, stages * context * tensor), position % size
         self.degrees, self.context, self.alike = (shard, stages, context, tensor), context, tensor
@@ -152,6 +157,11 @@ class Sharding:
                 raise UsageError(f"run.replicate(): {name} {reason}")
         for module in model.modules():
             if isinstance(module, FSDPModule):
+                if not hasattr(module, "reset_iter_state"):
+                    raise UsageError(
+                        f"run.replicate(): after a fault FSDP2 has to begin a step anew (reset_iter_state), which PyTorch "
+                        f"{torch.__version__} cannot: install PyTorch 2.13 or newer"
+                    )
                 if _offloads(module):
                     raise UsageError(
                         "run.replicate(): CPUOffloadPolicy is not supported: a replica's groups are those of its GPUs, "
@@ -163,7 +173,7 @@ class Sharding:
                 module.set_force_sum_reduction_for_comms(True)
                 if self.mesh.device_type == "cpu":
                     use_pool(module, self.groups.pool)
-                groups = _state_of(module)._fsdp_param_groups
+                groups = parameter_groups(module)
                 self._kept_whole += [
                     g for g in groups if not g._reshard_after_forward and g.reshard_after_backward
                 ]
@@ -222,7 +232,7 @@ def _state_of(module: FSDPModule) -> Any:
 
 
 def _offloads(module: FSDPModule) -> bool:
-    params = (p for group in _state_of(module)._fsdp_param_groups for p in group.fsdp_params)
+    params = (p for group in parameter_groups(module) for p in group.fsdp_params)
     return any(p.offload_to_cpu for p in params)
 
 
@@ -234,7 +244,7 @@ def _is_root(module: FSDPModule) -> bool:
 def _forget(module: FSDPModule) -> None:
     """`reset_iter_state` keeps gradients that the backward pass has computed and not yet summed over the replica: the next
     step would add to them."""
-    for group in _state_of(module)._fsdp_param_groups:
+    for group in parameter_groups(module):
         for param in group.fsdp_params:
             # Private fields of PyTorch 2.13's FSDP2, which has no public way to drop them. A test computes a
             # step after a fault in the middle of a backward pass and compares it bit by bit.
