@@ -24,8 +24,8 @@ from bench.progress import Progress
 from bench.recovery import model as job
 from bench.recovery.analyse import spread
 from bench.recovery.environments import versions
-from bench.replace import kubernetes, local, slurm
-from bench.replace.figures import Failed, Replaced
+from bench.replace import kubeflow, kubernetes, local, slurm
+from bench.replace.figures import Beside, Failed, Replaced
 
 WIDTH = 100
 GOALS = {"local": (1.0, 2.0), "slurm": (1.0, 5.0), "kubernetes": (2.5, 2.0)}
@@ -51,6 +51,12 @@ def main() -> int:
     )
     parser.add_argument("--faults", type=int, default=5, help="nodes to replace (default: 5)")
     parser.add_argument("--starts", type=int, default=5, help="of a job on Kubernetes (default: 5)")
+    parser.add_argument(
+        "--peer-faults",
+        type=int,
+        default=3,
+        help="of each kind on Kubernetes, beside Kubeflow Trainer where KUBEFLOW_BIN is given (default: 3)",
+    )
     chosen = parser.parse_args()
     kinds = chosen.kinds.split(",") if chosen.engine == "slurm" else ["xid"]
     if unknown := set(kinds) - set(slurm.FAULTS):
@@ -68,12 +74,13 @@ def main() -> int:
     )
     for name in ("system", "fault → verdict, s", "verdict → full strength, s", "stall, s"):
         table.add_column(name, justify="left" if name == "system" else "right")
-    done, cpu, started = True, machine.ForeignCpu(), list[float]()
+    done, cpu, started, beside = True, machine.ForeignCpu(), list[float](), list[Beside]()
     with stop_signals(), cpu, Children() as children:
         if chosen.engine == "kubernetes":
             try:
-                started, found = kubernetes.measure(chosen.starts, chosen.faults, progress)
-                table.add_row("Holdfast, kubernetes, 10m, power loss", *cells(found))
+                measured = kubernetes.measure(chosen.starts, chosen.faults, chosen.peer_faults, progress)
+                table.add_row("Holdfast, kubernetes, 10m, power loss", *cells(measured.replaced))
+                started, beside = measured.started_s, measured.beside
             except Failed as error:
                 done = bool(console.print(str(error), style="red"))
             kinds = []
@@ -97,6 +104,8 @@ def main() -> int:
             except Failed as error:
                 done = bool(console.print(str(error), style="red"))
     console.print(table)
+    if beside:
+        console.print(_beside_table(beside))
     if (start := spread(started)) is not None:
         told = f"{start.median:.2f} s ({start.low:.2f}–{start.high:.2f})"
         console.print(
@@ -113,6 +122,25 @@ def main() -> int:
             "(The nodes are child processes of Slurm, so their CPU time counts as that of other processes.)"
         )
     return 0 if done else 1
+
+
+def _beside_table(found: list[Beside]) -> Table:
+    table = Table(
+        title="Beside it, on the same cluster: median (min to max)", box=box.SIMPLE_HEAD, width=WIDTH
+    )
+    for name in ("system", "fault", "times", "training again, s", "steps again", "not back"):
+        table.add_column(name, justify="left" if name in ("system", "fault") else "right")
+    for one in found:
+        stall, again = spread(one.stall_s), spread([float(steps) for steps in one.steps_again])
+        table.add_row(
+            one.system,
+            one.kind,
+            str(len(one.stall_s) + one.not_back),
+            "–" if stall is None else f"{stall.median:.2f} ({stall.low:.2f}–{stall.high:.2f})",
+            "–" if again is None else f"{again.median:.0f} ({again.low:.0f}–{again.high:.0f})",
+            f"{one.not_back}, after {kubeflow.LIMIT_S:.0f} s" if one.not_back else "0",
+        )
+    return table
 
 
 def cells(found: list[Replaced]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -18,6 +18,20 @@ class Replaced:
     verdict_s: float
     full_s: float
     stall_s: float
+
+
+@dataclass
+class Beside:
+    """What one kind of fault cost a system."""
+
+    system: str
+    kind: str
+    stall_s: list[float] = field(default_factory=list)
+    """From each fault to the next step by anyone."""
+    steps_again: list[int] = field(default_factory=list)
+    """Steps that were done and had to be done again."""
+    not_back: int = 0
+    """Faults after which nothing trained within the limit."""
 
 
 def replaced(report: dict[str, Any], kind: str) -> list[Replaced]:

@@ -13,12 +13,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from bench.progress import Progress
-from bench.replace.figures import Failed, Replaced
+from bench.replace import kubeflow
+from bench.replace.figures import Beside, Failed, Replaced
 from holdfast.engines import jobs
 from holdfast.engines.jobs import Allocation
 from holdfast.engines.reach import client_of
@@ -28,6 +30,7 @@ TESTS = ROOT / "tests" / "kubernetes"
 CLUSTER = TESTS / "cluster.sh"
 SCRIPT = Path(__file__).with_name("train_alone.py")
 NODES, SPARES = 2, 1
+SYSTEM = "Holdfast"
 LIMIT_S = 240.0
 """For each start and each replacement, on a machine that may be busy."""
 
@@ -41,8 +44,18 @@ def begin_cluster() -> None:
     sys.path.insert(0, str(TESTS))
 
 
-def measure(starts: int, faults: int, progress: Progress) -> tuple[list[float], list[Replaced]]:
-    """Seconds from the object to the first step, of so many jobs, and the replacements within the last one.
+@dataclass
+class Measured:
+    """started_s: from the object to the first step, of each job. replaced: nodes without power. beside: what else was broken, of
+    this system and of the other one."""
+
+    started_s: list[float] = field(default_factory=list)
+    replaced: list[Replaced] = field(default_factory=list)
+    beside: list[Beside] = field(default_factory=list)
+
+
+def measure(starts: int, faults: int, peer_faults: int, progress: Progress) -> Measured:
+    """So many jobs, and faults in the last one. peer_faults: of each kind, of both systems, where the other one's programs are.
 
     Raises:
         Failed: a job did not start, or a node was not replaced.
@@ -50,17 +63,15 @@ def measure(starts: int, faults: int, progress: Progress) -> tuple[list[float], 
     with tempfile.TemporaryDirectory(prefix="bench-kube-") as home:
         os.environ["HOLDFAST_HOME"] = home
         try:
-            return asyncio.run(_measure(Path(home), starts, faults, progress))
+            return asyncio.run(_measure(Path(home), starts, faults, peer_faults, progress))
         except TimeoutError:
             raise Failed(f"not within {LIMIT_S:.0f} s on Kubernetes") from None
 
 
-async def _measure(
-    home: Path, starts: int, faults: int, progress: Progress
-) -> tuple[list[float], list[Replaced]]:
+async def _measure(home: Path, starts: int, faults: int, peer_faults: int, progress: Progress) -> Measured:
     import realkube
 
-    started, found = [], []
+    found, peer = Measured(), kubeflow.programs()
     async with realkube.reached() as api:
         await realkube.install(api)
         # Ready, and leading: a start waits for no operator.
@@ -70,15 +81,58 @@ async def _measure(
             name = f"bench{number}"
             at = await _apply(api, home, name)
             try:
-                started.append(await _heard(home, name, _first_step) - at)
+                found.started_s.append(await _heard(home, name, _first_step) - at)
                 if number == starts - 1:
+                    if peer is not None:
+                        found.beside += await _small_faults(api, home, name, peer_faults, progress)
                     for fault in range(faults):
                         progress(f"Holdfast on Kubernetes: power loss {fault + 1} of {faults}")
-                        found.append(await _replace(api, home, name))
+                        found.replaced.append(await _replace(api, home, name))
                         await realkube.until(lambda: _all_ready(api), "every machine is back")
             finally:
                 await realkube.mend(api)
-    return started, found
+        if peer is not None:
+            found.beside += await kubeflow.measure(api, peer, peer_faults, progress)
+    return found
+
+
+async def _small_faults(api: Any, home: Path, name: str, faults: int, progress: Progress) -> list[Beside]:
+    """In a job that trains: a worker is killed, then a node's pod is deleted, each so many times."""
+    import realkube
+
+    killed, deleted = Beside(SYSTEM, "worker killed"), Beside(SYSTEM, "pod deleted")
+    for number in range(faults):
+        progress(f"Holdfast on Kubernetes: worker killed, {number + 1} of {faults}")
+        await _heard(home, name, _full)
+        at = time.time()
+        async with client_of(home / "jobs" / name) as client:
+            await client.post("/fault", "kill-worker:rank=1")
+        event, when = await _heard(home, name, _event_after(at, "incident-resumed"))
+        killed.stall_s.append(when - at)
+        killed.steps_again.append(event["fields"]["lost_steps"] or 0)
+    for number in range(faults):
+        progress(f"Holdfast on Kubernetes: pod deleted, {number + 1} of {faults}")
+        status = await _heard(home, name, _full)
+        pods = f"/api/v1/namespaces/{realkube.NAMESPACE}/pods"
+        pod = await api.get(f"{pods}/{realkube.node_of(status, 1)}")
+        at = time.time()
+        await api.delete(f"{pods}/{pod['metadata']['name']}", pod["metadata"]["uid"])
+        event, _ = await _heard(home, name, _event_after(at, "changed"))
+        deleted.stall_s.append(event["fields"]["stall_s"])
+        deleted.steps_again.append(0)  # it leaves between two steps
+    return [killed, deleted]
+
+
+def _event_after(at: float, kind: str) -> Callable[[Any], tuple[dict[str, Any], float] | None]:
+    """The first event of a kind from then on, and when it was."""
+
+    def wanted(said: Any) -> tuple[dict[str, Any], float] | None:
+        if said.kind != "event" or said.value["kind"] != kind:
+            return None
+        when = datetime.fromisoformat(said.value["utc"]).timestamp()
+        return (said.value, when) if when > at else None
+
+    return wanted
 
 
 async def _apply(api: Any, home: Path, name: str) -> float:

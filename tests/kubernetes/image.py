@@ -17,7 +17,7 @@ import json
 import re
 import sys
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 TOP = Path(__file__).resolve().parents[2]
@@ -31,6 +31,7 @@ USERS = (
     "root:x:0:0::/root:/bin/sh\nholdfast:x:1000:1000::/tmp:/bin/sh\ncoordinator:x:65532:65532::/tmp:/bin/sh\n"
 )
 LINKS = ("bin", "sbin", "lib", "lib64")
+PROGRAM = "manager"
 STAYS = "/opt/holdfast/bin/sleep"
 """What holds a pod's namespaces is of this image too. It gets no mounts, so its program needs no library."""
 
@@ -45,26 +46,40 @@ def main() -> None:
 
 
 def write_image(name: str, out: Path) -> None:
+    """This checkout's code."""
+    started = {
+        "Env": [
+            f"PATH={ENVIRONMENT}/bin:/bin",
+            f"PYTHONPATH={':'.join([CODE, *_beside()])}",
+            "PYTHONDONTWRITEBYTECODE=1",
+        ],
+        "Cmd": [STAYS, "1000000000"],
+        "User": "1000:1000",
+        "WorkingDir": "/tmp",
+    }
+    _write(name, out, _files(), started)
+
+
+def write_program(name: str, program: Path, out: Path) -> None:
+    """Somebody else's program alone, as `/manager`, which is how controllers are called."""
+    files = [(PROGRAM, program.read_bytes()), *((link, f"usr/{link}") for link in LINKS)]
+    _write(name, out, files, {"Cmd": [f"/{PROGRAM}"], "User": "65532:65532"})
+
+
+def _write(
+    name: str, out: Path, files: Iterable[tuple[str, bytes | str]], started: dict[str, object]
+) -> None:
     """One layer, a configuration and a manifest, in one archive."""
     layer = io.BytesIO()
-    with tarfile.open(fileobj=layer, mode="w") as files:
-        for at, what in _files():
-            _put(files, at, what)
+    with tarfile.open(fileobj=layer, mode="w") as archive:
+        for at, what in files:
+            _put(archive, at, what)
     data = layer.getvalue()
     digest = hashlib.sha256(data).hexdigest()
     config = {
         "architecture": "amd64",
         "os": "linux",
-        "config": {
-            "Env": [
-                f"PATH={ENVIRONMENT}/bin:/bin",
-                f"PYTHONPATH={':'.join([CODE, *_beside()])}",
-                "PYTHONDONTWRITEBYTECODE=1",
-            ],
-            "Cmd": [STAYS, "1000000000"],
-            "User": "1000:1000",
-            "WorkingDir": "/tmp",
-        },
+        "config": started,
         "rootfs": {"type": "layers", "diff_ids": [f"sha256:{digest}"]},
     }
     text = json.dumps(config).encode()
@@ -128,7 +143,7 @@ def _files() -> Iterator[tuple[str, bytes | str]]:
 def _put(archive: tarfile.TarFile, name: str, what: bytes | str) -> None:
     """The same bytes for the same code, and readable by a user that is not root."""
     info = tarfile.TarInfo(name)
-    info.mode = 0o755 if f"/{name}" == STAYS else 0o644
+    info.mode = 0o755 if f"/{name}" in (STAYS, f"/{PROGRAM}") else 0o644
     if isinstance(what, str):
         info.type, info.linkname = tarfile.SYMTYPE, what
         archive.addfile(info)

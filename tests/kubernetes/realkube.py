@@ -336,3 +336,22 @@ async def reached():
     """The API server."""
     async with connect() as api:
         yield api
+
+
+async def trained_apart(job: Job, status: dict[str, Any]) -> tuple[str, str]:
+    """A node that trains on another machine than the coordinator's, with that machine."""
+    seat = await job.machine(await job.coordinator())
+    for rank in (0, 1):
+        machine = await job.machine(node := node_of(status, rank))
+        if machine != seat:
+            return node, machine
+    raise AssertionError("two nodes on one machine")
+
+
+async def gone(api: Api, path: str) -> bool:
+    """Whether there is no such object."""
+    try:
+        await api.get(path)
+    except ApiError as error:
+        return error.status == 404
+    return False

@@ -239,6 +239,7 @@ class Held(LiveApi):
             request.method == "GET"
             and request.path == self.path
             and "llm-holdfast" in self.named("configmaps")
+            and self.objects.get(self.path, {}).get("metadata", {}).get("uid") == "old"
         ):
             self.pods_then = self.named("pods")
             await self.remove(self.path)

@@ -77,6 +77,32 @@ def test_a_pod_that_is_gone_is_replaced_under_a_new_number_by_any_operator() -> 
     operated(scene)
 
 
+BESIDE = f"{PODS.removesuffix('pods')}"
+"""Where the job's other objects are."""
+
+
+@pytest.mark.parametrize("lost", ["n1", "c1"])
+def test_what_somebody_deletes_beside_the_pods_is_there_for_the_next_ones(lost: str) -> None:
+    """The same token as before: the pods that run have no other."""
+
+    async def scene(fake: LiveApi, restart: Any) -> None:
+        await fake.until(lambda: fake.named("pods") == ALL)
+        beside = [path for path in fake.objects if path != JOB and not path.startswith(f"{PODS}/")]
+        assert len(beside) == 5
+        secret = f"{BESIDE}secrets/llm-holdfast"
+        token = fake.objects[secret]["data"]
+        for path in beside:
+            await fake.remove(path)
+        await fake.remove(f"{PODS}/llm-{lost}")
+        service = f"{BESIDE}services/llm-coordinator"
+        term = "2" if lost == "c1" else "1"
+        await fake.until(lambda: len(fake.named("pods")) == len(ALL) and set(beside) <= set(fake.objects))
+        await fake.until(lambda: fake.objects[service]["spec"]["selector"]["holdfast.dev/term"] == term)
+        assert fake.objects[secret]["data"] == token
+
+    operated(scene)
+
+
 def test_a_pod_whose_creation_was_not_answered_is_not_made_again() -> None:
     async def scene(fake: LiveApi, restart: Any) -> None:
         fake.unanswered = {f"{PODS}/llm-n0", f"{PODS}/llm-n2"}

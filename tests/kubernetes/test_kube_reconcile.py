@@ -291,6 +291,17 @@ def test_the_object_goes_when_its_time_after_the_end_is_over() -> None:
     assert actions(late) == (DeleteJob(),)
 
 
+def test_its_time_after_the_end_may_be_given_at_the_end() -> None:
+    """What the run was started with has none, and runPolicy may change at any time."""
+    ended = pod("c1", phase="Succeeded", farewell=Farewell("finished"))
+    seen = observed(pods=(ended,), said=None)
+    after = msgspec.structs.replace(seen, status=reconcile(seen).status, finalizer=False, pods=())
+    assert reconcile(after).look_again_s is None
+    changed = observed(spec={"spec__runPolicy": {"ttlSecondsAfterFinished": 60}}).job
+    assert after.accepted is not None
+    assert reconcile(msgspec.structs.replace(after, job=changed)).look_again_s == 60
+
+
 def test_a_job_that_never_starts_fails_with_what_is_in_the_way() -> None:
     stuck = pod("n0", phase="Pending", ready=False, waits="ImagePullBackOff: no such image")
     began = msgspec.structs.replace(BEGUN, start_time=timestamp(NOW_S - 1800))

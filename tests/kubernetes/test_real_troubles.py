@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 pytest.importorskip("kubernetes_asyncio")
 pytest.importorskip("yaml")
@@ -24,8 +25,10 @@ from realkube import (
     Undisturbed,
     cluster,
     evict,
+    gone,
     is_true,
     node_of,
+    trained_apart,
     until,
 )
 
@@ -36,24 +39,6 @@ pytestmark = [pytest.mark.kube, pytest.mark.timeout(900)]
 PODS = f"/api/v1/namespaces/{NAMESPACE}/pods"
 LEASE = "/apis/coordination.k8s.io/v1/namespaces/holdfast-system/leases/holdfast-operator"
 PAIR = ("--nnodes", 2, "--spares", 1)
-
-
-async def trained_apart(job: Job, status: dict[str, Any]) -> tuple[str, str]:
-    """A node that trains on another machine than the coordinator's, with that machine."""
-    seat = await job.machine(await job.coordinator())
-    for rank in (0, 1):
-        machine = await job.machine(node := node_of(status, rank))
-        if machine != seat:
-            return node, machine
-    raise AssertionError("two nodes on one machine")
-
-
-async def gone(api: Api, path: str) -> bool:
-    try:
-        await api.get(path)
-    except ApiError as error:
-        return error.status == 404
-    return False
 
 
 # ------------------------------------------------------------ cables
@@ -303,7 +288,10 @@ def test_what_cannot_run_says_why_and_leaves_nothing(play: Callable[[Scene], Non
                 found = (await api.get(job_path(namespace, name))).get("status", {}).get("conditions", ())
                 return any(words in one["message"] for one in found)
 
-            await until(said, f"{name} says {words!r}")
+            try:
+                await until(said, f"{name} says {words!r}")
+            except AssertionError as error:
+                raise AssertionError(f"{error}\n{await seen_of(api, namespace, name)}") from None
 
         async def is_deleted(name: str, namespace: str = NAMESPACE) -> None:
             path = job_path(namespace, name)
@@ -370,6 +358,16 @@ def test_what_cannot_run_says_why_and_leaves_nothing(play: Callable[[Scene], Non
             await until(nothing, f"{namespace} has no pods")
 
     play(scene)
+
+
+async def seen_of(api: Api, namespace: str, name: str) -> str:
+    """What the object and its pods say of themselves."""
+    job = (await api.get(job_path(namespace, name))).get("status")
+    pods = [
+        {"name": pod["metadata"]["name"], "machine": pod["spec"].get("nodeName"), "status": pod["status"]}
+        for pod in (await api.list_all(f"/api/v1/namespaces/{namespace}/pods", {}))[0]
+    ]
+    return yaml.safe_dump({"job": job, "pods": pods})
 
 
 async def put(api: Api, made: dict[str, Any]) -> dict[str, Any]:

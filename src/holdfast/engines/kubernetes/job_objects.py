@@ -29,16 +29,17 @@ FOLDERS = {
 
 
 class JobObjects:
-    """Read once, and then kept up by what is done here. Watching these kinds of objects instead would cost the operator a copy
-    of every Secret of the cluster.
+    """Read at first and whenever pods are to be made, and kept up by what is done here between. Watching these kinds of objects
+    instead would cost the operator a copy of every Secret of the cluster.
 
     Attributes:
-        known: they were read.
+        known: they were read, and no pod has been numbered since.
     """
 
     def __init__(self, api: Api, name: str, namespace: str, uid: str) -> None:
         self._api, self._name, self._namespace, self._uid = api, name, namespace, uid
         self._there: dict[str, Object] = {}
+        self._lost_token: str | None = None
         self.known = False
 
     @property
@@ -86,6 +87,7 @@ class JobObjects:
             except ApiError as error:
                 if error.status != 404:
                     raise
+                self._miss(kind)
             else:
                 self._keep(kind, there)
         # Which PodGroup it would be: the run's, or else the next one's.
@@ -101,10 +103,19 @@ class JobObjects:
             # Not served, or no right to it: it is said when it is to be made, which is when somebody needs it.
             if error.status not in (403, 404):
                 raise
+            self._miss("PodGroup")
+
+    def _miss(self, kind: str) -> None:
+        """Somebody has deleted it."""
+        # Pods that run, and their coordinator, have the token of the Secret that is gone. Another one would part them from
+        # all that are made from now on.
+        if kind == "Secret" and self.token is not None:
+            self._lost_token = self.token
+        self._there.pop(kind, None)
 
     async def make(self, kind: str, job: HoldfastJob, term: int, setting: Setting) -> None:
         """term: of the coordinator that the Service is to point to."""
-        made = _rendered(kind, job, term, setting)
+        made = _rendered(kind, job, term, setting, self._lost_token)
         if made is None:
             return
         path = self._group_path(job) if kind == "PodGroup" else self._path(kind)
@@ -125,7 +136,12 @@ class JobObjects:
     async def point_service(self, term: int) -> None:
         """At the coordinator of this term."""
         patch = {"spec": {"selector": {names.LABEL_TERM: str(term)}}}
-        self._keep("Service", await self._api.merge(self._path("Service"), patch))
+        try:
+            self._keep("Service", await self._api.merge(self._path("Service"), patch))
+        except ApiError as error:
+            if error.status == 404:
+                self._miss("Service")  # the next look makes it
+            raise
 
     async def size_group(self, members: int) -> None:
         """Nothing where it is gone: it is made anew."""
@@ -136,7 +152,7 @@ class JobObjects:
         except ApiError as error:
             if error.status != 404:
                 raise
-            self._there.pop("PodGroup")
+            self._miss("PodGroup")
 
     async def delete(self, kind: str) -> None:
         """Done twice it has the same result."""
@@ -179,10 +195,10 @@ def _not_served(api_version: str, job: HoldfastJob) -> ApiError:
     return ApiError(404, "NotFound", what)
 
 
-def _rendered(kind: str, job: HoldfastJob, term: int, setting: Setting) -> Object | None:
+def _rendered(kind: str, job: HoldfastJob, term: int, setting: Setting, token: str | None) -> Object | None:
     match kind:
         case "Secret":
-            return render.secret(job, secrets.token_hex(32))
+            return render.secret(job, token or secrets.token_hex(32))
         case "ConfigMap":
             made = render.config_map(job)
             made["data"][ACCEPTED_KEY] = msgspec.json.encode(job.spec).decode()

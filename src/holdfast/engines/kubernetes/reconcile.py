@@ -476,7 +476,7 @@ def _why_not_started(seen: Observed) -> str:
 
 def _over(seen: Observed) -> Plan:
     """For ever: nothing starts again, whatever is deleted below it."""
-    job = seen.accepted or seen.job
+    job = current(seen)  # its runPolicy may change at any time, also now
     failed = seen.status.holds(ConditionType.FAILED)
     policy = job.spec.run_policy if job is not None else None
     clean = policy.clean_pods if policy is not None else "KeepFailed"

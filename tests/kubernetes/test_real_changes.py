@@ -1,0 +1,173 @@
+"""What people do to a job that trains, on a real Kubernetes: they edit it, scale it, empty machines, delete what belongs to it."""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from realkube import (
+    NAMESPACE,
+    PACE_S,
+    STEPS,
+    Job,
+    Scene,
+    Undisturbed,
+    cluster,
+    evict,
+    gone,
+    node_of,
+    trained_apart,
+    until,
+    word,
+)
+
+from holdfast.engines.kubernetes.api import Api
+from holdfast.engines.kubernetes.reach import job_path
+from holdfast.protocol.http_client import request
+from holdfast.protocol.lookup import AddressLookup
+
+pytestmark = [pytest.mark.kube, pytest.mark.nightly, pytest.mark.timeout(900)]
+PAIR = ("--nnodes", 2, "--spares", 1)
+FOLDER = f"/api/v1/namespaces/{NAMESPACE}"
+
+
+def test_a_job_is_edited_scaled_and_moved_while_it_trains(
+    play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed
+):
+    async def scene(api: Api) -> None:
+        async with Job(api, home, "edited", "--nnodes", "1:2", steps=STEPS, pace_s=PACE_S) as job:
+            status = await job.training(2, beyond=2)
+            path = job_path(NAMESPACE, "edited")
+            # A field that is in pods already: said, and left for the next run.
+            await api.merge(path, {"spec": {"spares": 3}})
+
+            async def said() -> bool:
+                accepted = word(await job.object(), "Accepted") or {}
+                return accepted.get("reason") == "SpecChanged" and "spec.spares" in accepted["message"]
+
+            await until(said, "the changed field is named")
+            await api.merge(path, {"spec": {"spares": 0}})
+            # As `kubectl scale` does it.
+            for nodes in (1, 2):
+                await api.merge(f"{path}/scale", {"spec": {"replicas": nodes}})
+                status = await job.training(nodes, beyond=status["step"] + 3)
+            # Nobody may be scheduled there any more: the one that trains there moves, its replacement first.
+            node, machine = await trained_apart(job, status)
+            await api.merge(f"/api/v1/nodes/{machine}", {"spec": {"unschedulable": True}})
+
+            async def has_moved() -> bool:
+                pods = (await api.list_all(f"{FOLDER}/pods", {"fieldSelector": f"spec.nodeName={machine}"}))[
+                    0
+                ]
+                return not pods
+
+            await until(has_moved, f"{node} has left {machine}")
+            await job.training(2, beyond=status["step"] + 5)
+            await job.stops_as(undisturbed, incidents=(0,))
+
+    play(scene)
+
+
+def test_an_eviction_with_a_spare_costs_nothing(
+    play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed
+):
+    async def scene(api: Api) -> None:
+        async with Job(api, home, "evicted", *PAIR, steps=STEPS, pace_s=PACE_S) as job:
+            status = await job.training(2, beyond=3, spares=1)
+            node, _ = await trained_apart(job, status)
+            await until(lambda: evict(api, node), f"{node} is evicted")
+            status = await job.training(2, beyond=status["step"] + 5, spares=1)
+            assert node not in [node_of(status, rank) for rank in (0, 1)]
+            await job.stops_as(undisturbed, incidents=(0,))
+
+    play(scene)
+
+
+def test_a_coordinator_s_container_is_killed(
+    play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed
+):
+    """It is started again in its pod, in the same term, and believes nobody without the job's token."""
+
+    async def scene(api: Api) -> None:
+        async with Job(api, home, "reseated", *PAIR, steps=STEPS, pace_s=PACE_S) as job:
+            status = await job.training(2, beyond=3, spares=1)
+            before = (await job.object())["status"]
+            pod = await job.pod(before["coordinator"]["pod"])
+            container = pod["status"]["containerStatuses"][0]["containerID"].rpartition("/")[2]
+            machine = pod["spec"]["nodeName"]
+            socket = f"{os.environ['HOLDFAST_KUBE_DIR']}/{machine}/containerd.sock"
+            kill = ("ctr", "-a", socket, "-n", "k8s.io", "task", "kill", "-s", "KILL", container)
+            cluster("exec", machine, *kill)
+            await job.training(2, beyond=status["step"] + 5)
+            after = (await job.object())["status"]
+            assert (after["coordinator"]["pod"], after["term"]) == (pod["metadata"]["name"], before["term"])
+            again = await job.pod(pod["metadata"]["name"])
+            assert again["status"]["containerStatuses"][0]["restartCount"] == 1
+            where = await AddressLookup(pod["status"]["podIP"], 7077).find()
+            assert where is not None
+            for path in ("/status", "/stop?reason=mine"):
+                method = "GET" if path == "/status" else "POST"
+                assert (await request("0" * 64, where, method, path, limit_s=5)).status == 401
+            await job.stops_as(undisturbed, incidents=(0,))
+
+    play(scene)
+
+
+def test_what_is_deleted_beside_the_pods_is_there_when_it_is_needed(
+    play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed
+):
+    """By a person, all of it at once; then a machine is lost. A new node finds the coordinator, and has its token."""
+
+    async def scene(api: Api) -> None:
+        async with Job(api, home, "robbed", *PAIR, steps=STEPS, pace_s=PACE_S) as job:
+            status = await job.training(2, beyond=3, spares=1)
+            _, machine = await trained_apart(job, status)
+            beside = [
+                f"{FOLDER}/secrets/robbed-holdfast",
+                f"{FOLDER}/configmaps/robbed-holdfast",
+                f"{FOLDER}/services/robbed-coordinator",
+                f"/apis/policy/v1/namespaces/{NAMESPACE}/poddisruptionbudgets/robbed",
+                f"/apis/networking.k8s.io/v1/namespaces/{NAMESPACE}/networkpolicies/robbed",
+            ]
+            there = {path: await api.get(path) for path in beside}
+            for path, one in there.items():
+                await api.delete(path, one["metadata"]["uid"])
+            cluster("kill", machine)
+
+            async def are_back() -> bool:
+                return all([(await api.get(path))["metadata"]["uid"] for path in beside])
+
+            await until(are_back, "all that was deleted is there again")
+            # The spare is in the lost one's place, and the new node is the spare now.
+            await job.training(2, beyond=status["step"] + 5, spares=1)
+            secret = await api.get(beside[0])
+            assert secret["data"] == there[beside[0]]["data"]
+            assert base64.b64decode(secret["data"]["token"])
+            await job.stops_as(undisturbed, incidents=(1,))
+
+    play(scene)
+
+
+def test_an_ended_job_goes_when_its_time_is_over(play: Callable[[Scene], None], home: Path):
+    """The time is given after the end, as by somebody who cleans up."""
+
+    async def scene(api: Api) -> None:
+        async with Job(api, home, "brief", "--nnodes", 2, steps=20, pace_s=0) as job:
+            assert await job.wait() == 0, job.log.read_text()
+            await job.condition("Complete")
+            path = job_path(NAMESPACE, "brief")
+            await api.merge(path, {"spec": {"runPolicy": {"ttlSecondsAfterFinished": 1}}})
+
+            await until(lambda: gone(api, path), "the object is gone")
+
+            async def nothing_left() -> bool:
+                kinds = ("pods", "secrets", "configmaps", "services")
+                found = [(await api.list_all(f"{FOLDER}/{kind}", {}))[0] for kind in kinds]
+                return not [one for each in found for one in each if "brief" in one["metadata"]["name"]]
+
+            await until(nothing_left, "all that was its own is gone with it")
+
+    play(scene)
