@@ -79,7 +79,7 @@ def main() -> int:
         if chosen.engine == "kubernetes":
             try:
                 measured = kubernetes.measure(chosen.starts, chosen.faults, chosen.peer_faults, progress)
-                table.add_row("Holdfast, kubernetes, 10m, power loss", *cells(measured.replaced))
+                table.add_row("Holdfast, 10m, power loss", *cells(measured.replaced))
                 started, beside = measured.started_s, measured.beside
             except Failed as error:
                 done = bool(console.print(str(error), style="red"))

@@ -62,7 +62,7 @@ async def measure(api: Any, folder: Path, faults: int, progress: Progress) -> li
         ("pod deleted", _delete_pod, faults),
         ("power loss", _power_loss, 1),
     ):
-        beside = Beside("Kubeflow Trainer, torchrun", kind)
+        beside = Beside("Kubeflow, torchrun", kind)
         for number in range(times):
             progress(f"Kubeflow Trainer: {kind}, {number + 1} of {times}")
             await _one(api, beside, break_it)
