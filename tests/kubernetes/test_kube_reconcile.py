@@ -340,7 +340,15 @@ def test_a_deleted_job_is_saved_within_its_time() -> None:
     assert plan.status.state == "Stopping"
     late = msgspec.structs.replace(seen, now_s=NOW_S + 150)
     assert RemoveFinalizer() in actions(late)
-    assert RemoveFinalizer() in actions(msgspec.structs.replace(seen, skip_save=True))
+    assert {one.grace_s for one in actions(late) if isinstance(one, DeletePod)} == {None}
+
+
+def test_who_wants_nothing_saved_does_not_wait_for_agents_to_leave() -> None:
+    trained = msgspec.structs.replace(BEGUN, progress=Progress(step=7))
+    *deleted, last = actions(observed(status=trained, deleted_s=NOW_S, skip_save=True))
+    assert last == RemoveFinalizer()
+    assert {one.grace_s for one in deleted} == {1}
+    assert len(deleted) == 4
 
 
 def test_a_pod_of_another_uid_is_not_meant() -> None:

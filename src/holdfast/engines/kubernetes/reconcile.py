@@ -508,7 +508,14 @@ def _deleted(seen: Observed) -> Plan:
     assert seen.deleted_s is not None
     left_s = seen.deleted_s + grace_s + LEAVE_S - seen.now_s
     if over or seen.skip_save or left_s <= 0 or not _saves(seen):
-        actions = [_delete(pod, DELETED) for pod in seen.pods if not pod.deleting]
+        # Agents that are asked to leave wait for a coordinator that lets them, as long as their grace is. Somebody who wants nothing
+        # saved does not wait for that.
+        at_once = LOST_GRACE_S if seen.skip_save and not over else None
+        actions = [
+            DeletePod(name=pod.name, uid=pod.uid, grace_s=at_once, reason=DELETED)
+            for pod in seen.pods
+            if not pod.deleting
+        ]
         # How it ended stays to be read: the finalizer may take more than one try, and somebody may wait for the condition.
         status = seen.status if over else status_of(seen, job, stopping=DELETED)
         # Pods that are being deleted are the kubelet's: an object that waited for a lost machine would never go.
