@@ -10,6 +10,7 @@ import asyncio
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
@@ -43,11 +44,16 @@ def programs() -> Path | None:
 
 
 async def measure(api: Any, folder: Path, faults: int, progress: Progress) -> list[Beside]:
-    """So many faults of each kind.
+    """So many faults of each kind. What was measured until it failed is in the result, and the progress says what failed."""
+    found: list[Beside] = []
+    try:
+        await _measure(api, folder, faults, progress, found)
+    except Failed as error:
+        print(f"\n{error}", file=sys.stderr)
+    return found
 
-    Raises:
-        Failed: it does not run here.
-    """
+
+async def _measure(api: Any, folder: Path, faults: int, progress: Progress, found: list[Beside]) -> None:
     import realkube
 
     progress("Kubeflow Trainer: its controllers")
@@ -56,18 +62,16 @@ async def measure(api: Any, folder: Path, faults: int, progress: Progress) -> li
         await _install(api, folder / f"{name}.yaml", name)
     made = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}}
     await api.apply(realkube.path_of(made), made, manager="bench")
-    found = []
     for kind, break_it, times in (
         ("worker killed", _kill_worker, faults),
         ("pod deleted", _delete_pod, faults),
         ("power loss", _power_loss, 1),
     ):
-        beside = Beside("Kubeflow, torchrun", kind)
+        found.append(beside := Beside("Kubeflow, torchrun", kind))
         for number in range(times):
             progress(f"Kubeflow Trainer: {kind}, {number + 1} of {times}")
-            await _one(api, beside, break_it)
-        found.append(beside)
-    return found
+            # A name of its own each: its controller may not see that the one before is gone.
+            await _one(api, f"peer-{kind.replace(' ', '-')}-{number}", beside, break_it)
 
 
 @dataclass
@@ -75,7 +79,6 @@ class _Training:
     """One TrainJob, and the folder that its workers share."""
 
     api: Any
-    name: str
     folder: Path
     lost: list[str] = field(default_factory=list)
     """Machines without power."""
@@ -95,14 +98,14 @@ class _Training:
 Break = Callable[[_Training], Awaitable[None]]
 
 
-async def _one(api: Any, beside: Beside, break_it: Break) -> None:
+async def _one(api: Any, name: str, beside: Beside, break_it: Break) -> None:
     import realkube
 
     with tempfile.TemporaryDirectory(prefix="bench-kubeflow-") as scratch:
         folder = Path(scratch)
         _share(folder)
-        training = _Training(api, "peer", folder)
-        objects = _objects(training.name, folder, realkube.IMAGE)
+        training = _Training(api, folder)
+        objects = _objects(name, folder, realkube.IMAGE)
         try:
             for made in objects:
                 applied = partial(api.apply, realkube.path_of(made), made, manager="bench")
