@@ -49,7 +49,7 @@ class Pods:
         self.all: dict[str, dict[str, Any]] = {}
         self._news = asyncio.Event()
 
-    def on_list(self, pods: list[dict[str, Any]]) -> None:
+    def on_list(self, pods: list[dict[str, Any]], version: str) -> None:
         self.all = {pod["metadata"]["name"]: pod for pod in pods}
         self._news.set()
 
@@ -152,8 +152,13 @@ class Bench:
             on_change=pods.put,
             on_gone=pods.gone,
         )
-        watching = asyncio.create_task(informer.run())
-        await informer.listed.wait()
+        async with asyncio.TaskGroup() as tasks:  # what fails in the watch ends all of it
+            watching = tasks.create_task(informer.run())
+            await informer.listed.wait()
+            await self._operated()
+            watching.cancel()
+
+    async def _operated(self) -> None:
         environment = {**os.environ, "KUBECONFIG": str(self._folder / "kubeconfig")}
 
         def spawn(module: str) -> subprocess.Popen[bytes]:
@@ -164,10 +169,7 @@ class Bench:
         operator = Measured(spawn("operate"), self._folder)
         await operator.answers()
         await operator.since()
-        try:
-            await self._scenes(operator)
-        finally:
-            watching.cancel()
+        await self._scenes(operator)
 
     async def _scenes(self, operator: Measured) -> None:
         given, pods, api = self._given, self._pods, self._api

@@ -31,6 +31,10 @@ class Coordinators:
         if address and pod["status"].get("phase") == "Running" and name not in self._tasks:
             self._tasks[name] = asyncio.create_task(self._serve(pod, address))
 
+    def on_list(self, pods: list[Object], version: str) -> None:
+        for pod in pods:
+            self.on_pod(pod)
+
     def on_gone(self, pod: Object) -> None:
         if (task := self._tasks.get(pod["metadata"]["name"])) is not None:
             task.cancel()
@@ -63,7 +67,7 @@ async def serve(folder: Path) -> None:
             api=api,
             path="/api/v1/pods",
             query={"labelSelector": f"{names.LABEL_ROLE}={names.COORDINATOR_ROLE}"},
-            on_list=lambda pods: [all_.on_pod(pod) for pod in pods] and None,
+            on_list=all_.on_list,
             on_change=all_.on_pod,
             on_gone=all_.on_gone,
         )

@@ -15,6 +15,7 @@ from liveapi import LiveApi
 from operating import JOB, PODS, operated
 from rights import is_permitted, objects
 
+from holdfast.engines.kubernetes.job_objects import JobObjects
 from holdfast.engines.kubernetes.job_task import written
 from holdfast.engines.kubernetes.link import CoordinatorLink, RefusedByCoordinator, Silent
 from holdfast.engines.kubernetes.status import CoordinatorSeen, JobStatus, SavedState
@@ -82,8 +83,11 @@ BESIDE = f"{PODS.removesuffix('pods')}"
 
 
 @pytest.mark.parametrize("lost", ["n1", "c1"])
-def test_what_somebody_deletes_beside_the_pods_is_there_for_the_next_ones(lost: str) -> None:
+def test_what_somebody_deletes_beside_the_pods_is_there_for_the_next_ones(
+    lost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same token as before: the pods that run have no other."""
+    monkeypatch.setattr(JobObjects, "SURE_S", 0.0)
 
     async def scene(fake: LiveApi, restart: Any) -> None:
         await fake.until(lambda: fake.named("pods") == ALL)

@@ -3,8 +3,10 @@ requests."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import secrets
+import time
 
 import msgspec
 
@@ -36,10 +38,14 @@ class JobObjects:
         known: they were read, and no pod has been numbered since.
     """
 
+    SURE_S = 5.0
+    """For so long what was read is believed: the pods of a start are numbered in many parts."""
+
     def __init__(self, api: Api, name: str, namespace: str, uid: str) -> None:
         self._api, self._name, self._namespace, self._uid = api, name, namespace, uid
         self._there: dict[str, Object] = {}
         self._lost_token: str | None = None
+        self._read_s = 0.0
         self.known = False
 
     @property
@@ -77,24 +83,33 @@ class JobObjects:
         metadata = {**raw["metadata"], "labels": labels}
         return convert({**raw, "metadata": metadata, "spec": msgspec.json.decode(text)})
 
+    def doubt(self) -> None:
+        """Pods come next, and they need what is beside them: somebody may have deleted some of it meanwhile."""
+        if time.monotonic() - self._read_s > self.SURE_S:
+            self.known = False
+
     # ------------------------------------------------------------ requests: each raises ApiError and NoAnswer
 
     async def read(self, raw: Object) -> None:
         """All that there are. raw: the job's object."""
-        for kind in FOLDERS:
-            try:
-                there = await self._api.get(self._path(kind))
-            except ApiError as error:
-                if error.status != 404:
-                    raise
-                self._miss(kind)
-            else:
-                self._keep(kind, there)
+        began_s = time.monotonic()
+        # At once: a lost node's successor waits for them.
+        await asyncio.gather(*map(self._read, FOLDERS))
         # Which PodGroup it would be: the run's, or else the next one's.
         job = self.accepted(raw) or (None if check(raw) else convert(raw))
         if job is not None and job.spec.scheduling.gang is not None:
             await self._read_group(self._group_path(job))
-        self.known = True
+        self.known, self._read_s = True, began_s
+
+    async def _read(self, kind: str) -> None:
+        try:
+            there = await self._api.get(self._path(kind))
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            self._miss(kind)
+        else:
+            self._keep(kind, there)
 
     async def _read_group(self, path: str) -> None:
         try:
@@ -103,7 +118,8 @@ class JobObjects:
             # Not served, or no right to it: it is said when it is to be made, which is when somebody needs it.
             if error.status not in (403, 404):
                 raise
-            self._miss("PodGroup")
+            if error.status == 404:
+                self._miss("PodGroup")
 
     def _miss(self, kind: str) -> None:
         """Somebody has deleted it."""

@@ -361,8 +361,7 @@ class JobTask:
         # granted, and the next look decides anew.
         if await self._write(after):
             self.desk.numbered(action, (before.term or 0, before.next_number or 0))
-            # Pods come next, and they need what is beside them: somebody may have deleted some of it meanwhile.
-            self._objects.known = False
+            self._objects.doubt()
 
     # ------------------------------------------------------------ what it says
 
