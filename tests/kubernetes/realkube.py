@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,8 @@ async def mend(api: Api) -> None:
         if not (Path(os.environ["HOLDFAST_KUBE_DIR"]) / "pid" / f"power-{machine}").exists():
             cluster("boot", machine)
     for machine in MACHINES:
-        await api.merge(f"/api/v1/nodes/{machine}", {"spec": {"unschedulable": None}})
+        usable = partial(api.merge, f"/api/v1/nodes/{machine}", {"spec": {"unschedulable": None}})
+        await until(usable, f"{machine} has a Node")  # somebody may have deleted it
     folder = f"/apis/holdfast.dev/v1alpha1/namespaces/{NAMESPACE}/holdfastjobs"
     for job in (await api.list_all(folder, {}))[0]:
         metadata = job["metadata"]
@@ -194,6 +196,13 @@ class Job:
 
         found: dict[str, Any] = await until(holds, f"{self.name} is {type_}", within_s)
         return found
+
+    async def says(self, words: str) -> bool:
+        """Whether one of its conditions does."""
+        if self.process.poll() is not None:
+            raise AssertionError(self.log.read_text())
+        conditions = (await self.object()).get("status", {}).get("conditions", ())
+        return any(words in one["message"] for one in conditions)
 
     async def pod(self, name: str) -> dict[str, Any]:
         return await self.api.get(f"/api/v1/namespaces/{NAMESPACE}/pods/{name}")

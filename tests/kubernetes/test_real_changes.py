@@ -9,7 +9,9 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+import yaml
 from realkube import (
+    IMAGE,
     NAMESPACE,
     PACE_S,
     STEPS,
@@ -20,6 +22,7 @@ from realkube import (
     evict,
     gone,
     node_of,
+    operators,
     trained_apart,
     until,
     word,
@@ -27,6 +30,7 @@ from realkube import (
 
 from holdfast.engines.kubernetes.api import Api
 from holdfast.engines.kubernetes.reach import job_path
+from holdfast.engines.reach import client_of
 from holdfast.protocol.endpoint import Endpoint
 from holdfast.protocol.lookup import AddressLookup
 from holdfast.protocol.proof import Question
@@ -182,5 +186,88 @@ def test_an_ended_job_goes_when_its_time_is_over(play: Callable[[Scene], None], 
                 return not [one for each in found for one in each if "brief" in one["metadata"]["name"]]
 
             await until(nothing_left, "all that was its own is gone with it")
+
+    play(scene)
+
+
+def test_three_faults_while_there_is_no_operator(
+    play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed
+):
+    """The coordinator needs none. When one is there again it makes what is missing, once."""
+    deployment = "/apis/apps/v1/namespaces/holdfast-system/deployments/holdfast-operator"
+
+    async def scene(api: Api) -> None:
+        async with Job(api, home, "unwatched", *PAIR, steps=STEPS, pace_s=PACE_S) as job:
+            status = await job.training(2, beyond=3, spares=1)
+            before = (await api.get(deployment))["spec"]["replicas"]
+
+            async def nobody_operates() -> bool:
+                return not await operators(api)
+
+            await api.merge(deployment, {"spec": {"replicas": 0}})
+            try:
+                await until(nobody_operates, "the operators are gone")
+                for rank in (0, 1):
+                    async with client_of(job.dir) as client:
+                        await client.post("/fault", f"kill-worker:rank={rank}")
+                    status = await job.training(2, beyond=status["step"] + 3)
+                _, machine = await trained_apart(job, status)
+                cluster("kill", machine)
+                status = await job.training(2, beyond=status["step"] + 3)
+            finally:
+                await api.merge(deployment, {"spec": {"replicas": before}})
+            await job.training(2, beyond=status["step"], spares=1)
+            assert (await job.object())["status"]["nextNumber"] == 4
+            await job.stops_as(undisturbed, incidents=(2, 3))
+
+    play(scene)
+
+
+def test_a_machine_that_a_cloud_takes_away(
+    play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed
+):
+    """Its power, and then its Node object with all pods that were bound to it."""
+
+    async def scene(api: Api) -> None:
+        async with Job(api, home, "taken", *PAIR, steps=STEPS, pace_s=PACE_S) as job:
+            status = await job.training(2, beyond=3, spares=1)
+            lost, machine = await trained_apart(job, status)
+            node = await api.get(f"/api/v1/nodes/{machine}")
+            cluster("kill", machine)
+            await api.delete(f"/api/v1/nodes/{machine}", node["metadata"]["uid"])
+            await until(lambda: gone(api, f"{FOLDER}/pods/{lost}"), f"{lost} is collected")
+            status = await job.training(2, beyond=status["step"] + 5, spares=1)
+            assert lost not in [node_of(status, rank) for rank in (0, 1)]
+            await job.stops_as(undisturbed, incidents=(1,))
+
+    play(scene)
+
+
+def test_a_secret_that_a_pod_needs_comes_later(
+    play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed
+):
+    """The job says which one is missing, and trains when it is there."""
+
+    async def scene(api: Api) -> None:
+        template = home / "pod.yaml"
+        needs = [{"secretRef": {"name": "of-the-user"}}]
+        template.write_text(
+            yaml.safe_dump({"spec": {"containers": [{"name": "worker", "image": IMAGE, "envFrom": needs}]}})
+        )
+        options = ("--nnodes", 2, "--pod-template", template)
+        async with Job(api, home, "waiting", *options, steps=STEPS, pace_s=PACE_S) as job:
+            await until(lambda: job.says('secret "of-the-user" not found'), "the missing Secret is named")
+            secret = {
+                "apiVersion": "v1",
+                "kind": "Secret",
+                "metadata": {"name": "of-the-user", "namespace": NAMESPACE},
+                "stringData": {"KEY": "value"},
+            }
+            made = await api.create(f"{FOLDER}/secrets", secret)
+            try:
+                await job.training(2, beyond=5)
+                await job.stops_as(undisturbed, incidents=(0,))
+            finally:
+                await api.delete(f"{FOLDER}/secrets/of-the-user", made["metadata"]["uid"])
 
     play(scene)
