@@ -99,9 +99,16 @@ def test_a_spare_is_checked_and_hooks_run(tmp_path):
 def test_a_failing_hook_keeps_the_node_out(tmp_path):
     folder = tmp_path / "hooks"
     folder.mkdir()
-    (folder / "before-join").write_text('#!/bin/sh\ncase "$HOLDFAST_NODE" in node0) exit 7;; esac\n')
+    # The other node waits until that was said: on a busy machine it would train to the end before.
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    cases = f"case $HOLDFAST_NODE in node0) exit 7;; node1) read line < {gate};; esac"
+    (folder / "before-join").write_text(f"#!/bin/sh\n{cases}\n")
     (folder / "before-join").chmod(0o755)
-    ran = finish(start(tmp_path, "--hooks", folder, "--spares", 1, TINY, 20), tmp_path)
+    process = start(tmp_path, "--hooks", folder, "--spares", 1, TINY, 20)
+    wait_for(process, "node0 was refused")
+    gate.write_text("go on\n")
+    ran = finish(process, tmp_path)
     assert ran.report["outcome"] == "finished", ran.output
     (refused,) = ran.fields("node-refused")
     assert refused["node"] == "node0"
