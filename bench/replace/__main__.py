@@ -81,6 +81,8 @@ def main() -> int:
                 measured = kubernetes.measure(chosen.starts, chosen.faults, chosen.peer_faults, progress)
                 table.add_row("Holdfast, 10m, power loss", *cells(measured.replaced))
                 started, beside = measured.started_s, measured.beside
+                if measured.peer_failed is not None:
+                    done = bool(console.print(measured.peer_failed, style="red", markup=False))
             except Failed as error:
                 done = bool(console.print(str(error), style="red"))
             kinds = []

@@ -10,7 +10,7 @@ import asyncio
 import os
 import shutil
 import signal
-import sys
+import subprocess
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
@@ -43,14 +43,16 @@ def programs() -> Path | None:
     return folder if all(file.exists() for file in files) else None
 
 
-async def measure(api: Any, folder: Path, faults: int, progress: Progress) -> list[Beside]:
-    """So many faults of each kind. What was measured until it failed is in the result, and the progress says what failed."""
-    found: list[Beside] = []
+async def measure(api: Any, folder: Path, faults: int, progress: Progress, found: list[Beside]) -> None:
+    """So many faults of each kind. found: what was measured so far is in it, also when something failed.
+
+    Raises:
+        Failed: the cluster did not do what it should.
+    """
     try:
         await _measure(api, folder, faults, progress, found)
-    except Failed as error:
-        print(f"\n{error}", file=sys.stderr)
-    return found
+    except (AssertionError, subprocess.CalledProcessError) as error:  # as the tests' helpers say it
+        raise Failed(f"Kubeflow Trainer: {error}") from None
 
 
 async def _measure(api: Any, folder: Path, faults: int, progress: Progress, found: list[Beside]) -> None:
@@ -130,8 +132,6 @@ async def _one(api: Any, name: str, beside: Beside, break_it: Break) -> None:
                 last = max(line for line in training.steps() if line[2] == before[2])
                 beside.stall_s.append(first[0] - at)
                 beside.steps_again.append(last[1] + 1 - first[1])
-        except AssertionError as error:
-            raise Failed(f"Kubeflow Trainer: {error}") from None
         finally:
             for machine in training.lost:
                 await asyncio.to_thread(realkube.cluster, "boot", machine)

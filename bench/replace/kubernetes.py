@@ -52,6 +52,8 @@ class Measured:
     started_s: list[float] = field(default_factory=list)
     replaced: list[Replaced] = field(default_factory=list)
     beside: list[Beside] = field(default_factory=list)
+    peer_failed: str | None = None
+    """Why not all of the other system was measured."""
 
 
 def measure(starts: int, faults: int, peer_faults: int, progress: Progress) -> Measured:
@@ -92,7 +94,10 @@ async def _measure(home: Path, starts: int, faults: int, peer_faults: int, progr
             finally:
                 await realkube.mend(api)
         if peer is not None:
-            found.beside += await kubeflow.measure(api, peer, peer_faults, progress)
+            try:
+                await kubeflow.measure(api, peer, peer_faults, progress, found.beside)
+            except Failed as error:  # what was measured before is not lost to it
+                found.peer_failed = str(error)
     return found
 
 
@@ -115,12 +120,18 @@ async def _small_faults(api: Any, home: Path, name: str, faults: int, progress: 
         status = await _heard(home, name, _full)
         pods = f"/api/v1/namespaces/{realkube.NAMESPACE}/pods"
         pod = await api.get(f"{pods}/{realkube.node_of(status, 1)}")
-        at = time.time()
+        lost, at = await _lost_steps(home, name), time.time()
         await api.delete(f"{pods}/{pod['metadata']['name']}", pod["metadata"]["uid"])
         event, _ = await _heard(home, name, _event_after(at, "changed"))
         deleted.stall_s.append(event["fields"]["stall_s"])
-        deleted.steps_again.append(0)  # it leaves between two steps
+        deleted.steps_again.append(await _lost_steps(home, name) - lost)
     return [killed, deleted]
+
+
+async def _lost_steps(home: Path, name: str) -> int:
+    """That were committed, and had to be done again."""
+    async with client_of(home / "jobs" / name) as client:
+        return int((await client.get("/report"))["steps"]["lost"])
 
 
 def _event_after(at: float, kind: str) -> Callable[[Any], tuple[dict[str, Any], float] | None]:

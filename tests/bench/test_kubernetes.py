@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 from bench.kubernetes.__main__ import Pods
 from bench.kubernetes.coordinators import Coordinators
 
@@ -24,26 +23,35 @@ class OnePod:
         yield {}
 
 
-def pods(api: Any, folder: Path) -> Any:
-    return Pods()
+def is_listed(follows: Any, on_change: Callable[[Any], None], on_gone: Callable[[Any], None]) -> None:
+    """Its informer has told it of the pod, and did not fail over it."""
 
-
-@pytest.mark.parametrize("make", [pods, Coordinators])
-def test_what_follows_the_pods_takes_what_an_informer_tells(make: Callable[..., Any], tmp_path: Path) -> None:
     async def scene() -> None:
         api: Any = OnePod()
-        follows = make(api, tmp_path)
-        change = getattr(follows, "put", None) or follows.on_pod
-        gone = getattr(follows, "gone", None) or follows.on_gone
         informer = Informer(
-            api=api, path="/api/v1/pods", query={}, on_list=follows.on_list, on_change=change, on_gone=gone
+            api=api,
+            path="/api/v1/pods",
+            query={},
+            on_list=follows.on_list,
+            on_change=on_change,
+            on_gone=on_gone,
         )
         running = asyncio.create_task(informer.run())
         listed = asyncio.create_task(informer.listed.wait())
         await asyncio.wait({running, listed}, return_when=asyncio.FIRST_COMPLETED)
         assert not running.done(), running.exception()
         running.cancel()
-        if make is pods:
-            assert set(follows.all) == {"large-n0"}
 
     asyncio.run(scene())
+
+
+def test_the_benchmark_takes_what_its_watch_tells() -> None:
+    pods = Pods()
+    is_listed(pods, pods.put, pods.gone)
+    assert set(pods.all) == {"large-n0"}
+
+
+def test_the_coordinators_take_what_theirs_tells(tmp_path: Path) -> None:
+    api: Any = OnePod()
+    coordinators = Coordinators(api, tmp_path)
+    is_listed(coordinators, coordinators.on_pod, coordinators.on_gone)

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -128,6 +128,11 @@ def word(made: dict[str, Any], condition: str) -> dict[str, Any] | None:
     return next((one for one in found if one["type"] == condition), None)
 
 
+def is_said(made: dict[str, Any], words: str) -> bool:
+    """Whether a condition of a job says these words."""
+    return any(words in one["message"] for one in made.get("status", {}).get("conditions", ()))
+
+
 def is_true(made: dict[str, Any], condition: str) -> bool:
     """Of a job, a pod or a machine."""
     found = word(made, condition)
@@ -199,10 +204,8 @@ class Job:
 
     async def says(self, words: str) -> bool:
         """Whether one of its conditions does."""
-        if self.process.poll() is not None:
-            raise AssertionError(self.log.read_text())
-        conditions = (await self.object()).get("status", {}).get("conditions", ())
-        return any(words in one["message"] for one in conditions)
+        assert self.process.poll() is None, self.log.read_text()
+        return is_said(await self.object(), words)
 
     async def pod(self, name: str) -> dict[str, Any]:
         return await self.api.get(f"/api/v1/namespaces/{NAMESPACE}/pods/{name}")
@@ -272,6 +275,16 @@ class Job:
         """Ctrl-C; returns the exit code."""
         self.process.send_signal(signal.SIGINT)
         return self.process.wait(PATIENCE_S)
+
+
+@asynccontextmanager
+async def pair(
+    api: Api, home: Path, name: str, *options: object, script: Path = TRAIN
+) -> AsyncIterator[tuple[Job, dict[str, Any]]]:
+    """A job of two nodes and a spare, with its status once it trains and the spare is ready."""
+    options = ("--nnodes", 2, "--spares", 1, *options)
+    async with Job(api, home, name, *options, steps=STEPS, pace_s=PACE_S, script=script) as job:
+        yield job, await job.training(2, beyond=3, spares=1)
 
 
 def losses(folder: Path) -> list[float]:

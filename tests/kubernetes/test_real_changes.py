@@ -23,6 +23,7 @@ from realkube import (
     gone,
     node_of,
     operators,
+    pair,
     trained_apart,
     until,
     word,
@@ -36,7 +37,6 @@ from holdfast.protocol.lookup import AddressLookup
 from holdfast.protocol.proof import Question
 
 pytestmark = [pytest.mark.kube, pytest.mark.nightly, pytest.mark.timeout(900)]
-PAIR = ("--nnodes", 2, "--spares", 1)
 FOLDER = f"/api/v1/namespaces/{NAMESPACE}"
 
 
@@ -81,8 +81,7 @@ def test_an_eviction_with_a_spare_costs_nothing(
     play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed
 ):
     async def scene(api: Api) -> None:
-        async with Job(api, home, "evicted", *PAIR, steps=STEPS, pace_s=PACE_S) as job:
-            status = await job.training(2, beyond=3, spares=1)
+        async with pair(api, home, "evicted") as (job, status):
             node, _ = await trained_apart(job, status)
             await until(lambda: evict(api, node), f"{node} is evicted")
             status = await job.training(2, beyond=status["step"] + 5, spares=1)
@@ -98,8 +97,7 @@ def test_a_coordinator_s_container_is_killed(
     """It is started again in its pod, in the same term, and believes nobody without the job's token."""
 
     async def scene(api: Api) -> None:
-        async with Job(api, home, "reseated", *PAIR, steps=STEPS, pace_s=PACE_S) as job:
-            status = await job.training(2, beyond=3, spares=1)
+        async with pair(api, home, "reseated") as (job, status):
             before = (await job.object())["status"]
             pod = await job.pod(before["coordinator"]["pod"])
             container = pod["status"]["containerStatuses"][0]["containerID"].rpartition("/")[2]
@@ -139,8 +137,7 @@ def test_what_is_deleted_beside_the_pods_is_there_when_it_is_needed(
     """By a person, all of it at once; then a machine is lost. A new node finds the coordinator, and has its token."""
 
     async def scene(api: Api) -> None:
-        async with Job(api, home, "robbed", *PAIR, steps=STEPS, pace_s=PACE_S) as job:
-            status = await job.training(2, beyond=3, spares=1)
+        async with pair(api, home, "robbed") as (job, status):
             _, machine = await trained_apart(job, status)
             beside = [
                 f"{FOLDER}/secrets/robbed-holdfast",
@@ -197,8 +194,7 @@ def test_three_faults_while_there_is_no_operator(
     deployment = "/apis/apps/v1/namespaces/holdfast-system/deployments/holdfast-operator"
 
     async def scene(api: Api) -> None:
-        async with Job(api, home, "unwatched", *PAIR, steps=STEPS, pace_s=PACE_S) as job:
-            status = await job.training(2, beyond=3, spares=1)
+        async with pair(api, home, "unwatched") as (job, status):
             before = (await api.get(deployment))["spec"]["replicas"]
 
             async def nobody_operates() -> bool:
@@ -229,8 +225,7 @@ def test_a_machine_that_a_cloud_takes_away(
     """Its power, and then its Node object with all pods that were bound to it."""
 
     async def scene(api: Api) -> None:
-        async with Job(api, home, "taken", *PAIR, steps=STEPS, pace_s=PACE_S) as job:
-            status = await job.training(2, beyond=3, spares=1)
+        async with pair(api, home, "taken") as (job, status):
             lost, machine = await trained_apart(job, status)
             node = await api.get(f"/api/v1/nodes/{machine}")
             cluster("kill", machine)

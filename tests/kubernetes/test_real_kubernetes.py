@@ -30,6 +30,7 @@ from realkube import (
     holdfast,
     node_of,
     operators,
+    pair,
     until,
 )
 
@@ -44,9 +45,7 @@ def test_a_machine_without_power_and_an_agent_killed_cost_no_step(
     play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed
 ):
     async def scene(api: Api) -> None:
-        options = ("--nnodes", 2, "--spares", 1)
-        async with Job(api, home, "power", *options, steps=STEPS, pace_s=PACE_S) as job:
-            status = await job.training(2, beyond=3, spares=1)
+        async with pair(api, home, "power") as (job, status):
             cluster("kill", await job.machine(node_of(status, 1)))
             status = await job.training(2, beyond=status["step"] + 5)
             # In its place: the container is started again in its pod, and the node comes back.
@@ -83,11 +82,9 @@ def test_a_loss_while_the_api_server_is_down(
     """Neither the API server nor the operator is needed for a recovery."""
 
     async def scene(api: Api) -> None:
-        options = ("--nnodes", 2, "--spares", 1)
         # Of each outage one: the first one's folder stays.
         name = f"alone-{outage_s:.0f}"
-        async with Job(api, home, name, *options, steps=STEPS, pace_s=PACE_S) as job:
-            status = await job.training(2, beyond=3, spares=1)
+        async with pair(api, home, name) as (job, status):
             seat = await job.pod(await job.coordinator())
             # Of the two one may share the coordinator's machine, which is to stay.
             nodes = [node_of(status, rank) for rank in (0, 1)]
@@ -122,9 +119,7 @@ def test_operators_killed_and_the_coordinators_machine_lost(
     play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed
 ):
     async def scene(api: Api) -> None:
-        options = ("--nnodes", 2, "--spares", 1)
-        async with Job(api, home, "seat", *options, steps=STEPS, pace_s=PACE_S) as job:
-            status = await job.training(2, beyond=3, spares=1)
+        async with pair(api, home, "seat") as (job, status):
             for pod in await operators(api):
                 path = f"/api/v1/namespaces/holdfast-system/pods/{pod['metadata']['name']}"
                 await api.delete(path, pod["metadata"]["uid"], 0)

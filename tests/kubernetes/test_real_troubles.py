@@ -17,17 +17,16 @@ from kubejobs import job as asked
 from realkube import (
     IMAGE,
     NAMESPACE,
-    PACE_S,
-    STEPS,
     TRAIN,
-    Job,
     Scene,
     Undisturbed,
     cluster,
     evict,
     gone,
+    is_said,
     is_true,
     node_of,
+    pair,
     trained_apart,
     until,
 )
@@ -38,7 +37,6 @@ from holdfast.engines.kubernetes.reach import job_path
 pytestmark = [pytest.mark.kube, pytest.mark.timeout(900)]
 PODS = f"/api/v1/namespaces/{NAMESPACE}/pods"
 LEASE = "/apis/coordination.k8s.io/v1/namespaces/holdfast-system/leases/holdfast-operator"
-PAIR = ("--nnodes", 2, "--spares", 1)
 
 
 # ------------------------------------------------------------ cables
@@ -51,8 +49,7 @@ def test_a_cable_that_is_plugged_in_again(
     """Nothing of what was behind it is taken for the job's: its pod ends, and its name does not come again."""
 
     async def scene(api: Api) -> None:
-        async with Job(api, home, "cut", *PAIR, steps=STEPS, pace_s=PACE_S) as job:
-            status = await job.training(2, beyond=3, spares=1)
+        async with pair(api, home, "cut") as (job, status):
             lost, machine = await trained_apart(job, status)
             cluster("cut", machine)
             status = await job.training(2, beyond=status["step"] + 5)
@@ -76,8 +73,7 @@ def test_a_machine_that_the_api_server_alone_does_not_reach(
     play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed
 ):
     async def scene(api: Api) -> None:
-        async with Job(api, home, "path", *PAIR, steps=STEPS, pace_s=PACE_S) as job:
-            status = await job.training(2, beyond=3, spares=1)
+        async with pair(api, home, "path") as (job, status):
             node, machine = await trained_apart(job, status)
             before = sorted(pod["metadata"]["uid"] for pod in (await api.list_all(PODS, {}))[0])
 
@@ -108,8 +104,7 @@ def test_two_coordinators_that_do_not_see_each_other(
     play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed
 ):
     async def scene(api: Api) -> None:
-        async with Job(api, home, "split", *PAIR, steps=STEPS, pace_s=PACE_S) as job:
-            status = await job.training(2, beyond=3, spares=1)
+        async with pair(api, home, "split") as (job, status):
             first = await job.coordinator()
             machine = await job.machine(first)
             cluster("cut", machine)
@@ -148,7 +143,7 @@ def test_a_worker_that_outgrows_its_container_s_memory(
         assert after in text
         hungry = home / "hungry.py"
         hungry.write_text(text.replace(after, after + GROWS))
-        async with Job(api, home, "memory", *PAIR, steps=STEPS, pace_s=PACE_S, script=hungry) as job:
+        async with pair(api, home, "memory", script=hungry) as (job, _):
             await job.training(2, beyond=30)
             await job.stops_as(undisturbed, incidents=(1,))
             (incident,) = json.loads((job.dir / "report.json").read_text())["incidents"]
@@ -166,8 +161,7 @@ def test_an_operator_that_stood_still_makes_no_second_pod(
     play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed
 ):
     async def scene(api: Api) -> None:
-        async with Job(api, home, "rivals", *PAIR, steps=STEPS, pace_s=PACE_S) as job:
-            status = await job.training(2, beyond=3, spares=1)
+        async with pair(api, home, "rivals") as (job, status):
             holder = (await api.get(LEASE))["spec"]["holderIdentity"]
             leader = holder.rpartition("-")[0]
             pod = await api.get(f"/api/v1/namespaces/holdfast-system/pods/{leader}")
@@ -220,8 +214,7 @@ def test_a_pod_of_higher_priority_takes_a_machine(
     """The scheduler evicts a node that trains: it leaves at a step's edge, and the spare is in its place."""
 
     async def scene(api: Api) -> None:
-        async with Job(api, home, "lower", *PAIR, "--node-cpus", 1, steps=STEPS, pace_s=PACE_S) as job:
-            status = await job.training(2, beyond=3, spares=1)
+        async with pair(api, home, "lower", "--node-cpus", 1) as (job, status):
             node, machine = await trained_apart(job, status)
             room = (await api.get(f"/api/v1/nodes/{machine}"))["status"]["allocatable"]["cpu"]
             await api.apply(
@@ -285,8 +278,7 @@ def test_what_cannot_run_says_why_and_leaves_nothing(play: Callable[[Scene], Non
 
         async def says(name: str, words: str, namespace: str = NAMESPACE) -> None:
             async def said() -> bool:
-                found = (await api.get(job_path(namespace, name))).get("status", {}).get("conditions", ())
-                return any(words in one["message"] for one in found)
+                return is_said(await api.get(job_path(namespace, name)), words)
 
             try:
                 await until(said, f"{name} says {words!r}")

@@ -46,6 +46,9 @@ class Members:
         process.start()
         self._processes.append(process)
 
+    def await_end(self, rank: int) -> None:
+        self._processes[rank].join()
+
     def results(self, count: int) -> dict[int, object]:
         """Of the first so many that come to their end."""
         found = {}
@@ -183,7 +186,7 @@ def test_who_is_left_goes_on_in_the_same_process(members):
     for _ in range(SIZE):
         members.start(lost_in_the_middle)
     members.store.wait(["waiting-0", "waiting-2"])
-    members._processes[1].join()
+    members.await_end(1)
     members.store.set("aborts", b"1")
     found = members.results(2)
     print(found)
@@ -202,7 +205,7 @@ def waits_for_nobody(rank: int, store: Any) -> float:
 
     def abort() -> None:
         called.append(time.monotonic())
-        if len(called) == 2:  # a second in, as a coordinator that has noticed
+        if len(called) == 2:  # it has waited for a while: the coordinator has noticed
             group.abort()
 
     group.waits = abort

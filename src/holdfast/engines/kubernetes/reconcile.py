@@ -189,7 +189,7 @@ def _coordinator(seen: Observed, job: HoldfastJob, term: int) -> Iterable[Action
     newest = next((pod for pod in pods if pod.number == term), None)
     for old in pods:
         if old.number != term and not old.deleting:
-            yield DeletePod(name=old.name, uid=old.uid, grace_s=LOST_GRACE_S, reason=f"term {term} has begun")
+            yield _delete(old, f"term {term} has begun", LOST_GRACE_S)
     if newest is None:
         # A pod of this term may have been, if this operator did not just number it: then the term is over.
         if name in seen.granted:
@@ -200,9 +200,7 @@ def _coordinator(seen: Observed, job: HoldfastJob, term: int) -> Iterable[Action
             yield Number(run=0, term=term + 1, next_number=0)
     elif newest.deleting or newest.ended or seen.coordinator_lost:
         if seen.coordinator_lost and not newest.deleting:
-            yield DeletePod(
-                name=newest.name, uid=newest.uid, grace_s=LOST_GRACE_S, reason="its machine is lost"
-            )
+            yield _delete(newest, "its machine is lost", LOST_GRACE_S)
         yield Number(run=0, term=term + 1, next_number=0)
     elif "Service" in seen.objects and seen.service_term != term:
         yield PointService(term)
@@ -360,8 +358,7 @@ def _orders(seen: Observed, job: HoldfastJob, mine: dict[str, PodSeen]) -> Itera
                 if pod is None or pod.deleting:
                     yield Tell(OrderDone(order.order_id))
                 else:
-                    grace_s = None if planned else LOST_GRACE_S
-                    yield DeletePod(name=pod.name, uid=pod.uid, grace_s=grace_s, reason=reason)
+                    yield _delete(pod, reason, None if planned else LOST_GRACE_S)
             case ProvideNode() if enough:
                 yield Tell(OrderDone(order.order_id))
             case MarkNode():
@@ -511,11 +508,7 @@ def _deleted(seen: Observed) -> Plan:
         # Agents that are asked to leave wait for a coordinator that lets them, as long as their grace is. Somebody who wants nothing
         # saved does not wait for that.
         at_once = LOST_GRACE_S if seen.skip_save and not over else None
-        actions = [
-            DeletePod(name=pod.name, uid=pod.uid, grace_s=at_once, reason=DELETED)
-            for pod in seen.pods
-            if not pod.deleting
-        ]
+        actions = [_delete(pod, DELETED, at_once) for pod in seen.pods if not pod.deleting]
         # How it ended stays to be read: the finalizer may take more than one try, and somebody may wait for the condition.
         status = seen.status if over else status_of(seen, job, stopping=DELETED)
         # Pods that are being deleted are the kubelet's: an object that waited for a lost machine would never go.
@@ -578,5 +571,5 @@ def _began_s(seen: Observed) -> float | None:
     return from_timestamp(seen.status.start_time)
 
 
-def _delete(pod: PodSeen, reason: str) -> DeletePod:
-    return DeletePod(name=pod.name, uid=pod.uid, reason=reason)
+def _delete(pod: PodSeen, reason: str, grace_s: int | None = None) -> DeletePod:
+    return DeletePod(name=pod.name, uid=pod.uid, reason=reason, grace_s=grace_s)
