@@ -47,6 +47,67 @@ def test_a_pod_without_a_status_is_pending() -> None:
 
 
 @pytest.mark.parametrize("when", ["state", "lastState"])
+def test_a_container_that_ended(when: str) -> None:
+    """With its last words; not where it ended in order, or handed over."""
+
+    def ended(**how: Any) -> tuple[int, str | None]:
+        one = {"name": "worker", "restartCount": 3, when: {"terminated": {"reason": "Error"} | how}}
+        seen = pod_seen(pod(containerStatuses=[{"name": "sidecar", "restartCount": 9}, one]), "llm", "u-1")
+        assert seen is not None
+        return seen.restarts, seen.crash
+
+    traceback = (
+        "Traceback (most recent call last):\n  File ...\nModuleNotFoundError: No module named 'holdfast'\n"
+    )
+    assert ended(exitCode=1, message=traceback) == (
+        3,
+        "exit code 1: ModuleNotFoundError: No module named 'holdfast'",
+    )
+    assert ended(exitCode=137, reason="OOMKilled") == (3, "exit code 137 (OOMKilled)")
+    long = (
+        "failed to create shim task: "
+        + "x" * 400
+        + 'exec: "python3": executable file not found in $PATH: unknown'
+    )
+    _, said = ended(exitCode=128, reason="StartError", message=long)
+    assert said is not None
+    assert len(said) < 240
+    assert said.endswith("not found in $PATH: unknown")
+    assert ended(exitCode=0, reason="Completed") == (3, None)
+    assert ended(exitCode=75) == (3, None)
+
+
+def test_a_container_in_a_crash_loop_says_how_it_ends_and_not_when_it_is_started_anew() -> None:
+    waiting = {
+        "waiting": {"reason": "CrashLoopBackOff", "message": "back-off 40s restarting failed container"}
+    }
+    last = {"terminated": {"exitCode": 1, "message": "cannot open /dev/nvidia0"}}
+    one = {"name": "worker", "restartCount": 3, "state": waiting, "lastState": last}
+    seen = pod_seen(pod(containerStatuses=[one]), "llm", "u-1")
+    assert seen is not None
+    assert seen.waits == (
+        "its container ended 4 times, the last time with exit code 1: cannot open /dev/nvidia0"
+    )
+
+
+@pytest.mark.parametrize(
+    ("gate", "words"),
+    [
+        ("kueue.x-k8s.io/admission", "HoldfastJob.v1alpha1.holdfast.dev in integrations.externalFrameworks"),
+        ("example.com/wait", "the scheduling gate example.com/wait holds it back"),
+    ],
+)
+def test_a_pod_that_somebody_holds_back(gate: str, words: str) -> None:
+    held = pod(conditions=[{"type": "PodScheduled", "status": "False", "reason": "SchedulingGated"}])
+    held["spec"] = {"schedulingGates": [{"name": gate}]}
+    seen = pod_seen(held, "llm", "u-1")
+    assert seen is not None
+    assert words in (seen.waits or "")
+    assert gate in (seen.waits or "")
+    assert not seen.unschedulable
+
+
+@pytest.mark.parametrize("when", ["state", "lastState"])
 def test_a_container_that_was_killed_for_memory(when: str) -> None:
     """It is over, or the kubelet has started it again."""
     ended = {"reason": "OOMKilled", "exitCode": 137, "finishedAt": "2026-11-25T09:00:00Z"}
@@ -121,12 +182,12 @@ def test_a_machine_that_is_to_be_emptied(spec: dict[str, Any], going: str | None
     node = {
         "metadata": {"name": "m1"},
         "spec": spec,
-        "status": {"conditions": ready, "nodeInfo": {"bootID": "b"}},
+        "status": {"conditions": ready},
     }
     seen = machine_seen(node)
-    assert (seen.name, seen.ready, seen.boot_id, seen.going) == ("m1", True, "b", going)
+    assert (seen.name, seen.ready, seen.going) == ("m1", True, going)
 
 
 def test_a_machine_of_which_nothing_is_known_is_not_ready() -> None:
     seen = machine_seen({"metadata": {"name": "m1"}})
-    assert (seen.ready, seen.going, seen.boot_id) == (False, None, "")
+    assert (seen.ready, seen.going) == (False, None)

@@ -194,6 +194,86 @@ def test_a_pod_that_is_gone_is_told() -> None:
     assert actions(seen)[0] == Tell(NodeTaken("llm-n2", "its pod is gone"), "llm-n2")
 
 
+def crashing(name: str, restarts: int = 3, **fields: Any) -> PodSeen:
+    words = "exit code 1: no device"
+    return pod(name, ready=False, restarts=restarts, crash=words, **fields)
+
+
+def test_a_node_that_crashes_on_one_machine_is_replaced_first_and_elsewhere() -> None:
+    pods = (pod("c1"), pod("n0"), pod("n1"), crashing("n2", restarts=2))
+    seen = observed(pods=pods, said=said("n0", "n1"))
+    assert actions(seen) == ()  # it may come to work yet
+    seen = observed(pods=(*pods[:3], crashing("n2")), said=said("n0", "n1"))
+    assert actions(seen) == (Number(run=1, term=1, next_number=4),)
+    numbered = msgspec.structs.replace(BEGUN, next_number=4)
+    granted = frozenset({"llm-n3"})
+    seen = msgspec.structs.replace(seen, status=numbered, granted=granted)
+    assert actions(seen) == (MakeNode(3, frozenset({"m-n2"})),)
+    # Where no other machine is free it goes on trying where it is.
+    new = pod("n3", phase="Pending", ready=False, machine=None)
+    seen = msgspec.structs.replace(seen, pods=(*seen.pods, new), granted=frozenset())
+    assert actions(seen) == ()
+    # Now there is one.
+    bound = msgspec.structs.replace(new, machine="m-n3")
+    (gone,) = actions(msgspec.structs.replace(seen, pods=(*seen.pods[:4], bound)))
+    assert (gone.name, gone.uid, gone.grace_s) == ("llm-n2", "uid-n2", 1)
+    assert "m-n2: exit code 1: no device" in gone.reason
+
+
+def test_a_node_that_the_coordinator_has_is_not_replaced_for_its_restarts() -> None:
+    """Its container was killed three times in weeks, and has joined again each time."""
+    pods = (pod("c1"), pod("n0"), pod("n1"), crashing("n2", restarts=9))
+    assert actions(observed(pods=pods)) == ()
+
+
+def test_a_job_whose_agents_crash_everywhere_ends_and_blames_no_machine() -> None:
+    starts = Said(term=1, phase="gathering", wanted=3)
+
+    def seen(*restarts: int) -> Observed:
+        nodes = [crashing(f"n{k}", restarts=count) for k, count in enumerate(restarts)]
+        return observed(pods=(pod("c1"), *nodes), said=starts)
+
+    plan = reconcile(seen(5, 6, 7))
+    assert plan.actions == ()
+    assert condition(plan.status, ConditionType.FAILED) == ("True", "AgentsCrash")
+    assert "llm-n0 ended 6 times, the last time with exit code 1: no device" in (plan.status.reason or "")
+    # One of them may come to work yet. Until then none has another machine.
+    early = reconcile(seen(5, 6, 4))
+    assert early.actions == ()
+    assert condition(early.status, ConditionType.FAILED)[0] == "False"
+
+
+@pytest.mark.parametrize("which", ["nodes", "coordinator"])
+def test_an_image_without_holdfast_is_named(which: str) -> None:
+    words = "exit code 1: ModuleNotFoundError: No module named 'holdfast'"
+    nodes = which == "nodes"
+    pods = (
+        pod("c1") if nodes else crashing("c1", restarts=5),
+        *(crashing(name, restarts=5) if nodes else pod(name) for name in ("n0", "n1", "n2")),
+    )
+    pods = tuple(msgspec.structs.replace(one, crash=words) if one.crash else one for one in pods)
+    waits = Said(term=1, phase="gathering", wanted=3) if nodes else None
+    plan = reconcile(observed(pods=pods, said=waits))
+    assert condition(plan.status, ConditionType.FAILED) == ("True", "ImageWithoutHoldfast")
+    assert "put Holdfast and its Python into the image registry.example.com/me/train:1" in (
+        plan.status.reason or ""
+    )
+
+
+def test_a_job_that_has_trained_is_not_ended_by_crashes() -> None:
+    pods = (pod("c1"), *(crashing(name, restarts=50) for name in ("n0", "n1", "n2")))
+    assert actions(observed(pods=pods, said=said("n0", "n1", "n2", nodes={}))) == ()
+    trained = msgspec.structs.replace(BEGUN, progress=Progress(step=7))
+    silent = observed(pods=(crashing("c1", restarts=50), *pods[1:]), said=None, status=trained)
+    assert condition(status_after(silent), ConditionType.FAILED)[0] == "False"
+
+
+def test_a_pod_that_is_held_back_is_said() -> None:
+    held = pod("n2", phase="Pending", ready=False, machine=None, waits="the scheduling gate x holds it back")
+    status = status_after(observed(pods=(pod("c1"), pod("n0"), pod("n1"), held), said=said("n0", "n1")))
+    assert condition(status, ConditionType.SCHEDULED) == ("False", "SchedulingGated")
+
+
 def test_orders_that_cannot_be_carried_out_are_answered() -> None:
     seen = observed(said=said("n0", "n1", "n2", orders=(MarkNode("llm-n1", "Xid 79", order_id=3),)))
     (told,) = actions(seen)

@@ -30,6 +30,7 @@ def test_what_must_hold_holds() -> None:
     assert len(happened) > 20
     assert happened["over"] > SEEDS / 10
     assert happened["made True"] > SEEDS * 0.9
+    assert happened["elsewhere"] > SEEDS / 50
 
 
 def test_what_must_hold_holds_in_a_queue() -> None:

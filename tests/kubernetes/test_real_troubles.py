@@ -162,10 +162,14 @@ def test_an_operator_that_stood_still_makes_no_second_pod(
 ):
     async def scene(api: Api) -> None:
         async with pair(api, home, "rivals") as (job, status):
-            holder = (await api.get(LEASE))["spec"]["holderIdentity"]
-            leader = holder.rpartition("-")[0]
-            pod = await api.get(f"/api/v1/namespaces/holdfast-system/pods/{leader}")
-            stays = pod["spec"]["nodeName"]
+
+            async def leads() -> tuple[str, str]:
+                """Who, and on which machine."""
+                holder = str((await api.get(LEASE))["spec"]["holderIdentity"])
+                pod = f"/api/v1/namespaces/holdfast-system/pods/{holder.rpartition('-')[0]}"
+                return holder, str((await api.get(pod))["spec"]["nodeName"])
+
+            holder, stays = await leads()
             # Of the processes of that machine, which sees no others.
             freeze = "kill -{} $(pgrep -f 'holdfast.engines.kubernetes$')"
             cluster("exec", stays, "sh", "-c", freeze.format("STOP"))
@@ -175,7 +179,7 @@ def test_an_operator_that_stood_still_makes_no_second_pod(
 
             await until(passed, "the other operator leads")
             nodes = [node_of(status, rank) for rank in (0, 1)]
-            seats = [stays, await job.machine(await job.coordinator())]
+            seats = [stays, (await leads())[1], await job.machine(await job.coordinator())]
             elsewhere = [node for node in nodes if await job.machine(node) not in seats]
             lost = elsewhere[0] if elsewhere else None
             if lost is None:  # both stand beside what has to stay: a pod is enough

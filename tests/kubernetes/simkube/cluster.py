@@ -23,7 +23,8 @@ class Machine:
     name: str
     up: bool = True
     cordoned: bool = False
-    boots: int = 0
+    bad: bool = False
+    """Agents crash on it, as soon as they start."""
 
 
 @dataclass
@@ -82,7 +83,6 @@ class Cluster:
                 name=one.name,
                 ready=one.up,
                 going="it is cordoned" if one.cordoned else None,
-                boot_id=str(one.boots),
             )
             for one in self.machines.values()
         }
@@ -94,6 +94,7 @@ class Cluster:
             and self.machines[pod.machine].up
             and pod.uid not in self._dead
             and pod.phase == "Running"
+            and (pod.crash is None or pod.ready)
         )
 
     # ------------------------------------------------------------ a little happens
@@ -171,7 +172,12 @@ class Cluster:
                 self.server.remove(pod.name)
         elif pod.uid in self._dead and not pod.ended:
             self.server.change(pod.name, phase="Failed", ready=False)
-        elif pod.phase == "Pending" and self.dice.random() < 0.7:
+        elif pod.ended or pod.ready:
+            return
+        elif machine.bad and not pod.coordinator:
+            started = {"phase": "Running", "address": "10.0.0.1"}
+            self.server.change(pod.name, **started, restarts=pod.restarts + 1, crash="exit code 1: bad")
+        elif self.dice.random() < 0.7:
             self.server.change(pod.name, phase="Running", ready=True, address="10.0.0.1")
 
     def _coordinate(self) -> None:
@@ -290,7 +296,7 @@ class Cluster:
     def power_returns(self) -> None:
         for machine in self.machines.values():
             if not machine.up:
-                machine.up, machine.boots = True, machine.boots + 1
+                machine.up = True
                 for pod in list(self.server.pods.values()):
                     if pod.machine == machine.name:
                         self._dead.add(pod.uid)

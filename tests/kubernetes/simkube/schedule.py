@@ -95,6 +95,8 @@ class Schedule:
                 "pod-killed",
                 "cordon",
                 "uncordon",
+                "machine-bad",
+                "machine-mended",
                 "server-down",
                 "server-up",
                 "trouble",
@@ -123,6 +125,8 @@ class Schedule:
             cluster.kill_pod()
         elif what in ("cordon", "uncordon"):
             dice.choice(list(cluster.machines.values())).cordoned = what == "cordon"
+        elif what in ("machine-bad", "machine-mended"):
+            dice.choice(list(cluster.machines.values())).bad = what == "machine-bad"
         elif what in ("server-down", "server-up"):
             server.down = what == "server-down" and dice.random() < 0.5
         elif what in ("trouble", "no-trouble"):
@@ -202,7 +206,7 @@ class Schedule:
         """All faults end; machines are back, and one operator is left."""
         self.server.down, self.server.trouble, self.rival = False, 0.0, None
         for machine in self.cluster.machines.values():
-            machine.cordoned = False
+            machine.cordoned = machine.bad = False
         self.cluster.power_returns()
         self.operator.cut()
         for name in list(self.server.workloads):
@@ -235,13 +239,14 @@ class Schedule:
         orders = known.orders.values() if known is not None else ()
         going = {name for name, one in self.cluster.machines.items() if one.cordoned or not one.up}
         return {one.node for one in orders if isinstance(one, ReleaseNode)} | {
-            pod.name for pod in self.server.pods.values() if pod.machine in going
+            pod.name for pod in self.server.pods.values() if pod.machine in going or pod.crash is not None
         }
 
     def deleted(self, pod: PodSeen, reason: str, by: str) -> None:
         """A pod whose node trains is deleted for one reason only: the end of its run. by: uid of the job whose operator asks."""
         if self.server.owners[pod.uid] != by:
             self.problems.append(f"{pod.name} is another job's and was deleted: {reason}")
+        self.happened["elsewhere"] += "again and again" in reason
         known, job = self.cluster.coordinator, self.server.object
         if pod.coordinator or known is None or known.outcome is not None or job is None:
             return
@@ -282,6 +287,12 @@ class Schedule:
         ended = job.status.holds(ConditionType.COMPLETE) or job.status.holds(ConditionType.FAILED)
         if self.over and not ended:
             self.problems.append("the end was taken back")
+        failed = job.status.condition(ConditionType.FAILED)
+        if ended and not self.over and failed is not None and failed.reason == "AgentsCrash":
+            self.happened["crashed everywhere"] += 1
+            # A machine that is mended in this moment comes too late; a job that has trained is never ended by it.
+            if job.status.progress is not None and job.status.progress.step:
+                self.problems.append("it has trained, and was ended for crashes")
         self.over = self.over or ended
 
     def fixed_point(self) -> None:
@@ -343,7 +354,7 @@ class Schedule:
             self.lent_to(there, wanted)
             wanted = min(wanted, lent)
         group = self.server.beside.get("PodGroup", 0)
-        if len([pod for pod in there if pod.phase == "Running"]) < min(wanted, room) and group <= room:
+        if len([pod for pod in there if pod.ready]) < min(wanted, room) and group <= room:
             self.problems.append(f"{len(there)} nodes of {wanted}, with {room} machines")
         if len(there) > wanted:
             self.problems.append(f"{len(there)} nodes, wanted are {wanted}")

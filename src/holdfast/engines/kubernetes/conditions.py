@@ -223,6 +223,8 @@ def _scheduled(seen: Observed, pods: Sequence[PodSeen]) -> _Word:
     for pod in unbound:
         if pod.unschedulable:
             return _Word(False, "Unschedulable", f"{bound}; {pod.name}: {pod.waits}")
+        if pod.waits:
+            return _Word(False, "SchedulingGated", f"{bound}; {pod.name}: {pod.waits}")
     if unbound:
         return _Word(False, "Pending", bound)
     if waiting:

@@ -53,6 +53,10 @@ class PodSeen(msgspec.Struct, frozen=True, kw_only=True):
     """Whose quota it uses; empty: the job is in no queue."""
     waits_for_place: bool = False
     """Its agent wants to know where its machine stands, and was not told yet."""
+    restarts: int = 0
+    """How often the kubelet has started its container anew, in its place."""
+    crash: str | None = None
+    """How its container ended the last time; None: it never ended, or did so in order."""
     out_of_memory_s: float | None = None
     """When the kernel last killed all that ran in its container, which may run again since: seconds since 1970, whole ones, by
     the clock of its machine; None: it did not."""
@@ -76,7 +80,6 @@ class MachineSeen(msgspec.Struct, frozen=True, kw_only=True):
     """Kubernetes reaches its kubelet. A node on a machine that is not ready may well train on."""
     going: str | None = None
     """Why it is to be emptied: it is cordoned, or has a taint that says so."""
-    boot_id: str = ""
     place: str = ""
     """Where it stands, by its labels; empty: they do not say it."""
     marks: MachineMarks = NONE

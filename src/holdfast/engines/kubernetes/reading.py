@@ -12,8 +12,9 @@ from holdfast.engines.kubernetes import names
 from holdfast.engines.kubernetes.marks import marks_of
 from holdfast.engines.kubernetes.names import LABEL_RUN, LABEL_WORKLOAD, NOTE_PLACE
 from holdfast.engines.kubernetes.observed import Farewell, MachineSeen, PodPhase, PodSeen
-from holdfast.engines.kubernetes.resource import WORKER
+from holdfast.engines.kubernetes.resource import COORDINATOR, WORKER
 from holdfast.engines.kubernetes.times import from_timestamp
+from holdfast.protocol.leadership import EXIT_HANDED_OVER
 from holdfast.protocol.node_place import MOST_LEVELS
 
 GOING_TAINTS = {
@@ -45,7 +46,14 @@ TOPOLOGY_LABELS = (
 """Labels that say where a machine stands, from the outermost in. A level that a machine has no label for is left out."""
 STARTING = frozenset({"ContainerCreating", "PodInitializing"})
 """Reasons of a waiting container that are no trouble."""
+KNOWN_GATES = {
+    "kueue.x-k8s.io/admission": ": Kueue's pod integration takes it for a pod of its own. Give the job a queue and name "
+    "HoldfastJob.v1alpha1.holdfast.dev in integrations.externalFrameworks of Kueue's configuration, or leave the namespace "
+    "out of managedJobsNamespaceSelector there",
+}
+"""What is to be done about a scheduling gate that somebody else has set."""
 MESSAGE_CHARS = 300
+LAST_WORDS_CHARS = 200
 
 Object = Mapping[str, Any]
 
@@ -66,6 +74,8 @@ def pod_seen(pod: Object, job: str, uid: str) -> PodSeen | None:
     scheduled = conditions.get("PodScheduled", {})
     unschedulable = scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable"
     containers = status.get("containerStatuses", ())
+    restarts, crash = _ends(containers, COORDINATOR if term is not None else WORKER)
+    ready = conditions.get("Ready", {}).get("status") == "True"
     return PodSeen(
         name=name,
         uid=metadata["uid"],
@@ -76,14 +86,17 @@ def pod_seen(pod: Object, job: str, uid: str) -> PodSeen | None:
         phase=_phase(status.get("phase")),
         deleting="deletionTimestamp" in metadata,
         machine=spec.get("nodeName"),
-        ready=conditions.get("Ready", {}).get("status") == "True",
-        waits=str(scheduled.get("message", ""))[:MESSAGE_CHARS] if unschedulable else _waits(containers),
+        ready=ready,
+        waits=_held(spec)
+        or (str(scheduled.get("message", ""))[:MESSAGE_CHARS] if unschedulable else _waits(containers)),
         unschedulable=unschedulable,
         farewell=_farewell(status.get("phase"), containers) if term is not None else None,
         address=status.get("podIP"),
         version=int(metadata.get("resourceVersion", 0)),
         workload=str(metadata.get("labels", {}).get(LABEL_WORKLOAD, "")),
         waits_for_place=metadata.get("annotations", {}).get(NOTE_PLACE) == "",
+        restarts=restarts,
+        crash=crash,
         out_of_memory_s=_out_of_memory_s(containers),
     )
 
@@ -98,13 +111,47 @@ def _phase(phase: Any) -> PodPhase:
             return "Unknown"
 
 
+def _held(spec: Object) -> str | None:
+    """By a scheduling gate, with which others keep the scheduler from looking at a pod."""
+    for one in spec.get("schedulingGates", ()):
+        name = str(one.get("name"))
+        return f"the scheduling gate {name} holds it back{KNOWN_GATES.get(name, '')}"
+    return None
+
+
 def _waits(containers: Any) -> str | None:
     for one in containers:
         waiting = one.get("state", {}).get("waiting")
-        if waiting is not None and waiting.get("reason") not in STARTING:
-            message = f": {waiting['message']}" if waiting.get("message") else ""
-            return f"{waiting.get('reason', 'waiting')}{message}"[:MESSAGE_CHARS]
+        if waiting is None or waiting.get("reason") in STARTING:
+            continue
+        # The kubelet's own message of a crash names a time and its numbers of the pod, and not the reason.
+        crash = _crash(one.get("lastState", {}))
+        if crash is not None and waiting.get("reason") == "CrashLoopBackOff":
+            return f"its container ended {one.get('restartCount', 0) + 1} times, the last time with {crash}"
+        message = f": {waiting['message']}" if waiting.get("message") else ""
+        return f"{waiting.get('reason', 'waiting')}{message}"[:MESSAGE_CHARS]
     return None
+
+
+def _ends(containers: Any, name: str) -> tuple[int, str | None]:
+    """Of the container that is ours: how often it was started anew, and how it ended the last time, if not in order."""
+    for one in containers:
+        if one.get("name") == name:
+            crash = _crash(one.get("state", {})) or _crash(one.get("lastState", {}))
+            return int(one.get("restartCount", 0)), crash
+    return 0, None
+
+
+def _crash(state: Object) -> str | None:
+    ended = state.get("terminated")
+    if ended is None or ended.get("exitCode") in (0, EXIT_HANDED_OVER):
+        return None
+    told = f"exit code {ended.get('exitCode')}"
+    if ended.get("reason") not in (None, "Error"):
+        told += f" ({ended['reason']})"
+    # A program's last line says why; container runtimes write one long line, whose end says it.
+    lines = str(ended.get("message") or "").strip().splitlines()
+    return f"{told}: {lines[-1].strip()[-LAST_WORDS_CHARS:]}" if lines else told
 
 
 def _out_of_memory_s(containers: Any) -> float | None:
@@ -143,7 +190,6 @@ def machine_seen(
         name=node["metadata"]["name"],
         ready=conditions.get("Ready", {}).get("status") == "True",
         going=_going(spec) or _sick(conditions, going_conditions),
-        boot_id=status.get("nodeInfo", {}).get("bootID", ""),
         place=_place(node["metadata"].get("labels", {}), topology_labels),
         marks=marks_of(node),
     )

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from holdfast.engines.kubernetes import machine_orders, names, queues, waiting
+from holdfast.engines.kubernetes import crashes, machine_orders, names, queues, waiting
 from holdfast.engines.kubernetes.actions import (
     Action,
     AddFinalizer,
@@ -230,6 +230,7 @@ def _nodes(seen: Observed, job: HoldfastJob) -> Iterable[Action]:
             yield _delete(pod, "the coordinator gave it up")
         elif pod.stays and pod.name in unlent and _never_joined(seen, pod):
             yield _delete(pod, unlent[pod.name])
+    yield from _crashing(seen, mine, here, wanted_nodes(seen, job))
     here = [pod for pod in here if pod.name not in beyond]
     wanted = wanted_nodes(seen, job)
     missing = wanted - len(here)
@@ -251,11 +252,23 @@ def _places(seen: Observed, nodes: Iterable[PodSeen]) -> Iterable[Action]:
             yield TellPlace(name=pod.name, uid=pod.uid, place=machine.place or names.NO_PLACE)
 
 
+def _crashing(
+    seen: Observed, mine: Mapping[str, PodSeen], here: Iterable[PodSeen], wanted: int
+) -> Iterable[Action]:
+    """Deleted once as many as are wanted have a machine: where there is no other one, it may still come to work on this one."""
+    if sum(pod.machine is not None for pod in here) >= wanted:
+        for name, crash in crashes.on_bad_machines(seen).items():
+            yield _delete(
+                mine[name], f"it ends again and again on {mine[name].machine}: {crash}", LOST_GRACE_S
+            )
+
+
 def _here(seen: Observed, job: HoldfastJob, nodes: Iterable[PodSeen]) -> list[PodSeen]:
     """The pods that count as nodes."""
     # Nodes on machines that are to be emptied are not counted: each is replaced while it still trains, so that its
     # successor has been scheduled and has its image when it leaves.
     gone = lost_nodes(seen) | going_nodes(seen) | queues.taken_back(seen, job).keys()
+    gone |= crashes.on_bad_machines(seen).keys()
     return [pod for pod in nodes if pod.stays and pod.name not in gone and not _given_up(seen, pod)]
 
 
@@ -266,7 +279,8 @@ def _make(seen: Observed, job: HoldfastJob, missing: int, allowed: queues.Grante
         for name in seen.granted - set(pods)
         if (number := names.number_of(job.id.name, name)) is not None
     )
-    machines = {pods[name].machine for name in lost_nodes(seen) if name in pods}
+    left = lost_nodes(seen) | crashes.on_bad_machines(seen).keys()
+    machines = {pods[name].machine for name in left if name in pods}
     avoid = frozenset(name for name in machines if name) | (
         seen.said.bad_machines if seen.said else frozenset()
     )
@@ -347,7 +361,7 @@ def _orders(seen: Observed, job: HoldfastJob, mine: dict[str, PodSeen]) -> Itera
     """Carries out what the coordinator ordered, and acknowledges what is done."""
     if seen.said is None:
         return
-    gone = lost_nodes(seen) | going_nodes(seen)
+    gone = lost_nodes(seen) | going_nodes(seen) | crashes.on_bad_machines(seen).keys()
     # Counted without those that go: an order for a node is done when as many as are wanted stay, and not when
     # any pod was made.
     enough = sum(pod.stays and pod.name not in gone for pod in mine.values()) >= seen.said.wanted
@@ -443,15 +457,19 @@ def _end(seen: Observed, job: HoldfastJob) -> Ended | None:
         if ACTIVE_DEADLINE in farewell.reason:
             reason = "ActiveDeadline"
         return Ended(reason, farewell.reason or farewell.outcome)
-    counts_s = waiting.counts_from_s(seen, job)
-    policy = job.spec.run_policy
     # From the status, so that a job that has trained is not ended as one that never began while its coordinator does
     # not answer.
     trained = seen.status.progress is not None and seen.status.progress.step is not None
+    if trained or (seen.said is not None and seen.said.step):
+        return None
+    if (broken := crashes.why_nothing_works(seen, job)) is not None:
+        return Ended(*broken)
+    counts_s = waiting.counts_from_s(seen, job)
+    policy = job.spec.run_policy
     # Time in a queue does not count, and time between two tries does.
     waits = seen.status.holds(ConditionType.SUSPENDED) and seen.status.waiting is None
     late = not waits and counts_s is not None and seen.now_s - counts_s >= policy.startup_deadline_seconds
-    if late and not trained and not (seen.said and seen.said.step):
+    if late:
         return Ended("StartupDeadline", _why_not_started(seen))
     return None
 

@@ -35,7 +35,7 @@ from holdfast.engines.kubernetes.names import (
     TOKEN_FILE,
 )
 from holdfast.engines.kubernetes.reading import GOING_CONDITIONS, TOPOLOGY_LABELS
-from holdfast.engines.kubernetes.resource import API_VERSION, KIND, WORKER, HoldfastJob
+from holdfast.engines.kubernetes.resource import API_VERSION, COORDINATOR, KIND, WORKER, HoldfastJob
 from holdfast.engines.kubernetes.times import timestamp
 
 Object = dict[str, Any]
@@ -173,7 +173,7 @@ def coordinator_pod(job: HoldfastJob, term: int, run: int = 1, setting: Setting 
     worker = next(one for one in template["containers"] if one["name"] == WORKER)
     image = job.spec.coordinator.image or setting.coordinator_image or worker["image"]
     container: Object = {
-        "name": "coordinator",
+        "name": COORDINATOR,
         "image": image,
         "command": [
             setting.python,

@@ -16,7 +16,8 @@ VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
 KIND = "HoldfastJob"
 PLURAL = "holdfastjobs"
-WORKER = "worker"
+WORKER, COORDINATOR = "worker", "coordinator"
+"""Containers of a node's pod and of the coordinator's that are ours."""
 """The container of the template that becomes the node; others run beside it."""
 MOST_NODES = 10_000
 MAX_NAME = 40
