@@ -114,7 +114,7 @@ def test_the_group_is_made_before_the_pods_and_anew_for_each_run() -> None:
         one.kind for one in actions(observed(objects=frozenset())) if isinstance(one, MakeObject)
     ]
     suspended = {"spec__runPolicy": {"suspend": True}, "spec__scheduling": scheduling("PodGroup")}
-    over = trains(spec=suspended, pods=(), said=None)
+    over = trains(spec=suspended, pods=(), said=None, absent=frozenset({"llm-c1"}))
     # The ConfigMap says whose the group is, so it goes last.
     assert actions(over) == (DeleteObject("PodGroup"), DeleteObject("ConfigMap"))
 

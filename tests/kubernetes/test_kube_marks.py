@@ -71,7 +71,8 @@ def test_nothing_is_marked_that_nobody_asked_for() -> None:
     assert "--mark is none" in str(told.news.error)  # type: ignore[union-attr]
     (told,) = actions(blames(no_marks="machines may not be marked: forbidden"))
     assert "forbidden" in str(told.news.error)  # type: ignore[union-attr]
-    (told, *_) = actions(blames(pods=(pod("c1"), pod("n0"), pod("n2"))))
+    absent = {"absent": frozenset({"llm-n1"})}
+    (told, *_) = actions(blames(pods=(pod("c1"), pod("n0"), pod("n2")), **absent))
     assert "its pod is gone" in str(told.news.error)  # type: ignore[union-attr]
 
 

@@ -154,7 +154,14 @@ def test_the_whole_job_is_saved_when_its_base_is_taken_back() -> None:
         assert [type(one) for one in plan.actions] == [DeletePod]
         assert not plan.status.holds(ConditionType.FAILED)
     # The quota is given back only after the end of the run was written down.
-    seen = trains(evicted, workload(1), pods=(), said=None, accepted=None, objects=frozenset())
+    gone = {
+        "pods": (),
+        "said": None,
+        "accepted": None,
+        "objects": frozenset(),
+        "absent": frozenset({"llm-c1"}),
+    }
+    seen = trains(evicted, workload(1), **gone)
     plan = reconcile(seen)
     assert (plan.actions, plan.status.state) == ((), "Queued")
     again = msgspec.structs.replace(seen, status=plan.status)
@@ -186,7 +193,8 @@ def test_a_job_that_is_over_frees_its_quota() -> None:
 
 def test_time_in_a_queue_is_no_time_of_the_run() -> None:
     evicted = {"llm-base": workload(evicted="Preempted")}
-    status = status_after(waits(workloads=evicted, status=BEGUN))
+    absent = frozenset({"llm-c1"})
+    status = status_after(waits(workloads=evicted, status=BEGUN, absent=absent))
     assert status.holds(ConditionType.SUSPENDED)
     a_day_later = waits(workloads=evicted, status=status, now_s=NOW_S + 86400)
     assert (status_after(a_day_later).state, actions(a_day_later)) == ("Queued", (ReleaseQuota("llm-base"),))

@@ -12,6 +12,8 @@ from holdfast.engines.kubernetes.actions import (
     AskStop,
     DeleteJob,
     DeletePod,
+    FindPod,
+    LabelPod,
     MakeCoordinator,
     MakeNode,
     MakeObject,
@@ -190,8 +192,27 @@ def test_a_container_that_was_killed_for_memory_is_told_once() -> None:
 
 
 def test_a_pod_that_is_gone_is_told() -> None:
+    """Not before the API server has said so: the watch also loses a pod whose label somebody took away."""
     seen = observed(pods=(pod("c1"), pod("n0"), pod("n1")))
-    assert actions(seen)[0] == Tell(NodeTaken("llm-n2", "its pod is gone"), "llm-n2")
+    assert actions(seen) == (FindPod("llm-n2"),)
+    gone = msgspec.structs.replace(seen, absent=frozenset({"llm-n2"}))
+    assert actions(gone)[0] == Tell(NodeTaken("llm-n2", "its pod is gone"), "llm-n2")
+
+
+def test_pods_whose_labels_were_taken_away_are_found_and_labelled_again() -> None:
+    pods = observed().pods
+    lost = tuple(msgspec.structs.replace(one, unsure=True) for one in pods)
+    assert actions(observed(pods=lost)) == tuple(FindPod(one.name) for one in pods)
+    found = tuple(msgspec.structs.replace(one, mislabelled=True) for one in pods)
+    assert actions(observed(pods=found)) == tuple(LabelPod(name=one.name, uid=one.uid) for one in pods)
+
+
+def test_an_operator_that_starts_and_does_not_see_the_coordinator_asks_for_it() -> None:
+    nodes = (pod("n0"), pod("n1"), pod("n2"))
+    seen = observed(pods=nodes, said=None)
+    assert actions(seen) == (FindPod("llm-c1"),)
+    gone = msgspec.structs.replace(seen, absent=frozenset({"llm-c1"}))
+    assert actions(gone) == (Number(run=1, term=2, next_number=3),)
 
 
 def crashing(name: str, restarts: int = 3, **fields: Any) -> PodSeen:
@@ -294,6 +315,22 @@ def test_a_coordinator_that_only_the_operator_cannot_reach_is_left_alone() -> No
     seen = observed(said=None)
     assert actions(seen) == ()
     assert condition(status_after(seen), ConditionType.COORDINATOR_READY) == ("Unknown", "Unreachable")
+
+
+def test_a_pod_that_was_made_for_a_run_that_is_over_goes_unless_it_has_joined() -> None:
+    late = msgspec.structs.replace(pod("n3"), run=0)
+    second = msgspec.structs.replace(BEGUN, run=2, next_number=4)
+    others = tuple(msgspec.structs.replace(one, run=2) for one in observed().pods)
+
+    def seen(pod: PodSeen, **fields: Any) -> tuple[Any, ...]:
+        return actions(observed(status=second, pods=(*others, pod), **fields))
+
+    (gone,) = seen(msgspec.structs.replace(late, run=1))
+    assert (gone.name, gone.reason, gone.grace_s) == ("llm-n3", "run 1 is over", 1)
+    assert seen(late) == ()  # somebody took its label away
+    joined = said("n0", "n1", "n2", "n3", wanted=4)
+    assert seen(msgspec.structs.replace(late, run=1), said=joined) == ()
+    assert seen(msgspec.structs.replace(late, run=1), said=None) == ()
 
 
 def test_pods_that_are_too_many_go_only_if_they_never_joined() -> None:
@@ -408,7 +445,8 @@ def test_a_job_is_saved_before_it_is_suspended() -> None:
 
 def test_a_job_without_a_state_is_suspended_at_once() -> None:
     stuck = pod("n0", phase="Pending", ready=False)
-    seen = observed(pods=(stuck,), said=None, spec={"spec__runPolicy": {"suspend": True}})
+    suspend = {"spec__runPolicy": {"suspend": True}}
+    seen = observed(pods=(stuck,), said=None, spec=suspend, absent=frozenset({"llm-c1"}))
     assert {type(one) for one in actions(seen)} == {DeletePod}
 
 

@@ -52,7 +52,14 @@ def test_machines_are_given_back_after_it_was_written_down() -> None:
     assert plan.status.waiting.tries == 1
     gives = half(status=plan.status)
     assert [type(one) for one in actions(gives)] == [DeletePod] * 3
-    gone = half(status=plan.status, pods=(), said=None, objects=frozenset(), accepted=None)
+    gone = half(
+        status=plan.status,
+        pods=(),
+        said=None,
+        objects=frozenset(),
+        accepted=None,
+        absent=frozenset({"llm-c1"}),
+    )
     rests = reconcile(gone)
     assert (rests.actions, rests.status.state) == ((), "Queued")
     assert "1 of 2 nodes had a machine" in (rests.status.reason or "")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from holdfast.engines.kubernetes.observed import Farewell, MachineSeen, NodeSaid, PodSeen, Said
+from holdfast.engines.kubernetes.observed import Farewell, MachineSeen, NodeSaid, PodSeen, Said, WorkloadSeen
 from holdfast.engines.kubernetes.resource import HoldfastJob
 from holdfast.protocol.availability import Availability, NodeGoing, NodeTaken, OrderDone
 from holdfast.protocol.engine_orders import EngineOrder, ProvideNode, ReleaseNode
@@ -112,14 +112,17 @@ class Cluster:
         """Kueue: quota is held from an admission until its owner gives it back."""
         server = self.server
         for one in list(server.workloads.values()):
-            held = sum(
-                other.nodes for other in server.workloads.values() if other.reserved and not other.finished
-            )
-            waits = not one.reserved and one.active and not one.finished
-            if waits and held + one.nodes <= self.quota and self.dice.random() < 0.5:
+            if one in self.admissible() and self.dice.random() < 0.5:
                 server.change_workload(one.name, admitted=True, reserved=True, evicted=None)
             elif one.reserved and not one.active and one.evicted is None:
                 server.change_workload(one.name, evicted="Deactivated")
+
+    def admissible(self) -> list[WorkloadSeen]:
+        """Those that Kueue has quota for, and may admit at any moment."""
+        all_ = self.server.workloads.values()
+        free = self.quota - sum(one.nodes for one in all_ if one.reserved and not one.finished)
+        waits = [one for one in all_ if not one.reserved and one.active and not one.finished]
+        return [one for one in waits if one.nodes <= free]
 
     def evict(self, name: str) -> None:
         """Somebody of higher priority wants its quota."""
@@ -140,7 +143,8 @@ class Cluster:
 
     def _schedule(self) -> None:
         all_ = [pod for one in (self.server, *self.neighbours) for pod in one.pods.values()]
-        taken = {pod.machine for pod in all_ if pod.machine and not pod.coordinator}
+        # A pod whose processes are over holds nothing.
+        taken = {pod.machine for pod in all_ if pod.machine and not pod.coordinator and not pod.ended}
         is_held = self._is_held()
         for pod in list(self.server.pods.values()):
             if pod.machine is not None or pod.deleting or self.dice.random() < 0.2:

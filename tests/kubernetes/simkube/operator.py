@@ -16,7 +16,9 @@ from holdfast.engines.kubernetes.actions import (
     DeleteObject,
     DeletePod,
     DeleteWorkload,
+    FindPod,
     FinishWorkload,
+    LabelPod,
     MakeCoordinator,
     MakeNode,
     MakeObject,
@@ -62,7 +64,7 @@ class Operator:
         if self.server.down:
             return
         if self.position is None and self.listing is None:
-            self.listing = list(self.server.pods.values()), len(self.server.log)
+            self.listing = self.server.listed(), len(self.server.log)
         # The answer may be on its way while pods are made: the operator works on with what it knows.
         if self.listing is not None and (most is None or not self.desk.pods.all):
             pods, version = self.listing
@@ -95,7 +97,7 @@ class Operator:
             else:
                 self.known[pod.uid] = pod
             if self.is_mine(pod) and kind == "gone":
-                self.desk.pods.gone(pod.name, pod.uid)
+                self.desk.pods.lost_sight(pod)
             elif self.is_mine(pod):
                 self.desk.saw(pod)
         self.position = end
@@ -137,6 +139,7 @@ class Operator:
             service_term=beside.get("Service"),
             group_members=beside.get("PodGroup"),
             granted=frozenset(self.desk.granted),
+            absent=self.desk.pods.absent,
             told=self.desk.told,
             said=said,
             asked_nodes=self.desk.asked_nodes
@@ -221,6 +224,17 @@ class Operator:
                 self._make(names.node_name("llm", number), number, coordinator=False, workload=workload)
             case MakeCoordinator(term):
                 self._make(names.coordinator_name("llm", term), term, coordinator=True)
+            case FindPod(name):
+                there = call(lambda: server.pods.get(name))
+                if there is None or not self.is_mine(there):
+                    self.desk.pods.not_there(name)
+                else:
+                    self.desk.saw(there)
+            case LabelPod(name=name, uid=uid):
+                try:
+                    self.desk.saw(call(lambda: server.label_pod(name, uid)))
+                except (NotFound, Conflict):
+                    self.desk.pods.gone(name, uid)
             case DeletePod(name=name, uid=uid, reason=reason):
                 try:
                     self.desk.saw(call(lambda: server.delete_pod(name, uid, reason, self.uid)))

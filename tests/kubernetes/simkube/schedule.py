@@ -97,6 +97,7 @@ class Schedule:
                 "uncordon",
                 "machine-bad",
                 "machine-mended",
+                "unlabelled",
                 "server-down",
                 "server-up",
                 "trouble",
@@ -127,6 +128,10 @@ class Schedule:
             dice.choice(list(cluster.machines.values())).cordoned = what == "cordon"
         elif what in ("machine-bad", "machine-mended"):
             dice.choice(list(cluster.machines.values())).bad = what == "machine-bad"
+        elif what == "unlabelled" and (
+            ready := sorted(pod.name for pod in server.pods.values() if pod.ready)
+        ):
+            server.unlabel(dice.choice(ready))
         elif what in ("server-down", "server-up"):
             server.down = what == "server-down" and dice.random() < 0.5
         elif what in ("trouble", "no-trouble"):
@@ -230,7 +235,10 @@ class Schedule:
         if self.over and not self.rivals:
             self.problems.append(f"{pod.name} was made after the end")
         if job is not None and not pod.coordinator and not self.rivals:
-            here = [one for one in self.server.mine() if one.stays and not one.coordinator]
+            # Of one without its label an operator that starts hears when the coordinator tells of it.
+            here = [
+                one for one in self.server.mine() if one.stays and not one.coordinator and not one.mislabelled
+            ]
             if len(here) - len(self.given_up() & {one.name for one in here}) >= 4 + job.spec.spares:
                 self.problems.append(f"{pod.name} is one more than was ever wanted")
 
@@ -308,6 +316,8 @@ class Schedule:
             # A node that is to leave does so within its time, which here is a throw of the dice.
             leaves = known is not None and any(known.nodes.get(name) for name in known.leaving)
             settled = (done == 0 or (known is not None and done == 1)) and not leaves
+            # And so is Kueue's next admission.
+            settled = settled and not self.cluster.admissible()
             quiet = quiet + 1 if settled and len(self.server.log) == before else 0
             if quiet > 12:
                 break
@@ -321,6 +331,11 @@ class Schedule:
         job, pods = self.server.object, self.server.mine()
         if orphans := [pod.name for pod in self.server.pods.values() if not self.server.is_mine(pod)]:
             self.problems.append(f"orphans: {orphans}")
+        # A node without its label that no operator saw ends by itself when its coordinator is gone.
+        known = self.cluster.coordinator
+        leads = known is not None and known.outcome is None
+        run = job.status.run if leads else None
+        pods = [pod for pod in pods if pod.coordinator or not pod.mislabelled or pod.run == run]
         if job is None:
             return
         if job.deleted_s is not None:

@@ -120,12 +120,33 @@ class Server:
     def remove(self, name: str) -> None:
         """The kubelet has confirmed the end, or nobody was ever bound to it."""
         pod = self.pods.pop(name)
-        self.log.append(("gone", pod))
+        if not pod.mislabelled:  # watches have lost it before
+            self.log.append(("gone", pod))
+
+    def listed(self) -> list[PodSeen]:
+        """Those that have the label by which they are asked for."""
+        return [pod for pod in self.pods.values() if not pod.mislabelled]
+
+    def unlabel(self, name: str) -> None:
+        """Somebody takes a pod's labels away: for its watches it is gone."""
+        if not self.pods[name].mislabelled:
+            self.log.append(("gone", self.pods[name]))
+            self.pods[name] = msgspec.structs.replace(self.pods[name], mislabelled=True)
+
+    def label_pod(self, name: str, uid: str) -> PodSeen:
+        pod = self.pods.get(name)
+        if pod is None:
+            raise NotFound
+        if pod.uid != uid:
+            raise Conflict
+        self.change(name, mislabelled=False)
+        return self.pods[name]
 
     def _set(self, pod: PodSeen) -> None:
         pod = msgspec.structs.replace(pod, version=len(self.log) + 1)
         self.pods[pod.name] = pod
-        self.log.append(("is", pod))
+        if not pod.mislabelled:
+            self.log.append(("is", pod))
 
     # ------------------------------------------------------------ Kueue's Workloads
 

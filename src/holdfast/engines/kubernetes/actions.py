@@ -65,6 +65,19 @@ class MakeCoordinator(msgspec.Struct, frozen=True):
     term: int
 
 
+class FindPod(msgspec.Struct, frozen=True):
+    """Ask for a pod by its name: the watch does not show it."""
+
+    name: str
+
+
+class LabelPod(msgspec.Struct, frozen=True, kw_only=True):
+    """Give a pod the labels back that it is watched by, and that lead the job's traffic to it."""
+
+    name: str
+    uid: str
+
+
 class TellPlace(msgspec.Struct, frozen=True, kw_only=True):
     """Note on a node's pod where its machine stands. The kubelet shows the note to the agent, which needs no credentials for it."""
 
@@ -184,6 +197,8 @@ Action = (
     | SizeGroup
     | MakeNode
     | MakeCoordinator
+    | FindPod
+    | LabelPod
     | TellPlace
     | DeletePod
     | DeleteObject

@@ -16,7 +16,7 @@ from holdfast.engines.kubernetes.observed import PodSeen
 from holdfast.protocol.availability import NodeOutOfMemory, OrderDone
 
 MOST_GONE = 4096
-"""Uids of pods that are gone: more than pods of one job that go within the life of a request."""
+"""Uids and names of pods that are gone: more than pods of one job that go within the life of a request."""
 
 
 class PodTable:
@@ -25,11 +25,17 @@ class PodTable:
     def __init__(self) -> None:
         self._pods: dict[str, PodSeen] = {}
         self._gone: dict[str, None] = {}
+        self._absent: dict[str, None] = {}
 
     @property
     def all(self) -> tuple[PodSeen, ...]:
         """By name."""
         return tuple(self._pods[name] for name in sorted(self._pods))
+
+    @property
+    def absent(self) -> frozenset[str]:
+        """Names of pods that were there, or may have been, and are not."""
+        return frozenset(self._absent)
 
     def __contains__(self, name: str) -> bool:
         return name in self._pods
@@ -48,11 +54,29 @@ class PodTable:
 
     def gone(self, name: str, uid: str) -> None:
         """The pod is not there any more, and never will be."""
-        self._gone[uid] = None
-        while len(self._gone) > MOST_GONE:
-            del self._gone[next(iter(self._gone))]
-        if (known := self._pods.get(name)) is not None and known.uid == uid:
+        _remember(self._gone, uid)
+        if (known := self._pods.get(name)) is None:
+            _remember(self._absent, name)
+        elif known.uid == uid:
             del self._pods[name]
+            _remember(self._absent, name)
+
+    def lost_sight(self, pod: PodSeen) -> None:
+        """The watch tells of it no more."""
+        # A pod that somebody has deleted is gone. The watch says the same of one that has only lost its label.
+        if pod.deleting:
+            self.gone(pod.name, pod.uid)
+        elif (known := self._pods.get(pod.name)) is not None and known.uid == pod.uid:
+            if known.deleting:
+                self.gone(pod.name, pod.uid)
+            else:
+                self._pods[pod.name] = msgspec.structs.replace(known, unsure=True)
+
+    def not_there(self, name: str) -> None:
+        """There is no pod of this name that is the job's."""
+        if (known := self._pods.get(name)) is not None:
+            self.gone(name, known.uid)
+        _remember(self._absent, name)
 
     def replace(self, pods: Iterable[PodSeen], version: int) -> None:
         """All that there were at this version, after a watch that could not be resumed."""
@@ -61,9 +85,15 @@ class PodTable:
             # A pod that is newer than the list was made while the list was on its way. Taken for gone it would run
             # unseen: what the watch tells of a uid that is gone is not believed.
             if pod.uid not in listed and pod.version <= version:
-                self.gone(pod.name, pod.uid)
+                self.lost_sight(pod)
         for pod in listed.values():
             self.put(pod)
+
+
+def _remember(known: dict[str, None], name: str) -> None:
+    known[name] = None
+    while len(known) > MOST_GONE:
+        del known[next(iter(known))]
 
 
 class Desk:

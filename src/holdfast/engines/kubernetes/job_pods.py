@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from holdfast.engines.kubernetes import names
-from holdfast.engines.kubernetes.actions import DeletePod, TellPlace
+from holdfast.engines.kubernetes.actions import DeletePod, FindPod, LabelPod, TellPlace
 from holdfast.engines.kubernetes.api import Api, ApiError, NoAnswer, Object
 from holdfast.engines.kubernetes.desk import Desk
 from holdfast.engines.kubernetes.reading import pod_seen
@@ -51,16 +51,30 @@ class JobPods:
                 self._desk.refused = f"{name}: {error}"
                 raise
 
+    async def find(self, action: FindPod) -> None:
+        """A pod that the watch does not show."""
+        try:
+            pod = pod_seen(await self._api.get(f"{self._folder}/{action.name}"), self._name, self._uid)
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            pod = None
+        if pod is None:
+            self._desk.pods.not_there(action.name)
+        else:
+            self._desk.saw(pod)
+        self._wake()
+
+    async def label(self, action: LabelPod, labels: Mapping[str, str]) -> None:
+        """Gives labels back that somebody has taken away."""
+        _log.warning("gives a pod its labels back", extra={"job": self._name, "pod": action.name})
+        await self._change(action.name, {"uid": action.uid, "labels": labels})
+
     async def tell_place(self, action: TellPlace) -> None:
         """Notes on the pod where its machine stands."""
         # With its uid: a pod of this name that somebody made since stands elsewhere.
         note = {"uid": action.uid, "annotations": {names.NOTE_PLACE: action.place}}
-        try:
-            self._saw(await self._api.merge(f"{self._folder}/{action.name}", {"metadata": note}))
-        except ApiError as error:
-            if error.status not in (404, 409):
-                raise
-            self._desk.pods.gone(action.name, action.uid)
+        await self._change(action.name, note)
 
     async def delete(self, action: DeletePod) -> None:
         """The pod of this uid, and no other of its name."""
@@ -74,6 +88,15 @@ class JobPods:
         else:
             self._desk.did(action)
         self._wake()
+
+    async def _change(self, name: str, metadata: Object) -> None:
+        """metadata: with the pod's uid."""
+        try:
+            self._saw(await self._api.merge(f"{self._folder}/{name}", {"metadata": metadata}))
+        except ApiError as error:
+            if error.status not in (404, 409):
+                raise
+            self._desk.pods.gone(name, metadata["uid"])
 
     def _saw(self, raw: Object) -> None:
         pod = pod_seen(raw, self._name, self._uid)

@@ -20,6 +20,8 @@ from holdfast.engines.kubernetes.actions import (
     DeleteJob,
     DeleteObject,
     DeletePod,
+    FindPod,
+    LabelPod,
     MakeCoordinator,
     MakeNode,
     MakeObject,
@@ -112,7 +114,7 @@ class JobTask:
         """A pod that the watch told; others' are ignored."""
         if (pod := pod_seen(raw, self.name, self.uid)) is not None:
             if gone:
-                self.desk.pods.gone(pod.name, pod.uid)
+                self.desk.pods.lost_sight(pod)
             else:
                 self.desk.saw(pod)
             self.wake()
@@ -232,6 +234,7 @@ class JobTask:
             service_term=self._objects.service_term,
             group_members=self._objects.group_members,
             granted=frozenset(self.desk.granted),
+            absent=self.desk.pods.absent,
             told=self.desk.told,
             said=said,
             asked_nodes=self.desk.asked_nodes if self.desk.asked_nodes is not None else status.asked_nodes,
@@ -287,6 +290,11 @@ class JobTask:
                 pod = render.coordinator_pod(job, term, self._run(seen), self._setting)
                 base = names.workload_name(self.name, None) if job.queue else ""
                 await self._pods.make(await self._placed(pod, base, names.COORDINATOR_ROLE))
+            case FindPod():
+                await self._pods.find(action)
+            case LabelPod(name=name):
+                pod = next(one for one in seen.pods if one.name == name)
+                await self._pods.label(action, render.pod_labels(self.name, pod, self._run(seen)))
             case TellPlace():
                 await self._pods.tell_place(action)
             case MarkMachine(machine, mark):
@@ -421,7 +429,7 @@ def _together(actions: Sequence[Action]) -> Iterator[list[Action]]:
     """The plan in its order. What stands side by side for several pods is done at once: a thousand requests, one after the
     other, take as long as a thousand answers."""
     for kind, some in itertools.groupby(actions, type):
-        if kind in (MakeNode, TellPlace, DeletePod):
+        if kind in (MakeNode, FindPod, LabelPod, TellPlace, DeletePod):
             yield list(some)
         else:
             yield from ([action] for action in some)

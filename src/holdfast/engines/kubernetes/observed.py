@@ -51,6 +51,10 @@ class PodSeen(msgspec.Struct, frozen=True, kw_only=True):
     """Of the object when it was so."""
     workload: str = ""
     """Whose quota it uses; empty: the job is in no queue."""
+    unsure: bool = False
+    """The watch has lost it, and nobody had deleted it: somebody may have taken away the label that it is watched by."""
+    mislabelled: bool = False
+    """It lacks labels that are ours."""
     waits_for_place: bool = False
     """Its agent wants to know where its machine stands, and was not told yet."""
     restarts: int = 0
@@ -190,6 +194,8 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     """Nodes that the job's PodGroup has bound together; None: there is no group, or it does not say so."""
     granted: frozenset[str] = frozenset()
     """Names of pods that this operator has numbered and not yet made."""
+    absent: frozenset[str] = frozenset()
+    """Names of pods of which the API server has said that they are not there. A name does not come again."""
     told: frozenset[str] = frozenset()
     """Nodes of which this term's coordinator was told that they are going or gone."""
     said: Said | None = None

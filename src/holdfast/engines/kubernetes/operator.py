@@ -14,6 +14,7 @@ from holdfast.engines.kubernetes import job_queue
 from holdfast.engines.kubernetes.api import Api, ApiError, Object
 from holdfast.engines.kubernetes.informer import Informer
 from holdfast.engines.kubernetes.job_task import JobTask
+from holdfast.engines.kubernetes.names import LABEL_MANAGER, MANAGER
 from holdfast.engines.kubernetes.node_marks import NodeMarks
 from holdfast.engines.kubernetes.observed import MachineSeen
 from holdfast.engines.kubernetes.reading import machine_seen
@@ -22,6 +23,7 @@ from holdfast.engines.kubernetes.resource import GROUP, PLURAL, VERSION
 from holdfast.protocol.lookup import Lookup
 
 _log = logging.getLogger("holdfast.operator")
+OURS = {"labelSelector": f"{LABEL_MANAGER}={MANAGER}"}
 KUEUE_AGAIN_S = 30.0
 """Between two tries to watch Workloads, where a job asks for a queue and there is no Kueue."""
 
@@ -55,7 +57,7 @@ class Operator:
         pods = Informer(
             api=self._api,
             path=self._pods_path,
-            query={"labelSelector": "app.kubernetes.io/managed-by=holdfast-operator"},
+            query=OURS,
             on_list=self._list_pods,
             on_change=lambda pod: self._on_pod(pod, gone=False),
             on_gone=lambda pod: self._on_pod(pod, gone=True),
@@ -108,7 +110,7 @@ class Operator:
             workloads = Informer(
                 api=self._api,
                 path=self._workloads_path,
-                query={"labelSelector": "app.kubernetes.io/managed-by=holdfast-operator"},
+                query=OURS,
                 on_list=self._list_workloads,
                 on_change=lambda raw: self._on_workload(raw, gone=False),
                 on_gone=lambda raw: self._on_workload(raw, gone=True),

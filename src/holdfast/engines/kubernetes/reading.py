@@ -94,11 +94,22 @@ def pod_seen(pod: Object, job: str, uid: str) -> PodSeen | None:
         address=status.get("podIP"),
         version=int(metadata.get("resourceVersion", 0)),
         workload=str(metadata.get("labels", {}).get(LABEL_WORKLOAD, "")),
+        mislabelled=not _has_labels(metadata.get("labels", {}), job, term),
         waits_for_place=metadata.get("annotations", {}).get(NOTE_PLACE) == "",
         restarts=restarts,
         crash=crash,
         out_of_memory_s=_out_of_memory_s(containers),
     )
+
+
+def _has_labels(labels: Object, job: str, term: int | None) -> bool:
+    wanted = {
+        names.LABEL_MANAGER: names.MANAGER,
+        names.LABEL_JOB: job,
+        names.LABEL_ROLE: names.NODE_ROLE if term is None else names.COORDINATOR_ROLE,
+    } | ({} if term is None else {names.LABEL_TERM: str(term)})
+    run = str(labels.get(LABEL_RUN, ""))
+    return run.isdecimal() and all(labels.get(name) == value for name, value in wanted.items())
 
 
 def _phase(phase: Any) -> PodPhase:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from holdfast.engines.kubernetes import crashes, machine_orders, names, queues, waiting
+from holdfast.engines.kubernetes import crashes, machine_orders, names, queues, sight, waiting
 from holdfast.engines.kubernetes.actions import (
     Action,
     AddFinalizer,
@@ -25,6 +25,7 @@ from holdfast.engines.kubernetes.actions import (
     DeleteJob,
     DeleteObject,
     DeletePod,
+    FindPod,
     MakeCoordinator,
     MakeNode,
     MakeObject,
@@ -65,6 +66,16 @@ CANNOT_BOOT = "this version boots no machines: the job goes on without it"
 
 def reconcile(seen: Observed) -> Plan:
     """The next actions, in order, and the status."""
+    job = current(seen)
+    if job is not None and (unseen := sight.unseen_coordinator(seen, job)) is not None:
+        # Its word is needed for everything else: whether it ended in order, and which nodes it has.
+        return Plan((FindPod(unseen),), status_of(seen, job))
+    plan = _plan(seen)
+    # First: the next plan is made with what is found.
+    return msgspec.structs.replace(plan, actions=(*sight.look(seen, job), *plan.actions))
+
+
+def _plan(seen: Observed) -> Plan:
     status = seen.status
     if seen.deleted_s is not None:
         return _deleted(seen)
@@ -214,6 +225,9 @@ def _nodes(seen: Observed, job: HoldfastJob) -> Iterable[Action]:
     yield from machine_orders.kept_up(seen, job)
     if _may_be_over(seen, mine.values()):
         return
+    for pod in _of_an_old_run(seen, mine.values()):
+        yield _delete(pod, f"run {pod.run} is over", LOST_GRACE_S)
+        del mine[pod.name]
     here = _here(seen, job, mine.values())
     allowed = queues.granted(seen, job, here)
     beyond = queues.beyond(seen, allowed, here)
@@ -233,7 +247,8 @@ def _nodes(seen: Observed, job: HoldfastJob) -> Iterable[Action]:
     yield from _crashing(seen, mine, here, wanted_nodes(seen, job))
     here = [pod for pod in here if pod.name not in beyond]
     wanted = wanted_nodes(seen, job)
-    missing = wanted - len(here)
+    unseen = sight.unseen_nodes(seen, job)
+    missing = wanted - len(here) - len(unseen)
     if allowed is not None:
         yield from queues.ask_on(seen, job, wanted, here)
         missing = min(missing, allowed.nodes - len(here))
@@ -242,6 +257,17 @@ def _nodes(seen: Observed, job: HoldfastJob) -> Iterable[Action]:
     # from here.
     if missing < 0 and seen.said is not None:
         yield from _surplus(seen, here, -missing)
+
+
+def _of_an_old_run(seen: Observed, nodes: Iterable[PodSeen]) -> list[PodSeen]:
+    """Made late, by an operator that stood still while another one ended that run: its image may be another one. It is in
+    nobody's list, so its end costs no step."""
+    alive = {name for name, node in seen.said.nodes.items() if node.alive} if seen.said is not None else None
+    return [
+        pod
+        for pod in nodes
+        if pod.stays and pod.run not in (0, seen.status.run) and alive is not None and pod.name not in alive
+    ]
 
 
 def _places(seen: Observed, nodes: Iterable[PodSeen]) -> Iterable[Action]:
@@ -394,8 +420,9 @@ def _news(
     for name in sorted(alive - released - seen.told):
         pod = mine.get(name)
         if pod is None:
-            # Only a name that is ours: an agent that somebody started by hand is the coordinator's affair.
-            if names.number_of(job.id.name, name) is not None:
+            # Only a name that is ours: an agent that somebody started by hand is the coordinator's affair. And only what the
+            # API server has said: a pod that lost its label trains on.
+            if names.number_of(job.id.name, name) is not None and name in seen.absent:
                 yield Tell(NodeTaken(name, "its pod is gone"), name)
         elif pod.ended:
             yield Tell(NodeTaken(name, f"its pod has ended ({pod.phase})"), name)

@@ -25,15 +25,18 @@ from holdfast.engines.kubernetes.names import (
     COORDINATOR_PORT,
     COORDINATOR_ROLE,
     LABEL_JOB,
+    LABEL_MANAGER,
     LABEL_ROLE,
     LABEL_RUN,
     LABEL_TERM,
+    MANAGER,
     NODE_ROLE,
     NOTE_SPEC,
     SPEC_FILE,
     STATE_FOLDER,
     TOKEN_FILE,
 )
+from holdfast.engines.kubernetes.observed import PodSeen
 from holdfast.engines.kubernetes.reading import GOING_CONDITIONS, TOPOLOGY_LABELS
 from holdfast.engines.kubernetes.resource import API_VERSION, COORDINATOR, KIND, WORKER, HoldfastJob
 from holdfast.engines.kubernetes.times import timestamp
@@ -73,11 +76,22 @@ DEFAULT = Setting()
 
 def labels(job: HoldfastJob, role: str = "") -> dict[str, str]:
     """Of every object of the job; role: of a pod."""
+    return _labels(job.id.name, role)
+
+
+def _labels(job: str, role: str) -> dict[str, str]:
     return {
         "app.kubernetes.io/name": "holdfast",
-        "app.kubernetes.io/managed-by": "holdfast-operator",
-        LABEL_JOB: job.id.name,
+        LABEL_MANAGER: MANAGER,
+        LABEL_JOB: job,
     } | ({LABEL_ROLE: role} if role else {})
+
+
+def pod_labels(job: str, pod: PodSeen, run: int) -> dict[str, str]:
+    """Those that are ours of a pod that is there. run: the current one; pods of another run are gone before it begins."""
+    role = COORDINATOR_ROLE if pod.coordinator else NODE_ROLE
+    term = {LABEL_TERM: str(pod.number)} if pod.coordinator else {}
+    return _labels(job, role) | term | {LABEL_RUN: str(run)}
 
 
 def owner(job: HoldfastJob) -> Object:
