@@ -7,8 +7,10 @@
 #   cluster.sh kill|boot NODE      power loss (every process of the node and its memory); power on, with its disk
 #   cluster.sh cut|heal NODE       its network cable
 #   cluster.sh block|unblock NODE  its way to the API server alone, also that of its pods
+#   cluster.sh freeze|thaw NODE    all its processes stand still; its kernel answers
 #   cluster.sh exec NODE COMMAND   runs a command on the node
 #   cluster.sh apiserver stop|start
+#   cluster.sh etcd freeze|thaw    the API server answers, and can read and write nothing
 #   cluster.sh missing             what it lacks: packages, programs
 set -euo pipefail
 
@@ -294,6 +296,10 @@ power_off() {
   end_of "$f" KILL
 }
 
+first_of() { # NODE: the process that all others there descend from, as this machine numbers it
+  pgrep -P "$(<"$D/pid/power-$1")"
+}
+
 end_of() { # PID FILE [SIGNAL]: asks the process to end, and waits for it
   local pid end=$((SECONDS + 10))
   pid=$(cat "$1" 2>/dev/null) || return 0
@@ -368,7 +374,7 @@ case ${1:-} in
     cd "$back"
     "$@" 7>&-
     ;;
-  kill | boot | cut | heal | block | unblock | exec | apiserver)
+  kill | boot | cut | heal | block | unblock | freeze | thaw | exec | apiserver | etcd)
     D=${HOLDFAST_KUBE_DIR:?set by: cluster.sh with COMMAND}
     cd "$D"
     case $1 in
@@ -378,10 +384,22 @@ case ${1:-} in
       heal) plug "$2" ;;
       block) api_path "$2" -I ;;
       unblock) api_path "$2" -D || true ;;
+      freeze | thaw)
+        signal=STOP
+        [ "$1" = freeze ] || signal=CONT
+        # -1: all but the sender and the namespace's first, which is the kubelet.
+        first=$(first_of "$2")
+        nsenter -t "$first" -p -m sh -c "kill -$signal -1"
+        kill -$signal "$first"
+        ;;
       exec)
-        first=$(pgrep -P "$(<"$D/pid/power-$2")")
+        first=$(first_of "$2")
         shift 2
         exec nsenter -t "$first" -n -m -p -u -i "$@"
+        ;;
+      etcd)
+        [ "$2" = thaw ] || kill -STOP "$(<"$D/pid/etcd")"
+        [ "$2" = freeze ] || kill -CONT "$(<"$D/pid/etcd")"
         ;;
       apiserver)
         if [ "$2" = stop ]; then
@@ -394,7 +412,7 @@ case ${1:-} in
     esac
     ;;
   *)
-    sed -n '2,13s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,16s/^# \{0,1\}//p' "$0" >&2
     exit 2
     ;;
 esac

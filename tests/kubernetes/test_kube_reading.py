@@ -46,6 +46,39 @@ def test_a_pod_without_a_status_is_pending() -> None:
     assert (seen.phase, seen.machine, seen.ready, seen.address) == ("Pending", None, False, None)
 
 
+def test_a_pod_that_was_evicted_says_why() -> None:
+    words = {"reason": "Evicted", "message": "The node was low on resource: ephemeral-storage. "}
+    seen = pod_seen(pod(phase="Failed", **words), "llm", "u-1")
+    assert seen is not None
+    assert seen.how_ended == "Failed, Evicted: The node was low on resource: ephemeral-storage."
+    assert pod_seen(pod(phase="Failed"), "llm", "u-1").how_ended == "Failed"  # type: ignore[union-attr]
+    assert pod_seen(pod(**words), "llm", "u-1").end == ""  # type: ignore[union-attr]
+
+
+def test_a_pod_whose_labels_were_taken_away() -> None:
+    labels = {
+        "app.kubernetes.io/managed-by": "holdfast-operator",
+        "holdfast.dev/job": "llm",
+        "holdfast.dev/role": "node",
+        "holdfast.dev/run": "2",
+    }
+
+    def lacks(labels: dict[str, str], name: str = "llm-n3") -> bool:
+        raw = pod(name)
+        raw["metadata"]["labels"] = labels
+        seen = pod_seen(raw, "llm", "u-1")
+        assert seen is not None
+        return seen.mislabelled
+
+    assert not lacks(labels | {"of": "the user"})
+    for name in labels:
+        assert lacks({key: value for key, value in labels.items() if key != name})
+    assert lacks(labels | {"holdfast.dev/job": "other"})
+    leads = labels | {"holdfast.dev/role": "coordinator", "holdfast.dev/term": "3"}
+    assert not lacks(leads, "llm-c3")
+    assert lacks(leads | {"holdfast.dev/term": "2"}, "llm-c3")
+
+
 @pytest.mark.parametrize("when", ["state", "lastState"])
 def test_a_container_that_ended(when: str) -> None:
     """With its last words; not where it ended in order, or handed over."""

@@ -20,6 +20,7 @@ from holdfast.engines.kubernetes.actions import (
     Number,
     RemoveFinalizer,
     Tell,
+    Warn,
 )
 from holdfast.engines.kubernetes.check import accept, check
 from holdfast.engines.kubernetes.conditions import begun
@@ -213,6 +214,15 @@ def test_an_operator_that_starts_and_does_not_see_the_coordinator_asks_for_it() 
     assert actions(seen) == (FindPod("llm-c1"),)
     gone = msgspec.structs.replace(seen, absent=frozenset({"llm-c1"}))
     assert actions(gone) == (Number(run=1, term=2, next_number=3),)
+
+
+def test_a_pod_that_a_kubelet_evicted_is_told_with_its_words() -> None:
+    ended = pod(
+        "n2", phase="Failed", ready=False, end="Evicted: The node was low on resource: ephemeral-storage."
+    )
+    first, *_ = actions(observed(pods=(*observed().pods[:3], ended)))
+    told = "its pod has ended (Failed, Evicted: The node was low on resource: ephemeral-storage.)"
+    assert first == Tell(NodeTaken("llm-n2", told), "llm-n2")
 
 
 def crashing(name: str, restarts: int = 3, **fields: Any) -> PodSeen:
@@ -459,11 +469,13 @@ def test_a_deleted_job_is_saved_within_its_time() -> None:
     late = msgspec.structs.replace(seen, now_s=NOW_S + 150)
     assert RemoveFinalizer() in actions(late)
     assert {one.grace_s for one in actions(late) if isinstance(one, DeletePod)} == {None}
+    assert [one.reason for one in actions(late) if isinstance(one, Warn)] == ["NotSaved"]
 
 
 def test_who_wants_nothing_saved_does_not_wait_for_agents_to_leave() -> None:
     trained = msgspec.structs.replace(BEGUN, progress=Progress(step=7))
     *deleted, last = actions(observed(status=trained, deleted_s=NOW_S, skip_save=True))
+    assert all(isinstance(one, DeletePod) for one in deleted)
     assert last == RemoveFinalizer()
     assert {one.grace_s for one in deleted} == {1}
     assert len(deleted) == 4

@@ -168,8 +168,8 @@ class Warn(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     """CamelCase, for programs."""
     text: str
-    order_id: int
-    """Of the order that it is about, so that it is told once."""
+    order_id: int | None = None
+    """Of the order that it is about, so that it is told once; None: the plan it is in ends the job's object."""
 
 
 class AskStop(msgspec.Struct, frozen=True):

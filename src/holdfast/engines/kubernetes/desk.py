@@ -177,7 +177,7 @@ class Desk:
         match action:
             case Tell(OrderDone(order_id=order_id)):
                 self._acknowledged.add(order_id)
-            case Warn(order_id=order_id):
+            case Warn(order_id=int(order_id)):
                 self._warned.add(order_id)
             case Tell(NodeOutOfMemory(node=node), about):
                 self._told_of_memory[node] = about
@@ -201,7 +201,7 @@ class Desk:
                 return order_id not in self._acknowledged
             case Tell(NodeOutOfMemory(node=node), about):
                 return self._told_of_memory.get(node) != about
-            case Warn(order_id=order_id):
+            case Warn(order_id=int(order_id)):
                 return order_id not in self._warned
             case _:
                 return True

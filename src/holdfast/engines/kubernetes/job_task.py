@@ -293,8 +293,8 @@ class JobTask:
             case FindPod():
                 await self._pods.find(action)
             case LabelPod(name=name):
-                pod = next(one for one in seen.pods if one.name == name)
-                await self._pods.label(action, render.pod_labels(self.name, pod, self._run(seen)))
+                bare = next(one for one in seen.pods if one.name == name)
+                await self._pods.label(action, render.pod_labels(self.name, bare, self._run(seen)))
             case TellPlace():
                 await self._pods.tell_place(action)
             case MarkMachine(machine, mark):

@@ -36,6 +36,8 @@ class PodSeen(msgspec.Struct, frozen=True, kw_only=True):
     """Of the node, or of the coordinator's term."""
     run: int
     phase: PodPhase = "Pending"
+    end: str = ""
+    """Why it has ended, in Kubernetes' words; empty: it says nothing."""
     deleting: bool = False
     """It has a deletion time. That cannot be taken back."""
     machine: str | None = None
@@ -69,6 +71,11 @@ class PodSeen(msgspec.Struct, frozen=True, kw_only=True):
     def ended(self) -> bool:
         """Its processes are over."""
         return self.phase in ("Succeeded", "Failed")
+
+    @property
+    def how_ended(self) -> str:
+        """For people."""
+        return f"{self.phase}, {self.end}" if self.end else self.phase
 
     @property
     def stays(self) -> bool:

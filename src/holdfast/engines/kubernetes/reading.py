@@ -84,6 +84,7 @@ def pod_seen(pod: Object, job: str, uid: str) -> PodSeen | None:
         # Somebody who takes a label away does not make a pod one of another run.
         run=int(run) if run.isdecimal() else 0,
         phase=_phase(status.get("phase")),
+        end=_end(status),
         deleting="deletionTimestamp" in metadata,
         machine=spec.get("nodeName"),
         ready=ready,
@@ -120,6 +121,12 @@ def _phase(phase: Any) -> PodPhase:
             return "Pending"
         case _:
             return "Unknown"
+
+
+def _end(status: Object) -> str:
+    """A kubelet that evicts a pod says why: its disk is full, or the pod has used more than its limit."""
+    words = [str(status[key]).strip() for key in ("reason", "message") if status.get(key)]
+    return ": ".join(words)[:MESSAGE_CHARS] if status.get("phase") == "Failed" else ""
 
 
 def _held(spec: Object) -> str | None:

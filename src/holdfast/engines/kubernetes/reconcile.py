@@ -36,6 +36,7 @@ from holdfast.engines.kubernetes.actions import (
     SizeGroup,
     Tell,
     TellPlace,
+    Warn,
 )
 from holdfast.engines.kubernetes.check import quantity_of_limit
 from holdfast.engines.kubernetes.conditions import Ended, status_of
@@ -57,6 +58,10 @@ LEAVE_S = 60.0
 MOST_MADE = 64
 """Pods that one plan makes: the next one sees what became of them."""
 DELETED, SUSPENDED = "the job is deleted", "the job is suspended"
+NOT_SAVED = (
+    "the job was deleted, and its coordinator did not end it within spec.disruption.graceSeconds and a minute; what it had \
+saved before is kept"
+)
 ACTIVE_DEADLINE = "spec.runPolicy.activeDeadlineSeconds is over"
 BESIDE = ("Secret", "ConfigMap", "PodGroup", "Service", "PodDisruptionBudget", "NetworkPolicy")
 OF_A_RUN = ("PodGroup", "ConfigMap")
@@ -236,7 +241,7 @@ def _nodes(seen: Observed, job: HoldfastJob) -> Iterable[Action]:
     yield from _places(seen, mine.values())
     for pod in mine.values():
         if pod.ended and not pod.deleting:
-            yield _delete(pod, f"its processes are over ({pod.phase})")
+            yield _delete(pod, f"its processes are over ({pod.how_ended})")
     lost = lost_nodes(seen)
     for pod in mine.values():
         # Its order was acknowledged by an operator that saw less than this one: a leader that was stopped and thawed.
@@ -425,7 +430,7 @@ def _news(
             if names.number_of(job.id.name, name) is not None and name in seen.absent:
                 yield Tell(NodeTaken(name, "its pod is gone"), name)
         elif pod.ended:
-            yield Tell(NodeTaken(name, f"its pod has ended ({pod.phase})"), name)
+            yield Tell(NodeTaken(name, f"its pod has ended ({pod.how_ended})"), name)
         elif pod.deleting:
             within_s = float(job.spec.disruption.grace_seconds)
             yield Tell(NodeGoing(name, "its pod is being deleted", within_s), name)
@@ -557,7 +562,10 @@ def _deleted(seen: Observed) -> Plan:
         # How it ended stays to be read: the finalizer may take more than one try, and somebody may wait for the condition.
         status = seen.status if over else status_of(seen, job, stopping=DELETED)
         # Pods that are being deleted are the kubelet's: an object that waited for a lost machine would never go.
-        return Plan((*actions, RemoveFinalizer()), status)
+        warnings = (
+            [Warn(reason="NotSaved", text=NOT_SAVED)] if not over and left_s <= 0 and _saves(seen) else []
+        )
+        return Plan((*warnings, *actions, RemoveFinalizer()), status)
     return Plan(_stop(seen, job, DELETED), status_of(seen, job, stopping=DELETED), left_s)
 
 
