@@ -331,11 +331,8 @@ class Schedule:
         job, pods = self.server.object, self.server.mine()
         if orphans := [pod.name for pod in self.server.pods.values() if not self.server.is_mine(pod)]:
             self.problems.append(f"orphans: {orphans}")
-        # A node without its label that no operator saw ends by itself when its coordinator is gone.
-        known = self.cluster.coordinator
-        leads = known is not None and known.outcome is None
-        run = job.status.run if leads else None
-        pods = [pod for pod in pods if pod.coordinator or not pod.mislabelled or pod.run == run]
+        # What is left of a pod that has ended without its label goes with the object.
+        pods = [pod for pod in pods if not (pod.mislabelled and pod.ended)]
         if job is None:
             return
         if job.deleted_s is not None:
