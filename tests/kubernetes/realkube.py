@@ -267,6 +267,14 @@ class Job:
         if incidents:
             assert len(report["incidents"]) in incidents, told
 
+    def events(self) -> list[dict[str, Any]]:
+        """Of that copy."""
+        store = Store(self.dir / "job.sqlite", read_only=True)
+        try:
+            return [{"kind": one.kind, **one.fields} for one in store.events()]
+        finally:
+            store.close()
+
     def losses(self) -> list[float]:
         """Of each step, from the copy of the ledger that the command left."""
         return losses(self.dir)

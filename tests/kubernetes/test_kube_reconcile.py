@@ -220,9 +220,12 @@ def test_a_pod_that_a_kubelet_evicted_is_told_with_its_words() -> None:
     ended = pod(
         "n2", phase="Failed", ready=False, end="Evicted: The node was low on resource: ephemeral-storage."
     )
-    first, *_ = actions(observed(pods=(*observed().pods[:3], ended)))
-    told = "its pod has ended (Failed, Evicted: The node was low on resource: ephemeral-storage.)"
-    assert first == Tell(NodeTaken("llm-n2", told), "llm-n2")
+    first, warning, deletion, _ = actions(observed(pods=(*observed().pods[:3], ended)))
+    how = "Failed, Evicted: The node was low on resource: ephemeral-storage."
+    assert first == Tell(NodeTaken("llm-n2", f"its pod has ended ({how})"), "llm-n2")
+    # Its coordinator may have let it go before, and knows of no reason but a signal.
+    assert warning == Warn(reason="PodEnded", text=f"llm-n2 on m-n2: {how}")
+    assert isinstance(deletion, DeletePod)
 
 
 def crashing(name: str, restarts: int = 3, **fields: Any) -> PodSeen:

@@ -169,7 +169,7 @@ class Warn(msgspec.Struct, frozen=True, kw_only=True):
     """CamelCase, for programs."""
     text: str
     order_id: int | None = None
-    """Of the order that it is about, so that it is told once; None: the plan it is in ends the job's object."""
+    """Of the order that it is about, so that it is told once; None: what it is about ends with the plan that it is in."""
 
 
 class AskStop(msgspec.Struct, frozen=True):

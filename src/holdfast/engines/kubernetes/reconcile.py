@@ -241,6 +241,9 @@ def _nodes(seen: Observed, job: HoldfastJob) -> Iterable[Action]:
     yield from _places(seen, mine.values())
     for pod in mine.values():
         if pod.ended and not pod.deleting:
+            if pod.end:
+                # A kubelet asks a node to leave before it says why, and with the pod its words would go.
+                yield Warn(reason="PodEnded", text=f"{pod.name} on {pod.machine}: {pod.how_ended}")
             yield _delete(pod, f"its processes are over ({pod.how_ended})")
     lost = lost_nodes(seen)
     for pod in mine.values():

@@ -1,0 +1,341 @@
+"""Machines of a real Kubernetes that freeze, come back, are lost together, are sick, or cannot run the job's agent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from realkube import (
+    IMAGE,
+    MACHINES,
+    NAMESPACE,
+    PACE_S,
+    PATIENCE_S,
+    STEPS,
+    TRAIN,
+    Job,
+    Scene,
+    Undisturbed,
+    cluster,
+    evict,
+    gone,
+    is_true,
+    node_of,
+    pair,
+    trained_apart,
+    until,
+)
+
+from holdfast.engines.kubernetes.api import Api
+
+pytestmark = [pytest.mark.kube, pytest.mark.nightly, pytest.mark.timeout(900)]
+FOLDER = f"/api/v1/namespaces/{NAMESPACE}"
+NODES = "/api/v1/nodes"
+LIBRARIES = Path(sys.prefix, "lib").resolve()
+"""Of this environment, which all containers of the test cluster have mounted."""
+
+
+async def machines_of(api: Api) -> dict[str, str]:
+    """Of all nodes' pods that stay: the machine, by the pod's name."""
+    pods = (await api.list_all(f"{FOLDER}/pods", {"labelSelector": "holdfast.dev/role=node"}))[0]
+    stay = [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
+    return {pod["metadata"]["name"]: pod["spec"].get("nodeName", "") for pod in stay}
+
+
+async def cordon(api: Api, machine: str, on: bool = True) -> None:
+    """Or uncordon."""
+    await api.merge(f"{NODES}/{machine}", {"spec": {"unschedulable": on or None}})
+
+
+def template(home: Path, name: str, **worker: Any) -> Path:
+    """A pod template whose container has these fields."""
+    path = home / f"{name}.yaml"
+    container = {"name": "worker", "image": IMAGE} | worker
+    path.write_text(yaml.safe_dump({"spec": {"containers": [container]}}))
+    return path
+
+
+def test_a_machine_that_freezes_and_thaws(
+    play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed
+):
+    """Its kernel answers all the time. What thaws is turned away, and nothing of it is taken for the job's."""
+
+    async def scene(api: Api) -> None:
+        async with pair(api, home, "frozen") as (job, status):
+            lost, machine = await trained_apart(job, status)
+            cluster("freeze", machine)
+            try:
+                status = await job.training(2, beyond=status["step"] + 5)
+                assert lost not in [node_of(status, rank) for rank in (0, 1)]
+            finally:
+                cluster("thaw", machine)
+            await until(lambda: gone(api, f"{FOLDER}/pods/{lost}"), f"the pod of {lost} is gone")
+            await job.training(2, beyond=status["step"] + 5)
+            await job.stops_as(undisturbed, incidents=(1,))
+
+    play(scene)
+
+
+def test_a_machine_that_comes_back_after_its_power_loss_is_used_again(
+    play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed
+):
+    """The kubelet that comes back ends its old pod itself, so nobody has to delete it by force."""
+
+    async def scene(api: Api) -> None:
+        async with pair(api, home, "returns") as (job, status):
+            lost, machine = await trained_apart(job, status)
+            cluster("kill", machine)
+            status = await job.training(2, beyond=status["step"] + 5, spares=1)
+            assert "deletionTimestamp" in (await job.pod(lost))["metadata"]
+            cluster("boot", machine)
+            await until(lambda: gone(api, f"{FOLDER}/pods/{lost}"), f"the old pod on {machine} is gone")
+            # All others have a node, or are not to have one: the next one has to go there.
+            there = await machines_of(api)
+            moved = next(node for node in there if node in [node_of(status, rank) for rank in (0, 1)])
+            await cordon(api, there[moved])
+
+            async def has_moved() -> bool:
+                now = await machines_of(api)
+                return machine in now.values() and moved not in now
+
+            await until(has_moved, f"another node is on {machine} in the place of {moved}")
+            status = await job.training(2, beyond=status["step"] + 5, spares=1)
+            assert moved not in [node_of(status, rank) for rank in (0, 1)]
+            await job.stops_as(undisturbed, incidents=(1,))
+
+    play(scene)
+
+
+def test_two_of_four_machines_are_lost_at_once(
+    play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed
+):
+    """One spare cannot stand for both: the job goes on with fewer nodes, and grows back without a restart."""
+
+    async def scene(api: Api) -> None:
+        options = ("--nnodes", "2:3", "--spares", 1)
+        async with Job(api, home, "halved", *options, steps=STEPS, pace_s=PACE_S) as job:
+            status = await job.training(3, beyond=3, spares=1)
+            seat = await job.machine(await job.coordinator())
+            lost = [machine for machine in MACHINES if machine != seat][:2]
+            for machine in lost:
+                cluster("kill", machine)
+            status = await job.training(2, beyond=status["step"] + 5)
+            for machine in lost:
+                cluster("boot", machine)
+            await job.training(3, beyond=status["step"] + 5, spares=1)
+            after = (await job.object())["status"]
+            assert (after["run"], after["term"]) == (1, 1)
+            await job.stops_as(undisturbed, incidents=(1, 2))
+
+    play(scene)
+
+
+def test_all_nodes_are_lost_at_once(play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed):
+    """The memory of all is gone. New pods go on from the newest checkpoint, under the same coordinator."""
+
+    async def scene(api: Api) -> None:
+        shared = Path(os.environ["HOLDFAST_KUBE_DIR"]) / "shared"
+        shared.mkdir()
+        shared.chmod(0o777)
+        volume = {"capacity": {"storage": "1Gi"}, "accessModes": ["ReadWriteMany"]}
+        size = {"requests": volume["capacity"]}
+        made = {
+            "/api/v1/persistentvolumes/shared": {
+                "kind": "PersistentVolume",
+                "spec": volume | {"hostPath": {"path": str(shared)}, "storageClassName": ""},
+            },
+            f"{FOLDER}/persistentvolumeclaims/shared": {
+                "kind": "PersistentVolumeClaim",
+                "spec": {
+                    "accessModes": volume["accessModes"],
+                    "resources": size,
+                    "storageClassName": "",
+                    "volumeName": "shared",
+                },
+            },
+        }
+        for path, one in made.items():
+            await api.apply(
+                path, {"apiVersion": "v1", "metadata": {"name": "shared"}, **one}, manager="tests"
+            )
+        mount = {"name": "shared", "mountPath": "/shared"}
+        path = template(home, "shared", volumeMounts=[mount])
+        pod = yaml.safe_load(path.read_text())
+        pod["spec"]["volumes"] = [{"name": "shared", "persistentVolumeClaim": {"claimName": "shared"}}]
+        path.write_text(yaml.safe_dump(pod))
+        options = ("--nnodes", 2, "--pod-template", path, "--checkpoint", "/shared/all,every=10")
+        async with Job(api, home, "erased", *options, steps=STEPS, pace_s=PACE_S) as job:
+            status = await job.training(2, beyond=12)
+            while (seat := await job.machine(await job.coordinator())) in (
+                there := await machines_of(api)
+            ).values():
+                # It moves, and so does the node: neither goes to a machine that is not to be used.
+                await cordon(api, seat)
+                mover, before = await job.coordinator(), status["step"]
+
+                async def has_moved(mover: str = mover) -> bool:
+                    await evict(api, mover)
+                    return await job.coordinator() != mover
+
+                await until(has_moved, "the coordinator has moved")
+                status = await job.training(2, beyond=before + 3)
+                await cordon(api, seat, on=False)
+            term = (await job.object())["status"]["term"]
+            for machine in set(there.values()):
+                cluster("kill", machine)
+            await job.training(2, beyond=status["step"] + 5)
+            assert (await job.object())["status"]["term"] == term
+            assert not set(there) & set(await machines_of(api))
+            await job.stops_as(undisturbed, incidents=(1, 2))
+
+    play(scene)
+
+
+def test_a_machine_on_which_the_agent_cannot_start(
+    play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed
+):
+    """Its libraries are not there. Another machine is asked for, and nobody is marked."""
+
+    async def scene(api: Api) -> None:
+        async with pair(api, home, "crashes") as (job, status):
+            there = await machines_of(api)
+            seat = await job.machine(await job.coordinator())
+            (empty,) = set(MACHINES) - set(there.values())
+            node = next(name for name, machine in there.items() if machine != seat)
+            # Containers that run have them mounted, and new ones on this machine find an empty folder.
+            libraries = LIBRARIES
+            cluster("exec", empty, "mount", "-t", "tmpfs", "tmpfs", str(libraries))
+            try:
+                await cordon(
+                    api, there[node]
+                )  # so the one in its place goes to the only machine that is left
+
+                async def crashes() -> bool:
+                    return await job.says("times, the last time with exit code")
+
+                await until(crashes, "the status has the last words of the one that crashes")
+                await cordon(api, there[node], on=False)
+
+                async def is_elsewhere() -> bool:
+                    now = await machines_of(api)
+                    return len(now) == 3 and empty not in now.values()
+
+                await until(is_elsewhere, f"it is on another machine than {empty}", 2 * PATIENCE_S)
+                status = await job.training(2, beyond=status["step"] + 5, spares=1)
+            finally:
+                cluster("exec", empty, "umount", str(libraries))
+            spec = (await api.get(f"{NODES}/{empty}"))["spec"]
+            assert not spec.get("taints")
+            assert not spec.get("unschedulable")
+            await job.stops_as(undisturbed, incidents=(0,))
+
+    play(scene)
+
+
+def test_an_image_without_holdfast_and_a_script_that_is_not_there(play: Callable[[Scene], None], home: Path):
+    """Both end after some minutes, with words that say what is missing; pods do not start anew for ever."""
+
+    async def scene(api: Api) -> None:
+        bare = template(home, "bare", env=[{"name": "PYTHONPATH", "value": "/nowhere"}])
+        image = Job(api, home, "bare", "--nnodes", 2, "--pod-template", bare, steps=STEPS, pace_s=PACE_S)
+        async with image as job:
+            failed = await job.condition("Failed", 3 * PATIENCE_S)
+            (word,) = [one for one in failed["status"]["conditions"] if one["type"] == "Failed"]
+            assert word["reason"] == "ImageWithoutHoldfast"
+            assert "No module named 'holdfast" in word["message"]
+            assert IMAGE in word["message"]
+            assert await job.wait() != 0
+
+            async def nothing_left() -> bool:
+                return not await machines_of(api)
+
+            await until(nothing_left, "its pods are gone")
+
+    play(scene)
+
+
+FILLS = """\
+        if step.index == 20 and run.rank == 1:
+            Path("/tmp/large").write_bytes(bytes(300 << 20))
+"""
+
+
+def test_a_kubelet_that_evicts_a_pod_which_fills_its_disk(
+    play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed
+):
+    """It is asked to leave, so no step is lost; an Event of the job has the kubelet's words, and no machine is to blame."""
+
+    async def scene(api: Api) -> None:
+        text, after = TRAIN.read_text(), "        run.log(loss=step.loss)\n"
+        assert after in text
+        script = home / "fills.py"
+        script.write_text(text.replace(after, after + FILLS))
+        limits = {"limits": {"ephemeral-storage": "200Mi"}}
+        path = template(home, "fills", resources=limits)
+        async with pair(api, home, "fills", "--pod-template", path, script=script) as (job, status):
+            full = node_of(status, 1)
+
+            async def replaced() -> bool:
+                return full not in await machines_of(api)
+
+            await until(replaced, f"{full} is evicted", 2 * PATIENCE_S)
+            status = await job.training(2, beyond=status["step"] + 5, spares=1)
+            assert full not in [node_of(status, rank) for rank in (0, 1)]
+            await job.stops_as(undisturbed, incidents=(0,))
+            events = (await api.list_all(f"{FOLDER}/events", {"fieldSelector": "reason=PodEnded"}))[0]
+            told = [one["message"] for one in events if one["involvedObject"]["name"] == "fills"]
+            assert len(told) == 1
+            assert "Evicted: Pod ephemeral local storage usage exceeds the total limit" in told[0]
+            kinds = {one["kind"] for one in await asyncio.to_thread(job.events)}
+            assert not {kind for kind in kinds if "quarantine" in kind or "mark" in kind}
+
+    play(scene)
+
+
+@pytest.mark.parametrize("by", ["condition", "taint"])
+def test_somebody_else_calls_a_machine_sick(
+    play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed, by: str
+):
+    """node-problem-detector, NVSentinel or a cloud: the node leaves it with their words, its replacement first; no mark of ours."""
+
+    async def scene(api: Api) -> None:
+        async with pair(api, home, f"sick-{by}") as (job, status):
+            node, machine = await trained_apart(job, status)
+            path = f"{NODES}/{machine}"
+            words = "task blocked for more than 120 seconds"
+            if by == "condition":
+                sick = {"type": "KernelDeadlock", "status": "True", "reason": "DockerHung", "message": words}
+                await api.strategic(f"{path}/status", {"status": {"conditions": [sick]}})
+            else:
+                taint = {"key": "nvsentinel.dgxc.nvidia.com/GpuXid", "value": "79", "effect": "NoExecute"}
+                await api.merge(path, {"spec": {"taints": [taint]}})
+            try:
+
+                async def has_left() -> bool:
+                    return machine not in (await machines_of(api)).values()
+
+                await until(has_left, f"{node} has left {machine}")
+                status = await job.training(2, beyond=status["step"] + 5, spares=1)
+                metadata = (await api.get(path))["metadata"]
+                assert not [name for name in metadata.get("annotations", {}) if "holdfast" in name]
+                assert node not in [node_of(status, rank) for rank in (0, 1)]
+                await job.stops_as(undisturbed, incidents=(0,))
+            finally:
+                if by == "condition":
+                    well = {"type": "KernelDeadlock", "status": "False", "reason": "KernelHasNoDeadlock"}
+                    await api.strategic(f"{path}/status", {"status": {"conditions": [well]}})
+                else:
+                    await api.merge(path, {"spec": {"taints": None}})
+                await until(lambda: ready(api, machine), f"{machine} is ready")
+
+    play(scene)
+
+
+async def ready(api: Api, machine: str) -> bool:
+    return is_true(await api.get(f"{NODES}/{machine}"), "Ready")

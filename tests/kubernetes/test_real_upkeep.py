@@ -1,0 +1,250 @@
+"""What is done to a real Kubernetes, and to what belongs to a job, while the job trains: outages, upgrades, labels, a namespace."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from realkube import (
+    NAMESPACE,
+    PACE_S,
+    PATIENCE_S,
+    STEPS,
+    Job,
+    Scene,
+    Undisturbed,
+    cluster,
+    gone,
+    is_true,
+    node_of,
+    operators,
+    pair,
+    trained_apart,
+    until,
+)
+
+from holdfast.engines.kubernetes.api import Api, ApiError, NoAnswer
+from holdfast.engines.kubernetes.reach import job_path
+from holdfast.engines.kubernetes.schema import crd_text
+
+pytestmark = [pytest.mark.kube, pytest.mark.nightly, pytest.mark.timeout(900)]
+FOLDER = f"/api/v1/namespaces/{NAMESPACE}"
+DEPLOYMENT = "/apis/apps/v1/namespaces/holdfast-system/deployments/holdfast-operator"
+
+
+def test_a_coordinator_is_lost_while_the_api_server_is_down(
+    play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed
+):
+    """Nobody can make another one. The nodes wait for it, and all is well when the API server is back."""
+
+    async def scene(api: Api) -> None:
+        async with pair(api, home, "headless") as (job, status):
+            term = (await job.object())["status"]["term"]
+            seat = await job.machine(await job.coordinator())
+            cluster("apiserver", "stop")
+            try:
+                with pytest.raises(NoAnswer):
+                    await job.object()
+                cluster("kill", seat)
+            finally:
+                cluster("apiserver", "start")
+            await job.training(2, beyond=status["step"] + 5)
+            after = (await job.object())["status"]
+            assert after["term"] > term
+            assert after["run"] == 1
+            cluster("boot", seat)
+            await job.training(2, beyond=status["step"] + 10, spares=1)
+            await job.stops_as(undisturbed)
+
+    play(scene)
+
+
+def test_a_database_that_stands_still(play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed):
+    """The API server answers and can do nothing, while a machine is lost: the spare trains, and afterwards a pod is made, once."""
+
+    async def scene(api: Api) -> None:
+        async with pair(api, home, "stalled") as (job, status):
+            lost, machine = await trained_apart(job, status)
+            cluster("etcd", "freeze")
+            try:
+                cluster("kill", machine)
+                # Through the API server's proxy nobody is reached now. What the job did meanwhile is in its report.
+                with pytest.raises((NoAnswer, ApiError)):
+                    await job.object()
+            finally:
+                cluster("etcd", "thaw")
+            status = await job.training(2, beyond=status["step"] + 5, spares=1)
+            assert lost not in [node_of(status, rank) for rank in (0, 1)]
+            assert (await job.object())["status"]["nextNumber"] == 4
+            await job.stops_as(undisturbed, incidents=(1,))
+
+    play(scene)
+
+
+def test_the_definition_and_the_operator_are_upgraded_in_a_run(
+    play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed
+):
+    """All pods stay. The operator that comes looks after the job from then on."""
+
+    async def scene(api: Api) -> None:
+        async with pair(api, home, "upgraded") as (job, status):
+            before = {pod["metadata"]["uid"] for pod in await pods(api)}
+            crd = yaml.safe_load(crd_text())
+            schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+            schema["properties"]["spec"]["properties"]["later"] = {"type": "string"}
+            name = crd["metadata"]["name"]
+            path = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{name}"
+            await api.apply(path, crd, manager="tests")
+            old = {pod["metadata"]["uid"] for pod in await operators(api)}
+            version = {"metadata": {"annotations": {"tests.holdfast.dev/version": "2"}}}
+            await api.merge(DEPLOYMENT, {"spec": {"template": version}})
+
+            async def is_new() -> bool:
+                there = await operators(api)
+                return bool(there) and not [pod for pod in there if pod["metadata"]["uid"] in old]
+
+            await until(is_new, "no operator of before is there", 2 * PATIENCE_S)
+            try:
+                await api.merge(
+                    job_path(NAMESPACE, "upgraded"), {"spec": {"later": "a field of a later version"}}
+                )
+                _, machine = await trained_apart(job, status)
+                assert {pod["metadata"]["uid"] for pod in await pods(api)} == before
+                cluster("kill", machine)
+                await job.training(2, beyond=status["step"] + 5, spares=1)
+                await job.stops_as(undisturbed, incidents=(1,))
+            finally:
+                await api.apply(path, yaml.safe_load(crd_text()), manager="tests")
+
+    play(scene)
+
+
+def test_labels_are_taken_from_all_pods_and_a_stranger_has_them(
+    play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed
+):
+    """Nothing that trains is taken for lost, by the operator that is there or by one that comes; the stranger is left alone."""
+
+    async def scene(api: Api) -> None:
+        async with pair(api, home, "bare") as (job, status):
+            mine = await pods(api)
+            stranger = _stranger(mine[0], "bare-n7")
+            made = await api.create(f"{FOLDER}/pods", stranger)
+            for by_one_that_comes in (False, True):
+                if by_one_that_comes:
+                    await api.merge(DEPLOYMENT, {"spec": {"replicas": 0}})
+
+                    async def nobody() -> bool:
+                        return not await operators(api)
+
+                    await until(nobody, "there is no operator")
+                for pod in mine:
+                    labels = dict.fromkeys(pod["metadata"]["labels"])
+                    path = f"{FOLDER}/pods/{pod['metadata']['name']}"
+                    await api.merge(path, {"metadata": {"labels": labels}})
+                if by_one_that_comes:
+                    await api.merge(DEPLOYMENT, {"spec": {"replicas": 2}})
+
+                async def have_them() -> bool:
+                    now = {
+                        pod["metadata"]["uid"]: pod["metadata"].get("labels", {}) for pod in await pods(api)
+                    }
+                    return all(
+                        now.get(pod["metadata"]["uid"], {}).items() >= _ours(pod).items() for pod in mine
+                    )
+
+                await until(have_them, "all pods have their labels again")
+                status = await job.training(2, beyond=status["step"] + 5, spares=1)
+            there = {pod["metadata"]["uid"] for pod in await pods(api)}
+            assert there == {pod["metadata"]["uid"] for pod in mine} | {made["metadata"]["uid"]}
+            await job.stops_as(undisturbed, incidents=(0,))
+            assert not await gone(api, f"{FOLDER}/pods/bare-n7")
+            await api.delete(f"{FOLDER}/pods/bare-n7", made["metadata"]["uid"], 0)
+
+    play(scene)
+
+
+def operators_logs() -> str:
+    """What their containers have written, on the disks of all machines."""
+    found = Path(os.environ["HOLDFAST_KUBE_DIR"]).glob("n*/pods/holdfast-system_*/*/*.log")
+    return "\n".join(path.read_text() for path in found)
+
+
+async def pods(api: Api) -> list[dict[str, Any]]:
+    return (await api.list_all(f"{FOLDER}/pods", {}))[0]
+
+
+def _ours(pod: dict[str, Any]) -> dict[str, str]:
+    labels: dict[str, str] = pod["metadata"]["labels"]
+    return {name: value for name, value in labels.items() if "holdfast" in name or "holdfast" in value}
+
+
+def _stranger(like: dict[str, Any], name: str) -> dict[str, Any]:
+    """A pod of nobody's with the labels of the job's, under a name that could be its."""
+    container = {"name": "one", "image": os.environ["HOLDFAST_KUBE_IMAGE"]}
+    container |= {
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "resources": {"requests": {"cpu": "10m"}},
+    }
+    secure = {"runAsNonRoot": True, "runAsUser": 1000, "seccompProfile": {"type": "RuntimeDefault"}}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name, "labels": like["metadata"]["labels"]},
+        "spec": {"containers": [container], "securityContext": secure},
+    }
+
+
+def test_a_coordinator_that_never_answers_does_not_hold_a_deletion_for_ever(
+    play: Callable[[Scene], None], home: Path
+):
+    """The object goes after its deadline, with a warning; who does not want to wait says so by an annotation."""
+
+    async def scene(api: Api) -> None:
+        async with Job(api, home, "mute", "--nnodes", 2, steps=STEPS, pace_s=PACE_S) as job:
+            await job.training(2, beyond=5)
+            machine = await job.machine(await job.coordinator())
+            path = job_path(NAMESPACE, "mute")
+            made = await job.object()
+            stand = "kill -STOP $(pgrep -f holdfast.coordinator)"
+            cluster("exec", machine, "sh", "-c", stand)
+            await api.delete(path, made["metadata"]["uid"])
+            await until(lambda: gone(api, path), "the object is gone", 2 * PATIENCE_S)
+            events = (await api.list_all(f"{FOLDER}/events", {}))[0]
+            warned = [one for one in events if one["reason"] == "NotSaved"]
+            assert [one["involvedObject"]["name"] for one in warned] == ["mute"]
+
+            async def nothing() -> bool:
+                return not await pods(api)
+
+            await until(nothing, "its pods are gone")
+
+    play(scene)
+
+
+def test_a_namespace_is_deleted_while_its_job_trains(play: Callable[[Scene], None], home: Path):
+    """It ends. Nothing is made in it again and again while it goes."""
+
+    async def scene(api: Api) -> None:
+        at = "/api/v1/namespaces/doomed"
+        await api.apply(
+            at, {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "doomed"}}, manager="tests"
+        )
+        async with Job(
+            api, home, "doomed", "--namespace", "doomed", "--nnodes", 2, steps=STEPS, pace_s=PACE_S
+        ) as job:
+
+            async def trains() -> bool:
+                return is_true(await api.get(job_path("doomed", "doomed")), "Training")
+
+            await until(trains, "it trains")
+            uid = (await api.get(at))["metadata"]["uid"]
+            await api.delete(at, uid)
+            await until(lambda: gone(api, at), "the namespace is gone", 2 * PATIENCE_S)
+            assert await job.wait() != 0
+        assert operators_logs().count("because it is being terminated") < 30, "it asks less and less often"
+
+    play(scene)
