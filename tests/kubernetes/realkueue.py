@@ -14,7 +14,7 @@ from typing import Any
 
 import aiohttp
 import yaml
-from realkube import until
+from realkube import NAMESPACE, until
 
 from holdfast.engines.kubernetes.api import Api
 from holdfast.engines.kubernetes.kueue import API_VERSION
@@ -23,6 +23,8 @@ HOST, PORT, READY_PORT = "10.79.0.1", 19543, 18181
 OWN_CERTIFICATE = Path("/etc/kueue/metrics/certs")
 """Kueue 0.15 wants the certificate of its metrics there, whatever its options say."""
 READY_S = 60.0
+NAME = "kubernetes.io/metadata.name"
+"""Of a namespace, as a label."""
 
 
 def programs() -> Path:
@@ -35,12 +37,17 @@ def is_there() -> bool:
 
 
 @asynccontextmanager
-async def kueue(api: Api, pods_ready_s: int) -> AsyncIterator[None]:
-    """Runs it. pods_ready_s: a Workload whose pods are not ready for so long is evicted."""
+async def kueue(api: Api, pods_ready_s: int, *, knows_us: bool = True) -> AsyncIterator[None]:
+    """Runs it, with its integration of pods.
+
+    Args:
+        pods_ready_s: a Workload whose pods are not ready for so long is evicted.
+        knows_us: its configuration has the line that docs/kubernetes.md asks for. Else it manages all pods of `research`.
+    """
     folder = Path(os.environ["HOLDFAST_KUBE_DIR"]) / "kueue"
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     _certificate(folder)
-    objects = _objects(folder)
+    objects = [*_objects(folder), _pods_hook(folder)]
     hooks = [one for one in objects if "Webhook" in one["kind"]]
     for made in objects:
         if made not in hooks:
@@ -50,7 +57,7 @@ async def kueue(api: Api, pods_ready_s: int) -> AsyncIterator[None]:
             await until(partial(_served, api, _path(made)), f"{made['metadata']['name']} is served")
     namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "kueue-system"}}
     await apply(api, "/api/v1/namespaces/kueue-system", namespace)
-    process = _start(folder, pods_ready_s)
+    process = _start(folder, _configuration(folder, pods_ready_s, knows_us))
     try:
         await _ready(process, folder)
         for made in hooks:
@@ -69,9 +76,9 @@ async def apply(api: Api, path: str, made: dict[str, Any]) -> None:
     await until(partial(api.apply, path, made, manager="tests"), f"{path} is there")
 
 
-def _start(folder: Path, pods_ready_s: int) -> subprocess.Popen[bytes]:
+def _start(folder: Path, configuration: dict[str, Any]) -> subprocess.Popen[bytes]:
     config = folder / "config.yaml"
-    config.write_text(yaml.safe_dump(_configuration(folder, pods_ready_s)))
+    config.write_text(yaml.safe_dump(configuration))
     command = [str(programs() / "kueue"), f"--config={config}", f"--kubeconfig={os.environ['KUBECONFIG']}"]
     with (folder / "kueue.log").open("wb") as log:
         return subprocess.Popen(
@@ -110,10 +117,34 @@ def _run(*command: object) -> None:
 
 
 def _objects(folder: Path) -> list[dict[str, Any]]:
-    authority = base64.b64encode((folder.parent / "pki" / "ca.crt").read_bytes()).decode()
     text = (programs() / "kueue.yaml").read_text()
-    text = text.replace("URL_", f"https://{HOST}:{PORT}").replace("CA_", authority)
+    text = text.replace("URL_", f"https://{HOST}:{PORT}").replace("CA_", _authority(folder))
     return [one for one in yaml.safe_load_all(text) if one]
+
+
+def _authority(folder: Path) -> str:
+    return base64.b64encode((folder.parent / "pki" / "ca.crt").read_bytes()).decode()
+
+
+def _pods_hook(folder: Path) -> dict[str, Any]:
+    """As in Kueue's release: it sees each pod that is made, and holds back those that it manages."""
+    hook = {
+        "name": "mpod.kb.io",
+        "clientConfig": {"url": f"https://{HOST}:{PORT}/mutate--v1-pod", "caBundle": _authority(folder)},
+        "rules": [
+            {"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["pods"]}
+        ],
+        "namespaceSelector": {"matchExpressions": [{"key": NAME, "operator": "In", "values": [NAMESPACE]}]},
+        "failurePolicy": "Fail",
+        "sideEffects": "None",
+        "admissionReviewVersions": ["v1"],
+    }
+    return {
+        "apiVersion": "admissionregistration.k8s.io/v1",
+        "kind": "MutatingWebhookConfiguration",
+        "metadata": {"name": "kueue-pods"},
+        "webhooks": [hook],
+    }
 
 
 def _path(made: dict[str, Any]) -> str:
@@ -121,7 +152,10 @@ def _path(made: dict[str, Any]) -> str:
     return f"/apis/{made['apiVersion']}/{plural}/{made['metadata']['name']}"
 
 
-def _configuration(folder: Path, pods_ready_s: int) -> dict[str, Any]:
+def _configuration(folder: Path, pods_ready_s: int, knows_us: bool) -> dict[str, Any]:
+    integrations: dict[str, Any] = {"frameworks": ["batch/job", "pod"]}
+    if knows_us:
+        integrations["externalFrameworks"] = ["HoldfastJob.v1alpha1.holdfast.dev"]
     return {
         "apiVersion": "config.kueue.x-k8s.io/v1beta2",
         "kind": "Configuration",
@@ -131,9 +165,10 @@ def _configuration(folder: Path, pods_ready_s: int) -> dict[str, Any]:
         "internalCertManagement": {"enable": False},
         "leaderElection": {"leaderElect": False},
         "waitForPodsReady": {"timeout": f"{pods_ready_s}s"},
-        "integrations": {
-            "frameworks": ["batch/job"],
-            "externalFrameworks": ["HoldfastJob.v1alpha1.holdfast.dev"],
+        "integrations": integrations,
+        "manageJobsWithoutQueueName": not knows_us,
+        "managedJobsNamespaceSelector": {
+            "matchExpressions": [{"key": NAME, "operator": "In", "values": [NAMESPACE]}]
         },
     }
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from realkube import IMAGE, NAMESPACE, Job, install, is_true, mend, reached, until
+from realkube import IMAGE, NAMESPACE, Job, install, is_said, is_true, mend, reached, until
 from realkueue import apply, is_there, kueue, local_queue, queue_objects, urgent_job
 
 from holdfast.engines.kubernetes.api import Api
@@ -159,3 +159,25 @@ async def scenes(tmp_path: Path) -> None:
 
 def test_a_job_in_a_queue(tmp_path: Path) -> None:
     asyncio.run(scenes(tmp_path))
+
+
+def test_pods_that_kueue_takes_for_its_own(tmp_path: Path) -> None:
+    """Without the line in Kueue's configuration its webhook holds all pods back. The job says so, and names the line."""
+
+    async def scene() -> None:
+        async with reached() as api:
+            await install(api)
+            await mend(api)
+            async with kueue(api, pods_ready_s=300, knows_us=False):
+                options = ("--nnodes", 2)
+                async with Job(api, tmp_path, "gated", *options, steps=100, pace_s=0) as job:
+                    await until(job._is_known, "the job is submitted")
+                    await until(partial(job.says, "kueue.x-k8s.io/admission"), "the gate is named")
+                    made = await job.object()
+                    assert is_said(
+                        made, "HoldfastJob.v1alpha1.holdfast.dev in integrations.externalFrameworks"
+                    )
+                await mend(api)
+            await mend(api)
+
+    asyncio.run(scene())

@@ -176,22 +176,25 @@ class Cluster:
                 self.server.remove(pod.name)
         elif pod.uid in self._dead and not pod.ended:
             self.server.change(pod.name, phase="Failed", ready=False)
-        elif pod.ended or (pod.ready and not self._is_orphan(pod)):
+        elif pod.ended:
             return
         elif pod.ready:
-            # Its agent gives up. No operator sees it, so nobody else ends it.
-            self._dead.add(pod.uid)
-            self.server.change(pod.name, phase="Failed", ready=False)
+            if pod.mislabelled and pod in self.orphans() and self.dice.random() < 0.1:
+                # Its agent gives up. No operator sees it, so nobody else ends it.
+                self._dead.add(pod.uid)
+                self.server.change(pod.name, phase="Failed", ready=False)
         elif machine.bad and not pod.coordinator:
             started = {"phase": "Running", "address": "10.0.0.1"}
             self.server.change(pod.name, **started, restarts=pod.restarts + 1, crash="exit code 1: bad")
         elif self.dice.random() < 0.7:
             self.server.change(pod.name, phase="Running", ready=True, address="10.0.0.1")
 
-    def _is_orphan(self, pod: PodSeen) -> bool:
-        """A node that has lost its label, and whose run has no coordinator, now and then."""
-        leads = any(one.coordinator and one.run == pod.run and self.runs(one) for one in self.server.mine())
-        return pod.mislabelled and not pod.coordinator and not leads and self.dice.random() < 0.1
+    def orphans(self) -> list[PodSeen]:
+        """Nodes that have lost their label, and whose run has no coordinator."""
+        mine = self.server.mine()
+        led = {pod.run for pod in mine if pod.coordinator and self.runs(pod)}
+        bare = [pod for pod in mine if pod.mislabelled and not pod.coordinator and self.runs(pod)]
+        return [pod for pod in bare if pod.run not in led]
 
     def _coordinate(self) -> None:
         job = self.server.object.job if self.server.object is not None else None

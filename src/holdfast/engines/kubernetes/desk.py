@@ -47,6 +47,10 @@ class PodTable:
         if pod.uid in self._gone:
             return
         known = self._pods.get(pod.name)
+        # The watch may have told more already than the answer to a request: what it told is not told again. Going back, a pod
+        # of which the scheduler had said that it has no machine would count as one that nobody has looked at, for ever.
+        if known is not None and known.uid == pod.uid and known.version > pod.version:
+            return
         # A deletion is never taken back, so a pod without one is the older news.
         if known is not None and known.uid == pod.uid and known.deleting and not pod.deleting:
             return
