@@ -57,6 +57,12 @@ def main() -> int:
         default=3,
         help="of each kind on Kubernetes, beside Kubeflow Trainer where KUBEFLOW_BIN is given (default: 3)",
     )
+    parser.add_argument(
+        "--detection",
+        type=float,
+        default=2.0,
+        help="of the jobs on Kubernetes: a node that is silent for so many seconds is lost (default: 2)",
+    )
     chosen = parser.parse_args()
     kinds = chosen.kinds.split(",") if chosen.engine == "slurm" else ["xid"]
     if unknown := set(kinds) - set(slurm.FAULTS):
@@ -78,8 +84,15 @@ def main() -> int:
     with stop_signals(), cpu, Children() as children:
         if chosen.engine == "kubernetes":
             try:
-                measured = kubernetes.measure(chosen.starts, chosen.faults, chosen.peer_faults, progress)
-                table.add_row("Holdfast, 10m, power loss", *cells(measured.replaced))
+                asked = kubernetes.Asked(
+                    starts=chosen.starts,
+                    faults=chosen.faults,
+                    peer_faults=chosen.peer_faults,
+                    detection_s=chosen.detection,
+                )
+                measured = kubernetes.measure(asked, progress)
+                system = f"Holdfast, 10m, power loss, detection {chosen.detection:g} s"
+                table.add_row(system, *cells(measured.replaced))
                 started, beside = measured.started_s, measured.beside
                 if measured.peer_failed is not None:
                     done = bool(console.print(measured.peer_failed, style="red", markup=False))

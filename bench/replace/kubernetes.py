@@ -56,8 +56,22 @@ class Measured:
     """Why not all of the other system was measured."""
 
 
-def measure(starts: int, faults: int, peer_faults: int, progress: Progress) -> Measured:
-    """So many jobs, and faults in the last one. peer_faults: of each kind, of both systems, where the other one's programs are.
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What is measured, and how often."""
+
+    starts: int
+    """Jobs. The faults are in the last one."""
+    faults: int
+    """Power losses."""
+    peer_faults: int
+    """Of each other kind, of both systems, where the other one's programs are."""
+    detection_s: float
+    """A node that is silent for so long is lost."""
+
+
+def measure(asked: Asked, progress: Progress) -> Measured:
+    """On a cluster that `begin_cluster` began.
 
     Raises:
         Failed: a job did not start, or a node was not replaced.
@@ -65,12 +79,12 @@ def measure(starts: int, faults: int, peer_faults: int, progress: Progress) -> M
     with tempfile.TemporaryDirectory(prefix="bench-kube-") as home:
         os.environ["HOLDFAST_HOME"] = home
         try:
-            return asyncio.run(_measure(Path(home), starts, faults, peer_faults, progress))
+            return asyncio.run(_measure(Path(home), asked, progress))
         except TimeoutError:
             raise Failed(f"not within {LIMIT_S:.0f} s on Kubernetes") from None
 
 
-async def _measure(home: Path, starts: int, faults: int, peer_faults: int, progress: Progress) -> Measured:
+async def _measure(home: Path, asked: Asked, progress: Progress) -> Measured:
     import realkube
 
     found, peer = Measured(), kubeflow.programs()
@@ -78,24 +92,24 @@ async def _measure(home: Path, starts: int, faults: int, peer_faults: int, progr
         await realkube.install(api)
         # Ready, and leading: a start waits for no operator.
         await realkube.mend(api)
-        for number in range(starts):
-            progress(f"Holdfast on Kubernetes: start {number + 1} of {starts}")
+        for number in range(asked.starts):
+            progress(f"Holdfast on Kubernetes: start {number + 1} of {asked.starts}")
             name = f"bench{number}"
-            at = await _apply(api, home, name)
+            at = await _apply(api, home, name, asked.detection_s)
             try:
                 found.started_s.append(await _heard(home, name, _first_step) - at)
-                if number == starts - 1:
+                if number == asked.starts - 1:
                     if peer is not None:
-                        found.beside += await _small_faults(api, home, name, peer_faults, progress)
-                    for fault in range(faults):
-                        progress(f"Holdfast on Kubernetes: power loss {fault + 1} of {faults}")
+                        found.beside += await _small_faults(api, home, name, asked.peer_faults, progress)
+                    for fault in range(asked.faults):
+                        progress(f"Holdfast on Kubernetes: power loss {fault + 1} of {asked.faults}")
                         found.replaced.append(await _replace(api, home, name))
                         await realkube.until(lambda: _all_ready(api), "every machine is back")
             finally:
                 await realkube.mend(api)
         if peer is not None:
             try:
-                await kubeflow.measure(api, peer, peer_faults, progress, found.beside)
+                await kubeflow.measure(api, peer, asked.peer_faults, progress, found.beside)
             except Failed as error:  # what was measured before is not lost to it
                 found.peer_failed = str(error)
     return found
@@ -146,14 +160,14 @@ def _event_after(at: float, kind: str) -> Callable[[Any], tuple[dict[str, Any], 
     return wanted
 
 
-async def _apply(api: Any, home: Path, name: str) -> float:
+async def _apply(api: Any, home: Path, name: str, detection_s: float) -> float:
     """Makes the objects that the command line prints. Returns when it began to."""
     import realkube
     import yaml
 
     argv = ["run", "--engine", "kubernetes", "--dry-run", "--image", realkube.IMAGE, "--job", name]
     argv += ["--namespace", realkube.NAMESPACE, "--nnodes", str(NODES), "--spares", str(SPARES)]
-    argv += ["--node-memory", "1500Mi", str(SCRIPT)]
+    argv += ["--node-memory", "1500Mi", "--detection", str(detection_s), str(SCRIPT)]
     command = [sys.executable, "-m", "holdfast.cli", *argv]
     printed = (
         await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=True)
