@@ -23,6 +23,8 @@ class FakeApi:
         self.asked: list[tuple[str, str, dict[str, str], Any]] = []
         self.watches: asyncio.Queue[list[dict[str, Any]]] = asyncio.Queue()
         self.watched: asyncio.Queue[str] = asyncio.Queue()
+        self.dates: list[str | None] = []
+        """Of its next answers; None: the right one."""
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.json() if request.can_read_body else None
@@ -39,7 +41,10 @@ class FakeApi:
         folder, _, name = request.path.rpartition("/")
         match request.method:
             case "GET" if request.path in self.objects:
-                return web.json_response(self.objects[request.path])
+                answer = web.json_response(self.objects[request.path])
+                if self.dates and (date := self.dates.pop(0)) is not None:
+                    answer.headers["Date"] = date
+                return answer
             case "GET" if name.islower() and folder + "/" + name in self.folders():
                 items = [one for path, one in self.objects.items() if path.startswith(request.path + "/")]
                 return web.json_response({"items": items, "metadata": {"resourceVersion": str(self.version)}})

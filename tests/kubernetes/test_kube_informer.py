@@ -1,7 +1,10 @@
 """The operator's connections: watches that end, servers that refuse, a Lease that changes hands."""
 
 import asyncio
+import time
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 from typing import Any
 
 import pytest
@@ -279,5 +282,26 @@ def test_what_the_work_raises_is_raised() -> None:
         async with serving(FakeApi()) as api:
             with pytest.raises(ValueError, match="broken"):
                 await Lease(api, "ops", "operator", "one", QUICK).lead(work)
+
+    asyncio.run(run())
+
+
+def test_moments_are_compared_by_the_clock_of_the_api_server() -> None:
+    """An operator whose clock is ten minutes off would take a deletion of now for one whose time to save is over."""
+
+    async def run() -> None:
+        fake = FakeApi()
+        fake.objects["/api/v1/pods/one"] = {"metadata": {"name": "one"}}
+        async with serving(fake) as api:
+            assert abs(api.now_s() - time.time()) < 1
+            for off_s in (600, -600):
+                fake.dates = [format_datetime(datetime.now(UTC) + timedelta(seconds=off_s), usegmt=True)]
+                await api.get("/api/v1/pods/one")
+                assert abs(api.now_s() - time.time() - off_s) < 5
+            fake.dates = ["soon"]
+            await api.get("/api/v1/pods/one")
+            assert abs(api.now_s() - time.time() + 600) < 5, "what it says of no date changes nothing"
+            await api.get("/api/v1/pods/one")
+            assert abs(api.now_s() - time.time()) < 1
 
     asyncio.run(run())

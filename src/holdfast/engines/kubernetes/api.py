@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from email.utils import parsedate_to_datetime
 from typing import Any, Protocol
 
 import aiohttp
@@ -18,6 +20,8 @@ ANSWER_S = 10.0
 CONNECT_S = 5.0
 SILENT_S = 70.0
 """A watch that brings nothing for so long, no bookmark either, is cut: half of a connection may be gone."""
+CLOCK_S = 3.0
+"""Clocks that differ by less count as one."""
 PAGE = 500
 """Objects of one answer to a list."""
 MANAGER = "holdfast-operator"
@@ -61,6 +65,24 @@ class Api:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
+        self._ahead_s = 0.0
+
+    def now_s(self) -> float:
+        """UTC by the API server's clock, as it was in its last answer.
+
+        Moments in objects are by that clock. Compared with ours, which may be minutes off, a job that is being deleted
+        would have no time left to save.
+        """
+        return time.time() + self._ahead_s
+
+    def _compare_clocks(self, response: aiohttp.ClientResponse) -> None:
+        try:
+            its_s = parsedate_to_datetime(response.headers["Date"]).timestamp()
+        except (KeyError, ValueError):
+            return  # a proxy on the way leaves out what it likes
+        ahead_s = its_s - time.time()
+        # An answer's date has whole seconds, and was on its way. Within that, clocks that agree are not moved.
+        self._ahead_s = ahead_s if abs(ahead_s) > CLOCK_S else 0.0
 
     async def request(
         self,
@@ -79,6 +101,7 @@ class Api:
         timeout = aiohttp.ClientTimeout(total=ANSWER_S, sock_connect=CONNECT_S)
         try:
             async with await self._send(method, path, query, body, content_type, timeout) as response:
+                self._compare_clocks(response)
                 data = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             # Never repeated here. The server may have done it, and only the caller knows whether twice does harm.

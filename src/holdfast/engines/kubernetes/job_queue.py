@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping
 
 from holdfast.engines.kubernetes import kueue, names
@@ -94,11 +93,11 @@ class JobQueue:
                 await self._delete(name, uid)
             case ReleaseQuota(name) if name in self._there:
                 # What is known is what is given back. Its flavors may be others next time.
-                await self._write(name, kueue.released(self._there[name], time.time()))
+                await self._write(name, kueue.released(self._there[name], self._api.now_s()))
             case FinishWorkload(name, succeeded) if name in self._there:
-                await self._write(name, kueue.finished(self._there[name], succeeded, time.time()))
+                await self._write(name, kueue.finished(self._there[name], succeeded, self._api.now_s()))
             case TellReady(name) if name in self._there:
-                await self._write(name, kueue.pods_ready(self._there[name], time.time()))
+                await self._write(name, kueue.pods_ready(self._there[name], self._api.now_s()))
 
     async def where(self, workload: str, role: str) -> Where:
         """Where an admitted Workload wants its pods. Raises ApiError and NoAnswer."""

@@ -243,7 +243,7 @@ class JobTask:
             most_marked_percent=self._setting.most_marked_percent,
             no_marks=self._marks.refused,
             coordinator_lost=said is None and self._is_coordinator_lost(status),
-            now_s=time.time(),
+            now_s=self._api.now_s(),
         )
 
     def _is_coordinator_lost(self, status: JobStatus) -> bool:
