@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from holdfast.coordinator.service.store import Store
-from holdfast.engines.client import Announcement
+from holdfast.engines.client import Announcement, JobClient
 from holdfast.engines.kubernetes.api import Api, ApiError, NoAnswer
 from holdfast.engines.kubernetes.cluster import connect
 from holdfast.engines.kubernetes.reach import job_path
@@ -234,19 +234,34 @@ class Job:
         assert self.process.poll() in (None, 0), self.log.read_text()
         return (self.dir / "allocation.json").exists()
 
-    async def training(self, nodes: int, beyond: int = 0, spares: int = 0) -> dict[str, Any]:
-        """Waits until so many train, beyond a step, with so many spares ready; returns the status."""
+    async def training(
+        self,
+        nodes: int,
+        beyond: int = 0,
+        spares: int = 0,
+        at_least: bool = False,
+        within_s: float = PATIENCE_S,
+    ) -> dict[str, Any]:
+        """Waits until so many train, or at least so many, beyond a step, with so many spares ready; returns the status."""
 
         def wanted(said: Announcement) -> Any:
             if said.kind != "status" or said.value["phase"] != "running":
                 return None
             ready = sum(w["state"] == "ready" for w in said.value["workers"])
             ranks = sum(w["rank"] is not None for w in said.value["workers"])
-            full = ranks == nodes and ready >= spares and (said.value["step"] or 0) > beyond
+            full = (
+                (ranks == nodes or (at_least and ranks > nodes))
+                and ready >= spares
+                and (said.value["step"] or 0) > beyond
+            )
             return said.value if full else None
 
-        status: dict[str, Any] = await self.see(wanted)
+        status: dict[str, Any] = await self.see(wanted, within_s)
         return status
+
+    def client(self) -> AbstractAsyncContextManager[JobClient]:
+        """By which commands speak with its coordinator."""
+        return client_of(self.dir)
 
     async def stop(self) -> None:
         """In order, as `holdfast stop` asks for it."""

@@ -180,7 +180,7 @@ class Cluster:
             return
         elif pod.ready:
             if pod.mislabelled and pod in self.orphans() and self.dice.random() < 0.1:
-                # Its agent gives up. No operator sees it, so nobody else ends it.
+                # It gives up. No operator sees it, so nobody else ends it.
                 self._dead.add(pod.uid)
                 self.server.change(pod.name, phase="Failed", ready=False)
         elif machine.bad and not pod.coordinator:
@@ -190,11 +190,10 @@ class Cluster:
             self.server.change(pod.name, phase="Running", ready=True, address="10.0.0.1")
 
     def orphans(self) -> list[PodSeen]:
-        """Nodes that have lost their label, and whose run has no coordinator."""
-        mine = self.server.mine()
-        led = {pod.run for pod in mine if pod.coordinator and self.runs(pod)}
-        bare = [pod for pod in mine if pod.mislabelled and not pod.coordinator and self.runs(pod)]
-        return [pod for pod in bare if pod.run not in led]
+        """Pods that have lost their label: nodes of a run without a coordinator, and coordinators of a run without nodes."""
+        mine = [pod for pod in self.server.mine() if self.runs(pod)]
+        others = {(pod.run, pod.coordinator) for pod in mine}
+        return [pod for pod in mine if pod.mislabelled and (pod.run, not pod.coordinator) not in others]
 
     def _coordinate(self) -> None:
         job = self.server.object.job if self.server.object is not None else None

@@ -316,8 +316,9 @@ class Schedule:
             # A node that is to leave does so within its time, which here is a throw of the dice.
             leaves = known is not None and any(known.nodes.get(name) for name in known.leaving)
             settled = (done == 0 or (known is not None and done == 1)) and not leaves
-            # And so are Kueue's next admission, and an agent that gives up.
+            # And so are Kueue's next admission, an agent that gives up, and the garbage collector's next visit.
             settled = settled and not self.cluster.admissible() and not self.cluster.orphans()
+            settled = settled and not self.server.left
             quiet = quiet + 1 if settled and len(self.server.log) == before else 0
             if quiet > 12:
                 break
