@@ -81,7 +81,7 @@ def test_the_brake_holds_and_says_so() -> None:
     assert isinstance(actions(blames(machines=machines(n10=others["n10"])))[0], MarkMachine)
     warned, told = actions(blames(machines=machines(**others)))
     assert isinstance(warned, Warn)
-    assert (warned.reason, warned.order_id) == ("MarkHeld", 3)
+    assert (warned.reason, warned.about) == ("MarkHeld", "order 3")
     assert warned.text.startswith("m-n1 (Xid 79): 2 of 40 machines are marked, and at most 5% may be (2)")
     assert told == Tell(OrderDone(3, warned.text.removeprefix("m-n1 (Xid 79): ")))
     assert isinstance(actions(blames(machines=machines(**others), most_marked_percent=10))[0], MarkMachine)
@@ -267,7 +267,7 @@ def test_the_brake_is_told_by_an_event_once() -> None:
             task = JobTask(
                 api=api, raw=job(), machines={}, setting=Setting(), lookup=lambda _: Nobody(), marks=nobody
             )
-            held = Warn(reason="MarkHeld", text="m1: 2 of 40 machines are marked", order_id=3)
+            held = Warn(reason="MarkHeld", text="m1: 2 of 40 machines are marked", about="order 3")
             assert task.desk.is_news(held)
             await task._do(held, seen)
             (made,) = (one for path, one in fake.objects.items() if "/events/" in path)

@@ -224,8 +224,16 @@ def test_a_pod_that_a_kubelet_evicted_is_told_with_its_words() -> None:
     how = "Failed, Evicted: The node was low on resource: ephemeral-storage."
     assert first == Tell(NodeTaken("llm-n2", f"its pod has ended ({how})"), "llm-n2")
     # Its coordinator may have let it go before, and knows of no reason but a signal.
-    assert warning == Warn(reason="PodEnded", text=f"llm-n2 on m-n2: {how}")
+    assert warning == Warn(reason="PodEnded", text=f"llm-n2 on m-n2: {how}", about="uid-n2")
     assert isinstance(deletion, DeletePod)
+    going = msgspec.structs.replace(ended, deleting=True)
+    assert warning in actions(observed(pods=(*observed().pods[:3], going)))
+    desk = Desk("llm")
+    desk.saw(going)
+    assert desk.is_news(warning)
+    desk.did(warning)
+    desk.meet(1, [], [])
+    assert not desk.is_news(warning)
 
 
 def crashing(name: str, restarts: int = 3, **fields: Any) -> PodSeen:

@@ -144,10 +144,10 @@ def test_what_the_cluster_does_not_allow_is_said_in_its_words(play: Callable[[Sc
         usual = {"spec__nodes": 2, "spec__template__spec__containers__0__image": IMAGE}
         path = "spec__template__spec__containers__0__"
         resources = {"limits": {"memory": "2Gi"}}
-        privileged = {"privileged": True}
+        powers = {"capabilities": {"add": ["SYS_ADMIN"]}}
         wanted = {
             ("large", "limited"): ({f"{path}resources": resources}, "maximum memory usage per Container"),
-            ("root", NAMESPACE): ({f"{path}securityContext": privileged}, 'violates PodSecurity "restricted'),
+            ("root", NAMESPACE): ({f"{path}securityContext": powers}, 'violates PodSecurity "restricted'),
         }
         for (name, namespace), (changes, words) in wanted.items():
             made = asked(metadata__name=name, metadata__namespace=namespace, **usual, **changes)

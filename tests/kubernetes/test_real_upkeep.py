@@ -209,7 +209,7 @@ def test_a_coordinator_that_never_answers_does_not_hold_a_deletion_for_ever(
             machine = await job.machine(await job.coordinator())
             path = job_path(NAMESPACE, "mute")
             made = await job.object()
-            stand = "kill -STOP $(pgrep -f holdfast.coordinator)"
+            stand = "kill -STOP $(pgrep -f '[h]oldfast.coordinator')"  # and not this shell
             cluster("exec", machine, "sh", "-c", stand)
             await api.delete(path, made["metadata"]["uid"])
             await until(lambda: gone(api, path), "the object is gone", 2 * PATIENCE_S)

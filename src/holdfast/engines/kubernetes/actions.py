@@ -168,8 +168,8 @@ class Warn(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     """CamelCase, for programs."""
     text: str
-    order_id: int | None = None
-    """Of the order that it is about, so that it is told once; None: what it is about ends with the plan that it is in."""
+    about: str
+    """An order, a pod's uid, or a moment of the job: it is told once of each."""
 
 
 class AskStop(msgspec.Struct, frozen=True):

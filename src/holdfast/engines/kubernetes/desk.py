@@ -119,7 +119,7 @@ class Desk:
         self._told: set[str] = set()
         self._told_of_memory: dict[str, str] = {}
         self._acknowledged: set[int] = set()
-        self._warned: set[int] = set()
+        self._warned: set[str] = set()
         self._term = 0
 
     @property
@@ -132,13 +132,15 @@ class Desk:
         # Each term begins with what agents tell it. News that the one before was told may have been lost with
         # it, so it is told again.
         if term != self._term:
-            self._term, self._told, self._acknowledged, self._warned = term, set(), set(), set()
-            self._told_of_memory = {}
+            self._term, self._told, self._acknowledged, self._told_of_memory = term, set(), set(), {}
+            # Each term counts its orders anew.
+            self._warned = {about for about in self._warned if not about.startswith("order ")}
         # Of a node that is gone nothing is to be remembered: its name does not come again, but a job may be long.
         self._told &= set(alive)
         self._told_of_memory = {name: at for name, at in self._told_of_memory.items() if name in self.pods}
-        self._acknowledged &= set(orders)
-        self._warned &= set(orders)
+        there = set(orders)
+        self._acknowledged &= there
+        self._warned &= {f"order {one}" for one in there} | {pod.uid for pod in self.pods.all}
 
     def new_run(self) -> None:
         """What was asked of the run before is not asked of this one."""
@@ -181,8 +183,8 @@ class Desk:
         match action:
             case Tell(OrderDone(order_id=order_id)):
                 self._acknowledged.add(order_id)
-            case Warn(order_id=int(order_id)):
-                self._warned.add(order_id)
+            case Warn(about=about):
+                self._warned.add(about)
             case Tell(NodeOutOfMemory(node=node), about):
                 self._told_of_memory[node] = about
             case Tell(_, about) if about:
@@ -205,7 +207,7 @@ class Desk:
                 return order_id not in self._acknowledged
             case Tell(NodeOutOfMemory(node=node), about):
                 return self._told_of_memory.get(node) != about
-            case Warn(order_id=int(order_id)):
-                return order_id not in self._warned
+            case Warn(about=about):
+                return about not in self._warned
             case _:
                 return True

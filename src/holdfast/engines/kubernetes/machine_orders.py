@@ -30,7 +30,9 @@ def mark(seen: Observed, job: HoldfastJob, pod: PodSeen | None, order: MarkNode)
         yield Tell(OrderDone(order.order_id))
     elif (held := _held(seen)) is not None:
         # Not waited for: the job itself avoids the machine, and the next job that finds it sick asks again.
-        yield Warn(reason=HELD, text=f"{machine.name} ({order.reason}): {held}", order_id=order.order_id)
+        yield Warn(
+            reason=HELD, text=f"{machine.name} ({order.reason}): {held}", about=f"order {order.order_id}"
+        )
         yield Tell(OrderDone(order.order_id, held))
     else:
         yield MarkMachine(machine.name, _mark_of(seen, job, machine.name, order.reason))

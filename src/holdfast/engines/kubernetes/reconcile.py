@@ -240,10 +240,11 @@ def _nodes(seen: Observed, job: HoldfastJob) -> Iterable[Action]:
     yield from _news(seen, job, mine, unlent)
     yield from _places(seen, mine.values())
     for pod in mine.values():
+        if pod.ended and pod.end:
+            # A kubelet asks a node to leave before it says why, and with the pod its words go.
+            text = f"{pod.name} on {pod.machine}: {pod.how_ended}"
+            yield Warn(reason="PodEnded", text=text, about=pod.uid)
         if pod.ended and not pod.deleting:
-            if pod.end:
-                # A kubelet asks a node to leave before it says why, and with the pod its words would go.
-                yield Warn(reason="PodEnded", text=f"{pod.name} on {pod.machine}: {pod.how_ended}")
             yield _delete(pod, f"its processes are over ({pod.how_ended})")
     lost = lost_nodes(seen)
     for pod in mine.values():
@@ -565,9 +566,8 @@ def _deleted(seen: Observed) -> Plan:
         # How it ended stays to be read: the finalizer may take more than one try, and somebody may wait for the condition.
         status = seen.status if over else status_of(seen, job, stopping=DELETED)
         # Pods that are being deleted are the kubelet's: an object that waited for a lost machine would never go.
-        warnings = (
-            [Warn(reason="NotSaved", text=NOT_SAVED)] if not over and left_s <= 0 and _saves(seen) else []
-        )
+        is_late = not over and left_s <= 0 and _saves(seen)
+        warnings = [Warn(reason="NotSaved", text=NOT_SAVED, about="deletion")] if is_late else []
         return Plan((*warnings, *actions, RemoveFinalizer()), status)
     return Plan(_stop(seen, job, DELETED), status_of(seen, job, stopping=DELETED), left_s)
 
