@@ -118,8 +118,12 @@ class Fate:
 
     async def _a_node(self) -> tuple[str, str, str]:
         """Its pod's name and uid, and its machine."""
-        pods = (await self.api.list_all(f"{FOLDER}/pods", {}))[0]
-        nodes = [pod for pod in pods if "-n" in pod["metadata"]["name"] and is_true(pod, "Ready")]
+
+        async def ready() -> list[dict[str, Any]]:
+            pods = (await self.api.list_all(f"{FOLDER}/pods", {}))[0]
+            return [pod for pod in pods if "-n" in pod["metadata"]["name"] and is_true(pod, "Ready")]
+
+        nodes = await until(ready, "a node is ready")
         pod = self.dice.choice(sorted(nodes, key=lambda pod: str(pod["metadata"]["name"])))
         return pod["metadata"]["name"], pod["metadata"]["uid"], pod["spec"]["nodeName"]
 

@@ -208,8 +208,15 @@ def test_a_coordinator_that_never_answers_does_not_hold_a_deletion_for_ever(
             await job.training(2, beyond=5)
             machine = await job.machine(await job.coordinator())
             path = job_path(NAMESPACE, "mute")
+
+            async def is_known_to_train() -> bool:
+                return bool((await job.object())["status"].get("progress", {}).get("step"))
+
+            # A job of which nobody has heard that it trains has nothing to save, and goes at once.
+            await until(is_known_to_train, "its status has a step")
             made = await job.object()
-            stand = "kill -STOP $(pgrep -f '[h]oldfast.coordinator')"  # and not this shell
+            # Its container's program as well, which would put another one in its place; and not this shell.
+            stand = "kill -STOP $(pgrep -f '[h]oldfast[.a-z]*coordinator')"
             cluster("exec", machine, "sh", "-c", stand)
             await api.delete(path, made["metadata"]["uid"])
             await until(lambda: gone(api, path), "the object is gone", 2 * PATIENCE_S)
