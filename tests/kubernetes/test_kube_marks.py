@@ -273,7 +273,7 @@ def test_the_brake_is_told_by_an_event_once() -> None:
             (made,) = (one for path, one in fake.objects.items() if "/events/" in path)
             assert made["involvedObject"] | {"kind": "HoldfastJob", "uid": "u-1"} == made["involvedObject"]
             assert (made["type"], made["reason"], made["message"]) == ("Warning", held.reason, held.text)
-            assert is_permitted("POST", "/api/v1/namespaces/research/events", {}, marks=True)
+            assert is_permitted("POST", "/api/v1/namespaces/research/events", {})
             assert not task.desk.is_news(held)
             task.desk.meet(1, (), ())
             assert task.desk.is_news(held), "another order of this number"

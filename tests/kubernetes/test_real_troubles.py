@@ -42,7 +42,6 @@ LEASE = "/apis/coordination.k8s.io/v1/namespaces/holdfast-system/leases/holdfast
 # ------------------------------------------------------------ cables
 
 
-@pytest.mark.nightly
 def test_a_cable_that_is_plugged_in_again(
     play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed
 ):
@@ -68,7 +67,6 @@ def test_a_cable_that_is_plugged_in_again(
     play(scene)
 
 
-@pytest.mark.nightly
 def test_a_machine_that_the_api_server_alone_does_not_reach(
     play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed
 ):
@@ -99,7 +97,6 @@ def test_a_machine_that_the_api_server_alone_does_not_reach(
     play(scene)
 
 
-@pytest.mark.nightly
 def test_two_coordinators_that_do_not_see_each_other(
     play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed
 ):
@@ -132,7 +129,6 @@ GROWS = """\
 """After a commit, so the worker that takes its place begins with the next step and does not grow."""
 
 
-@pytest.mark.nightly
 def test_a_worker_that_outgrows_its_container_s_memory(
     play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed
 ):
@@ -156,7 +152,6 @@ def test_a_worker_that_outgrows_its_container_s_memory(
 # ------------------------------------------------------------ operators, evictions
 
 
-@pytest.mark.nightly
 def test_an_operator_that_stood_still_makes_no_second_pod(
     play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed
 ):
@@ -211,7 +206,6 @@ def test_an_operator_that_stood_still_makes_no_second_pod(
     play(scene)
 
 
-@pytest.mark.nightly
 def test_a_pod_of_higher_priority_takes_a_machine(
     play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed
 ):
