@@ -168,7 +168,13 @@ def _configuration(folder: Path, pods_ready_s: int, knows_us: bool) -> dict[str,
         "integrations": integrations,
         "manageJobsWithoutQueueName": not knows_us,
         "managedJobsNamespaceSelector": {
-            "matchExpressions": [{"key": NAME, "operator": "In", "values": [NAMESPACE]}]
+            "matchExpressions": [
+                {
+                    "key": NAME,
+                    "operator": "NotIn",
+                    "values": ["kube-system", "kueue-system", "holdfast-system"],
+                }
+            ]
         },
     }
 
