@@ -262,6 +262,29 @@ def test_a_node_that_crashes_on_one_machine_is_replaced_first_and_elsewhere() ->
     assert "m-n2: exit code 1: no device" in gone.reason
 
 
+def test_a_pod_that_waits_is_made_anew_when_what_it_avoids_may_be_used_again() -> None:
+    lost = pod("n1", deleting=True)
+    waits: dict[str, Any] = {"phase": "Pending", "ready": False, "machine": None, "unschedulable": True}
+    new = pod("n3", **waits, avoids=frozenset({"m-n1"}))
+    two = said("n0", "n2")
+    numbered = msgspec.structs.replace(BEGUN, next_number=4)
+
+    def seen(*pods: PodSeen, **fields: Any) -> tuple[Any, ...]:
+        given = {"said": two, "status": numbered} | fields
+        return actions(observed(pods=(pod("c1"), pod("n0"), pod("n2"), *pods), **given))
+
+    # Its kubelet has not said that the old pod's processes are over.
+    assert seen(lost, new) == ()
+    away = {"m-n1": MachineSeen(name="m-n1", ready=False)}
+    assert seen(new, machines=away) == ()
+    (gone,) = seen(new, machines={"m-n1": MachineSeen(name="m-n1")})
+    assert (gone.name, gone.reason) == ("llm-n3", "it avoids m-n1, which may be used again")
+    quarantined = said("n0", "n2", bad_machines=frozenset({"m-n1"}))
+    assert seen(new, said=quarantined) == ()
+    # With a machine of its own it goes on.
+    assert seen(msgspec.structs.replace(new, machine="m-n4", unschedulable=False)) == ()
+
+
 def test_a_node_that_the_coordinator_has_is_not_replaced_for_its_restarts() -> None:
     """Its container was killed three times in weeks, and has joined again each time."""
     pods = (pod("c1"), pod("n0"), pod("n1"), crashing("n2", restarts=9))

@@ -12,6 +12,7 @@ from kubejobs import job, put
 from holdfast.engines.kubernetes import names, render
 from holdfast.engines.kubernetes.check import accept
 from holdfast.engines.kubernetes.job_spec import job_spec
+from holdfast.engines.kubernetes.reading import pod_seen
 from holdfast.engines.kubernetes.resource import HoldfastJob
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.job_options import Timing
@@ -180,6 +181,10 @@ def test_machines_to_be_avoided_are_in_every_alternative() -> None:
     required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
     put(asked, "spec.template.spec.affinity", {"nodeAffinity": copy.deepcopy(required)})
     pod = render.agent_pod(accept(asked), 0, avoid={"b", "a"})
+    raw = pod | {"metadata": pod["metadata"] | {"uid": "p"}}
+    assert pod_seen(raw, "llm", "u-1").avoids == {"a", "b"}  # type: ignore[union-attr]
+    raw["metadata"].pop("annotations")
+    assert pod_seen(raw, "llm", "u-1").avoids == frozenset()  # type: ignore[union-attr]
     found = pod["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     for term in found["nodeSelectorTerms"]:
         assert term["matchExpressions"][-1]["values"] == ["a", "b"]

@@ -152,7 +152,7 @@ class Cluster:
             free = [
                 one.name
                 for one in self.machines.values()
-                if one.up and not one.cordoned and (pod.coordinator or one.name not in taken)
+                if one.up and not one.cordoned and (pod.coordinator or one.name not in taken | pod.avoids)
             ]
             if is_held and not pod.coordinator:
                 free = []

@@ -220,8 +220,9 @@ class Operator:
                 call(lambda: self._change_beside("PodGroup", members))
             case PointService(term):
                 call(lambda: self._change_beside("Service", term))
-            case MakeNode(number, _, workload):
-                self._make(names.node_name("llm", number), number, coordinator=False, workload=workload)
+            case MakeNode(number, avoid, workload):
+                name = names.node_name("llm", number)
+                self._make(name, number, coordinator=False, workload=workload, avoids=avoid)
             case MakeCoordinator(term):
                 self._make(names.coordinator_name("llm", term), term, coordinator=True)
             case FindPod(name):
@@ -290,14 +291,29 @@ class Operator:
                 call(lambda: server.change_workload(name, self.versions[name], ready=True))
         self.look_at_queue()
 
-    def _make(self, name: str, number: int, coordinator: bool, workload: str = "") -> None:
+    def _make(
+        self,
+        name: str,
+        number: int,
+        coordinator: bool,
+        workload: str = "",
+        avoids: frozenset[str] = frozenset(),
+    ) -> None:
         assert self.job is not None
         if name in self.desk.doubtful:
             there = self.server.call(lambda: self.server.pods.get(name))
             self._saw(name, there)
             return
         run = self.job.status.run or 0
-        pod = PodSeen(name=name, uid="", coordinator=coordinator, number=number, run=run, workload=workload)
+        pod = PodSeen(
+            name=name,
+            uid="",
+            coordinator=coordinator,
+            number=number,
+            run=run,
+            workload=workload,
+            avoids=avoids,
+        )
         try:
             made = self.server.call(lambda: self.server.make_pod(pod, self.uid))
         except Exists:

@@ -53,6 +53,8 @@ class PodSeen(msgspec.Struct, frozen=True, kw_only=True):
     """Of the object when it was so."""
     workload: str = ""
     """Whose quota it uses; empty: the job is in no queue."""
+    avoids: frozenset[str] = frozenset()
+    """Machines on which it may not run: they were lost or bad when it was made."""
     unsure: bool = False
     """The watch has lost it, and nobody had deleted it: somebody may have taken away the label that it is watched by."""
     mislabelled: bool = False

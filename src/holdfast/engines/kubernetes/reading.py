@@ -10,7 +10,7 @@ import msgspec
 
 from holdfast.engines.kubernetes import names
 from holdfast.engines.kubernetes.marks import marks_of
-from holdfast.engines.kubernetes.names import LABEL_RUN, LABEL_WORKLOAD, NOTE_PLACE
+from holdfast.engines.kubernetes.names import LABEL_RUN, LABEL_WORKLOAD, NOTE_AVOIDS, NOTE_PLACE
 from holdfast.engines.kubernetes.observed import Farewell, MachineSeen, PodPhase, PodSeen
 from holdfast.engines.kubernetes.resource import COORDINATOR, WORKER
 from holdfast.engines.kubernetes.times import from_timestamp
@@ -95,6 +95,7 @@ def pod_seen(pod: Object, job: str, uid: str) -> PodSeen | None:
         address=status.get("podIP"),
         version=int(metadata.get("resourceVersion", 0)),
         workload=str(metadata.get("labels", {}).get(LABEL_WORKLOAD, "")),
+        avoids=frozenset(filter(None, metadata.get("annotations", {}).get(NOTE_AVOIDS, "").split(","))),
         mislabelled=not _has_labels(metadata.get("labels", {}), job, term),
         waits_for_place=metadata.get("annotations", {}).get(NOTE_PLACE) == "",
         restarts=restarts,

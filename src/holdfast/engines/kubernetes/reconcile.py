@@ -254,6 +254,7 @@ def _nodes(seen: Observed, job: HoldfastJob) -> Iterable[Action]:
         elif pod.stays and pod.name in unlent and _never_joined(seen, pod):
             yield _delete(pod, unlent[pod.name])
     yield from _crashing(seen, mine, here, wanted_nodes(seen, job))
+    yield from _too_careful(seen, here)
     here = [pod for pod in here if pod.name not in beyond]
     wanted = wanted_nodes(seen, job)
     unseen = sight.unseen_nodes(seen, job)
@@ -277,6 +278,18 @@ def _of_an_old_run(seen: Observed, nodes: Iterable[PodSeen]) -> list[PodSeen]:
         for pod in nodes
         if pod.stays and pod.run not in (0, seen.status.run) and alive is not None and pod.name not in alive
     ]
+
+
+def _too_careful(seen: Observed, here: Iterable[PodSeen]) -> Iterable[Action]:
+    """Pods that wait for a machine, and avoid one that may be used again: a pod's affinity cannot be changed. Others come in
+    their place."""
+    away = {name for name, machine in seen.machines.items() if not machine.ready}
+    # A machine whose kubelet has not confirmed the end of its old pod may still be without power.
+    away |= {pod.machine for pod in seen.pods if pod.deleting and pod.machine is not None}
+    bad = _avoided(seen) | away
+    for pod in here:
+        if pod.unschedulable and pod.machine is None and (again := pod.avoids - bad):
+            yield _delete(pod, f"it avoids {', '.join(sorted(again))}, which may be used again")
 
 
 def _places(seen: Observed, nodes: Iterable[PodSeen]) -> Iterable[Action]:
@@ -308,17 +321,12 @@ def _here(seen: Observed, job: HoldfastJob, nodes: Iterable[PodSeen]) -> list[Po
 
 
 def _make(seen: Observed, job: HoldfastJob, missing: int, allowed: queues.Granted | None) -> Iterable[Action]:
-    pods = {pod.name: pod for pod in seen.pods}
     unmade = sorted(
         number
-        for name in seen.granted - set(pods)
+        for name in seen.granted - {pod.name for pod in seen.pods}
         if (number := names.number_of(job.id.name, name)) is not None
     )
-    left = lost_nodes(seen) | crashes.on_bad_machines(seen).keys()
-    machines = {pods[name].machine for name in left if name in pods}
-    avoid = frozenset(name for name in machines if name) | (
-        seen.said.bad_machines if seen.said else frozenset()
-    )
+    avoid = _avoided(seen)
     # Two looks for one pod: the first writes its number, the second makes it. An operator that is killed in between has
     # wasted a number, and has not made a pod that nobody counts.
     for place, number in enumerate(unmade[: max(0, min(missing, MOST_MADE))]):
@@ -326,6 +334,13 @@ def _make(seen: Observed, job: HoldfastJob, missing: int, allowed: queues.Grante
     count = min(missing, MOST_MADE) - len(unmade)
     if count > 0:
         yield Number(run=0, term=0, next_number=(seen.status.next_number or 0) + count)
+
+
+def _avoided(seen: Observed) -> frozenset[str]:
+    """Machines on which nothing new is to run."""
+    left = lost_nodes(seen) | crashes.on_bad_machines(seen).keys()
+    machines = frozenset(pod.machine for pod in seen.pods if pod.name in left and pod.machine)
+    return machines | (seen.said.bad_machines if seen.said else frozenset())
 
 
 def _may_be_over(seen: Observed, nodes: Iterable[PodSeen]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import copy
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -132,7 +132,7 @@ def agent_pod(
     job: HoldfastJob,
     number: int,
     run: int = 1,
-    avoid: Iterable[str] = (),
+    avoid: Collection[str] = (),
     setting: Setting = DEFAULT,
     waits_for_place: bool = False,
 ) -> Object:
@@ -176,7 +176,8 @@ def agent_pod(
         | group.annotations
         | {NOTE_SPEC: spec_hash(job)}
         | ({} if spec.disruption.allow_voluntary else _NOT_BY_AUTOSCALERS)
-        | ({names.NOTE_PLACE: ""} if waits_for_place else {}),
+        | ({names.NOTE_PLACE: ""} if waits_for_place else {})
+        | ({names.NOTE_AVOIDS: ",".join(sorted(avoid))} if avoid else {}),
     )
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod}
 
