@@ -129,9 +129,9 @@ def test_labels_are_taken_from_all_pods_and_a_stranger_has_them(
     """Nothing that trains is taken for lost, by the operator that is there or by one that comes; the stranger is left alone."""
 
     async def scene(api: Api) -> None:
-        async with pair(api, home, "bare") as (job, status):
+        async with pair(api, home, "unlabelled") as (job, status):
             mine = await pods(api)
-            stranger = _stranger(mine[0], "bare-n7")
+            stranger = _stranger(mine[0], "unlabelled-n7")
             made = await api.create(f"{FOLDER}/pods", stranger)
             for by_one_that_comes in (False, True):
                 if by_one_that_comes:
@@ -161,8 +161,8 @@ def test_labels_are_taken_from_all_pods_and_a_stranger_has_them(
             there = {pod["metadata"]["uid"] for pod in await pods(api)}
             assert there == {pod["metadata"]["uid"] for pod in mine} | {made["metadata"]["uid"]}
             await job.stops_as(undisturbed, incidents=(0,))
-            assert not await gone(api, f"{FOLDER}/pods/bare-n7")
-            await api.delete(f"{FOLDER}/pods/bare-n7", made["metadata"]["uid"], 0)
+            assert not await gone(api, f"{FOLDER}/pods/unlabelled-n7")
+            await api.delete(f"{FOLDER}/pods/unlabelled-n7", made["metadata"]["uid"], 0)
 
     play(scene)
 
