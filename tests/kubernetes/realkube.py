@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,8 @@ ROOT = Path(__file__).parents[2]
 TRAIN = ROOT / "tests" / "slurm" / "train_paced.py"
 MACHINES = [f"n{i}" for i in range(1, 5)]
 NAMESPACE = "research"
+FOLDER = f"/api/v1/namespaces/{NAMESPACE}"
+OPERATOR = "/apis/apps/v1/namespaces/holdfast-system/deployments/holdfast-operator"
 PATIENCE_S = float(os.environ.get("HOLDFAST_KUBE_PATIENCE", "150"))
 """Of a machine with two processors, on which everything of a cluster runs. More where other programs have them too."""
 LOOK_S = 0.2
@@ -87,6 +89,32 @@ async def operators(api: Api) -> list[dict[str, Any]]:
     return (await api.list_all(path, {}))[0]
 
 
+@asynccontextmanager
+async def no_operator(api: Api) -> AsyncIterator[None]:
+    """Nobody operates meanwhile."""
+    before = (await api.get(OPERATOR))["spec"]["replicas"]
+
+    async def nobody() -> bool:
+        return not await operators(api)
+
+    await api.merge(OPERATOR, {"spec": {"replicas": 0}})
+    try:
+        await until(nobody, "the operators are gone")
+        yield
+    finally:
+        await api.merge(OPERATOR, {"spec": {"replicas": before}})
+
+
+async def pods_of(api: Api, query: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+    """Those of all jobs; query: only these."""
+    return (await api.list_all(f"{FOLDER}/pods", query or {}))[0]
+
+
+async def cordon(api: Api, machine: str, on: bool = True) -> None:
+    """Or uncordon."""
+    await api.merge(f"/api/v1/nodes/{machine}", {"spec": {"unschedulable": on or None}})
+
+
 async def mend(api: Api) -> None:
     """Every machine is up, plugged in and may be used, the operator too, and no job is left."""
     for machine in MACHINES:
@@ -107,8 +135,7 @@ async def mend(api: Api) -> None:
 
     async def nothing() -> bool:
         jobs = (await api.list_all(folder, {}))[0]
-        pods = (await api.list_all(f"/api/v1/namespaces/{NAMESPACE}/pods", {}))[0]
-        return not jobs and not pods
+        return not jobs and not await pods_of(api)
 
     async def all_ready() -> bool:
         nodes = (await api.list_all("/api/v1/nodes", {}))[0]
@@ -208,10 +235,19 @@ class Job:
         return is_said(await self.object(), words)
 
     async def pod(self, name: str) -> dict[str, Any]:
-        return await self.api.get(f"/api/v1/namespaces/{NAMESPACE}/pods/{name}")
+        return await self.api.get(f"{FOLDER}/pods/{name}")
 
     async def machine(self, pod: str) -> str:
         return str((await self.pod(pod))["spec"]["nodeName"])
+
+    async def kill_container(self, name: str) -> None:
+        """Of a pod, with all that runs in it. The kubelet starts it again in its place."""
+        pod = await self.pod(name)
+        container = pod["status"]["containerStatuses"][0]["containerID"].rpartition("/")[2]
+        machine = pod["spec"]["nodeName"]
+        socket = f"{os.environ['HOLDFAST_KUBE_DIR']}/{machine}/containerd.sock"
+        kill = ("ctr", "-a", socket, "-n", "k8s.io", "task", "kill", "-s", "KILL", container)
+        await asyncio.to_thread(cluster, "exec", machine, *kill)
 
     async def coordinator(self) -> str:
         """Its pod."""
@@ -281,14 +317,6 @@ class Job:
         assert report["steps"]["committed"] == len(mine)
         if incidents:
             assert len(report["incidents"]) in incidents, told
-
-    def events(self) -> list[dict[str, Any]]:
-        """Of that copy."""
-        store = Store(self.dir / "job.sqlite", read_only=True)
-        try:
-            return [{"kind": one.kind, **one.fields} for one in store.events()]
-        finally:
-            store.close()
 
     def losses(self) -> list[float]:
         """Of each step, from the copy of the ledger that the command left."""

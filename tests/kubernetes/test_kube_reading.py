@@ -57,6 +57,7 @@ def test_a_pod_that_was_evicted_says_why() -> None:
 
 def test_a_pod_whose_labels_were_taken_away() -> None:
     labels = {
+        "app.kubernetes.io/name": "holdfast",
         "app.kubernetes.io/managed-by": "holdfast-operator",
         "holdfast.dev/job": "llm",
         "holdfast.dev/role": "node",

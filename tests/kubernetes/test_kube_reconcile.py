@@ -308,6 +308,29 @@ def test_a_job_whose_agents_crash_everywhere_ends_and_blames_no_machine() -> Non
     assert condition(early.status, ConditionType.FAILED)[0] == "False"
 
 
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("exit code 1: No module named 'holdfast'", "ImageWithoutHoldfast"),
+        (
+            'exit code 128 (StartError): exec: "python3": executable file not found in $PATH',
+            "ImageWithoutHoldfast",
+        ),
+        (
+            'exit code 128 (StartError): exec: "/bin/py": stat /bin/py: no such file or directory',
+            "ImageWithoutHoldfast",
+        ),
+        ('exit code 128 (StartError): error mounting "/data": no such file or directory', "AgentsCrash"),
+        ("exit code 1: No module named 'torch'", "AgentsCrash"),
+    ],
+)
+def test_only_what_lacks_holdfast_is_called_so(words: str, reason: str) -> None:
+    nodes = (crashing(name, restarts=5) for name in ("n0", "n1", "n2"))
+    pods = (pod("c1"), *(msgspec.structs.replace(one, crash=words) for one in nodes))
+    plan = reconcile(observed(pods=pods, said=Said(term=1, phase="gathering", wanted=3)))
+    assert condition(plan.status, ConditionType.FAILED) == ("True", reason)
+
+
 @pytest.mark.parametrize("which", ["nodes", "coordinator"])
 def test_an_image_without_holdfast_is_named(which: str) -> None:
     words = "exit code 1: ModuleNotFoundError: No module named 'holdfast'"

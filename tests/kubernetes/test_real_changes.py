@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import aiohttp
 import pytest
 import yaml
 from realkube import (
+    FOLDER,
     IMAGE,
     NAMESPACE,
     PACE_S,
@@ -19,11 +19,13 @@ from realkube import (
     Scene,
     Undisturbed,
     cluster,
+    cordon,
     evict,
     gone,
+    no_operator,
     node_of,
-    operators,
     pair,
+    pods_of,
     trained_apart,
     until,
     word,
@@ -37,7 +39,6 @@ from holdfast.protocol.lookup import AddressLookup
 from holdfast.protocol.proof import Question
 
 pytestmark = [pytest.mark.kube, pytest.mark.nightly, pytest.mark.timeout(900)]
-FOLDER = f"/api/v1/namespaces/{NAMESPACE}"
 
 
 def test_a_job_is_edited_scaled_and_moved_while_it_trains(
@@ -62,13 +63,10 @@ def test_a_job_is_edited_scaled_and_moved_while_it_trains(
                 status = await job.training(nodes, beyond=status["step"] + 3)
             # Nobody may be scheduled there any more: the one that trains there moves, its replacement first.
             node, machine = await trained_apart(job, status)
-            await api.merge(f"/api/v1/nodes/{machine}", {"spec": {"unschedulable": True}})
+            await cordon(api, machine)
 
             async def has_moved() -> bool:
-                pods = (await api.list_all(f"{FOLDER}/pods", {"fieldSelector": f"spec.nodeName={machine}"}))[
-                    0
-                ]
-                return not pods
+                return not await pods_of(api, {"fieldSelector": f"spec.nodeName={machine}"})
 
             await until(has_moved, f"{node} has left {machine}")
             await job.training(2, beyond=status["step"] + 5)
@@ -100,11 +98,7 @@ def test_a_coordinator_s_container_is_killed(
         async with pair(api, home, "reseated") as (job, status):
             before = (await job.object())["status"]
             pod = await job.pod(before["coordinator"]["pod"])
-            container = pod["status"]["containerStatuses"][0]["containerID"].rpartition("/")[2]
-            machine = pod["spec"]["nodeName"]
-            socket = f"{os.environ['HOLDFAST_KUBE_DIR']}/{machine}/containerd.sock"
-            kill = ("ctr", "-a", socket, "-n", "k8s.io", "task", "kill", "-s", "KILL", container)
-            cluster("exec", machine, *kill)
+            await job.kill_container(pod["metadata"]["name"])
             await job.training(2, beyond=status["step"] + 5)
             after = (await job.object())["status"]
             assert (after["coordinator"]["pod"], after["term"]) == (pod["metadata"]["name"], before["term"])
@@ -191,18 +185,10 @@ def test_three_faults_while_there_is_no_operator(
     play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed
 ):
     """The coordinator needs none. When one is there again it makes what is missing, once."""
-    deployment = "/apis/apps/v1/namespaces/holdfast-system/deployments/holdfast-operator"
 
     async def scene(api: Api) -> None:
         async with pair(api, home, "unwatched") as (job, status):
-            before = (await api.get(deployment))["spec"]["replicas"]
-
-            async def nobody_operates() -> bool:
-                return not await operators(api)
-
-            await api.merge(deployment, {"spec": {"replicas": 0}})
-            try:
-                await until(nobody_operates, "the operators are gone")
+            async with no_operator(api):
                 for rank in (0, 1):
                     async with client_of(job.dir) as client:
                         await client.post("/fault", f"kill-worker:rank={rank}")
@@ -210,8 +196,6 @@ def test_three_faults_while_there_is_no_operator(
                 _, machine = await trained_apart(job, status)
                 cluster("kill", machine)
                 status = await job.training(2, beyond=status["step"] + 3)
-            finally:
-                await api.merge(deployment, {"spec": {"replicas": before}})
             await job.training(2, beyond=status["step"], spares=1)
             assert (await job.object())["status"]["nextNumber"] == 4
             await job.stops_as(undisturbed, incidents=(2, 3))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,11 +25,13 @@ from realkube import (
     Scene,
     Undisturbed,
     cluster,
+    cordon,
     evict,
     holdfast,
     node_of,
     operators,
     pair,
+    pods_of,
     until,
 )
 
@@ -49,12 +50,7 @@ def test_a_machine_without_power_and_an_agent_killed_cost_no_step(
             cluster("kill", await job.machine(node_of(status, 1)))
             status = await job.training(2, beyond=status["step"] + 5)
             # In its place: the container is started again in its pod, and the node comes back.
-            killed = node_of(status, 0)
-            pod = await job.pod(killed)
-            first = pod["status"]["containerStatuses"][0]["containerID"].rpartition("/")[2]
-            machine = pod["spec"]["nodeName"]
-            socket = f"{os.environ['HOLDFAST_KUBE_DIR']}/{machine}/containerd.sock"
-            cluster("exec", machine, "ctr", "-a", socket, "-n", "k8s.io", "task", "kill", "-s", "KILL", first)
+            await job.kill_container(node_of(status, 0))
             await job.training(2, beyond=status["step"] + 5)
             # Within seconds of each other and in one zone they are one incident.
             await job.stops_as(undisturbed, incidents=(1, 2))
@@ -143,16 +139,11 @@ def test_every_machine_is_drained_one_by_one(
         async with Job(api, home, "drained", "--nnodes", 2, steps=STEPS, pace_s=PACE_S) as job:
             status = await job.training(2, beyond=2)
             for machine in MACHINES:
-                await api.merge(f"/api/v1/nodes/{machine}", {"spec": {"unschedulable": True}})
-                pods = (
-                    await api.list_all(
-                        f"/api/v1/namespaces/{NAMESPACE}/pods", {"fieldSelector": f"spec.nodeName={machine}"}
-                    )
-                )[0]
-                for pod in pods:
+                await cordon(api, machine)
+                for pod in await pods_of(api, {"fieldSelector": f"spec.nodeName={machine}"}):
                     name = pod["metadata"]["name"]
                     await until(lambda name=name: evict(api, name), f"{name} has left {machine}")
-                await api.merge(f"/api/v1/nodes/{machine}", {"spec": {"unschedulable": None}})
+                await cordon(api, machine, on=False)
             assert job.process.poll() is None, "the job was over before the last machine was drained"
             # The coordinator may have moved with the last machine.
             await job.training(2, beyond=status["step"])
@@ -175,7 +166,7 @@ def test_a_job_is_left_attached_suspended_resumed_and_deleted(play: Callable[[Sc
             await job.condition("Suspended")
 
             async def given_back() -> bool:
-                return not (await api.list_all(f"/api/v1/namespaces/{NAMESPACE}/pods", {}))[0]
+                return not await pods_of(api)
 
             await until(given_back, "every pod is given back")
             asked = await asyncio.to_thread(holdfast, home, "status", "--job", "life")

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 from realkube import (
+    FOLDER,
     MACHINES,
-    NAMESPACE,
     PACE_S,
     PATIENCE_S,
     STEPS,
@@ -23,16 +23,17 @@ from realkube import (
     Scene,
     Undisturbed,
     cluster,
+    cordon,
     evict,
     is_true,
     operators,
+    pods_of,
     until,
 )
 
 from holdfast.engines.kubernetes.api import Api
 
 pytestmark = [pytest.mark.kube, pytest.mark.nightly, pytest.mark.timeout(1800)]
-FOLDER = f"/api/v1/namespaces/{NAMESPACE}"
 EVENTS = 10
 SEEDS = range(
     first := int(os.environ.get("HOLDFAST_KUBE_SEED", "1")),
@@ -70,20 +71,22 @@ class Fate:
             await client.post("/fault", f"kill-worker:rank={self.dice.randrange(2)}")
 
     async def pod(self) -> None:
-        name, uid, _ = await self._a_node()
+        name, uid = await self._a_node()
         await self.api.delete(f"{FOLDER}/pods/{name}", uid)
 
     async def agent(self) -> None:
-        await self._kill_container((await self._a_node())[0])
+        await self.job.kill_container((await self._a_node())[0])
 
     async def coordinator(self) -> None:
-        await self._kill_container(await self.job.coordinator())
+        name = await self.job.coordinator()
+        if is_true(await self.job.pod(name), "Ready"):
+            await self.job.kill_container(name)
 
     async def evicted(self) -> None:
         await evict(self.api, (await self._a_node())[0])
 
     async def labels(self) -> None:
-        name, _, _ = await self._a_node()
+        name, _ = await self._a_node()
         labels = (await self.job.pod(name))["metadata"]["labels"]
         await self.api.merge(f"{FOLDER}/pods/{name}", {"metadata": {"labels": dict.fromkeys(labels)}})
 
@@ -110,36 +113,30 @@ class Fate:
         await self._with_machine("block", "unblock")
 
     async def cordoned(self) -> None:
-        machine = f"/api/v1/nodes/{self.dice.choice(MACHINES)}"
-        await self.api.merge(machine, {"spec": {"unschedulable": True}})
-        self._mends.append(lambda: self.api.merge(machine, {"spec": {"unschedulable": None}}))
+        machine = self.dice.choice(MACHINES)
+        await cordon(self.api, machine)
+        self._mends.append(lambda: cordon(self.api, machine, on=False))
 
     # ------------------------------------------------------------ how
 
-    async def _a_node(self) -> tuple[str, str, str]:
-        """Its pod's name and uid, and its machine."""
+    async def _a_node(self) -> tuple[str, str]:
+        """Its pod's name and uid."""
 
         async def ready() -> list[dict[str, Any]]:
-            pods = (await self.api.list_all(f"{FOLDER}/pods", {}))[0]
-            return [pod for pod in pods if "-n" in pod["metadata"]["name"] and is_true(pod, "Ready")]
+            return [
+                pod
+                for pod in await pods_of(self.api)
+                if "-n" in pod["metadata"]["name"] and is_true(pod, "Ready")
+            ]
 
         nodes = await until(ready, "a node is ready")
         pod = self.dice.choice(sorted(nodes, key=lambda pod: str(pod["metadata"]["name"])))
-        return pod["metadata"]["name"], pod["metadata"]["uid"], pod["spec"]["nodeName"]
+        return pod["metadata"]["name"], pod["metadata"]["uid"]
 
     async def _with_machine(self, begin: str, end: str) -> None:
         machine = self.dice.choice(MACHINES)
         await asyncio.to_thread(cluster, begin, machine)
         self._mends.append(lambda: asyncio.to_thread(cluster, end, machine))
-
-    async def _kill_container(self, name: str) -> None:
-        pod = await self.job.pod(name)
-        container = pod["status"]["containerStatuses"][0].get("containerID", "").rpartition("/")[2]
-        machine = pod["spec"].get("nodeName", "")
-        socket = f"{os.environ['HOLDFAST_KUBE_DIR']}/{machine}/containerd.sock"
-        kill = ("ctr", "-a", socket, "-n", "k8s.io", "task", "kill", "-s", "KILL", container)
-        if container and is_true(pod, "Ready"):
-            await asyncio.to_thread(cluster, "exec", machine, *kill)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

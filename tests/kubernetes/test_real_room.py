@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kubejobs import job as asked
 from realkube import (
+    FOLDER,
     IMAGE,
     MACHINES,
     NAMESPACE,
@@ -20,6 +22,7 @@ from realkube import (
     Job,
     Scene,
     Undisturbed,
+    cordon,
     evict,
     gone,
     holdfast,
@@ -37,10 +40,19 @@ from holdfast.engines.kubernetes.reach import job_path
 pytestmark = [pytest.mark.kube, pytest.mark.nightly, pytest.mark.timeout(900)]
 
 
-async def all_closed(api: Api, closed: bool = True) -> None:
-    """No machine takes a new pod; those that are there go on."""
-    for machine in MACHINES:
-        await api.merge(f"/api/v1/nodes/{machine}", {"spec": {"unschedulable": closed or None}})
+@asynccontextmanager
+async def drained(api: Api, machine: str) -> AsyncIterator[None]:
+    """Nothing may be scheduled there any more, as `kubectl drain` begins. No other machine has room; what runs there stays."""
+    others = [f"/api/v1/nodes/{one}" for one in MACHINES if one != machine]
+    full = {"key": "tests.holdfast.dev/full", "effect": "NoSchedule"}
+    try:
+        for other in others:
+            await api.merge(other, {"spec": {"taints": [full]}})
+        await cordon(api, machine)
+        yield
+    finally:
+        for other in others:
+            await api.merge(other, {"spec": {"taints": None}})
 
 
 def test_a_drain_without_a_spare_shrinks_the_job(
@@ -52,25 +64,13 @@ def test_a_drain_without_a_spare_shrinks_the_job(
         async with Job(api, home, "tight", "--nnodes", "1:2", steps=STEPS, pace_s=PACE_S) as job:
             status = await job.training(2, beyond=3)
             node, machine = await trained_apart(job, status)
-            rest = [one for one in MACHINES if one != machine]
-            closed = {"spec": {"unschedulable": True}}
-            for one in rest:
-                # Those with pods of the job's keep them: nothing but `drain` evicts, and it takes one machine.
-                await api.merge(f"/api/v1/nodes/{one}", {"spec": {"taints": [NO_ROOM]}})
-            try:
-                await api.merge(f"/api/v1/nodes/{machine}", closed)
+            async with drained(api, machine):
                 await until(lambda: evict(api, node), f"{node} is evicted", 2 * PATIENCE_S)
                 status = await job.training(1, beyond=status["step"] + 3)
-            finally:
-                for one in rest:
-                    await api.merge(f"/api/v1/nodes/{one}", {"spec": {"taints": None}})
             await job.training(2, beyond=status["step"] + 3)
             await job.stops_as(undisturbed, incidents=(0,))
 
     play(scene)
-
-
-NO_ROOM = {"key": "tests.holdfast.dev/full", "effect": "NoSchedule"}
 
 
 def test_a_drain_of_a_job_of_fixed_size_waits_for_a_machine(
@@ -82,20 +82,13 @@ def test_a_drain_of_a_job_of_fixed_size_waits_for_a_machine(
         async with Job(api, home, "fixed", "--nnodes", 2, steps=STEPS, pace_s=PACE_S) as job:
             status = await job.training(2, beyond=3)
             node, machine = await trained_apart(job, status)
-            rest = [one for one in MACHINES if one != machine]
-            for one in rest:
-                await api.merge(f"/api/v1/nodes/{one}", {"spec": {"taints": [NO_ROOM]}})
-            try:
-                await api.merge(f"/api/v1/nodes/{machine}", {"spec": {"unschedulable": True}})
+            async with drained(api, machine):
                 await until(lambda: job.says("untolerated taint"), "what is missing is said")
                 assert not await evict(api, node)
-                assert not await gone(api, f"/api/v1/namespaces/{NAMESPACE}/pods/{node}")
+                assert not await gone(api, f"{FOLDER}/pods/{node}")
                 status = await job.training(2, beyond=status["step"] + 20)
                 assert node in [node_of(status, rank) for rank in (0, 1)]
                 assert not await evict(api, node)
-            finally:
-                for one in rest:
-                    await api.merge(f"/api/v1/nodes/{one}", {"spec": {"taints": None}})
             await until(lambda: evict(api, node), f"{node} is evicted")
             await job.training(2, beyond=status["step"] + 5)
             await job.stops_as(undisturbed, incidents=(0,))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from realkube import (
+    FOLDER,
     NAMESPACE,
+    OPERATOR,
     PACE_S,
     PATIENCE_S,
     STEPS,
@@ -20,9 +23,11 @@ from realkube import (
     cluster,
     gone,
     is_true,
+    no_operator,
     node_of,
     operators,
     pair,
+    pods_of,
     trained_apart,
     until,
 )
@@ -32,8 +37,6 @@ from holdfast.engines.kubernetes.reach import job_path
 from holdfast.engines.kubernetes.schema import crd_text
 
 pytestmark = [pytest.mark.kube, pytest.mark.nightly, pytest.mark.timeout(900)]
-FOLDER = f"/api/v1/namespaces/{NAMESPACE}"
-DEPLOYMENT = "/apis/apps/v1/namespaces/holdfast-system/deployments/holdfast-operator"
 
 
 def test_a_coordinator_is_lost_while_the_api_server_is_down(
@@ -92,7 +95,7 @@ def test_the_definition_and_the_operator_are_upgraded_in_a_run(
 
     async def scene(api: Api) -> None:
         async with pair(api, home, "upgraded") as (job, status):
-            before = {pod["metadata"]["uid"] for pod in await pods(api)}
+            before = {pod["metadata"]["uid"] for pod in await pods_of(api)}
             crd = yaml.safe_load(crd_text())
             schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
             schema["properties"]["spec"]["properties"]["later"] = {"type": "string"}
@@ -101,7 +104,7 @@ def test_the_definition_and_the_operator_are_upgraded_in_a_run(
             await api.apply(path, crd, manager="tests")
             old = {pod["metadata"]["uid"] for pod in await operators(api)}
             version = {"metadata": {"annotations": {"tests.holdfast.dev/version": "2"}}}
-            await api.merge(DEPLOYMENT, {"spec": {"template": version}})
+            await api.merge(OPERATOR, {"spec": {"template": version}})
 
             async def is_new() -> bool:
                 there = await operators(api)
@@ -113,7 +116,7 @@ def test_the_definition_and_the_operator_are_upgraded_in_a_run(
                     job_path(NAMESPACE, "upgraded"), {"spec": {"later": "a field of a later version"}}
                 )
                 _, machine = await trained_apart(job, status)
-                assert {pod["metadata"]["uid"] for pod in await pods(api)} == before
+                assert {pod["metadata"]["uid"] for pod in await pods_of(api)} == before
                 cluster("kill", machine)
                 await job.training(2, beyond=status["step"] + 5, spares=1)
                 await job.stops_as(undisturbed, incidents=(1,))
@@ -130,27 +133,20 @@ def test_labels_are_taken_from_all_pods_and_a_stranger_has_them(
 
     async def scene(api: Api) -> None:
         async with pair(api, home, "unlabelled") as (job, status):
-            mine = await pods(api)
+            mine = await pods_of(api)
             stranger = _stranger(mine[0], "unlabelled-n7")
             made = await api.create(f"{FOLDER}/pods", stranger)
             for by_one_that_comes in (False, True):
-                if by_one_that_comes:
-                    await api.merge(DEPLOYMENT, {"spec": {"replicas": 0}})
-
-                    async def nobody() -> bool:
-                        return not await operators(api)
-
-                    await until(nobody, "there is no operator")
-                for pod in mine:
-                    labels = dict.fromkeys(pod["metadata"]["labels"])
-                    path = f"{FOLDER}/pods/{pod['metadata']['name']}"
-                    await api.merge(path, {"metadata": {"labels": labels}})
-                if by_one_that_comes:
-                    await api.merge(DEPLOYMENT, {"spec": {"replicas": 2}})
+                async with no_operator(api) if by_one_that_comes else nullcontext():
+                    for pod in mine:
+                        labels = dict.fromkeys(pod["metadata"]["labels"])
+                        path = f"{FOLDER}/pods/{pod['metadata']['name']}"
+                        await api.merge(path, {"metadata": {"labels": labels}})
 
                 async def have_them() -> bool:
                     now = {
-                        pod["metadata"]["uid"]: pod["metadata"].get("labels", {}) for pod in await pods(api)
+                        pod["metadata"]["uid"]: pod["metadata"].get("labels", {})
+                        for pod in await pods_of(api)
                     }
                     return all(
                         now.get(pod["metadata"]["uid"], {}).items() >= _ours(pod).items() for pod in mine
@@ -158,7 +154,7 @@ def test_labels_are_taken_from_all_pods_and_a_stranger_has_them(
 
                 await until(have_them, "all pods have their labels again")
                 status = await job.training(2, beyond=status["step"] + 5, spares=1)
-            there = {pod["metadata"]["uid"] for pod in await pods(api)}
+            there = {pod["metadata"]["uid"] for pod in await pods_of(api)}
             assert there == {pod["metadata"]["uid"] for pod in mine} | {made["metadata"]["uid"]}
             await job.stops_as(undisturbed, incidents=(0,))
             assert not await gone(api, f"{FOLDER}/pods/unlabelled-n7")
@@ -171,10 +167,6 @@ def operators_logs() -> str:
     """What their containers have written, on the disks of all machines."""
     found = Path(os.environ["HOLDFAST_KUBE_DIR"]).glob("n*/pods/holdfast-system_*/*/*.log")
     return "\n".join(path.read_text() for path in found)
-
-
-async def pods(api: Api) -> list[dict[str, Any]]:
-    return (await api.list_all(f"{FOLDER}/pods", {}))[0]
 
 
 def _ours(pod: dict[str, Any]) -> dict[str, str]:
@@ -225,7 +217,7 @@ def test_a_coordinator_that_never_answers_does_not_hold_a_deletion_for_ever(
             assert [one["involvedObject"]["name"] for one in warned] == ["mute"]
 
             async def nothing() -> bool:
-                return not await pods(api)
+                return not await pods_of(api)
 
             await until(nothing, "its pods are gone")
 

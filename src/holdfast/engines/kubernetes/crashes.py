@@ -7,6 +7,7 @@ and a job that has not trained ends.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from holdfast.engines.kubernetes.observed import Observed, PodSeen
@@ -17,8 +18,10 @@ RESTARTS_OF_A_MACHINE = 3
 RESTARTS_OF_A_JOB = 5
 """So often before a job ends of which no agent works: about three minutes. A failure that passes, as of a network that is not
 there yet, is over by then."""
-NO_HOLDFAST = ("No module named 'holdfast", "executable file not found", "no such file or directory")
-"""What Python and container runtimes say of an image that lacks Holdfast, or Python."""
+NO_HOLDFAST = re.compile(
+    """No module named '?holdfast|exec: ".*(executable file not found|no such file or directory)"""
+)
+"""What Python and container runtimes say of an image that lacks Holdfast, or Python. A mount that is missing is another matter."""
 
 
 def on_bad_machines(seen: Observed) -> Mapping[str, str]:
@@ -48,7 +51,7 @@ def why_nothing_works(seen: Observed, job: HoldfastJob) -> tuple[str, str] | Non
 
 def _told(job: HoldfastJob, pod: PodSeen) -> tuple[str, str]:
     words = f"{pod.name} ended {pod.restarts + 1} times, the last time with {pod.crash}"
-    if any(sign in (pod.crash or "") for sign in NO_HOLDFAST):
+    if NO_HOLDFAST.search(pod.crash or ""):
         image = next(one["image"] for one in job.spec.template.spec["containers"] if one["name"] == WORKER)
         if pod.coordinator and job.spec.coordinator.image:
             image = job.spec.coordinator.image

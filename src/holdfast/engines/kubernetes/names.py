@@ -74,6 +74,15 @@ def coordinator_name(job: str, term: int) -> str:
     return f"{job}-c{term}"
 
 
+def labels(job: str, role: str = "", term: int | None = None) -> dict[str, str]:
+    """Of every object of a job. role: of a pod; term: of a coordinator's pod. A pod has its run as well."""
+    return (
+        {"app.kubernetes.io/name": "holdfast", LABEL_MANAGER: MANAGER, LABEL_JOB: job}
+        | ({LABEL_ROLE: role} if role else {})
+        | ({} if term is None else {LABEL_TERM: str(term)})
+    )
+
+
 def service_name(job: str) -> str:
     """Of the Service in front of the coordinator."""
     return f"{job}-coordinator"

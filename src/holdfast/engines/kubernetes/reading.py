@@ -75,7 +75,6 @@ def pod_seen(pod: Object, job: str, uid: str) -> PodSeen | None:
     unschedulable = scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable"
     containers = status.get("containerStatuses", ())
     restarts, crash = _ends(containers, COORDINATOR if term is not None else WORKER)
-    ready = conditions.get("Ready", {}).get("status") == "True"
     return PodSeen(
         name=name,
         uid=metadata["uid"],
@@ -87,7 +86,7 @@ def pod_seen(pod: Object, job: str, uid: str) -> PodSeen | None:
         end=_end(status),
         deleting="deletionTimestamp" in metadata,
         machine=spec.get("nodeName"),
-        ready=ready,
+        ready=conditions.get("Ready", {}).get("status") == "True",
         waits=_held(spec)
         or (str(scheduled.get("message", ""))[:MESSAGE_CHARS] if unschedulable else _waits(containers)),
         unschedulable=unschedulable,
@@ -105,13 +104,8 @@ def pod_seen(pod: Object, job: str, uid: str) -> PodSeen | None:
 
 
 def _has_labels(labels: Object, job: str, term: int | None) -> bool:
-    wanted = {
-        names.LABEL_MANAGER: names.MANAGER,
-        names.LABEL_JOB: job,
-        names.LABEL_ROLE: names.NODE_ROLE if term is None else names.COORDINATOR_ROLE,
-    } | ({} if term is None else {names.LABEL_TERM: str(term)})
-    run = str(labels.get(LABEL_RUN, ""))
-    return run.isdecimal() and all(labels.get(name) == value for name, value in wanted.items())
+    wanted = names.labels(job, names.NODE_ROLE if term is None else names.COORDINATOR_ROLE, term)
+    return str(labels.get(LABEL_RUN, "")).isdecimal() and wanted.items() <= labels.items()
 
 
 def _phase(phase: Any) -> PodPhase:

@@ -508,10 +508,7 @@ def _end(seen: Observed, job: HoldfastJob) -> Ended | None:
         if ACTIVE_DEADLINE in farewell.reason:
             reason = "ActiveDeadline"
         return Ended(reason, farewell.reason or farewell.outcome)
-    # From the status, so that a job that has trained is not ended as one that never began while its coordinator does
-    # not answer.
-    trained = seen.status.progress is not None and seen.status.progress.step is not None
-    if trained or (seen.said is not None and seen.said.step):
+    if waiting.has_trained(seen, seen.status):
         return None
     if (broken := crashes.why_nothing_works(seen, job)) is not None:
         return Ended(*broken)

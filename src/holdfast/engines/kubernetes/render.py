@@ -25,11 +25,9 @@ from holdfast.engines.kubernetes.names import (
     COORDINATOR_PORT,
     COORDINATOR_ROLE,
     LABEL_JOB,
-    LABEL_MANAGER,
     LABEL_ROLE,
     LABEL_RUN,
     LABEL_TERM,
-    MANAGER,
     NODE_ROLE,
     NOTE_SPEC,
     SPEC_FILE,
@@ -76,22 +74,13 @@ DEFAULT = Setting()
 
 def labels(job: HoldfastJob, role: str = "") -> dict[str, str]:
     """Of every object of the job; role: of a pod."""
-    return _labels(job.id.name, role)
-
-
-def _labels(job: str, role: str) -> dict[str, str]:
-    return {
-        "app.kubernetes.io/name": "holdfast",
-        LABEL_MANAGER: MANAGER,
-        LABEL_JOB: job,
-    } | ({LABEL_ROLE: role} if role else {})
+    return names.labels(job.id.name, role)
 
 
 def pod_labels(job: str, pod: PodSeen, run: int) -> dict[str, str]:
     """Those that are ours of a pod that is there. run: the current one; pods of another run are gone before it begins."""
     role = COORDINATOR_ROLE if pod.coordinator else NODE_ROLE
-    term = {LABEL_TERM: str(pod.number)} if pod.coordinator else {}
-    return _labels(job, role) | term | {LABEL_RUN: str(run)}
+    return names.labels(job, role, pod.number if pod.coordinator else None) | {LABEL_RUN: str(run)}
 
 
 def owner(job: HoldfastJob) -> Object:

@@ -25,7 +25,7 @@ def looked(seen: Observed, job: HoldfastJob, status: JobStatus) -> JobStatus:
     """The status with what is remembered of a start; `until` in it means that the pods are to be given back now."""
     scheduling = job.spec.scheduling
     is_asked = scheduling.give_back_seconds or scheduling.gang is not None
-    if job.queue or not is_asked or _has_trained(seen, status):
+    if job.queue or not is_asked or has_trained(seen, status):
         return msgspec.structs.replace(status, waiting=None)
     bound = _bound(seen)
     before = status.waiting
@@ -89,7 +89,8 @@ def _bound(seen: Observed) -> int:
     return sum(not pod.coordinator and pod.stays and pod.machine is not None for pod in seen.pods)
 
 
-def _has_trained(seen: Observed, status: JobStatus) -> bool:
+def has_trained(seen: Observed, status: JobStatus) -> bool:
+    """As the coordinator says now, or has said: one that does not answer has not undone it."""
     told = seen.said is not None and bool(seen.said.step)
     return told or (status.progress is not None and status.progress.step is not None)
 
