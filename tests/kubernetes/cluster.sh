@@ -294,6 +294,17 @@ power_off() {
   # would still close their connections.
   ip link set "$NAME$1" down 2>/dev/null || true
   end_of "$f" KILL
+  forget "$1"
+}
+
+# What a machine's kernel forgets without power. This one's keeps the network of a killed pod while a connection of it waits for
+# answers, for two minutes, and answers for its address, which is another pod's after the boot.
+forget() {
+  local link
+  for link in $(ip -n "$NAME-$1" -o link 2>/dev/null | cut -d: -f2 | cut -d@ -f1); do
+    case $link in lo | eth0) ;; *) ip -n "$NAME-$1" link del "$link" 2>/dev/null || true ;; esac
+  done
+  ip -n "$NAME-$1" neigh flush all 2>/dev/null || true
 }
 
 first_of() { # NODE: the process that all others there descend from, as this machine numbers it
