@@ -250,8 +250,12 @@ class Job:
         await asyncio.to_thread(cluster, "exec", machine, *kill)
 
     async def coordinator(self) -> str:
-        """Its pod."""
-        return str((await self.object())["status"]["coordinator"]["pod"])
+        """Its pod. Between two terms there may be none for a moment."""
+
+        async def there() -> str:
+            return str((await self.object())["status"].get("coordinator", {}).get("pod", ""))
+
+        return str(await until(there, f"{self.name} has a coordinator"))
 
     async def see(self, wanted: Callable[[Announcement], object], within_s: float = PATIENCE_S) -> Any:
         """Waits for something that the coordinator says, across coordinators, by the API server's proxy."""

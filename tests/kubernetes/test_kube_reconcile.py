@@ -410,8 +410,26 @@ def test_pods_that_are_too_many_go_only_if_they_never_joined() -> None:
 def test_a_new_size_is_asked_for_once() -> None:
     job = accept(asked(spec__nodes=1, spec__spares=1))
     seen = observed(job=job)
+    # What is asked is written down first.
+    assert actions(seen) == ()
+    written = reconcile(seen).status
+    assert written.asking_nodes == 1
+    seen = msgspec.structs.replace(seen, status=written)
     assert actions(seen) == (AskResize(1),)
-    assert actions(msgspec.structs.replace(seen, asked_nodes=1)) == ()
+    heard = msgspec.structs.replace(seen, asked_nodes=1)
+    assert actions(heard) == ()
+    assert (reconcile(heard).status.asked_nodes, reconcile(heard).status.asking_nodes) == (1, None)
+
+
+def test_an_operator_that_died_while_it_asked_for_a_size_leaves_no_doubt() -> None:
+    """The object was changed back meanwhile: the coordinator may have the size that nobody wants any more."""
+    begun = reconcile(observed(job=accept(asked(spec__nodes=1, spec__spares=1)))).status
+    seen = observed(status=begun)
+    assert actions(seen) == ()
+    unsure = msgspec.structs.replace(seen, resize_unsure=True)
+    written = reconcile(unsure).status
+    assert written.asking_nodes == 2
+    assert actions(msgspec.structs.replace(unsure, status=written)) == (AskResize(2),)
 
 
 def test_what_changes_in_a_run_is_said_and_not_done() -> None:
@@ -508,6 +526,18 @@ def test_a_job_is_saved_before_it_is_suspended() -> None:
     assert {type(one) for one in actions(msgspec.structs.replace(seen, pods=(ended,), said=None))} == {
         DeletePod
     }
+
+
+def test_nobody_waits_for_the_state_of_nodes_that_all_leave() -> None:
+    """An operator was killed when it had deleted the pods of a job that was saved, and the coordinator's was gone first."""
+    seen = observed(spec={"spec__runPolicy": {"suspend": True}})
+    left = tuple(msgspec.structs.replace(one, deleting=True) for one in seen.pods if not one.coordinator)
+    assert left
+    seen = msgspec.structs.replace(seen, absent=frozenset({"llm-c1"}), said=None)
+    assert actions(msgspec.structs.replace(seen, pods=left)) == ()
+    # One that stays has the state.
+    one = msgspec.structs.replace(left[0], deleting=False)
+    assert actions(msgspec.structs.replace(seen, pods=(one, *left[1:]))) != ()
 
 
 def test_a_job_without_a_state_is_suspended_at_once() -> None:

@@ -13,6 +13,7 @@ import msgspec
 from holdfast.engines.kubernetes import names, queues
 from holdfast.engines.kubernetes.observed import Observed, PodSeen, Said
 from holdfast.engines.kubernetes.resource import HoldfastJob
+from holdfast.engines.kubernetes.sizes import size_to_ask
 from holdfast.engines.kubernetes.status import (
     QUEUED,
     CoordinatorSeen,
@@ -88,6 +89,7 @@ def status_of(
         if job is None
         else f"{names.LABEL_JOB}={job.id.name},{names.LABEL_ROLE}={names.NODE_ROLE}",
         asked_nodes=seen.asked_nodes if seen.asked_nodes is not None else before.asked_nodes,
+        asking_nodes=None if job is None or suspended else size_to_ask(seen, job),
         coordinator=None
         if coordinator is None or suspended
         else CoordinatorSeen(pod=coordinator.name, address=coordinator.address),
@@ -128,6 +130,7 @@ def begun(status: JobStatus, run: int, term: int, next_number: int, now_s: float
         # The run before may have been resized: this one begins with what the object says.
         nodes=None,
         asked_nodes=None,
+        asking_nodes=None,
         conditions=conditions,
         # The tries before it are remembered: each is longer than the one before.
         waiting=None if status.waiting is None else msgspec.structs.replace(status.waiting, until=None),

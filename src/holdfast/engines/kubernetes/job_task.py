@@ -238,6 +238,7 @@ class JobTask:
             told=self.desk.told,
             said=said,
             asked_nodes=self.desk.asked_nodes if self.desk.asked_nodes is not None else status.asked_nodes,
+            resize_unsure=self.desk.asked_nodes is None and status.asking_nodes is not None,
             refused_resize=self.desk.refused_resize,
             marking=self._setting.marking,
             most_marked_percent=self._setting.most_marked_percent,
@@ -437,7 +438,8 @@ def _together(actions: Sequence[Action]) -> Iterator[list[Action]]:
 
 def _conditions(status: JobStatus) -> dict[str, str]:
     """What somebody waits for."""
-    # And where the coordinator is: people's commands go there.
+    # And where the coordinator is: people's commands go there. The size is asked for when it is written.
     where = status.coordinator
     found = {"state": status.state or "", "coordinator": f"{where.pod} {where.address}" if where else ""}
+    found["asking"] = str(status.asking_nodes)
     return {one.type: one.status for one in status.conditions} | found

@@ -42,6 +42,7 @@ from holdfast.engines.kubernetes.check import quantity_of_limit
 from holdfast.engines.kubernetes.conditions import Ended, status_of
 from holdfast.engines.kubernetes.observed import Farewell, Observed, PodSeen
 from holdfast.engines.kubernetes.resource import HoldfastJob, HoldfastJobSpec
+from holdfast.engines.kubernetes.sizes import size_to_ask
 from holdfast.engines.kubernetes.status import ConditionType, JobStatus
 from holdfast.engines.kubernetes.times import from_timestamp
 from holdfast.protocol.availability import NodeGoing, NodeOutOfMemory, NodeTaken, OrderDone
@@ -362,13 +363,6 @@ def wanted_nodes(seen: Observed, job: HoldfastJob) -> int:
     return job.spec.wanted if known is None else known
 
 
-def asked_nodes(seen: Observed, job: HoldfastJob) -> int:
-    """The size that the coordinator was asked for the last time."""
-    if seen.asked_nodes is not None:
-        return seen.asked_nodes
-    return seen.accepted.spec.nodes if seen.accepted is not None else job.spec.nodes
-
-
 def lost_nodes(seen: Observed) -> frozenset[str]:
     """Those that the coordinator gave up."""
     orders = seen.said.orders if seen.said else ()
@@ -459,10 +453,9 @@ def _news(
             yield Tell(NodeGoing(name, unlent[name], within_s, NoticeCause.PREEMPTION), name)
         elif name in going:
             yield Tell(NodeGoing(name, f"{pod.machine}: {seen.machines[pod.machine or ''].going}"), name)
-    # Who changed the size last has it: the object says something only when it has changed since the coordinator was
-    # asked the last time. A `holdfast resize` in between stands.
-    if job.spec.nodes != asked_nodes(seen, job):
-        yield AskResize(job.spec.nodes)
+    size = size_to_ask(seen, job)
+    if size is not None and seen.status.asking_nodes == size:
+        yield AskResize(size)
 
 
 def _memory_news(seen: Observed, job: HoldfastJob, mine: dict[str, PodSeen]) -> Iterable[Action]:
@@ -612,8 +605,13 @@ def _saves(seen: Observed) -> bool:
     suspends one whose image is missing wants its pods gone."""
     if _farewell(seen) is not None or not seen.pods:
         return False
+    if seen.said is not None:
+        return True
+    # An operator before this one may have deleted all pods because the state was saved, and the coordinator that said so is
+    # gone first. Another coordinator would wait in vain for nodes that all leave.
+    stays = any(pod.stays for pod in seen.pods)
     progress = seen.status.progress
-    return seen.said is not None or (progress is not None and progress.step is not None)
+    return stays and progress is not None and progress.step is not None
 
 
 def _active_deadline_is_over(seen: Observed, job: HoldfastJob) -> bool:

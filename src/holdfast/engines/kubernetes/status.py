@@ -126,6 +126,8 @@ class JobStatus(_Struct, frozen=True, kw_only=True):
     """No pod had this number or a higher one."""
     asked_nodes: int | None = None
     """What `spec.nodes` was when the coordinator was last asked for it."""
+    asking_nodes: int | None = None
+    """The size that the coordinator is being asked for; null once it has answered."""
     waiting: WaitingForMachines | None = None
     """Of a job that has not trained yet."""
     coordinator: CoordinatorSeen | None = None

@@ -1,0 +1,264 @@
+"""A way to the API server on which things go wrong, and an operator that has no other. Everything else of a test goes there directly.
+
+A rule of the test decides what becomes of each request. The server is the real one: what passes is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import aiohttp
+import yaml
+from aiohttp import web
+from realkube import no_operator
+
+from holdfast.engines.kubernetes.api import Api, ApiError, NoAnswer
+
+PORT = 16543
+LEASE = "/apis/coordination.k8s.io/v1/namespaces/holdfast-system/leases/holdfast-operator"
+_PASSED_ON = ("Authorization", "Content-Type", "Accept")
+_GIVEN_BACK = ("Content-Type", "Date", "Retry-After")
+
+
+class Asked(NamedTuple):
+    """A request of the operator's."""
+
+    method: str
+    path: str
+    watches: bool = False
+
+    @property
+    def acts(self) -> bool:
+        """It changes something of a job: the operator's Lease and Events are neither."""
+        return self.method != "GET" and not self.path.endswith(("/events", "/holdfast-operator", "/leases"))
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What becomes of a request. By default it passes."""
+
+    refused: int | None = None
+    """With this status, and not done."""
+    retry_after_s: int | None = None
+    lost: bool = False
+    """Done, and the connection is cut before the answer. Of a refused one: cut without being done."""
+    cut_s: float | None = None
+    """A watch is cut after so long."""
+
+
+PASSES = Fate()
+
+
+class Seen(NamedTuple):
+    """What became of one."""
+
+    at_s: float
+    asked: Asked
+    status: int
+    """The server's, or the refusal's; 0: nobody answered."""
+
+
+@dataclass
+class ApiProxy:
+    """Serves from a thread of its own: a test that waits for a machine's boot holds up no operator."""
+
+    server: str
+    """The real one's address."""
+    folder: Path
+    """The cluster's."""
+    rule: Callable[[Asked], Fate] = lambda asked: PASSES
+    after: Callable[[Asked, int], None] = lambda asked, status: None
+    """Called when a request was done, before its answer is passed on."""
+    seen: list[Seen] = field(default_factory=list)
+    forgotten: int = 0
+    """Watches that the server would not go on with, for their version was too old."""
+
+    def __post_init__(self) -> None:
+        self._streams: set[_Stream] = set()
+        self._ends = asyncio.Event()
+        self._runs = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
+
+    @property
+    def url(self) -> str:
+        """Of this one."""
+        return f"{self.server.rpartition(':')[0]}:{PORT}"
+
+    def mute(self) -> None:
+        """Nothing more comes of the watches that there are, and nobody says that they are over."""
+        for stream in list(self._streams):
+            stream.muted = True
+
+    def start(self) -> None:
+        self._thread.start()
+        assert self._runs.wait(10), "the proxy does not serve"
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._ends.set)
+        self._thread.join(30)
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        pki = self.folder / "pki"
+        trusted = ssl.create_default_context(cafile=str(pki / "ca.crt"))
+        shown = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        shown.load_cert_chain(pki / "api.crt", pki / "api.key")
+        timeout = aiohttp.ClientTimeout(total=None)
+        connector = aiohttp.TCPConnector(ssl=trusted, limit=0)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as self._session:
+            app = web.Application(client_max_size=16 << 20)
+            app.router.add_route("*", "/{path:.*}", self._pass)
+            runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
+            await runner.setup()
+            host = self.url.removeprefix("https://").rpartition(":")[0]
+            await web.TCPSite(runner, host, PORT, ssl_context=shown, reuse_address=True).start()
+            self._runs.set()
+            await self._ends.wait()
+            await runner.cleanup()
+
+    async def _pass(self, request: web.Request) -> web.StreamResponse:
+        asked = Asked(request.method, request.path, request.query.get("watch") == "true")
+        fate = self.rule(asked)
+        if fate.refused is not None:
+            return self._refuse(request, asked, fate)
+        headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
+        body = await request.read()
+        try:
+            async with self._session.request(
+                asked.method, f"{self.server}{request.path_qs}", data=body or None, headers=headers
+            ) as answer:
+                if asked.watches and answer.status == 200:
+                    return await self._stream(request, asked, answer, fate)
+                data = await answer.read()
+                kept = {name: answer.headers[name] for name in _GIVEN_BACK if name in answer.headers}
+        except aiohttp.ClientError:
+            return self._cut(request, asked)
+        self.seen.append(Seen(time.monotonic(), asked, answer.status))
+        self.forgotten += answer.status == 410
+        self.after(asked, answer.status)
+        if fate.lost:
+            return self._cut(request)
+        return web.Response(status=answer.status, headers=kept, body=data)
+
+    def _refuse(self, request: web.Request, asked: Asked, fate: Fate) -> web.Response:
+        if fate.lost:
+            return self._cut(request, asked)
+        assert fate.refused is not None
+        self.seen.append(Seen(time.monotonic(), asked, fate.refused))
+        headers = {} if fate.retry_after_s is None else {"Retry-After": str(fate.retry_after_s)}
+        return web.Response(status=fate.refused, headers=headers, text="refused on the way")
+
+    def _cut(self, request: web.Request, asked: Asked | None = None) -> web.Response:
+        if asked is not None:
+            self.seen.append(Seen(time.monotonic(), asked, 0))
+        if request.transport is not None:
+            request.transport.abort()
+        return web.Response()
+
+    async def _stream(
+        self, request: web.Request, asked: Asked, answer: aiohttp.ClientResponse, fate: Fate
+    ) -> web.StreamResponse:
+        self.seen.append(Seen(time.monotonic(), asked, answer.status))
+        stream = _Stream()
+        self._streams.add(stream)
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        try:
+            await response.prepare(request)
+            async with asyncio.timeout(fate.cut_s):
+                async for data in answer.content.iter_any():
+                    self.forgotten += data.count(b'"code":410')
+                    if not stream.muted:
+                        await response.write(data)
+            if stream.muted:
+                await self._ends.wait()
+        except TimeoutError:
+            return self._cut(request)
+        except (aiohttp.ClientError, ConnectionError):
+            pass
+        finally:
+            self._streams.discard(stream)
+        return response
+
+
+@dataclass(eq=False)
+class _Stream:
+    muted: bool = False
+
+
+class ProxiedOperator:
+    """An operator as a process beside the cluster. One that ends by itself or is killed is followed by another at once."""
+
+    def __init__(self, api: Api, kubeconfig: Path, log: Path) -> None:
+        self._api, self._kubeconfig, self._log = api, kubeconfig, log
+        self._process: subprocess.Popen[bytes] | None = None
+        self.starts = 0
+
+    def kill(self) -> None:
+        """At once. Any thread may."""
+        if self._process is not None:
+            self._process.kill()
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        try:
+            while True:
+                await self._start()
+                assert self._process is not None
+                await asyncio.to_thread(self._process.wait)
+        finally:
+            if self._process is not None:
+                self._process.terminate()
+                await asyncio.to_thread(self._process.wait)
+
+    async def _start(self) -> None:
+        # As if its time were over. Fifteen seconds for each of many kills prove nothing more.
+        with suppress(ApiError, NoAnswer):
+            lease = await self._api.get(LEASE)
+            await self._api.delete(LEASE, lease["metadata"]["uid"])
+        self._process = self._started()
+        self.starts += 1
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        argv = (sys.executable, "-m", "holdfast.engines.kubernetes", "--namespace", "holdfast-system")
+        env = dict(os.environ, KUBECONFIG=str(self._kubeconfig))
+        with self._log.open("ab") as out:
+            return subprocess.Popen(argv, env=env, stdout=out, stderr=out)
+
+
+@asynccontextmanager
+async def behind_proxy(api: Api, home: Path) -> AsyncIterator[tuple[ApiProxy, ProxiedOperator]]:
+    """The cluster's only operator meanwhile has no other way to the API server."""
+    proxy, kubeconfig = _led_by(home)
+    operator = ProxiedOperator(api, kubeconfig, home / "operator.log")
+    async with no_operator(api):
+        proxy.start()
+        running = asyncio.create_task(operator.run())
+        try:
+            yield proxy, operator
+        finally:
+            proxy.rule = lambda asked: PASSES
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            await asyncio.to_thread(proxy.close)
+
+
+def _led_by(home: Path) -> tuple[ApiProxy, Path]:
+    """A proxy, and the kubeconfig that leads to it."""
+    config: Any = yaml.safe_load(Path(os.environ["KUBECONFIG"]).read_text())
+    where = config["clusters"][0]["cluster"]
+    proxy = ApiProxy(where["server"], Path(os.environ["HOLDFAST_KUBE_DIR"]))
+    where["server"] = proxy.url
+    kubeconfig = home / "by-the-proxy"
+    kubeconfig.write_text(yaml.safe_dump(config))
+    return proxy, kubeconfig
