@@ -547,6 +547,16 @@ def test_a_job_without_a_state_is_suspended_at_once() -> None:
     assert {type(one) for one in actions(seen)} == {DeletePod}
 
 
+def test_an_operator_that_has_heard_nobody_yet_asks_before_it_deletes() -> None:
+    """Its job may have trained since a moment ago. A coordinator that answers nobody is not waited for any longer than that."""
+    seen = observed(spec={"spec__runPolicy": {"suspend": True}}, said=None)
+    assert actions(seen) == ()
+    silent = msgspec.structs.replace(seen, status=status_after(seen))
+    assert actions(msgspec.structs.replace(silent, now_s=NOW_S + 19)) == ()
+    late = msgspec.structs.replace(silent, now_s=NOW_S + 21)
+    assert {type(one) for one in actions(late)} == {DeletePod}
+
+
 def test_a_deleted_job_is_saved_within_its_time() -> None:
     trained = msgspec.structs.replace(BEGUN, progress=Progress(step=7))
     seen = observed(status=trained, deleted_s=NOW_S)

@@ -34,9 +34,8 @@ from realkube import (
 from holdfast.engines.kubernetes.api import Api, ApiError, NoAnswer
 from holdfast.engines.kubernetes.reach import job_path
 
-pytestmark = [pytest.mark.kube, pytest.mark.timeout(900)]
-NIGHTLY = pytest.mark.nightly
-PATIENCE_S = 300.0
+pytestmark = [pytest.mark.kube, pytest.mark.nightly, pytest.mark.timeout(900)]
+PATIENCE_S = 150.0
 """An operator that is killed again and again, or refused for a minute, is slow and no more than that."""
 
 
@@ -84,7 +83,8 @@ class Killed(Weather):
 
     def check(self) -> None:
         print(f"killed {len(self.met)} times: {sorted(self.met)}")
-        assert self.operator.starts > len(self.met) > 15
+        # Requests that are under way at once are ended by one kill.
+        assert min(self.operator.starts, len(self.met)) > 15
 
 
 class Lost(Weather):
@@ -197,15 +197,7 @@ class Storm(Weather):
 
 
 @pytest.mark.parametrize(
-    "weather",
-    [
-        Killed,
-        pytest.param(Lost, marks=NIGHTLY),
-        pytest.param(Cut, marks=NIGHTLY),
-        pytest.param(Refused, marks=NIGHTLY),
-        pytest.param(Storm, marks=NIGHTLY),
-    ],
-    ids=lambda weather: weather.__name__.lower(),
+    "weather", [Killed, Lost, Cut, Refused, Storm], ids=lambda weather: weather.__name__.lower()
 )
 def test_a_life_in_bad_weather(
     play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed, weather: type[Weather]

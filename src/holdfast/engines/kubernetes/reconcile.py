@@ -49,6 +49,8 @@ from holdfast.protocol.availability import NodeGoing, NodeOutOfMemory, NodeTaken
 from holdfast.protocol.engine_orders import MarkNode, ProvideNode, RebootNode, ReleaseNode
 from holdfast.protocol.notices import NoticeCause
 
+ANSWERS_S = 20.0
+"""So long a coordinator that runs is waited for before the job counts as one without a state."""
 LOST_GRACE_S = 1
 """Of a lost node's pod. Never 0: that removes the object while the processes may run, and gives their machine away. With 1
 the kubelet confirms their end, also after a cut that heals, and quotas are free two seconds later."""
@@ -605,13 +607,25 @@ def _saves(seen: Observed) -> bool:
     suspends one whose image is missing wants its pods gone."""
     if _farewell(seen) is not None or not seen.pods:
         return False
-    if seen.said is not None:
+    if seen.said is not None or _may_answer(seen):
         return True
     # An operator before this one may have deleted all pods because the state was saved, and the coordinator that said so is
     # gone first. Another coordinator would wait in vain for nodes that all leave.
     stays = any(pod.stays for pod in seen.pods)
     progress = seen.status.progress
     return stays and progress is not None and progress.step is not None
+
+
+def _may_answer(seen: Observed) -> bool:
+    """A coordinator runs and was not asked in vain for long. An operator that has just begun, and one whose question was lost, know
+    of no step; pods that they deleted for that would take the state with them, and wait for a coordinator until their grace is over.
+    """
+    newest = next((pod for pod in seen.pods if pod.coordinator and pod.number == seen.status.term), None)
+    if newest is None or not newest.stays or newest.phase != "Running" or seen.coordinator_lost:
+        return False
+    word = seen.status.condition(ConditionType.COORDINATOR_READY)
+    since_s = None if word is None else from_timestamp(word.last_transition_time)
+    return word is None or word.status == "True" or since_s is None or seen.now_s - since_s < ANSWERS_S
 
 
 def _active_deadline_is_over(seen: Observed, job: HoldfastJob) -> bool:
