@@ -21,12 +21,11 @@ from typing import Any, NamedTuple
 import aiohttp
 import yaml
 from aiohttp import web
-from realkube import no_operator
+from realkube import LEASE, no_operator
 
 from holdfast.engines.kubernetes.api import Api, ApiError, NoAnswer
 
 PORT = 16543
-LEASE = "/apis/coordination.k8s.io/v1/namespaces/holdfast-system/leases/holdfast-operator"
 _PASSED_ON = ("Authorization", "Content-Type", "Accept")
 _GIVEN_BACK = ("Content-Type", "Date", "Retry-After")
 
@@ -52,7 +51,7 @@ class Fate:
     """With this status, and not done."""
     retry_after_s: int | None = None
     lost: bool = False
-    """Done, and the connection is cut before the answer. Of a refused one: cut without being done."""
+    """Done, and the connection is cut before the answer."""
     cut_s: float | None = None
     """A watch is cut after so long."""
 
@@ -81,11 +80,8 @@ class ApiProxy:
     after: Callable[[Asked, int], None] = lambda asked, status: None
     """Called when a request was done, before its answer is passed on."""
     seen: list[Seen] = field(default_factory=list)
-    forgotten: int = 0
-    """Watches that the server would not go on with, for their version was too old."""
 
     def __post_init__(self) -> None:
-        self._streams: set[_Stream] = set()
         self._ends = asyncio.Event()
         self._runs = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
@@ -94,11 +90,6 @@ class ApiProxy:
     def url(self) -> str:
         """Of this one."""
         return f"{self.server.rpartition(':')[0]}:{PORT}"
-
-    def mute(self) -> None:
-        """Nothing more comes of the watches that there are, and nobody says that they are over."""
-        for stream in list(self._streams):
-            stream.muted = True
 
     def start(self) -> None:
         self._thread.start()
@@ -145,15 +136,12 @@ class ApiProxy:
         except aiohttp.ClientError:
             return self._cut(request, asked)
         self.seen.append(Seen(time.monotonic(), asked, answer.status))
-        self.forgotten += answer.status == 410
         self.after(asked, answer.status)
         if fate.lost:
             return self._cut(request)
         return web.Response(status=answer.status, headers=kept, body=data)
 
     def _refuse(self, request: web.Request, asked: Asked, fate: Fate) -> web.Response:
-        if fate.lost:
-            return self._cut(request, asked)
         assert fate.refused is not None
         self.seen.append(Seen(time.monotonic(), asked, fate.refused))
         headers = {} if fate.retry_after_s is None else {"Retry-After": str(fate.retry_after_s)}
@@ -170,30 +158,17 @@ class ApiProxy:
         self, request: web.Request, asked: Asked, answer: aiohttp.ClientResponse, fate: Fate
     ) -> web.StreamResponse:
         self.seen.append(Seen(time.monotonic(), asked, answer.status))
-        stream = _Stream()
-        self._streams.add(stream)
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         try:
             await response.prepare(request)
             async with asyncio.timeout(fate.cut_s):
                 async for data in answer.content.iter_any():
-                    self.forgotten += data.count(b'"code":410')
-                    if not stream.muted:
-                        await response.write(data)
-            if stream.muted:
-                await self._ends.wait()
+                    await response.write(data)
         except TimeoutError:
             return self._cut(request)
         except (aiohttp.ClientError, ConnectionError):
             pass
-        finally:
-            self._streams.discard(stream)
         return response
-
-
-@dataclass(eq=False)
-class _Stream:
-    muted: bool = False
 
 
 class ProxiedOperator:

@@ -33,6 +33,7 @@ MACHINES = [f"n{i}" for i in range(1, 5)]
 NAMESPACE = "research"
 FOLDER = f"/api/v1/namespaces/{NAMESPACE}"
 OPERATOR = "/apis/apps/v1/namespaces/holdfast-system/deployments/holdfast-operator"
+LEASE = "/apis/coordination.k8s.io/v1/namespaces/holdfast-system/leases/holdfast-operator"
 PATIENCE_S = float(os.environ.get("HOLDFAST_KUBE_PATIENCE", "150"))
 """Of a machine with two processors, on which everything of a cluster runs. More where other programs have them too."""
 LOOK_S = 0.2

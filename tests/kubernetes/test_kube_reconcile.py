@@ -424,12 +424,15 @@ def test_a_new_size_is_asked_for_once() -> None:
 def test_an_operator_that_died_while_it_asked_for_a_size_leaves_no_doubt() -> None:
     """The object was changed back meanwhile: the coordinator may have the size that nobody wants any more."""
     begun = reconcile(observed(job=accept(asked(spec__nodes=1, spec__spares=1)))).status
+    assert begun.asking_nodes == 1
     seen = observed(status=begun)
     assert actions(seen) == ()
-    unsure = msgspec.structs.replace(seen, resize_unsure=True)
-    written = reconcile(unsure).status
+    written = reconcile(seen).status
     assert written.asking_nodes == 2
-    assert actions(msgspec.structs.replace(unsure, status=written)) == (AskResize(2),)
+    assert actions(msgspec.structs.replace(seen, status=written)) == (AskResize(2),)
+    # What was asked and written down is not asked again.
+    done = msgspec.structs.replace(written, asked_nodes=2, asking_nodes=None)
+    assert actions(msgspec.structs.replace(seen, status=done)) == ()
 
 
 def test_what_changes_in_a_run_is_said_and_not_done() -> None:

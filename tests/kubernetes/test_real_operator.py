@@ -154,6 +154,7 @@ class Refused(Weather):
         print(
             f"{len(self.broken)} requests in {self.BROKEN_S:g} s of errors; restarts: {self.operator.starts - 1}"
         )
+        assert self.told_s
         assert not self.early, "what was asked to wait did not"
         # A handful of watches, each asked for again ever more slowly.
         assert 5 < len(self.broken) < 5 * self.BROKEN_S
@@ -275,7 +276,7 @@ async def second_life(api: Api, now: Weather, home: Path) -> None:
             return bool((await job.object())["status"].get("run") == 2)
 
         await until(second_run, "its second run", PATIENCE_S)
-        await until(lambda: trains(api, name), "it trains again", PATIENCE_S)
+        await job.condition("Training", PATIENCE_S)
         now.part = "delete"
         made = await job.object()
         await api.delete(path, made["metadata"]["uid"])
@@ -299,11 +300,6 @@ def changes(api: Api, path: str, patch: dict[str, Any]) -> Callable[[], Any]:
 
 async def nothing(api: Api) -> bool:
     return not await pods_of(api)
-
-
-async def trains(api: Api, name: str) -> bool:
-    status = (await api.get(job_path(NAMESPACE, name)))["status"]
-    return bool(any(one["type"] == "Training" and one["status"] == "True" for one in status["conditions"]))
 
 
 @asynccontextmanager

@@ -16,6 +16,7 @@ pytest.importorskip("yaml")
 from kubejobs import job as asked
 from realkube import (
     IMAGE,
+    LEASE,
     NAMESPACE,
     TRAIN,
     Scene,
@@ -36,7 +37,6 @@ from holdfast.engines.kubernetes.reach import job_path
 
 pytestmark = [pytest.mark.kube, pytest.mark.timeout(900)]
 PODS = f"/api/v1/namespaces/{NAMESPACE}/pods"
-LEASE = "/apis/coordination.k8s.io/v1/namespaces/holdfast-system/leases/holdfast-operator"
 
 
 # ------------------------------------------------------------ cables

@@ -142,10 +142,7 @@ class Operator:
             absent=self.desk.pods.absent,
             told=self.desk.told,
             said=said,
-            resize_unsure=self.desk.asked_nodes is None and self.job.status.asking_nodes is not None,
-            asked_nodes=self.desk.asked_nodes
-            if self.desk.asked_nodes is not None
-            else self.job.status.asked_nodes,
+            asked_nodes=self.desk.asked_nodes,
             coordinator_lost=lost and not self.cluster.machines[newest.machine].up,  # type: ignore[union-attr,index]
             now_s=self.cluster.now_s,
         )

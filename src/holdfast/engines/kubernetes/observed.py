@@ -210,9 +210,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     said: Said | None = None
     """None: it does not answer now."""
     asked_nodes: int | None = None
-    """The size that this run's coordinator was asked for; None: only that of its start."""
-    resize_unsure: bool = False
-    """An operator before this one was asking for another size, and has not written down that it was heard."""
+    """The size that this operator has asked this run's coordinator for; None: it has not asked. The status has what was asked before."""
     refused_resize: str | None = None
     """Why it did not take it."""
     marking: Marking = "none"

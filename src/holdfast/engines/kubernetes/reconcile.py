@@ -611,9 +611,7 @@ def _saves(seen: Observed) -> bool:
         return True
     # An operator before this one may have deleted all pods because the state was saved, and the coordinator that said so is
     # gone first. Another coordinator would wait in vain for nodes that all leave.
-    stays = any(pod.stays for pod in seen.pods)
-    progress = seen.status.progress
-    return stays and progress is not None and progress.step is not None
+    return any(pod.stays for pod in seen.pods) and waiting.has_trained(seen, seen.status)
 
 
 def _may_answer(seen: Observed) -> bool:

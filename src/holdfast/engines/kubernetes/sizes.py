@@ -11,10 +11,10 @@ from holdfast.engines.kubernetes.resource import HoldfastJob
 
 
 def asked_nodes(seen: Observed, job: HoldfastJob) -> int:
-    """The size that the coordinator was asked for the last time."""
-    if seen.asked_nodes is not None:
-        return seen.asked_nodes
-    return seen.accepted.spec.nodes if seen.accepted is not None else job.spec.nodes
+    """The size that the coordinator was asked for the last time, as far as is known."""
+    accepted = seen.accepted.spec.nodes if seen.accepted is not None else job.spec.nodes
+    told = (seen.asked_nodes, seen.status.asked_nodes)
+    return next((nodes for nodes in told if nodes is not None), accepted)
 
 
 def size_to_ask(seen: Observed, job: HoldfastJob) -> int | None:
@@ -23,6 +23,6 @@ def size_to_ask(seen: Observed, job: HoldfastJob) -> int | None:
     It is written into the status first. An operator that is killed between the question and its record would leave another
     size with the coordinator than the next operator believes, and an object that is changed back would change nothing.
     """
-    if job.spec.nodes == asked_nodes(seen, job) and not seen.resize_unsure:
-        return None
-    return job.spec.nodes
+    # Asked for, perhaps by an operator before this one, and nobody has written down that it was heard.
+    unsure = seen.asked_nodes is None and seen.status.asking_nodes is not None
+    return job.spec.nodes if unsure or job.spec.nodes != asked_nodes(seen, job) else None
