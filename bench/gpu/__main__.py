@@ -2,7 +2,8 @@
 
 copies: a snapshot from the device into host memory, against a plain copy into pinned memory, and what a loop of matrix
 products loses meanwhile. replicas, hsdp: a job whose workers share the GPU over gloo; one is killed, again and again: do the
-others keep process, CUDA context and tensors, how long does it take, and does a bit of the loss curve change.
+others keep process, CUDA context and tensors, how long does it take, and does a bit of the loss curve change. steps: what a
+step of one worker costs beside plain DDP.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import machine
-from bench.gpu import copies, jobs
+from bench.gpu import copies, jobs, steps
+from bench.overhead.analyse import Comparison
 from bench.processes import Children, stop_signals
 from bench.progress import Progress
 from bench.recovery.analyse import spread
@@ -29,7 +31,7 @@ from bench.recovery.environments import versions
 from holdfast.tensors import staging
 
 WIDTH = 110
-PARTS = ("copies", "replicas", "hsdp")
+PARTS = ("copies", "steps", "replicas", "hsdp")
 SHAPES = {
     "replicas": jobs.Shape("3 replicas of 1 worker", 3),
     "hsdp": jobs.Shape("HSDP, 2 replicas of 2 shards", 2, 2),
@@ -115,8 +117,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     console.print(f"{size >> 20} MiB: no room in {copies.MEMORY} or on the device: {error}")
             raw["copies"] = [asdict(f) for f in found]
             _print_copies(console, found, chosen.repetitions)
+        if "steps" in chosen.parts:
+            compared: dict[str, Comparison] = {}
+            for case in steps.CASES:
+                with children.group() as group:
+                    try:
+                        compared[case.name] = steps.measure(case, chosen.device, group, progress)
+                    except (jobs.Failed, ValueError) as error:
+                        done = False
+                        console.print(str(error), style="red", markup=False)
+            raw["steps"] = {name: asdict(one) for name, one in compared.items()}
+            _print_steps(console, compared, chosen.device)
         table = _job_table(chosen)
-        for part in [p for p in PARTS[1:] if p in chosen.parts]:
+        for part in [p for p in SHAPES if p in chosen.parts]:
             shape = SHAPES[part]
             setting = jobs.Setting(
                 device=chosen.device,
@@ -169,6 +182,33 @@ def _print_copies(console: Console, found: Sequence[copies.Copies], repetitions:
             f"{_spread(slower, 100, 1)} % longer ({_spread(one.products['alone'], 1e3, 2)} ms alone)",
             highlight=False,
         )
+
+
+def _print_steps(console: Console, compared: dict[str, Comparison], device: str) -> None:
+    size = steps.SIZES[device]
+    table = Table(
+        title=f"One worker, a transformer of {size.layers} layers of {size.width}, {size.batch} x {size.length} tokens: "
+        f"{size.rounds} rounds of blocks of {size.steps} steps",
+        box=box.SIMPLE_HEAD,
+        width=WIDTH,
+    )
+    for name in ("Holdfast with", "plain DDP, ms", "Holdfast, ms", "extra, ms", "extra, %", "noise, ms"):
+        table.add_column(name, justify="left" if name == "Holdfast with" else "right")
+    for name, one in compared.items():
+        table.add_row(
+            name,
+            f"{one.plain_s * 1e3:.2f}",
+            f"{one.protected_s * 1e3:.2f}",
+            f"{one.extra_s * 1e3:.2f} ({one.extra_low_s * 1e3:.2f}–{one.extra_high_s * 1e3:.2f})",
+            f"{one.extra_share * 100:.1f}",
+            f"{one.noise_s * 1e3:.2f}",
+        )
+    console.print(table)
+    console.print(
+        "A round: a block of plain DDP, one of Holdfast, one of plain DDP again. Medians; extra: with its quartiles. "
+        "Plain DDP never waits for the GPU within a block.",
+        style="dim",
+    )
 
 
 def _job_table(chosen: argparse.Namespace) -> Table:

@@ -5,14 +5,15 @@ import os
 import sys
 from pathlib import Path
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
+import where
+
+os.environ.setdefault("DS_ACCELERATOR", where.TYPE)
 for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}.items():
     os.environ.setdefault(name, str(value))
 
 import deepspeed  # noqa: E402 - it asks the environment
 import gate  # noqa: E402
 import torch  # noqa: E402
-import xxhash  # noqa: E402
 
 import holdfast  # noqa: E402
 from holdfast.adapters.deepspeed.snapshots import Snapshots  # noqa: E402
@@ -30,7 +31,7 @@ def batch(number: int, rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, tor
 def main() -> None:
     if "MASTER_PORT" not in os.environ:
         torch.distributed.init_process_group(
-            "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+            "nccl" if where.GPU else "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
         )
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Dropout(0.1), torch.nn.Linear(64, 1))
@@ -50,12 +51,13 @@ def main() -> None:
             **({"bf16": {"enabled": True}} if STAGE else {}),
         },
     )
+    where.check(engine.module)
     snapshots = Snapshots(engine, every=1)
     began = snapshots.newest() or 0
     losses = snapshots.client_state["losses"] if began else []
     dtype = torch.bfloat16 if STAGE else torch.float32
     for number in range(began * ACCUMULATE, STEPS * ACCUMULATE):
-        x, y = batch(number, engine.global_rank, dtype)
+        x, y = (part.to(engine.device) for part in batch(number, engine.global_rank, dtype))
         loss = (engine(x).squeeze(-1) - y).float().square().mean()
         engine.backward(loss)
         engine.step()
@@ -66,10 +68,8 @@ def main() -> None:
         if engine.global_steps == DIE_AT > 0:
             os._exit(9)
         gate.wait(engine.global_steps, engine.global_rank)
-    digest = xxhash.xxh3_64()
-    for parameter in engine.module.parameters():
-        digest.update(parameter.detach().float().numpy().tobytes())
-    end = {"state": digest.hexdigest(), "steps": engine.global_steps, "losses": losses, "began": began}
+    state = where.digest(parameter.float() for parameter in engine.module.parameters())
+    end = {"state": state, "steps": engine.global_steps, "losses": losses, "began": began}
     end["rate"] = engine.get_lr()[0]
     (FOLDER / f"end-{engine.global_rank}.json").write_text(json.dumps(end))
 

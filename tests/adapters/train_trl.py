@@ -54,9 +54,9 @@ def adapted(kind: type) -> type:
 
 
 def train(trainer: transformers.Trainer) -> transformers.trainer_utils.TrainOutput:
+    where.check(trainer.model)
     if DIE_AT is None:
         return trainer.train()
-        where.check(trainer.model)
     from holdfast.adapters.huggingface.snapshots import Snapshots
 
     trainer.add_callback(Dies())
@@ -109,7 +109,7 @@ def main() -> None:
         **more,
     )
     out = train(trainer)
-    assert torch.equal(before, fixed(trainer))
+    assert torch.equal(before, fixed(trainer).detach().cpu())
     trained = sum(p.nbytes for p in trainer.model.parameters() if p.requires_grad)
     end = {
         "parameters": where.digest(trainer.model.parameters()),

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from bench.gpu import jobs
+from bench.gpu import jobs, steps
 from bench.gpu.__main__ import main, options
 
 from holdfast.tensors import staging
@@ -30,6 +30,22 @@ def test_copies_run_on_the_cpu(tmp_path, capsys, monkeypatch):
     assert {len(times) for times in found["seconds"].values()} == {2}
     assert len(found["products"]["beside"]) == 2
     assert "through two buffers" in capsys.readouterr().out
+
+
+def test_steps_run_on_the_cpu(tmp_path, capsys, monkeypatch):
+    small = steps.Size(width=64, layers=1, length=8, vocabulary=64, batch=2, rounds=2, steps=3)
+    monkeypatch.setitem(steps.SIZES, "cpu", small)
+    monkeypatch.setattr(steps, "CASES", steps.CASES[-1:])
+    out = tmp_path / "out.json"
+    threads = torch.get_num_threads()
+    try:
+        assert main(["--device", "cpu", "--parts", "steps", "--json", str(out)]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    (found,) = json.loads(out.read_text())["steps"].values()
+    assert found["rounds"] == 2
+    assert found["plain_s"] > 0
+    assert "exact sums" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("wrong", [["--sizes", "1x"], ["--parts", "copys"], ["--faults", "0"]])
