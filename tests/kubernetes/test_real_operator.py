@@ -34,7 +34,7 @@ from realkube import (
 from holdfast.engines.kubernetes.api import Api, ApiError, NoAnswer
 from holdfast.engines.kubernetes.reach import job_path
 
-pytestmark = [pytest.mark.kube, pytest.mark.nightly, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.kube, pytest.mark.timeout(900)]
 PATIENCE_S = 150.0
 """An operator that is killed again and again, or refused for a minute, is slow and no more than that."""
 
@@ -198,7 +198,9 @@ class Storm(Weather):
 
 
 @pytest.mark.parametrize(
-    "weather", [Killed, Lost, Cut, Refused, Storm], ids=lambda weather: weather.__name__.lower()
+    "weather",
+    [Killed, *(pytest.param(weather, marks=pytest.mark.nightly) for weather in (Lost, Cut, Refused, Storm))],
+    ids=lambda weather: weather.__name__.lower(),
 )
 def test_a_life_in_bad_weather(
     play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed, weather: type[Weather]
@@ -213,6 +215,9 @@ def test_a_life_in_bad_weather(
             try:
                 await first_life(api, now, home, undisturbed)
                 await second_life(api, now, home)
+            except BaseException:
+                await tell_pods(api)
+                raise
             finally:
                 print((home / "operator.log").read_text()[-3000:])
             now.check()
@@ -296,6 +301,20 @@ def changes(api: Api, path: str, patch: dict[str, Any]) -> Callable[[], Any]:
         return True
 
     return change
+
+
+async def tell_pods(api: Api) -> None:
+    """What is there, for whoever reads of a failure."""
+    for pod in await pods_of(api):
+        metadata, status = pod["metadata"], pod["status"]
+        told = ("deletionTimestamp", "deletionGracePeriodSeconds", "finalizers", "ownerReferences")
+        print(
+            metadata["name"],
+            pod["spec"].get("nodeName"),
+            status.get("phase"),
+            {key: metadata.get(key) for key in told},
+            status.get("containerStatuses"),
+        )
 
 
 async def nothing(api: Api) -> bool:

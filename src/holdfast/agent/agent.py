@@ -163,6 +163,9 @@ class Agent:
         # Ctrl-C goes to the whole foreground group. The launcher answers it, and ends the job in order; an
         # agent that ended by itself would look like a lost node.
         loop.add_signal_handler(signal.SIGINT, lambda: None)
+        # Who started this process may have blocked it until now. Before any other process is started, which would
+        # inherit that.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         if lifeline is not None:
             loop.add_reader(lifeline, self._on_launcher_gone, lifeline)
         # The four take seconds each (a first look at the memory, the checks, the import of torch, the first

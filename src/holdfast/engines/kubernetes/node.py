@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -25,6 +26,9 @@ def main() -> str:
         "--config", type=Path, default=Path(CONFIG_FOLDER), help="has the token and spec.json"
     )
     given = parser.parse_args()
+    # The kernel drops a SIGTERM that the first process of a container has no handler for. The pod of a node that is not
+    # needed any more would stay for its whole grace.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     try:
         become_agent(read_pod(config=given.config), given.config)
     except HoldfastError as error:
@@ -61,6 +65,8 @@ def become_agent(pod: PodPlace, config: Path) -> NoReturn:
     # As torchrun does: workers of one machine would else each start a thread for every core of it.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     command = python_module("holdfast.agent", *arguments)
+    # A handler does not survive what follows, and a blocked signal does: the agent unblocks it when it can answer.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     os.execv(command[0], command)
 
 
