@@ -258,6 +258,33 @@ def test_a_leader_stops_before_another_may_lead() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("refusal", [(500, "InternalError", {}), (409, "Conflict", {})])
+def test_a_leader_goes_on_when_one_renewal_fails(refusal: tuple[int, str, dict[str, str]]) -> None:
+    """Nobody else may take the Lease before its duration is over: there is time to ask again."""
+
+    async def run() -> None:
+        fake = FakeApi()
+        slow = LeaseTimes(duration_s=3600.0, deadline_s=1800.0, every_s=0.01)
+        renewed = asyncio.Event()
+
+        def version() -> str:
+            (lease,) = fake.objects.values()
+            return str(lease["metadata"]["resourceVersion"])
+
+        async def work() -> None:
+            fake.spoil = [refusal] * 3
+            before = version()
+            while version() == before:  # noqa: ASYNC110 - another task renews it
+                await asyncio.sleep(slow.every_s)
+            renewed.set()
+
+        async with asyncio.timeout(20), serving(fake) as api:
+            await Lease(api, "ops", "operator", "one", slow).lead(work)
+        assert renewed.is_set()
+
+    asyncio.run(run())
+
+
 def test_a_leader_whose_lease_was_taken_stops() -> None:
     async def run() -> None:
         fake = FakeApi()

@@ -80,19 +80,21 @@ class Lease:
             began_s = time.monotonic()
             try:
                 async with asyncio.timeout(self._times.deadline_s - (began_s - renewed_s)):
-                    if not await self._try():
+                    held = await self._try()
+                    if held is False:
                         _log.warning("another operator leads now")
                         return
-                    # From before the request: it may have been carried out long before it was answered.
-                    renewed_s = began_s
+                    if held:
+                        # From before the request: it may have been carried out long before it was answered.
+                        renewed_s = began_s
             except TimeoutError:
                 pass
             if time.monotonic() - renewed_s >= self._times.deadline_s:
                 _log.warning("the lease could not be renewed in time")
                 return
 
-    async def _try(self) -> bool:
-        """Takes or renews it; False: it is another's, or nobody answers."""
+    async def _try(self) -> bool | None:
+        """Takes or renews it; False: it is another's; None: nobody answers, so whose it is is not known."""
         try:
             return await self._take()
         except NoAnswer as error:
@@ -100,7 +102,7 @@ class Lease:
         except ApiError as error:
             if error.status not in (404, 409) and not error.may_pass:
                 raise
-        return False
+        return None
 
     async def _take(self) -> bool:
         try:
