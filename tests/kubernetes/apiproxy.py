@@ -12,16 +12,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import aiohttp
 import yaml
 from aiohttp import web
 from realkube import LEASE, no_operator
+from yarl import URL
 
 from holdfast.engines.kubernetes.api import Api, ApiError, NoAnswer
 
@@ -36,6 +38,8 @@ class Asked(NamedTuple):
     method: str
     path: str
     watches: bool = False
+    version: str = ""
+    """From which on it watches."""
 
     @property
     def acts(self) -> bool:
@@ -54,6 +58,8 @@ class Fate:
     """Done, and the connection is cut before the answer."""
     cut_s: float | None = None
     """A watch is cut after so long."""
+    version: str | None = None
+    """A watch is asked for from this version on."""
 
 
 PASSES = Fate()
@@ -80,10 +86,14 @@ class ApiProxy:
     after: Callable[[Asked, int], None] = lambda asked, status: None
     """Called when a request was done, before its answer is passed on."""
     seen: list[Seen] = field(default_factory=list)
+    gone: int = 0
+    """Watches that the server ended because it does not know their version any more."""
 
     def __post_init__(self) -> None:
         self._ends = asyncio.Event()
         self._runs = threading.Event()
+        self._streams = self._muted = 0
+        self._limits: list[asyncio.Timeout] = []
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
 
     @property
@@ -98,6 +108,20 @@ class ApiProxy:
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._ends.set)
         self._thread.join(30)
+
+    def mute(self) -> None:
+        """Of the watches that are open now no byte comes any more, and none is closed: as behind a firewall that forgot them."""
+        self._muted = self._streams
+
+    def cut(self) -> None:
+        """The watches that are open now."""
+
+        def now() -> None:
+            for limit in self._limits:
+                limit.reschedule(self._loop.time())
+            self._limits.clear()
+
+        self._loop.call_soon_threadsafe(now)
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -119,15 +143,21 @@ class ApiProxy:
             await runner.cleanup()
 
     async def _pass(self, request: web.Request) -> web.StreamResponse:
-        asked = Asked(request.method, request.path, request.query.get("watch") == "true")
+        watches = request.query.get("watch") == "true"
+        version = request.query.get("resourceVersion", "") if watches else ""
+        asked = Asked(request.method, request.path, watches, version)
         fate = self.rule(asked)
         if fate.refused is not None:
             return self._refuse(request, asked, fate)
         headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
         body = await request.read()
+        # Whole: the parts of the query are as the operator wrote them.
+        where = URL(f"{self.server}{request.path_qs}", encoded=True)
+        if fate.version is not None:
+            where = where.update_query(resourceVersion=fate.version)
         try:
             async with self._session.request(
-                asked.method, f"{self.server}{request.path_qs}", data=body or None, headers=headers
+                asked.method, where, data=body or None, headers=headers
             ) as answer:
                 if asked.watches and answer.status == 200:
                     return await self._stream(request, asked, answer, fate)
@@ -135,6 +165,7 @@ class ApiProxy:
                 kept = {name: answer.headers[name] for name in _GIVEN_BACK if name in answer.headers}
         except aiohttp.ClientError:
             return self._cut(request, asked)
+        self.gone += asked.watches and answer.status == 410
         self.seen.append(Seen(time.monotonic(), asked, answer.status))
         self.after(asked, answer.status)
         if fate.lost:
@@ -158,24 +189,37 @@ class ApiProxy:
         self, request: web.Request, asked: Asked, answer: aiohttp.ClientResponse, fate: Fate
     ) -> web.StreamResponse:
         self.seen.append(Seen(time.monotonic(), asked, answer.status))
+        self._streams += 1
+        number = self._streams
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        limit = asyncio.timeout(fate.cut_s)
         try:
             await response.prepare(request)
-            async with asyncio.timeout(fate.cut_s):
+            async with limit:
+                self._limits.append(limit)
                 async for data in answer.content.iter_any():
-                    await response.write(data)
+                    if number > self._muted:
+                        self.gone += b'"code":410' in data
+                        await response.write(data)
         except TimeoutError:
             return self._cut(request)
         except (aiohttp.ClientError, ConnectionError):
             pass
+        finally:
+            if limit in self._limits:
+                self._limits.remove(limit)
         return response
 
 
 class ProxiedOperator:
     """An operator as a process beside the cluster. One that ends by itself or is killed is followed by another at once."""
 
-    def __init__(self, api: Api, kubeconfig: Path, log: Path) -> None:
+    def __init__(
+        self, api: Api, kubeconfig: Path, log: Path, options: Sequence[str], environment: Mapping[str, str]
+    ) -> None:
+        """environment: more of it."""
         self._api, self._kubeconfig, self._log = api, kubeconfig, log
+        self._options, self._environment = options, environment
         self._process: subprocess.Popen[bytes] | None = None
         self.starts = 0
 
@@ -205,17 +249,20 @@ class ProxiedOperator:
         self.starts += 1
 
     def _started(self) -> subprocess.Popen[bytes]:
-        argv = (sys.executable, "-m", "holdfast.engines.kubernetes", "--namespace", "holdfast-system")
-        env = dict(os.environ, KUBECONFIG=str(self._kubeconfig))
+        argv = [sys.executable, "-m", "holdfast.engines.kubernetes", "--namespace", "holdfast-system"]
+        argv += self._options
+        env = os.environ | {"KUBECONFIG": str(self._kubeconfig)} | self._environment
         with self._log.open("ab") as out:
             return subprocess.Popen(argv, env=env, stdout=out, stderr=out)
 
 
 @asynccontextmanager
-async def behind_proxy(api: Api, home: Path) -> AsyncIterator[tuple[ApiProxy, ProxiedOperator]]:
-    """The cluster's only operator meanwhile has no other way to the API server."""
+async def behind_proxy(
+    api: Api, home: Path, *options: str, environment: Mapping[str, str] = MappingProxyType({})
+) -> AsyncIterator[tuple[ApiProxy, ProxiedOperator]]:
+    """The cluster's only operator meanwhile, which has these options and variables, has no other way to the API server."""
     proxy, kubeconfig = _led_by(home)
-    operator = ProxiedOperator(api, kubeconfig, home / "operator.log")
+    operator = ProxiedOperator(api, kubeconfig, home / "operator.log", options, environment)
     async with no_operator(api):
         proxy.start()
         running = asyncio.create_task(operator.run())
