@@ -42,6 +42,13 @@ def test_status(job, holdfast):
     assert json.loads(holdfast("status", "--json").out)["running"] is True
 
 
+def test_a_machine_that_no_job_knows_is_not_cleared(job, holdfast):
+    """A running job is asked where no history has it."""
+    said = holdfast("node", "clear", "m7")
+    assert (said.code, said.out) == (2, "")
+    assert "no node 'm7' has a history" in said.err
+
+
 def test_a_fault_that_names_no_rank_is_refused_by_the_coordinator(job, holdfast):
     said = holdfast("fault", "kill-worker:rank=3")
     assert (said.code, said.out) == (2, "")

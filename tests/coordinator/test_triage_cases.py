@@ -745,6 +745,24 @@ def test_a_rule_that_was_wrong_lifts_its_own_quarantine_only():
     assert not desk.state.membership.nodes["m1"].held
 
 
+@pytest.mark.parametrize(
+    ("identity", "kept"), [("serial:4c4c", ["serial:4c4c"]), ("k8s:gpu-7", []), ("", [])]
+)
+@pytest.mark.parametrize(("rule", "kind"), [("", Kind.CLEARED), ("xid-79", Kind.FALSE_POSITIVE)])
+def test_a_word_that_no_history_has_is_remembered(identity, kept, rule, kind):
+    desk = running(2, spares=1)
+    come_back(desk, "m0", identity=identity)
+    finds(desk, "m0")
+    before = len(desk.did(e.Remember))
+    desk.do(e.MachineCleared(identity or "m0", rule))
+    assert len(desk.did(e.Remember)) == before
+    desk.do(e.MachineCleared(identity or "m0", rule, remember=True))
+    said = desk.did(e.Remember)[before:]
+    assert [(one.machine, one.kind, one.node, one.rule) for one in said] == [
+        (name, kind, "m0", rule) for name in kept
+    ]
+
+
 def test_what_a_watcher_may_not_read_in_a_container_is_written_once_for_the_job_and_asked_of_nobody():
     desk = running(3)
     for name in ("n0", "n1", "n2"):

@@ -95,9 +95,9 @@ def holdfast(home: Path, *args: str) -> str:
     return subprocess.run(command, env=env, check=True, capture_output=True, text=True, timeout=100).stdout
 
 
-def known(home: Path, node: str) -> Standing:
+def known(home: Path, node: str, file: str = FILE_NAME) -> Standing:
     """What follows for a node from what is remembered."""
-    history = History(str(home / FILE_NAME), must_exist=True)
+    history = History(str(home / file), must_exist=True)
     try:
         mine = [entry for entry in history.all() if entry.node == node]
     finally:
@@ -121,9 +121,9 @@ def no_turn(home: Path) -> Iterator[None]:
         yield
 
 
-def lose(home: Path, name: str) -> str:
+def lose(home: Path, name: str, *options: object) -> str:
     """A job in which a node's GPU is lost; the node."""
-    job = Job(home, name, "--nnodes", 1, "--spares", 1)
+    job = Job(home, name, "--nnodes", 1, "--spares", 1, *options)
     (sick,) = job.members()
     job.has_xid(sick, GONE)
     assert job.event("verdict", node=sick)["does"] == "replace"
@@ -144,6 +144,20 @@ def test_a_machine_that_was_given_up_is_not_used_by_the_next_job_until_a_person_
         assert second.event("readmitted", node=sick)["was"] == "cleared by a person"
         second.stop()
     assert known(folder, sick) == Standing()
+
+
+@pytest.mark.long
+def test_a_job_whose_history_is_out_of_reach_is_told_and_remembers(folder):
+    """As on Kubernetes, where it is with the coordinator."""
+    elsewhere = ("--node-history", folder / "elsewhere.sqlite")
+    sick = lose(folder, "first", *elsewhere)
+    with no_turn(folder):
+        second = Job(folder, "second", "--nnodes", 1, "--spares", 1, *elsewhere)
+        second.event("node-held", node=sick)
+        assert holdfast(folder, "node", "clear", sick).endswith("is cleared in second\n")
+        assert second.event("readmitted", node=sick)["was"] == "cleared by a person"
+        second.stop()
+    assert known(folder, sick, "elsewhere.sqlite") == Standing()
 
 
 @pytest.mark.nightly

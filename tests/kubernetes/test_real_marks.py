@@ -43,7 +43,8 @@ SHOWN = {"none": set[str](), "condition": {"note", "condition"}, "taint": {"note
 def test_a_machine_that_a_job_blames(
     play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed, marking: str
 ):
-    """A fatal Xid on one of four machines, and then on another. One may have a mark, until its machine has passed the deep checks."""
+    """A fatal Xid on one of four machines, and then on another. One may have a mark, until its machine has passed the deep checks or was
+    cleared."""
 
     async def scene(api: Api) -> None:
         async with (
@@ -63,7 +64,10 @@ def test_a_machine_that_a_job_blames(
                 second = await breaks(job, await job.training(2))
                 await until(lambda: is_held(api, job), "the brake is told")
                 assert not shown[second]
-            # Both have passed: they are used again.
+                told = await asyncio.to_thread(holdfast, home, "node", "clear", first)
+                assert f"k8s:{first}" in told.stdout, told.stderr
+                assert f"is cleared in {job.name}" in told.stdout
+            # Both have passed or were cleared: they are used again.
             await job.training(2, beyond=status["step"] + 5, spares=1)
 
             async def unmarked() -> bool:

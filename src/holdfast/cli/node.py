@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -133,12 +133,17 @@ def clear(
     import asyncio
 
     from holdfast.coordinator.kernel.history import DOUBTED, Kind
-    from holdfast.coordinator.service.history_store import Entry, find_machine, now_s
+    from holdfast.coordinator.service.history_store import Entry, machines_meant, now_s, the_one
     from holdfast.errors import UsageError
 
     with _history(where) as history:
         entries = history.all()
-        machine = find_machine(entries, name)
+        meant = machines_meant(((e.machine, e.node) for e in entries), name)
+        if not meant:
+            # On Kubernetes a job's history is with its coordinator.
+            _clear_in_jobs(name, false_positive or "")
+            return
+        machine = the_one(meant, name)
         rules = sorted({e.rule for e in entries if e.machine == machine and e.rule})
         if false_positive is not None and false_positive not in rules:
             raise UsageError(
@@ -160,9 +165,8 @@ def clear(
         mine = history.past(machine)
     # The record first: a job that starts from now on reads it. A job that runs has read the history when
     # the node joined, and has to be told.
-    told = asyncio.run(_tell_jobs(machine, false_positive or ""))
-    sys.stdout.write(f"{machine} is cleared{f' of {false_positive}' if false_positive else ''}")
-    sys.stdout.write(f", also in {', '.join(told)}\n" if told else "\n")
+    told = asyncio.run(_ask_jobs("POST", _clearing(machine, false_positive or "")))
+    sys.stdout.write(_cleared(machine, false_positive, f", also in {', '.join(told)}" if told else ""))
     wrong = sum(e.kind is Kind.FALSE_POSITIVE and e.rule == false_positive for e in mine)
     if wrong >= DOUBTED:
         sys.stdout.write(
@@ -170,26 +174,49 @@ def clear(
         )
 
 
-async def _tell_jobs(machine: str, rule: str) -> list[str]:
-    """Tells running jobs, which then use the machine at once. Returns their names."""
+def _clear_in_jobs(name: str, rule: str) -> None:
+    """For a machine that running jobs alone know. They remember it themselves."""
+    import asyncio
+
+    from holdfast.coordinator.service.history_store import machines_meant, the_one
+
+    known: dict[str, list[tuple[str, str]]] = {}
+    for job, status in asyncio.run(_ask_jobs("GET", "/status")).items():
+        rows = [(row.get("identity") or row["node"], row["node"]) for row in status["nodes"]]
+        known[job] = [*rows, *((machine, "") for machine in status["health"]["quarantine"])]
+    machine = the_one(machines_meant((pair for pairs in known.values() for pair in pairs), name), name)
+    told = asyncio.run(_ask_jobs("POST", f"{_clearing(machine, rule)}&remember=1"))
+    having = [job for job in told if any(machine == one for one, _ in known.get(job, ()))]
+    sys.stdout.write(_cleared(machine, rule, f" in {', '.join(having)}"))
+
+
+def _clearing(machine: str, rule: str) -> str:
     from urllib.parse import urlencode
 
+    return f"/clear?{urlencode({'machine': machine, 'rule': rule})}"
+
+
+def _cleared(machine: str, rule: str | None, where: str) -> str:
+    return f"{machine} is cleared{f' of {rule}' if rule else ''}{where}\n"
+
+
+async def _ask_jobs(method: Literal["GET", "POST"], path: str) -> dict[str, Any]:
+    """The answers of all running jobs, by their names."""
     from holdfast.engines import jobs
     from holdfast.engines.client import NoAnswer
     from holdfast.engines.reach import client_of
 
-    told = []
+    answers: dict[str, Any] = {}
     for folder in sorted((jobs.home() / "jobs").glob("*")):
         if not jobs.is_running(folder):
             continue
         try:
             async with client_of(folder) as client:
-                await client.post(f"/clear?{urlencode({'machine': machine, 'rule': rule})}")
+                answers[folder.name] = await (client.get(path) if method == "GET" else client.post(path))
         # It ends or starts again just now: its successor reads the history, which has the record already.
         except NoAnswer:
             continue
-        told.append(folder.name)
-    return told
+    return answers
 
 
 @contextmanager

@@ -343,9 +343,9 @@ class Core(Context):
                 resize.capacity(self, event)
             case ResizeRequested(count, reason):
                 resize.resize(self, count, reason)
-            case MachineCleared(machine, rule):
+            case MachineCleared(machine, rule, remember):
                 triage.cleared(self, machine, rule)
-                admission.cleared(self, machine, rule)
+                admission.cleared(self, machine, rule, remember)
             case NodeOrdered(name, remedy, reason):
                 # It may have left since the person looked: then there is nothing to wait for.
                 if (node := self.state.membership.nodes.get(name)) is not None and node.alive:

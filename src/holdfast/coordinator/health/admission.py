@@ -196,11 +196,21 @@ def lost(context: Context, node: Node, incident: Incident) -> None:
         )
 
 
-def cleared(context: Context, machine: str, rule: str) -> None:
+def cleared(context: Context, machine: str, rule: str, remember: bool = False) -> None:
     """A person says that a machine is well, or that a rule was wrong about it. What was asked about it is answered. A
-    quarantine for something else than that rule stands."""
+    quarantine for something else than that rule stands.
+
+    remember: no history has it yet. Without a record what was said before would hold again for the next node that joins from
+    there, and for the next job.
+    """
     health = context.state.health
-    names = {n.name for n in context.state.membership.nodes.values() if n.machine == machine}
+    there = [n for n in context.state.membership.nodes.values() if n.machine == machine]
+    names = {n.name for n in there}
+    if remember and there and (lasting := there[-1].lasting):
+        kind = Kind.FALSE_POSITIVE if rule else Kind.CLEARED
+        context.act(
+            Remember(machine=lasting, kind=kind, node=there[-1].name, rule=rule, text="cleared by a person")
+        )
     health.asks[:] = [a for a in health.asks if a.node not in names or rule not in ("", a.rule)]
     if rule and machine in health.quarantine and health.quarantine_rules.get(machine) != rule:
         return

@@ -123,6 +123,8 @@ class MachineCleared(msgspec.Struct, frozen=True):
     """Its lasting identity; its node's name where it has none."""
     rule: str = ""
     """The one that was wrong about it; empty: whatever was said of it is over."""
+    remember: bool = False
+    """The history of machines has no record of this word yet."""
 
 
 class NodeOrdered(msgspec.Struct, frozen=True):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -183,22 +183,31 @@ def _connect_postgres(url: str) -> tuple[Any, tuple[type[Exception], ...]]:
         ) from error
 
 
-def find_machine(entries: Sequence[Entry], name: str) -> str:
-    """The machine that a person means: by its identity, a part of it, or the name of a node it was.
+def machines_meant(known: Iterable[tuple[str, str]], name: str) -> list[str]:
+    """The machines that a person may mean: by identity, by the name of a node it was, or by a part of the identity.
 
-    Raises:
-        UsageError: none or several are meant.
+    known: machines, each with the name of a node that it was.
     """
-    machines = list(dict.fromkeys(e.machine for e in entries))
+    pairs = list(known)
+    machines = list(dict.fromkeys(machine for machine, _ in pairs))
     if name in machines:
-        return name
-    by_node = list(dict.fromkeys(e.machine for e in entries if e.node == name))
-    meant = by_node or [x for x in machines if name and name in x]
+        return [name]
+    by_node = list(dict.fromkeys(machine for machine, node in pairs if node == name))
+    return by_node or [machine for machine in machines if name and name in machine]
+
+
+def the_one(meant: Sequence[str], name: str) -> str:
+    """Raises UsageError: none or several are meant."""
     if len(meant) == 1:
         return meant[0]
     if not meant:
         raise UsageError(f"no node {name!r} has a history; `holdfast node ls` shows those that have")
     raise UsageError(f"{name!r} may be {', '.join(meant[:5])}: give one of these")
+
+
+def find_machine(entries: Sequence[Entry], name: str) -> str:
+    """The machine that a person means. Raises UsageError: none or several are meant."""
+    return the_one(machines_meant(((e.machine, e.node) for e in entries), name), name)
 
 
 def now_s() -> float:

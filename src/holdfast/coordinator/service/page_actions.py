@@ -65,7 +65,7 @@ def prepared(state: CoreState, name: str, arguments: Mapping[str, str]) -> tuple
                 raise UsageError("send machine, as the list of what to do names it")
             why = state.health.quarantine.get(machine)
             told = f"{machine} may be used again" + (f"; it was not, because {why}" if why else "")
-            return [told], ev.MachineCleared(machine, "")
+            return [told], ev.MachineCleared(machine, remember=True)
         case _:
             return stopped(state), ev.StopRequested(REASON, NoticeCause.STOP)
 

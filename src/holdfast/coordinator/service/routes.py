@@ -295,13 +295,15 @@ class Routes:
         return _json({"node": going.node})
 
     async def _clear(self, request: web.Request) -> web.StreamResponse:
-        """`?machine=ID&rule=`: a person says that a machine is well, or that a rule was wrong about it."""
+        """`?machine=ID&rule=&remember=`: a person says that a machine is well, or that a rule was wrong about it. remember: not
+        empty where the history of machines has no record of it."""
         machine = request.query.get("machine", "")
         if not machine:
             return web.Response(status=400, text="send ?machine=ID")
         if refusal := self._refusal():
             return refusal
-        await self._loop.effect(ev.MachineCleared(machine, request.query.get("rule", "")))
+        rule, remember = request.query.get("rule", ""), bool(request.query.get("remember"))
+        await self._loop.effect(ev.MachineCleared(machine, rule, remember))
         return _json({})
 
     async def _node(self, request: web.Request) -> web.StreamResponse:
