@@ -129,7 +129,7 @@ class LiveApi(FakeApi):
         there = self.objects.get(path)
         if there is None:
             return refused(404, "NotFound", {})
-        if body["preconditions"]["uid"] != there["metadata"]["uid"]:
+        if not body["preconditions"].items() <= there["metadata"].items():
             return refused(409, "Conflict", {})
         await self.remove(path)
         return web.json_response(there)

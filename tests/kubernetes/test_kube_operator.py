@@ -10,12 +10,17 @@ import msgspec
 import pytest
 from aiohttp import web
 from fakeagents import serving as coordinating
+from fakeapi import serving as api_of
 from kubejobs import job
 from liveapi import LiveApi
 from operating import JOB, PODS, operated
 from rights import is_permitted, objects
+from test_kube_reading import pod as raw_pod
 
+from holdfast.engines.kubernetes.actions import DeletePod, FindPod
+from holdfast.engines.kubernetes.desk import Desk
 from holdfast.engines.kubernetes.job_objects import JobObjects
+from holdfast.engines.kubernetes.job_pods import JobPods
 from holdfast.engines.kubernetes.job_task import written
 from holdfast.engines.kubernetes.link import CoordinatorLink, RefusedByCoordinator, Silent
 from holdfast.engines.kubernetes.status import CoordinatorSeen, JobStatus, SavedState
@@ -115,6 +120,27 @@ def test_a_pod_whose_creation_was_not_answered_is_not_made_again() -> None:
         assert sorted(fake.made) == sorted(ALL)
 
     operated(scene)
+
+
+def test_a_pod_that_has_a_machine_by_now_is_not_deleted_as_one_that_waits() -> None:
+    async def run() -> None:
+        fake, desk = LiveApi(), Desk("llm")
+        path = f"{PODS}/llm-n3"
+        await fake.put(path, raw_pod(phase="Pending") | {"spec": {}}, "ADDED")
+        async with api_of(fake) as api:
+            pods = JobPods(api, "llm", "research", "u-1", desk, lambda: None)
+            await pods.find(FindPod("llm-n3"))
+            (waits,) = desk.pods.all
+            await fake.put(path, raw_pod())
+            delete = DeletePod(name="llm-n3", uid="p-1", reason="it avoids m1", version=waits.version)
+            await pods.delete(delete)
+            assert path in fake.objects
+            (seen,) = desk.pods.all
+            assert (seen.machine, seen.stays) == ("m1", True)
+            await pods.delete(msgspec.structs.replace(delete, version=seen.version))
+            assert path not in fake.objects
+
+    asyncio.run(run())
 
 
 def test_a_job_that_cannot_work_gets_nothing_but_words() -> None:

@@ -265,7 +265,7 @@ def test_a_node_that_crashes_on_one_machine_is_replaced_first_and_elsewhere() ->
 def test_a_pod_that_waits_is_made_anew_when_what_it_avoids_may_be_used_again() -> None:
     lost = pod("n1", deleting=True)
     waits: dict[str, Any] = {"phase": "Pending", "ready": False, "machine": None, "unschedulable": True}
-    new = pod("n3", **waits, avoids=frozenset({"m-n1"}))
+    new = pod("n3", **waits, avoids=frozenset({"m-n1"}), version=17)
     two = said("n0", "n2")
     numbered = msgspec.structs.replace(BEGUN, next_number=4)
 
@@ -279,6 +279,7 @@ def test_a_pod_that_waits_is_made_anew_when_what_it_avoids_may_be_used_again() -
     assert seen(new, machines=away) == ()
     (gone,) = seen(new, machines={"m-n1": MachineSeen(name="m-n1")})
     assert (gone.name, gone.reason) == ("llm-n3", "it avoids m-n1, which may be used again")
+    assert gone.version == new.version
     quarantined = said("n0", "n2", bad_machines=frozenset({"m-n1"}))
     assert seen(new, said=quarantined) == ()
     # With a machine of its own it goes on.

@@ -234,11 +234,16 @@ class Operator:
                     self.desk.saw(call(lambda: server.label_pod(name, uid)))
                 except (NotFound, Conflict):
                     self.desk.pods.gone(name, uid)
-            case DeletePod(name=name, uid=uid, reason=reason):
+            case DeletePod(name=name, uid=uid, reason=reason, version=version):
                 try:
-                    self.desk.saw(call(lambda: server.delete_pod(name, uid, reason, self.uid)))
-                except (NotFound, Conflict):
+                    self.desk.saw(call(lambda: server.delete_pod(name, uid, reason, self.uid, version)))
+                except NotFound:
                     self.desk.pods.gone(name, uid)
+                except Conflict:
+                    if version is None:
+                        self.desk.pods.gone(name, uid)
+                    else:
+                        self._do(FindPod(name))
             case Tell(news):
                 self.cluster.tell(self.uid, news)
                 self.desk.did(action)

@@ -105,12 +105,12 @@ class Server:
     def change(self, name: str, **fields: Any) -> None:
         self._set(msgspec.structs.replace(self.pods[name], **fields))
 
-    def delete_pod(self, name: str, uid: str, reason: str, by: str) -> PodSeen:
+    def delete_pod(self, name: str, uid: str, reason: str, by: str, version: int | None = None) -> PodSeen:
         """by: uid of the job whose operator asks."""
         pod = self.pods.get(name)
         if pod is None:
             raise NotFound
-        if pod.uid != uid:
+        if pod.uid != uid or version not in (None, pod.version):
             raise Conflict
         self.on_delete(pod, reason, by)
         if not pod.deleting:

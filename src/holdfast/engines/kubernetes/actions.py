@@ -94,6 +94,8 @@ class DeletePod(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     grace_s: int | None = None
     """None: the pod's own."""
+    version: int | None = None
+    """Only while it is as it was in this version of the object; None: however it is by then."""
 
 
 class MakeWorkload(msgspec.Struct, frozen=True):

@@ -132,11 +132,14 @@ class Api:
         """A merge patch that knows the keys of Kubernetes' own lists: of conditions, only the named one changes."""
         return await self.request("PATCH", path, None, patch, "application/strategic-merge-patch+json")
 
-    async def delete(self, path: str, uid: str, grace_s: int | None = None) -> Object:
-        """The object of this uid, and no other of its name."""
+    async def delete(
+        self, path: str, uid: str, grace_s: int | None = None, version: int | None = None
+    ) -> Object:
+        """The object of this uid, and no other of its name. version: only while it has this one."""
         # Without the uid, a request that was held up would delete the object that has taken the name since: the Secret of
         # a job that was made anew, for instance.
-        options: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}
+        only = {"uid": uid} | ({} if version is None else {"resourceVersion": str(version)})
+        options: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": only}
         if grace_s is not None:
             options["gracePeriodSeconds"] = grace_s
         return await self.request("DELETE", path, None, options)

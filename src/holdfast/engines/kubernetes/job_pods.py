@@ -80,10 +80,15 @@ class JobPods:
         """The pod of this uid, and no other of its name."""
         _log.info("deletes a pod: %s", action.reason, extra={"job": self._name, "pod": action.name})
         try:
-            await self._api.delete(f"{self._folder}/{action.name}", action.uid, action.grace_s)
+            path = f"{self._folder}/{action.name}"
+            await self._api.delete(path, action.uid, action.grace_s, action.version)
         except ApiError as error:
             if error.status not in (404, 409):
                 raise
+            if error.status == 409 and action.version is not None:
+                # It has changed, and what it is now is to be seen before anything else is decided about it.
+                await self.find(FindPod(action.name))
+                return
             self._desk.pods.gone(action.name, action.uid)
         else:
             self._desk.did(action)

@@ -292,7 +292,9 @@ def _too_careful(seen: Observed, here: Iterable[PodSeen]) -> Iterable[Action]:
     bad = _avoided(seen) | away
     for pod in here:
         if pod.unschedulable and pod.machine is None and (again := pod.avoids - bad):
-            yield _delete(pod, f"it avoids {', '.join(sorted(again))}, which may be used again")
+            reason = f"it avoids {', '.join(sorted(again))}, which may be used again"
+            # By now it may have a machine, and train: then it has another version.
+            yield msgspec.structs.replace(_delete(pod, reason), version=pod.version)
 
 
 def _places(seen: Observed, nodes: Iterable[PodSeen]) -> Iterable[Action]:
