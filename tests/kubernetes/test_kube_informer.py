@@ -258,7 +258,9 @@ def test_a_leader_stops_before_another_may_lead() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("refusal", [(500, "InternalError", {}), (409, "Conflict", {})])
+@pytest.mark.parametrize(
+    "refusal", [(500, "InternalError", {}), (409, "Conflict", {}), (401, "Unauthorized", {})]
+)
 def test_a_leader_goes_on_when_one_renewal_fails(refusal: tuple[int, str, dict[str, str]]) -> None:
     """Nobody else may take the Lease before its duration is over: there is time to ask again."""
 
@@ -281,6 +283,21 @@ def test_a_leader_goes_on_when_one_renewal_fails(refusal: tuple[int, str, dict[s
         async with asyncio.timeout(20), serving(fake) as api:
             await Lease(api, "ops", "operator", "one", slow).lead(work)
         assert renewed.is_set()
+
+    asyncio.run(run())
+
+
+def test_a_leader_that_has_no_right_to_its_lease_says_so() -> None:
+    async def run() -> None:
+        fake = FakeApi()
+
+        async def work() -> None:
+            fake.spoil = [(403, "Forbidden", {})] * 1000
+            await asyncio.Event().wait()
+
+        async with asyncio.timeout(20), serving(fake) as api:
+            with pytest.raises(ApiError, match="Forbidden"):
+                await Lease(api, "ops", "operator", "one", QUICK).lead(work)
 
     asyncio.run(run())
 

@@ -47,7 +47,8 @@ class Lease:
         self._version, self._since_s = "", 0.0
 
     async def lead(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Waits for the Lease and works for as long as it is held. Returns when it was lost; raises what the work raises."""
+        """Waits for the Lease and works for as long as it is held. Returns when it was lost; raises what the work raises, and
+        ApiError where the Lease is refused."""
         while not await self._try():  # noqa: ASYNC110 - another machine's Lease
             await asyncio.sleep(self._times.every_s)
         _log.info("leading", extra={"identity": self._identity})
@@ -55,8 +56,9 @@ class Lease:
         keeping = asyncio.create_task(self._keep())
         try:
             await asyncio.wait({working, keeping}, return_when=asyncio.FIRST_COMPLETED)
-            if working.done():
-                working.result()
+            for task in (working, keeping):
+                if task.done():
+                    task.result()
         finally:
             for task in (working, keeping):
                 task.cancel()
@@ -89,6 +91,11 @@ class Lease:
                         renewed_s = began_s
             except TimeoutError:
                 pass
+            except ApiError as error:
+                # A token that is being replaced. What is refused for good is refused to the next try, too.
+                if error.status != 401:
+                    raise
+                _log.info("the lease is not renewed: %s", error)
             if time.monotonic() - renewed_s >= self._times.deadline_s:
                 _log.warning("the lease could not be renewed in time")
                 return
