@@ -23,6 +23,7 @@ from rich.table import Table
 
 from bench import machine
 from bench.gpu import copies, jobs, steps
+from bench.overhead import jobs as overhead_jobs
 from bench.overhead.analyse import Comparison
 from bench.processes import Children, stop_signals
 from bench.progress import Progress
@@ -123,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 with children.group() as group:
                     try:
                         compared[case.name] = steps.measure(case, chosen.device, group, progress)
-                    except (jobs.Failed, ValueError) as error:
+                    except (overhead_jobs.Failed, ValueError) as error:
                         done = False
                         console.print(str(error), style="red", markup=False)
             raw["steps"] = {name: asdict(one) for name, one in compared.items()}

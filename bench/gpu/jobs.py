@@ -23,6 +23,7 @@ from bench.progress import Progress
 from bench.recovery.environments import ROOT
 from bench.recovery.systems.base import worker_environment
 from holdfast.engines.client import JobClient
+from holdfast.protocol.python import python_module
 from holdfast.train import nccl
 
 SCRIPT = Path(__file__).with_name("train.py")
@@ -76,6 +77,14 @@ class Outcome:
     steps: int = 0
     equal: int = 0
     """Steps whose loss has the bits that it has without a fault."""
+
+
+def environment(device: str) -> dict[str, str]:
+    """Of jobs here, beside every worker's. device: `cuda` or `cpu`."""
+    # A machine that is lent for an hour has its packages where PYTHONPATH says.
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+    return {"PYTHONPATH": path, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **hidden}
 
 
 def measure(shape: Shape, faults: int, setting: Setting, group: Group, progress: Progress) -> Outcome:
@@ -141,20 +150,14 @@ class _Job:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, group: Group, spares: int = 0, until: int | None = None) -> None:
-        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        env = worker_environment(sys.executable) | {
-            "HOLDFAST_HOME": str(self._folder),
-            "PYTHONPATH": path,
-            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-        }
-        if self._setting.device == "cpu":
-            env["CUDA_VISIBLE_DEVICES"] = ""
+        env = worker_environment(sys.executable) | environment(self._setting.device)
+        env["HOLDFAST_HOME"] = str(self._folder)
         if self._setting.groups != "auto":
             env[nccl.CHOICE] = self._setting.groups
         if self._setting.groups == "nccl":
             env["NCCL_SOCKET_IFNAME"] = "lo"
         least = self._shape.shard * max(1, self._shape.replicas - 1)
-        argv = [sys.executable, "-P", "-m", "holdfast.cli", "run", "--job", self._name, "--no-ui"]
+        argv = python_module("holdfast.cli", "run", "--job", self._name, "--no-ui")
         argv += ["--nnodes", f"{least}:{self._shape.workers}", "--spares", str(spares), str(SCRIPT)]
         argv += [
             "--log",

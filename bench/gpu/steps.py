@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.gpu.jobs import Failed
+from bench.gpu.jobs import environment
 from bench.overhead.analyse import Comparison, compare, parse
+from bench.overhead.jobs import run_job
 from bench.processes import Group
 from bench.progress import Progress
-from bench.recovery.environments import ROOT
-from bench.recovery.systems.base import worker_environment
 
 SCRIPT = Path(__file__).with_name("train_steps.py")
 LIMIT_S = 240.0
-LOOK_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,46 +57,12 @@ def measure(case: Case, device: str, group: Group, progress: Progress) -> Compar
     Raises:
         Failed: it did not end well, or not in time.
     """
-    size = SIZES[device]
-    with tempfile.TemporaryDirectory(prefix="bench-gpu-") as scratch:
-        output, log = Path(scratch) / "blocks.jsonl", Path(scratch) / "log"
-        argv = [
-            sys.executable,
-            "-P",
-            "-m",
-            "holdfast.cli",
-            "run",
-            "--job",
-            "steps",
-            "--no-ui",
-            "--nnodes",
-            "1",
-        ]
-        # The plain blocks are a stall to Holdfast, and looking into it would cost time that is measured.
-        argv += ["--snapshot-every", case.snapshots, "--stall-factor", "1000", str(SCRIPT)]
-        given = {**vars(size), "reduction": case.reduction, "output": output}
-        argv += [word for name, value in given.items() for word in (f"--{name}", str(value))]
-        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        env = worker_environment(sys.executable) | {
-            "HOLDFAST_HOME": scratch,
-            "PYTHONPATH": path,
-            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-        }
-        if device == "cpu":
-            env["CUDA_VISIBLE_DEVICES"] = ""
-        process = group.spawn(argv, env, log)
-        deadline_s = time.monotonic() + LIMIT_S
-        while (code := _ended(process)) is None:
-            progress(f"steps, {case.name}")
-            if time.monotonic() > deadline_s:
-                raise Failed(f"{case.name}: not done within {LIMIT_S:.0f} s\n{log.read_text()[-2000:]}")
-        if code:
-            raise Failed(f"{case.name}: ended with {code}\n{log.read_text()[-2000:]}")
-        return compare(parse(output.read_text().splitlines()))
-
-
-def _ended(process: subprocess.Popen[bytes]) -> int | None:
-    try:
-        return process.wait(LOOK_S)
-    except subprocess.TimeoutExpired:
-        return None
+    arguments = {f"--{name}": value for name, value in vars(SIZES[device]).items()}
+    arguments["--reduction"] = case.reduction
+    # The plain blocks are a stall to Holdfast, and looking into it would cost time that is measured.
+    options = ("--snapshot-every", case.snapshots, "--stall-factor", "1000")
+    what = f"steps, {case.name}"
+    lines = run_job(
+        group, SCRIPT, arguments, 1, LIMIT_S, progress, what, "gpu-steps", options, environment(device)
+    )
+    return compare(parse(lines))

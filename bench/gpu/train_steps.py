@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 import holdfast as hf
+from bench.gpu.copies import wait
 from bench.overhead.analyse import PLAIN_AFTER, PLAIN_BEFORE, PROTECTED, Block
 
 WARM_UP = 10
@@ -114,11 +115,6 @@ def build(chosen: argparse.Namespace) -> nn.Module:
 
 def precision(device: torch.device) -> AbstractContextManager[object]:
     return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def main(run: hf.Run) -> None:

@@ -8,11 +8,13 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from bench.processes import Group
 from bench.progress import Progress
 from bench.recovery.environments import ROOT
 from bench.recovery.systems.base import worker_environment
+from holdfast.protocol.python import python_module
 
 LOOK_S = 0.5
 """Between two looks at the progress."""
@@ -32,6 +34,7 @@ def run_job(
     what: str,
     name: str,
     options: Sequence[str] = (),
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> list[str]:
     """Runs a script on nodes with one worker each. Returns the lines that its workers wrote to their `--output`.
 
@@ -40,6 +43,7 @@ def run_job(
         what: for the progress.
         name: of the log's file.
         options: more of `holdfast run`.
+        environment: more of the job's.
 
     Raises:
         Failed: it ended with an error, or not in time.
@@ -47,23 +51,13 @@ def run_job(
     log = ROOT / "out" / "overhead" / f"{name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     log.unlink(missing_ok=True)
-    command = Path(sys.executable).with_name("holdfast")
     with tempfile.TemporaryDirectory(prefix="bench-overhead-") as scratch:
         output = Path(scratch) / "lines.jsonl"
-        argv = [
-            command,
-            "run",
-            "--nnodes",
-            str(workers),
-            "--nproc-per-node",
-            "1",
-            "--job",
-            "bench",
-            "--no-ui",
-        ]
-        argv += [*options, script]
+        argv = python_module("holdfast.cli", "run", "--nnodes", str(workers), "--nproc-per-node", "1")
+        argv += ["--job", "bench", "--no-ui", *options, str(script)]
         argv += [str(word) for pair in {**arguments, "--output": output}.items() for word in pair]
-        process = processes.spawn(argv, worker_environment(sys.executable) | {"HOLDFAST_HOME": scratch}, log)
+        env = worker_environment(sys.executable) | {"HOLDFAST_HOME": scratch, **environment}
+        process = processes.spawn(argv, env, log)
         deadline = time.monotonic() + timeout_s
         code: int | None = None
         while code is None:

@@ -151,7 +151,7 @@ class ApiProxy:
             return self._refuse(request, asked, fate)
         headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
         body = await request.read()
-        # Whole: the parts of the query are as the operator wrote them.
+        # It is encoded already, and goes on as the operator wrote it.
         where = URL(f"{self.server}{request.path_qs}", encoded=True)
         if fate.version is not None:
             where = where.update_query(resourceVersion=fate.version)

@@ -33,8 +33,6 @@ from holdfast.engines.kubernetes.names import NOTE_FAULT, TAINT_UNHEALTHY
 
 pytestmark = [pytest.mark.kube, pytest.mark.nightly, pytest.mark.timeout(900)]
 NODES = "/api/v1/nodes"
-
-
 SHOWN = {"none": set[str](), "condition": {"note", "condition"}, "taint": {"note", "condition", "taint"}}
 """What a machine with a mark has."""
 
@@ -43,8 +41,7 @@ SHOWN = {"none": set[str](), "condition": {"note", "condition"}, "taint": {"note
 def test_a_machine_that_a_job_blames(
     play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed, marking: str
 ):
-    """A fatal Xid on one of four machines, and then on another. One may have a mark, until its machine has passed the deep checks or was
-    cleared."""
+    """A fatal Xid on one of four machines, and then on another. One may have a mark, until it passes the deep checks or is cleared."""
 
     async def scene(api: Api) -> None:
         async with (
@@ -77,7 +74,7 @@ def test_a_machine_that_a_job_blames(
             assert [machine for machine in MACHINES if shown[machine]] == (
                 [] if marking == "none" else [first]
             )
-            await job.stops_as(undisturbed)
+            await job.stops_as(undisturbed, incidents=(1 if marking == "none" else 2,))
 
     play(scene)
 

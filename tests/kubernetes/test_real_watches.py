@@ -52,7 +52,7 @@ def test_the_api_server_is_gone_between_two_pods(
 
             def rule(asked: Asked) -> Fate:
                 nonlocal made
-                if asked.method == "POST" and asked.path.endswith("/pods"):
+                if is_pod(asked):
                     made += 1
                     if made == 4:  # the coordinator's and two more are there
                         cluster("apiserver", "stop")

@@ -293,8 +293,7 @@ def _too_careful(seen: Observed, here: Iterable[PodSeen]) -> Iterable[Action]:
     for pod in here:
         if pod.unschedulable and pod.machine is None and (again := pod.avoids - bad):
             reason = f"it avoids {', '.join(sorted(again))}, which may be used again"
-            # By now it may have a machine, and train: then it has another version.
-            yield msgspec.structs.replace(_delete(pod, reason), version=pod.version)
+            yield _delete(pod, reason, as_seen=True)
 
 
 def _places(seen: Observed, nodes: Iterable[PodSeen]) -> Iterable[Action]:
@@ -311,9 +310,9 @@ def _crashing(
     """Deleted once as many as are wanted have a machine: where there is no other one, it may still come to work on this one."""
     if sum(pod.machine is not None for pod in here) >= wanted:
         for name, crash in crashes.on_bad_machines(seen).items():
-            yield _delete(
-                mine[name], f"it ends again and again on {mine[name].machine}: {crash}", LOST_GRACE_S
-            )
+            pod = mine[name]
+            reason = f"it ends again and again on {pod.machine}: {crash}"
+            yield _delete(pod, reason, LOST_GRACE_S, as_seen=True)
 
 
 def _here(seen: Observed, job: HoldfastJob, nodes: Iterable[PodSeen]) -> list[PodSeen]:
@@ -651,5 +650,8 @@ def _began_s(seen: Observed) -> float | None:
     return from_timestamp(seen.status.start_time)
 
 
-def _delete(pod: PodSeen, reason: str, grace_s: int | None = None) -> DeletePod:
-    return DeletePod(name=pod.name, uid=pod.uid, reason=reason, grace_s=grace_s)
+def _delete(pod: PodSeen, reason: str, grace_s: int | None = None, as_seen: bool = False) -> DeletePod:
+    """as_seen: for a reason that the pod itself shows and that may pass. What was seen may be old: by now the pod may have a
+    machine, or its agent may work, and train. Then its object has another version."""
+    version = pod.version if as_seen else None
+    return DeletePod(name=pod.name, uid=pod.uid, reason=reason, grace_s=grace_s, version=version)
