@@ -8,6 +8,7 @@ import os
 import secrets
 import socket
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,10 @@ class Plane:
     """Starts everything in a folder; `group` ends it."""
 
     def __init__(self, folder: Path, group: Group) -> None:
-        self.folder, self._group = folder, group
+        self.folder, self.group = folder, group
         self.kubeconfig = folder / "kubeconfig"
         self._etcd, self._peers, self._api = _port(), _port(), _port()
+        self.scheduler: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Returns before any of it is ready."""
@@ -77,13 +79,13 @@ class Plane:
             "--service-account-issuer=https://kubernetes.default.svc",
             f"--service-account-key-file={public}",
             f"--service-account-signing-key-file={key}",
-            "--disable-admission-plugins=ServiceAccount",
+            # The second gives each new machine a taint, which the controllers take away again: at 20 requests a second.
+            "--disable-admission-plugins=ServiceAccount,TaintNodesByCondition",
         )
 
     def start_rest(self) -> None:
         """What needs the API server."""
         given = f"--kubeconfig={self.kubeconfig}"
-        ports = ["--bind-address=127.0.0.1", f"--cert-dir={self.folder}"]
         # Machines without a kubelet say seldom that they are there.
         grace = f"--node-monitor-grace-period={A_DAY}"
         self._spawn(
@@ -92,10 +94,34 @@ class Plane:
             "--leader-elect=false",
             grace,
             f"--secure-port={_port()}",
-            *ports,
+            "--bind-address=127.0.0.1",
+            f"--cert-dir={self.folder}",
         )
-        self._spawn("kube-scheduler", given, "--leader-elect=false", f"--secure-port={_port()}", *ports)
-        self._spawn("kwok", given, f"--config={_bin() / 'kwok-stages.yaml'}", "--manage-all-nodes=true")
+        self.schedule()
+        self._spawn(
+            "kwok",
+            given,
+            f"--config={_bin() / 'kwok-stages.yaml'}",
+            f"--manage-nodes-with-label-selector={RUN_BY_KWOK}",
+        )
+
+    def schedule(self, look_at_percent: int = 0) -> None:
+        """Starts a scheduler, and ends the one before. look_at_percent: of the machines that fit, for how many it weighs which
+        is best; 0: its default, which is fewer the more machines there are."""
+        if self.scheduler is not None:
+            self.scheduler.terminate()
+            self.scheduler.wait()
+        config = self.folder / "scheduler.yaml"
+        made = {
+            "apiVersion": "kubescheduler.config.k8s.io/v1",
+            "kind": "KubeSchedulerConfiguration",
+            "clientConnection": {"kubeconfig": str(self.kubeconfig)},
+            "leaderElection": {"leaderElect": False},
+            "percentageOfNodesToScore": look_at_percent,
+        }
+        config.write_text(yaml.safe_dump(made))
+        ports = (f"--secure-port={_port()}", "--bind-address=127.0.0.1", f"--cert-dir={self.folder}")
+        self.scheduler = self._spawn("kube-scheduler", f"--config={config}", *ports)
 
     async def ready(self, api: Api) -> None:
         """The API server answers."""
@@ -109,22 +135,32 @@ class Plane:
 
     def _spawn(self, program: str, *options: str) -> subprocess.Popen[bytes]:
         log = self.folder / f"{program}.log"
-        return self._group.spawn([_bin() / program, *options], os.environ, log)
+        return self.group.spawn([_bin() / program, *options], os.environ, log)
 
 
-def machine(number: int) -> dict[str, Any]:
-    """A Node that nobody runs."""
+RUN_BY_KWOK = "bench/kwok=run"
+"""A label. Pods on machines without it do not run, and cost nothing."""
+
+
+def machine(number: int, stands: Mapping[str, str], run: bool = True) -> dict[str, Any]:
+    """A Node that nobody runs, and that says itself that it is ready: kwok would say it of each in a request of its own. stands:
+    the labels that say where it is."""
     room = {"cpu": "64", "memory": "512Gi", "pods": "110"}
-    labels = {
-        "kubernetes.io/hostname": f"m{number}",
-        "topology.kubernetes.io/zone": f"z{number % 2}",
-        "topology.holdfast.dev/rack": f"r{number // 16}",
-    }
+    labels = {"kubernetes.io/hostname": f"m{number}", **stands}
+    if run:
+        label, _, value = RUN_BY_KWOK.partition("=")
+        labels[label] = value
     return {
         "apiVersion": "v1",
         "kind": "Node",
         "metadata": {"name": f"m{number}", "labels": labels, "annotations": {"kwok.x-k8s.io/node": "fake"}},
-        "status": {"capacity": room, "allocatable": room},
+        "status": {
+            "capacity": room,
+            "allocatable": room,
+            "conditions": [{"type": "Ready", "status": "True", "reason": "Bench"}],
+            "addresses": [{"type": "InternalIP", "address": "127.0.0.1"}],
+            "phase": "Running",
+        },
     }
 
 
