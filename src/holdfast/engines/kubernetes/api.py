@@ -43,6 +43,11 @@ class ApiError(HoldfastError):
         return self.status == 410 or self.reason in ("Expired", "Gone")
 
     @property
+    def is_unknown(self) -> bool:
+        """The server does not know who asks. A pod's token may be over before its kubelet could renew it."""
+        return self.status == 401
+
+    @property
     def may_pass(self) -> bool:
         """The same request may be taken later."""
         # Everything else would be refused again: a right that is missing, or an object that is wrong. Asked

@@ -5,46 +5,74 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from holdfast.engines.kubernetes.api import Api
 from holdfast.errors import UsageError
 
 EXTRA = "holdfast-train[kubernetes]"
+ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+"""Where the kubelet shows a pod its own account."""
 
 
 @asynccontextmanager
-async def connect(context: str | None = None) -> AsyncIterator[Api]:
+async def connect(context: str | None = None, account: Path = ACCOUNT) -> AsyncIterator[Api]:
     """An API server. context: of the kubeconfig; None: its current one, or within a pod the pod's own account.
+
+    account: the folder of that account, with `token` and `ca.crt`. A token that is renewed there is the one that the next
+    request shows.
 
     Raises:
         UsageError: there is no way to one.
     """
-    async with open_client(context) as transport:
+    async with open_client(context, account) as transport:
         yield Api(transport)
 
 
 @asynccontextmanager
-async def open_client(context: str | None = None) -> AsyncIterator[Any]:
+async def open_client(context: str | None = None, account: Path = ACCOUNT) -> AsyncIterator[Any]:
     """The `kubernetes_asyncio.client.ApiClient` of `connect`."""
     try:
         from kubernetes_asyncio import client, config
     except ModuleNotFoundError as error:
         # By the name of what is missing: it may be something that this library needs.
         raise UsageError(f"{error.name} is not installed: pip install '{EXTRA}'") from None
+    way = client.Configuration()
     try:
         # A kubeconfig that is named wins over the pod's own account: who sets KUBECONFIG within a pod means
         # another cluster.
         if context is None and "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ:
-            config.load_incluster_config()
+            # Without the library's own renewal, which looks once a minute. After an outage that was longer than a token
+            # lives, every request of that minute would be refused.
+            config.load_incluster_config(
+                way,
+                try_refresh_token=False,
+                token_filename=str(account / "token"),
+                cert_filename=str(account / "ca.crt"),
+            )
+            way.refresh_api_key_hook = partial(_take_token, account / "token")
         else:
-            await config.load_kube_config(context=context)
+            await config.load_kube_config(context=context, client_configuration=way)
     except (config.ConfigException, OSError) as error:
         raise UsageError(
             f"no way to a cluster: {error}; name a kubeconfig in KUBECONFIG, as for kubectl"
         ) from None
-    async with client.ApiClient() as transport:
+    async with client.ApiClient(way) as transport:
         yield transport
+
+
+def _take_token(file: Path, way: Any) -> None:
+    """The account's token, as it is in its file now: called before each request."""
+    # The kubelet replaces the folder behind a link, so what is read is one token and whole. Where none can be read the last
+    # one is shown: whether it still counts is the server's to say.
+    try:
+        token = file.read_text().strip()
+    except OSError:
+        return
+    if token:
+        way.api_key["BearerToken"] = f"Bearer {token}"
 
 
 def current_namespace(context: str | None) -> str:

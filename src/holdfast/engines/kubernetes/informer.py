@@ -60,7 +60,7 @@ class Informer:
             except ApiError as error:
                 if error.is_gone:
                     version = ""
-                elif not error.may_pass:
+                elif not error.may_pass and not error.is_unknown:
                     raise
                 await self._wait(error)
             except NoAnswer as error:

@@ -91,11 +91,6 @@ class Lease:
                         renewed_s = began_s
             except TimeoutError:
                 pass
-            except ApiError as error:
-                # A token that is being replaced. What is refused for good is refused to the next try, too.
-                if error.status != 401:
-                    raise
-                _log.info("the lease is not renewed: %s", error)
             if time.monotonic() - renewed_s >= self._times.deadline_s:
                 _log.warning("the lease could not be renewed in time")
                 return
@@ -107,7 +102,11 @@ class Lease:
         except NoAnswer as error:
             _log.info("%s", error)
         except ApiError as error:
-            if error.status not in (404, 409) and not error.may_pass:
+            if error.is_unknown:
+                # After an outage the kubelet takes up to some minutes to bring the next token. A process that ended would read
+                # the same file, and wait ever longer to be started again.
+                _log.warning("the API server does not know this operator's token: %s", error)
+            elif error.status not in (404, 409) and not error.may_pass:
                 raise
         return None
 
