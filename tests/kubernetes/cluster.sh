@@ -5,6 +5,7 @@
 #
 #   cluster.sh with COMMAND...     starts it, runs the command with KUBECONFIG and HOLDFAST_KUBE_DIR set, ends it
 #   cluster.sh kill|boot NODE      power loss (every process of the node and its memory); power on, with its disk
+#   cluster.sh boot NODE SIZE      power on, with an empty disk of this size for what the kubelet keeps, the pods' folders too
 #   cluster.sh cut|heal NODE       its network cable
 #   cluster.sh block|unblock NODE  its way to the API server alone, also that of its pods
 #   cluster.sh freeze|thaw NODE    all its processes stand still; its kernel answers
@@ -240,6 +241,7 @@ cgroupRoot: /$NAME-$n
 failCgroupV1: false
 failSwapOn: false
 nodeStatusUpdateFrequency: 2s
+evictionPressureTransitionPeriod: 10s
 evictionHard: {memory.available: "50Mi", nodefs.available: "1%", imagefs.available: "1%"}
 imageGCHighThresholdPercent: 100
 healthzPort: 0
@@ -253,12 +255,14 @@ CONF
   cat >"$d/start.sh" <<'CONF'
 #!/bin/bash
 set -eu
-D=$1 n=$2 address=$3 d=$1/$2
+D=$1 n=$2 address=$3 d=$1/$2 small=${5:-}
 hostname "$n"
 mount --make-rshared /
 mount -t tmpfs tmpfs /run
 mkdir -p /var/lib/kubelet
 mount -t tmpfs tmpfs /var/lib/kubelet
+mkdir -p "$d/kubelet"
+[ -z "$small" ] || mount -t tmpfs -o "size=$small" tmpfs "$d/kubelet"
 rm -rf "$d/state" "$d/containerd.sock" "$d/addresses"
 containerd --config "$d/containerd.toml" &
 until [ -S "$d/containerd.sock" ] && ctr -a "$d/containerd.sock" -n k8s.io images ls -q >"$d/images" 2>/dev/null; do sleep 0.1; done
@@ -273,13 +277,13 @@ CONF
   chmod +x "$d/start.sh"
 }
 
-boot() { # the process in pid/power-NODE is the power switch: with it everything on the node ends, its mounts too
+boot() { # NODE [SIZE]: the process in pid/power-NODE is the power switch: with it everything on the node ends, its mounts too
   local n=$1
   plug "$n"
   groups "$n"
   # nsenter, for `ip netns exec` hides /sys/fs/cgroup.
   run "power-$n" nsenter --net="/run/netns/$NAME-$n" unshare --pid --fork --kill-child=KILL --mount --mount-proc --uts --ipc \
-    env KUBE_BIN="$KUBE_BIN" "$D/$n/start.sh" "$D" "$n" "$(address "$n")" "$PODS.0.0/16"
+    env KUBE_BIN="$KUBE_BIN" "$D/$n/start.sh" "$D" "$n" "$(address "$n")" "$PODS.0.0/16" "${2:-}"
 }
 
 # Before kube-proxy has led a pod's word to the service's address to the API server's own.
@@ -390,7 +394,7 @@ case ${1:-} in
     cd "$D"
     case $1 in
       kill) power_off "$2" ;;
-      boot) boot "$2" ;;
+      boot) boot "$2" "${3:-}" ;;
       cut) ip link set "$NAME$2" down ;;
       heal) plug "$2" ;;
       block) api_path "$2" -I ;;
@@ -423,7 +427,7 @@ case ${1:-} in
     esac
     ;;
   *)
-    sed -n '2,16s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,17s/^# \{0,1\}//p' "$0" >&2
     exit 2
     ;;
 esac

@@ -21,6 +21,7 @@ from holdfast.coordinator.service.store import Store
 from holdfast.engines.client import Announcement, JobClient
 from holdfast.engines.kubernetes.api import Api, ApiError, NoAnswer
 from holdfast.engines.kubernetes.cluster import connect
+from holdfast.engines.kubernetes.names import NOTE_FAULT, TAINT_UNHEALTHY
 from holdfast.engines.kubernetes.reach import job_path
 from holdfast.engines.kubernetes.schema import crd_text
 from holdfast.engines.reach import client_of
@@ -80,7 +81,8 @@ def path_of(made: dict[str, Any]) -> str:
     folder = f"/api/{group}" if "/" not in group else f"/apis/{group}"
     if "namespace" in made["metadata"]:
         folder += f"/namespaces/{made['metadata']['namespace']}"
-    plural = {"NetworkPolicy": "networkpolicies"}.get(made["kind"], f"{made['kind'].lower()}s")
+    kind = made["kind"].lower()
+    plural = f"{kind[:-1]}ies" if kind.endswith("y") else f"{kind}s"
     return f"{folder}/{plural}/{made['metadata']['name']}"
 
 
@@ -126,6 +128,7 @@ async def mend(api: Api) -> None:
     for machine in MACHINES:
         usable = partial(api.merge, f"/api/v1/nodes/{machine}", {"spec": {"unschedulable": None}})
         await until(usable, f"{machine} has a Node")  # somebody may have deleted it
+        await until(partial(unmark, api, machine), f"{machine} has no mark")
     folder = f"/apis/holdfast.dev/v1alpha1/namespaces/{NAMESPACE}/holdfastjobs"
     for job in (await api.list_all(folder, {}))[0]:
         metadata = job["metadata"]
@@ -148,6 +151,23 @@ async def mend(api: Api) -> None:
     await until(all_ready, "all machines are ready")
     await until(operated, "an operator is there")
     await until(nothing, "no job and no pod is left")
+
+
+async def unmark(api: Api, machine: str) -> bool:
+    """A job that is over takes no mark back. False: the Node has changed meanwhile."""
+    path = f"/api/v1/nodes/{machine}"
+    node = await api.get(path)
+    metadata, taints = node["metadata"], node["spec"].get("taints", [])
+    kept = [one for one in taints if one["key"] != TAINT_UNHEALTHY]
+    if kept == taints and NOTE_FAULT not in metadata.get("annotations", {}):
+        return True
+    only = {"resourceVersion": metadata["resourceVersion"], "annotations": {NOTE_FAULT: None}}
+    try:
+        await api.merge(path, {"metadata": only, "spec": {"taints": kept}})
+    except ApiError as error:
+        if error.status != 409:
+            raise
+    return False
 
 
 def word(made: dict[str, Any], condition: str) -> dict[str, Any] | None:

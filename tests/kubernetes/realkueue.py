@@ -19,10 +19,13 @@ from realkube import NAMESPACE, until
 from holdfast.engines.kubernetes.api import Api
 from holdfast.engines.kubernetes.kueue import API_VERSION
 
-HOST, PORT, READY_PORT = "10.79.0.1", 19543, 18181
+SLOT = int(os.environ.get("HOLDFAST_KUBE_SLOT", "0"))
+HOST, PORT, READY_PORT = f"10.79.{SLOT}.1", 19543, 18181 + SLOT
 OWN_CERTIFICATE = Path("/etc/kueue/metrics/certs")
 """Kueue 0.15 wants the certificate of its metrics there, whatever its options say."""
 READY_S = 60.0
+RACK = "topology.holdfast.dev/rack"
+"""A label of machines."""
 NAME = "kubernetes.io/metadata.name"
 """Of a namespace, as a label."""
 
@@ -221,11 +224,36 @@ def queue_objects(memory: str) -> dict[str, dict[str, Any]]:
     }
 
 
-def local_queue(namespace: str) -> tuple[str, dict[str, Any]]:
+def rack_objects() -> dict[str, dict[str, Any]]:
+    """By path: racks of machines, a flavor of machines that have one, and a queue where Kueue chooses among them."""
+    cluster = f"/apis/{API_VERSION}"
+    quota = [{"name": "cpu", "nominalQuota": "20"}, {"name": "memory", "nominalQuota": "20Gi"}]
+    group = {"coveredResources": ["cpu", "memory"], "flavors": [{"name": "racked", "resources": quota}]}
+    made = {
+        f"{cluster}/topologies/racks": {
+            "kind": "Topology",
+            "spec": {"levels": [{"nodeLabel": RACK}, {"nodeLabel": "kubernetes.io/hostname"}]},
+        },
+        f"{cluster}/resourceflavors/racked": {
+            "kind": "ResourceFlavor",
+            "spec": {"nodeLabels": {"kubernetes.io/os": "linux"}, "topologyName": "racks"},
+        },
+        f"{cluster}/clusterqueues/racks": {
+            "kind": "ClusterQueue",
+            "spec": {"namespaceSelector": {}, "resourceGroups": [group]},
+        },
+    }
+    return {
+        path: {"apiVersion": API_VERSION, "metadata": {"name": path.rpartition("/")[2]}, **one}
+        for path, one in made.items()
+    }
+
+
+def local_queue(namespace: str, name: str = "team-a", of: str = "all") -> tuple[str, dict[str, Any]]:
     """Its path and itself."""
-    path = f"/apis/{API_VERSION}/namespaces/{namespace}/localqueues/team-a"
-    metadata = {"name": "team-a", "namespace": namespace}
-    spec = {"clusterQueue": "all"}
+    path = f"/apis/{API_VERSION}/namespaces/{namespace}/localqueues/{name}"
+    metadata = {"name": name, "namespace": namespace}
+    spec = {"clusterQueue": of}
     return path, {"apiVersion": API_VERSION, "kind": "LocalQueue", "metadata": metadata, "spec": spec}
 
 

@@ -111,6 +111,29 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
         "none in a queue of Kueue's",
     ),
     (
+        {"spec.scheduling.queueTopology": {"required": "rack"}},
+        "spec.scheduling.queueTopology",
+        "none without a queue of Kueue's",
+    ),
+    (
+        {"spec.scheduling.queueTopology": {}, "metadata.labels": {LABEL_QUEUE: "team-a"}},
+        "spec.scheduling.queueTopology",
+        "either required or preferred",
+    ),
+    (
+        {
+            "spec.scheduling.queueTopology": {"required": "rack", "preferred": "block"},
+            "metadata.labels": {LABEL_QUEUE: "team-a"},
+        },
+        "spec.scheduling.queueTopology",
+        "either required or preferred",
+    ),
+    (
+        {"spec.scheduling.queueTopology": {"required": ""}, "metadata.labels": {LABEL_QUEUE: "team-a"}},
+        "spec.scheduling.queueTopology.required",
+        "1 to 63",
+    ),
+    (
         {"spec.scheduling.gang": "Volcano", "spec.template.spec.schedulerName": "mine"},
         "spec.template.spec.schedulerName",
         "spec.scheduling.gang Volcano sets it",

@@ -104,6 +104,13 @@ def test_each_scheduler_of_gangs_has_a_value():
         assert made.spec["scheduling"] == {"gang": gang} | ({"queue": queue} if queue else {})
 
 
+@pytest.mark.parametrize("kind", ["required", "preferred"])
+def test_a_queue_that_chooses_machines_is_told_how_near_they_are_to_be(kind: str):
+    made = plan(kubernetes=ours(queue="team-a", queue_topology=f"{kind}=topology.holdfast.dev/rack"))
+    assert check(made.job) == ()
+    assert made.spec["scheduling"] == {"queueTopology": {kind: "topology.holdfast.dev/rack"}}
+
+
 def test_an_unknown_scheduler_is_refused_with_those_that_are_known():
     with pytest.raises(UsageError, match="--gang 'slurm': there are KAI, PodGroup and Volcano"):
         check_options(ours(gang="slurm"))
@@ -155,6 +162,18 @@ def test_a_template_keeps_what_it_says(tmp_path: Path):
         ({"kubernetes": ours(gang_queue="team-a")}, "--gang-queue team-a: --gang is missing"),
         ({"kubernetes": ours(gang="PodGroup", gang_queue="team-a")}, "--gang-queue team-a: Kubernetes' own"),
         ({"kubernetes": ours(gang="KAI")}, "--gang KAI: --gang-queue NAME is missing"),
+        (
+            {"kubernetes": ours(queue_topology="required=rack")},
+            "--queue-topology required=rack: --queue is missing",
+        ),
+        (
+            {"kubernetes": ours(queue="team-a", queue_topology="rack")},
+            "--queue-topology rack: required=LABEL or preferred=LABEL",
+        ),
+        (
+            {"kubernetes": ours(queue="team-a", queue_topology="required=")},
+            "--queue-topology required=: required=LABEL or preferred=LABEL",
+        ),
     ],
 )
 def test_an_option_that_cannot_be_is_refused(changes: dict[str, Any], words: str):

@@ -59,7 +59,8 @@ def blames(**fields: Any) -> Observed:
 
 
 def test_a_machine_is_marked_and_the_order_answered_when_it_is() -> None:
-    assert actions(blames()) == (MarkMachine("m-n1", mark()),)
+    seen = blames()
+    assert actions(seen) == (MarkMachine("m-n1", mark(at_s=seen.now_s)),)
     assert actions(blames(machines=machines(n1=mark()))) == (Tell(OrderDone(3)),)
     # Another job's mark will do.
     assert actions(blames(machines=machines(n1=mark(uid="u-2")))) == (Tell(OrderDone(3)),)

@@ -25,9 +25,9 @@ from holdfast.engines.kubernetes.actions import (
 from holdfast.engines.kubernetes.check import accept
 from holdfast.engines.kubernetes.kueue import Where
 from holdfast.engines.kubernetes.names import LABEL_QUEUE, LABEL_WORKLOAD
-from holdfast.engines.kubernetes.observed import Farewell, Observed, WorkloadSeen
+from holdfast.engines.kubernetes.observed import Farewell, MachineSeen, Observed, WorkloadSeen
 from holdfast.engines.kubernetes.reconcile import reconcile
-from holdfast.engines.kubernetes.render import agent_pod, owner
+from holdfast.engines.kubernetes.render import agent_pod, coordinator_pod, owner
 from holdfast.engines.kubernetes.resource import HoldfastJob
 from holdfast.engines.kubernetes.status import ConditionType, JobStatus
 from holdfast.protocol.availability import NodeGoing
@@ -264,6 +264,150 @@ def test_pods_go_where_their_quota_is() -> None:
     assert "nodeSelector" not in kueue.placed(agent_pod(queued(), 2), Where(), "llm-base")["spec"]
 
 
+RACK, HOST = "topology.holdfast.dev/rack", "kubernetes.io/hostname"
+
+
+def in_rack(**changes: Any) -> HoldfastJob:
+    return queued(spec__scheduling={"queueTopology": {"required": RACK}}, **changes)
+
+
+def assigned(levels: list[str], *slices: dict[str, Any]) -> dict[str, Any]:
+    """A Workload whose machines Kueue has chosen."""
+    topology = {"levels": levels, "slices": list(slices)}
+    sets = [
+        {"name": "node", "flavors": {"cpu": "racked"}, "topologyAssignment": topology},
+        {"name": "coordinator", "flavors": {"cpu": "racked"}, "topologyAssignment": topology},
+    ]
+    made = kueue.workload(in_rack(), None, 2)
+    return made | {"status": {"admission": {"podSetAssignments": sets}}}
+
+
+TWO_HOSTS = {
+    "domainCount": 2,
+    "podCounts": {"universal": 1},
+    "valuesPerLevel": [{"individual": {"prefix": "gpu-", "roots": ["1", "2"], "suffix": ".local"}}],
+}
+
+
+def test_how_near_the_nodes_are_to_be_is_asked_of_kueue() -> None:
+    coordinator, node = kueue.workload(in_rack(), None, 2)["spec"]["podSets"]
+    assert node["topologyRequest"] == {"required": RACK}
+    assert "topologyRequest" not in coordinator, "it goes anywhere"
+    (further,) = kueue.workload(in_rack(), 3, 1, near={RACK: "r1"})["spec"]["podSets"]
+    assert further["topologyRequest"] == {"required": RACK}
+    assert further["template"]["spec"]["nodeSelector"] == {RACK: "r1"}
+    for one in kueue.workload(queued(), None, 2)["spec"]["podSets"]:
+        assert "topologyRequest" not in one
+
+
+def test_a_job_that_waits_and_wants_to_be_nearer_asks_anew() -> None:
+    made = kueue.workload(in_rack(), None, 2)
+    made["metadata"]["uid"] = "uid-llm-base"
+    there = kueue.workload_seen(made, "llm", in_rack().id.uid)
+    assert there is not None
+    assert actions(waits(job=in_rack(), workloads={"llm-base": there})) == ()
+    assert actions(waits(workloads={"llm-base": there})) == (
+        DeleteWorkload(name="llm-base", uid="uid-llm-base"),
+    )
+
+
+def test_machines_that_kueue_has_chosen() -> None:
+    assert kueue.domains_of(assigned([HOST], TWO_HOSTS), "node") == [
+        {HOST: "gpu-1.local"},
+        {HOST: "gpu-2.local"},
+    ]
+    blocks = {
+        "domainCount": 2,
+        "podCounts": {"universal": 1},
+        "valuesPerLevel": [{"universal": "b1"}, {"individual": {"roots": ["r1", "r2"]}}],
+    }
+    one = {"domainCount": 1, "podCounts": {"universal": 1}, "valuesPerLevel": [{"universal": "b2"}] * 2}
+    assert kueue.domains_of(assigned(["block", RACK], blocks, one), "node") == [
+        {"block": "b1", RACK: "r1"},
+        {"block": "b1", RACK: "r2"},
+        {"block": "b2", RACK: "b2"},
+    ]
+    for status in ({}, {"admission": None}, ASSIGNED):
+        assert kueue.domains_of({"status": status}, "node") == []
+
+
+def test_nodes_wait_until_kueue_has_chosen_and_a_coordinator_does_not() -> None:
+    made = assigned([HOST], TWO_HOSTS)
+    at = kueue.where(made, [{}], "node")
+    placed = kueue.placed(agent_pod(in_rack(), 2), at, "llm-base")
+    assert placed["spec"]["schedulingGates"] == [{"name": "kueue.x-k8s.io/topology"}]
+    assert placed["metadata"]["labels"]["kueue.x-k8s.io/podset"] == "node"
+    assert placed["metadata"]["annotations"]["kueue.x-k8s.io/workload"] == "llm-base"
+    assert placed["metadata"]["annotations"]["kueue.x-k8s.io/podset-required-topology"] == RACK
+    successor = kueue.placed(
+        coordinator_pod(in_rack(), 2), kueue.where(made, [{}], "coordinator"), "llm-base"
+    )
+    assert "schedulingGates" not in successor["spec"]
+    assert "kueue.x-k8s.io/podset" not in successor["metadata"]["labels"]
+    # A queue that chooses by itself: nothing was asked for.
+    del made["spec"]["podSets"][1]["topologyRequest"]
+    at = kueue.where(made, [{}], "node")
+    assert at.gates
+    assert at.annotations["kueue.x-k8s.io/podset-unconstrained-topology"] == "true"
+    assert kueue.where({"status": ASSIGNED}, [{}], "node").gates == ()
+
+
+def test_a_node_that_waits_for_kueues_choice_is_left_alone() -> None:
+    gated = pod("n2", workload="llm-base", machine=None, phase="Pending", ready=False)
+    gated = msgspec.structs.replace(
+        gated, waits="it waits until Kueue chooses its machine", avoids=frozenset({"m-n0"})
+    )
+    others = (pod("c1"), pod("n1", workload="llm-plus-1"), pod("n3", workload="llm-base"))
+    seen = trains(workload(), workload(1), pods=(*others, gated), said=said("n1", "n3"))
+    assert actions(seen) == ()
+    assert "it waits until Kueue chooses its machine" in told(seen)
+
+
+def test_a_node_that_waits_at_a_workload_without_room_is_made_for_another() -> None:
+    """It was to replace one that was cordoned, and is not any more. Seeds 79 and 233 of the schedules."""
+    waits_ = {"machine": None, "phase": "Pending", "ready": False, "gated": True}
+    base = (pod("c1"), pod("n0", workload="llm-base"), pod("n1", workload="llm-base"))
+    late = pod("n3", workload="llm-base", **waits_)
+    seen = trains(workload(), workload(1), pods=(*base, late), said=said("n0", "n1"))
+    (deleted,) = actions(seen)
+    assert isinstance(deleted, DeletePod)
+    # Kueue may take the gate away in this moment.
+    assert (deleted.name, deleted.version) == ("llm-n3", late.version)
+    assert actions(msgspec.structs.replace(seen, pods=base, granted=frozenset({"llm-n4"}))) == (
+        MakeNode(4, frozenset(), "llm-plus-1"),
+    )
+    # As long as the other one is to leave, it waits for its place.
+    going = {"m-n1": MachineSeen(name="m-n1", going="it is cordoned")}
+    cordoned = msgspec.structs.replace(seen, machines=going, workloads={"llm-base": workload()})
+    assert not any(isinstance(one, DeletePod) for one in actions(cordoned))
+
+
+def told(seen: Observed) -> str:
+    found = status_after(seen).condition(ConditionType.SCHEDULED)
+    assert found is not None
+    return found.message
+
+
+def test_a_choice_of_kueues_that_cannot_be_is_explained() -> None:
+    """It knows neither which machines a job avoids, nor that its nodes are to be apart."""
+    stuck = msgspec.structs.replace(
+        pod("n2", workload="llm-base", machine=None, phase="Pending", ready=False),
+        unschedulable=True,
+        waits="0/4 nodes are available",
+        chosen="m7",
+    )
+    first = pod("n1", workload="llm-base", chosen="m1")
+    seen = trains(workload(), workload(1), pods=(pod("c1"), first, stuck), said=said("n1"))
+    assert told(seen).endswith("0/4 nodes are available; Kueue has chosen m7")
+    bad = msgspec.structs.replace(stuck, avoids=frozenset({"m7"}))
+    known = msgspec.structs.replace(said("n1"), bad_machines=frozenset({"m7"}))
+    seen = trains(workload(), workload(1), pods=(pod("c1"), first, bad), said=known)
+    assert told(seen).endswith("Kueue has chosen m7, which the job avoids")
+    both = msgspec.structs.replace(first, chosen="m7")
+    seen = trains(workload(), workload(1), pods=(pod("c1"), both, stuck), said=said("n1"))
+    assert "m7, and for llm-n1 as well: ask for more than half of a machine" in told(seen)
+
+
 def test_giving_back_keeps_what_is_not_ours() -> None:
     old = "2026-01-01T00:00:00Z"
     conditions = [
@@ -341,3 +485,31 @@ def test_the_operator_asks_kueue_and_makes_pods_where_it_says() -> None:
         assert fake.objects[JOB]["status"]["run"] == 2
 
     operated(scene, spec__minNodes=1, metadata__labels={LABEL_QUEUE: "team-a"})
+
+
+def test_what_is_required_of_all_nodes_holds_for_further_ones() -> None:
+    """Kueue places each Workload by itself, so a further node's is asked for in the rack of the others."""
+
+    async def scene(fake: LiveApi, restart: Any) -> None:
+        fake.objects["/apis/kueue.x-k8s.io/v1beta2/resourceflavors/racked"] = {"metadata": {"name": "racked"}}
+        machine = {"metadata": {"name": "gpu-1.local", "labels": {RACK: "r1"}}}
+        await fake.put("/api/v1/nodes/gpu-1.local", machine, "ADDED")
+        await fake.until(lambda: f"{WORKLOADS}/llm-base" in fake.objects)
+        admission = assigned([HOST], TWO_HOSTS)["status"]
+        await kueue_says(fake, "llm-base", *ADMITTED, **admission)
+        await fake.until(lambda: fake.named("pods") == {"llm-c1", "llm-n0", "llm-n1"})
+        gates = {
+            name: fake.objects[f"{PODS}/{name}"]["spec"].get("schedulingGates") for name in fake.named("pods")
+        }
+        gate = [{"name": "kueue.x-k8s.io/topology"}]
+        assert gates == {"llm-c1": None, "llm-n0": gate, "llm-n1": gate}
+        await fake.until(lambda: f"{WORKLOADS}/llm-plus-1" in fake.objects)
+        (further,) = fake.objects[f"{WORKLOADS}/llm-plus-1"]["spec"]["podSets"]
+        assert further["template"]["spec"]["nodeSelector"] == {RACK: "r1"}
+        by_name = {"fieldSelector": "metadata.name=gpu-1.local"}
+        assert any(
+            path == "/api/v1/nodes" and by_name.items() <= query.items() for _, path, query, _ in fake.asked
+        )
+
+    asked = {"queueTopology": {"required": RACK}}
+    operated(scene, spec__minNodes=1, spec__scheduling=asked, metadata__labels={LABEL_QUEUE: "team-a"})

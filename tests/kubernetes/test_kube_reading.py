@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from holdfast.engines.kubernetes.coordinator import farewell
 from holdfast.engines.kubernetes.observed import Farewell
 from holdfast.engines.kubernetes.reading import machine_seen, pod_seen
 
@@ -225,3 +226,33 @@ def test_a_machine_that_is_to_be_emptied(spec: dict[str, Any], going: str | None
 def test_a_machine_of_which_nothing_is_known_is_not_ready() -> None:
     seen = machine_seen({"metadata": {"name": "m1"}})
     assert (seen.ready, seen.going) == (False, None)
+
+
+def test_a_pod_whose_machine_kueue_chooses() -> None:
+    waits = pod(phase="Pending")
+    waits["metadata"]["labels"]["kueue.x-k8s.io/podset"] = "node"
+    waits["spec"] = {"schedulingGates": [{"name": "kueue.x-k8s.io/topology"}]}
+    seen = pod_seen(waits, "llm", "u-1")
+    assert seen is not None
+    assert (seen.waits, seen.gated, seen.chosen) == ("it waits until Kueue chooses its machine", True, "")
+    waits["spec"] = {"nodeSelector": {"kubernetes.io/hostname": "m7"}}
+    seen = pod_seen(waits, "llm", "u-1")
+    assert seen is not None
+    assert (seen.waits, seen.gated, seen.chosen) == (None, False, "m7")
+    # A selector of the template's own is nobody's choice.
+    del waits["metadata"]["labels"]["kueue.x-k8s.io/podset"]
+    assert pod_seen(waits, "llm", "u-1").chosen == ""  # type: ignore[union-attr]
+
+
+def test_a_job_that_failed_says_which_rank_did_and_of_what() -> None:
+    blame = {"cause": "ModuleNotFoundError: No module named 'x'", "rank": 1, "node": "llm-n3"}
+    report = {"outcome": "failed", "reason": "the same error in 3 attempts in a row", "blame": blame}
+    told = "the same error in 3 attempts in a row: rank 1 on llm-n3: ModuleNotFoundError: No module named 'x'"
+    assert farewell(report) == Farewell("failed", told)
+    nobody = blame | {"rank": None, "node": None}
+    assert farewell(report | {"blame": nobody}).reason == f"{report['reason']}: {blame['cause']}"
+    assert farewell(report | {"blame": None}).reason == report["reason"]
+    # What ended for another reason keeps it alone, and a cause that is the reason is not said twice.
+    assert farewell(report | {"outcome": "stopped"}).reason == report["reason"]
+    assert farewell(report | {"reason": f"twice {blame['cause']}"}).reason == f"twice {blame['cause']}"
+    assert len(farewell(report | {"reason": "x" * 2000}).reason) == 1000

@@ -163,6 +163,32 @@ def test_a_coordinator_needs_no_gpu_and_sees_the_checkpoints() -> None:
     assert "data" not in {one["name"] for one in spec["volumes"]}
 
 
+def test_a_coordinator_that_looks_into_folders_is_the_user_who_wrote_them() -> None:
+    """Agents write for their user alone."""
+
+    def security(made: dict[str, Any]) -> dict[str, Any]:
+        given = render.coordinator_pod(accept(made), 1)["spec"]["securityContext"]
+        assert given["seccompProfile"] == {"type": "RuntimeDefault"}
+        return dict(given)
+
+    asked = job()
+    put(asked, "spec.template.spec.securityContext", {"runAsUser": 4000, "supplementalGroups": [7]})
+    put(asked, "spec.template.spec.containers.0.securityContext", {"runAsGroup": 4001})
+    assert security(asked)["runAsUser"] == render.COORDINATOR_USER_ID
+    put(asked, "spec.checkpoints", [{"url": "file:///checkpoints/llm"}])
+    put(
+        asked, "spec.template.spec.volumes", [{"name": "shared", "persistentVolumeClaim": {"claimName": "c"}}]
+    )
+    mounts = [{"name": "shared", "mountPath": "/checkpoints"}]
+    put(asked, "spec.template.spec.containers.0.volumeMounts", mounts)
+    theirs = render.agent_pod(accept(asked), 0)["spec"]["securityContext"]
+    assert security(asked) == theirs | {"runAsGroup": 4001}
+    assert (theirs["runAsUser"], theirs["supplementalGroups"]) == (4000, [7])
+    put(asked, "spec.template.spec.securityContext", {})
+    put(asked, "spec.template.spec.containers.0.securityContext", {})
+    assert security(asked) == render.agent_pod(accept(asked), 0)["spec"]["securityContext"]
+
+
 def test_the_coordinators_image_is_the_jobs_the_operators_or_the_workers() -> None:
     def image(asked: dict[str, Any], setting: render.Setting) -> str:
         return str(

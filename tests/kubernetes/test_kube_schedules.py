@@ -12,16 +12,20 @@ AGAIN_SEEDS = 300
 NIGHTLY_BLOCKS, NIGHTLY_SEEDS = 10, 2000
 
 
-def judge(seeds: range, queued: bool = False, gang: bool = False, again: bool = False) -> Counter[str]:
+def judge(
+    seeds: range, queued: bool = False, gang: bool = False, again: bool = False, chosen: bool = False
+) -> Counter[str]:
     happened: Counter[str] = Counter()
     for seed in seeds:
-        schedule = Schedule(seed, queued=queued, gang=gang, again=again)
+        schedule = Schedule(seed, queued=queued, gang=gang, again=again, chosen=chosen)
         problems = schedule.run()
         assert not problems, f"seed {seed}: {problems}"
         happened += schedule.happened
         happened[f"made {len(schedule.server.made) > 0}"] += 1
         happened["over"] += schedule.over
         happened["taken back"] += bool(schedule.taken_back)
+        if (choices := schedule.cluster.choices) is not None:
+            happened["another machine chosen"] += choices.replaced > 0
     return happened
 
 
@@ -36,6 +40,11 @@ def test_what_must_hold_holds() -> None:
 def test_what_must_hold_holds_in_a_queue() -> None:
     happened = judge(range(QUEUED_SEEDS), queued=True)
     assert happened["taken back"] > QUEUED_SEEDS / 2
+
+
+def test_what_must_hold_holds_where_kueue_chooses_the_machines() -> None:
+    happened = judge(range(QUEUED_SEEDS), queued=True, chosen=True)
+    assert happened["another machine chosen"] > QUEUED_SEEDS / 10
 
 
 def test_what_must_hold_holds_in_a_gang() -> None:
@@ -65,6 +74,7 @@ def test_what_must_hold_holds_for_many(block: int) -> None:
     start = SEEDS + block * NIGHTLY_SEEDS
     judge(range(start, start + NIGHTLY_SEEDS))
     judge(range(start, start + NIGHTLY_SEEDS), queued=True)
+    judge(range(start, start + NIGHTLY_SEEDS), queued=True, chosen=True)
     judge(range(start, start + NIGHTLY_SEEDS), gang=True)
     judge(range(start, start + NIGHTLY_SEEDS), again=True)
     judge(range(start, start + NIGHTLY_SEEDS), again=True, queued=True)

@@ -4,16 +4,40 @@ Written for Kueue 0.15.2; docs/architecture/kubernetes.md says how far it came.
 """
 
 import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from realkube import IMAGE, NAMESPACE, Job, install, is_said, is_true, mend, reached, until
-from realkueue import apply, is_there, kueue, local_queue, queue_objects, urgent_job
+import yaml
+from realkube import (
+    FOLDER,
+    IMAGE,
+    MACHINES,
+    NAMESPACE,
+    PACE_S,
+    STEPS,
+    Job,
+    Scene,
+    Undisturbed,
+    cluster,
+    install,
+    is_said,
+    is_true,
+    mend,
+    node_of,
+    reached,
+    until,
+    word,
+)
+from realkueue import RACK, apply, is_there, kueue, local_queue, queue_objects, rack_objects, urgent_job
 
 from holdfast.engines.kubernetes.api import Api
-from holdfast.engines.kubernetes.kueue import API_VERSION
+from holdfast.engines.kubernetes.kueue import API_VERSION, domains_of
 from holdfast.engines.kubernetes.reach import job_path
 
 pytestmark = [
@@ -181,3 +205,181 @@ def test_pods_that_kueue_takes_for_its_own(tmp_path: Path) -> None:
             await mend(api)
 
     asyncio.run(scene())
+
+
+# ------------------------------------------------------------ racks
+
+FIRST_RACK = {"n1", "n2", "n3"}
+FOR_NODES = "example.com/gpu"
+"""A taint of these machines. The template tolerates it, and a coordinator does not: it is on the fourth machine."""
+LARGE = ("--node-cpus", "1500m", "--nproc-per-node", 1)
+"""More than half of a machine for each node."""
+
+
+@asynccontextmanager
+async def racks(api: Api) -> AsyncIterator[None]:
+    """Three machines are in one rack, the fourth is in another, and a queue knows it."""
+    taint = {"key": FOR_NODES, "value": "yes", "effect": "NoSchedule"}
+    try:
+        for name in MACHINES:
+            in_first = name in FIRST_RACK
+            labels = {RACK: "r0" if in_first else "r1"}
+            change = {"metadata": {"labels": labels}, "spec": {"taints": [taint] if in_first else None}}
+            await api.merge(f"/api/v1/nodes/{name}", change)
+        for path, made in (*rack_objects().items(), local_queue(NAMESPACE, "racks", "racks")):
+            await apply(api, path, made)
+        yield
+    finally:
+        for name in MACHINES:
+            change = {"metadata": {"labels": {RACK: None}}, "spec": {"taints": None}}
+            await api.merge(f"/api/v1/nodes/{name}", change)
+
+
+def tolerant(home: Path, **pod: Any) -> Path:
+    """A template of pods that may be in the first rack."""
+    toleration = {"key": FOR_NODES, "operator": "Exists"}
+    container = {"name": "worker", "image": IMAGE} | pod.pop("worker", {})
+    path = home / "tolerant.yaml"
+    path.write_text(yaml.safe_dump({"spec": {"tolerations": [toleration], "containers": [container]} | pod}))
+    return path
+
+
+async def shared_folder(api: Api, name: str) -> str:
+    """The claim of a volume that every machine can mount."""
+    folder = Path(os.environ["HOLDFAST_KUBE_DIR"]) / name
+    folder.mkdir()
+    folder.chmod(0o777)
+    volume = {"capacity": {"storage": "1Gi"}, "accessModes": ["ReadWriteMany"], "storageClassName": ""}
+    claim = {key: volume[key] for key in ("accessModes", "storageClassName")}
+    claim |= {"resources": {"requests": volume["capacity"]}, "volumeName": name}
+    for path, kind, spec in (
+        (
+            f"/api/v1/persistentvolumes/{name}",
+            "PersistentVolume",
+            volume | {"hostPath": {"path": str(folder)}},
+        ),
+        (f"{FOLDER}/persistentvolumeclaims/{name}", "PersistentVolumeClaim", claim),
+    ):
+        made = {"apiVersion": "v1", "kind": kind, "metadata": {"name": name}, "spec": spec}
+        await api.apply(path, made, manager="tests")
+    return name
+
+
+async def chosen(api: Api, name: str) -> set[str]:
+    """Machines on which Kueue has put the nodes of a Workload."""
+    made = await api.get(f"{WORKLOADS}/{name}")
+    return {one["kubernetes.io/hostname"] for one in domains_of(made, "node")}
+
+
+async def machines_of(api: Api) -> dict[str, str]:
+    """Of nodes that stay, by the pod's name."""
+    return {
+        name: pod["spec"].get("nodeName", "")
+        for name, pod in (await pods_of(api)).items()
+        if "-n" in name and "deletionTimestamp" not in pod["metadata"]
+    }
+
+
+def test_a_rack_of_which_a_machine_is_lost(
+    play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed
+) -> None:
+    """The spare takes over at once. Its own successor waits until Kueue chooses a machine, which is in the same rack."""
+
+    async def scene(api: Api) -> None:
+        async with kueue(api, pods_ready_s=300), racks(api):
+            asked = ("--queue", "racks", "--queue-topology", f"required={RACK}", *LARGE)
+            options = (*asked, "--nnodes", 1, "--spares", 1, "--pod-template", tolerant(home))
+            options = (*options, "--snapshot-every", "2")
+            async with Job(api, home, "racked", *options, steps=STEPS, pace_s=PACE_S) as job:
+                status = await job.training(1, beyond=8, spares=1)
+                there = await machines_of(api)
+                assert set(there.values()) == await chosen(api, "racked-base")
+                assert set(there.values()) < FIRST_RACK
+                assert await job.machine(await job.coordinator()) == "n4"
+                (third,) = FIRST_RACK - set(there.values())
+                lost = there[node_of(status, 0)]
+                cluster("kill", lost)
+                began_s = time.monotonic()
+                words = partial(job.says, "it waits until Kueue chooses its machine")
+                told = asyncio.create_task(until(words, "it is told"))
+                after = await job.training(1, beyond=status["step"] + 4)
+                print(f"trains again {time.monotonic() - began_s:.1f} s after the loss")
+                await told
+                after = await job.training(1, beyond=after["step"], spares=1)
+                print(f"has a spare again {time.monotonic() - began_s:.1f} s after the loss")
+                new = await machines_of(api)
+                assert set(new.values()) == FIRST_RACK - {lost} == await chosen(api, "racked-base")
+                assert new.keys() - there.keys() == {name for name, at in new.items() if at == third}
+                made = (await job.object())["status"]
+                assert (made["run"], made["term"]) == (1, 1)
+                await job.stops_as(undisturbed, incidents=(1,))
+
+    play(scene)
+
+
+def test_a_rack_that_has_no_other_machine(play: Callable[[Scene], None], home: Path) -> None:
+    """Kueue takes the whole quota back. The job is saved, and goes on when the machine is there again."""
+
+    async def scene(api: Api) -> None:
+        volume = {"name": "shared", "persistentVolumeClaim": {"claimName": await shared_folder(api, "racks")}}
+        mounts = [{"name": "shared", "mountPath": "/shared"}]
+        async with kueue(api, pods_ready_s=300), racks(api):
+            asked = ("--queue", "racks", "--queue-topology", f"required={RACK}", *LARGE)
+            template = tolerant(home, worker={"volumeMounts": mounts}, volumes=[volume])
+            options = (*asked, "--nnodes", 2, "--spares", 1, "--pod-template", template)
+            options = (*options, "--checkpoint", "/shared/full,every=10")
+            async with Job(api, home, "full", *options, steps=STEPS, pace_s=PACE_S) as job:
+                status = await job.training(2, beyond=12, spares=1)
+                there = await machines_of(api)
+                assert set(there.values()) == FIRST_RACK == await chosen(api, "full-base")
+                lost = there[node_of(status, 1)]
+                cluster("kill", lost)
+                await job.training(2, beyond=status["step"] + 4)
+                words = f"no replacement for unhealthy node(s): {lost}"
+                await until(partial(job.says, words), "Kueue's words are told")
+
+                async def one_is_left() -> bool:
+                    # Whether it still runs nobody knows, so its quota is held until its machine says so.
+                    return set(await pods_of(api)) == {node_of(status, 1)}
+
+                await until(one_is_left, "the job is saved, and has given its pods back")
+                assert await admitted(api, "full-base")
+                cluster("boot", lost)
+                await job.training(2, beyond=status["step"] + 4, spares=1)
+                assert (await job.object())["status"]["run"] == 2
+                await job.stop()
+                assert await job.wait() == 0
+
+    play(scene)
+
+
+def test_two_nodes_for_which_kueue_chooses_one_machine(play: Callable[[Scene], None], home: Path) -> None:
+    """It does not know that they are to be apart. The job says what to do."""
+
+    async def scene(api: Api) -> None:
+        async with kueue(api, pods_ready_s=300), racks(api):
+            options = ("--queue", "racks", "--queue-topology", f"preferred={RACK}", "--nnodes", 2)
+            options = (*options, "--pod-template", tolerant(home))
+            async with Job(api, home, "narrow", *options, steps=STEPS, pace_s=PACE_S) as job:
+                await until(job._is_known, "the job is submitted")
+                await until(partial(job.says, "ask for more than half of a machine"), "it is told")
+                print(word(await job.object(), "Scheduled"))
+                assert len(await chosen(api, "narrow-base")) == 1
+            await mend(api)
+
+    play(scene)
+
+
+def test_a_level_that_kueue_does_not_know(play: Callable[[Scene], None], home: Path) -> None:
+    async def scene(api: Api) -> None:
+        async with kueue(api, pods_ready_s=300), racks(api):
+            options = ("--queue", "racks", "--queue-topology", "required=example.com/row", "--nnodes", 1)
+            async with Job(api, home, "nowhere", *options, steps=STEPS, pace_s=PACE_S) as job:
+                await until(job._is_known, "the job is submitted")
+                await until(
+                    partial(job.says, "does not contain the requested level"), "Kueue's words are told"
+                )
+                assert not await pods_of(api)
+            await mend(api)
+
+    play(scene)

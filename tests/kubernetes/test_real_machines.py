@@ -253,6 +253,59 @@ def test_an_image_without_holdfast(play: Callable[[Scene], None], home: Path):
     play(scene)
 
 
+def test_a_script_that_is_not_in_the_image(play: Callable[[Scene], None], home: Path):
+    """No agent can start on any machine. The job ends after some minutes, with what each of them says."""
+
+    async def scene(api: Api) -> None:
+        options = ("--nnodes", 2, "--spares", 1, "--in-image")
+        script = Path("/opt/holdfast/nothing.py")
+        async with Job(api, home, "nothing", *options, steps=STEPS, pace_s=PACE_S, script=script) as job:
+            failed = word(await job.condition("Failed", 4 * PATIENCE_S), "Failed") or {}
+            words = f"{script}: No such file or directory"
+            assert failed["reason"] == "AgentsCrash"
+            assert words in failed["message"]
+            await ends_without_a_trace(api, job, words)
+
+    play(scene)
+
+
+def test_a_script_that_crashes_at_its_import(play: Callable[[Scene], None], home: Path):
+    """Its agents work. So the coordinator decides, within seconds: the same error on two machines is the script's."""
+
+    async def scene(api: Api) -> None:
+        script = home / "imports.py"
+        script.write_text("import no_such_library\n")
+        options = ("--nnodes", 2, "--spares", 1)
+        async with Job(api, home, "imports", *options, steps=STEPS, pace_s=PACE_S, script=script) as job:
+            failed = word(await job.condition("Failed"), "Failed") or {}
+            words = "No module named 'no_such_library'"
+            assert failed["reason"] == "ScriptFailed"
+            assert words in failed["message"]
+            await ends_without_a_trace(api, job, words)
+
+    play(scene)
+
+
+async def ends_without_a_trace(api: Api, job: Job, words: str) -> None:
+    """The command fails with these words, no pod is left but those that have ended in order, which are kept for their logs, and
+    no machine is blamed."""
+    assert await job.wait() != 0
+    assert words in job.log.read_text()
+
+    async def nothing_left() -> bool:
+        return all(pod["status"].get("phase") == "Succeeded" for pod in await pods_of(api))
+
+    await until(nothing_left, "its pods are gone")
+    for machine in (await api.list_all(NODES, {}))[0]:
+        assert is_untouched(machine)
+
+
+def is_untouched(machine: dict[str, Any]) -> bool:
+    """A Node that nobody has cordoned or tainted, and that has no mark of ours."""
+    spec, notes = machine["spec"], machine["metadata"].get("annotations", {})
+    return not (spec.get("unschedulable") or spec.get("taints") or any("holdfast" in note for note in notes))
+
+
 FILLS = """\
         if step.index == 20 and run.rank == 1:
             Path("/tmp/large").write_bytes(bytes(300 << 20))
@@ -289,6 +342,83 @@ def test_a_kubelet_that_evicts_a_pod_which_fills_its_disk(
     play(scene)
 
 
+DISK = str(1 << 30)
+"""Bytes, as a Node has them."""
+OTHERS = "{folder}/others"
+FILL = f"fallocate -l $(($(stat -f -c '%a * %S' {{folder}}) - (6 << 20))) {OTHERS}"
+"""With somebody else's file, but for less than the one percent that the kubelets of the test cluster want to be free."""
+
+
+def test_a_machine_whose_disk_is_full(play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed):
+    """Its kubelet evicts what runs there, and the spare takes the node's place. Nobody is blamed: when there is room again, the
+    next spare goes there."""
+
+    async def scene(api: Api) -> None:
+        full, last = MACHINES[-1], MACHINES[0]
+        folder = f"{os.environ['HOLDFAST_KUBE_DIR']}/{full}/kubelet"
+        ordinary = (await api.get(f"{NODES}/{full}"))["status"]["capacity"]["ephemeral-storage"]
+        await has_disk(api, full, DISK, DISK)
+        try:
+            for machine in (full, last):
+                await cordon(api, machine)
+            options = ("--nnodes", 3, "--spares", 1)
+            async with Job(api, home, "full", *options, steps=STEPS, pace_s=PACE_S) as job:
+                # A node that trains is to be there alone: the coordinator has a machine before this one may be used, and the
+                # spare has none before the others train.
+                seat = await job.coordinator()
+
+                async def is_seated() -> Any:
+                    return (await job.pod(seat))["spec"].get("nodeName")
+
+                await until(is_seated, "the coordinator has a machine")
+                await cordon(api, full, on=False)
+                status = await job.training(3, beyond=3)
+                await cordon(api, last, on=False)
+                status = await job.training(3, beyond=status["step"], spares=1)
+                there = await machines_of(api)
+                (node,) = (name for name, machine in there.items() if machine == full)
+                assert node in [node_of(status, rank) for rank in range(3)]
+                cluster("exec", full, "sh", "-c", FILL.format(folder=folder))
+                await until(lambda: has(api, full, "DiskPressure"), f"{full} has DiskPressure")
+
+                async def has_left() -> bool:
+                    return node not in await machines_of(api)
+
+                await until(has_left, f"{node} is evicted")
+                status = await job.training(3, beyond=status["step"] + 5)
+                assert node not in [node_of(status, rank) for rank in range(3)]
+                assert full not in (await machines_of(api)).values()
+                about = f"reason=Evicted,involvedObject.name={node}"
+                events = (await api.list_all(f"{FOLDER}/events", {"fieldSelector": about}))[0]
+                assert "low on resource: ephemeral-storage" in events[0]["message"]
+                cluster("exec", full, "rm", OTHERS.format(folder=folder))
+                status = await job.training(3, beyond=status["step"] + 5, spares=1)
+                assert full in (await machines_of(api)).values()
+                assert is_untouched(await api.get(f"{NODES}/{full}"))
+                assert not status["health"]["quarantine"]
+                await job.stops_as(undisturbed, incidents=(0, 1))
+        finally:
+            await has_disk(api, full, ordinary)
+
+    play(scene)
+
+
+async def has_disk(api: Api, machine: str, capacity: str, *size: str) -> None:
+    """It starts anew with a disk of this size, or with its own."""
+    cluster("kill", machine)
+    cluster("boot", machine, *size)
+
+    async def is_known() -> bool:
+        node = await api.get(f"{NODES}/{machine}")
+        return is_true(node, "Ready") and node["status"]["capacity"]["ephemeral-storage"] == capacity
+
+    await until(is_known, f"{machine} has a disk of {capacity}")
+
+
+async def has(api: Api, machine: str, condition: str) -> bool:
+    return is_true(await api.get(f"{NODES}/{machine}"), condition)
+
+
 @pytest.mark.parametrize("by", ["condition", "taint"])
 def test_somebody_else_calls_a_machine_sick(
     play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed, by: str
@@ -323,10 +453,6 @@ def test_somebody_else_calls_a_machine_sick(
                     await api.strategic(f"{path}/status", {"status": {"conditions": [well]}})
                 else:
                     await api.merge(path, {"spec": {"taints": None}})
-                await until(lambda: ready(api, machine), f"{machine} is ready")
+                await until(lambda: has(api, machine, "Ready"), f"{machine} is ready")
 
     play(scene)
-
-
-async def ready(api: Api, machine: str) -> bool:
-    return is_true(await api.get(f"{NODES}/{machine}"), "Ready")

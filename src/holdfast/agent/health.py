@@ -21,7 +21,7 @@ from holdfast.agent.source_poller import Poller
 from holdfast.errors import UsageError
 from holdfast.health.container import in_container
 from holdfast.health.identity import gpu_uuids
-from holdfast.health.kmsg import Journal, Kmsg, KmsgFile, open_kernel_log
+from holdfast.health.kmsg import SOURCE, Journal, Kmsg, KmsgFile, open_kernel_log
 from holdfast.health.logs import LogTail
 from holdfast.health.machine import machine_sources
 from holdfast.health.rule_engine import RuleEngine
@@ -112,6 +112,12 @@ class Watcher:
     def folder(self) -> Path:
         """The node's own folder."""
         return self._folder
+
+    @property
+    def sources(self) -> frozenset[str]:
+        """Names of what is read here, the kernel's log among them if it is."""
+        kernel = frozenset() if self._kernel is None else frozenset({SOURCE})
+        return kernel.union(*(poller.sources for poller in self._pollers))
 
     async def stand_in(self, machine: Machine) -> None:
         """Watches the stand-in for this node's machine from now on like a real one; returns when it was read once."""

@@ -75,6 +75,12 @@ class Poller:
             self._start()
         self._nudge()
 
+    @property
+    def sources(self) -> frozenset[str]:
+        """Names of those that it owns."""
+        with self._lock:
+            return frozenset(polled.source.name for polled in (*self._polled, *self._hung))
+
     def read_once(self, within_s: float) -> None:
         """Waits until everything was read for the first time."""
         self._read_all.wait(within_s if self._polled else 0.0)

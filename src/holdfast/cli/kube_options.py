@@ -24,6 +24,14 @@ class KubernetesOptions:
         str,
         Option(metavar="NAME", default="none", help="Kueue's LocalQueue, in which the job waits for quota."),
     ] = ""
+    queue_topology: Annotated[
+        str,
+        Option(
+            metavar="required=LABEL|preferred=LABEL",
+            default="the queue's",
+            help="With --queue: Kueue chooses machines for which this label has one value; it is a level of Kueue's Topology.",
+        ),
+    ] = ""
     gang: Annotated[
         str | None,
         Option(

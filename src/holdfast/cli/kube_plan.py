@@ -106,7 +106,23 @@ def _scheduling(ours: KubernetesOptions) -> dict[str, Any]:
         )
     if gang == "KAI" and not queue:
         raise UsageError("--gang KAI: --gang-queue NAME is missing, and without a queue KAI binds nothing")
-    return {**({"gang": gang} if gang is not None else {}), **({"queue": queue} if queue else {})}
+    return {
+        **({"gang": gang} if gang is not None else {}),
+        **({"queue": queue} if queue else {}),
+        **({"queueTopology": _queue_topology(ours)} if ours.queue_topology else {}),
+    }
+
+
+def _queue_topology(ours: KubernetesOptions) -> dict[str, str]:
+    kind, _, label = ours.queue_topology.partition("=")
+    if kind not in ("required", "preferred") or not label:
+        raise UsageError(
+            f"--queue-topology {ours.queue_topology}: required=LABEL or preferred=LABEL, with a label of machines that is a level "
+            "of Kueue's Topology"
+        )
+    if not ours.queue:
+        raise UsageError(f"--queue-topology {ours.queue_topology}: --queue is missing, the queue of Kueue's")
+    return {kind: label}
 
 
 def _set(options: Any, *fields: str) -> Iterator[str]:

@@ -78,7 +78,7 @@ class Kmsg:
     def __init__(self, path: Path = Path("/dev/kmsg"), left: Path | None = None) -> None:
         """Raises OSError when it cannot be read."""
         self._left = left
-        self._boot = _boot_id()
+        self._boot = boot_id()
         self._after = self._read_left()
         self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
@@ -276,7 +276,8 @@ def _may_read_journal() -> bool:
     return False
 
 
-def _boot_id() -> str:
+def boot_id() -> str:
+    """The kernel's own id of this boot, the same in every container; empty: it cannot be read."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

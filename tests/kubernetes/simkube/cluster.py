@@ -11,6 +11,7 @@ from holdfast.engines.kubernetes.observed import Farewell, MachineSeen, NodeSaid
 from holdfast.engines.kubernetes.resource import HoldfastJob
 from holdfast.protocol.availability import Availability, NodeGoing, NodeTaken, OrderDone
 from holdfast.protocol.engine_orders import EngineOrder, ProvideNode, ReleaseNode
+from simkube.choices import Choices
 from simkube.server import Server
 
 
@@ -76,6 +77,8 @@ class Cluster:
         """Whose pods are on the same machines."""
         self.quota = 0
         """Nodes that Kueue lets in."""
+        self.choices: Choices | None = None
+        """Machines that Kueue chooses; None: the scheduler does."""
 
     def seen_machines(self) -> dict[str, MachineSeen]:
         return {
@@ -107,6 +110,8 @@ class Cluster:
         self._schedule()
         self._coordinate()
         self._let_in()
+        if self.choices is not None:
+            self.choices.act()
 
     def _let_in(self) -> None:
         """Kueue: quota is held from an admission until its owner gives it back."""
@@ -114,6 +119,8 @@ class Cluster:
         for one in list(server.workloads.values()):
             if one in self.admissible() and self.dice.random() < 0.5:
                 server.change_workload(one.name, admitted=True, reserved=True, evicted=None)
+                if self.choices is not None:
+                    self.choices.choose(one)
             elif one.reserved and not one.active and one.evicted is None:
                 server.change_workload(one.name, evicted="Deactivated")
 
@@ -122,6 +129,8 @@ class Cluster:
         all_ = self.server.workloads.values()
         free = self.quota - sum(one.nodes for one in all_ if one.reserved and not one.finished)
         waits = [one for one in all_ if not one.reserved and one.active and not one.finished]
+        if self.choices is not None:
+            free = min(free, len(self.choices.free()))
         return [one for one in waits if one.nodes <= free]
 
     def evict(self, name: str) -> None:
@@ -156,6 +165,10 @@ class Cluster:
             ]
             if is_held and not pod.coordinator:
                 free = []
+            if self.choices is not None and not pod.coordinator:
+                if pod.gated:
+                    continue  # the scheduler does not look at it
+                free = [name for name in free if name == pod.chosen]
             if free:
                 machine = self.dice.choice(free)
                 taken.add(machine)

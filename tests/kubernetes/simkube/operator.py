@@ -316,6 +316,7 @@ class Operator:
             run=run,
             workload=workload,
             avoids=avoids,
+            gated=not coordinator and self.cluster.choices is not None,
         )
         try:
             made = self.server.call(lambda: self.server.make_pod(pod, self.uid))

@@ -15,6 +15,7 @@ from holdfast.engines.kubernetes.observed import PodSeen
 from holdfast.engines.kubernetes.reconcile import DELETED, LEAVE_S, SUSPENDED
 from holdfast.engines.kubernetes.status import ConditionType
 from holdfast.protocol.engine_orders import ReleaseNode
+from simkube.choices import Choices
 from simkube.cluster import Cluster
 from simkube.operator import Operator
 from simkube.server import JobObject, Server
@@ -35,13 +36,20 @@ class Schedule:
     """Runs one seed. `problems` has what must not be."""
 
     def __init__(
-        self, seed: int, ticks: int = 40, queued: bool = False, gang: bool = False, again: bool = False
+        self,
+        seed: int,
+        ticks: int = 40,
+        queued: bool = False,
+        gang: bool = False,
+        again: bool = False,
+        chosen: bool = False,
     ) -> None:
         """
         Args:
             queued: the job waits in a Kueue queue, whose quota changes and is taken back.
             gang: its scheduler binds as many nodes as its PodGroup says, or none.
             again: people delete it often, and make another one of its name while the first one is still going.
+            chosen: the queue's Kueue chooses the nodes' machines.
         """
         self.dice = dice = random.Random(seed)
         nodes, spares = dice.randint(1, 4), dice.randint(0, 2)
@@ -57,6 +65,8 @@ class Schedule:
         until = dice.choice((15, 60, 100_000))
         self.cluster = Cluster(dice, self.server, nodes + spares + dice.randint(0, 3), until)
         self.queued, self.cluster.quota = queued, nodes + spares
+        if chosen:
+            self.cluster.choices = Choices(self.server, self.cluster.machines)
         self.lent: set[str] = set()
         self.taken_back: set[str] = set()
         self.operator = Operator(self.server, self.cluster)
@@ -362,7 +372,8 @@ class Schedule:
         room = len(self.cluster.machines)
         if self.queued:
             lent = sum(one.nodes for one in self.server.workloads.values() if one.grants)
-            if (more := self.cluster.quota - lent) > 0 and lent < wanted:
+            most = wanted if self.cluster.choices is None else min(wanted, room)
+            if (more := self.cluster.quota - lent) > 0 and lent < most:
                 self.problems.append(f"there is quota for {more} more nodes")
             self.lent_to(there, wanted)
             wanted = min(wanted, lent)

@@ -10,24 +10,24 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import get_args
 
 from holdfast import logs
 from holdfast.engines.kubernetes.api import Api, ApiError
-from holdfast.engines.kubernetes.cluster import connect
+from holdfast.engines.kubernetes.cluster import ACCOUNT, connect
 from holdfast.engines.kubernetes.leader import Lease
 from holdfast.engines.kubernetes.marks import Marking
 from holdfast.engines.kubernetes.names import COORDINATOR_PORT
 from holdfast.engines.kubernetes.operator import Operator
 from holdfast.engines.kubernetes.reading import GOING_CONDITIONS, TOPOLOGY_LABELS
 from holdfast.engines.kubernetes.render import Setting
+from holdfast.engines.kubernetes.replacement import Replacements, Way, read_way
 from holdfast.errors import HoldfastError
 from holdfast.protocol.lookup import AddressLookup
 from holdfast.protocol.sockets import raise_descriptor_limit
 
 LEASE = "holdfast-operator"
-OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+OWN_NAMESPACE = ACCOUNT / "namespace"
 
 
 def main() -> int | str:
@@ -50,7 +50,7 @@ def main() -> int | str:
         "--going-conditions",
         default=",".join(GOING_CONDITIONS),
         metavar="A,B,...",
-        help="conditions of machines by which other programs call one sick, so that jobs leave it; by default %(default)s",
+        help="conditions of machines that call one sick, so that jobs leave it; by default %(default)s",
     )
     parser.add_argument(
         "--mark",
@@ -65,8 +65,33 @@ def main() -> int | str:
         metavar="PERCENT",
         help="of the cluster's machines that are marked at once, %(default)s by default; one may always be",
     )
+    parser.add_argument(
+        "--replace",
+        type=_way,
+        metavar="HOW",
+        help="whom to ask for another machine in place of one that stays marked: none (by default), cluster-api, karpenter, "
+        "label:KEY=VALUE or command:PROGRAM",
+    )
+    parser.add_argument(
+        "--replace-after",
+        type=_seconds,
+        default=Replacements().after_s,
+        metavar="SECONDS",
+        help="how long it has been marked by then, %(default)g by default",
+    )
+    parser.add_argument(
+        "--replace-at-most",
+        type=_count,
+        default=Replacements().most_a_day,
+        metavar="N",
+        help="machines in 24 hours, %(default)s by default",
+    )
     parser.add_argument("--log", default="", metavar="LEVEL[,json]")
     given = parser.parse_args()
+    if given.replace is not None and given.mark == "none":
+        parser.error(
+            "--replace needs --mark=condition or --mark=taint: what is asked for a machine stands in its mark"
+        )
     setting = Setting(
         namespace=given.namespace or _own_namespace(),
         coordinator_image=given.coordinator_image,
@@ -76,6 +101,9 @@ def main() -> int | str:
         going_conditions=_listed(given.going_conditions),
         marking=given.mark,
         most_marked_percent=given.mark_at_most,
+        replacements=Replacements(
+            way=given.replace, after_s=given.replace_after, most_a_day=given.replace_at_most
+        ),
     )
     raise_descriptor_limit()
     try:
@@ -144,6 +172,25 @@ def _percent(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 100:
         raise argparse.ArgumentTypeError(f"{text!r}: a whole number from 1 to 100")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}: whole seconds, 0 or more")
+    return float(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: a whole number, 1 or more")
+    return int(text)
+
+
+def _way(text: str) -> Way | None:
+    try:
+        return read_way(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _own_namespace() -> str:

@@ -51,7 +51,7 @@ def check(job: Mapping[str, Any]) -> tuple[Problem, ...]:
     if found:
         return tuple(found)
     made = convert(job)
-    return (*_of_spec(made.spec), *_of_gang(made))
+    return (*_of_spec(made.spec), *_of_gang(made), *_of_queue(made))
 
 
 def accept(job: Mapping[str, Any]) -> HoldfastJob:
@@ -175,6 +175,17 @@ def _of_gang(job: HoldfastJob) -> Iterator[Problem]:
         for name in set_:
             if name in there and name not in _NOT_IN_POD:
                 yield Problem(f"{at}.{name}", there[name], f"none: spec.scheduling.gang {gang} sets it")
+
+
+def _of_queue(job: HoldfastJob) -> Iterator[Problem]:
+    asked, at = job.spec.scheduling.queue_topology, "spec.scheduling.queueTopology"
+    if asked is None:
+        return
+    given = msgspec.to_builtins(asked)
+    if not job.queue:
+        yield Problem(at, given, f"none without a queue of Kueue's (the label {LABEL_QUEUE})")
+    if (asked.required is None) == (asked.preferred is None):
+        yield Problem(at, given, "either required or preferred, with a label of machines")
 
 
 def _of_template(spec: HoldfastJobSpec) -> Iterator[Problem]:

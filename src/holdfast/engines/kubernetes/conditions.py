@@ -225,7 +225,8 @@ def _scheduled(seen: Observed, pods: Sequence[PodSeen]) -> _Word:
     bound = f"{len(pods) - len(unbound)} of {len(pods)} pods have a machine"
     for pod in unbound:
         if pod.unschedulable:
-            return _Word(False, "Unschedulable", f"{bound}; {pod.name}: {pod.waits}")
+            told = f"{bound}; {pod.name}: {pod.waits}{_why_not_there(pod, pods)}"
+            return _Word(False, "Unschedulable", told)
         if pod.waits:
             return _Word(False, "SchedulingGated", f"{bound}; {pod.name}: {pod.waits}")
     if unbound:
@@ -233,6 +234,21 @@ def _scheduled(seen: Observed, pods: Sequence[PodSeen]) -> _Word:
     if waiting:
         return _Word(True, "ContainersWait", f"{waiting[0].name}: {waiting[0].waits}")
     return _Word(True, "AllBound")
+
+
+def _why_not_there(pod: PodSeen, pods: Sequence[PodSeen]) -> str:
+    """Kueue knows neither which machines a job avoids, nor that its nodes are to be apart."""
+    if not pod.chosen:
+        return ""
+    told = f"; Kueue has chosen {pod.chosen}"
+    if pod.chosen in pod.avoids:
+        return f"{told}, which the job avoids"
+    if others := [one.name for one in pods if one.name != pod.name and one.chosen == pod.chosen]:
+        return (
+            f"{told}, and for {others[0]} as well: ask for more than half of a machine for each node, or set "
+            "spec.topology.onePerNode to false"
+        )
+    return told
 
 
 def _coordinator_ready(seen: Observed) -> _Word:

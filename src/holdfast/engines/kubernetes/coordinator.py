@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -131,14 +132,25 @@ class CoordinatorPod:
             report: dict[str, Any] = jobs.reports.decode((self._pod.folder / "report.json").read_bytes())
         except (OSError, msgspec.MsgspecError):
             return EXIT_HANDED_OVER
-        reason = str(report.get("reason") or "")[:REASON_CHARS]
-        word = Farewell(outcome=str(report["outcome"]), reason=reason)
+        word = farewell(report)
         self._farewell.write_bytes(msgspec.json.encode(word))
-        self._note(f"the job is over: {word.outcome}{': ' if reason else ''}{reason}")
+        self._note(f"the job is over: {word.outcome}{': ' if word.reason else ''}{word.reason}")
         return 0
 
     def _note(self, text: str, **fields: object) -> None:
         _log.info("%s", text, extra=fields)
+
+
+def farewell(report: Mapping[str, Any]) -> Farewell:
+    """Of a job that failed with the first failing rank, its node and the cause: `kubectl` shows them nowhere else."""
+    outcome, reason = str(report["outcome"]), str(report.get("reason") or "")
+    blame = report.get("blame") if outcome == "failed" else None
+    if blame is not None and blame["cause"] not in reason:
+        rank = "" if blame.get("rank") is None else f"rank {blame['rank']}"
+        node = f"on {blame['node']}" if blame.get("node") else ""
+        where = " ".join(filter(None, (rank, node)))
+        reason = ": ".join(filter(None, (reason, where, str(blame["cause"]))))
+    return Farewell(outcome=outcome, reason=reason[:REASON_CHARS])
 
 
 def main() -> int | str:

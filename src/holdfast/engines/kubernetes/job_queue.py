@@ -86,9 +86,8 @@ class JobQueue:
         match action:
             case MakeWorkload(number, nodes):
                 assert job is not None, "a plan that asks for quota is of a job that can run"
-                await self._make(
-                    kueue.workload(job, number, nodes, await self._priority(job, number), setting)
-                )
+                priority, near = await self._priority(job, number), await self._near(job, number)
+                await self._make(kueue.workload(job, number, nodes, priority, setting, near))
             case DeleteWorkload(name=name, uid=uid):
                 await self._delete(name, uid)
             case ReleaseQuota(name) if name in self._there:
@@ -117,6 +116,24 @@ class JobQueue:
             return None
         found = await self._api.get(f"{PATH}/workloadpriorityclasses/{name}")
         return name, int(found["value"])
+
+    async def _near(self, job: HoldfastJob, number: int | None) -> Mapping[str, str]:
+        """Kueue places each Workload by itself. What is required of all nodes is asked for with the value of those there."""
+        asked = job.spec.scheduling.queue_topology
+        if number is None or asked is None or asked.required is None:
+            return {}
+        base = self._there.get(names.workload_name(self._name, None), {})
+        for domain in kueue.domains_of(base, names.NODE_ROLE):
+            if (found := await self._value(domain, asked.required)) is not None:
+                return {asked.required: found}
+        return {}
+
+    async def _value(self, domain: Mapping[str, str], label: str) -> str | None:
+        if label in domain or names.LABEL_HOST not in domain:
+            return domain.get(label)
+        by_name = {"fieldSelector": f"metadata.name={domain[names.LABEL_HOST]}"}
+        machines = (await self._api.list_all("/api/v1/nodes", by_name))[0]
+        return next(((one["metadata"].get("labels") or {}).get(label) for one in machines), None)
 
     async def _make(self, made: Object) -> None:
         try:

@@ -23,7 +23,7 @@ from holdfast.engines.kubernetes.render import (
     labels,
     owner,
 )
-from holdfast.engines.kubernetes.resource import HoldfastJob
+from holdfast.engines.kubernetes.resource import HoldfastJob, QueueTopology
 from holdfast.engines.kubernetes.times import timestamp
 
 GROUP = "kueue.x-k8s.io"
@@ -50,9 +50,21 @@ def workload(
     nodes: int,
     priority: tuple[str, int] | None = None,
     setting: Setting = DEFAULT,
+    near: Mapping[str, str] = {},
 ) -> Object:
-    """A claim of quota. priority: a WorkloadPriorityClass and its value; Kueue wants both or none."""
-    sets = [_pod_set(NODE_ROLE, nodes, agent_pod(job, 0, setting=setting))]
+    """A claim of quota.
+
+    Args:
+        priority: a WorkloadPriorityClass and its value; Kueue wants both or none.
+        near: labels that the machines have to have.
+    """
+    of_nodes = _pod_set(NODE_ROLE, nodes, agent_pod(job, 0, setting=setting))
+    if (asked := job.spec.scheduling.queue_topology) is not None:
+        of_nodes["topologyRequest"] = msgspec.to_builtins(asked)
+    if near:
+        pod = of_nodes["template"]["spec"]
+        pod["nodeSelector"] = pod.get("nodeSelector", {}) | dict(near)
+    sets = [of_nodes]
     if number is None:
         sets.insert(0, _pod_set(COORDINATOR_ROLE, 1, coordinator_pod(job, 1, setting=setting)))
     spec: Object = {"queueName": job.queue, "active": True, "podSets": sets}
@@ -101,11 +113,12 @@ def workload_seen(made: Mapping[str, Any], job: str, uid: str) -> WorkloadSeen |
     if number is None and metadata["name"] != names.workload_name(job, None):
         return None
     conditions = {one["type"]: one for one in status.get("conditions", ())}
+    of_nodes = _one_of(spec["podSets"], NODE_ROLE)
     return WorkloadSeen(
         name=metadata["name"],
         uid=metadata["uid"],
         number=number,
-        nodes=sum(one.get("count", 1) for one in spec["podSets"] if one["name"] == NODE_ROLE),
+        nodes=of_nodes.get("count", 1) if of_nodes else 0,
         queue=spec.get("queueName", ""),
         admitted=_holds(conditions, "Admitted"),
         reserved=_holds(conditions, "QuotaReserved"),
@@ -115,7 +128,18 @@ def workload_seen(made: Mapping[str, Any], job: str, uid: str) -> WorkloadSeen |
         finished=_holds(conditions, "Finished"),
         ready=_holds(conditions, "PodsReady"),
         waits="" if _holds(conditions, "Admitted") else _waits(conditions),
+        topology=_topology(of_nodes),
     )
+
+
+def _one_of(sets: Iterable[Mapping[str, Any]], role: str) -> Mapping[str, Any]:
+    return next((one for one in sets if one["name"] == role), {})
+
+
+def _topology(pod_set: Mapping[str, Any]) -> QueueTopology | None:
+    asked = pod_set.get("topologyRequest") or {}
+    found = QueueTopology(required=asked.get("required"), preferred=asked.get("preferred"))
+    return None if found == QueueTopology() else found
 
 
 def _holds(conditions: Mapping[str, Any], type_: str) -> bool:
@@ -140,12 +164,40 @@ class Where(msgspec.Struct, frozen=True, kw_only=True):
     annotations: dict[str, str] = {}
     node_selector: dict[str, str] = {}
     tolerations: tuple[dict[str, Any], ...] = ()
+    gates: tuple[str, ...] = ()
 
 
 def flavors_of(made: Mapping[str, Any], role: str) -> list[str]:
     """Names of the ResourceFlavors that were chosen for the pods of a role."""
-    sets = made.get("status", {}).get("admission", {}).get("podSetAssignments", ())
-    return sorted({name for one in sets if one["name"] == role for name in one.get("flavors", {}).values()})
+    return sorted(set(_assigned(made, role).get("flavors", {}).values()))
+
+
+def _assigned(made: Mapping[str, Any], role: str) -> Mapping[str, Any]:
+    # After a release the field may be there and null.
+    admission = made.get("status", {}).get("admission") or {}
+    return _one_of(admission.get("podSetAssignments", ()), role)
+
+
+def domains_of(made: Mapping[str, Any], role: str) -> list[dict[str, str]]:
+    """Where Kueue puts the pods of a role, each with its labels; empty: it chooses no machines.
+
+    Where the innermost level is the machine, Kueue names the machine alone.
+    """
+    assignment = _assigned(made, role).get("topologyAssignment") or {}
+    levels = assignment.get("levels", ())
+    found = []
+    for part in assignment.get("slices", ()):
+        values = [_values(one, part["domainCount"]) for one in part["valuesPerLevel"]]
+        found += [dict(zip(levels, each, strict=True)) for each in zip(*values, strict=True)]
+    return found
+
+
+def _values(given: Mapping[str, Any], count: int) -> list[str]:
+    """Of one level: the same for all domains, or one for each, whose common beginning and end are apart."""
+    if "individual" not in given:
+        return [given["universal"]] * count
+    own = given["individual"]
+    return [f"{own.get('prefix', '')}{root}{own.get('suffix', '')}" for root in own["roots"]]
 
 
 def where(made: Mapping[str, Any], flavors: Iterable[Mapping[str, Any]], role: str) -> Where:
@@ -158,12 +210,30 @@ def where(made: Mapping[str, Any], flavors: Iterable[Mapping[str, Any]], role: s
         if update["name"] == role
     ]
     selectors = [*(one.get("nodeLabels", {}) for one in specs), *(u.get("nodeSelector", {}) for u in updates)]
+    labels = {key: value for one in updates for key, value in one.get("labels", {}).items()}
+    notes = {key: value for one in updates for key, value in one.get("annotations", {}).items()}
+    # Nodes alone. A coordinator's successor must not wait for Kueue, which chooses another machine only when Kubernetes
+    # calls the old one not ready; so it goes to any machine of the flavor.
+    is_gated = role == NODE_ROLE and bool(domains_of(made, role))
+    if is_gated:
+        labels[names.LABEL_POD_SET] = role
+        notes |= {names.NOTE_WORKLOAD: made["metadata"]["name"], **_topology_note(made, role)}
     return Where(
-        labels={key: value for one in updates for key, value in one.get("labels", {}).items()},
-        annotations={key: value for one in updates for key, value in one.get("annotations", {}).items()},
+        labels=labels,
+        annotations=notes,
         node_selector={key: value for one in selectors for key, value in one.items()},
         tolerations=tuple(each for one in (*specs, *updates) for each in one.get("tolerations", ())),
+        gates=(names.GATE_TOPOLOGY,) if is_gated else (),
     )
+
+
+def _topology_note(made: Mapping[str, Any], role: str) -> dict[str, str]:
+    """By which Kueue knows a pod whose machine it chooses: it is not counted twice, and its gate is taken away."""
+    asked = _topology(_one_of(made["spec"]["podSets"], role)) or QueueTopology()
+    for kind, label in (("required", asked.required), ("preferred", asked.preferred)):
+        if label is not None:
+            return {f"{GROUP}/podset-{kind}-topology": label}
+    return {f"{GROUP}/podset-unconstrained-topology": "true"}
 
 
 def placed(pod: Object, at: Where, workload_name: str) -> Object:
@@ -177,6 +247,8 @@ def placed(pod: Object, at: Where, workload_name: str) -> Object:
     if at.node_selector:
         spec["nodeSelector"] = spec.get("nodeSelector", {}) | at.node_selector
     spec["tolerations"] = [*spec.get("tolerations", ()), *at.tolerations]
+    if at.gates:
+        spec["schedulingGates"] = [*spec.get("schedulingGates", ()), *({"name": name} for name in at.gates)]
     return made
 
 

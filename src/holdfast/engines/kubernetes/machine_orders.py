@@ -70,4 +70,5 @@ def _mark_of(seen: Observed, job: HoldfastJob, machine: str, reason: str) -> Mar
         term=seen.said.term,
         quarantined=machine in seen.said.bad_machines,
         reason=reason[: marks.WORDS],
+        at_s=seen.now_s,
     )

@@ -40,6 +40,10 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
     quarantined: bool
     """It has the machine in quarantine. Else it has turned a node away whose checks failed."""
     reason: str
+    at_s: float | None = None
+    """When it was marked, in UTC; None: unknown."""
+    replacement: str = ""
+    """Of whom another machine was asked, or why it could not be; empty: of nobody yet."""
 
 
 class MachineMarks(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,22 +140,29 @@ def patches(node: Mapping[str, Any], marking: Marking, now_s: float) -> Iterator
         # The list is one field. With the version, what somebody else has added meanwhile is not lost.
         yield "", {"metadata": version, "spec": {"taints": [*others, *ours]}}
     if seen.condition != (seen.mark is not None):
-        yield "/status", {"status": {"conditions": [_condition(seen.mark, now_s)]}}
+        yield "/status", shown(seen.mark, now_s)
 
 
-def _condition(mark: Mark | None, now_s: float) -> Object:
-    said = (
-        ("False", "Cleared", "no job blames this machine")
-        if mark is None
-        else ("True", "Quarantined" if mark.quarantined else "ChecksFailed", f"{mark.job}: {mark.reason}")
-    )
-    status, reason, message = said
+def since(node: Mapping[str, Any]) -> str | None:
+    """When our condition last changed; None: there is none."""
+    conditions = node.get("status", {}).get("conditions", ())
+    return next((one.get("lastTransitionTime") for one in conditions if one["type"] == CONDITION), None)
+
+
+def shown(mark: Mark | None, now_s: float, since: str | None = None) -> Object:
+    """The patch of a Node's status with the condition of a mark. since: its last transition; None: it is one now."""
+    if mark is None:
+        status, reason, message = "False", "Cleared", "no job blames this machine"
+    else:
+        status, reason = "True", "Quarantined" if mark.quarantined else "ChecksFailed"
+        message = f"{mark.job}: {mark.reason}" + (f"; {mark.replacement}" if mark.replacement else "")
     at = timestamp(now_s)
-    return {
+    condition = {
         "type": CONDITION,
         "status": status,
         "reason": reason,
         "message": message,
-        "lastTransitionTime": at,
+        "lastTransitionTime": since or at,
         "lastHeartbeatTime": at,
     }
+    return {"status": {"conditions": [condition]}}

@@ -1,4 +1,7 @@
-"""Writes marks on Nodes, one at a time for the whole cluster: two jobs that each had room for one more would be one too many."""
+"""Writes marks on Nodes, one at a time for the whole cluster: two jobs that each had room for one more would be one too many.
+
+Where the site wants it, another machine is asked for when a mark has stood for a while.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,12 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
-from holdfast.engines.kubernetes import marks
+import msgspec
+
+from holdfast.engines.kubernetes import marks, replacement
 from holdfast.engines.kubernetes.api import Api, ApiError, Backoff, NoAnswer, Object
 from holdfast.engines.kubernetes.marks import Mark, Marking
+from holdfast.engines.kubernetes.node_replacement import Held, NodeReplacement
 from holdfast.engines.kubernetes.observed import MachineSeen
 
 _log = logging.getLogger(__name__)
@@ -30,17 +36,20 @@ class NodeMarks:
         saw: Callable[[Object], None],
         marking: Marking,
         most_percent: int,
+        replaces: NodeReplacement | None = None,
     ) -> None:
-        """machines: all of the cluster. saw: takes a Node in that a request brought."""
+        """machines: all of the cluster. saw: takes a Node in that a request brought. replaces: None: the site wants none."""
         self._api, self._machines, self._saw = api, machines, saw
         self._marking: Marking = marking
         self._most_percent = most_percent
+        self._replaces = replaces
+        self._held_until_s: dict[str, float | None] = {}
         self._one_at_a_time = asyncio.Lock()
         self._awake = asyncio.Event()
         self.refused: str | None = None
 
     def wake(self) -> None:
-        """A Node has changed."""
+        """A Node has changed, or a pod that was on one is gone."""
         self._awake.set()
 
     async def put(self, machine: str, mark: Mark) -> None:
@@ -82,23 +91,41 @@ class NodeMarks:
         """Until it is cancelled."""
         backoff = Backoff()
         while self.refused is None:
-            await self._awake.wait()
-            self._awake.clear()
+            await self._rest()
             try:
                 for machine in [
                     one for one in self._machines.values() if marks.lags(one.marks, self._marking)
                 ]:
                     await self._follow(machine.name)
+                for name in self._due():
+                    await self._replace(name)
                 backoff.reset()
             except (ApiError, NoAnswer) as error:
                 _log.warning("a mark is not shown on its machine: %s; it is tried again", error)
                 await backoff.wait(error)
                 self.wake()
 
+    async def _rest(self) -> None:
+        """Until a Node changes, or another machine is due."""
+        moments = [at_s for machine in self._machines if (at_s := self._due_s(machine)) is not None]
+        rest_s = max(0.0, min(moments) - self._api.now_s()) if moments else None
+        try:
+            async with asyncio.timeout(rest_s):
+                await self._awake.wait()
+        except TimeoutError:
+            return
+        self._awake.clear()
+        # What held may be over.
+        self._held_until_s = {name: at_s for name, at_s in self._held_until_s.items() if at_s is not None}
+
     async def _follow(self, machine: str) -> None:
         path = f"{FOLDER}/{machine}"
+        way = self._replaces.way if self._replaces is not None else None
         try:
             node = await self._api.get(path)
+            back = replacement.label_back(way, node)
+            if marks.marks_of(node).mark is None and back is not None:
+                node = await self._api.merge(path, back)
             for below, patch in marks.patches(node, self._marking, time.time()):
                 write = self._api.strategic if below else self._api.merge
                 self._saw(await write(path + below, patch))
@@ -110,3 +137,46 @@ class NodeMarks:
                 self.wake()
             elif error.status != 404:
                 raise
+
+    # ------------------------------------------------------------ another machine in its place
+
+    def _due_s(self, machine: str) -> float | None:
+        """When another one is to be asked for, or what holds it is over; None: never, or nobody knows when."""
+        seen = self._machines.get(machine)
+        if self._replaces is None or seen is None:
+            return None
+        due_s = self._replaces.due_s(seen.marks.mark)
+        if due_s is None or machine not in self._held_until_s:
+            return due_s
+        held_s = self._held_until_s[machine]
+        return None if held_s is None else max(due_s, held_s)
+
+    def _due(self) -> list[str]:
+        now_s = self._api.now_s()
+        return [name for name in self._machines if (at_s := self._due_s(name)) is not None and at_s <= now_s]
+
+    async def _replace(self, machine: str) -> None:
+        assert self._replaces is not None, "nothing is due without it"
+        path = f"{FOLDER}/{machine}"
+        async with self._one_at_a_time:
+            try:
+                node = await self._api.get(path)
+                mark = marks.marks_of(node).mark
+                if self._replaces.due_s(mark) is None or mark is None:
+                    self._saw(node)
+                    return
+                told = msgspec.structs.replace(mark, replacement=await self._replaces.ask(node))
+                self._saw(await self._api.merge(path, marks.note(told)))
+                since = marks.since(node)
+                self._saw(
+                    await self._api.strategic(f"{path}/status", marks.shown(told, self._api.now_s(), since))
+                )
+            except Held as held:
+                _log.warning("no other machine is asked for: %s", held, extra={"machine": machine})
+                self._held_until_s[machine] = held.until_s
+            except ApiError as error:
+                if error.status != 404:
+                    raise
+                # It is gone, and the watch will say so. Due all the time until then, it would be asked for again and again
+                # without a pause.
+                self._held_until_s[machine] = None

@@ -9,7 +9,7 @@ import msgspec
 
 from holdfast.engines.kubernetes.against_schema import Problem
 from holdfast.engines.kubernetes.marks import NONE, MachineMarks, Marking
-from holdfast.engines.kubernetes.resource import HoldfastJob
+from holdfast.engines.kubernetes.resource import HoldfastJob, QueueTopology
 from holdfast.engines.kubernetes.status import JobStatus
 from holdfast.protocol.engine_orders import EngineOrder
 
@@ -55,6 +55,10 @@ class PodSeen(msgspec.Struct, frozen=True, kw_only=True):
     """Whose quota it uses; empty: the job is in no queue."""
     avoids: frozenset[str] = frozenset()
     """Machines on which it may not run: they were lost or bad when it was made."""
+    gated: bool = False
+    """It waits until Kueue chooses its machine."""
+    chosen: str = ""
+    """The machine that Kueue has chosen for it; empty: it has not, or does not choose."""
     unsure: bool = False
     """The watch has lost it, and nobody had deleted it: somebody may have taken away the label that it is watched by."""
     mislabelled: bool = False
@@ -92,7 +96,9 @@ class MachineSeen(msgspec.Struct, frozen=True, kw_only=True):
     ready: bool = True
     """Kubernetes reaches its kubelet. A node on a machine that is not ready may well train on."""
     going: str | None = None
-    """Why it is to be emptied: it is cordoned, or has a taint that says so."""
+    """Why it is to be emptied: it is cordoned, or has a taint or a condition that says so."""
+    sick: bool = False
+    """A condition says so, of which the scheduler knows nothing."""
     place: str = ""
     """Where it stands, by its labels; empty: they do not say it."""
     marks: MachineMarks = NONE
@@ -121,6 +127,8 @@ class WorkloadSeen(msgspec.Struct, frozen=True, kw_only=True):
     """Kueue was told that its pods are there."""
     waits: str = ""
     """Kueue's words about why it holds no quota."""
+    topology: QueueTopology | None = None
+    """How near to each other its nodes are to be."""
 
     @property
     def grants(self) -> bool:

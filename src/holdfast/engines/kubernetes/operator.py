@@ -14,8 +14,9 @@ from holdfast.engines.kubernetes import job_queue
 from holdfast.engines.kubernetes.api import Api, ApiError, Object
 from holdfast.engines.kubernetes.informer import Informer
 from holdfast.engines.kubernetes.job_task import JobTask
-from holdfast.engines.kubernetes.names import LABEL_MANAGER, MANAGER
+from holdfast.engines.kubernetes.names import COORDINATOR_ROLE, LABEL_MANAGER, LABEL_ROLE, MANAGER
 from holdfast.engines.kubernetes.node_marks import NodeMarks
+from holdfast.engines.kubernetes.node_replacement import NodeReplacement
 from holdfast.engines.kubernetes.observed import MachineSeen
 from holdfast.engines.kubernetes.reading import machine_seen
 from holdfast.engines.kubernetes.render import Setting
@@ -44,7 +45,12 @@ class Operator:
         self._machine_versions: dict[str, int] = {}
         self._machines_known = asyncio.Event()
         self._marks = NodeMarks(
-            api, self._machines, self._on_machine, setting.marking, setting.most_marked_percent
+            api,
+            self._machines,
+            self._on_machine,
+            setting.marking,
+            setting.most_marked_percent,
+            NodeReplacement(api, setting.namespace, setting.replacements, self._has_nodes),
         )
         self._pods: dict[str, Object] = {}
         self._workloads_path = f"{job_queue.PATH}{scope}/workloads"
@@ -207,6 +213,7 @@ class Operator:
         uid = raw["metadata"]["uid"]
         if gone:
             self._pods.pop(uid, None)
+            self._marks.wake()
         else:
             self._pods[uid] = raw
         for owner in raw["metadata"].get("ownerReferences", ()):
@@ -241,6 +248,19 @@ class Operator:
     def _on_machine_gone(self, raw: Object) -> None:
         self._machines.pop(raw["metadata"]["name"], None)
         self._machine_versions.pop(raw["metadata"]["name"], None)
+
+    def _has_nodes(self, machine: str) -> bool:
+        """Whether nodes of jobs may run there. A coordinator does not count: without it training goes on, and another one comes."""
+        known = self._machines.get(machine)
+        # A pod that is deleted stays as an object on a machine that is dead, and nothing of it runs.
+        dead = known is not None and not known.ready
+        return any(
+            one.get("spec", {}).get("nodeName") == machine
+            and one["metadata"].get("labels", {}).get(LABEL_ROLE) != COORDINATOR_ROLE
+            and one.get("status", {}).get("phase") not in ("Succeeded", "Failed")
+            and not (dead and "deletionTimestamp" in one["metadata"])
+            for one in self._pods.values()
+        )
 
     def _wake_all(self) -> None:
         self._marks.wake()

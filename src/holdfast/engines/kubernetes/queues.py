@@ -82,14 +82,15 @@ def ask(seen: Observed, job: HoldfastJob) -> Iterator[QueueAction]:
     elif base.deleting:
         return
     elif base.finished or not _is_for(base, job):
-        # Its size and queue cannot be changed while it holds quota, so another one takes its place.
+        # Its size, queue and topology cannot be changed while it holds quota, so another one takes its place.
         yield _delete(base)
     elif base.reserved and not base.grants and (base.evicted is not None or not base.active):
         yield ReleaseQuota(base.name)
 
 
 def _is_for(base: WorkloadSeen, job: HoldfastJob) -> bool:
-    return base.queue == job.queue and base.nodes == nodes_of_base(job)
+    same = base.queue == job.queue and base.topology == job.spec.scheduling.queue_topology
+    return same and base.nodes == nodes_of_base(job)
 
 
 def ask_on(seen: Observed, job: HoldfastJob, wanted: int, here: list[PodSeen]) -> Iterator[QueueAction]:
@@ -204,6 +205,19 @@ def taken_back(seen: Observed, job: HoldfastJob) -> dict[str, str]:
         and not one.grants
         and (why := one.why_not or "it is not admitted any more")
     }
+
+
+def crowded(seen: Observed, here: list[PodSeen]) -> list[PodSeen]:
+    """Those that wait for a machine of their Workload while others have all of its machines. Made to replace a node that was to
+    leave and stays, such a pod would wait for ever, and another Workload may have room for it."""
+    used = Counter(pod.workload for pod in here)
+    found: list[PodSeen] = []
+    for one in (seen.workloads or {}).values():
+        waits = sorted(
+            (pod for pod in here if pod.gated and pod.workload == one.name), key=lambda pod: -pod.number
+        )
+        found += waits[: max(0, used[one.name] - one.nodes)]
+    return found
 
 
 def beyond(seen: Observed, allowed: Granted | None, here: list[PodSeen]) -> dict[str, str]:

@@ -8,9 +8,17 @@ from typing import Any
 
 import msgspec
 
-from holdfast.engines.kubernetes import names
+from holdfast.engines.kubernetes import machine_health, names
 from holdfast.engines.kubernetes.marks import marks_of
-from holdfast.engines.kubernetes.names import LABEL_RUN, LABEL_WORKLOAD, NOTE_AVOIDS, NOTE_PLACE
+from holdfast.engines.kubernetes.names import (
+    GATE_TOPOLOGY,
+    LABEL_HOST,
+    LABEL_POD_SET,
+    LABEL_RUN,
+    LABEL_WORKLOAD,
+    NOTE_AVOIDS,
+    NOTE_PLACE,
+)
 from holdfast.engines.kubernetes.observed import Farewell, MachineSeen, PodPhase, PodSeen
 from holdfast.engines.kubernetes.resource import COORDINATOR, WORKER
 from holdfast.engines.kubernetes.times import from_timestamp
@@ -27,8 +35,8 @@ GOING_TAINTS = {
     "node.kubernetes.io/unreachable": None,
 }
 """Taints with a meaning of their own; None: none for us. Others count when their effect is NoExecute."""
-GOING_CONDITIONS = ("KernelDeadlock", "ReadonlyFilesystem")
-"""Conditions by which others say that a machine is sick: these two are node-problem-detector's."""
+GOING_CONDITIONS = ("KernelDeadlock", "ReadonlyFilesystem", machine_health.CONDITION)
+"""Conditions that say that a machine is sick: two of node-problem-detector's, and the one of our own watch."""
 TOPOLOGY_LABELS = (
     "topology.kubernetes.io/zone",
     # AWS, from the spine to the leaf.
@@ -95,6 +103,8 @@ def pod_seen(pod: Object, job: str, uid: str) -> PodSeen | None:
         version=int(metadata.get("resourceVersion", 0)),
         workload=str(metadata.get("labels", {}).get(LABEL_WORKLOAD, "")),
         avoids=frozenset(filter(None, metadata.get("annotations", {}).get(NOTE_AVOIDS, "").split(","))),
+        gated=GATE_TOPOLOGY in _gates(spec),
+        chosen=_chosen(metadata.get("labels", {}), spec),
         mislabelled=not _has_labels(metadata.get("labels", {}), job, term),
         waits_for_place=metadata.get("annotations", {}).get(NOTE_PLACE) == "",
         restarts=restarts,
@@ -124,12 +134,22 @@ def _end(status: Object) -> str:
     return ": ".join(words)[:MESSAGE_CHARS] if status.get("phase") == "Failed" else ""
 
 
+def _gates(spec: Object) -> list[str]:
+    return [str(one.get("name")) for one in spec.get("schedulingGates", ())]
+
+
 def _held(spec: Object) -> str | None:
-    """By a scheduling gate, with which others keep the scheduler from looking at a pod."""
-    for one in spec.get("schedulingGates", ()):
-        name = str(one.get("name"))
+    """By a scheduling gate, which keeps the scheduler from looking at a pod."""
+    for name in _gates(spec):
+        if name == GATE_TOPOLOGY:  # ours
+            return "it waits until Kueue chooses its machine"
         return f"the scheduling gate {name} holds it back{KNOWN_GATES.get(name, '')}"
     return None
+
+
+def _chosen(labels: Object, spec: Object) -> str:
+    # With the gate Kueue takes away it adds a selector. One of the template's own is nobody's choice.
+    return str(spec.get("nodeSelector", {}).get(LABEL_HOST, "")) if LABEL_POD_SET in labels else ""
 
 
 def _waits(containers: Any) -> str | None:
@@ -199,10 +219,12 @@ def machine_seen(
     """A Node. Only what is asked of it: its list of images alone would be most of the operator's memory."""
     spec, status = node.get("spec", {}), node.get("status", {})
     conditions = {one["type"]: one for one in status.get("conditions", ())}
+    sick = _sick(conditions, going_conditions)
     return MachineSeen(
         name=node["metadata"]["name"],
         ready=conditions.get("Ready", {}).get("status") == "True",
-        going=_going(spec) or _sick(conditions, going_conditions),
+        going=_going(spec) or sick,
+        sick=sick is not None,
         place=_place(node["metadata"].get("labels", {}), topology_labels),
         marks=marks_of(node),
     )

@@ -258,6 +258,8 @@ def _nodes(seen: Observed, job: HoldfastJob) -> Iterable[Action]:
             yield _delete(pod, unlent[pod.name])
     yield from _crashing(seen, mine, here, wanted_nodes(seen, job))
     yield from _too_careful(seen, here)
+    for pod in queues.crowded(seen, here):
+        yield _delete(pod, f"all machines of {pod.workload} are in use", as_seen=True)
     here = [pod for pod in here if pod.name not in beyond]
     wanted = wanted_nodes(seen, job)
     unseen = sight.unseen_nodes(seen, job)
@@ -344,6 +346,9 @@ def _avoided(seen: Observed) -> frozenset[str]:
     """Machines on which nothing new is to run."""
     left = lost_nodes(seen) | crashes.on_bad_machines(seen).keys()
     machines = frozenset(pod.machine for pod in seen.pods if pod.name in left and pod.machine)
+    # The scheduler keeps away from cordons and taints by itself. Of a condition it knows nothing: what it puts there would be
+    # replaced at once, again and again where every machine is sick.
+    machines |= {machine.name for machine in seen.machines.values() if machine.sick}
     return machines | (seen.said.bad_machines if seen.said else frozenset())
 
 

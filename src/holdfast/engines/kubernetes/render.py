@@ -36,6 +36,7 @@ from holdfast.engines.kubernetes.names import (
 )
 from holdfast.engines.kubernetes.observed import PodSeen
 from holdfast.engines.kubernetes.reading import GOING_CONDITIONS, TOPOLOGY_LABELS
+from holdfast.engines.kubernetes.replacement import Replacements
 from holdfast.engines.kubernetes.resource import API_VERSION, COORDINATOR, KIND, WORKER, HoldfastJob
 from holdfast.engines.kubernetes.times import timestamp
 
@@ -67,6 +68,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """What is written on a machine that a job blames."""
     most_marked_percent: int = 5
     """Of the cluster's machines, at once; one may always be."""
+    replacements: Replacements = Replacements()
+    """Of machines that stay marked."""
 
 
 DEFAULT = Setting()
@@ -212,7 +215,7 @@ def coordinator_pod(job: HoldfastJob, term: int, run: int = 1, setting: Setting 
         "terminationGracePeriodSeconds": COORDINATOR_GRACE_S,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "securityContext": _pod_security(COORDINATOR_USER_ID),
+        "securityContext": _pod_security(COORDINATOR_USER_ID) | _owner_of_folders(job, template, worker),
         "tolerations": list(_FOR_EVER),
         "containers": [container],
         "volumes": [
@@ -236,6 +239,21 @@ def coordinator_pod(job: HoldfastJob, term: int, run: int = 1, setting: Setting 
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod}
 
 
+def _owner_of_folders(job: HoldfastJob, template: Object, worker: Object) -> Object:
+    """As whom a coordinator runs that looks for checkpoints in folders: the nodes' user, for whom alone they are readable. Another
+    user could not list them, and the next run of the job would fail."""
+    if not _mounts_of_folders(job, worker):
+        return {}
+    pod = _pod_security(USER_ID) | template.get("securityContext", {})
+    theirs = pod | worker.get("securityContext", {})
+    return {key: theirs[key] for key in _IDENTITY if key in theirs}
+
+
+_IDENTITY = (
+    *("runAsNonRoot", "runAsUser", "runAsGroup", "seLinuxOptions"),
+    *("fsGroup", "fsGroupChangePolicy", "supplementalGroups"),
+)
+"""By which a file system knows a pod."""
 _MODULE = ("-P", "-m")
 """-P: a file in the working folder, which may be the user's code, must not take a library's place."""
 _LAST_WORDS = {"terminationMessagePolicy": "FallbackToLogsOnError"}

@@ -144,6 +144,15 @@ class Topology(_Struct, frozen=True, kw_only=True):
     """Never two nodes of the job on one machine."""
 
 
+class QueueTopology(_Struct, frozen=True, kw_only=True):
+    """How near to each other Kueue puts the nodes: one of the two, a label that is a level of its Topology."""
+
+    required: Annotated[str, Meta(min_length=1, max_length=63)] | None = None
+    """The same value for all nodes, or the job waits."""
+    preferred: Annotated[str, Meta(min_length=1, max_length=63)] | None = None
+    """The same value, or else as few as possible."""
+
+
 class Scheduling(_Struct, frozen=True, kw_only=True):
     """How the job shares the cluster with others. Its queue is the label kueue.x-k8s.io/queue-name, as everywhere."""
 
@@ -151,6 +160,8 @@ class Scheduling(_Struct, frozen=True, kw_only=True):
     """Kueue's, of the nodes that cannot be missed: minNodes and the spares."""
     elastic_workload_priority_class: Annotated[str, NAME_OF_OBJECT] | None = None
     """Kueue's, of each node beyond these: the first to be preempted. Absent: the same."""
+    queue_topology: QueueTopology | None = None
+    """Kueue chooses the nodes' machines by its Topology. Absent: what its queue does by itself."""
     gang: Literal["KAI", "PodGroup", "Volcano"] | None = None
     """Binds minNodes together or none, by a PodGroup of Volcano, KAI, or Kubernetes' own (1.37). Absent: pods one by one."""
     queue: Annotated[str, NAME_OF_OBJECT] | None = None
