@@ -1,6 +1,7 @@
 """An operator in a pod, whose token the kubelet renews in its file."""
 
 import asyncio
+import json
 import os
 import shutil
 import ssl
@@ -14,7 +15,7 @@ from aiohttp.test_utils import TestServer
 from fakeapi import FakeApi, event, refused
 
 from holdfast.engines.kubernetes.api import Api, ApiError, Backoff, Object
-from holdfast.engines.kubernetes.cluster import connect
+from holdfast.engines.kubernetes.cluster import connect, current_namespace, open_client
 from holdfast.engines.kubernetes.informer import Informer
 from holdfast.engines.kubernetes.leader import Lease, LeaseTimes
 
@@ -222,6 +223,25 @@ def test_an_operator_that_is_not_known_yet_waits_for_its_lease(in_a_pod: Callabl
             await ended(leading)
 
     in_a_pod(check)
+
+
+def test_the_kubeconfig_is_the_one_that_is_named_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library looks for its name when it is imported."""
+
+    async def server(name: str) -> tuple[str, str]:
+        file = tmp_path / name
+        cluster = {"name": "c", "cluster": {"server": f"http://{name}.example.com"}}
+        one = {"name": "one", "context": {"cluster": "c", "user": "u", "namespace": name}}
+        config = {"clusters": [cluster], "users": [{"name": "u", "user": {}}], "contexts": [one]}
+        file.write_text(
+            json.dumps({"apiVersion": "v1", "kind": "Config", "current-context": "one", **config})
+        )
+        monkeypatch.setenv("KUBECONFIG", str(file))
+        async with open_client() as transport:
+            return transport.configuration.host, current_namespace(None)
+
+    for name in ("first", "second"):
+        assert asyncio.run(server(name)) == (f"http://{name}.example.com", name)
 
 
 def watching(api: Api, told: asyncio.Queue[str]) -> Informer:

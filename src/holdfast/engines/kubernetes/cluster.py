@@ -54,7 +54,7 @@ async def open_client(context: str | None = None, account: Path = ACCOUNT) -> As
             )
             way.refresh_api_key_hook = partial(_take_token, account / "token")
         else:
-            await config.load_kube_config(context=context, client_configuration=way)
+            await config.load_kube_config(_kubeconfig(), context, client_configuration=way)
     except (config.ConfigException, OSError) as error:
         raise UsageError(
             f"no way to a cluster: {error}; name a kubeconfig in KUBECONFIG, as for kubectl"
@@ -75,6 +75,12 @@ def _take_token(file: Path, way: Any) -> None:
         way.api_key["BearerToken"] = f"Bearer {token}"
 
 
+def _kubeconfig() -> str | None:
+    """None: where kubectl looks without it."""
+    # Named each time: the library reads the variable when it is imported, and a process may set it later.
+    return os.environ.get("KUBECONFIG") or None
+
+
 def current_namespace(context: str | None) -> str:
     """The namespace that kubectl would take.
 
@@ -86,7 +92,7 @@ def current_namespace(context: str | None) -> str:
     except ModuleNotFoundError as error:
         raise UsageError(f"{error.name} is not installed: pip install '{EXTRA}'") from None
     try:
-        contexts, active = config.list_kube_config_contexts()
+        contexts, active = config.list_kube_config_contexts(_kubeconfig())
     except (config.ConfigException, OSError) as error:
         raise UsageError(
             f"no way to a cluster: {error}; name a kubeconfig in KUBECONFIG, as for kubectl"
