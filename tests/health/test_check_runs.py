@@ -86,7 +86,7 @@ class Fleet:
 
 def test_a_slow_node_is_singled_out_and_left_out_of_the_group():
     fleet = Fleet(slow={"n2"})
-    wish = CheckOptions(("n0", "n1", "n2", "n3"), deep=True, disturb=True)
+    wish = CheckOptions(nodes=("n0", "n1", "n2", "n3"), deep=True, disturb=True)
     news = asyncio.run(fleet.check(wish, state()))
     assert summary(news.results) == {"n0": HEALTHY, "n1": HEALTHY, "n2": FAULTY, "n3": HEALTHY}
     assert [f.rule for f in fleet.found["n2"].findings] == ["check-pair"]
@@ -111,7 +111,7 @@ def test_nodes_with_rdma_are_measured_over_it_as_well():
 
 def test_the_one_that_listens_and_the_one_that_comes_know_of_each_other():
     fleet = Fleet()
-    asyncio.run(fleet.check(CheckOptions(("n1", "n2"), deep=True), state()))
+    asyncio.run(fleet.check(CheckOptions(nodes=("n1", "n2"), deep=True), state()))
     (listens, comes) = [(n, o) for n, o in fleet.orders if o.only == ("pair",)]
     assert (listens[0], listens[1].port) == ("n1", 8001)
     assert comes[1].peers == (m.Peer("n1", "10.0.0.1", 8001),)
@@ -137,11 +137,11 @@ def test_deep_checks_leave_alone_what_trains():
     assert [n.name for n in choose(CheckOptions(deep=True), state())] == ["n1", "n2", "n3"]
     assert [n.name for n in choose(CheckOptions(), state())] == ["n0", "n1", "n2", "n3"]
     with pytest.raises(UsageError, match="n0: deep checks would disturb"):
-        choose(CheckOptions(("n0", "n1"), deep=True), state())
+        choose(CheckOptions(nodes=("n0", "n1"), deep=True), state())
     with pytest.raises(UsageError, match=r"no node is free to check \(training: n0, n1\)"):
         choose(CheckOptions(deep=True), state(training=2, spares=0))
     with pytest.raises(UsageError, match="no node 'n9' in this job: there are n0"):
-        choose(CheckOptions(("n9",)), state())
+        choose(CheckOptions(nodes=("n9",)), state())
 
 
 def test_an_answer_to_the_core_is_left_to_it():

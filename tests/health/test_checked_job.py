@@ -1,6 +1,7 @@
 """A job with hooks whose spare is checked while it trains."""
 
 import asyncio
+import itertools
 import json
 import os
 import subprocess
@@ -8,9 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import TINY, end_leftovers, finish, start, wait_for
+from harness import TINY, end_leftovers, finish, run, start, wait_for
 
+from holdfast.cli.check_places import write_places
 from holdfast.engines.client import JobClient
+from holdfast.protocol.checking import PairFigures
 
 HOOK = '#!/bin/sh\necho "$HOLDFAST_HOOK $HOLDFAST_JOB $HOLDFAST_NODE: $HOLDFAST_REASON"\n'
 
@@ -94,6 +97,41 @@ def test_a_spare_is_checked_and_hooks_run(tmp_path):
         assert (folder / "hook-before-join.log").read_text().startswith(f"before-join job {node}: ")
         assert (folder / "hook-after-job.log").read_text() == f"after-job job {node}: stopped\n"
         assert not (folder / "hook-on-drain.log").exists()
+
+
+@pytest.mark.long
+def test_every_pair_is_measured_and_the_file_places_the_next_job(tmp_path):
+    process = start(tmp_path, "--nnodes", 1, "--spares", 2, TINY, 100_000, "--device-s", 0.01)
+    job_dir, file, report = tmp_path / "jobs" / "job", tmp_path / "topology.txt", tmp_path / "pairs.json"
+    wait_for(process, "waiting for nodes")
+    asyncio.run(until_it_trains(job_dir, 3))
+    ran = check(tmp_path, "--disturb", "--seconds", 0.2, "--json", report, "--write-topology", file)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    told = json.loads(report.read_text())
+    nodes = sorted(told["places"])
+    assert told["left_out"] == {}
+    assert {frozenset(p["nodes"]) for p in told["pairs"]} == {
+        frozenset(pair) for pair in itertools.combinations(nodes, 2)
+    }
+    assert all(p["bytes_per_s"] > 1e6 and 0 < p["latency_s"] < 1 for p in told["pairs"])
+    # Of one busy machine nobody knows which pairs are near. That the answer and the file agree is certain.
+    assert file.exists() == any(told["places"].values()) == (told["file"] is not None)
+    asyncio.run(post(job_dir, "/stop?reason=test"))
+    stopped = finish(process, tmp_path)
+    assert stopped.report["incidents"] == []
+    assert stopped.fields("finding") == []
+
+    figures = [
+        PairFigures(nodes=pair, bytes_per_s=1e9, latency_s=1e-4 if "node1" not in pair else 1e-3)
+        for pair in itertools.combinations(nodes, 2)
+    ]
+    file.unlink(missing_ok=True)
+    assert write_places(figures, 0.0, file, tmp_path / "places.json", None)
+    again = run(tmp_path, "--nnodes", 3, "--topology", file, TINY, 5, job="again")
+    assert again.code == 0, again.output[-3000:]
+    joined = {f["node"]: f["place"] for f in again.fields("node-joined")}
+    assert joined == json.loads((tmp_path / "places.json").read_text())["places"]
+    assert joined == {"node0": "d1", "node1": "d2", "node2": "d1"}
 
 
 def test_a_failing_hook_keeps_the_node_out(tmp_path):

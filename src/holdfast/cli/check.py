@@ -43,6 +43,15 @@ def check(
         Path | None,
         typer.Option("--json", metavar="FILE", help="Write the results as JSON; - for standard output."),
     ] = None,
+    write_topology: Annotated[
+        Path | None,
+        typer.Option(
+            "--write-topology",
+            metavar="FILE",
+            help="Instead measure every pair of nodes, and write which of them stand together, for "
+            "`holdfast run --topology FILE`.",
+        ),
+    ] = None,
     output: Output = None,
 ) -> None:
     """Checks nodes of a running job, or this machine if neither nodes nor a job are named.
@@ -56,8 +65,12 @@ def check(
     # Before the checks, because they take a minute: a report that cannot be written would come too late.
     if json is not None and str(json) != "-" and not json.resolve().parent.is_dir():
         raise UsageError(f"--json {json}: there is no folder {json.resolve().parent}")
+    if write_topology is not None:
+        _write_topology(write_topology, job, options, json, output)
+        return
     if options.nodes or job:
-        results = _of_job(job, options)
+        news = _of_job(job, options)
+        results: Results = {node: list(results) for node, results in news.results.items()}
     else:
         if not folder.is_dir():
             raise UsageError(f"--folder {folder}: there is no such folder")
@@ -98,7 +111,23 @@ def _of_machine(folder: Path, deep: bool, seconds: float) -> Sequence[CheckResul
     return [*results, *asyncio.run(run())]
 
 
-def _of_job(job: str | None, options: CheckOptions) -> Results:
+def _write_topology(
+    path: Path, job: str | None, options: CheckOptions, json: Path | None, output: Format | None
+) -> None:
+    from dataclasses import replace
+
+    from holdfast.cli.check_places import refuse_file, write_places
+    from holdfast.errors import UsageError
+
+    if options.deep:
+        raise UsageError("--write-topology measures pairs and nothing else; run --deep in a call of its own")
+    refuse_file(path)
+    news = _of_job(job, replace(options, every_pair=True))
+    if not write_places(news.pairs, options.seconds, path, json, output):
+        raise typer.Exit(EXIT_UNKNOWN)
+
+
+def _of_job(job: str | None, options: CheckOptions) -> CheckNews:
     import asyncio
 
     from holdfast.engines import jobs
@@ -106,7 +135,7 @@ def _of_job(job: str | None, options: CheckOptions) -> Results:
     return asyncio.run(_ask(jobs.existing(job), options))
 
 
-async def _ask(folder: Path, options: CheckOptions) -> Results:
+async def _ask(folder: Path, options: CheckOptions) -> CheckNews:
     import msgspec
 
     from holdfast.engines.reach import client_of
@@ -123,7 +152,7 @@ async def _ask(folder: Path, options: CheckOptions) -> Results:
                 # coordinator and does not poll it.
                 page = f"/check?id={news.id}&after={news.version}"
                 news = msgspec.convert(await client.get(page), CheckNews)
-            return {node: list(results) for node, results in news.results.items()}
+            return news
 
 
 def _told(news: CheckNews) -> str:

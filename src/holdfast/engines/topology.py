@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from holdfast.errors import UsageError
@@ -66,6 +66,14 @@ def parse_topology(text: str) -> dict[str, NodePlace]:
             raise ValueError(f"line {number}, field place: {error}") from None
         _give(found, number, fields[0], place)
     return found
+
+
+def topology_text(places: Mapping[str, NodePlace], notes: Iterable[str] = ()) -> str:
+    """The text of such a file, one line for each host. notes: lines of comment above. Hosts without a place are left out."""
+    width = max(map(len, places), default=0)
+    lines = [f"# {note}".rstrip() for note in notes]
+    lines += [f"{host:{width}}  {shown(place)}" for host, place in places.items() if place]
+    return "".join(f"{line}\n" for line in lines)
 
 
 def place_of_variables(environment: Mapping[str, str]) -> NodePlace:

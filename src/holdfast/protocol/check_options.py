@@ -10,7 +10,7 @@ from typing import Annotated
 from holdfast.protocol.options import Argument, Option
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CheckOptions:
     """Which nodes are checked, and how."""
 
@@ -40,3 +40,6 @@ class CheckOptions:
         ),
     ] = 0.0
     """About how long each deep check lasts; 0: as long as it does by default."""
+    every_pair: bool = False
+    """Instead of checks every pair of the nodes is measured. The command says it with `--write-topology`, whose file is no
+    affair of the coordinator's."""

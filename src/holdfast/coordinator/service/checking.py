@@ -16,13 +16,13 @@ from aiohttp import web
 from holdfast.coordinator.kernel.membership_state import Node
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.errors import UsageError
-from holdfast.health.checks import pairs
+from holdfast.health.checks import pairs, places
 from holdfast.health.checks.check import unknown
 from holdfast.health.checks.fleet import against_fleet
 from holdfast.health.checks.network import measured_of
 from holdfast.protocol import messages as m
 from holdfast.protocol.check_options import CheckOptions
-from holdfast.protocol.checking import CheckNews
+from holdfast.protocol.checking import CheckNews, PairFigures
 from holdfast.protocol.health import CheckResult, Condition, Finding, Remedy, Severity
 
 ANSWER_S = 1800.0
@@ -44,25 +44,43 @@ def choose(wish: CheckOptions, state: CoreState) -> list[Node]:
     """The nodes that a wish is about.
 
     Raises:
-        UsageError: one is not there, or trains and is not to be disturbed.
+        UsageError: one is not there, or trains and is not to be disturbed; or there are too many for what is wished.
     """
+    chosen = _chosen(wish, state)
+    if wish.every_pair and len(chosen) < places.LEAST_NODES:
+        raise UsageError(
+            f"--write-topology compares pairs of nodes, so it needs {places.LEAST_NODES} nodes; there are {len(chosen)}: "
+            f"{', '.join(n.name for n in chosen)}. Nodes that train are measured with --disturb"
+        )
+    if wish.every_pair and len(chosen) > places.MOST_NODES:
+        raise UsageError(
+            f"--write-topology measures every pair, and {len(chosen)} nodes have {len(chosen) * (len(chosen) - 1) // 2}: "
+            f"name at most {places.MOST_NODES} nodes, or take the topology from Slurm, from the labels of a cluster, or "
+            "write its file (docs/topology.md)"
+        )
+    return chosen
+
+
+def _chosen(wish: CheckOptions, state: CoreState) -> list[Node]:
+    loads = wish.deep or wish.every_pair
+    what = "measuring every pair" if wish.every_pair else "deep checks"
     there = {n.name: n for n in state.membership.nodes.values() if n.alive}
     training = {x.node for x in state.membership.generation.members} if state.membership.generation else set()
     for name in wish.nodes:
         if name not in there:
             raise UsageError(f"no node {name!r} in this job: there are {', '.join(there) or 'none'}")
     if not wish.nodes:
-        idle = [n for name, n in there.items() if name not in training or wish.disturb or not wish.deep]
+        idle = [n for name, n in there.items() if name not in training or wish.disturb or not loads]
         if not idle:
             raise UsageError(
-                f"no node is free to check (training: {', '.join(sorted(training)) or 'none'}): deep checks would disturb "
+                f"no node is free to check (training: {', '.join(sorted(training)) or 'none'}): {what} would disturb "
                 "them; name nodes and add --disturb"
             )
         return idle
     busy = [name for name in wish.nodes if name in training]
-    if wish.deep and busy and not wish.disturb:
+    if loads and busy and not wish.disturb:
         raise UsageError(
-            f"{', '.join(busy)}: deep checks would disturb what trains there; add --disturb, or `holdfast drain` first"
+            f"{', '.join(busy)}: {what} would disturb what trains there; add --disturb, or `holdfast drain` first"
         )
     return [there[name] for name in dict.fromkeys(wish.nodes)]
 
@@ -183,7 +201,7 @@ Ask = Callable[[str, m.RunChecks, float], Awaitable[tuple[CheckResult, ...] | No
 
 
 class _Run:
-    """One run of checks: each node by itself, then in pairs, then all together."""
+    """One run of checks: each node by itself, then in pairs, then all together. Or every pair, and nothing else."""
 
     def __init__(self, id: int, wish: CheckOptions, nodes: Sequence[Node], ask: Ask, tell: Tell) -> None:
         self.id = id
@@ -191,6 +209,8 @@ class _Run:
         self._doing = ""
         self._waiting: set[str] = set()
         self._results: dict[str, list[CheckResult]] = {name: [] for name in self._nodes}
+        self._pairs: dict[pairs.Pair, pairs.Measured] = {}
+        self._silent: set[str] = set()
         self._version = 0
         self._over = False
         self._changed = asyncio.Condition()
@@ -205,6 +225,7 @@ class _Run:
             waiting=tuple(sorted(self._waiting)),
             over=self._over,
             results=results,
+            pairs=tuple(map(_figures, self._pairs.items())) if self._over else (),
         )
 
     async def wait(self, after: int, patience_s: float) -> CheckNews:
@@ -232,6 +253,9 @@ class _Run:
 
     async def _do(self) -> None:
         wish = self._wish
+        if wish.every_pair:
+            await self._every_pair()
+            return
         await self._say("each node by itself", self._nodes)
         # Nodes by themselves in parallel, pairs in rounds, everyone at the end: each stage leaves out whoever
         # failed before, because a broken node makes its partners look broken.
@@ -261,6 +285,20 @@ class _Run:
         active = [n for n in names if any(r.name == "rdma-rate" for r in self._results[n])]
         if len(active) > 1:
             await self._two_rounds("rdma-pair", active)
+
+    async def _every_pair(self) -> None:
+        """Measures, and judges nobody: a pair that is slower than others may only be farther apart."""
+        names = list(self._nodes)
+        batches = places.tournament(names) * places.turns(names)
+        for number, batch in enumerate(batches, 1):
+            # A node whose agent hangs would hold up every batch for as long as an answer may take.
+            gone = {pair: silent for pair in batch for silent in pair if silent in self._silent}
+            for pair, silent in gone.items():
+                self._pairs.setdefault(pair, _no_answer(silent))
+            asked = [pair for pair in batch if pair not in gone]
+            found = await self._round("pair", f"batch {number} of {len(batches)}", [asked])
+            for pair, measured in found.items():
+                self._pairs[pair] = places.better(self._pairs.get(pair, measured), measured)
 
     async def _two_rounds(self, check: str, names: Sequence[str]) -> None:
         first = await self._round(check, "first round", pairs.first_round(names))
@@ -312,7 +350,8 @@ class _Run:
         )
         for name, answer in ((listener.name, at_listener), (caller.name, at_caller)):
             if answer is None:
-                return pairs.Measured(None, why=f"{name} did not answer")
+                self._silent.add(name)
+                return _no_answer(name)
         return measured_of(list(at_caller or ()), check)
 
     # ------------------------------------------------------------ all together
@@ -332,6 +371,17 @@ class _Run:
         answers = await asyncio.gather(*(self._ask(n, order, PAIR_ANSWER_S) for n in group))
         for name, answer in zip(group, answers, strict=True):
             self._add(name, answer, "all-reduce")
+
+
+def _no_answer(node: str) -> pairs.Measured:
+    return pairs.Measured(None, why=f"{node} did not answer")
+
+
+def _figures(one: tuple[pairs.Pair, pairs.Measured]) -> PairFigures:
+    nodes, m = one
+    return PairFigures(
+        nodes=nodes, bytes_per_s=m.bytes_per_s, latency_s=m.latency_s, why=m.why, damaged=m.damaged
+    )
 
 
 def _holds_up(result: CheckResult) -> bool:
