@@ -35,6 +35,7 @@ from realkube import (
 )
 
 from holdfast.engines.kubernetes.api import Api
+from holdfast.engines.kubernetes.quantities import quantity
 
 pytestmark = [pytest.mark.kube, pytest.mark.nightly, pytest.mark.timeout(900)]
 NODES = "/api/v1/nodes"
@@ -343,7 +344,7 @@ def test_a_kubelet_that_evicts_a_pod_which_fills_its_disk(
 
 
 DISK = str(1 << 30)
-"""Bytes, as a Node has them."""
+"""Bytes."""
 OTHERS = "{folder}/others"
 FILL = f"fallocate -l $(($(stat -f -c '%a * %S' {{folder}}) - (6 << 20))) {OTHERS}"
 """With somebody else's file, but for less than the one percent that the kubelets of the test cluster want to be free."""
@@ -410,7 +411,9 @@ async def has_disk(api: Api, machine: str, capacity: str, *size: str) -> None:
 
     async def is_known() -> bool:
         node = await api.get(f"{NODES}/{machine}")
-        return is_true(node, "Ready") and node["status"]["capacity"]["ephemeral-storage"] == capacity
+        # Kubernetes 1.34 writes it as 1Gi.
+        seen = quantity(node["status"]["capacity"]["ephemeral-storage"])
+        return is_true(node, "Ready") and seen == quantity(capacity)
 
     await until(is_known, f"{machine} has a disk of {capacity}")
 
