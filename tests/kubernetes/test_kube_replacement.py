@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import random
 import stat
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from fakeapi import refused
+from fakeapi import refused, serving
 from liveapi import LiveApi
 from operating import operated
 from rights import OPERATORS
@@ -20,6 +21,9 @@ from holdfast.engines.kubernetes import __main__ as program
 from holdfast.engines.kubernetes import node_replacement, replacement
 from holdfast.engines.kubernetes.marks import CONDITION, Mark, marks_of
 from holdfast.engines.kubernetes.names import NOTE_FAULT
+from holdfast.engines.kubernetes.node_marks import NodeMarks
+from holdfast.engines.kubernetes.node_replacement import NodeReplacement
+from holdfast.engines.kubernetes.reading import machine_seen
 from holdfast.engines.kubernetes.render import Setting
 from holdfast.engines.kubernetes.replacement import (
     DAY_S,
@@ -399,3 +403,35 @@ def test_a_program_that_does_not_end_is_ended_with_what_it_started(
     way = script(tmp_path, f"mkfifo {pipe}; (exec 3<>{pipe}; read line <&3) & wait")
     said = asyncio.run(node_replacement._run(way.program, "m1", mark()))
     assert said == f"another machine was asked for in vain: {way.program} did not end within 0.3 s"
+
+
+def test_a_job_s_mark_does_not_wait_for_the_program(tmp_path: Path) -> None:
+    """Its pods would wait as well."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    way = script(tmp_path, f"read line <{pipe}; echo $line")
+
+    async def run() -> None:
+        fake = Fleet()
+        async with serving(fake) as api, asyncio.timeout(30):
+            for name, there in (("m1", mark(at_s=LONG_AGO)), ("m2", None)):
+                made = node(name) if there is None else machine_of(name, there)
+                await fake.put(f"/api/v1/nodes/{name}", made, "ADDED")
+            seen = {name: machine_seen(fake.objects[f"/api/v1/nodes/{name}"]) for name in ("m1", "m2")}
+
+            def saw(raw: dict[str, Any]) -> None:
+                seen[raw["metadata"]["name"]] = machine_seen(raw)
+
+            replaces = NodeReplacement(api, OPERATORS, Replacements(way=way), lambda _: False)
+            writes = NodeMarks(api, seen, saw, "condition", 100, replaces)
+            running = asyncio.create_task(writes.run())
+            await fake.until(lambda: RECORDS in fake.objects)
+            await writes.put("m2", mark(uid="u-2"))
+            assert seen["m2"].marks.mark is not None
+            assert not told(fake)
+            await asyncio.to_thread(pipe.write_text, "ticket 1\n")
+            await fake.until(lambda: told(fake).endswith("ticket 1"))
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(run())

@@ -158,25 +158,28 @@ class NodeMarks:
     async def _replace(self, machine: str) -> None:
         assert self._replaces is not None, "nothing is due without it"
         path = f"{FOLDER}/{machine}"
-        async with self._one_at_a_time:
-            try:
+        try:
+            node = await self._api.get(path)
+            if self._replaces.due_s(marks.marks_of(node).mark) is None:
+                self._saw(node)
+                return
+            # Not one at a time with the marks: a site's program may take a minute, and jobs wait for their marks.
+            told = await self._replaces.ask(node)
+            async with self._one_at_a_time:
                 node = await self._api.get(path)
-                mark = marks.marks_of(node).mark
-                if self._replaces.due_s(mark) is None or mark is None:
+                if (mark := marks.marks_of(node).mark) is None:  # taken back meanwhile
                     self._saw(node)
                     return
-                told = msgspec.structs.replace(mark, replacement=await self._replaces.ask(node))
-                self._saw(await self._api.merge(path, marks.note(told)))
-                since = marks.since(node)
-                self._saw(
-                    await self._api.strategic(f"{path}/status", marks.shown(told, self._api.now_s(), since))
-                )
-            except Held as held:
-                _log.warning("no other machine is asked for: %s", held, extra={"machine": machine})
-                self._held_until_s[machine] = held.until_s
-            except ApiError as error:
-                if error.status != 404:
-                    raise
-                # It is gone, and the watch will say so. Due all the time until then, it would be asked for again and again
-                # without a pause.
-                self._held_until_s[machine] = None
+                mark = msgspec.structs.replace(mark, replacement=told)
+                self._saw(await self._api.merge(path, marks.note(mark)))
+                shown = marks.shown(mark, self._api.now_s(), marks.since(node))
+                self._saw(await self._api.strategic(f"{path}/status", shown))
+        except Held as held:
+            _log.warning("no other machine is asked for: %s", held, extra={"machine": machine})
+            self._held_until_s[machine] = held.until_s
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            # It is gone, and the watch will say so. Due all the time until then, it would be asked for again and again
+            # without a pause.
+            self._held_until_s[machine] = None
