@@ -87,7 +87,7 @@ def event(type_: str, name: str, version: int) -> dict[str, Any]:
     return {"type": type_, "object": {"metadata": {"name": name, "resourceVersion": str(version)}}}
 
 
-class _Transport:
+class Transport:
     """Calls as kubernetes_asyncio does."""
 
     def __init__(self, session: aiohttp.ClientSession, base: str) -> None:
@@ -110,4 +110,4 @@ async def serving(fake: FakeApi) -> AsyncIterator[Api]:
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", fake.answer)
     async with TestServer(app) as server, aiohttp.ClientSession() as session:
-        yield Api(_Transport(session, str(server.make_url("")).rstrip("/")))
+        yield Api(Transport(session, str(server.make_url("")).rstrip("/")))

@@ -114,7 +114,8 @@ class LiveApi(FakeApi):
             return refused(409, "Conflict", {})
         if at != path and "/nodes/" in path:
             conditions = {one["type"]: one for one in there.get("status", {}).get("conditions", ())}
-            conditions |= {one["type"]: one for one in body["status"]["conditions"]}
+            for one in body["status"]["conditions"]:
+                conditions[one["type"]] = conditions.get(one["type"], {}) | one
             there["status"] = {**there.get("status", {}), "conditions": list(conditions.values())}
         elif at != path:
             there["status"] = body["status"]

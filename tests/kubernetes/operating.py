@@ -51,7 +51,7 @@ def operated(
                 await asyncio.gather(*running, return_exceptions=True)
         asked = {(method, path, tuple(query.items())) for method, path, query, _ in fake.asked}
         # A cluster with access control would refuse what the manifest does not name, which this server does not.
-        wants = setting.marking != "none", setting.replacements.way is not None
+        wants = setting.marking != "none", setting.replacements is not None
         assert not [(m, p) for m, p, query in asked if not is_permitted(m, p, dict(query), *wants)]
 
     asyncio.run(run())

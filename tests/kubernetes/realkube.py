@@ -113,6 +113,34 @@ async def pods_of(api: Api, query: Mapping[str, str] | None = None) -> list[dict
     return (await api.list_all(f"{FOLDER}/pods", query or {}))[0]
 
 
+async def machines_of(api: Api) -> dict[str, str]:
+    """Of all nodes' pods that stay: the machine, by the pod's name."""
+    pods = await pods_of(api, {"labelSelector": "holdfast.dev/role=node"})
+    stay = [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
+    return {pod["metadata"]["name"]: pod["spec"].get("nodeName", "") for pod in stay}
+
+
+async def shared_folder(api: Api, name: str) -> str:
+    """The claim of a volume that every machine can mount."""
+    folder = Path(os.environ["HOLDFAST_KUBE_DIR"]) / name
+    folder.mkdir()
+    folder.chmod(0o777)
+    volume = {"capacity": {"storage": "1Gi"}, "accessModes": ["ReadWriteMany"], "storageClassName": ""}
+    claim = {key: volume[key] for key in ("accessModes", "storageClassName")}
+    claim |= {"resources": {"requests": volume["capacity"]}, "volumeName": name}
+    for path, kind, spec in (
+        (
+            f"/api/v1/persistentvolumes/{name}",
+            "PersistentVolume",
+            volume | {"hostPath": {"path": str(folder)}},
+        ),
+        (f"{FOLDER}/persistentvolumeclaims/{name}", "PersistentVolumeClaim", claim),
+    ):
+        made = {"apiVersion": "v1", "kind": kind, "metadata": {"name": name}, "spec": spec}
+        await api.apply(path, made, manager="tests")
+    return name
+
+
 async def cordon(api: Api, machine: str, on: bool = True) -> None:
     """Or uncordon."""
     await api.merge(f"/api/v1/nodes/{machine}", {"spec": {"unschedulable": on or None}})

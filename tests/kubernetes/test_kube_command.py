@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from fakeagents import serving as coordinating
-from fakeapi import _Transport, refused
+from fakeapi import Transport, refused
 
 from holdfast.cli.kube_options import KubernetesOptions
 from holdfast.cli.kube_plan import plan_submission
@@ -223,7 +223,7 @@ async def serving(answer: Any) -> AsyncIterator[tuple[Api, Any]]:
     app.router.add_route("*", "/{path:.*}", answer)
     async with TestServer(app) as server, aiohttp.ClientSession() as session:
         base = str(server.make_url("")).rstrip("/")
-        client: Any = _Transport(session, base)
+        client: Any = Transport(session, base)
         client.rest_client = SimpleNamespace(pool_manager=session)
         client.configuration = SimpleNamespace(host=base)
 

@@ -4,7 +4,6 @@ Written for Kueue 0.15.2; docs/architecture/kubernetes.md says how far it came.
 """
 
 import asyncio
-import os
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 import yaml
 from realkube import (
-    FOLDER,
     IMAGE,
     MACHINES,
     NAMESPACE,
@@ -28,9 +26,11 @@ from realkube import (
     install,
     is_said,
     is_true,
+    machines_of,
     mend,
     node_of,
     reached,
+    shared_folder,
     until,
     word,
 )
@@ -244,40 +244,10 @@ def tolerant(home: Path, **pod: Any) -> Path:
     return path
 
 
-async def shared_folder(api: Api, name: str) -> str:
-    """The claim of a volume that every machine can mount."""
-    folder = Path(os.environ["HOLDFAST_KUBE_DIR"]) / name
-    folder.mkdir()
-    folder.chmod(0o777)
-    volume = {"capacity": {"storage": "1Gi"}, "accessModes": ["ReadWriteMany"], "storageClassName": ""}
-    claim = {key: volume[key] for key in ("accessModes", "storageClassName")}
-    claim |= {"resources": {"requests": volume["capacity"]}, "volumeName": name}
-    for path, kind, spec in (
-        (
-            f"/api/v1/persistentvolumes/{name}",
-            "PersistentVolume",
-            volume | {"hostPath": {"path": str(folder)}},
-        ),
-        (f"{FOLDER}/persistentvolumeclaims/{name}", "PersistentVolumeClaim", claim),
-    ):
-        made = {"apiVersion": "v1", "kind": kind, "metadata": {"name": name}, "spec": spec}
-        await api.apply(path, made, manager="tests")
-    return name
-
-
 async def chosen(api: Api, name: str) -> set[str]:
     """Machines on which Kueue has put the nodes of a Workload."""
     made = await api.get(f"{WORKLOADS}/{name}")
     return {one["kubernetes.io/hostname"] for one in domains_of(made, "node")}
-
-
-async def machines_of(api: Api) -> dict[str, str]:
-    """Of nodes that stay, by the pod's name."""
-    return {
-        name: pod["spec"].get("nodeName", "")
-        for name, pod in (await pods_of(api)).items()
-        if "-n" in name and "deletionTimestamp" not in pod["metadata"]
-    }
 
 
 def test_a_rack_of_which_a_machine_is_lost(

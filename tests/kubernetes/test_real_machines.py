@@ -26,9 +26,11 @@ from realkube import (
     evict,
     gone,
     is_true,
+    machines_of,
     node_of,
     pair,
     pods_of,
+    shared_folder,
     trained_apart,
     until,
     word,
@@ -41,13 +43,6 @@ pytestmark = [pytest.mark.kube, pytest.mark.nightly, pytest.mark.timeout(900)]
 NODES = "/api/v1/nodes"
 LIBRARIES = str(Path(sys.prefix, "lib").resolve())
 """Of this environment, which all containers of the test cluster have mounted."""
-
-
-async def machines_of(api: Api) -> dict[str, str]:
-    """Of all nodes' pods that stay: the machine, by the pod's name."""
-    pods = await pods_of(api, {"labelSelector": "holdfast.dev/role=node"})
-    stay = [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
-    return {pod["metadata"]["name"]: pod["spec"].get("nodeName", "") for pod in stay}
 
 
 def template(home: Path, name: str, **worker: Any) -> Path:
@@ -137,34 +132,12 @@ def test_all_nodes_are_lost_at_once(play: Callable[[Scene], None], home: Path, u
     """The memory of all is gone. New pods go on from the newest checkpoint, under the same coordinator."""
 
     async def scene(api: Api) -> None:
-        shared = Path(os.environ["HOLDFAST_KUBE_DIR"]) / "shared"
-        shared.mkdir()
-        shared.chmod(0o777)
-        volume = {"capacity": {"storage": "1Gi"}, "accessModes": ["ReadWriteMany"]}
-        size = {"requests": volume["capacity"]}
-        made = {
-            "/api/v1/persistentvolumes/shared": {
-                "kind": "PersistentVolume",
-                "spec": volume | {"hostPath": {"path": str(shared)}, "storageClassName": ""},
-            },
-            f"{FOLDER}/persistentvolumeclaims/shared": {
-                "kind": "PersistentVolumeClaim",
-                "spec": {
-                    "accessModes": volume["accessModes"],
-                    "resources": size,
-                    "storageClassName": "",
-                    "volumeName": "shared",
-                },
-            },
-        }
-        for path, one in made.items():
-            await api.apply(
-                path, {"apiVersion": "v1", "metadata": {"name": "shared"}, **one}, manager="tests"
-            )
         mount = {"name": "shared", "mountPath": "/shared"}
         path = template(home, "shared", volumeMounts=[mount])
         pod = yaml.safe_load(path.read_text())
-        pod["spec"]["volumes"] = [{"name": "shared", "persistentVolumeClaim": {"claimName": "shared"}}]
+        pod["spec"]["volumes"] = [
+            {"name": "shared", "persistentVolumeClaim": {"claimName": await shared_folder(api, "shared")}}
+        ]
         path.write_text(yaml.safe_dump(pod))
         options = ("--nnodes", 2, "--pod-template", path, "--checkpoint", "/shared/all,every=10")
         async with Job(api, home, "erased", *options, steps=STEPS, pace_s=PACE_S) as job:

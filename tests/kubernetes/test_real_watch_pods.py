@@ -19,6 +19,7 @@ import aiohttp
 import msgspec
 import pytest
 import yaml
+from fakeapi import Transport
 from realkube import (
     FOLDER,
     IMAGE,
@@ -28,10 +29,10 @@ from realkube import (
     Scene,
     Undisturbed,
     gone,
+    machines_of,
     node_of,
     pair,
     path_of,
-    pods_of,
     trained_apart,
     until,
     word,
@@ -71,7 +72,7 @@ def test_a_machine_whose_kernel_says_that_it_is_broken(
             assert [one for one in MACHINES if await is_sick(api, one)] == [machine]
 
             async def has_left() -> bool:
-                return machine not in await machines_of_nodes(api)
+                return machine not in (await machines_of(api)).values()
 
             await until(has_left, f"{node} has left {machine}", 2 * PATIENCE_S)
             status = await job.training(2, beyond=status["step"] + 5, spares=1)
@@ -293,7 +294,7 @@ async def as_account(api: Api, pod: dict[str, Any] | None) -> AsyncIterator[Api]
     known = ssl.create_default_context(cafile=config["certificate-authority"])
     headers = {"Authorization": f"Bearer {token}"}
     async with aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(ssl=known)) as session:
-        yield Api(Bearer(session, config["server"]))
+        yield Api(Transport(session, config["server"]))
 
 
 def server() -> dict[str, Any]:
@@ -304,23 +305,6 @@ def server() -> dict[str, Any]:
 
 def who(pod: dict[str, Any]) -> dict[str, str]:
     return {key: pod["metadata"][key] for key in ("name", "uid")}
-
-
-class Bearer:
-    """Calls as kubernetes_asyncio does, with one token."""
-
-    def __init__(self, session: aiohttp.ClientSession, base: str) -> None:
-        self._session, self._base = session, base
-
-    async def call_api(self, resource_path: str, method: str, **options: Any) -> aiohttp.ClientResponse:
-        return await self._session.request(
-            method,
-            self._base + resource_path,
-            params=options["query_params"],
-            headers=options["header_params"],
-            json=options["body"],
-            timeout=options["_request_timeout"],
-        )
 
 
 async def type_checked(api: Api) -> dict[str, Any] | None:
@@ -354,12 +338,6 @@ async def is_well(api: Api, machine: str) -> bool:
     return note_on(made) is None and (word(made, CONDITION) or {}).get("status") == "False"
 
 
-async def machines_of_nodes(api: Api) -> set[str]:
-    """Where nodes' pods are that stay."""
-    pods = await pods_of(api, {"labelSelector": "holdfast.dev/role=node"})
-    return {pod["spec"].get("nodeName", "") for pod in pods if "deletionTimestamp" not in pod["metadata"]}
-
-
 async def keeps_away(api: Api, job: Job, machine: str, status: dict[str, Any]) -> None:
     """The machine is the emptiest of all now, and yet the next spare goes elsewhere."""
     ranks = [node_of(status, rank) for rank in (0, 1)]
@@ -370,8 +348,8 @@ async def keeps_away(api: Api, job: Job, machine: str, status: dict[str, Any]) -
     await until(lambda: gone(api, f"{FOLDER}/pods/{spare}"), "the spare is gone")
 
     async def three() -> bool:
-        there = await machines_of_nodes(api)
+        there = set((await machines_of(api)).values())
         return len(there) == 3 and "" not in there
 
     await until(three, "another spare has a machine")
-    assert machine not in await machines_of_nodes(api)
+    assert machine not in (await machines_of(api)).values()

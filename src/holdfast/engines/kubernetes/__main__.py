@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import os
 import secrets
-import signal
 import socket
 import sys
 from collections.abc import Iterator
@@ -21,7 +20,8 @@ from holdfast.engines.kubernetes.names import COORDINATOR_PORT
 from holdfast.engines.kubernetes.operator import Operator
 from holdfast.engines.kubernetes.reading import GOING_CONDITIONS, TOPOLOGY_LABELS
 from holdfast.engines.kubernetes.render import Setting
-from holdfast.engines.kubernetes.replacement import Replacements, Way, read_way
+from holdfast.engines.kubernetes.replacement import ACCEPTED, AFTER_S, MOST_A_DAY, Replacements, Way, read_way
+from holdfast.engines.kubernetes.until_stopped import until_stopped
 from holdfast.errors import HoldfastError
 from holdfast.protocol.lookup import AddressLookup
 from holdfast.protocol.sockets import raise_descriptor_limit
@@ -69,20 +69,19 @@ def main() -> int | str:
         "--replace",
         type=_way,
         metavar="HOW",
-        help="whom to ask for another machine in place of one that stays marked: none (by default), cluster-api, karpenter, "
-        "label:KEY=VALUE or command:PROGRAM",
+        help=f"whom to ask for another machine in place of one that stays marked: {ACCEPTED}; by default none",
     )
     parser.add_argument(
         "--replace-after",
         type=_seconds,
-        default=Replacements().after_s,
+        default=AFTER_S,
         metavar="SECONDS",
         help="how long it has been marked by then, %(default)g by default",
     )
     parser.add_argument(
         "--replace-at-most",
         type=_count,
-        default=Replacements().most_a_day,
+        default=MOST_A_DAY,
         metavar="N",
         help="machines in 24 hours, %(default)s by default",
     )
@@ -101,9 +100,9 @@ def main() -> int | str:
         going_conditions=_listed(given.going_conditions),
         marking=given.mark,
         most_marked_percent=given.mark_at_most,
-        replacements=Replacements(
-            way=given.replace, after_s=given.replace_after, most_a_day=given.replace_at_most
-        ),
+        replacements=None
+        if given.replace is None
+        else Replacements(way=given.replace, after_s=given.replace_after, most_a_day=given.replace_at_most),
     )
     raise_descriptor_limit()
     try:
@@ -111,35 +110,24 @@ def main() -> int | str:
     except HoldfastError as error:
         return f"[holdfast] {error}"
     try:
-        return asyncio.run(_serve(setting, given.watch))
+        asyncio.run(until_stopped(_serve(setting, given.watch)))
     except HoldfastError as error:
         return f"[holdfast] {error}"
     finally:
         close_log()
+    return 0
 
 
-async def _serve(setting: Setting, watch: str) -> int:
-    leaves = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, leaves.set)
+async def _serve(setting: Setting, watch: str) -> None:
     # Two processes of one pod, one after the other, are two: the second must not take the first one's Lease for its own.
     identity = f"{socket.gethostname()}-{secrets.token_hex(4)}"
     async with connect() as api:
         lease = Lease(api, setting.namespace, LEASE, identity)
-        leading = asyncio.create_task(_lead(lease, api, setting, watch))
-        leaving = asyncio.create_task(leaves.wait())
         try:
-            await asyncio.wait({leading, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if leading.done():
-                leading.result()
+            await _lead(lease, api, setting, watch)
         finally:
-            for task in (leading, leaving):
-                task.cancel()
-            await asyncio.gather(leading, leaving, return_exceptions=True)
             # After all that this process does as a leader has ended.
             await lease.release()
-    return 0
 
 
 async def _lead(lease: Lease, api: Api, setting: Setting, watch: str) -> None:

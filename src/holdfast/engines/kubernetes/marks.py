@@ -143,14 +143,8 @@ def patches(node: Mapping[str, Any], marking: Marking, now_s: float) -> Iterator
         yield "/status", shown(seen.mark, now_s)
 
 
-def since(node: Mapping[str, Any]) -> str | None:
-    """When our condition last changed; None: there is none."""
-    conditions = node.get("status", {}).get("conditions", ())
-    return next((one.get("lastTransitionTime") for one in conditions if one["type"] == CONDITION), None)
-
-
-def shown(mark: Mark | None, now_s: float, since: str | None = None) -> Object:
-    """The patch of a Node's status with the condition of a mark. since: its last transition; None: it is one now."""
+def shown(mark: Mark | None, now_s: float, changed: bool = True) -> Object:
+    """The patch of a Node's status with the condition of a mark. changed: False: it holds already, and has other words."""
     if mark is None:
         status, reason, message = "False", "Cleared", "no job blames this machine"
     else:
@@ -162,7 +156,8 @@ def shown(mark: Mark | None, now_s: float, since: str | None = None) -> Object:
         "status": status,
         "reason": reason,
         "message": message,
-        "lastTransitionTime": since or at,
         "lastHeartbeatTime": at,
+        # What a strategic patch leaves out stays.
+        **({"lastTransitionTime": at} if changed else {}),
     }
     return {"status": {"conditions": [condition]}}

@@ -123,7 +123,7 @@ class NodeMarks:
         way = self._replaces.way if self._replaces is not None else None
         try:
             node = await self._api.get(path)
-            back = replacement.label_back(way, node)
+            back = replacement.label_back(way, node) if way is not None else None
             if marks.marks_of(node).mark is None and back is not None:
                 node = await self._api.merge(path, back)
             for below, patch in marks.patches(node, self._marking, time.time()):
@@ -172,11 +172,13 @@ class NodeMarks:
                     return
                 mark = msgspec.structs.replace(mark, replacement=told)
                 self._saw(await self._api.merge(path, marks.note(mark)))
-                shown = marks.shown(mark, self._api.now_s(), marks.since(node))
+                # Its condition may be still to come.
+                held = marks.marks_of(node).condition
+                shown = marks.shown(mark, self._api.now_s(), changed=not held)
                 self._saw(await self._api.strategic(f"{path}/status", shown))
-        except Held as held:
-            _log.warning("no other machine is asked for: %s", held, extra={"machine": machine})
-            self._held_until_s[machine] = held.until_s
+        except Held as why:
+            _log.warning("no other machine is asked for: %s", why, extra={"machine": machine})
+            self._held_until_s[machine] = why.until_s
         except ApiError as error:
             if error.status != 404:
                 raise

@@ -25,7 +25,6 @@ from holdfast.engines.kubernetes.replacement import (
     Replacements,
     RunCommand,
     SetLabel,
-    Way,
 )
 
 _log = logging.getLogger(__name__)
@@ -49,17 +48,13 @@ class NodeReplacement:
 
     def __init__(self, api: Api, namespace: str, wanted: Replacements, busy: Callable[[str], bool]) -> None:
         """namespace: the operator's. busy: whether a node of a job is on a machine."""
+        self.way = wanted.way
         self._api, self._wanted, self._busy = api, wanted, busy
         self._folder = f"/api/v1/namespaces/{namespace}/configmaps"
 
-    @property
-    def way(self) -> Way | None:
-        """None: nobody is asked."""
-        return self._wanted.way
-
     def due_s(self, mark: Mark | None) -> float | None:
         """When another machine is to be asked for, in UTC; None: never, or it was."""
-        return None if self.way is None else replacement.due_s(mark, self._wanted.after_s)
+        return replacement.due_s(mark, self._wanted.after_s)
 
     async def ask(self, node: Object) -> str:
         """Asks for another machine in place of a marked Node. Returns what was asked, or why it cannot be.
@@ -68,15 +63,14 @@ class NodeReplacement:
             Held: not now.
             ApiError, NoAnswer: it is to be tried again.
         """
-        way, mark = self._wanted.way, marks.marks_of(node).mark
-        assert way is not None, "nobody is asked where the site does not want it"
+        mark = marks.marks_of(node).mark
         assert mark is not None, "only a marked machine is replaced"
         name = node["metadata"]["name"]
-        if not replacement.evicts_in_order(way) and self._busy(name):
+        if not replacement.evicts_in_order(self.way) and self._busy(name):
             raise Held("nodes of jobs are there", None)
         try:
             await self._count(node, mark)
-            told = await self._in_way(way, node, mark)
+            told = await self._in_way(node, mark)
         except ApiError as error:
             # A right that is missing does not come by asking again.
             if error.status != 403:
@@ -110,13 +104,13 @@ class NodeReplacement:
             metadata = {"resourceVersion": there["metadata"]["resourceVersion"]}
             await self._api.merge(f"{self._folder}/{RECORD}", {"metadata": metadata, "data": {KEY: text}})
 
-    async def _in_way(self, way: Way, node: Object, mark: Mark) -> str:
+    async def _in_way(self, node: Object, mark: Mark) -> str:
         name = node["metadata"]["name"]
-        match way:
-            case SetLabel(key, value):
+        match self.way:
+            case SetLabel(key, value) as way:
                 await self._api.merge(f"/api/v1/nodes/{name}", replacement.labelled(way))
                 return f"it has the label {key}={value}, so that it is replaced"
-            case DeleteMachine() | DeleteNodeClaim():
+            case DeleteMachine() | DeleteNodeClaim() as way:
                 return await self._delete_owner(way, node)
             case RunCommand(program):
                 return await _run(program, name, mark)

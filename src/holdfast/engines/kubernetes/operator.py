@@ -50,13 +50,19 @@ class Operator:
             self._on_machine,
             setting.marking,
             setting.most_marked_percent,
-            NodeReplacement(api, setting.namespace, setting.replacements, self._has_nodes),
+            self._replacing(),
         )
         self._pods: dict[str, Object] = {}
         self._workloads_path = f"{job_queue.PATH}{scope}/workloads"
         self._workloads: dict[str, Object] | None = None
         self._no_workloads = "they are not listed yet"
         self._queued = asyncio.Event()
+
+    def _replacing(self) -> NodeReplacement | None:
+        wanted = self._setting.replacements
+        if wanted is None:
+            return None
+        return NodeReplacement(self._api, self._setting.namespace, wanted, self._has_nodes)
 
     async def run(self) -> None:
         """Until it is cancelled."""

@@ -68,8 +68,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """What is written on a machine that a job blames."""
     most_marked_percent: int = 5
     """Of the cluster's machines, at once; one may always be."""
-    replacements: Replacements = Replacements()
-    """Of machines that stay marked."""
+    replacements: Replacements | None = None
+    """Of machines that stay marked; None: nobody is asked for another."""
 
 
 DEFAULT = Setting()

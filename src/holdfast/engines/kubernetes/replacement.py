@@ -23,6 +23,7 @@ import msgspec
 from holdfast.engines.kubernetes.marks import Mark
 
 DAY_S = 86_400.0
+AFTER_S, MOST_A_DAY = 600.0, 3
 MOST_KEPT = 100
 """Records of replacements. Those of the last day are kept however many there are, and the brake bounds them."""
 WORDS = 300
@@ -88,10 +89,10 @@ def evicts_in_order(way: Way) -> bool:
 class Replacements(msgspec.Struct, frozen=True, kw_only=True):
     """What a site wants of them."""
 
-    way: Way | None = None
-    after_s: float = 600.0
+    way: Way
+    after_s: float = AFTER_S
     """How long a machine is marked before it is asked for."""
-    most_a_day: int = 3
+    most_a_day: int = MOST_A_DAY
 
 
 def due_s(mark: Mark | None, after_s: float) -> float | None:
@@ -176,7 +177,7 @@ def labelled(way: SetLabel) -> Object:
     return {"metadata": {"labels": {way.key: way.value}}}
 
 
-def label_back(way: Way | None, node: Mapping[str, Any]) -> Object | None:
+def label_back(way: Way, node: Mapping[str, Any]) -> Object | None:
     """The patch that takes our label from a Node whose mark is gone; None: it does not have it."""
     if not isinstance(way, SetLabel) or node["metadata"].get("labels", {}).get(way.key) != way.value:
         return None

@@ -28,6 +28,7 @@ from holdfast.engines.kubernetes.api import Api, ApiError, Backoff, NoAnswer, Ob
 from holdfast.engines.kubernetes.cluster import connect
 from holdfast.engines.kubernetes.machine_health import HealthNote, calls_sick, note_of, note_on, patches
 from holdfast.engines.kubernetes.names import MACHINE_VARIABLE, STATE_FOLDER
+from holdfast.engines.kubernetes.until_stopped import until_stopped
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.health.kmsg import boot_id
 from holdfast.health.ruleset import catalogue
@@ -172,30 +173,17 @@ def main() -> int | str:
                 f"{MACHINE_VARIABLE} is not set: this program is for the pods of deploy/kubernetes/watch.yaml"
             )
         spec = HealthSpec(rules=tuple(given.health_rules), dry_run=tuple(given.health_dry_run))
-        return asyncio.run(_serve(given.machine, given.folder, spec))
+        asyncio.run(until_stopped(_serve(given.machine, given.folder, spec)))
     except HoldfastError as error:
         return f"[holdfast] {error}"
     finally:
         close_log()
-
-
-async def _serve(machine: str, folder: Path, spec: HealthSpec) -> int:
-    leaves = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, leaves.set)
-    async with connect() as api:
-        watching = asyncio.create_task(watch(api, machine, folder, spec))
-        leaving = asyncio.create_task(leaves.wait())
-        try:
-            await asyncio.wait({watching, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if watching.done():
-                watching.result()
-        finally:
-            for task in (watching, leaving):
-                task.cancel()
-            await asyncio.gather(watching, leaving, return_exceptions=True)
     return 0
+
+
+async def _serve(machine: str, folder: Path, spec: HealthSpec) -> None:
+    async with connect() as api:
+        await watch(api, machine, folder, spec)
 
 
 async def watch(api: Api, machine: str, folder: Path, spec: HealthSpec) -> None:
