@@ -58,6 +58,9 @@ def main() -> int:
         help="of each kind on Kubernetes, beside Kubeflow Trainer where KUBEFLOW_BIN is given (default: 3)",
     )
     parser.add_argument(
+        "--coordinators", type=int, default=3, help="to lose with their machines on Kubernetes (default: 3)"
+    )
+    parser.add_argument(
         "--detection",
         type=float,
         default=2.0,
@@ -80,20 +83,22 @@ def main() -> int:
     )
     for name in ("system", "fault → verdict, s", "verdict → full strength, s", "stall, s"):
         table.add_column(name, justify="left" if name == "system" else "right")
-    done, cpu, started, beside = True, machine.ForeignCpu(), list[float](), list[Beside]()
+    done, cpu, beside = True, machine.ForeignCpu(), list[Beside]()
+    started, succeeded = list[float](), list[float]()
     with stop_signals(), cpu, Children() as children:
         if chosen.engine == "kubernetes":
             try:
                 asked = kubernetes.Asked(
                     starts=chosen.starts,
                     faults=chosen.faults,
+                    coordinators=chosen.coordinators,
                     peer_faults=chosen.peer_faults,
                     detection_s=chosen.detection,
                 )
                 measured = kubernetes.measure(asked, progress)
                 system = f"Holdfast, 10m, power loss, detection {chosen.detection:g} s"
                 table.add_row(system, *cells(measured.replaced))
-                started, beside = measured.started_s, measured.beside
+                started, succeeded, beside = measured.started_s, measured.succeeded_s, measured.beside
                 if measured.peer_failed is not None:
                     done = bool(console.print(measured.peer_failed, style="red", markup=False))
             except Failed as error:
@@ -125,6 +130,11 @@ def main() -> int:
         told = f"{start.median:.2f} s ({start.low:.2f}–{start.high:.2f})"
         console.print(
             f"From the object to the first step, {len(started)} jobs of 2 nodes and a spare: {told}."
+        )
+    if (after := spread(succeeded)) is not None:
+        console.print(
+            f"A coordinator's machine without power, {len(succeeded)} times: another one answers after "
+            f"{after.median:.2f} s ({after.low:.2f}–{after.high:.2f})."
         )
     verdict_s, full_s = GOALS[chosen.engine]
     console.print(

@@ -46,11 +46,12 @@ def begin_cluster() -> None:
 
 @dataclass
 class Measured:
-    """started_s: from the object to the first step, of each job. replaced: nodes without power. beside: what else was broken, of
-    this system and of the other one."""
+    """started_s: from the object to the first step, of each job. replaced: nodes without power. succeeded_s: from the power loss of
+    a coordinator's machine until another coordinator answers. beside: what else was broken, of this system and of the other one."""
 
     started_s: list[float] = field(default_factory=list)
     replaced: list[Replaced] = field(default_factory=list)
+    succeeded_s: list[float] = field(default_factory=list)
     beside: list[Beside] = field(default_factory=list)
     peer_failed: str | None = None
     """Why not all of the other system was measured."""
@@ -64,6 +65,8 @@ class Asked:
     """Jobs. The faults are in the last one."""
     faults: int
     """Power losses."""
+    coordinators: int
+    """Power losses of the coordinator's machine."""
     peer_faults: int
     """Of each other kind, of both systems, where the other one's programs are."""
     detection_s: float
@@ -104,6 +107,12 @@ async def _measure(home: Path, asked: Asked, progress: Progress) -> Measured:
                     for fault in range(asked.faults):
                         progress(f"Holdfast on Kubernetes: power loss {fault + 1} of {asked.faults}")
                         found.replaced.append(await _replace(api, home, name))
+                        await realkube.until(lambda: _all_ready(api), "every machine is back")
+                    for fault in range(asked.coordinators):
+                        progress(
+                            f"Holdfast on Kubernetes: coordinator's machine, {fault + 1} of {asked.coordinators}"
+                        )
+                        found.succeeded_s.append(await _succeed(api, home, name))
                         await realkube.until(lambda: _all_ready(api), "every machine is back")
             finally:
                 await realkube.mend(api)
@@ -222,6 +231,32 @@ async def _replace(api: Any, home: Path, name: str) -> Replaced:
     await asyncio.to_thread(realkube.cluster, "boot", machine)
     verdict, resumed, whole = seen["node-lost"], seen["incident-resumed"], seen["incident-closed"]
     return Replaced(verdict - at, whole - verdict, resumed - at)
+
+
+async def _succeed(api: Any, home: Path, name: str) -> float:
+    """From one power loss of the coordinator's machine until the object says that another coordinator answers."""
+    import realkube
+
+    await _heard(home, name, _full)
+    path = realkube.job_path(realkube.NAMESPACE, name)
+
+    async def coordinator() -> str:
+        made = await api.get(path)
+        answers = realkube.is_true(made, "CoordinatorReady")
+        return str(made["status"]["coordinator"]["pod"]) if answers else ""
+
+    first = await coordinator()
+    pod = await api.get(f"/api/v1/namespaces/{realkube.NAMESPACE}/pods/{first}")
+    at = time.time()
+    await asyncio.to_thread(realkube.cluster, "kill", pod["spec"]["nodeName"])
+
+    async def another() -> bool:
+        return await coordinator() not in ("", first)
+
+    await realkube.until(another, "another coordinator answers", LIMIT_S)
+    took_s = time.time() - at
+    await asyncio.to_thread(realkube.cluster, "boot", pod["spec"]["nodeName"])
+    return took_s
 
 
 def _full(said: Any) -> Any:

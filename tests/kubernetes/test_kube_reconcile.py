@@ -377,7 +377,7 @@ def test_a_lost_coordinator_has_a_successor_of_the_next_term(lost: dict[str, Any
     assert actions(seen) == (Number(run=1, term=2, next_number=3),)
     status = msgspec.structs.replace(BEGUN, term=2)
     made = actions(msgspec.structs.replace(seen, status=status, granted=frozenset({"llm-c2"})))
-    assert MakeCoordinator(2) in made
+    assert MakeCoordinator(2, frozenset({"m-c1"})) in made
 
 
 def test_a_coordinator_that_only_the_operator_cannot_reach_is_left_alone() -> None:

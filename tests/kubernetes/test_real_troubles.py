@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,41 @@ def test_two_coordinators_that_do_not_see_each_other(
             await job.training(2, beyond=status["step"] + 5)
             assert await job.coordinator() != first
             await job.stops_as(undisturbed)
+
+    play(scene)
+
+
+# Of its pod: the port of the machine's bridge behind which it is.
+UNPLUG = """\
+mac=$(ip neigh show {} dev cni0 | sed 's/.*lladdr \\([^ ]*\\).*/\\1/')
+port=$(bridge fdb show br cni0 | sed -n "s/^$mac dev \\([^ ]*\\).*/\\1/p" | head -n 1)
+ip link set "$port" down
+"""
+
+
+def test_a_coordinator_whose_network_is_broken_while_its_machine_is_ready(
+    play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed
+):
+    """Its nodes say so, and another one takes over. Training goes on meanwhile."""
+
+    async def scene(api: Api) -> None:
+        async with pair(api, home, "unplugged") as (job, status):
+            first = await job.coordinator()
+            pod = await job.pod(first)
+            machine = pod["spec"]["nodeName"]
+            cluster("exec", machine, "sh", "-ec", UNPLUG.format(pod["status"]["podIP"]))
+            began_s = time.monotonic()
+
+            async def succeeded() -> bool:
+                assert is_true(await api.get(f"/api/v1/nodes/{machine}"), "Ready")
+                return await job.coordinator() != first
+
+            await until(succeeded, "a coordinator of the next term")
+            print(f"unplugged: another coordinator after {time.monotonic() - began_s:.1f} s")
+            status = await job.training(2, beyond=status["step"] + 5)
+            await until(lambda: gone(api, f"{PODS}/{first}"), "the coordinator that nobody reaches is gone")
+            assert await job.machine(await job.coordinator()) != machine
+            await job.stops_as(undisturbed, incidents=(1,))
 
     play(scene)
 

@@ -89,8 +89,8 @@ class Agent:
     def __init__(self, config: AgentConfig, zygote: Zygote | None = None) -> None:
         self._config = config
         self._session = uuid.uuid4().hex
-        token_file = config.job_dir / "token"
-        self._token_file = token_file
+        self._token_file = config.job_dir / "token"
+        self._token = self._token_file.read_text().strip()
         self._logs = config.job_dir / "logs" / config.node
         self._logs.mkdir(parents=True, exist_ok=True)
         self._pool = WarmPool(config.slots, config.preload, zygote)
@@ -131,7 +131,7 @@ class Agent:
         self._draining: asyncio.Task[HookRun | None] | None = None
         self._link = CoordinatorLink(
             lookup=config.lookup or FolderLookup(config.job_dir),
-            token=token_file.read_text().strip(),
+            token=self._token,
             hello=self._hello,
             take=self._on_order,
             orphan_s=config.timing.orphan_s,
@@ -184,7 +184,7 @@ class Agent:
         conversation.add_done_callback(self._on_link_ended)
         self._spawn(self._ledger_copy.run())
         if self._config.ready_port is not None:
-            self._spawn(show_ready(self._config.host, self._config.ready_port, self._link.joined))
+            self._spawn(self._show_ready(self._config.ready_port))
         if self._keeper is not None:
             self._spawn(self._keeper.watch())
         # Everything below runs in this order. Workers end first, because the hook after-job may clean up what
@@ -206,11 +206,16 @@ class Agent:
         self._watcher.close()
         return self._code
 
+    async def _show_ready(self, port: int) -> None:
+        config, link = self._config, self._link
+        await show_ready(config.node, config.host, port, self._token, link.joined, link.hearing)
+
     def _open_memory(self) -> SnapshotKeeper | None:
         config = self._config
-        token = self._token_file.read_text().strip()
         try:
-            return SnapshotKeeper(config.memory, config.budget_bytes, config.host, token, self._link.send)
+            return SnapshotKeeper(
+                config.memory, config.budget_bytes, config.host, self._token, self._link.send
+            )
         except TierError as error:
             _log.warning("this node keeps no snapshots: %s", error, extra={"folder": config.memory})
             return None

@@ -21,6 +21,7 @@ from holdfast.protocol import messages as m
 from holdfast.protocol.endpoint import Endpoint
 from holdfast.protocol.frames import Codec, encode
 from holdfast.protocol.health import Finding, Remedy, Severity
+from holdfast.protocol.hearing import Hearing
 from holdfast.protocol.http_client import Unproven, proving
 from holdfast.protocol.lookup import Lookup
 
@@ -78,6 +79,7 @@ class CoordinatorLink:
         self._news = asyncio.Event()
         self._idle = asyncio.Event()
         self._silent = False
+        self._lost_s: float | None = time.monotonic()
         self._unproven: Endpoint | None = None
         self._refused: Endpoint | None = None
         self._reported = False
@@ -93,6 +95,11 @@ class CoordinatorLink:
     async def flushed(self) -> None:
         """Waits until everything was handed to the kernel."""
         await self._idle.wait()
+
+    def hearing(self) -> Hearing:
+        """Whether there is a connection now. May be called from any thread."""
+        lost_s = self._lost_s
+        return Hearing(term=self.term, missing_s=None if lost_s is None else time.monotonic() - lost_s)
 
     def go_silent(self) -> None:
         """Injected fault: sends and reads nothing any more, and closes nothing."""
@@ -179,7 +186,7 @@ class CoordinatorLink:
                 await link.send_bytes(encode(self._hello()))
             except (OSError, aiohttp.ClientError):
                 return False
-            self.connected, self.left_to_another = True, False
+            self.connected, self.left_to_another, self._lost_s = True, False, None
             self.joined.set()
             _log.info("connected to the coordinator", extra={"waiting": len(self._outbox)})
             # Only now: what is sent again must come after the hello, or the coordinator would not know whose
@@ -195,7 +202,7 @@ class CoordinatorLink:
                     sender.cancel()
                     pulse.cancel()
             finally:
-                self.connected = False
+                self.connected, self._lost_s = False, time.monotonic()
                 self.left_to_another = link.close_code == aiohttp.WSCloseCode.SERVICE_RESTART
         return True
 

@@ -1,20 +1,40 @@
-"""Says that a node has joined to whoever may connect to a port, as Kubernetes' probes do."""
+"""Shows that a node has joined: from then on its port takes connections. Who knows the job's token may ask there whether the
+node hears its coordinator."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+
+import msgspec
+
+from holdfast.protocol import hearing
+from holdfast.protocol.hearing import Hearing
+from holdfast.protocol.range_server import RangeServer, Request
 
 
-async def show_ready(host: str, port: int, joined: asyncio.Event) -> None:
-    """Listens from the moment the node has joined, until it is cancelled. Nothing is read from a connection, nor written: that
-    it comes to be is all there is to know.
+async def show_ready(
+    node: str, host: str, port: int, token: str, joined: asyncio.Event, heard: Callable[[], Hearing]
+) -> None:
+    """Listens from the moment the node has joined, until it is cancelled. heard: called from any thread.
 
     A node that lost its coordinator stays ready. It trains on, and a disruption budget must not count it as broken.
     """
     await joined.wait()
-    async with await asyncio.start_server(_close, host, port, backlog=8) as server:
-        await server.serve_forever()
+    server = _Server(node, host, port, token, heard)
+    try:
+        await asyncio.Event().wait()
+    finally:
+        server.close()
 
 
-async def _close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    writer.close()
+class _Server(RangeServer):
+    def __init__(self, node: str, host: str, port: int, token: str, heard: Callable[[], Hearing]) -> None:
+        self._heard = heard
+        super().__init__(host, token, hearing.agent_name(node), "holdfast-ready", port)
+
+    def answer(self, request: Request) -> None:
+        if request.path == hearing.PATH:
+            request.send(msgspec.json.encode(self._heard()))
+        else:
+            request.send_error(404)

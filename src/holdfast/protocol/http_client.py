@@ -23,9 +23,14 @@ class Unproven(aiohttp.ClientError):
 
 def proving(token: str, where: Endpoint) -> ClientMiddlewareType:
     """For a session all of whose requests go to this coordinator process, WebSockets included."""
+    return proving_to(token, where.name, f"the job's coordinator at {where.host}:{where.port}")
+
+
+def proving_to(token: str, server: str, who: str) -> ClientMiddlewareType:
+    """For a session all of whose requests go to one server of the job. server: its name, see `protocol.proof`. who: for people."""
 
     async def prove(request: ClientRequest, send: ClientHandlerType) -> ClientResponse:
-        question = Question(token, where.name, request.method, request.url.raw_path_qs)
+        question = Question(token, server, request.method, request.url.raw_path_qs)
         request.headers["Authorization"] = question.authorization
         # The request goes out before the other side has proved itself. That is safe because it carries no
         # token, and its code is of use with no other server.
@@ -34,9 +39,7 @@ def proving(token: str, where: Endpoint) -> ClientMiddlewareType:
         # otherwise tell a launcher that its job is over.
         if not question.proves(response.headers.get(ANSWER_HEADER, "")):
             response.close()
-            raise Unproven(
-                f"who listens at {where.host}:{where.port} has not proven to be the job's coordinator"
-            )
+            raise Unproven(f"who listens has not proven to be {who}")
         return response
 
     return prove

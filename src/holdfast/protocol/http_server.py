@@ -22,9 +22,12 @@ HEAD_BYTES = 8192
 class HttpDoor:
     """Serves HTTP until closed: the first request of a connection is heard at the door, the others where it is answered."""
 
-    def __init__(self, host: str, name: str, handler: Callable[[socket.socket, bytes], object]) -> None:
-        """name: of the thread at the door. handler: answers all requests of a connection, given what it sent so far."""
-        server = socket.create_server((host, 0), backlog=BACKLOG)
+    def __init__(
+        self, host: str, name: str, handler: Callable[[socket.socket, bytes], object], port: int = 0
+    ) -> None:
+        """name: of the thread at the door. handler: answers all requests of a connection, given what it sent so far.
+        port: 0 is one that is free."""
+        server = socket.create_server((host, port), backlog=BACKLOG)
         self.port: int = server.getsockname()[1]
         self._name, self._handler = name, handler
         self._door = Door(server, name, head_missing, self._enter)

@@ -28,10 +28,10 @@ class RangeServer:
         port: where it listens.
     """
 
-    def __init__(self, host: str, token: str, name: str, thread: str) -> None:
+    def __init__(self, host: str, token: str, name: str, thread: str, port: int = 0) -> None:
         """Ready for `answer` from the first moment: a subclass sets its own fields before it calls this.
 
-        thread: the name of the thread that accepts.
+        thread: the name of the thread that accepts. port: 0 is one that is free.
         """
         self.name = name
         self._token = token
@@ -40,7 +40,7 @@ class RangeServer:
         # touch.
         self._lock = threading.Lock()
         self._closed = False
-        self._door = HttpDoor(host, thread, self._serve)
+        self._door = HttpDoor(host, thread, self._serve, port)
         self.port = self._door.port
 
     def answer(self, request: Request) -> None:

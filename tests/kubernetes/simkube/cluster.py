@@ -11,6 +11,7 @@ from holdfast.engines.kubernetes.observed import Farewell, MachineSeen, NodeSaid
 from holdfast.engines.kubernetes.resource import HoldfastJob
 from holdfast.protocol.availability import Availability, NodeGoing, NodeTaken, OrderDone
 from holdfast.protocol.engine_orders import EngineOrder, ProvideNode, ReleaseNode
+from holdfast.protocol.hearing import Hearing
 from simkube.choices import Choices
 from simkube.server import Server
 
@@ -73,6 +74,10 @@ class Cluster:
         self.now_s = 1_000_000.0
         self.script_fails = False
         self._dead: set[str] = set()
+        self.unreachable: set[str] = set()
+        """Uids of coordinators' pods whose network is broken: their machines are ready."""
+        self._heard: dict[str, tuple[int, float]] = {}
+        """Which term each node has met, by its pod's uid, and when it last heard it."""
         self.neighbours: list[Server] = []
         """Whose pods are on the same machines."""
         self.quota = 0
@@ -200,7 +205,11 @@ class Cluster:
             started = {"phase": "Running", "address": "10.0.0.1"}
             self.server.change(pod.name, **started, restarts=pod.restarts + 1, crash="exit code 1: bad")
         elif self.dice.random() < 0.7:
-            self.server.change(pod.name, phase="Running", ready=True, address="10.0.0.1")
+            # A node is ready when it has joined.
+            joins = self.coordinator is not None and self.reached() is not None
+            ready = pod.coordinator or pod.uid in self._heard or joins
+            if ready or pod.phase != "Running":
+                self.server.change(pod.name, phase="Running", ready=ready, address="10.0.0.1")
 
     def orphans(self) -> list[PodSeen]:
         """Pods that have lost their label: nodes of a run without a coordinator, and coordinators of a run without nodes."""
@@ -225,7 +234,8 @@ class Cluster:
             self.coordinator = Coordinator(
                 newest.number, spec.nodes, spec.spares, spec.fewest, step=self.saved
             )
-        self._decide(self.coordinator, newest)
+        if newest.uid not in self.unreachable:
+            self._decide(self.coordinator, newest)
 
     def _decide(self, known: Coordinator, pod: PodSeen) -> None:
         if known.outcome is not None:
@@ -235,6 +245,8 @@ class Cluster:
             for one in self.server.mine()
             if not one.coordinator and one.run == pod.run and self.runs(one)
         }
+        for name in sorted(here):
+            self._heard[self.server.pods[name].uid] = known.term, self.now_s
         for name in sorted(here - set(known.nodes)):
             known.nodes[name] = True
         for name in sorted(known.nodes):
@@ -292,6 +304,17 @@ class Cluster:
             step=known.step or None,
         )
 
+    def hearings(self, asked: list[PodSeen]) -> dict[str, Hearing | None]:
+        """What nodes say of their coordinator."""
+        answers: dict[str, Hearing | None] = dict.fromkeys(pod.name for pod in asked)
+        for pod in asked:
+            there = self.server.pods.get(pod.name)
+            if there is not None and self.runs(there):
+                term, heard_s = self._heard.get(there.uid, (0, 0.0))
+                missing_s = None if heard_s == self.now_s else self.now_s - heard_s
+                answers[pod.name] = Hearing(term=term, missing_s=missing_s)
+        return answers
+
     def tell(self, uid: str, news: Availability) -> None:
         known = self._known(uid)
         match news:
@@ -312,7 +335,17 @@ class Cluster:
     def _known(self, uid: str) -> Coordinator:
         if self.coordinator is None or self.coordinator.outcome is not None or self.spoken_for != uid:
             raise Silent
+        # Nobody reaches it: its network is broken.
+        if self.reached() is None:
+            raise Silent
         return self.coordinator
+
+    def reached(self) -> PodSeen | None:
+        """The coordinator's pod, where nodes and the operator reach it."""
+        known = self.coordinator
+        term = known.term if known is not None else None
+        pods = (pod for pod in self.server.mine() if pod.coordinator and pod.number == term)
+        return next((pod for pod in pods if pod.uid not in self.unreachable), None)
 
     # ------------------------------------------------------------ faults
 
@@ -320,6 +353,22 @@ class Cluster:
         up = [one for one in self.machines.values() if one.up]
         if len(up) > 1:
             self.dice.choice(up).up = False
+
+    def cut_coordinator(self) -> None:
+        """The network of its pod is broken, and its machine is ready."""
+        if (pod := self.reached()) is not None:
+            self.unreachable.add(pod.uid)
+
+    def mend_coordinator(self) -> None:
+        """Where all nodes have left in order: they say nothing about it any more, and its last word is waited for."""
+        nodes = [pod for pod in self.server.mine() if not pod.coordinator]
+        if all(pod.phase == "Succeeded" for pod in nodes):
+            self.unreachable.clear()
+
+    def is_cut(self) -> bool:
+        """It runs, and nobody reaches it."""
+        pods = (pod for pod in self.server.mine() if pod.coordinator and self.runs(pod))
+        return any(pod.uid in self.unreachable for pod in pods)
 
     def power_returns(self) -> None:
         for machine in self.machines.values():

@@ -34,6 +34,7 @@ from holdfast.engines.kubernetes.actions import (
     TellReady,
 )
 from holdfast.engines.kubernetes.conditions import begun
+from holdfast.engines.kubernetes.coordinator_loss import newest_of, voters
 from holdfast.engines.kubernetes.desk import Desk
 from holdfast.engines.kubernetes.observed import Observed, PodSeen, Said, WorkloadSeen
 from holdfast.engines.kubernetes.reconcile import reconcile
@@ -56,6 +57,10 @@ class Operator:
         """By uid, of all jobs: the watch tells them whether the job is known or not."""
         self.workloads: dict[str, WorkloadSeen] | None = None
         self.versions: dict[str, int] = {}
+        self.heard = "", 0
+        """The coordinator's pod that answered last, and how often its container had been started anew."""
+        self.silent = "", 0.0
+        """The coordinator's pod that was asked last, and since when in vain."""
 
     # ------------------------------------------------------------ what it sees
 
@@ -122,9 +127,15 @@ class Operator:
         there = self.server.object
         is_now = there is not None and there.uid == self.job.uid
         beside = self.server.beside if is_now and not self.server.down else {}
-        pods = [pod for pod in self.desk.pods.all if pod.coordinator]
-        newest = max(pods, key=lambda pod: pod.number, default=None)
-        lost = newest is not None and newest.machine is not None
+        newest = newest_of(self.desk.pods.all, self.job.status.term)
+        hearings = {}
+        if said is None:
+            hearings = self.cluster.hearings(voters(self.desk.pods.all, self.job.status.run))
+        elif newest is not None:
+            self.heard = newest.uid, newest.restarts
+        is_new = newest is not None and newest.phase == "Running" and newest.uid != self.silent[0]
+        if newest is not None and (said is not None or is_new):
+            self.silent = newest.uid, self.cluster.now_s
         return Observed(
             job=self.job.job,
             accepted=beside.get("ConfigMap"),
@@ -143,7 +154,9 @@ class Operator:
             told=self.desk.told,
             said=said,
             asked_nodes=self.desk.asked_nodes,
-            coordinator_lost=lost and not self.cluster.machines[newest.machine].up,  # type: ignore[union-attr,index]
+            hearings=hearings,
+            heard_restarts=self.heard[1] if newest is not None and newest.uid == self.heard[0] else None,
+            silent_s=self.cluster.now_s - self.silent[1],
             now_s=self.cluster.now_s,
         )
 

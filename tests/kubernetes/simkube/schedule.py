@@ -102,6 +102,7 @@ class Schedule:
                 "nothing",
                 "power-loss",
                 "power-returns",
+                "coordinator-cut",
                 "pod-killed",
                 "cordon",
                 "uncordon",
@@ -132,6 +133,8 @@ class Schedule:
             cluster.power_loss()
         elif what == "power-returns":
             cluster.power_returns()
+        elif what == "coordinator-cut":
+            cluster.cut_coordinator()
         elif what == "pod-killed":
             cluster.kill_pod()
         elif what in ("cordon", "uncordon"):
@@ -223,6 +226,7 @@ class Schedule:
         for machine in self.cluster.machines.values():
             machine.cordoned = machine.bad = False
         self.cluster.power_returns()
+        self.cluster.mend_coordinator()
         self.operator.cut()
         for name in list(self.server.workloads):
             self.server.change_workload(name, active=True)
@@ -329,6 +333,8 @@ class Schedule:
             # And so are Kueue's next admission, an agent that gives up, and the garbage collector's next visit.
             settled = settled and not self.cluster.admissible() and not self.cluster.orphans()
             settled = settled and not self.server.left
+            # And so is the vote on a coordinator that nobody reaches.
+            settled = settled and not self.cluster.is_cut()
             quiet = quiet + 1 if settled and len(self.server.log) == before else 0
             if quiet > 12:
                 break

@@ -63,6 +63,8 @@ class MakeCoordinator(msgspec.Struct, frozen=True):
     """Make the coordinator's pod of a term."""
 
     term: int
+    avoid: frozenset[str] = frozenset()
+    """Machines that are better not used: its predecessors were there."""
 
 
 class FindPod(msgspec.Struct, frozen=True):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from holdfast.engines.kubernetes import names, queues
+from holdfast.engines.kubernetes import coordinator_loss, names, queues
 from holdfast.engines.kubernetes.observed import Observed, PodSeen, Said
 from holdfast.engines.kubernetes.resource import HoldfastJob
 from holdfast.engines.kubernetes.sizes import size_to_ask
@@ -255,8 +255,8 @@ def _coordinator_ready(seen: Observed) -> _Word:
     pod = _newest_coordinator(seen)
     if seen.said is not None:
         return _Word(True, "Answers", f"term {seen.said.term}")
-    if seen.coordinator_lost:
-        return _Word(False, "Lost", "its machine does not answer; another one takes over")
+    if (lost := coordinator_loss.why_lost(seen)) is not None:
+        return _Word(False, "Lost", f"{lost}; another one takes over")
     if pod is None or not pod.stays:
         return _Word(False, "Starting" if pod is None else "TakingOver")
     if pod.phase == "Pending":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 
 from holdfast.engines.kubernetes.actions import AskResize, AskStop, Tell
@@ -25,14 +26,24 @@ class JobLink:
         self._name, self._desk, self._lookup, self._wake = name, desk, lookup, wake
         self._link: CoordinatorLink | None = None
         self._listening: asyncio.Task[None] | None = None
+        self._pod: PodSeen | None = None
+        self.heard_restarts: int | None = None
+        """See `Observed`."""
+        self._since_s = 0.0
+
+    @property
+    def silent_s(self) -> float:
+        """See `Observed`."""
+        return 0.0 if self._link is None else time.monotonic() - self._since_s
 
     @property
     def listens(self) -> bool:
         """There is a coordinator to listen to."""
         return self._link is not None
 
-    async def follow(self, pod: PodSeen | None, token: str) -> None:
-        """Listens to this coordinator, and to no other. token: the job's."""
+    async def follow(self, pod: PodSeen | None, token: str, detection_s: float = 2.0) -> None:
+        """Listens to this coordinator, and to no other. token: the job's. detection_s: its time to detect a lost node."""
+        self._pod = pod
         wanted = None if pod is None or pod.address is None else (pod.address, pod.number)
         if self._link is not None and (self._link.host, self._link.term) == wanted:
             return
@@ -40,10 +51,16 @@ class JobLink:
             self._listening.cancel()
             await asyncio.gather(self._listening, return_exceptions=True)
             self._listening, self._link = None, None
+        self.heard_restarts, self._since_s = None, time.monotonic()
         if wanted is not None:
             host, term = wanted
             self._link = CoordinatorLink(
-                host=host, term=term, token=token, lookup=self._lookup(host), changed=self._wake
+                host=host,
+                term=term,
+                token=token,
+                lookup=self._lookup(host),
+                changed=self._wake,
+                detection_s=detection_s,
             )
             self._listening = asyncio.create_task(self._link.listen())
 
@@ -55,6 +72,8 @@ class JobLink:
             said = await self._link.ask()
         except (Silent, RefusedByCoordinator):
             return None
+        self.heard_restarts = self._pod.restarts if self._pod is not None else None
+        self._since_s = time.monotonic()
         alive = [name for name, node in said.nodes.items() if node.alive]
         self._desk.meet(said.term, alive, [order.order_id for order in said.orders])
         return said

@@ -40,20 +40,31 @@ from holdfast.engines.kubernetes.actions import (
 from holdfast.engines.kubernetes.api import Api, ApiError, Backoff, NoAnswer, Object
 from holdfast.engines.kubernetes.check import check, convert
 from holdfast.engines.kubernetes.conditions import begun
+from holdfast.engines.kubernetes.coordinator_loss import newest_of, voters
 from holdfast.engines.kubernetes.desk import Desk
 from holdfast.engines.kubernetes.job_link import JobLink
 from holdfast.engines.kubernetes.job_objects import JobObjects
 from holdfast.engines.kubernetes.job_pods import JobPods
 from holdfast.engines.kubernetes.job_queue import JobQueue
 from holdfast.engines.kubernetes.names import FINALIZER, NOTE_SKIP_SAVE
+from holdfast.engines.kubernetes.node_link import ask_nodes
 from holdfast.engines.kubernetes.node_marks import NodeMarks
-from holdfast.engines.kubernetes.observed import MachineSeen, Observed, PodSeen, Said
+from holdfast.engines.kubernetes.observed import MachineSeen, Observed, Said
 from holdfast.engines.kubernetes.reading import pod_seen
 from holdfast.engines.kubernetes.reconcile import current, reconcile
 from holdfast.engines.kubernetes.render import Setting
-from holdfast.engines.kubernetes.resource import API_VERSION, GROUP, KIND, PLURAL, VERSION, HoldfastJob
+from holdfast.engines.kubernetes.resource import (
+    API_VERSION,
+    GROUP,
+    KIND,
+    PLURAL,
+    VERSION,
+    HoldfastJob,
+    TimingSpec,
+)
 from holdfast.engines.kubernetes.status import JobStatus
 from holdfast.engines.kubernetes.times import from_timestamp
+from holdfast.protocol.hearing import Hearing
 from holdfast.protocol.lookup import Lookup
 
 _log = logging.getLogger(__name__)
@@ -215,9 +226,11 @@ class JobTask:
         metadata = self._raw["metadata"]
         problems = check(self._raw)
         status = msgspec.convert(self._raw.get("status", {}), JobStatus)
-        said = await self._ask(status)
+        job = None if problems else convert(self._raw)
+        said = await self._ask(status, job)
+        hearings = {} if said is not None else await self._ask_nodes(status)
         return Observed(
-            job=None if problems else convert(self._raw),
+            job=job,
             accepted=self._objects.accepted(self._raw),
             problems=problems,
             refused=self.desk.refused,
@@ -242,24 +255,23 @@ class JobTask:
             marking=self._setting.marking,
             most_marked_percent=self._setting.most_marked_percent,
             no_marks=self._marks.refused,
-            coordinator_lost=said is None and self._is_coordinator_lost(status),
+            hearings=hearings,
+            heard_restarts=self._link.heard_restarts,
+            silent_s=self._link.silent_s,
             now_s=self._api.now_s(),
         )
 
-    def _is_coordinator_lost(self, status: JobStatus) -> bool:
-        """Neither this operator nor Kubernetes reaches its machine. One of them alone proves nothing."""
-        pod = self._coordinator(status)
-        machine = self._machines.get(pod.machine) if pod is not None and pod.machine else None
-        return pod is not None and pod.phase == "Running" and machine is not None and not machine.ready
-
-    def _coordinator(self, status: JobStatus) -> PodSeen | None:
-        return next((p for p in self.desk.pods.all if p.coordinator and p.number == status.term), None)
-
-    async def _ask(self, status: JobStatus) -> Said | None:
-        pod, token = self._coordinator(status), self._objects.token
+    async def _ask(self, status: JobStatus, job: HoldfastJob | None) -> Said | None:
+        pod, token = newest_of(self.desk.pods.all, status.term), self._objects.token
         answers = pod is not None and pod.stays and pod.phase == "Running" and token is not None
-        await self._link.follow(pod if answers else None, token or "")
+        timing = job.spec.timing if job is not None else TimingSpec()
+        await self._link.follow(pod if answers else None, token or "", timing.detection_milliseconds / 1000)
         return await self._link.ask()
+
+    async def _ask_nodes(self, status: JobStatus) -> dict[str, Hearing | None]:
+        """Whether they hear their coordinator, which does not answer this operator."""
+        token = self._objects.token
+        return {} if token is None else await ask_nodes(voters(self.desk.pods.all, status.run), token)
 
     # ------------------------------------------------------------ what it does
 
@@ -285,9 +297,9 @@ class JobTask:
                 places = any(machine.place for machine in self._machines.values())
                 pod = render.agent_pod(job, number, self._run(seen), avoid, self._setting, places)
                 await self._pods.make(await self._placed(pod, workload, names.NODE_ROLE))
-            case MakeCoordinator(term):
+            case MakeCoordinator(term, avoid):
                 job = self._job(seen)
-                pod = render.coordinator_pod(job, term, self._run(seen), self._setting)
+                pod = render.coordinator_pod(job, term, self._run(seen), self._setting, avoid)
                 base = names.workload_name(self.name, None) if job.queue else ""
                 await self._pods.make(await self._placed(pod, base, names.COORDINATOR_ROLE))
             case FindPod():

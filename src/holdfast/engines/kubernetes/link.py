@@ -12,6 +12,7 @@ from urllib.parse import urlencode
 import aiohttp
 import msgspec
 
+from holdfast.agent.coordinator_link import give_up_when_gone
 from holdfast.engines.kubernetes.observed import NodeSaid, Said
 from holdfast.errors import HoldfastError
 from holdfast.protocol.availability import Availability
@@ -75,11 +76,19 @@ class CoordinatorLink:
     """To the coordinator at one pod's address. `changed` is called when it is reached, and when it is lost."""
 
     def __init__(
-        self, *, host: str, term: int, token: str, lookup: Lookup, changed: Callable[[], None]
+        self,
+        *,
+        host: str,
+        term: int,
+        token: str,
+        lookup: Lookup,
+        changed: Callable[[], None],
+        detection_s: float = 2.0,
     ) -> None:
+        """detection_s: a machine that is silent for so long counts as one that does not answer."""
         self.host, self.term = host, term
         self._token, self._changed = token, changed
-        self._lookup = lookup
+        self._lookup, self._detection_s = lookup, detection_s
         self._where: Endpoint | None = None
 
     async def listen(self) -> None:
@@ -91,6 +100,7 @@ class CoordinatorLink:
                     proven_session(self._token, where, ANSWER_S) as session,
                     session.ws_connect(f"{where.url}/presence") as socket,
                 ):
+                    give_up_when_gone(socket, self._detection_s)
                     self._changed()
                     # Nothing is read from it: the connection itself is the message. It ends with the
                     # coordinator's process, so the operator looks at that moment and not at the next poll.

@@ -12,6 +12,7 @@ from holdfast.engines.kubernetes.marks import NONE, MachineMarks, Marking
 from holdfast.engines.kubernetes.resource import HoldfastJob, QueueTopology
 from holdfast.engines.kubernetes.status import JobStatus
 from holdfast.protocol.engine_orders import EngineOrder
+from holdfast.protocol.hearing import Hearing
 
 PodPhase = Literal["Pending", "Running", "Succeeded", "Failed", "Unknown"]
 
@@ -227,7 +228,11 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     """Of the cluster's machines, at once."""
     no_marks: str | None = None
     """Why no machine can be marked; None: one can."""
-    coordinator_lost: bool = False
-    """Proved: neither the operator nor the machine's kubelet answers for it."""
+    hearings: Mapping[str, Hearing | None] = {}
+    """What nodes that were asked say of the coordinator; None: no answer. Empty: none was asked, since it answers."""
+    heard_restarts: int | None = None
+    """How often the coordinator's container had been started anew when it last answered; None: it never answered this operator."""
+    silent_s: float = 0.0
+    """For how long this operator has asked the coordinator in vain, whose pod runs."""
     now_s: float = 0.0
     """UTC."""

@@ -16,7 +16,15 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from holdfast.engines.kubernetes import crashes, machine_orders, names, queues, sight, waiting
+from holdfast.engines.kubernetes import (
+    coordinator_loss,
+    crashes,
+    machine_orders,
+    names,
+    queues,
+    sight,
+    waiting,
+)
 from holdfast.engines.kubernetes.actions import (
     Action,
     AddFinalizer,
@@ -212,14 +220,14 @@ def _coordinator(seen: Observed, job: HoldfastJob, term: int) -> Iterable[Action
     if newest is None:
         # A pod of this term may have been, if this operator did not just number it: then the term is over.
         if name in seen.granted:
-            yield MakeCoordinator(term)
+            yield MakeCoordinator(term, frozenset(pod.machine for pod in pods if pod.machine is not None))
             if "Service" in seen.objects and seen.service_term != term:
                 yield PointService(term)
         else:
             yield Number(run=0, term=term + 1, next_number=0)
-    elif newest.deleting or newest.ended or seen.coordinator_lost:
-        if seen.coordinator_lost and not newest.deleting:
-            yield _delete(newest, "its machine is lost", LOST_GRACE_S)
+    elif newest.deleting or newest.ended or (lost := coordinator_loss.why_lost(seen)) is not None:
+        if not newest.deleting and not newest.ended:
+            yield _delete(newest, f"it is lost: {lost}", LOST_GRACE_S)
         yield Number(run=0, term=term + 1, next_number=0)
     elif "Service" in seen.objects and seen.service_term != term:
         yield PointService(term)
@@ -617,7 +625,11 @@ def _saves(seen: Observed) -> bool:
         return True
     # An operator before this one may have deleted all pods because the state was saved, and the coordinator that said so is
     # gone first. Another coordinator would wait in vain for nodes that all leave.
-    return any(pod.stays for pod in seen.pods) and waiting.has_trained(seen, seen.status)
+    if not any(pod.stays for pod in seen.pods):
+        return False
+    # Nodes that had a coordinator may have a state, although this operator has heard of no step.
+    met = any(one is not None and one.term > 0 for one in seen.hearings.values())
+    return met or waiting.has_trained(seen, seen.status)
 
 
 def _may_answer(seen: Observed) -> bool:
@@ -625,7 +637,7 @@ def _may_answer(seen: Observed) -> bool:
     of no step; pods that they deleted for that would take the state with them, and wait for a coordinator until their grace is over.
     """
     newest = next((pod for pod in seen.pods if pod.coordinator and pod.number == seen.status.term), None)
-    if newest is None or not newest.stays or newest.phase != "Running" or seen.coordinator_lost:
+    if newest is None or not newest.stays or newest.phase != "Running" or coordinator_loss.why_lost(seen):
         return False
     word = seen.status.condition(ConditionType.COORDINATOR_READY)
     since_s = None if word is None else from_timestamp(word.last_transition_time)

@@ -174,8 +174,10 @@ def agent_pod(
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod}
 
 
-def coordinator_pod(job: HoldfastJob, term: int, run: int = 1, setting: Setting = DEFAULT) -> Object:
-    """The coordinator of a term."""
+def coordinator_pod(
+    job: HoldfastJob, term: int, run: int = 1, setting: Setting = DEFAULT, avoid: Collection[str] = ()
+) -> Object:
+    """The coordinator of a term. avoid: machines that are better not used."""
     template = job.spec.template.spec
     worker = next(one for one in template["containers"] if one["name"] == WORKER)
     image = job.spec.coordinator.image or setting.coordinator_image or worker["image"]
@@ -229,6 +231,11 @@ def coordinator_pod(job: HoldfastJob, term: int, run: int = 1, setting: Setting 
     # the machines with the GPUs, of which a coordinator needs none.
     pod |= {key: template[key] for key in ("imagePullSecrets", "runtimeClassName") if key in template}
     pod |= {"priorityClassName": priority} if priority else {}
+    if avoid:
+        # Where its predecessor was lost it may be lost again. But it may be the only machine that there is.
+        elsewhere = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": sorted(avoid)}
+        preferred = {"weight": 100, "preference": {"matchExpressions": [elsewhere]}}
+        pod["affinity"] = {"nodeAffinity": {_PREFERRED: [preferred]}}
     metadata = _metadata(
         job,
         names.coordinator_name(job.id.name, term),

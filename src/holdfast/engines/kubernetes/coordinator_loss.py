@@ -1,0 +1,88 @@
+"""Whether the coordinator is lost although its pod is there. Pure.
+
+That the operator cannot reach it proves nothing: the cut may be on the operator's side, and the job may train on. So somebody else
+has to say the same: the kubelet of its machine, which is silent, or most of the nodes, which have lost it.
+"""
+
+from __future__ import annotations
+
+from holdfast.engines.kubernetes.observed import Observed, PodSeen
+from holdfast.protocol.hearing import Hearing
+
+VOTERS = 31
+"""Nodes that are asked at a time: a job of thousands must not be asked as a whole. An odd number has no tie."""
+START_S = 30.0
+"""So long nodes must have missed a coordinator that may only have begun to start, in its place or in a new pod."""
+
+UNHEARD_S = 60.0
+"""So long nobody at all may reach a coordinator. Nodes may be busy for a while with the checks before they join."""
+
+
+def why_lost(seen: Observed) -> str | None:
+    """For people. None: it is not lost, or nothing is known."""
+    pod = coordinator_of(seen)
+    if seen.said is not None or pod is None or pod.phase != "Running":
+        return None
+    machine = seen.machines.get(pod.machine or "")
+    if machine is not None and not machine.ready:
+        return "its machine does not answer"
+    if not pod.stays or pod.waits is not None:
+        # What does not run is the kubelet's to start. What keeps it from that would do so elsewhere, too.
+        return None
+    if is_voted_out(seen, pod):
+        return "most nodes have lost it"
+    if _is_unheard(seen, pod):
+        return "nobody has reached it"
+    return None
+
+
+def coordinator_of(seen: Observed) -> PodSeen | None:
+    """The pod of the newest term."""
+    return newest_of(seen.pods, seen.status.term)
+
+
+def newest_of(pods: tuple[PodSeen, ...], term: int | None) -> PodSeen | None:
+    """The pod of this term."""
+    return next((pod for pod in pods if pod.coordinator and pod.number == term), None)
+
+
+def voters(pods: tuple[PodSeen, ...], run: int | None) -> list[PodSeen]:
+    """The nodes of this run that can say whether they hear it."""
+    nodes = (pod for pod in pods if not pod.coordinator and pod.run == run and pod.stays)
+    return [pod for pod in nodes if pod.ready and pod.address is not None]
+
+
+def is_voted_out(seen: Observed, coordinator: PodSeen) -> bool:
+    """More than half of the nodes that were asked have missed it for long."""
+    if seen.job is None:
+        return False
+    patience_s = 2 * seen.job.spec.timing.detection_milliseconds / 1000
+    if coordinator.restarts != seen.heard_restarts:
+        patience_s = max(patience_s, START_S)
+    # Nodes beside it are lost together with its machine. Their silence would count for a coordinator that is gone.
+    beside = {pod.name for pod in seen.pods if pod.machine == coordinator.machine}
+    asked = [one for name, one in seen.hearings.items() if one is not None or name not in beside]
+    lost = sum(_has_lost(one, seen, coordinator, patience_s) for one in asked)
+    # Of two halves of a cut cluster at most one has more than half of the nodes.
+    return 2 * lost > len(asked)
+
+
+def _is_unheard(seen: Observed, coordinator: PodSeen) -> bool:
+    """Nodes wait for it in vain, as this operator does, and none has joined."""
+    # So it serves nobody, and there is nothing that its end could cost.
+    nodes = [pod for pod in seen.pods if not pod.coordinator and pod.run == coordinator.run]
+    # Nodes that ended in order may have done so at its word: then its own last word is on its way.
+    waiting = [
+        pod for pod in nodes if pod.phase == "Failed" or (pod.phase == "Running" and pod.waits is None)
+    ]
+    return bool(waiting) and not any(pod.ready for pod in nodes) and seen.silent_s >= UNHEARD_S
+
+
+def _has_lost(one: Hearing | None, seen: Observed, coordinator: PodSeen, patience_s: float) -> bool:
+    if one is None or one.missing_s is None:
+        return False
+    if one.term == coordinator.number:
+        return one.missing_s >= patience_s
+    # It never met this term, and may miss the one before. A coordinator that has just begun to start would be followed by
+    # another one at once, and that one by the next.
+    return min(one.missing_s, seen.silent_s) >= max(patience_s, START_S)

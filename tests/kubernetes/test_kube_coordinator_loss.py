@@ -1,0 +1,275 @@
+"""When a coordinator counts as lost: what the operator knows, and what it asks the nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import msgspec
+import pytest
+from test_kube_reconcile import BEGUN, condition, observed, pod
+
+from holdfast.agent.ready import show_ready
+from holdfast.engines.kubernetes import render
+from holdfast.engines.kubernetes.actions import AskStop, DeletePod, MakeCoordinator, Number
+from holdfast.engines.kubernetes.coordinator_loss import START_S, UNHEARD_S, VOTERS, voters, why_lost
+from holdfast.engines.kubernetes.node_link import ask_nodes
+from holdfast.engines.kubernetes.observed import MachineSeen, Observed, PodSeen
+from holdfast.engines.kubernetes.reconcile import reconcile
+from holdfast.engines.kubernetes.status import ConditionType
+from holdfast.protocol.hearing import Hearing
+
+VOTED = "most nodes have lost it"
+PATIENCE_S = 4.0
+"""Twice the time to detect a lost node."""
+
+
+def silent(*votes: Hearing | None, **fields: Any) -> Observed:
+    """A coordinator that does not answer, and what its nodes say."""
+    hearings = {f"llm-n{number}": vote for number, vote in enumerate(votes)}
+    given = {"said": None, "hearings": hearings, "heard_restarts": 0, "silent_s": 1000.0}
+    return observed(**(given | fields))
+
+
+def missing(seconds: float, term: int = 1) -> Hearing:
+    return Hearing(term=term, missing_s=seconds)
+
+
+HEARS = Hearing(term=1, missing_s=None)
+LOST = missing(PATIENCE_S)
+
+
+# ------------------------------------------------------------ the vote
+
+
+@pytest.mark.parametrize(
+    ("votes", "is_lost"),
+    [
+        ((LOST, LOST, LOST), True),
+        ((LOST, LOST, HEARS), True),
+        ((LOST, LOST, None), True),
+        ((LOST, HEARS, HEARS), False),
+        ((LOST, None, None), False),
+        ((LOST, HEARS), False),  # half
+        ((missing(PATIENCE_S - 0.1),) * 3, False),
+        ((), False),
+    ],
+)
+def test_more_than_half_of_those_that_were_asked_have_lost_it(
+    votes: tuple[Hearing | None, ...], is_lost: bool
+) -> None:
+    assert why_lost(silent(*votes)) == (VOTED if is_lost else None)
+
+
+def test_one_that_answers_the_operator_is_not_lost() -> None:
+    assert why_lost(msgspec.structs.replace(observed(), hearings={"llm-n0": LOST})) is None
+
+
+def test_nodes_beside_it_do_not_count_where_they_are_silent() -> None:
+    beside = pod("n2", machine="m-c1")
+    pods = (pod("c1"), pod("n0"), pod("n1"), beside)
+    assert why_lost(silent(LOST, HEARS, None, pods=pods)) is None
+    assert why_lost(silent(LOST, LOST, None, pods=pods)) == VOTED
+    # Of two others one says nothing. With the third, which stands beside the coordinator and answers, two of three miss it.
+    assert why_lost(silent(LOST, None, None, pods=pods)) is None
+    assert why_lost(silent(LOST, None, LOST, pods=pods)) == VOTED
+    # A whole job on the coordinator's machine.
+    assert why_lost(silent(LOST, pods=(pod("c1"), pod("n0", machine="m-c1")))) == VOTED
+
+
+def test_a_container_that_starts_again_in_its_place_has_time_for_it() -> None:
+    again = pod("c1", restarts=1)
+    nodes = (pod("n0"), pod("n1"), pod("n2"))
+    assert why_lost(silent(LOST, LOST, LOST, pods=(again, *nodes))) is None
+    assert why_lost(silent(*[missing(START_S)] * 3, pods=(again, *nodes))) == VOTED
+    # It answered since it was started again.
+    assert why_lost(silent(LOST, LOST, LOST, pods=(again, *nodes), heard_restarts=1)) == VOTED
+    # An operator that has never heard it does not know.
+    assert why_lost(silent(LOST, LOST, LOST, heard_restarts=None)) is None
+    assert why_lost(silent(*[missing(START_S)] * 3, heard_restarts=None)) == VOTED
+
+
+def test_nodes_that_miss_an_earlier_term_give_the_new_one_time() -> None:
+    earlier = missing(1000.0, term=0)
+    assert why_lost(silent(earlier, earlier, earlier, silent_s=START_S - 1)) is None
+    assert why_lost(silent(earlier, earlier, earlier, silent_s=START_S)) == VOTED
+    assert why_lost(silent(*[missing(START_S - 1, term=0)] * 3)) is None
+
+
+@pytest.mark.parametrize(
+    "fields", [{"waits": "CrashLoopBackOff: back-off 5m0s"}, {"phase": "Pending"}, {"deleting": True}]
+)
+def test_what_does_not_run_is_the_kubelets(fields: dict[str, Any]) -> None:
+    pods = (pod("c1", **fields), pod("n0"), pod("n1"), pod("n2"))
+    assert why_lost(silent(LOST, LOST, LOST, pods=pods)) is None
+
+
+def test_a_machine_that_kubernetes_does_not_reach_either() -> None:
+    machines = {"m-c1": MachineSeen(name="m-c1", ready=False)}
+    assert why_lost(silent(machines=machines)) == "its machine does not answer"
+    assert why_lost(observed(machines=machines)) is None
+
+
+def test_one_that_nobody_has_ever_reached() -> None:
+    starting = tuple(pod(name, ready=False) for name in ("n0", "n1", "n2"))
+    alone = (pod("c1"), *starting)
+    assert why_lost(silent(pods=alone, silent_s=UNHEARD_S - 1)) is None
+    assert why_lost(silent(pods=alone, silent_s=UNHEARD_S)) == "nobody has reached it"
+    # One node has joined, so somebody reaches it.
+    assert why_lost(silent(pods=(pod("c1"), pod("n0"), *starting[1:]))) is None
+    # No node runs yet: nobody has tried.
+    waiting = tuple(pod(name, ready=False, phase="Pending") for name in ("n0", "n1", "n2"))
+    assert why_lost(silent(pods=(pod("c1"), *waiting))) is None
+    held = tuple(pod(name, ready=False, waits="CrashLoopBackOff") for name in ("n0", "n1", "n2"))
+    assert why_lost(silent(pods=(pod("c1"), *held))) is None
+
+
+def test_who_is_asked() -> None:
+    asked = pod("n0", address="10.0.0.2")
+    others = (
+        pod("n1"),  # without an address
+        pod("n2", address="10.0.0.3", ready=False),
+        pod("n3", address="10.0.0.4", deleting=True),
+        msgspec.structs.replace(pod("n4", address="10.0.0.5"), run=2),
+    )
+    assert voters((pod("c1", address="10.0.0.1"), asked, *others), 1) == [asked]
+
+
+# ------------------------------------------------------------ what follows
+
+
+def test_its_successor_is_made_and_rather_elsewhere() -> None:
+    seen = silent(LOST, LOST, HEARS)
+    plan = reconcile(seen)
+    deletion = DeletePod(name="llm-c1", uid="uid-c1", reason=f"it is lost: {VOTED}", grace_s=1)
+    assert plan.actions == (deletion, Number(run=1, term=2, next_number=3))
+    assert condition(plan.status, ConditionType.COORDINATOR_READY) == ("False", "Lost")
+    after = msgspec.structs.replace(
+        seen,
+        status=msgspec.structs.replace(BEGUN, term=2),
+        granted=frozenset({"llm-c2"}),
+        pods=(pod("c1", deleting=True), *seen.pods[1:]),
+        hearings={},
+    )
+    assert MakeCoordinator(2, frozenset({"m-c1"})) in reconcile(after).actions
+    assert seen.job is not None
+    spec = render.coordinator_pod(seen.job, 2, avoid={"m-c1"})["spec"]
+    (term,) = spec["affinity"]["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert term["preference"]["matchExpressions"] == [
+        {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": ["m-c1"]}
+    ]
+    assert "affinity" not in render.coordinator_pod(seen.job, 2)["spec"]
+
+
+def test_a_job_that_is_deleted_has_its_state_saved_by_a_successor() -> None:
+    """Also where this operator has heard of no step: its nodes had a coordinator."""
+    plan = reconcile(silent(LOST, LOST, LOST, deleted_s=1_000_000.0))
+    assert [type(action) for action in plan.actions] == [DeletePod, Number]
+    assert plan.actions[0].name == "llm-c1"
+    answers = reconcile(observed(deleted_s=1_000_000.0))
+    assert any(isinstance(action, AskStop) for action in answers.actions)
+
+
+# ------------------------------------------------------------ the question
+
+
+class Agents:
+    """Ports of agents, each at an address of its own."""
+
+    def __init__(self) -> None:
+        self.pods: list[PodSeen] = []
+        self.port = 0
+
+
+@asynccontextmanager
+async def agents(*hearings: Hearing, token: str = "secret") -> AsyncIterator[Agents]:
+    made = Agents()
+    joined = asyncio.Event()
+    joined.set()
+    tasks = []
+    for number, hearing in enumerate(hearings):
+        node = pod(f"n{number}", address=f"127.0.0.{number + 2}")
+        made.pods.append(node)
+        if made.port == 0:
+            probe = await asyncio.start_server(lambda *_: None, node.address, 0)
+            made.port = probe.sockets[0].getsockname()[1]
+            probe.close()
+            await probe.wait_closed()
+        serving = show_ready(node.name, node.address or "", made.port, token, joined, lambda one=hearing: one)
+        tasks.append(asyncio.create_task(serving))
+    await asyncio.sleep(0)  # each has its first turn, in which it listens
+    try:
+        yield made
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert not [one for one in threading.enumerate() if one.name == "holdfast-ready"]
+
+
+def test_nodes_say_whether_they_hear_it() -> None:
+    async def scene() -> None:
+        async with agents(HEARS, missing(7.5)) as made:
+            assert await ask_nodes(made.pods, "secret", made.port) == {
+                "llm-n0": HEARS,
+                "llm-n1": missing(7.5),
+            }
+
+    asyncio.run(scene())
+
+
+def test_nobody_else_is_told_and_nobody_else_is_believed() -> None:
+    async def scene() -> None:
+        async with agents(HEARS) as made:
+            assert await ask_nodes(made.pods, "another", made.port) == {"llm-n0": None}
+            # A stranger who passes the question on to another node of the job.
+            passed_on = msgspec.structs.replace(made.pods[0], name="llm-n9")
+            assert await ask_nodes([passed_on], "secret", made.port) == {"llm-n9": None}
+
+    asyncio.run(scene())
+
+
+def test_an_agent_that_closes_the_connection_and_one_that_is_not_there() -> None:
+    async def scene() -> None:
+        async def close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.close()
+
+        async with await asyncio.start_server(close, "127.0.0.2", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            asked = [pod("n0", address="127.0.0.2"), pod("n1", address="127.0.0.3")]
+            assert await ask_nodes(asked, "secret", port) == {"llm-n0": None, "llm-n1": None}
+
+    asyncio.run(scene())
+
+
+def test_of_many_nodes_a_few_are_asked() -> None:
+    async def scene() -> None:
+        async with agents(*[HEARS] * (VOTERS + 9)) as made:
+            answers = await ask_nodes(made.pods, "secret", made.port)
+            assert list(answers.values()) == [HEARS] * VOTERS
+
+    asyncio.run(scene())
+
+
+def test_the_port_takes_connections_when_the_node_has_joined() -> None:
+    async def scene() -> None:
+        async with agents(HEARS) as made:
+            port, host = made.port, made.pods[0].address
+        joined = asyncio.Event()
+        serving = asyncio.create_task(show_ready("llm-n0", host or "", port, "secret", joined, lambda: HEARS))
+        await asyncio.sleep(0)
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection(host, port)
+        joined.set()
+        await asyncio.sleep(0)
+        # As a kubelet does, which says nothing.
+        _, writer = await asyncio.open_connection(host, port)
+        writer.close()
+        serving.cancel()
+        with suppress(asyncio.CancelledError):
+            await serving
+
+    asyncio.run(scene())
