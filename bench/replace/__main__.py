@@ -24,7 +24,7 @@ from bench.progress import Progress
 from bench.recovery import model as job
 from bench.recovery.analyse import spread
 from bench.recovery.environments import versions
-from bench.replace import kubeflow, kubernetes, local, slurm
+from bench.replace import kube_exact, kubeflow, kubernetes, local, slurm
 from bench.replace.figures import Beside, Failed, Replaced
 
 WIDTH = 100
@@ -61,6 +61,13 @@ def main() -> int:
         "--coordinators", type=int, default=3, help="to lose with their machines on Kubernetes (default: 3)"
     )
     parser.add_argument(
+        "--outage",
+        type=float,
+        default=300.0,
+        help="of Kubernetes' API server, in s, with a power loss in it; all machines are drained in another job (default: 300; "
+        "0: neither)",
+    )
+    parser.add_argument(
         "--detection",
         type=float,
         default=2.0,
@@ -84,7 +91,8 @@ def main() -> int:
     for name in ("system", "fault → verdict, s", "verdict → full strength, s", "stall, s"):
         table.add_column(name, justify="left" if name == "system" else "right")
     done, cpu, beside = True, machine.ForeignCpu(), list[Beside]()
-    started, succeeded = list[float](), list[float]()
+    started, made, succeeded = list[float](), list[float](), list[float]()
+    exact = list[kube_exact.Exact]()
     with stop_signals(), cpu, Children() as children:
         if chosen.engine == "kubernetes":
             try:
@@ -92,13 +100,15 @@ def main() -> int:
                     starts=chosen.starts,
                     faults=chosen.faults,
                     coordinators=chosen.coordinators,
+                    outage_s=chosen.outage,
                     peer_faults=chosen.peer_faults,
                     detection_s=chosen.detection,
                 )
                 measured = kubernetes.measure(asked, progress)
                 system = f"Holdfast, 10m, power loss, detection {chosen.detection:g} s"
                 table.add_row(system, *cells(measured.replaced))
-                started, succeeded, beside = measured.started_s, measured.succeeded_s, measured.beside
+                started, made, succeeded = measured.started_s, measured.made_s, measured.succeeded_s
+                beside, exact = measured.beside, measured.exact
                 if measured.peer_failed is not None:
                     done = bool(console.print(measured.peer_failed, style="red", markup=False))
             except Failed as error:
@@ -126,10 +136,18 @@ def main() -> int:
     console.print(table)
     if beside:
         console.print(_beside_table(beside))
+    if exact:
+        console.print(_exact_table(exact))
+        done = done and all(one.is_same for one in exact)
     if (start := spread(started)) is not None:
         told = f"{start.median:.2f} s ({start.low:.2f}–{start.high:.2f})"
         console.print(
             f"From the object to the first step, {len(started)} jobs of 2 nodes and a spare: {told}."
+        )
+    if (after := spread(made)) is not None:
+        console.print(
+            f"After the verdict there is a pod for another spare in {after.median:.2f} s "
+            f"({after.low:.2f}–{after.high:.2f})."
         )
     if (after := spread(succeeded)) is not None:
         console.print(
@@ -165,6 +183,17 @@ def _beside_table(found: list[Beside]) -> Table:
             "–" if again is None else f"{again.median:.0f} ({again.low:.0f}–{again.high:.0f})",
             f"{one.not_back}, after {kubeflow.LIMIT_S:.0f} s" if one.not_back else "0",
         )
+    return table
+
+
+def _exact_table(found: list[kube_exact.Exact]) -> Table:
+    table = Table(title="Beside a run without faults", box=box.SIMPLE_HEAD, width=WIDTH)
+    for name in ("what happened", "stalls, s", "steps", "again", "each loss the same"):
+        table.add_column(name, justify="left" if name == "what happened" else "right")
+    for one in found:
+        stalls = ", ".join(f"{stall_s:.2f}" for stall_s in one.stall_s) or "–"
+        same = "yes" if one.is_same else "no"
+        table.add_row(one.what, stalls, str(one.steps), str(one.again), same)
     return table
 
 

@@ -13,13 +13,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from bench.progress import Progress
-from bench.replace import kubeflow
+from bench.replace import kube_exact, kubeflow
 from bench.replace.figures import Beside, Failed, Replaced
 from holdfast.engines import jobs
 from holdfast.engines.jobs import Allocation
@@ -46,13 +47,16 @@ def begin_cluster() -> None:
 
 @dataclass
 class Measured:
-    """started_s: from the object to the first step, of each job. replaced: nodes without power. succeeded_s: from the power loss of
+    """started_s: from the object to the first step, of each job. replaced: nodes without power. made_s: from each
+    verdict until the API server has the pod that is to be the next spare. succeeded_s: from the power loss of
     a coordinator's machine until another coordinator answers. beside: what else was broken, of this system and of the other one."""
 
     started_s: list[float] = field(default_factory=list)
     replaced: list[Replaced] = field(default_factory=list)
+    made_s: list[float] = field(default_factory=list)
     succeeded_s: list[float] = field(default_factory=list)
     beside: list[Beside] = field(default_factory=list)
+    exact: list[kube_exact.Exact] = field(default_factory=list)
     peer_failed: str | None = None
     """Why not all of the other system was measured."""
 
@@ -67,6 +71,8 @@ class Asked:
     """Power losses."""
     coordinators: int
     """Power losses of the coordinator's machine."""
+    outage_s: float
+    """How long the API server is down in one more job, and every machine is drained in another. 0: neither."""
     peer_faults: int
     """Of each other kind, of both systems, where the other one's programs are."""
     detection_s: float
@@ -106,7 +112,9 @@ async def _measure(home: Path, asked: Asked, progress: Progress) -> Measured:
                         found.beside += await _small_faults(api, home, name, asked.peer_faults, progress)
                     for fault in range(asked.faults):
                         progress(f"Holdfast on Kubernetes: power loss {fault + 1} of {asked.faults}")
-                        found.replaced.append(await _replace(api, home, name))
+                        replaced, made_s = await _replace(api, home, name)
+                        found.replaced.append(replaced)
+                        found.made_s.append(made_s)
                         await realkube.until(lambda: _all_ready(api), "every machine is back")
                     for fault in range(asked.coordinators):
                         progress(
@@ -116,6 +124,8 @@ async def _measure(home: Path, asked: Asked, progress: Progress) -> Measured:
                         await realkube.until(lambda: _all_ready(api), "every machine is back")
             finally:
                 await realkube.mend(api)
+        if asked.outage_s:
+            found.exact = await kube_exact.measure(api, home, asked.outage_s, progress)
         if peer is not None:
             try:
                 await kubeflow.measure(api, peer, asked.peer_faults, progress, found.beside)
@@ -205,8 +215,9 @@ def _first_step(said: Any) -> float | None:
     return time.time() if said.kind == "status" and said.value["step"] else None
 
 
-async def _replace(api: Any, home: Path, name: str) -> Replaced:
-    """One power loss, from a job at full strength with a spare until it is so again, without the spare."""
+async def _replace(api: Any, home: Path, name: str) -> tuple[Replaced, float]:
+    """One power loss, from a job at full strength with a spare until it is so again, without the spare. And the seconds from the
+    verdict until there is a pod for another spare."""
     import realkube
 
     status = await _heard(home, name, _full)
@@ -218,6 +229,7 @@ async def _replace(api: Any, home: Path, name: str) -> Replaced:
         if worker["rank"] is not None and machine != seat:
             break
     at, seen = time.time(), dict[str, float]()
+    making = asyncio.create_task(_made(api, f"{pods}/{name}-n{made['status']['nextNumber']}"))
     await asyncio.to_thread(realkube.cluster, "kill", machine)
 
     def closed(said: Any) -> bool | None:
@@ -228,9 +240,22 @@ async def _replace(api: Any, home: Path, name: str) -> Replaced:
         return True if "incident-closed" in seen else None
 
     await _heard(home, name, closed)
+    made_at = await making
     await asyncio.to_thread(realkube.cluster, "boot", machine)
     verdict, resumed, whole = seen["node-lost"], seen["incident-resumed"], seen["incident-closed"]
-    return Replaced(verdict - at, whole - verdict, resumed - at)
+    return Replaced(verdict - at, whole - verdict, resumed - at), made_at - verdict
+
+
+async def _made(api: Any, path: str) -> float:
+    """When there is such an object: up to 0.02 s late."""
+    from holdfast.engines.kubernetes.api import ApiError, NoAnswer
+
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            with suppress(ApiError, NoAnswer):
+                await api.get(path)
+                return time.time()
+            await asyncio.sleep(0.02)
 
 
 async def _succeed(api: Any, home: Path, name: str) -> float:

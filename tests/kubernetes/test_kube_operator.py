@@ -266,7 +266,11 @@ def token_of(folder: Path) -> str:
     return (folder / "token").read_text().strip()
 
 
-def linked(folder: Path, scene: Callable[[Any, CoordinatorLink], Awaitable[None]]) -> None:
+def linked(
+    folder: Path,
+    scene: Callable[[Any, CoordinatorLink], Awaitable[None]],
+    changed: Callable[[], None] = lambda: None,
+) -> None:
     async def run() -> None:
         async with coordinating(folder) as plane:
             here = job_folder(folder)
@@ -275,7 +279,7 @@ def linked(folder: Path, scene: Callable[[Any, CoordinatorLink], Awaitable[None]
                 term=0,
                 token=token_of(here),
                 lookup=FolderLookup(here),
-                changed=lambda: None,
+                changed=changed,
             )
             async with asyncio.timeout(30):
                 await scene(plane, link)
@@ -304,6 +308,23 @@ def test_what_a_real_coordinator_says(tmp_path: Path) -> None:
         assert release not in (await link.ask()).orders
 
     linked(tmp_path, scene)
+
+
+def test_an_order_is_heard_at_once(tmp_path: Path) -> None:
+    """And not at the operator's next look, seconds later: a lost node's pod runs on until then."""
+    changed = asyncio.Event()
+
+    async def scene(plane: Any, link: CoordinatorLink) -> None:
+        _, second = await plane.pair()
+        listening = asyncio.create_task(link.listen())
+        await changed.wait()  # it is reached
+        changed.clear()
+        await second.leave()
+        await changed.wait()
+        assert any(isinstance(order, ReleaseNode) for order in (await link.ask()).orders)
+        listening.cancel()
+
+    linked(tmp_path, scene, changed.set)
 
 
 def test_a_size_that_a_coordinator_does_not_take_is_told_in_its_words(tmp_path: Path) -> None:

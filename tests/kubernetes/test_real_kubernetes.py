@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import time
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import pytest
 
 pytest.importorskip("kubernetes_asyncio")
 pytest.importorskip("yaml")
 from realkube import (
     IMAGE,
-    MACHINES,
     NAMESPACE,
     PACE_S,
-    PATIENCE_S,
     STEPS,
     TRAIN,
     Job,
     Scene,
     Undisturbed,
     cluster,
-    cordon,
-    evict,
     holdfast,
     node_of,
     operators,
@@ -34,10 +27,9 @@ from realkube import (
     pods_of,
     until,
 )
+from realtrials import drain_every_machine, lose_node_without_api_server
 
 from holdfast.engines.kubernetes.api import Api, ApiError
-from holdfast.protocol.http_client import request
-from holdfast.protocol.lookup import AddressLookup
 
 pytestmark = [pytest.mark.kube, pytest.mark.timeout(900)]
 OUTAGE_S = 300.0
@@ -79,31 +71,7 @@ def test_a_loss_while_the_api_server_is_down_for_five_minutes(
 
     async def scene(api: Api) -> None:
         async with pair(api, home, "alone") as (job, status):
-            seat = await job.pod(await job.coordinator())
-            # Of the two one may share the coordinator's machine, which is to stay.
-            nodes = [node_of(status, rank) for rank in (0, 1)]
-            where_they_are = {node: await job.machine(node) for node in nodes}
-            lost = next(n for n in nodes if where_they_are[n] != seat["spec"]["nodeName"])
-            machine = await job.machine(lost)
-            where = await AddressLookup(seat["status"]["podIP"], 7077).find()
-            secret = await api.get(f"/api/v1/namespaces/{NAMESPACE}/secrets/alone-holdfast")
-            token = base64.b64decode(secret["data"]["token"]).decode()
-            assert where is not None
-            cluster("apiserver", "stop")
-            over_s = time.monotonic() + OUTAGE_S
-            try:
-                cluster("kill", machine)
-
-                async def trains_on() -> bool:
-                    answer = await request(token, where, "GET", "/status", limit_s=5)
-                    now = msgspec.json.decode(answer.body)
-                    ranks = [w["node"] for w in now["workers"] if w["rank"] is not None]
-                    whole = lost not in ranks and len(ranks) == 2 and now["step"] > status["step"] + 10
-                    return whole and time.monotonic() >= over_s
-
-                await until(trains_on, "the spare trains, without an API server", OUTAGE_S + PATIENCE_S)
-            finally:
-                cluster("apiserver", "start")
+            await lose_node_without_api_server(api, job, status, OUTAGE_S)
             await job.stops_as(undisturbed)
 
     play(scene)
@@ -137,12 +105,7 @@ def test_every_machine_is_drained_one_by_one(
     async def scene(api: Api) -> None:
         async with Job(api, home, "drained", "--nnodes", 2, steps=STEPS, pace_s=PACE_S) as job:
             status = await job.training(2, beyond=2)
-            for machine in MACHINES:
-                await cordon(api, machine)
-                for pod in await pods_of(api, {"fieldSelector": f"spec.nodeName={machine}"}):
-                    name = pod["metadata"]["name"]
-                    await until(lambda name=name: evict(api, name), f"{name} has left {machine}")
-                await cordon(api, machine, on=False)
+            await drain_every_machine(api)
             assert job.process.poll() is None, "the job was over before the last machine was drained"
             # The coordinator may have moved with the last machine.
             await job.training(2, beyond=status["step"] + 20)

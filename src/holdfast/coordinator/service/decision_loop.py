@@ -40,8 +40,6 @@ from holdfast.protocol.engine_orders import (
     ProvideNode,
     RebootNode,
     ReleaseNode,
-    as_announced,
-    kind_of,
 )
 from holdfast.protocol.faults import NODE_FAULTS, FaultKind
 from holdfast.protocol.ledger import LedgerEvent
@@ -366,7 +364,7 @@ class DecisionLoop:
                 self._lines.send(node, message)
             case ProvideNode() | ReleaseNode() | MarkNode() | RebootNode():
                 self._ordered = action.order_id
-                self._watchers.announce(kind_of(action), as_announced(action))
+                self._watchers.announce_order(action)
             case ev.Remember():
                 self._memory.remember(action)
             case ev.End():

@@ -212,11 +212,23 @@ class Routes:
         )
 
     async def _presence(self, request: web.Request) -> web.StreamResponse:
-        """Open for as long as this process lives: its end is how those who would take over hear of it."""
+        """Open for as long as this process lives: its end is how those who would take over hear of it. With `?orders` it says a word
+        at each new order to the engine."""
         socket = web.WebSocketResponse()
         await socket.prepare(request)
-        async for _ in socket:
-            pass
+        if "orders" not in request.query:
+            async for _ in socket:
+                pass
+            return socket
+        news = asyncio.Event()
+        self._watchers.engines.add(news)
+        sender = asyncio.create_task(_tell_of_orders(news, socket))
+        try:
+            async for _ in socket:
+                pass
+        finally:
+            self._watchers.engines.discard(news)
+            sender.cancel()
         return socket
 
     async def _stop(self, request: web.Request) -> web.StreamResponse:
@@ -344,6 +356,18 @@ class Routes:
             return None
         told = f"the ledger cannot be written ({self._ledger.why}): nothing is changed; try again when it can"
         return web.Response(status=503, text=told)
+
+
+async def _tell_of_orders(news: asyncio.Event, socket: web.WebSocketResponse) -> None:
+    while True:
+        await news.wait()
+        # Cleared first: an order that comes while the word is sent is told by another one.
+        news.clear()
+        # The word says only that there is something new. The engine reads all open orders, so none can be missed.
+        try:
+            await socket.send_str("orders")
+        except ConnectionResetError:
+            return  # it has gone
 
 
 def _json(value: Any) -> web.Response:

@@ -18,6 +18,7 @@ from aiohttp import WSCloseCode, WSMsgType, web
 from holdfast.coordinator.service.ledger import Unreadable
 from holdfast.coordinator.service.status_feed import StatusFeed
 from holdfast.coordinator.service.store import LedgerEntry, Store
+from holdfast.protocol.engine_orders import EngineOrder, as_announced, kind_of
 
 _log = logging.getLogger(__name__)
 
@@ -156,6 +157,8 @@ class Watchers:
         the name that each has chosen: one whose connection broke is not counted twice."""
         self.served = asyncio.Event()
         """One of them has the ledger."""
+        self.engines: set[asyncio.Event] = set()
+        """Set at each new order: an engine's connection, which reads all open ones then."""
 
     def announce_end(self, report: dict[str, Any]) -> None:
         """The last announcement."""
@@ -172,6 +175,12 @@ class Watchers:
             seq = value.seq if isinstance(value, LedgerEntry) else 0
             for watcher in self.all:
                 watcher.tell(data, seq, must_arrive=kind != "log")
+
+    def announce_order(self, order: EngineOrder) -> None:
+        """To whoever watches, and to engines that wait for orders alone."""
+        self.announce(kind_of(order), as_announced(order))
+        for news in self.engines:
+            news.set()
 
     def say(self, text: str) -> None:
         """Something about the coordinator itself: for whoever looks on, and for the log."""

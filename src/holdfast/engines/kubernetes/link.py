@@ -73,7 +73,7 @@ def said_of(status: Mapping[str, Any], orders: EngineOrders, term: int) -> Said:
 
 
 class CoordinatorLink:
-    """To the coordinator at one pod's address. `changed` is called when it is reached, and when it is lost."""
+    """To the coordinator at one pod's address. `changed` is called when it is reached, when it has a new order, and when it is lost."""
 
     def __init__(
         self,
@@ -98,14 +98,14 @@ class CoordinatorLink:
                 where = await self._find()
                 async with (
                     proven_session(self._token, where, ANSWER_S) as session,
-                    session.ws_connect(f"{where.url}/presence") as socket,
+                    session.ws_connect(f"{where.url}/presence?orders") as socket,
                 ):
                     give_up_when_gone(socket, self._detection_s)
                     self._changed()
-                    # Nothing is read from it: the connection itself is the message. It ends with the
-                    # coordinator's process, so the operator looks at that moment and not at the next poll.
+                    # A word comes with each order. And the connection itself is a message: it ends with the
+                    # coordinator's process. So the operator looks at that moment and not at the next poll.
                     async for _ in socket:
-                        pass
+                        self._changed()
             self._where = None
             self._changed()
             await asyncio.sleep(AGAIN_S)
