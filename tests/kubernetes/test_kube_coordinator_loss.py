@@ -24,7 +24,7 @@ from holdfast.protocol.hearing import Hearing
 
 VOTED = "most nodes have lost it"
 PATIENCE_S = 4.0
-"""Twice the time to detect a lost node."""
+"""Twice the default time to detect a lost node."""
 
 
 def silent(*votes: Hearing | None, **fields: Any) -> Observed:
@@ -62,6 +62,13 @@ def test_more_than_half_of_those_that_were_asked_have_lost_it(
     votes: tuple[Hearing | None, ...], is_lost: bool
 ) -> None:
     assert why_lost(silent(*votes)) == (VOTED if is_lost else None)
+
+
+@pytest.mark.parametrize(("detection_ms", "patience_s"), [(250, 4.0), (2000, 4.0), (10_000, 20.0)])
+def test_a_process_that_dies_has_time_to_start_again(detection_ms: int, patience_s: float) -> None:
+    spec = {"spec__timing__detectionMilliseconds": detection_ms}
+    assert why_lost(silent(missing(patience_s), spec=spec)) == VOTED
+    assert why_lost(silent(missing(patience_s - 0.1), spec=spec)) is None
 
 
 def test_one_that_answers_the_operator_is_not_lost() -> None:

@@ -159,8 +159,14 @@ def test_all_nodes_are_lost_at_once(play: Callable[[Scene], None], home: Path, u
                     await evict(api, mover)
                     return await job.coordinator() != mover
 
+                async def node_has_moved(seat: str = seat) -> bool:
+                    now = await machines_of(api)
+                    return len(now) == 2 and seat not in now.values()
+
                 await until(has_moved, "the coordinator has moved")
                 status = await job.training(2, beyond=before + 3)
+                # And its machine is not one of those that are to lose power.
+                await until(node_has_moved, "the node has moved, too")
                 await cordon(api, seat, on=False)
             term = (await job.object())["status"]["term"]
             for machine in set(there.values()):

@@ -11,16 +11,17 @@ from holdfast.protocol.hearing import Hearing
 
 VOTERS = 31
 """Nodes that are asked at a time: a job of thousands must not be asked as a whole. An odd number has no tie."""
+MISSED_S = 4.0
+"""So long nodes must have missed it at least: a process that dies is started again in its container within a second or two."""
 START_S = 30.0
-"""So long nodes must have missed a coordinator that may only have begun to start, in its place or in a new pod."""
-
+"""The same for a coordinator that may only have begun to start, in its place or in a new pod."""
 UNHEARD_S = 60.0
 """So long nobody at all may reach a coordinator. Nodes may be busy for a while with the checks before they join."""
 
 
 def why_lost(seen: Observed) -> str | None:
     """For people. None: it is not lost, or nothing is known."""
-    pod = coordinator_of(seen)
+    pod = newest_of(seen.pods, seen.status.term)
     if seen.said is not None or pod is None or pod.phase != "Running":
         return None
     machine = seen.machines.get(pod.machine or "")
@@ -29,20 +30,15 @@ def why_lost(seen: Observed) -> str | None:
     if not pod.stays or pod.waits is not None:
         # What does not run is the kubelet's to start. What keeps it from that would do so elsewhere, too.
         return None
-    if is_voted_out(seen, pod):
+    if _is_voted_out(seen, pod):
         return "most nodes have lost it"
     if _is_unheard(seen, pod):
         return "nobody has reached it"
     return None
 
 
-def coordinator_of(seen: Observed) -> PodSeen | None:
-    """The pod of the newest term."""
-    return newest_of(seen.pods, seen.status.term)
-
-
 def newest_of(pods: tuple[PodSeen, ...], term: int | None) -> PodSeen | None:
-    """The pod of this term."""
+    """The coordinator's pod of this term."""
     return next((pod for pod in pods if pod.coordinator and pod.number == term), None)
 
 
@@ -52,11 +48,11 @@ def voters(pods: tuple[PodSeen, ...], run: int | None) -> list[PodSeen]:
     return [pod for pod in nodes if pod.ready and pod.address is not None]
 
 
-def is_voted_out(seen: Observed, coordinator: PodSeen) -> bool:
+def _is_voted_out(seen: Observed, coordinator: PodSeen) -> bool:
     """More than half of the nodes that were asked have missed it for long."""
     if seen.job is None:
         return False
-    patience_s = 2 * seen.job.spec.timing.detection_milliseconds / 1000
+    patience_s = max(MISSED_S, 2 * seen.job.spec.timing.detection_milliseconds / 1000)
     if coordinator.restarts != seen.heard_restarts:
         patience_s = max(patience_s, START_S)
     # Nodes beside it are lost together with its machine. Their silence would count for a coordinator that is gone.
