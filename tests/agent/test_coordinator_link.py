@@ -11,6 +11,7 @@ from holdfast.coordinator.service.authentication import authorized, give_proof
 from holdfast.protocol import messages as m
 from holdfast.protocol.endpoint import Endpoint, write_endpoint
 from holdfast.protocol.frames import Codec, encode
+from holdfast.protocol.hearing import Hearing
 from holdfast.protocol.lookup import FolderLookup
 from holdfast.protocol.phases import Spent
 from holdfast.protocol.snapshots import Key
@@ -48,17 +49,21 @@ def progress(step):
 class Coordinator:
     """Takes connections, and what is said on each of them."""
 
-    def __init__(self):
+    def __init__(self, answers=True):
+        """answers: pings. One whose machine stands still does not, and the kernel keeps its connections."""
         self.said = []
         self.news = asyncio.Condition()
         self.connection = None
+        self.answers = answers
 
     async def serve(self, request):
-        socket = self.connection = web.WebSocketResponse()
+        socket = self.connection = web.WebSocketResponse(autoping=self.answers)
         await socket.prepare(request)
         heard = []
         self.said.append(heard)
         async for frame in socket:
+            if frame.type in (WSMsgType.PING, WSMsgType.PONG):
+                continue
             assert frame.type is WSMsgType.BINARY
             heard.append(CODEC.decode(frame.data))
             async with self.news:
@@ -85,11 +90,11 @@ UNASKED = m.Heartbeat | m.NodeReadings
 
 
 @asynccontextmanager
-async def serving(job_dir, term=0):
-    coordinator = Coordinator()
+async def serving(job_dir, term=0, answers=True, token="token"):
+    coordinator = Coordinator(answers)
     listening = socket.create_server(("127.0.0.1", 0))
     where = Endpoint(host="127.0.0.1", port=listening.getsockname()[1], pid=1, instance="first", term=term)
-    app = web.Application(middlewares=[authorized("token", where)])
+    app = web.Application(middlewares=[authorized(token, where)])
     app.on_response_prepare.append(give_proof)
     app.add_routes([web.get("/agent", coordinator.serve)])
     runner = web.AppRunner(app, shutdown_timeout=0.1)
@@ -103,9 +108,11 @@ async def serving(job_dir, term=0):
 
 
 @asynccontextmanager
-async def linked(job_dir, take=NOTHING):
-    link = CoordinatorLink(FolderLookup(job_dir), "token", lambda: HELLO, take, 60.0, NOTHING, 0.5, NOTHING)
-    async with serving(job_dir) as coordinator:
+async def linked(job_dir, take=NOTHING, heartbeat_s=0.5, answers=True):
+    link = CoordinatorLink(
+        FolderLookup(job_dir), "token", lambda: HELLO, take, 60.0, NOTHING, heartbeat_s, NOTHING
+    )
+    async with serving(job_dir, answers=answers) as coordinator:
         running = asyncio.create_task(link.run())
         try:
             yield coordinator, link
@@ -227,3 +234,65 @@ def test_a_coordinator_of_an_earlier_term_is_not_spoken_with(tmp_path):
                 return older.said
 
     assert asyncio.run(heard()) == []
+
+
+async def until(true):
+    async with asyncio.timeout(30):
+        while not true():
+            await asyncio.to_thread(lambda: None)
+
+
+def test_a_coordinator_that_stands_still_is_left_for_one_of_a_later_term(tmp_path):
+    async def heard():
+        async with linked(tmp_path, heartbeat_s=0.02, answers=False) as (coordinator, link):
+            await coordinator.hears(0, m.Hello)
+            assert link.hearing() == Hearing(term=0, missing_s=None)
+            await until(lambda: link.hearing().missing_s is not None)
+            assert link.connected
+            async with serving(tmp_path, term=1) as later:
+                await later.hears(0, m.Hello)
+                assert link.hearing() == Hearing(term=1, missing_s=None)
+            return len(coordinator.said)
+
+    assert asyncio.run(heard()) == 1
+
+
+def test_a_coordinator_that_stands_still_is_not_left_for_a_stranger(tmp_path):
+    """Nor for one of the same term, as long as its connection stays. When it goes on, it is heard again."""
+
+    async def heard():
+        async with linked(tmp_path, heartbeat_s=0.02, answers=False) as (coordinator, link):
+            await coordinator.hears(0, m.Hello)
+            async with serving(tmp_path, term=1, token="another") as stranger:
+                asked = asyncio.Event()
+                is_proven = link._is_proven
+
+                async def noted(where):
+                    assert not await is_proven(where)
+                    asked.set()
+                    return False
+
+                link._is_proven = noted
+                await asyncio.wait_for(asked.wait(), 30)
+                assert link.connected
+                assert link.hearing().missing_s > 0
+                assert stranger.said == []
+                await coordinator.connection.ping()  # it goes on
+                await until(lambda: link.hearing().missing_s is None)
+            return len(coordinator.said)
+
+    assert asyncio.run(heard()) == 1
+
+
+def test_a_coordinator_that_has_nothing_to_say_is_not_doubted(tmp_path):
+    async def heard():
+        async with linked(tmp_path, heartbeat_s=0.02) as (coordinator, link):
+            await coordinator.hears(0, m.Hello)
+            heard_s = link._heard_s
+            missed = []
+            # Until the answers to two pings.
+            await until(lambda: missed.append(link.hearing().missing_s) or link._heard_s > heard_s + 0.5)
+            assert not any(missed)
+            return len(coordinator.said)
+
+    assert asyncio.run(heard()) == 1

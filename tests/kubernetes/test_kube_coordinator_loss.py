@@ -15,7 +15,14 @@ from test_kube_reconcile import BEGUN, condition, observed, pod
 from holdfast.agent.ready import show_ready
 from holdfast.engines.kubernetes import render
 from holdfast.engines.kubernetes.actions import AskStop, DeletePod, MakeCoordinator, Number
-from holdfast.engines.kubernetes.coordinator_loss import START_S, UNHEARD_S, VOTERS, voters, why_lost
+from holdfast.engines.kubernetes.coordinator_loss import (
+    LAST_WORD_S,
+    START_S,
+    UNHEARD_S,
+    VOTERS,
+    voters,
+    why_lost,
+)
 from holdfast.engines.kubernetes.node_link import ask_nodes
 from holdfast.engines.kubernetes.observed import MachineSeen, Observed, PodSeen
 from holdfast.engines.kubernetes.reconcile import reconcile
@@ -127,11 +134,16 @@ def test_one_that_nobody_has_ever_reached() -> None:
     assert why_lost(silent(pods=alone, silent_s=UNHEARD_S)) == "nobody has reached it"
     # One node has joined, so somebody reaches it.
     assert why_lost(silent(pods=(pod("c1"), pod("n0"), *starting[1:]))) is None
-    # No node runs yet: nobody has tried.
-    waiting = tuple(pod(name, ready=False, phase="Pending") for name in ("n0", "n1", "n2"))
-    assert why_lost(silent(pods=(pod("c1"), *waiting))) is None
-    held = tuple(pod(name, ready=False, waits="CrashLoopBackOff") for name in ("n0", "n1", "n2"))
-    assert why_lost(silent(pods=(pod("c1"), *held))) is None
+
+
+@pytest.mark.parametrize(
+    "fields", [{"phase": "Pending"}, {"waits": "CrashLoopBackOff"}, {"phase": "Succeeded"}, None]
+)
+def test_one_that_no_node_has_tried_to_reach(fields: dict[str, Any] | None) -> None:
+    """The job may be over, and its last word on its way."""
+    nodes = () if fields is None else tuple(pod(name, ready=False, **fields) for name in ("n0", "n1"))
+    assert why_lost(silent(pods=(pod("c1"), *nodes), silent_s=LAST_WORD_S - 1)) is None
+    assert why_lost(silent(pods=(pod("c1"), *nodes), silent_s=LAST_WORD_S)) == "nobody has reached it"
 
 
 def test_who_is_asked() -> None:

@@ -10,6 +10,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import aiohttp
 import msgspec
@@ -22,7 +23,7 @@ from holdfast.protocol.endpoint import Endpoint
 from holdfast.protocol.frames import Codec, encode
 from holdfast.protocol.health import Finding, Remedy, Severity
 from holdfast.protocol.hearing import Hearing
-from holdfast.protocol.http_client import Unproven, proving
+from holdfast.protocol.http_client import Unproven, proving, request
 from holdfast.protocol.lookup import Lookup
 
 
@@ -46,6 +47,11 @@ _codec: Codec[m.ToAgent] = Codec(m.ToAgent)
 RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.5)
 ANSWER_S = 10.0
 """How long a coordinator may take to answer. The launcher's socket accepts connections while there is none."""
+QUIET_BEATS = 20
+"""So many heartbeats without a word of the coordinator, and it is asked for one: five times the time to detect a lost node, after
+which a coordinator that hangs is ended by who keeps it running."""
+ANSWER_BEATS = 4
+"""So many more without an answer, and this node looks for another one."""
 
 
 class CoordinatorLink:
@@ -80,6 +86,8 @@ class CoordinatorLink:
         self._idle = asyncio.Event()
         self._silent = False
         self._lost_s: float | None = time.monotonic()
+        self._heard_s = 0.0
+        """When the coordinator last said anything."""
         self._unproven: Endpoint | None = None
         self._refused: Endpoint | None = None
         self._reported = False
@@ -139,7 +147,7 @@ class CoordinatorLink:
                 link = await session.ws_connect(
                     f"{where.url}/agent",
                     max_msg_size=16 << 20,
-                    autoping=True,
+                    autoping=False,  # an answer to a ping is news here
                     timeout=aiohttp.ClientWSTimeout(ws_close=0.1),  # type: ignore[call-arg, unused-ignore]
                 )
             except Unproven as error:
@@ -187,6 +195,7 @@ class CoordinatorLink:
             except (OSError, aiohttp.ClientError):
                 return False
             self.connected, self.left_to_another, self._lost_s = True, False, None
+            self._heard_s = time.monotonic()
             self.joined.set()
             _log.info("connected to the coordinator", extra={"waiting": len(self._outbox)})
             # Only now: what is sent again must come after the hello, or the coordinator would not know whose
@@ -194,15 +203,17 @@ class CoordinatorLink:
             self._outbox.repeat()
             try:
                 async with asyncio.TaskGroup() as group:
-                    # A task group, so that an error in any of the three ends the other two. An agent whose
-                    # sender died alone would still look alive.
-                    sender = group.create_task(self._sending(link))
-                    pulse = group.create_task(self._beating())
+                    # A task group, so that an error in any of them ends the others. An agent whose sender died
+                    # alone would still look alive.
+                    beside = (self._sending(link), self._beating(), self._doubting(link))
+                    tasks = [group.create_task(one) for one in beside]
                     await self._receiving(link)
-                    sender.cancel()
-                    pulse.cancel()
+                    for task in tasks:
+                        task.cancel()
             finally:
-                self.connected, self._lost_s = False, time.monotonic()
+                self.connected = False
+                # One that had fallen silent was lost when it did.
+                self._lost_s = self._lost_s or time.monotonic()
                 self.left_to_another = link.close_code == aiohttp.WSCloseCode.SERVICE_RESTART
         return True
 
@@ -210,6 +221,10 @@ class CoordinatorLink:
         async for frame in link:
             if self._silent:
                 await asyncio.Event().wait()
+            self._heard_s = time.monotonic()
+            if frame.type is aiohttp.WSMsgType.PING:
+                with suppress(ConnectionResetError):
+                    await link.pong(frame.data)
             # A message that this version does not know is logged and skipped. To close the connection for it
             # would end all that the coordinator still can do with this node.
             if frame.type is aiohttp.WSMsgType.BINARY:
@@ -241,6 +256,43 @@ class CoordinatorLink:
         )
         self.send(m.FindingsReported((finding,)))
         return why
+
+    async def _doubting(self, link: aiohttp.ClientWebSocketResponse) -> None:
+        """Leaves a coordinator that says nothing for one of a later term.
+
+        The kernel of a machine whose processes stand still answers for them, so the connection stays. To close it for silence alone
+        would be wrong: to a coordinator that is only slow its end would be that of this node.
+        """
+        while True:
+            await asyncio.sleep(QUIET_BEATS * self._heartbeat_s)
+            asked_s = time.monotonic()
+            if asked_s - self._heard_s < QUIET_BEATS * self._heartbeat_s:
+                continue
+            with suppress(ConnectionResetError):
+                await link.ping()
+            await asyncio.sleep(ANSWER_BEATS * self._heartbeat_s)
+            while self._heard_s < asked_s:
+                self._lost_s = self._heard_s
+                where = await self._lookup.find()
+                if where is not None and where.term > self.term and await self._is_proven(where):
+                    _log.warning(
+                        "the coordinator of term %d says nothing, and there is one of term %d",
+                        self.term,
+                        where.term,
+                        extra={"url": where.url},
+                    )
+                    await link.close()
+                    return
+                await asyncio.sleep(RETRY_S[-1])
+            self._lost_s = None
+
+    async def _is_proven(self, where: Endpoint) -> bool:
+        """Whether the job's coordinator is there. Where it was looked up, anybody may have answered."""
+        try:
+            await request(self._token, where, "GET", "/description", limit_s=ANSWER_S)
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return False
+        return True
 
     async def _beating(self) -> None:
         """Sends heartbeats, unless other messages wait: those prove as well that the agent lives."""

@@ -23,11 +23,16 @@ class Unproven(aiohttp.ClientError):
 
 def proving(token: str, where: Endpoint) -> ClientMiddlewareType:
     """For a session all of whose requests go to this coordinator process, WebSockets included."""
-    return proving_to(token, where.name, f"the job's coordinator at {where.host}:{where.port}")
+    return proving_to(token, where.name, f"{where.host}:{where.port}", "the job's coordinator")
 
 
-def proving_to(token: str, server: str, who: str) -> ClientMiddlewareType:
-    """For a session all of whose requests go to one server of the job. server: its name, see `protocol.proof`. who: for people."""
+def proving_to(token: str, server: str, address: str, who: str) -> ClientMiddlewareType:
+    """For a session all of whose requests go to one server of the job.
+
+    Args:
+        server: its name, see `protocol.proof`.
+        address: for people, as `who` it is.
+    """
 
     async def prove(request: ClientRequest, send: ClientHandlerType) -> ClientResponse:
         question = Question(token, server, request.method, request.url.raw_path_qs)
@@ -39,7 +44,7 @@ def proving_to(token: str, server: str, who: str) -> ClientMiddlewareType:
         # otherwise tell a launcher that its job is over.
         if not question.proves(response.headers.get(ANSWER_HEADER, "")):
             response.close()
-            raise Unproven(f"who listens has not proven to be {who}")
+            raise Unproven(f"who listens at {address} has not proven to be {who}")
         return response
 
     return prove

@@ -360,9 +360,10 @@ class Cluster:
             self.unreachable.add(pod.uid)
 
     def mend_coordinator(self) -> None:
-        """Where all nodes have left in order: they say nothing about it any more, and its last word is waited for."""
+        """Where no node misses it: none runs, and all that did have ended in order. Its last word is waited for longer than for the
+        end of a schedule."""
         nodes = [pod for pod in self.server.mine() if not pod.coordinator]
-        if all(pod.phase == "Succeeded" for pod in nodes):
+        if all(pod.phase in ("Succeeded", "Pending") for pod in nodes):
             self.unreachable.clear()
 
     def is_cut(self) -> bool:

@@ -226,7 +226,6 @@ class Schedule:
         for machine in self.cluster.machines.values():
             machine.cordoned = machine.bad = False
         self.cluster.power_returns()
-        self.cluster.mend_coordinator()
         self.operator.cut()
         for name in list(self.server.workloads):
             self.server.change_workload(name, active=True)
@@ -322,6 +321,7 @@ class Schedule:
         quiet = 0
         for _ in range(QUIET_TICKS):
             before = len(self.server.log)
+            self.cluster.mend_coordinator()
             self.cluster.tick()
             self.operator.look()
             done = self.operator.work()

@@ -17,6 +17,8 @@ START_S = 30.0
 """The same for a coordinator that may only have begun to start, in its place or in a new pod."""
 UNHEARD_S = 60.0
 """So long nobody at all may reach a coordinator. Nodes may be busy for a while with the checks before they join."""
+LAST_WORD_S = 300.0
+"""The same where no node runs: the job may be over, and the coordinator about to say so."""
 
 
 def why_lost(seen: Observed) -> str | None:
@@ -64,14 +66,11 @@ def _is_voted_out(seen: Observed, coordinator: PodSeen) -> bool:
 
 
 def _is_unheard(seen: Observed, coordinator: PodSeen) -> bool:
-    """Nodes wait for it in vain, as this operator does, and none has joined."""
-    # So it serves nobody, and there is nothing that its end could cost.
+    """This operator asks it in vain, and no node has joined. So it serves nobody, and its end costs nothing."""
     nodes = [pod for pod in seen.pods if not pod.coordinator and pod.run == coordinator.run]
-    # Nodes that ended in order may have done so at its word: then its own last word is on its way.
-    waiting = [
-        pod for pod in nodes if pod.phase == "Failed" or (pod.phase == "Running" and pod.waits is None)
-    ]
-    return bool(waiting) and not any(pod.ready for pod in nodes) and seen.silent_s >= UNHEARD_S
+    tries = any(pod.phase == "Failed" or (pod.phase == "Running" and pod.waits is None) for pod in nodes)
+    limit_s = UNHEARD_S if tries else LAST_WORD_S
+    return not any(pod.ready for pod in nodes) and seen.silent_s >= limit_s
 
 
 def _has_lost(one: Hearing | None, seen: Observed, coordinator: PodSeen, patience_s: float) -> bool:

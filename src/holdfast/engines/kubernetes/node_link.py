@@ -31,7 +31,7 @@ async def ask_nodes(
 async def _ask(pod: PodSeen, token: str, port: int) -> Hearing | None:
     host = pod.address or ""
     where = f"{f'[{host}]' if ':' in host else host}:{port}"
-    prove = proving_to(token, agent_name(pod.name), f"the agent of {pod.name} at {where}")
+    prove = proving_to(token, agent_name(pod.name), where, f"the agent of {pod.name}")
     limit = aiohttp.ClientTimeout(total=ANSWER_S)
     try:
         async with (

@@ -583,7 +583,9 @@ def _deleted(seen: Observed) -> Plan:
         # Agents that are asked to leave wait for a coordinator that lets them, as long as their grace is. Somebody who wants nothing
         # saved does not wait for that.
         at_once = LOST_GRACE_S if seen.skip_save and not over else None
-        actions = [_delete(pod, DELETED, at_once) for pod in seen.pods if not pod.deleting]
+        # That there is nothing to save is what the pods show, as everything is that an operator sees late: by now they may train.
+        as_seen = not (over or seen.skip_save or left_s <= 0 or _farewell(seen) is not None)
+        actions = [_delete(pod, DELETED, at_once, as_seen) for pod in seen.pods if not pod.deleting]
         # How it ended stays to be read: the finalizer may take more than one try, and somebody may wait for the condition.
         status = seen.status if over else status_of(seen, job, stopping=DELETED)
         # Pods that are being deleted are the kubelet's: an object that waited for a lost machine would never go.
@@ -598,7 +600,8 @@ def _suspended(seen: Observed, job: HoldfastJob) -> Plan:
         # No deadline: a job that is suspended and not deleted has time to save.
         return Plan(_stop(seen, job, SUSPENDED), status_of(seen, job, stopping=SUSPENDED))
     if seen.pods:
-        actions = tuple(_delete(pod, SUSPENDED) for pod in seen.pods if not pod.deleting)
+        as_seen = _farewell(seen) is None and not seen.skip_save
+        actions = tuple(_delete(pod, SUSPENDED, as_seen=as_seen) for pod in seen.pods if not pod.deleting)
         return Plan(actions, status_of(seen, job, stopping=SUSPENDED))
     # What the next run is started with is read anew, and its quota asked for anew.
     left: list[Action] = [*_left(seen)]
