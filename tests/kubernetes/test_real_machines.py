@@ -80,6 +80,34 @@ def test_a_machine_that_freezes_and_thaws(
     play(scene)
 
 
+def test_a_coordinator_whose_machine_freezes(
+    play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed
+):
+    """The kernel there keeps its connections. The nodes go over to its successor, which goes on from their copy of the ledger."""
+
+    async def scene(api: Api) -> None:
+        async with pair(api, home, "stiff") as (job, status):
+            first = await job.coordinator()
+            machine = await job.machine(first)
+            cluster("freeze", machine)
+            try:
+
+                async def succeeded() -> bool:
+                    return await job.coordinator() != first
+
+                await until(succeeded, "a coordinator of the next term")
+                status = await job.training(2, beyond=status["step"] + 5)
+            finally:
+                cluster("thaw", machine)
+            await until(lambda: gone(api, f"{FOLDER}/pods/{first}"), "the first coordinator is gone")
+            await job.training(2, beyond=status["step"] + 5)
+            assert (await job.object())["status"]["run"] == 1
+            # The coordinator's, and a node's that stood on the same machine.
+            await job.stops_as(undisturbed, incidents=(1, 2))
+
+    play(scene)
+
+
 def test_a_machine_that_comes_back_after_its_power_loss_is_used_again(
     play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed
 ):
