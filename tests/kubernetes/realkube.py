@@ -95,7 +95,13 @@ async def operators(api: Api) -> list[dict[str, Any]]:
 @asynccontextmanager
 async def no_operator(api: Api) -> AsyncIterator[None]:
     """Nobody operates meanwhile."""
-    before = (await api.get(OPERATOR))["spec"]["replicas"]
+    try:
+        before = (await api.get(OPERATOR))["spec"]["replicas"]
+    except ApiError as error:
+        if error.status != 404:
+            raise
+        yield  # none was installed
+        return
 
     async def nobody() -> bool:
         return not await operators(api)
@@ -302,7 +308,7 @@ class Job:
         """Its pod. Between two terms there may be none for a moment."""
 
         async def there() -> str:
-            return str((await self.object())["status"].get("coordinator", {}).get("pod", ""))
+            return str((await self.object()).get("status", {}).get("coordinator", {}).get("pod", ""))
 
         return str(await until(there, f"{self.name} has a coordinator"))
 

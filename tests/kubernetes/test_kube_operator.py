@@ -17,12 +17,15 @@ from operating import JOB, PODS, operated
 from rights import is_permitted, objects
 from test_kube_reading import pod as raw_pod
 
-from holdfast.engines.kubernetes.actions import DeletePod, FindPod
+from holdfast.engines.kubernetes import job_task
+from holdfast.engines.kubernetes.actions import DeletePod, FindPod, Plan
 from holdfast.engines.kubernetes.desk import Desk
 from holdfast.engines.kubernetes.job_objects import JobObjects
 from holdfast.engines.kubernetes.job_pods import JobPods
 from holdfast.engines.kubernetes.job_task import written
 from holdfast.engines.kubernetes.link import CoordinatorLink, RefusedByCoordinator, Silent
+from holdfast.engines.kubernetes.observed import Observed
+from holdfast.engines.kubernetes.reconcile import reconcile
 from holdfast.engines.kubernetes.status import CoordinatorSeen, JobStatus, SavedState
 from holdfast.protocol.availability import OrderDone
 from holdfast.protocol.engine_orders import ReleaseNode
@@ -219,6 +222,44 @@ def test_a_job_of_the_same_name_takes_nothing_of_the_one_before() -> None:
         assert {name for name, uid in owners.items() if uid == "u-2"} == {"llm-c2", "llm-n3"}
 
     operated(scene)
+
+
+class Labelled(LiveApi):
+    """Somebody labels the job's object, so many times, whenever a status is on its way."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        if request.path == f"{JOB}/status" and "status" in self.objects[JOB] and self.times:
+            self.times -= 1
+            there = self.objects[JOB]
+            there["metadata"].setdefault("labels", {})["storm"] = str(self.times)
+            await self.put(JOB, there)
+        return await super().answer(request)
+
+
+def test_a_status_is_written_again_while_others_label_the_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, with what was decided: a whole look would take longer than until the next label."""
+    fake, decided = Labelled(2), list[int]()
+
+    def noted(seen: Observed) -> Plan:
+        decided.append(len(fake.asked))
+        return reconcile(seen)
+
+    monkeypatch.setattr(job_task, "reconcile", noted)
+
+    async def scene(_: LiveApi, restart: Any) -> None:
+        await fake.until(lambda: fake.objects[JOB].get("status", {}).get("state") == "Starting")
+        write = "PATCH /status"
+        asked = [f"{method} {path.removeprefix(JOB)}" for method, path, _, _ in fake.asked]
+        _, first, second, third, *_ = (at for at, one in enumerate(asked) if one == write)
+        assert not [at for at in decided if first < at <= third]
+        assert "GET " in asked[first:second]
+        assert "GET " in asked[second:third]
+
+    operated(scene, fake)
 
 
 class LateWatch(LiveApi):
