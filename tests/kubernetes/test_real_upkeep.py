@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -12,6 +13,8 @@ import pytest
 import yaml
 from realkube import (
     FOLDER,
+    LOOK_S,
+    MACHINES,
     NAMESPACE,
     OPERATOR,
     PACE_S,
@@ -190,6 +193,39 @@ def _stranger(like: dict[str, Any], name: str) -> dict[str, Any]:
     }
 
 
+# A coordinator, and its container's program, which would put another one in its place; and not this shell.
+STOP = "pids=$(pgrep -f '[h]oldfast[.a-z]*coordinator') && kill -STOP $pids || true"
+
+
+async def silence() -> None:
+    """Has each coordinator stand still, on whatever machine, until it is cancelled."""
+    while True:
+        for machine in MACHINES:
+            await asyncio.to_thread(cluster, "exec", machine, "sh", "-c", STOP)
+        await asyncio.sleep(LOOK_S)
+
+
+def test_a_coordinator_that_stands_still_has_a_successor(
+    play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed
+):
+    """Its kernel keeps the connections, and its machine is ready. Its nodes miss it."""
+
+    async def scene(api: Api) -> None:
+        async with pair(api, home, "still") as (job, status):
+            first = await job.coordinator()
+            cluster("exec", await job.machine(first), "sh", "-c", STOP)
+
+            async def succeeded() -> bool:
+                return await job.coordinator() != first
+
+            await until(succeeded, "a coordinator of the next term")
+            status = await job.training(2, beyond=status["step"] + 5)
+            await until(lambda: gone(api, f"{FOLDER}/pods/{first}"), "the one that stands still is gone")
+            await job.stops_as(undisturbed, incidents=(1,))
+
+    play(scene)
+
+
 def test_a_coordinator_that_never_answers_does_not_hold_a_deletion_for_ever(
     play: Callable[[Scene], None], home: Path
 ):
@@ -198,7 +234,6 @@ def test_a_coordinator_that_never_answers_does_not_hold_a_deletion_for_ever(
     async def scene(api: Api) -> None:
         async with Job(api, home, "mute", "--nnodes", 2, steps=STEPS, pace_s=PACE_S) as job:
             await job.training(2, beyond=5)
-            machine = await job.machine(await job.coordinator())
             path = job_path(NAMESPACE, "mute")
 
             async def is_known_to_train() -> bool:
@@ -207,11 +242,13 @@ def test_a_coordinator_that_never_answers_does_not_hold_a_deletion_for_ever(
             # A job of which nobody has heard that it trains has nothing to save, and goes at once.
             await until(is_known_to_train, "its status has a step")
             made = await job.object()
-            # Its container's program as well, which would put another one in its place; and not this shell.
-            stand = "kill -STOP $(pgrep -f '[h]oldfast[.a-z]*coordinator')"
-            cluster("exec", machine, "sh", "-c", stand)
-            await api.delete(path, made["metadata"]["uid"])
-            await until(lambda: gone(api, path), "the object is gone", 2 * PATIENCE_S)
+            # Its successors as well, which would save the state.
+            silencing = asyncio.create_task(silence())
+            try:
+                await api.delete(path, made["metadata"]["uid"])
+                await until(lambda: gone(api, path), "the object is gone", 2 * PATIENCE_S)
+            finally:
+                silencing.cancel()
             events = (await api.list_all(f"{FOLDER}/events", {}))[0]
             warned = [one for one in events if one["reason"] == "NotSaved"]
             assert [one["involvedObject"]["name"] for one in warned] == ["mute"]

@@ -180,7 +180,8 @@ class Schedule:
                 self.cluster.evict(name)
             elif what in ("activated", "deactivated"):
                 server.change_workload(name, active=what == "activated")
-            elif dice.random() < 0.3:
+            # Not where Kueue chooses machines: see "What is not there" in docs/kubernetes.md.
+            elif dice.random() < 0.3 and self.cluster.choices is None:
                 server.delete_workload(name)
 
     def user(self, what: str) -> None:
@@ -276,6 +277,8 @@ class Schedule:
             and pod.name in known.training()
             and self.cluster.runs(pod)
             and not pod.deleting
+            # One that has joined in this moment has nothing that anybody would miss, and no operator can know of it.
+            and pod.ready
         )
         # Kueue's word, or a person's who has deleted the Workload: either was there.
         unlent = queues.TAKEN_BACK in reason and "llm-base" in self.taken_back
