@@ -50,9 +50,12 @@ def proving_to(token: str, server: str, address: str, who: str) -> ClientMiddlew
     return prove
 
 
-def proven_session(token: str, where: Endpoint, limit_s: float) -> aiohttp.ClientSession:
-    """For this coordinator process alone. limit_s: for a whole request, and for the opening of a WebSocket."""
-    limit = aiohttp.ClientTimeout(total=limit_s)
+def proven_session(
+    token: str, where: Endpoint, limit_s: float, connect_s: float | None = None
+) -> aiohttp.ClientSession:
+    """For this coordinator process alone. limit_s: for a whole request, and for the opening of a WebSocket. connect_s: for the
+    connection alone; None: as long."""
+    limit = aiohttp.ClientTimeout(total=limit_s, sock_connect=connect_s)
     return aiohttp.ClientSession(timeout=limit, middlewares=[proving(token, where)])
 
 
@@ -71,9 +74,16 @@ class Answer:
 
 
 async def request(
-    token: str, where: Endpoint, method: str, path: str, body: str | bytes = b"", *, limit_s: float
+    token: str,
+    where: Endpoint,
+    method: str,
+    path: str,
+    body: str | bytes = b"",
+    *,
+    limit_s: float,
+    connect_s: float | None = None,
 ) -> Answer:
-    """One request to a coordinator.
+    """One request to a coordinator. connect_s: for the connection alone, which a machine without power does not refuse.
 
     Raises:
         aiohttp.ClientConnectorError: nobody listens there; nothing was sent.
@@ -81,7 +91,7 @@ async def request(
         aiohttp.ClientError, OSError, TimeoutError: it may have been carried out, or not.
     """
     async with (
-        proven_session(token, where, limit_s) as session,
+        proven_session(token, where, limit_s, connect_s) as session,
         session.request(method, f"{where.url}{path}", data=body or None) as response,
     ):
         return Answer(response.status, response.headers, await response.read())

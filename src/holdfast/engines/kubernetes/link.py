@@ -97,7 +97,7 @@ class CoordinatorLink:
             with suppress(Silent, aiohttp.ClientError, OSError, TimeoutError):
                 where = await self._find()
                 async with (
-                    proven_session(self._token, where, ANSWER_S) as session,
+                    proven_session(self._token, where, ANSWER_S, self._detection_s) as session,
                     session.ws_connect(f"{where.url}/presence?orders") as socket,
                 ):
                     give_up_when_gone(socket, self._detection_s)
@@ -140,7 +140,9 @@ class CoordinatorLink:
     async def _request(self, method: str, path: str, body: bytes = b"") -> bytes:
         where = await self._find()
         try:
-            answer = await request(self._token, where, method, path, body, limit_s=ANSWER_S)
+            answer = await request(
+                self._token, where, method, path, body, limit_s=ANSWER_S, connect_s=self._detection_s
+            )
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             self._where = None
             raise Silent(f"{method} {path}: {error or type(error).__name__}") from error
