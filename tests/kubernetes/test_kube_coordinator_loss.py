@@ -124,6 +124,10 @@ def test_what_does_not_run_is_the_kubelets(fields: dict[str, Any]) -> None:
 def test_a_machine_that_kubernetes_does_not_reach_either() -> None:
     machines = {"m-c1": MachineSeen(name="m-c1", ready=False)}
     assert why_lost(silent(machines=machines)) == "its machine does not answer"
+    # It was bound there when the machine had no power already.
+    never = (pod("c1", phase="Pending", ready=False), pod("n0"), pod("n1"), pod("n2"))
+    assert why_lost(silent(machines=machines, pods=never)) == "its machine does not answer"
+    assert why_lost(silent(pods=never)) is None
     assert why_lost(observed(machines=machines)) is None
 
 

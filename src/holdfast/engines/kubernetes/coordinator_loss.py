@@ -24,12 +24,13 @@ LAST_WORD_S = 300.0
 def why_lost(seen: Observed) -> str | None:
     """For people. None: it is not lost, or nothing is known."""
     pod = newest_of(seen.pods, seen.status.term)
-    if seen.said is not None or pod is None or pod.phase != "Running":
+    if seen.said is not None or pod is None or pod.ended:
         return None
+    # Also where it never started: until Kubernetes calls a machine not ready, its scheduler binds pods to it.
     machine = seen.machines.get(pod.machine or "")
     if machine is not None and not machine.ready:
         return "its machine does not answer"
-    if not pod.stays or pod.waits is not None:
+    if pod.phase != "Running" or not pod.stays or pod.waits is not None:
         # What does not run is the kubelet's to start. What keeps it from that would do so elsewhere, too.
         return None
     if _is_voted_out(seen, pod):
