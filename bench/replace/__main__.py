@@ -109,8 +109,8 @@ def main() -> int:
                 table.add_row(system, *cells(measured.replaced))
                 started, made, succeeded = measured.started_s, measured.made_s, measured.succeeded_s
                 beside, exact = measured.beside, measured.exact
-                if measured.peer_failed is not None:
-                    done = bool(console.print(measured.peer_failed, style="red", markup=False))
+                for why in measured.failed:
+                    done = bool(console.print(why, style="red", markup=False))
             except Failed as error:
                 done = bool(console.print(str(error), style="red"))
             kinds = []

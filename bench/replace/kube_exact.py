@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.progress import Progress
+from bench.replace.figures import Failed
 
 
 @dataclass
@@ -27,12 +28,27 @@ class Exact:
     """Of each planned change, or each fault."""
 
 
-async def measure(api: Any, home: Path, outage_s: float, progress: Progress) -> list[Exact]:
-    """outage_s: how long the API server is down."""
+async def measure(api: Any, home: Path, outage_s: float, progress: Progress, found: list[Exact]) -> None:
+    """outage_s: how long the API server is down. found: is added to.
+
+    Raises:
+        Failed: a job did not train on.
+    """
+    import realkube
+
+    try:
+        await _measure(api, home, outage_s, progress, found)
+    except AssertionError as error:  # as in tests, which wait by the same means
+        raise Failed(str(error)) from None
+    finally:
+        await realkube.mend(api)
+
+
+async def _measure(api: Any, home: Path, outage_s: float, progress: Progress, found: list[Exact]) -> None:
     import realkube
     import realtrials
 
-    undisturbed, found = realkube.Undisturbed(home), list[Exact]()
+    undisturbed = realkube.Undisturbed(home)
     progress("Holdfast on Kubernetes: every machine drained, one by one")
     options = {"steps": realkube.STEPS, "pace_s": realkube.PACE_S}
     async with realkube.Job(api, home, "drained", "--nnodes", 2, **options) as job:
@@ -46,15 +62,13 @@ async def measure(api: Any, home: Path, outage_s: float, progress: Progress) -> 
         await realtrials.lose_node_without_api_server(api, job, status, outage_s)
         what = f"a power loss while the API server is down for {outage_s:.0f} s"
         found.append(await _ended(job, undisturbed, what, "incidents"))
-    await realkube.mend(api)
-    return found
 
 
 async def _ended(job: Any, undisturbed: Any, what: str, kind: str) -> Exact:
     """Stops the job, and compares. kind: what of its report has the stalls."""
     await job.stop()
     if code := await job.wait():
-        raise AssertionError(f"the job {job.name} ended with exit code {code}: {job.log.read_text()[-2000:]}")
+        raise Failed(f"the job {job.name} ended with exit code {code}: {job.log.read_text()[-2000:]}")
     report, mine = json.loads((job.dir / "report.json").read_text()), job.losses()
     return Exact(
         what,

@@ -57,8 +57,8 @@ class Measured:
     succeeded_s: list[float] = field(default_factory=list)
     beside: list[Beside] = field(default_factory=list)
     exact: list[kube_exact.Exact] = field(default_factory=list)
-    peer_failed: str | None = None
-    """Why not all of the other system was measured."""
+    failed: list[str] = field(default_factory=list)
+    """Why not all was measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,12 +125,15 @@ async def _measure(home: Path, asked: Asked, progress: Progress) -> Measured:
             finally:
                 await realkube.mend(api)
         if asked.outage_s:
-            found.exact = await kube_exact.measure(api, home, asked.outage_s, progress)
+            try:
+                await kube_exact.measure(api, home, asked.outage_s, progress, found.exact)
+            except Failed as error:  # what was measured before is not lost to it
+                found.failed.append(str(error))
         if peer is not None:
             try:
                 await kubeflow.measure(api, peer, asked.peer_faults, progress, found.beside)
-            except Failed as error:  # what was measured before is not lost to it
-                found.peer_failed = str(error)
+            except Failed as error:
+                found.failed.append(str(error))
     return found
 
 
@@ -229,8 +232,6 @@ async def _replace(api: Any, home: Path, name: str) -> tuple[Replaced, float]:
         if worker["rank"] is not None and machine != seat:
             break
     at, seen = time.time(), dict[str, float]()
-    making = asyncio.create_task(_made(api, f"{pods}/{name}-n{made['status']['nextNumber']}"))
-    await asyncio.to_thread(realkube.cluster, "kill", machine)
 
     def closed(said: Any) -> bool | None:
         if said.kind == "event":
@@ -239,8 +240,13 @@ async def _replace(api: Any, home: Path, name: str) -> tuple[Replaced, float]:
                 seen.setdefault(said.value["kind"], when)
         return True if "incident-closed" in seen else None
 
-    await _heard(home, name, closed)
-    made_at = await making
+    making = asyncio.create_task(_made(api, f"{pods}/{name}-n{made['status']['nextNumber']}"))
+    try:
+        await asyncio.to_thread(realkube.cluster, "kill", machine)
+        await _heard(home, name, closed)
+        made_at = await making
+    finally:
+        making.cancel()
     await asyncio.to_thread(realkube.cluster, "boot", machine)
     verdict, resumed, whole = seen["node-lost"], seen["incident-resumed"], seen["incident-closed"]
     return Replaced(verdict - at, whole - verdict, resumed - at), made_at - verdict

@@ -55,17 +55,23 @@ class Coordinator:
         self.news = asyncio.Condition()
         self.connection = None
         self.answers = answers
+        self.pings = self.pongs = 0
 
     async def serve(self, request):
-        socket = self.connection = web.WebSocketResponse(autoping=self.answers)
+        socket = self.connection = web.WebSocketResponse(autoping=False)
         await socket.prepare(request)
         heard = []
         self.said.append(heard)
         async for frame in socket:
-            if frame.type in (WSMsgType.PING, WSMsgType.PONG):
-                continue
-            assert frame.type is WSMsgType.BINARY
-            heard.append(CODEC.decode(frame.data))
+            if frame.type is WSMsgType.PING:
+                self.pings += 1
+                if self.answers:
+                    await socket.pong(frame.data)
+            elif frame.type is WSMsgType.PONG:
+                self.pongs += 1
+            else:
+                assert frame.type is WSMsgType.BINARY
+                heard.append(CODEC.decode(frame.data))
             async with self.news:
                 self.news.notify_all()
         return socket
@@ -81,6 +87,10 @@ class Coordinator:
         async with self.news:
             await asyncio.wait_for(self.news.wait_for(there), 30)
         return [x for x in self.said[connection] if not isinstance(x, UNASKED)]
+
+    async def until(self, is_it):
+        async with self.news:
+            await asyncio.wait_for(self.news.wait_for(is_it), 30)
 
 
 NOTHING = lambda *_: None  # noqa: E731
@@ -109,9 +119,7 @@ async def serving(job_dir, term=0, answers=True, token="token"):
 
 @asynccontextmanager
 async def linked(job_dir, take=NOTHING, heartbeat_s=0.5, answers=True):
-    link = CoordinatorLink(
-        FolderLookup(job_dir), "token", lambda: HELLO, take, 60.0, NOTHING, heartbeat_s, NOTHING
-    )
+    link = CoordinatorLink(Looked(job_dir), "token", lambda: HELLO, take, 60.0, NOTHING, heartbeat_s, NOTHING)
     async with serving(job_dir, answers=answers) as coordinator:
         running = asyncio.create_task(link.run())
         try:
@@ -236,10 +244,22 @@ def test_a_coordinator_of_an_earlier_term_is_not_spoken_with(tmp_path):
     assert asyncio.run(heard()) == []
 
 
-async def until(true):
-    async with asyncio.timeout(30):
-        while not true():
-            await asyncio.to_thread(lambda: None)
+class Looked(FolderLookup):
+    """Says when somebody looks."""
+
+    def __init__(self, job_dir):
+        super().__init__(job_dir)
+        self.times, self.again = 0, asyncio.Event()
+
+    async def find(self):
+        self.times += 1
+        self.again.set()
+        return await super().find()
+
+    async def looks(self):
+        """Waits until the next time. A link that is connected looks where it has missed its coordinator."""
+        self.again.clear()
+        await asyncio.wait_for(self.again.wait(), 30)
 
 
 def test_a_coordinator_that_stands_still_is_left_for_one_of_a_later_term(tmp_path):
@@ -247,7 +267,8 @@ def test_a_coordinator_that_stands_still_is_left_for_one_of_a_later_term(tmp_pat
         async with linked(tmp_path, heartbeat_s=0.02, answers=False) as (coordinator, link):
             await coordinator.hears(0, m.Hello)
             assert link.hearing() == Hearing(term=0, missing_s=None)
-            await until(lambda: link.hearing().missing_s is not None)
+            await link._lookup.looks()
+            assert link.hearing().missing_s > 0
             assert link.connected
             async with serving(tmp_path, term=1) as later:
                 await later.hears(0, m.Hello)
@@ -278,7 +299,8 @@ def test_a_coordinator_that_stands_still_is_not_left_for_a_stranger(tmp_path):
                 assert link.hearing().missing_s > 0
                 assert stranger.said == []
                 await coordinator.connection.ping()  # it goes on
-                await until(lambda: link.hearing().missing_s is None)
+                await coordinator.until(lambda: coordinator.pongs)
+                assert link.hearing().missing_s is None
             return len(coordinator.said)
 
     assert asyncio.run(heard()) == 1
@@ -288,11 +310,10 @@ def test_a_coordinator_that_has_nothing_to_say_is_not_doubted(tmp_path):
     async def heard():
         async with linked(tmp_path, heartbeat_s=0.02) as (coordinator, link):
             await coordinator.hears(0, m.Hello)
-            heard_s = link._heard_s
-            missed = []
-            # Until the answers to two pings.
-            await until(lambda: missed.append(link.hearing().missing_s) or link._heard_s > heard_s + 0.5)
-            assert not any(missed)
+            looked = link._lookup.times
+            await coordinator.until(lambda: coordinator.pings == 3)
+            assert link.hearing().missing_s is None
+            assert link._lookup.times == looked
             return len(coordinator.said)
 
     assert asyncio.run(heard()) == 1

@@ -312,6 +312,22 @@ class Job:
 
         return str(await until(there, f"{self.name} has a coordinator"))
 
+    async def succeeds(self, coordinator: str, within_s: float = PATIENCE_S) -> None:
+        """Waits for another one in the place of this pod."""
+
+        async def another() -> bool:
+            return await self.coordinator() != coordinator
+
+        await until(another, f"{self.name} has a coordinator of the next term", within_s)
+
+    async def gives_up(self, node: str) -> None:
+        """Waits until the operator does so."""
+
+        async def given_up() -> bool:
+            return "deletionTimestamp" in (await self.pod(node))["metadata"]
+
+        await until(given_up, f"the operator gives {node} up")
+
     async def see(self, wanted: Callable[[Announcement], object], within_s: float = PATIENCE_S) -> Any:
         """Waits for something that the coordinator says, across coordinators, by the API server's proxy."""
         await until(self._is_known, "the job is submitted", within_s)

@@ -196,6 +196,20 @@ def test_a_job_that_is_deleted_has_its_state_saved_by_a_successor() -> None:
     assert any(isinstance(action, AskStop) for action in answers.actions)
 
 
+def test_a_job_that_is_deleted_while_its_coordinator_may_have_started_is_waited_for() -> None:
+    """A watch that is behind shows no start, and nodes that run may train already."""
+    word = BEGUN.condition(ConditionType.COORDINATOR_READY)
+    assert word is None, "nobody has said yet that it does not answer"
+    starts = pod("c1", phase="Pending", ready=False)
+    runs, waits = (pod("n0", ready=False), pod("n0", ready=False, phase="Pending", machine=None))
+    deleted = {"deleted_s": 1_000_000.0, "hearings": {}}
+    assert reconcile(silent(pods=(starts, runs), **deleted)).actions == ()
+    gone = reconcile(silent(pods=(starts, waits), **deleted)).actions
+    assert {action.name for action in gone if isinstance(action, DeletePod)} == {"llm-c1", "llm-n0"}
+    # Only as they were seen.
+    assert {action.version for action in gone if isinstance(action, DeletePod)} == {0}
+
+
 # ------------------------------------------------------------ the question
 
 

@@ -321,6 +321,7 @@ def linked(
                 token=token_of(here),
                 lookup=FolderLookup(here),
                 changed=changed,
+                detection_s=2.0,
             )
             async with asyncio.timeout(30):
                 await scene(plane, link)
@@ -384,6 +385,7 @@ def test_a_coordinator_of_another_term_or_token_is_not_believed(tmp_path: Path) 
             "token": "another",
             "lookup": FolderLookup(job_folder(tmp_path)),
             "changed": lambda: None,
+            "detection_s": 2.0,
         }
         with pytest.raises(Silent):
             await CoordinatorLink(**given).ask()

@@ -25,7 +25,7 @@ from holdfast.engines.kubernetes.actions import (
 from holdfast.engines.kubernetes.check import accept
 from holdfast.engines.kubernetes.kueue import Where
 from holdfast.engines.kubernetes.names import LABEL_QUEUE, LABEL_WORKLOAD
-from holdfast.engines.kubernetes.observed import Farewell, MachineSeen, Observed, WorkloadSeen
+from holdfast.engines.kubernetes.observed import Farewell, MachineSeen, Observed, PodSeen, WorkloadSeen
 from holdfast.engines.kubernetes.reconcile import reconcile
 from holdfast.engines.kubernetes.render import agent_pod, coordinator_pod, owner
 from holdfast.engines.kubernetes.resource import HoldfastJob
@@ -327,6 +327,11 @@ def test_machines_that_kueue_has_chosen() -> None:
         {"block": "b1", RACK: "r2"},
         {"block": "b2", RACK: "b2"},
     ]
+    made = assigned([HOST], TWO_HOSTS)
+    made["metadata"]["uid"] = "uid-llm-base"
+    there = kueue.workload_seen(made, "llm", in_rack().id.uid)
+    assert there is not None
+    assert there.machines == {"gpu-1.local", "gpu-2.local"}
     for status in ({}, {"admission": None}, ASSIGNED):
         assert kueue.domains_of({"status": status}, "node") == []
 
@@ -380,6 +385,41 @@ def test_a_node_that_waits_at_a_workload_without_room_is_made_for_another() -> N
     going = {"m-n1": MachineSeen(name="m-n1", going="it is cordoned")}
     cordoned = msgspec.structs.replace(seen, machines=going, workloads={"llm-base": workload()})
     assert not any(isinstance(one, DeletePod) for one in actions(cordoned))
+
+
+def test_a_node_makes_room_for_one_that_kueue_has_sent_to_its_machine() -> None:
+    """Its own Workload has another machine by now: a person has deleted it, and it was asked for anew. Seeds 4890 and 14298 of the
+    schedules: the other one waited for ever."""
+    base = (pod("c1"), pod("n0", workload="llm-base", chosen="m-n0"))
+    stays = pod("n1", workload="llm-plus-1", chosen="m-n1")
+    late = pod(
+        "n2",
+        workload="llm-plus-2",
+        chosen="m-n1",
+        machine=None,
+        phase="Pending",
+        ready=False,
+        unschedulable=True,
+    )
+    books = (workload(nodes=1, machines=frozenset({"m-n0"})), workload(2, machines=frozenset({"m-n1"})))
+    moved = workload(1, machines=frozenset({"m-n7"}))
+    seen = trains(*books, moved, pods=(*base, stays, late), said=said("n0", "n1"))
+    (told,) = (one.news for one in actions(seen) if isinstance(one, Tell))
+    assert told == NodeGoing("llm-n1", "Kueue has given m-n1 to llm-plus-2", 90.0, NoticeCause.PREEMPTION)
+
+    def is_left_alone(*workloads: WorkloadSeen, waiting: PodSeen = late) -> bool:
+        now = trains(*workloads, pods=(*base, stays, waiting), said=said("n0", "n1"))
+        return not any(isinstance(one, Tell) for one in actions(now))
+
+    # Kueue has both there: each would make room for the other again and again.
+    assert is_left_alone(*books, workload(1, machines=frozenset({"m-n1"})))
+    # It does not choose machines, or what it has chosen is not known.
+    assert is_left_alone(*books, workload(1))
+    # The other one has a machine, or nothing has been tried yet.
+    assert is_left_alone(*books, moved, waiting=msgspec.structs.replace(late, machine="m-n7"))
+    assert is_left_alone(*books, moved, waiting=msgspec.structs.replace(late, unschedulable=False))
+    # Both use the same Workload: Kueue chose one machine for two.
+    assert is_left_alone(*books, moved, waiting=msgspec.structs.replace(late, workload="llm-plus-1"))
 
 
 def told(seen: Observed) -> str:

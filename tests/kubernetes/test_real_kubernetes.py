@@ -88,10 +88,7 @@ def test_operators_killed_and_the_coordinators_machine_lost(
             before = await job.coordinator()
             cluster("kill", await job.machine(before))
 
-            async def succeeded() -> bool:
-                return await job.coordinator() != before
-
-            await until(succeeded, "a coordinator of the next term")
+            await job.succeeds(before)
             # More than was made before the power was gone: the machine may have had a node, too.
             await job.training(2, beyond=status["step"] + 20)
             await job.stops_as(undisturbed)

@@ -63,14 +63,11 @@ def test_a_machine_that_freezes_and_thaws(
             lost, machine = await trained_apart(job, status)
             cluster("freeze", machine)
 
-            async def given_up() -> bool:
-                return "deletionTimestamp" in (await job.pod(lost))["metadata"]
-
             try:
                 status = await job.training(2, beyond=status["step"] + 5)
                 assert lost not in [node_of(status, rank) for rank in (0, 1)]
                 # One that thaws before its pod is deleted may join again, as a spare.
-                await until(given_up, f"the operator gives {lost} up")
+                await job.gives_up(lost)
             finally:
                 cluster("thaw", machine)
             await until(lambda: gone(api, f"{FOLDER}/pods/{lost}"), f"the pod of {lost} is gone")
@@ -91,11 +88,7 @@ def test_a_coordinator_whose_machine_freezes(
             machine = await job.machine(first)
             cluster("freeze", machine)
             try:
-
-                async def succeeded() -> bool:
-                    return await job.coordinator() != first
-
-                await until(succeeded, "a coordinator of the next term")
+                await job.succeeds(first)
                 status = await job.training(2, beyond=status["step"] + 5)
             finally:
                 cluster("thaw", machine)

@@ -241,10 +241,7 @@ async def first_life(api: Api, now: Weather, home: Path, undisturbed: Undisturbe
         before = await job.coordinator()
         await delete(api, before)
 
-        async def succeeded() -> bool:
-            return await job.coordinator() != before
-
-        await until(succeeded, "a coordinator of the next term", PATIENCE_S)
+        await job.succeeds(before, PATIENCE_S)
         status = await job.training(2, beyond=status["step"] + 10, spares=1, within_s=PATIENCE_S)
         now.part = "resize"
         await until(changes(api, path, {"spec": {"nodes": 1}}), "a smaller size", PATIENCE_S)

@@ -55,10 +55,7 @@ def test_a_cable_that_is_plugged_in_again(
             status = await job.training(2, beyond=status["step"] + 5)
             assert lost not in [node_of(status, rank) for rank in (0, 1)]
 
-            async def given_up() -> bool:
-                return "deletionTimestamp" in (await job.pod(lost))["metadata"]
-
-            await until(given_up, f"the operator gives {lost} up")
+            await job.gives_up(lost)
             cluster("heal", machine)
             # The kubelet says so, which was there all the time: its processes have ended.
             await until(lambda: gone(api, f"{PODS}/{lost}"), "the pod behind the cut is gone")
@@ -107,10 +104,7 @@ def test_two_coordinators_that_do_not_see_each_other(
             machine = await job.machine(first)
             cluster("cut", machine)
 
-            async def succeeded() -> bool:
-                return await job.coordinator() != first
-
-            await until(succeeded, "a coordinator of the next term")
+            await job.succeeds(first)
             status = await job.training(2, beyond=status["step"] + 5)
             cluster("heal", machine)
             await until(lambda: gone(api, f"{PODS}/{first}"), "the coordinator behind the cut is gone")

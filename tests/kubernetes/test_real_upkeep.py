@@ -215,10 +215,7 @@ def test_a_coordinator_that_stands_still_has_a_successor(
             first = await job.coordinator()
             cluster("exec", await job.machine(first), "sh", "-c", STOP)
 
-            async def succeeded() -> bool:
-                return await job.coordinator() != first
-
-            await until(succeeded, "a coordinator of the next term")
+            await job.succeeds(first)
             status = await job.training(2, beyond=status["step"] + 5)
             await until(lambda: gone(api, f"{FOLDER}/pods/{first}"), "the one that stands still is gone")
             await job.stops_as(undisturbed, incidents=(1,))
@@ -249,6 +246,7 @@ def test_a_coordinator_that_never_answers_does_not_hold_a_deletion_for_ever(
                 await until(lambda: gone(api, path), "the object is gone", 2 * PATIENCE_S)
             finally:
                 silencing.cancel()
+                await asyncio.gather(silencing, return_exceptions=True)
             events = (await api.list_all(f"{FOLDER}/events", {}))[0]
             warned = [one for one in events if one["reason"] == "NotSaved"]
             assert [one["involvedObject"]["name"] for one in warned] == ["mute"]

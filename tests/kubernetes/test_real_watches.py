@@ -108,10 +108,7 @@ async def changed_unheard(
     async with Job(api, home, f"{job.name}-other", *options, steps=STEPS, pace_s=PACE_S) as other:
 
         async def answered(within_s: float) -> None:
-            async def succeeded() -> bool:
-                return await job.coordinator() != before
-
-            await until(succeeded, "a coordinator of the next term", within_s)
+            await job.succeeds(before, within_s)
             await other.training(1, beyond=3, within_s=within_s)
             await other.stop()
             assert await other.wait() == 0

@@ -194,8 +194,8 @@ class CoordinatorLink:
                 await link.send_bytes(encode(self._hello()))
             except (OSError, aiohttp.ClientError):
                 return False
-            self.connected, self.left_to_another, self._lost_s = True, False, None
-            self._heard_s = time.monotonic()
+            self.connected, self.left_to_another = True, False
+            self._hear()
             self.joined.set()
             _log.info("connected to the coordinator", extra={"waiting": len(self._outbox)})
             # Only now: what is sent again must come after the hello, or the coordinator would not know whose
@@ -221,7 +221,7 @@ class CoordinatorLink:
         async for frame in link:
             if self._silent:
                 await asyncio.Event().wait()
-            self._heard_s = time.monotonic()
+            self._hear()
             if frame.type is aiohttp.WSMsgType.PING:
                 with suppress(ConnectionResetError):
                     await link.pong(frame.data)
@@ -234,6 +234,9 @@ class CoordinatorLink:
                     _log.warning("cannot decode a message from the coordinator: %s", error)
                 else:
                     self._carry_out(order)
+
+    def _hear(self) -> None:
+        self._heard_s, self._lost_s = time.monotonic(), None
 
     def _carry_out(self, order: m.ToAgent) -> None:
         try:
@@ -284,7 +287,6 @@ class CoordinatorLink:
                     await link.close()
                     return
                 await asyncio.sleep(RETRY_S[-1])
-            self._lost_s = None
 
     async def _is_proven(self, where: Endpoint) -> bool:
         """Whether the job's coordinator is there. Where it was looked up, anybody may have answered."""

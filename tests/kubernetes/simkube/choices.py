@@ -46,9 +46,9 @@ class Choices:
                 self.server.change(pod.name, chosen=machine, gated=False)
 
     def _replace(self, one: WorkloadSeen, chosen: list[str], pods: list[PodSeen]) -> None:
-        """Only when no pod there, or on its way there, may go on. Where there is no other machine the whole Workload is evicted."""
+        """Only when no pod there may go on. Where there is no other machine the whole Workload is evicted."""
         for place, name in enumerate(chosen):
-            stays = any(pod.chosen == name and pod.stays for pod in pods)
+            stays = any(pod.machine == name and pod.stays for pod in pods)
             if self.machines[name].up or stays or one.evicted is not None:
                 continue
             if others := self.free():

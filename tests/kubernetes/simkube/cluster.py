@@ -359,13 +359,6 @@ class Cluster:
         if (pod := self.reached()) is not None:
             self.unreachable.add(pod.uid)
 
-    def mend_coordinator(self) -> None:
-        """Where no node misses it: none runs, and all that did have ended in order. Its last word is waited for longer than for the
-        end of a schedule."""
-        nodes = [pod for pod in self.server.mine() if not pod.coordinator]
-        if all(pod.phase in ("Succeeded", "Pending") for pod in nodes):
-            self.unreachable.clear()
-
     def is_cut(self) -> bool:
         """It runs, and nobody reaches it."""
         pods = (pod for pod in self.server.mine() if pod.coordinator and self.runs(pod))

@@ -108,7 +108,12 @@ class Operator:
         self.position = end
 
     def look_at_queue(self) -> None:
-        self.workloads, self.versions = dict(self.server.workloads), dict(self.server.versions)
+        chosen = self.cluster.choices.of if self.cluster.choices is not None else {}
+        self.workloads = {
+            name: msgspec.structs.replace(one, machines=frozenset(chosen.get(one.uid, ())))
+            for name, one in self.server.workloads.items()
+        }
+        self.versions = dict(self.server.versions)
 
     def cut(self) -> None:
         """The watch ends; its place in the log is lost (410)."""

@@ -20,7 +20,7 @@ from simkube.cluster import Cluster
 from simkube.operator import Operator
 from simkube.server import JobObject, Server
 
-QUIET_TICKS = 400
+QUIET_TICKS = 1000
 QUEUE_FAULTS = (
     "quota",
     "evicted",
@@ -180,8 +180,7 @@ class Schedule:
                 self.cluster.evict(name)
             elif what in ("activated", "deactivated"):
                 server.change_workload(name, active=what == "activated")
-            # Not where Kueue chooses machines: see "What is not there" in docs/kubernetes.md.
-            elif dice.random() < 0.3 and self.cluster.choices is None:
+            elif dice.random() < 0.3:
                 server.delete_workload(name)
 
     def user(self, what: str) -> None:
@@ -277,8 +276,6 @@ class Schedule:
             and pod.name in known.training()
             and self.cluster.runs(pod)
             and not pod.deleting
-            # One that has joined in this moment has nothing that anybody would miss, and no operator can know of it.
-            and pod.ready
         )
         # Kueue's word, or a person's who has deleted the Workload: either was there.
         unlent = queues.TAKEN_BACK in reason and "llm-base" in self.taken_back
@@ -324,7 +321,6 @@ class Schedule:
         quiet = 0
         for _ in range(QUIET_TICKS):
             before = len(self.server.log)
-            self.cluster.mend_coordinator()
             self.cluster.tick()
             self.operator.look()
             done = self.operator.work()

@@ -41,16 +41,13 @@ class JobLink:
         """There is a coordinator to listen to."""
         return self._link is not None
 
-    async def follow(self, pod: PodSeen | None, token: str, detection_s: float = 2.0) -> None:
+    async def follow(self, pod: PodSeen | None, token: str, detection_s: float) -> None:
         """Listens to this coordinator, and to no other. token: the job's. detection_s: its time to detect a lost node."""
         self._pod = pod
         wanted = None if pod is None or pod.address is None else (pod.address, pod.number)
         if self._link is not None and (self._link.host, self._link.term) == wanted:
             return
-        if self._listening is not None:
-            self._listening.cancel()
-            await asyncio.gather(self._listening, return_exceptions=True)
-            self._listening, self._link = None, None
+        await self.close()
         self.heard_restarts, self._since_s = None, time.monotonic()
         if wanted is not None:
             host, term = wanted
@@ -63,6 +60,13 @@ class JobLink:
                 detection_s=detection_s,
             )
             self._listening = asyncio.create_task(self._link.listen())
+
+    async def close(self) -> None:
+        """Listens to nobody."""
+        if self._listening is not None:
+            self._listening.cancel()
+            await asyncio.gather(self._listening, return_exceptions=True)
+        self._listening, self._link = None, None
 
     async def ask(self) -> Said | None:
         """None: it does not answer now."""

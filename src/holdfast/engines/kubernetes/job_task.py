@@ -160,7 +160,7 @@ class JobTask:
                     await backoff.wait(error)
                     self.wake()
         finally:
-            await self._link.follow(None, "")
+            await self._link.close()
 
     async def _once(self) -> float:
         """One look. Returns after how long the next one is due; 0: when something changes."""

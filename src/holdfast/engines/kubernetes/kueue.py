@@ -129,6 +129,9 @@ def workload_seen(made: Mapping[str, Any], job: str, uid: str) -> WorkloadSeen |
         ready=_holds(conditions, "PodsReady"),
         waits="" if _holds(conditions, "Admitted") else _waits(conditions),
         topology=_topology(of_nodes),
+        machines=frozenset(
+            domain[names.LABEL_HOST] for domain in domains_of(made, NODE_ROLE) if names.LABEL_HOST in domain
+        ),
     )
 
 

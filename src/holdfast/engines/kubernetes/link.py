@@ -83,7 +83,7 @@ class CoordinatorLink:
         token: str,
         lookup: Lookup,
         changed: Callable[[], None],
-        detection_s: float = 2.0,
+        detection_s: float,
     ) -> None:
         """detection_s: a machine that is silent for so long counts as one that does not answer."""
         self.host, self.term = host, term

@@ -130,6 +130,8 @@ class WorkloadSeen(msgspec.Struct, frozen=True, kw_only=True):
     """Kueue's words about why it holds no quota."""
     topology: QueueTopology | None = None
     """How near to each other its nodes are to be."""
+    machines: frozenset[str] = frozenset()
+    """That Kueue has chosen for its nodes; empty: it has not, or does not choose."""
 
     @property
     def grants(self) -> bool:

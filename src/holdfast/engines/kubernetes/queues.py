@@ -207,6 +207,25 @@ def taken_back(seen: Observed, job: HoldfastJob) -> dict[str, str]:
     }
 
 
+def misplaced(seen: Observed) -> dict[str, str]:
+    """Nodes that have a machine which Kueue has since given to another Workload, whose pod waits for it, and why. Their own Workload
+    has another machine: its choice changed while their pod was on its way, or a person has deleted it and it was asked for anew."""
+    waits = {
+        pod.chosen: pod.workload
+        for pod in seen.pods
+        if pod.unschedulable and pod.stays and pod.machine is None
+    }
+    known, found = seen.workloads or {}, dict[str, str]()
+    for pod in seen.pods:
+        if pod.coordinator or not pod.stays or not pod.chosen or waits.get(pod.machine or "") is None:
+            continue
+        own, other = known.get(pod.workload), waits[pod.machine or ""]
+        # Where Kueue has both on one machine, each would make room for the other again and again.
+        if other != pod.workload and own is not None and own.machines and pod.machine not in own.machines:
+            found[pod.name] = f"Kueue has given {pod.machine} to {other}"
+    return found
+
+
 def crowded(seen: Observed, here: list[PodSeen]) -> list[PodSeen]:
     """Those that wait for a machine of their Workload while others have all of its machines. Made to replace a node that was to
     leave and stays, such a pod would wait for ever, and another Workload may have room for it."""

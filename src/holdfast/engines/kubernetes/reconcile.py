@@ -247,7 +247,7 @@ def _nodes(seen: Observed, job: HoldfastJob) -> Iterable[Action]:
     here = _here(seen, job, mine.values())
     allowed = queues.granted(seen, job, here)
     beyond = queues.beyond(seen, allowed, here)
-    unlent = queues.taken_back(seen, job) | beyond
+    unlent = queues.taken_back(seen, job) | beyond | queues.misplaced(seen)
     yield from _news(seen, job, mine, unlent)
     yield from _places(seen, mine.values())
     for pod in mine.values():
@@ -640,7 +640,10 @@ def _may_answer(seen: Observed) -> bool:
     of no step; pods that they deleted for that would take the state with them, and wait for a coordinator until their grace is over.
     """
     newest = next((pod for pod in seen.pods if pod.coordinator and pod.number == seen.status.term), None)
-    if newest is None or not newest.stays or newest.phase != "Running" or coordinator_loss.why_lost(seen):
+    if newest is None or not newest.stays or coordinator_loss.why_lost(seen):
+        return False
+    # A coordinator of which the watch shows no start may have nodes already, if theirs run.
+    if newest.phase != "Running" and not any(pod.phase == "Running" for pod in seen.pods):
         return False
     word = seen.status.condition(ConditionType.COORDINATOR_READY)
     since_s = None if word is None else from_timestamp(word.last_transition_time)
