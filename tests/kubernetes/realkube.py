@@ -266,6 +266,34 @@ class Job:
         if exc[0] is not None:
             print(f"--- {self.log.name}\n{self.log.read_text()[-4000:]}", file=sys.stderr)
             print(f"--- the object\n{yaml.safe_dump((await self.object()).get('status'))}", file=sys.stderr)
+            print(f"--- its pods, and the last events\n{await self._pods_and_events()}", file=sys.stderr)
+            print(f"--- what the coordinator says\n{await self._status()}", file=sys.stderr)
+
+    async def _pods_and_events(self) -> str:
+        """For a scene that failed."""
+        lines = []
+        for pod in await pods_of(self.api):
+            status = pod["status"]
+            states = [one.get("state") for one in status.get("containerStatuses", ())]
+            ready = [c["message"] for c in status.get("conditions", ()) if "message" in c]
+            where = pod["spec"].get("nodeName"), status.get("podIP")
+            gone = pod["metadata"].get("deletionTimestamp")
+            lines.append(f"{pod['metadata']['name']} {status.get('phase')} {where} {gone} {states} {ready}")
+        events = (await self.api.list_all(f"{FOLDER}/events", {}))[0]
+        events.sort(key=lambda event: event["metadata"]["creationTimestamp"])
+        for event in events[-60:]:
+            about = event["involvedObject"].get("name")
+            when = event["metadata"]["creationTimestamp"]
+            lines.append(f"{when} {about} {event.get('reason')}: {event.get('message', '')[:200]}")
+        return "\n".join(lines)
+
+    async def _status(self) -> str:
+        """For a scene that failed; in words, why there is none."""
+        try:
+            async with asyncio.timeout(10), client_of(self.dir) as client:
+                return json.dumps(await client.get("/status"))
+        except Exception as error:
+            return repr(error)
 
     async def wait(self, within_s: float = PATIENCE_S) -> int:
         """The command's exit code."""
