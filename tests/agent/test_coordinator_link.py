@@ -317,3 +317,23 @@ def test_a_coordinator_that_has_nothing_to_say_is_not_doubted(tmp_path):
             return len(coordinator.said)
 
     assert asyncio.run(heard()) == 1
+
+
+def test_the_first_coordinator_is_waited_for_longer_than_a_later_one(tmp_path):
+    async def ended():
+        over = asyncio.Event()
+        lookup = Looked(tmp_path)
+        link = CoordinatorLink(
+            lookup, "token", lambda: HELLO, NOTHING, 0.0, over.set, 0.5, NOTHING, join_s=60.0
+        )
+        running = asyncio.create_task(link.run())
+        for _ in range(5):
+            await lookup.looks()
+        assert not over.is_set()
+        async with serving(tmp_path) as coordinator:
+            await coordinator.hears(0, m.Hello)
+            assert not over.is_set()
+        await asyncio.wait_for(running, 30)
+        return over.is_set()
+
+    assert asyncio.run(ended())

@@ -12,6 +12,7 @@
 #   cluster.sh exec NODE COMMAND   runs a command on the node
 #   cluster.sh apiserver stop|start
 #   cluster.sh etcd freeze|thaw    the API server answers, and can read and write nothing
+#   cluster.sh resolve NAME        whether the cluster's name service knows it
 #   cluster.sh missing             what it lacks: packages, programs
 set -euo pipefail
 
@@ -389,7 +390,7 @@ case ${1:-} in
     cd "$back"
     "$@" 7>&-
     ;;
-  kill | boot | cut | heal | block | unblock | freeze | thaw | exec | apiserver | etcd)
+  kill | boot | cut | heal | block | unblock | freeze | thaw | exec | apiserver | etcd | resolve)
     D=${HOLDFAST_KUBE_DIR:?set by: cluster.sh with COMMAND}
     cd "$D"
     case $1 in
@@ -412,6 +413,7 @@ case ${1:-} in
         shift 2
         exec nsenter -t "$first" -n -m -p -u -i "$@"
         ;;
+      resolve) busybox nslookup "$2" "$NET.1" >/dev/null 2>&1 ;;
       etcd)
         [ "$2" = thaw ] || kill -STOP "$(<"$D/pid/etcd")"
         [ "$2" = freeze ] || kill -CONT "$(<"$D/pid/etcd")"
@@ -427,7 +429,7 @@ case ${1:-} in
     esac
     ;;
   *)
-    sed -n '2,17s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,18s/^# \{0,1\}//p' "$0" >&2
     exit 2
     ;;
 esac

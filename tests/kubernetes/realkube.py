@@ -152,6 +152,25 @@ async def cordon(api: Api, machine: str, on: bool = True) -> None:
     await api.merge(f"/api/v1/nodes/{machine}", {"spec": {"unschedulable": on or None}})
 
 
+async def names_are_known(api: Api) -> None:
+    """Waits until the name service hears of new services: after an outage of the API server it takes one or two minutes, as its
+    client, and the client of the controllers beside it, ask again ever more seldom."""
+    metadata = {"name": "canary", "namespace": "holdfast-system"}
+    spec = {"clusterIP": "None", "selector": {"app.kubernetes.io/name": "holdfast-operator"}}
+    service = {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": spec}
+
+    async def resolved() -> bool:
+        try:
+            await asyncio.to_thread(cluster, "resolve", "canary.holdfast-system.svc.cluster.local")
+        except subprocess.CalledProcessError:
+            return False
+        return True
+
+    made = await api.apply(path_of(service), service, manager="tests")
+    await until(resolved, "the name service knows a new service")
+    await api.delete(path_of(service), made["metadata"]["uid"])
+
+
 async def mend(api: Api) -> None:
     """Every machine is up, plugged in and may be used, the operator too, and no job is left."""
     for machine in MACHINES:

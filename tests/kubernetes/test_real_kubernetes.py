@@ -21,6 +21,7 @@ from realkube import (
     Undisturbed,
     cluster,
     holdfast,
+    names_are_known,
     node_of,
     operators,
     pair,
@@ -73,6 +74,8 @@ def test_a_loss_while_the_api_server_is_down_for_five_minutes(
         async with pair(api, home, "alone") as (job, status):
             await lose_node_without_api_server(api, job, status, OUTAGE_S)
             await job.stops_as(undisturbed)
+        # Until then the nodes of a new job do not find their coordinator.
+        await names_are_known(api)
 
     play(scene)
 

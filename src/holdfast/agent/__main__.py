@@ -44,6 +44,9 @@ def main(arguments: Sequence[str] | None = None, zygote: Zygote | None = None) -
     )
     parser.add_argument("--grace", type=float, default=30.0, help="seconds from SIGTERM to the node's end")
     parser.add_argument("--ready-port", type=int, help="takes connections once the node has joined")
+    parser.add_argument(
+        "--join-within", type=float, help="seconds in which it has to find its first coordinator"
+    )
     parser.add_argument("--shared-machine", action="store_true", help="other nodes are on this machine too")
     parser.add_argument("--lifeline", type=int)
     parser.add_argument("--log", default="", help="LEVEL[,json] of the agent's own log")
@@ -66,6 +69,7 @@ def main(arguments: Sequence[str] | None = None, zygote: Zygote | None = None) -
         grace_s=given.grace,
         shared_machine=given.shared_machine,
         ready_port=given.ready_port,
+        join_s=given.join_within,
         lookup=parse_address(given.coordinator, "--coordinator") if given.coordinator else None,
         log=given.log,
     )

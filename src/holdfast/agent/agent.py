@@ -77,6 +77,8 @@ class AgentConfig:
     """Whether other nodes are on this machine too."""
     ready_port: int | None = None
     """Where whoever started this agent learns that it has joined: see `agent.ready`. None: nobody asks."""
+    join_s: float | None = None
+    """How long it looks for its first coordinator; None: as long as for a later one."""
     lookup: Lookup | None = None
     """How it finds the coordinator; None: by the job's folder."""
     log: str = ""
@@ -138,6 +140,7 @@ class Agent:
             orphaned=self._on_orphaned,
             heartbeat_s=config.timing.heartbeat_s,
             lost=self._on_connection_lost,
+            join_s=config.join_s,
         )
         self._repairs = Repairs(config.shared_machine, self._link.send)
         self._checks = NodeChecks(
@@ -690,9 +693,7 @@ class Agent:
             self._over.set()
 
     def _on_orphaned(self) -> None:
-        _log.warning(
-            "no coordinator for %g s; ending the workers and this agent", self._config.timing.orphan_s
-        )
+        _log.warning("no coordinator for %g s; ending the workers and this agent", self._link.patience_s)
         self._over.set()
 
     def _on_launcher_gone(self, lifeline: int) -> None:

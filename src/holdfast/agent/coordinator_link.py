@@ -67,11 +67,13 @@ class CoordinatorLink:
         orphaned: Callable[[], None],
         heartbeat_s: float,
         lost: Callable[[], None],
+        join_s: float | None = None,
     ) -> None:
-        """lost: called when a connection has ended."""
+        """lost: called when a connection has ended. join_s: like orphan_s, before the first coordinator is met; None: the same."""
         self._lookup, self._token = lookup, token
         self._hello, self._take = hello, take
         self._orphan_s, self._orphaned = orphan_s, orphaned
+        self._join_s = orphan_s if join_s is None else join_s
         self._heartbeat_s, self._lost = heartbeat_s, lost
         self.term = 0
         """The latest term of a coordinator that has proved itself here. One of an earlier term is not spoken with:
@@ -109,6 +111,11 @@ class CoordinatorLink:
         lost_s = self._lost_s
         return Hearing(term=self.term, missing_s=None if lost_s is None else time.monotonic() - lost_s)
 
+    @property
+    def patience_s(self) -> float:
+        """How long it looks for a coordinator before it gives up."""
+        return self._orphan_s if self.joined.is_set() else self._join_s
+
     def go_silent(self) -> None:
         """Injected fault: sends and reads nothing any more, and closes nothing."""
         self._silent = True
@@ -130,7 +137,7 @@ class CoordinatorLink:
                 lost_at, attempt = time.monotonic(), 0
             # Counted from the end of the last connection that was served. Attempts that are refused, or
             # answered by a stranger, do not prolong it.
-            elif time.monotonic() - lost_at > self._orphan_s:
+            elif time.monotonic() - lost_at > self.patience_s:
                 self._orphaned()
                 return
             # A new coordinator can be found before it serves. If another is found than before the attempt, there is no
