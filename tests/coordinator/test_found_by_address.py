@@ -10,7 +10,9 @@ from aiohttp import web
 
 from holdfast.coordinator.service.authentication import Entrance, authorized, give_proof
 from holdfast.errors import UsageError
+from holdfast.protocol import lookup
 from holdfast.protocol.endpoint import Endpoint
+from holdfast.protocol.hearing import Whereabouts, told_by
 from holdfast.protocol.http_client import Unproven, proving
 from holdfast.protocol.lookup import AddressLookup, parse_address
 
@@ -146,6 +148,86 @@ def test_of_two_behind_one_name_the_later_term_counts(monkeypatch):
             return (await AddressLookup("coordinator.job", old.port).find()).instance
 
     assert asyncio.run(talk()) == "new"
+
+
+async def found_where(named, told, term, monkeypatch):
+    """Whom a node finds that was told of a coordinator at an address. named: what the name service says, late or never."""
+    async with (
+        coordinator("old", term=1) as old,
+        coordinator("new", term=2, host="127.0.0.2", port=old.port),
+    ):
+
+        async def resolve(*arguments, **more):
+            return [(0, 0, 0, "", (host, old.port)) for host in await named()]
+
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolve)
+        lookup = AddressLookup("coordinator.job", old.port)
+        lookup.told(Whereabouts(term, told))
+        found = await lookup.find()
+        return found and found.instance
+
+
+async def of_before():
+    return ["127.0.0.1"]
+
+
+async def of_now():
+    return ["127.0.0.2"]
+
+
+async def unknown():
+    raise OSError("no such name")
+
+
+async def silent():
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(
+    ("named", "told", "term", "found"),
+    [
+        (of_before, "127.0.0.2", 2, "new"),
+        (unknown, "127.0.0.2", 2, "new"),
+        (silent, "127.0.0.2", 2, "new"),
+        (of_now, "127.0.0.1", 1, "new"),
+        (unknown, "127.0.0.1", 1, "old"),
+        # Another job's coordinator has the address now.
+        (of_before, "127.0.0.2", 3, "old"),
+        (unknown, "127.0.0.2", 1, None),
+        (of_before, "127.0.0.9", 2, "old"),
+    ],
+)
+def test_what_a_node_was_told_counts_where_its_name_service_is_behind(named, told, term, found, monkeypatch):
+    monkeypatch.setattr(lookup, "NAME_S", 0.01)
+    assert asyncio.run(found_where(named, told, term, monkeypatch)) == found
+
+
+def test_of_what_a_node_was_told_the_latest_term_counts():
+    where = AddressLookup("nobody.invalid", 1)
+    for told in (Whereabouts(2, "127.0.0.2"), Whereabouts(1, "127.0.0.1")):
+        where.told(told)
+    assert where._told.term == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("/coordinator/3/10.0.0.7", Whereabouts(3, "10.0.0.7")),
+        ("/coordinator/3/fd00::7", Whereabouts(3, "fd00::7")),
+        ("/coordinator", None),
+        ("/coordinator/", None),
+        ("/coordinator/3", None),
+        ("/coordinator/3/", None),
+        ("/coordinator/three/10.0.0.7", None),
+        ("/coordinator/3/elsewhere.example", None),
+        ("/coordinator/3/10.0.0.7:80", None),
+        ("/coordinator/3/10.0.0.7/more", None),
+        ("/snapshot/3/10.0.0.7", None),
+    ],
+)
+def test_an_agent_is_told_an_address_and_nothing_else(path, told):
+    assert told_by(path) == told
+    assert told is None or told.path == path
 
 
 def test_a_name_that_nobody_knows_is_no_coordinator():

@@ -12,6 +12,7 @@
 #   cluster.sh exec NODE COMMAND   runs a command on the node
 #   cluster.sh apiserver stop|start
 #   cluster.sh etcd freeze|thaw    the API server answers, and can read and write nothing
+#   cluster.sh dns stop|start      its name service
 #   cluster.sh resolve NAME        whether the cluster's name service knows it
 #   cluster.sh missing             what it lacks: packages, programs
 set -euo pipefail
@@ -152,8 +153,10 @@ cluster.local:53 in-addr.arpa:53 {
   cache 5
 }
 CONF
-  run dns "$KUBE_BIN/coredns" -conf Corefile
+  dns
 }
+
+dns() { run dns "$KUBE_BIN/coredns" -conf Corefile; }
 
 # ------------------------------------------------------------ nodes
 
@@ -390,7 +393,7 @@ case ${1:-} in
     cd "$back"
     "$@" 7>&-
     ;;
-  kill | boot | cut | heal | block | unblock | freeze | thaw | exec | apiserver | etcd | resolve)
+  kill | boot | cut | heal | block | unblock | freeze | thaw | exec | apiserver | etcd | dns | resolve)
     D=${HOLDFAST_KUBE_DIR:?set by: cluster.sh with COMMAND}
     cd "$D"
     case $1 in
@@ -413,6 +416,7 @@ case ${1:-} in
         shift 2
         exec nsenter -t "$first" -n -m -p -u -i "$@"
         ;;
+      dns) if [ "$2" = stop ]; then end_of "$D/pid/dns"; else dns; fi ;;
       resolve) busybox nslookup "$2" "$NET.1" >/dev/null 2>&1 ;;
       etcd)
         [ "$2" = thaw ] || kill -STOP "$(<"$D/pid/etcd")"
@@ -429,7 +433,7 @@ case ${1:-} in
     esac
     ;;
   *)
-    sed -n '2,18s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,19s/^# \{0,1\}//p' "$0" >&2
     exit 2
     ;;
 esac

@@ -27,7 +27,7 @@ from holdfast.engines.kubernetes.node_link import ask_nodes
 from holdfast.engines.kubernetes.observed import MachineSeen, Observed, PodSeen
 from holdfast.engines.kubernetes.reconcile import reconcile
 from holdfast.engines.kubernetes.status import ConditionType
-from holdfast.protocol.hearing import Hearing
+from holdfast.protocol.hearing import Hearing, Whereabouts
 
 VOTED = "most nodes have lost it"
 PATIENCE_S = 4.0
@@ -219,6 +219,7 @@ class Agents:
     def __init__(self) -> None:
         self.pods: list[PodSeen] = []
         self.port = 0
+        self.told: list[Whereabouts] = []
 
 
 @asynccontextmanager
@@ -235,7 +236,10 @@ async def agents(*hearings: Hearing, token: str = "secret") -> AsyncIterator[Age
             made.port = probe.sockets[0].getsockname()[1]
             probe.close()
             await probe.wait_closed()
-        serving = show_ready(node.name, node.address or "", made.port, token, joined, lambda one=hearing: one)
+        host = node.address or ""
+        serving = show_ready(
+            node.name, host, made.port, token, joined, lambda one=hearing: one, made.told.append
+        )
         tasks.append(asyncio.create_task(serving))
     await asyncio.sleep(0)  # each has its first turn, in which it listens
     try:
@@ -250,7 +254,7 @@ async def agents(*hearings: Hearing, token: str = "secret") -> AsyncIterator[Age
 def test_nodes_say_whether_they_hear_it() -> None:
     async def scene() -> None:
         async with agents(HEARS, missing(7.5)) as made:
-            assert await ask_nodes(made.pods, "secret", made.port) == {
+            assert await ask_nodes(made.pods, "secret", port=made.port) == {
                 "llm-n0": HEARS,
                 "llm-n1": missing(7.5),
             }
@@ -258,13 +262,25 @@ def test_nodes_say_whether_they_hear_it() -> None:
     asyncio.run(scene())
 
 
+def test_nodes_are_told_where_it_is_by_who_knows_the_token() -> None:
+    async def scene() -> None:
+        async with agents(HEARS, LOST) as made:
+            where = Whereabouts(2, "10.0.0.7")
+            assert await ask_nodes(made.pods, "another", where, made.port) == {"llm-n0": None, "llm-n1": None}
+            assert made.told == []
+            assert await ask_nodes(made.pods, "secret", where, made.port) == {"llm-n0": HEARS, "llm-n1": LOST}
+            assert made.told == [where, where]
+
+    asyncio.run(scene())
+
+
 def test_nobody_else_is_told_and_nobody_else_is_believed() -> None:
     async def scene() -> None:
         async with agents(HEARS) as made:
-            assert await ask_nodes(made.pods, "another", made.port) == {"llm-n0": None}
+            assert await ask_nodes(made.pods, "another", port=made.port) == {"llm-n0": None}
             # A stranger who passes the question on to another node of the job.
             passed_on = msgspec.structs.replace(made.pods[0], name="llm-n9")
-            assert await ask_nodes([passed_on], "secret", made.port) == {"llm-n9": None}
+            assert await ask_nodes([passed_on], "secret", port=made.port) == {"llm-n9": None}
 
     asyncio.run(scene())
 
@@ -277,7 +293,7 @@ def test_an_agent_that_closes_the_connection_and_one_that_is_not_there() -> None
         async with await asyncio.start_server(close, "127.0.0.2", 0) as server:
             port = server.sockets[0].getsockname()[1]
             asked = [pod("n0", address="127.0.0.2"), pod("n1", address="127.0.0.3")]
-            assert await ask_nodes(asked, "secret", port) == {"llm-n0": None, "llm-n1": None}
+            assert await ask_nodes(asked, "secret", port=port) == {"llm-n0": None, "llm-n1": None}
 
     asyncio.run(scene())
 
@@ -285,7 +301,7 @@ def test_an_agent_that_closes_the_connection_and_one_that_is_not_there() -> None
 def test_of_many_nodes_a_few_are_asked() -> None:
     async def scene() -> None:
         async with agents(*[HEARS] * (VOTERS + 9)) as made:
-            answers = await ask_nodes(made.pods, "secret", made.port)
+            answers = await ask_nodes(made.pods, "secret", port=made.port)
             assert list(answers.values()) == [HEARS] * VOTERS
 
     asyncio.run(scene())
@@ -296,7 +312,8 @@ def test_the_port_takes_connections_when_the_node_has_joined() -> None:
         async with agents(HEARS) as made:
             port, host = made.port, made.pods[0].address
         joined = asyncio.Event()
-        serving = asyncio.create_task(show_ready("llm-n0", host or "", port, "secret", joined, lambda: HEARS))
+        ready = show_ready("llm-n0", host or "", port, "secret", joined, lambda: HEARS, lambda _: None)
+        serving = asyncio.create_task(ready)
         await asyncio.sleep(0)
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection(host, port)

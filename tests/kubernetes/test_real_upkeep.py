@@ -69,6 +69,28 @@ def test_a_coordinator_is_lost_while_the_api_server_is_down(
     play(scene)
 
 
+def test_a_coordinator_is_lost_while_the_name_service_is_down(
+    play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed
+):
+    """The operator tells the nodes where the next one is. The pod that is made meanwhile is not known to anybody before."""
+
+    async def scene(api: Api) -> None:
+        async with pair(api, home, "nameless") as (job, status):
+            before = await job.coordinator()
+            cluster("dns", "stop")
+            try:
+                cluster("kill", await job.machine(before))
+                await job.succeeds(before)
+                status = await job.training(2, beyond=status["step"] + 20)
+            finally:
+                cluster("dns", "start")
+            await job.training(2, beyond=status["step"], spares=1)
+            assert (await job.object())["status"]["run"] == 1
+            await job.stops_as(undisturbed)
+
+    play(scene)
+
+
 def test_a_database_that_stands_still(play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed):
     """The API server answers and can do nothing, while a machine is lost: the spare trains, and afterwards a pod is made, once."""
 

@@ -211,7 +211,7 @@ class Agent:
 
     async def _show_ready(self, port: int) -> None:
         config, link = self._config, self._link
-        await show_ready(config.node, config.host, port, self._token, link.joined, link.hearing)
+        await show_ready(config.node, config.host, port, self._token, link.joined, link.hearing, link.told)
 
     def _open_memory(self) -> SnapshotKeeper | None:
         config = self._config

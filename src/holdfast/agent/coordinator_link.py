@@ -22,7 +22,7 @@ from holdfast.protocol import messages as m
 from holdfast.protocol.endpoint import Endpoint
 from holdfast.protocol.frames import Codec, encode
 from holdfast.protocol.health import Finding, Remedy, Severity
-from holdfast.protocol.hearing import Hearing
+from holdfast.protocol.hearing import Hearing, Whereabouts
 from holdfast.protocol.http_client import Unproven, proving, request
 from holdfast.protocol.lookup import Lookup
 
@@ -110,6 +110,10 @@ class CoordinatorLink:
         """Whether there is a connection now. May be called from any thread."""
         lost_s = self._lost_s
         return Hearing(term=self.term, missing_s=None if lost_s is None else time.monotonic() - lost_s)
+
+    def told(self, where: Whereabouts) -> None:
+        """Somebody who knows the token says where a coordinator may be. May be called from any thread."""
+        self._lookup.told(where)
 
     @property
     def patience_s(self) -> float:

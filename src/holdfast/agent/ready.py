@@ -1,5 +1,5 @@
 """Shows that a node has joined: from then on its port takes connections. Who knows the job's token may ask there whether the
-node hears its coordinator."""
+node hears its coordinator, and tell it where there is another one."""
 
 from __future__ import annotations
 
@@ -9,19 +9,25 @@ from collections.abc import Callable
 import msgspec
 
 from holdfast.protocol import hearing
-from holdfast.protocol.hearing import Hearing
+from holdfast.protocol.hearing import Hearing, Whereabouts
 from holdfast.protocol.range_server import RangeServer, Request
 
 
 async def show_ready(
-    node: str, host: str, port: int, token: str, joined: asyncio.Event, heard: Callable[[], Hearing]
+    node: str,
+    host: str,
+    port: int,
+    token: str,
+    joined: asyncio.Event,
+    heard: Callable[[], Hearing],
+    told: Callable[[Whereabouts], None],
 ) -> None:
-    """Listens from the moment the node has joined, until it is cancelled. heard: called from any thread.
+    """Listens from the moment the node has joined, until it is cancelled. heard, told: called from any thread.
 
     A node that lost its coordinator stays ready. It trains on, and a disruption budget must not count it as broken.
     """
     await joined.wait()
-    server = _Server(node, host, port, token, heard)
+    server = _Server(node, host, port, token, heard, told)
     try:
         await asyncio.Event().wait()
     finally:
@@ -29,12 +35,23 @@ async def show_ready(
 
 
 class _Server(RangeServer):
-    def __init__(self, node: str, host: str, port: int, token: str, heard: Callable[[], Hearing]) -> None:
-        self._heard = heard
+    def __init__(
+        self,
+        node: str,
+        host: str,
+        port: int,
+        token: str,
+        heard: Callable[[], Hearing],
+        told: Callable[[Whereabouts], None],
+    ) -> None:
+        self._heard, self._told = heard, told
         super().__init__(host, token, hearing.agent_name(node), "holdfast-ready", port)
 
     def answer(self, request: Request) -> None:
-        if request.path == hearing.PATH:
+        told = hearing.told_by(request.path)
+        if told is not None:
+            self._told(told)
+        if told is not None or request.path == hearing.PATH:
             request.send(msgspec.json.encode(self._heard()))
         else:
             request.send_error(404)

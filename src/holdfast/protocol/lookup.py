@@ -13,9 +13,12 @@ import msgspec
 
 from holdfast.errors import UsageError
 from holdfast.protocol.endpoint import NAME_PATH, CoordinatorName, Endpoint, read_endpoint
+from holdfast.protocol.hearing import Whereabouts
 
 ASK_S = 2.0
 """How long whoever listens at the address may take to say its name."""
+NAME_S = 2.0
+"""How long the name service may take, before what else is known is tried."""
 MAX_ADDRESSES = 8
 """Of one name. A name service answers with two while one coordinator takes another's place."""
 _MAX_ANSWER_BYTES = 1024
@@ -29,6 +32,10 @@ class Lookup(Protocol):
         """None while there is none. Nothing is proven by it: see `protocol.http_client`."""
         ...
 
+    def told(self, where: Whereabouts) -> None:
+        """It may be there, too. May be called from any thread."""
+        ...
+
 
 class FolderLookup:
     """In a folder that the coordinator can write and this node can read."""
@@ -40,23 +47,51 @@ class FolderLookup:
         """See `Lookup`."""
         return read_endpoint(self._job_dir)
 
+    def told(self, where: Whereabouts) -> None:
+        """See `Lookup`. The folder says it, without delay."""
+
 
 class AddressLookup:
     """At HOST:PORT. Where the host's name has several addresses, the coordinator of the latest term counts."""
 
     def __init__(self, host: str, port: int) -> None:
         self._host, self._port = host, port
+        self._told: Whereabouts | None = None
+        self._resolving: asyncio.Task[list[str]] | None = None
+
+    def told(self, where: Whereabouts) -> None:
+        """See `Lookup`. Of several that were told the latest term counts."""
+        if self._told is None or where.term >= self._told.term:
+            self._told = where
 
     async def find(self) -> Endpoint | None:
         """See `Lookup`. The name is resolved anew each time, since a coordinator may come back on another machine."""
+        told = self._told
+        named, other = await asyncio.gather(self._named(), self._told_of(told))
+        # The address may be another job's by now. There it would be asked in vain, so the name is believed first.
+        return other if named is None or (other is not None and other.term > named.term) else named
+
+    async def _named(self) -> Endpoint | None:
+        # One question at a time: the name service may take many seconds to give no answer, each in a thread of its own.
+        if self._resolving is None or self._resolving.done():
+            self._resolving = asyncio.create_task(self._resolve())
+        resolving = self._resolving
+        await asyncio.wait((resolving,), timeout=NAME_S)
+        hosts = resolving.result() if resolving.done() else []
+        answers = await asyncio.gather(*(self._ask(host) for host in hosts))
+        return max((x for x in answers if x is not None), key=lambda x: x.term, default=None)
+
+    async def _resolve(self) -> list[str]:
         loop = asyncio.get_running_loop()
         try:
             found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
         except OSError:
-            return None
-        hosts = list(dict.fromkeys(str(address[4][0]) for address in found))[:MAX_ADDRESSES]
-        answers = await asyncio.gather(*(self._ask(host) for host in hosts))
-        return max((x for x in answers if x is not None), key=lambda x: x.term, default=None)
+            return []
+        return list(dict.fromkeys(str(address[4][0]) for address in found))[:MAX_ADDRESSES]
+
+    async def _told_of(self, where: Whereabouts | None) -> Endpoint | None:
+        found = None if where is None else await self._ask(where.address)
+        return found if found is not None and where is not None and found.term == where.term else None
 
     async def _ask(self, host: str) -> Endpoint | None:
         shown = f"[{host}]" if ":" in host else host

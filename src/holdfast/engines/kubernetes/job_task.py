@@ -64,7 +64,7 @@ from holdfast.engines.kubernetes.resource import (
 )
 from holdfast.engines.kubernetes.status import JobStatus
 from holdfast.engines.kubernetes.times import from_timestamp
-from holdfast.protocol.hearing import Hearing
+from holdfast.protocol.hearing import Hearing, Whereabouts
 from holdfast.protocol.lookup import Lookup
 
 _log = logging.getLogger(__name__)
@@ -272,8 +272,13 @@ class JobTask:
 
     async def _ask_nodes(self, status: JobStatus) -> dict[str, Hearing | None]:
         """Whether they hear their coordinator, which does not answer this operator."""
-        token = self._objects.token
-        return {} if token is None else await ask_nodes(voters(self.desk.pods.all, status.run), token)
+        pods, token = self.desk.pods.all, self._objects.token
+        if token is None:
+            return {}
+        pod = newest_of(pods, status.term)
+        address = pod.address if pod is not None and pod.stays else None
+        where = Whereabouts(pod.number, address) if pod is not None and address is not None else None
+        return await ask_nodes(voters(pods, status.run), token, where)
 
     # ------------------------------------------------------------ what it does
 
