@@ -10,19 +10,23 @@ from typing import Any
 
 import msgspec
 import pytest
+from operating import Nobody
 from test_kube_reconcile import BEGUN, condition, observed, pod
 
 from holdfast.agent.ready import show_ready
-from holdfast.engines.kubernetes import render
+from holdfast.engines.kubernetes import job_link, render
 from holdfast.engines.kubernetes.actions import AskStop, DeletePod, MakeCoordinator, Number
 from holdfast.engines.kubernetes.coordinator_loss import (
     LAST_WORD_S,
     START_S,
     UNHEARD_S,
     VOTERS,
+    look_again_s,
     voters,
     why_lost,
 )
+from holdfast.engines.kubernetes.desk import Desk
+from holdfast.engines.kubernetes.link import Silent
 from holdfast.engines.kubernetes.node_link import ask_nodes
 from holdfast.engines.kubernetes.observed import MachineSeen, Observed, PodSeen
 from holdfast.engines.kubernetes.reconcile import reconcile
@@ -76,6 +80,30 @@ def test_a_process_that_dies_has_time_to_start_again(detection_ms: int, patience
     spec = {"spec__timing__detectionMilliseconds": detection_ms}
     assert why_lost(silent(missing(patience_s), spec=spec)) == VOTED
     assert why_lost(silent(missing(patience_s - 0.1), spec=spec)) is None
+
+
+@pytest.mark.parametrize(
+    ("votes", "left_s"),
+    [
+        ((missing(1.0), missing(2.0), missing(3.0)), 2.0),  # of three two have to
+        ((missing(1.0), missing(2.0), HEARS), 3.0),
+        ((missing(1.0), HEARS, HEARS), None),
+        ((missing(1.0), missing(3.5)), 3.0),
+        ((missing(1.0), None), None),
+        ((LOST, LOST), None),  # now
+        ((missing(10.0, term=0),) * 3, START_S - 10.0),
+        ((), None),
+    ],
+)
+def test_it_is_looked_at_again_when_most_may_have_lost_it(
+    votes: tuple[Hearing | None, ...], left_s: float | None
+) -> None:
+    seen = silent(*votes)
+    assert look_again_s(seen) == left_s
+    again_s = reconcile(seen).look_again_s
+    assert left_s is None or (again_s is not None and again_s <= left_s + 1e-6)
+    said = msgspec.structs.replace(observed(), hearings=seen.hearings)
+    assert look_again_s(said) is None
 
 
 def test_one_that_answers_the_operator_is_not_lost() -> None:
@@ -265,11 +293,18 @@ def test_nodes_say_whether_they_hear_it() -> None:
 def test_nodes_are_told_where_it_is_by_who_knows_the_token() -> None:
     async def scene() -> None:
         async with agents(HEARS, LOST) as made:
-            where = Whereabouts(2, "10.0.0.7")
-            assert await ask_nodes(made.pods, "another", where, made.port) == {"llm-n0": None, "llm-n1": None}
+            next_ = pod("c2", address="10.0.0.7")
+            assert await ask_nodes(made.pods, "another", next_, made.port) == {"llm-n0": None, "llm-n1": None}
             assert made.told == []
-            assert await ask_nodes(made.pods, "secret", where, made.port) == {"llm-n0": HEARS, "llm-n1": LOST}
-            assert made.told == [where, where]
+            assert await ask_nodes(made.pods, "secret", next_, made.port) == {"llm-n0": HEARS, "llm-n1": LOST}
+            assert made.told == [Whereabouts(2, "10.0.0.7")] * 2
+            # One that is to go, or has no address yet.
+            for no_news in (pod("c3", address="10.0.0.8", deleting=True), pod("c3", address=None), None):
+                assert await ask_nodes(made.pods, "secret", no_news, made.port) == {
+                    "llm-n0": HEARS,
+                    "llm-n1": LOST,
+                }
+            assert len(made.told) == 2
 
     asyncio.run(scene())
 
@@ -325,5 +360,43 @@ def test_the_port_takes_connections_when_the_node_has_joined() -> None:
         serving.cancel()
         with suppress(asyncio.CancelledError):
             await serving
+
+    asyncio.run(scene())
+
+
+class Link:
+    """A connection to a coordinator that is asked in vain."""
+
+    host, term = "10.0.0.1", 1
+
+    def __init__(self, **_: Any) -> None:
+        self.asked, self.lost = 0, False
+
+    async def listen(self) -> None:
+        await asyncio.Event().wait()
+
+    async def ask(self) -> None:
+        self.asked += 1
+        raise Silent("no answer")
+
+
+def test_a_coordinator_that_is_lost_is_not_waited_for_at_each_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_link, "CoordinatorLink", Link)
+
+    async def scene() -> None:
+        link = job_link.JobLink("llm", Desk("llm"), lambda _: Nobody(), lambda: None)
+        await link.follow(pod("c1", address="10.0.0.1"), "secret", 2.0)
+        asked = link._link
+        assert isinstance(asked, Link)
+        for lost, times in ((False, 1), (False, 2), (True, 2), (True, 2), (False, 3)):
+            asked.lost = lost
+            assert await link.ask() is None
+            assert asked.asked == times
+        # No connection can be kept to it, and yet it may answer.
+        asked.lost = True
+        monkeypatch.setattr(job_link, "ASK_ANYWAY_S", 0.0)
+        await link.ask()
+        assert asked.asked == 4
+        await link.close()
 
     asyncio.run(scene())

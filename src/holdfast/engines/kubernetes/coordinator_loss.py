@@ -30,14 +30,22 @@ def why_lost(seen: Observed) -> str | None:
     machine = seen.machines.get(pod.machine or "")
     if machine is not None and not machine.ready:
         return "its machine does not answer"
-    if pod.phase != "Running" or not pod.stays or pod.waits is not None:
+    if not _runs(pod):
         # What does not run is the kubelet's to start. What keeps it from that would do so elsewhere, too.
         return None
-    if _is_voted_out(seen, pod):
+    if _vote_s(seen, pod) == 0:
         return "most nodes have lost it"
     if _is_unheard(seen, pod):
         return "nobody has reached it"
     return None
+
+
+def look_again_s(seen: Observed) -> float | None:
+    """After how long most nodes may have missed it for long enough. None: they have, or most do not miss it."""
+    pod = newest_of(seen.pods, seen.status.term)
+    if seen.said is not None or pod is None or pod.ended or not _runs(pod):
+        return None
+    return _vote_s(seen, pod) or None
 
 
 def newest_of(pods: tuple[PodSeen, ...], term: int | None) -> PodSeen | None:
@@ -51,19 +59,24 @@ def voters(pods: tuple[PodSeen, ...], run: int | None) -> list[PodSeen]:
     return [pod for pod in nodes if pod.ready and pod.address is not None]
 
 
-def _is_voted_out(seen: Observed, coordinator: PodSeen) -> bool:
-    """More than half of the nodes that were asked have missed it for long."""
+def _runs(coordinator: PodSeen) -> bool:
+    return coordinator.phase == "Running" and coordinator.stays and coordinator.waits is None
+
+
+def _vote_s(seen: Observed, coordinator: PodSeen) -> float | None:
+    """After how long more than half of the nodes that were asked have missed it for long enough, if nothing changes; 0: they have."""
     if seen.job is None:
-        return False
+        return None
     patience_s = max(MISSED_S, 2 * seen.job.spec.timing.detection_milliseconds / 1000)
     if coordinator.restarts != seen.heard_restarts:
         patience_s = max(patience_s, START_S)
     # Nodes beside it are lost together with its machine. Their silence would count for a coordinator that is gone.
     beside = {pod.name for pod in seen.pods if pod.machine == coordinator.machine}
     asked = [one for name, one in seen.hearings.items() if one is not None or name not in beside]
-    lost = sum(_has_lost(one, seen, coordinator, patience_s) for one in asked)
+    left_s = sorted(x for one in asked if (x := _left_s(one, seen, coordinator, patience_s)) is not None)
     # Of two halves of a cut cluster at most one has more than half of the nodes.
-    return 2 * lost > len(asked)
+    most = len(asked) // 2 + 1
+    return left_s[most - 1] if len(left_s) >= most else None
 
 
 def _is_unheard(seen: Observed, coordinator: PodSeen) -> bool:
@@ -74,11 +87,12 @@ def _is_unheard(seen: Observed, coordinator: PodSeen) -> bool:
     return not any(pod.ready for pod in nodes) and seen.silent_s >= limit_s
 
 
-def _has_lost(one: Hearing | None, seen: Observed, coordinator: PodSeen, patience_s: float) -> bool:
+def _left_s(one: Hearing | None, seen: Observed, coordinator: PodSeen, patience_s: float) -> float | None:
+    """After how long this node has missed it for long enough; None: it does not miss it, as far as is known."""
     if one is None or one.missing_s is None:
-        return False
+        return None
     if one.term == coordinator.number:
-        return one.missing_s >= patience_s
+        return max(0.0, patience_s - one.missing_s)
     # It never met this term, and may miss the one before. A coordinator that has just begun to start would be followed by
     # another one at once, and that one by the next.
-    return min(one.missing_s, seen.silent_s) >= max(patience_s, START_S)
+    return max(0.0, max(patience_s, START_S) - min(one.missing_s, seen.silent_s))

@@ -14,6 +14,8 @@ from holdfast.engines.kubernetes.observed import PodSeen, Said
 from holdfast.protocol.lookup import Lookup
 
 _log = logging.getLogger(__name__)
+ASK_ANYWAY_S = 5.0
+"""So often a coordinator is asked at least, to which no connection can be kept."""
 
 
 class JobLink:
@@ -30,6 +32,8 @@ class JobLink:
         self.heard_restarts: int | None = None
         """See `Observed`."""
         self._since_s = 0.0
+        self._in_vain_s: float | None = None
+        """When it was asked and did not answer; None: it answered the last time, or was not asked yet."""
 
     @property
     def silent_s(self) -> float:
@@ -48,7 +52,7 @@ class JobLink:
         if self._link is not None and (self._link.host, self._link.term) == wanted:
             return
         await self.close()
-        self.heard_restarts, self._since_s = None, time.monotonic()
+        self.heard_restarts, self._since_s, self._in_vain_s = None, time.monotonic(), None
         if wanted is not None:
             host, term = wanted
             self._link = CoordinatorLink(
@@ -72,10 +76,20 @@ class JobLink:
         """None: it does not answer now."""
         if self._link is None:
             return None
+        if (
+            self._link.lost
+            and self._in_vain_s is not None
+            and time.monotonic() - self._in_vain_s < ASK_ANYWAY_S
+        ):
+            # A machine that is gone would be waited for at each look, and the nodes' word with it. Once there is a
+            # connection again the job's task looks at once.
+            return None
         try:
             said = await self._link.ask()
         except (Silent, RefusedByCoordinator):
+            self._in_vain_s = time.monotonic()
             return None
+        self._in_vain_s = None
         self.heard_restarts = self._pod.restarts if self._pod is not None else None
         self._since_s = time.monotonic()
         alive = [name for name, node in said.nodes.items() if node.alive]

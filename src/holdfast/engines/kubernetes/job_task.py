@@ -64,7 +64,7 @@ from holdfast.engines.kubernetes.resource import (
 )
 from holdfast.engines.kubernetes.status import JobStatus
 from holdfast.engines.kubernetes.times import from_timestamp
-from holdfast.protocol.hearing import Hearing, Whereabouts
+from holdfast.protocol.hearing import Hearing
 from holdfast.protocol.lookup import Lookup
 
 _log = logging.getLogger(__name__)
@@ -275,10 +275,7 @@ class JobTask:
         pods, token = self.desk.pods.all, self._objects.token
         if token is None:
             return {}
-        pod = newest_of(pods, status.term)
-        address = pod.address if pod is not None and pod.stays else None
-        where = Whereabouts(pod.number, address) if pod is not None and address is not None else None
-        return await ask_nodes(voters(pods, status.run), token, where)
+        return await ask_nodes(voters(pods, status.run), token, newest_of(pods, status.term))
 
     # ------------------------------------------------------------ what it does
 

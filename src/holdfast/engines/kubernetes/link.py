@@ -90,6 +90,8 @@ class CoordinatorLink:
         self._token, self._changed = token, changed
         self._lookup, self._detection_s = lookup, detection_s
         self._where: Endpoint | None = None
+        self.lost = False
+        """The connection that is kept to it has ended, or could not be made. Another one is tried all the time."""
 
     async def listen(self) -> None:
         """Until it is cancelled."""
@@ -101,12 +103,13 @@ class CoordinatorLink:
                     session.ws_connect(f"{where.url}/presence?orders") as socket,
                 ):
                     give_up_when_gone(socket, self._detection_s)
+                    self.lost = False
                     self._changed()
                     # A word comes with each order. And the connection itself is a message: it ends with the
                     # coordinator's process. So the operator looks at that moment and not at the next poll.
                     async for _ in socket:
                         self._changed()
-            self._where = None
+            self._where, self.lost = None, True
             self._changed()
             await asyncio.sleep(AGAIN_S)
 

@@ -662,8 +662,9 @@ def _due_s(seen: Observed, job: HoldfastJob, status: JobStatus) -> float | None:
         return None
     spec: HoldfastJobSpec = job.spec
     due = [] if counts_s is None else [counts_s + spec.run_policy.startup_deadline_seconds]
-    if (left_s := waiting.left_of_patience_s(seen, job, status)) is not None:
-        due.append(seen.now_s + left_s)
+    for left_s in (waiting.left_of_patience_s(seen, job, status), coordinator_loss.look_again_s(seen)):
+        if left_s is not None:
+            due.append(seen.now_s + left_s)
     if spec.run_policy.active_deadline_seconds is not None:
         due.append(began_s + spec.run_policy.active_deadline_seconds)
     return min((at - seen.now_s for at in due if at > seen.now_s), default=None)
