@@ -202,6 +202,33 @@ def test_what_a_node_was_told_counts_where_its_name_service_is_behind(named, tol
     assert asyncio.run(found_where(named, told, term, monkeypatch)) == found
 
 
+def test_a_node_that_waits_for_a_name_looks_where_it_is_told(monkeypatch):
+    async def talk():
+        asked, answers = asyncio.Event(), asyncio.Event()
+
+        async def resolve(*arguments, **more):
+            asked.set()
+            await answers.wait()
+            return [(0, 0, 0, "", ("127.0.0.3", new.port))]
+
+        async with coordinator("new", term=2, host="127.0.0.2") as new:
+            monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolve)
+            monkeypatch.setattr(lookup, "NAME_S", 0.0)
+            where = AddressLookup("coordinator.job", new.port)
+            looking = asyncio.create_task(where.find())
+            await asked.wait()
+            await asyncio.to_thread(where.told, Whereabouts(2, "127.0.0.2"))
+            found = [(await looking).instance]
+            async with coordinator("next", term=3, host="127.0.0.3", port=new.port):
+                # What the name leads to is asked once and not anew at each look, and is known at a later one.
+                answers.set()
+                while (known := await where.find()).term != 3:
+                    assert known.instance == "new"
+                return [*found, known.instance]
+
+    assert asyncio.run(talk()) == ["new", "next"]
+
+
 def test_of_what_a_node_was_told_the_latest_term_counts():
     where = AddressLookup("nobody.invalid", 1)
     for told in (Whereabouts(2, "127.0.0.2"), Whereabouts(1, "127.0.0.1")):

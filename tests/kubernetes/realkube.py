@@ -87,9 +87,10 @@ def path_of(made: dict[str, Any]) -> str:
 
 
 async def operators(api: Api) -> list[dict[str, Any]]:
-    """Their pods."""
+    """Their pods that run or will. One that a kubelet has evicted, from a full disk for example, is kept by Kubernetes as failed."""
     path = "/api/v1/namespaces/holdfast-system/pods"
-    return (await api.list_all(path, {}))[0]
+    pods = (await api.list_all(path, {}))[0]
+    return [pod for pod in pods if pod["status"].get("phase") not in ("Failed", "Succeeded")]
 
 
 @asynccontextmanager

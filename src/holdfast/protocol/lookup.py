@@ -17,8 +17,8 @@ from holdfast.protocol.hearing import Whereabouts
 
 ASK_S = 2.0
 """How long whoever listens at the address may take to say its name."""
-NAME_S = 2.0
-"""How long the name service may take, before what else is known is tried."""
+NAME_S = 0.3
+"""How long the name may take to lead to a coordinator, where another address is known."""
 MAX_ADDRESSES = 8
 """Of one name. A name service answers with two while one coordinator takes another's place."""
 _MAX_ANSWER_BYTES = 1024
@@ -57,37 +57,54 @@ class AddressLookup:
     def __init__(self, host: str, port: int) -> None:
         self._host, self._port = host, port
         self._told: Whereabouts | None = None
-        self._resolving: asyncio.Task[list[str]] | None = None
+        self._news = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._naming: asyncio.Task[Endpoint | None] | None = None
 
     def told(self, where: Whereabouts) -> None:
         """See `Lookup`. Of several that were told the latest term counts."""
         if self._told is None or where.term >= self._told.term:
             self._told = where
+            if self._loop is not None:
+                with suppress(RuntimeError):  # the loop is closed: nobody looks any more
+                    self._loop.call_soon_threadsafe(self._news.set)
 
     async def find(self) -> Endpoint | None:
         """See `Lookup`. The name is resolved anew each time, since a coordinator may come back on another machine."""
-        told = self._told
-        named, other = await asyncio.gather(self._named(), self._told_of(told))
+        self._loop = asyncio.get_running_loop()
+        # One question at a time: the name service may take many seconds to give no answer, each in a thread of its own.
+        if self._naming is None:
+            self._naming = asyncio.create_task(self._named())
+        naming = self._naming
+        if self._told is None:
+            await self._either(naming)
+        other = await self._told_of(self._told)
+        if self._told is not None:
+            # The name may still lead to a machine that is gone, whose answer would be waited for. If one comes it is for a later look.
+            await asyncio.wait((naming,), timeout=NAME_S)
+        named = None
+        if naming.done():
+            named, self._naming = naming.result(), None
         # The address may be another job's by now. There it would be asked in vain, so the name is believed first.
         return other if named is None or (other is not None and other.term > named.term) else named
 
-    async def _named(self) -> Endpoint | None:
-        # One question at a time: the name service may take many seconds to give no answer, each in a thread of its own.
-        if self._resolving is None or self._resolving.done():
-            self._resolving = asyncio.create_task(self._resolve())
-        resolving = self._resolving
-        await asyncio.wait((resolving,), timeout=NAME_S)
-        hosts = resolving.result() if resolving.done() else []
-        answers = await asyncio.gather(*(self._ask(host) for host in hosts))
-        return max((x for x in answers if x is not None), key=lambda x: x.term, default=None)
+    async def _either(self, naming: asyncio.Task[Endpoint | None]) -> None:
+        """Until the name has led somewhere, or somebody tells of an address."""
+        news = asyncio.create_task(self._news.wait())
+        try:
+            await asyncio.wait((naming, news), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            news.cancel()
 
-    async def _resolve(self) -> list[str]:
+    async def _named(self) -> Endpoint | None:
         loop = asyncio.get_running_loop()
         try:
             found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
         except OSError:
-            return []
-        return list(dict.fromkeys(str(address[4][0]) for address in found))[:MAX_ADDRESSES]
+            return None
+        hosts = list(dict.fromkeys(str(address[4][0]) for address in found))[:MAX_ADDRESSES]
+        answers = await asyncio.gather(*(self._ask(host) for host in hosts))
+        return max((x for x in answers if x is not None), key=lambda x: x.term, default=None)
 
     async def _told_of(self, where: Whereabouts | None) -> Endpoint | None:
         found = None if where is None else await self._ask(where.address)
