@@ -229,6 +229,24 @@ def test_a_node_that_waits_for_a_name_looks_where_it_is_told(monkeypatch):
     assert asyncio.run(talk()) == ["new", "next"]
 
 
+def test_a_told_machine_that_is_silent_is_not_waited_for_where_the_name_leads_on(monkeypatch):
+    async def talk():
+        async with coordinator("new", term=2, host="127.0.0.2") as new:
+
+            async def resolve(*arguments, **more):
+                return [(0, 0, 0, "", ("127.0.0.2", new.port))]
+
+            monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolve)
+            # Its kernel takes connections, and nobody answers.
+            with socket.create_server(("127.0.0.4", new.port)):
+                where = AddressLookup("coordinator.job", new.port)
+                where.told(Whereabouts(1, "127.0.0.4"))
+                return (await where.find()).instance
+
+    monkeypatch.setattr(lookup, "ASK_S", 1e6)
+    assert asyncio.run(asyncio.wait_for(talk(), 60)) == "new"
+
+
 def test_of_what_a_node_was_told_the_latest_term_counts():
     where = AddressLookup("nobody.invalid", 1)
     for told in (Whereabouts(2, "127.0.0.2"), Whereabouts(1, "127.0.0.1")):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -59,7 +60,7 @@ class AddressLookup:
         self._told: Whereabouts | None = None
         self._news = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._naming: asyncio.Task[Endpoint | None] | None = None
+        self._naming: asyncio.Task[tuple[Endpoint | None, float]] | None = None
 
     def told(self, where: Whereabouts) -> None:
         """See `Lookup`. Of several that were told the latest term counts."""
@@ -78,17 +79,16 @@ class AddressLookup:
         naming = self._naming
         if self._told is None:
             await self._either(naming)
-        other = await self._told_of(self._told)
-        if self._told is not None:
+        other = None
+        if (told := self._told) is not None:
+            other = await self._told_of(told, naming)
             # The name may still lead to a machine that is gone, whose answer would be waited for. If one comes it is for a later look.
             await asyncio.wait((naming,), timeout=NAME_S)
-        named = None
-        if naming.done():
-            named, self._naming = naming.result(), None
+        named = self._found(naming)
         # The address may be another job's by now. There it would be asked in vain, so the name is believed first.
         return other if named is None or (other is not None and other.term > named.term) else named
 
-    async def _either(self, naming: asyncio.Task[Endpoint | None]) -> None:
+    async def _either(self, naming: asyncio.Task[tuple[Endpoint | None, float]]) -> None:
         """Until the name has led somewhere, or somebody tells of an address."""
         news = asyncio.create_task(self._news.wait())
         try:
@@ -96,19 +96,39 @@ class AddressLookup:
         finally:
             news.cancel()
 
-    async def _named(self) -> Endpoint | None:
+    def _found(self, naming: asyncio.Task[tuple[Endpoint | None, float]]) -> Endpoint | None:
+        """Where the name has led; None: nowhere, or not yet, or long ago, when nobody looked any more."""
+        if not naming.done():
+            return None
+        self._naming = None
+        found, found_s = naming.result()
+        return found if time.monotonic() - found_s < ASK_S else None
+
+    async def _named(self) -> tuple[Endpoint | None, float]:
+        """Where the name leads, and when that was known."""
         loop = asyncio.get_running_loop()
         try:
             found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
         except OSError:
-            return None
+            return None, time.monotonic()
         hosts = list(dict.fromkeys(str(address[4][0]) for address in found))[:MAX_ADDRESSES]
         answers = await asyncio.gather(*(self._ask(host) for host in hosts))
-        return max((x for x in answers if x is not None), key=lambda x: x.term, default=None)
+        newest = max((x for x in answers if x is not None), key=lambda x: x.term, default=None)
+        return newest, time.monotonic()
 
-    async def _told_of(self, where: Whereabouts | None) -> Endpoint | None:
-        found = None if where is None else await self._ask(where.address)
-        return found if found is not None and where is not None and found.term == where.term else None
+    async def _told_of(
+        self, where: Whereabouts, naming: asyncio.Task[tuple[Endpoint | None, float]]
+    ) -> Endpoint | None:
+        """Who is there, if the name does not lead to one of the same or a later term before."""
+        asking = asyncio.create_task(self._ask(where.address))
+        try:
+            await asyncio.wait((naming, asking), return_when=asyncio.FIRST_COMPLETED)
+            if naming.done() and (named := naming.result()[0]) is not None and named.term >= where.term:
+                return None
+            found = await asking
+        finally:
+            asking.cancel()
+        return found if found is not None and found.term == where.term else None
 
     async def _ask(self, host: str) -> Endpoint | None:
         shown = f"[{host}]" if ":" in host else host
