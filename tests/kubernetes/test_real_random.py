@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import subprocess
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,8 @@ from realkube import (
     until,
 )
 
-from holdfast.engines.kubernetes.api import Api
+from holdfast.engines.kubernetes.api import Api, NoAnswer
+from holdfast.errors import HoldfastError
 
 pytestmark = [pytest.mark.kube, pytest.mark.nightly, pytest.mark.timeout(1800)]
 EVENTS = 10
@@ -67,8 +69,12 @@ class Fate:
     # ------------------------------------------------------------ events
 
     async def worker(self) -> None:
-        async with self.job.client() as client:
-            await client.post("/fault", f"kill-worker:rank={self.dice.randrange(2)}")
+        try:
+            async with self.job.client() as client:
+                await client.post("/fault", f"kill-worker:rank={self.dice.randrange(2)}")
+        except HoldfastError as error:
+            # Nobody has the job just now, or nobody that rank: something else happens.
+            raise NoAnswer(str(error)) from error
 
     async def pod(self) -> None:
         name, uid = await self._a_node()
@@ -80,7 +86,11 @@ class Fate:
     async def coordinator(self) -> None:
         name = await self.job.coordinator()
         if is_true(await self.job.pod(name), "Ready"):
-            await self.job.kill_container(name)
+            try:
+                await self.job.kill_container(name)
+            except subprocess.SubprocessError as error:
+                # Its machine has no power or stands still, and Kubernetes does not know it yet.
+                raise NoAnswer(str(error)) from error
 
     async def evicted(self) -> None:
         await evict(self.api, (await self._a_node())[0])
