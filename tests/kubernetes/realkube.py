@@ -25,6 +25,7 @@ from holdfast.engines.kubernetes.names import NOTE_FAULT, TAINT_UNHEALTHY
 from holdfast.engines.kubernetes.reach import job_path
 from holdfast.engines.kubernetes.schema import crd_text
 from holdfast.engines.reach import client_of
+from holdfast.errors import HoldfastError
 
 CLUSTER = os.environ.get("HOLDFAST_KUBE_CLUSTER", "")
 IMAGE = os.environ.get("HOLDFAST_KUBE_IMAGE", "")
@@ -154,7 +155,7 @@ async def cordon(api: Api, machine: str, on: bool = True) -> None:
 
 
 async def names_are_known(api: Api) -> None:
-    """Waits until the name service hears of new services: after an outage of the API server it takes one or two minutes, as its
+    """Waits until the name service hears of new services: after an outage of the API server it may take more than a minute, as its
     client, and the client of the controllers beside it, ask again ever more seldom."""
     metadata = {"name": "canary", "namespace": "holdfast-system"}
     spec = {"clusterIP": "None", "selector": {"app.kubernetes.io/name": "holdfast-operator"}}
@@ -312,7 +313,7 @@ class Job:
         try:
             async with asyncio.timeout(10), client_of(self.dir) as client:
                 return json.dumps(await client.get("/status"))
-        except Exception as error:
+        except (HoldfastError, OSError, TimeoutError) as error:
             return repr(error)
 
     async def wait(self, within_s: float = PATIENCE_S) -> int:

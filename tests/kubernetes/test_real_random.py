@@ -74,6 +74,7 @@ class Fate:
                 await client.post("/fault", f"kill-worker:rank={self.dice.randrange(2)}")
         except HoldfastError as error:
             # Nobody has the job just now, or nobody that rank: something else happens.
+            print(f"{self.job.name}: no worker is killed: {error}")
             raise NoAnswer(str(error)) from error
 
     async def pod(self) -> None:
@@ -90,6 +91,7 @@ class Fate:
                 await self.job.kill_container(name)
             except subprocess.SubprocessError as error:
                 # Its machine has no power or stands still, and Kubernetes does not know it yet.
+                print(f"{self.job.name}: no coordinator is killed: {error}")
                 raise NoAnswer(str(error)) from error
 
     async def evicted(self) -> None:

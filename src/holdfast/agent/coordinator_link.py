@@ -112,7 +112,7 @@ class CoordinatorLink:
         return Hearing(term=self.term, missing_s=None if lost_s is None else time.monotonic() - lost_s)
 
     def told(self, where: Whereabouts) -> None:
-        """Somebody who knows the token says where a coordinator may be. May be called from any thread."""
+        """Somebody who knows the token says where a coordinator may be."""
         self._lookup.told(where)
 
     @property

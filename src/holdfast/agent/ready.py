@@ -22,12 +22,15 @@ async def show_ready(
     heard: Callable[[], Hearing],
     told: Callable[[Whereabouts], None],
 ) -> None:
-    """Listens from the moment the node has joined, until it is cancelled. heard, told: called from any thread.
+    """Listens from the moment the node has joined, until it is cancelled. heard: called from any thread. told: called in this loop.
 
     A node that lost its coordinator stays ready. It trains on, and a disruption budget must not count it as broken.
     """
     await joined.wait()
-    server = _Server(node, host, port, token, heard, told)
+    loop = asyncio.get_running_loop()
+    server = _Server(
+        node, host, port, token, heard, lambda where: loop.call_soon_threadsafe(lambda: told(where))
+    )
     try:
         await asyncio.Event().wait()
     finally:
@@ -42,7 +45,7 @@ class _Server(RangeServer):
         port: int,
         token: str,
         heard: Callable[[], Hearing],
-        told: Callable[[Whereabouts], None],
+        told: Callable[[Whereabouts], object],
     ) -> None:
         self._heard, self._told = heard, told
         super().__init__(host, token, hearing.agent_name(node), "holdfast-ready", port)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -34,7 +33,7 @@ class Lookup(Protocol):
         ...
 
     def told(self, where: Whereabouts) -> None:
-        """It may be there, too. May be called from any thread."""
+        """It may be there, too."""
         ...
 
 
@@ -59,22 +58,18 @@ class AddressLookup:
         self._host, self._port = host, port
         self._told: Whereabouts | None = None
         self._news = asyncio.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._naming: asyncio.Task[tuple[Endpoint | None, float]] | None = None
+        self._naming: asyncio.Task[Endpoint | None] | None = None
 
     def told(self, where: Whereabouts) -> None:
         """See `Lookup`. Of several that were told the latest term counts."""
         if self._told is None or where.term >= self._told.term:
             self._told = where
-            if self._loop is not None:
-                with suppress(RuntimeError):  # the loop is closed: nobody looks any more
-                    self._loop.call_soon_threadsafe(self._news.set)
+            self._news.set()
 
     async def find(self) -> Endpoint | None:
         """See `Lookup`. The name is resolved anew each time, since a coordinator may come back on another machine."""
-        self._loop = asyncio.get_running_loop()
         # One question at a time: the name service may take many seconds to give no answer, each in a thread of its own.
-        if self._naming is None:
+        if self._naming is None or self._naming.done():
             self._naming = asyncio.create_task(self._named())
         naming = self._naming
         if self._told is None:
@@ -82,13 +77,13 @@ class AddressLookup:
         other = None
         if (told := self._told) is not None:
             other = await self._told_of(told, naming)
-            # The name may still lead to a machine that is gone, whose answer would be waited for. If one comes it is for a later look.
+            # The name may still lead to a machine that is gone, whose answer would be waited for.
             await asyncio.wait((naming,), timeout=NAME_S)
-        named = self._found(naming)
+        named = naming.result() if naming.done() else None
         # The address may be another job's by now. There it would be asked in vain, so the name is believed first.
         return other if named is None or (other is not None and other.term > named.term) else named
 
-    async def _either(self, naming: asyncio.Task[tuple[Endpoint | None, float]]) -> None:
+    async def _either(self, naming: asyncio.Task[Endpoint | None]) -> None:
         """Until the name has led somewhere, or somebody tells of an address."""
         news = asyncio.create_task(self._news.wait())
         try:
@@ -96,34 +91,22 @@ class AddressLookup:
         finally:
             news.cancel()
 
-    def _found(self, naming: asyncio.Task[tuple[Endpoint | None, float]]) -> Endpoint | None:
-        """Where the name has led; None: nowhere, or not yet, or long ago, when nobody looked any more."""
-        if not naming.done():
-            return None
-        self._naming = None
-        found, found_s = naming.result()
-        return found if time.monotonic() - found_s < ASK_S else None
-
-    async def _named(self) -> tuple[Endpoint | None, float]:
-        """Where the name leads, and when that was known."""
+    async def _named(self) -> Endpoint | None:
         loop = asyncio.get_running_loop()
         try:
             found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
         except OSError:
-            return None, time.monotonic()
+            return None
         hosts = list(dict.fromkeys(str(address[4][0]) for address in found))[:MAX_ADDRESSES]
         answers = await asyncio.gather(*(self._ask(host) for host in hosts))
-        newest = max((x for x in answers if x is not None), key=lambda x: x.term, default=None)
-        return newest, time.monotonic()
+        return max((x for x in answers if x is not None), key=lambda x: x.term, default=None)
 
-    async def _told_of(
-        self, where: Whereabouts, naming: asyncio.Task[tuple[Endpoint | None, float]]
-    ) -> Endpoint | None:
+    async def _told_of(self, where: Whereabouts, naming: asyncio.Task[Endpoint | None]) -> Endpoint | None:
         """Who is there, if the name does not lead to one of the same or a later term before."""
         asking = asyncio.create_task(self._ask(where.address))
         try:
             await asyncio.wait((naming, asking), return_when=asyncio.FIRST_COMPLETED)
-            if naming.done() and (named := naming.result()[0]) is not None and named.term >= where.term:
+            if naming.done() and (named := naming.result()) is not None and named.term >= where.term:
                 return None
             found = await asking
         finally:

@@ -62,7 +62,7 @@ def become_agent(pod: PodPlace, config: Path) -> NoReturn:
         f"--grace={os.environ.get(GRACE_VARIABLE, '30')}",
         f"--ready-port={AGENT_PORT}",
         # The coordinator's image may still be on its way to another machine, and after the API server was away the cluster's DNS
-        # takes one or two minutes to tell of a new job. A pod that gave up would come again and begin to wait anew.
+        # may take more than a minute to tell of a new job. A pod that gave up would come again and begin to wait anew.
         f"--join-within={spec.timing.wait_s}",
     ]
     # As torchrun does: workers of one machine would else each start a thread for every core of it.
