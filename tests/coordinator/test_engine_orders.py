@@ -52,6 +52,16 @@ def test_a_node_that_came_back_is_not_released_late() -> None:
     assert not open_orders(desk, ReleaseNode)
 
 
+def test_a_node_whose_agent_ended_may_return_and_a_silent_one_may_not() -> None:
+    desk = running(3)
+    desk.lose("n1")
+    desk.wait(desk.core.timing.detection_s + 0.1, alive=("n0",))
+    assert [(one.node, one.may_return) for one in open_orders(desk, ReleaseNode)] == [
+        ("n1", True),
+        ("n2", False),
+    ]
+
+
 def test_a_node_that_is_not_awaited_any_more_is_not_provided_late() -> None:
     desk = running(3)
     desk.lose("n1")
@@ -77,7 +87,7 @@ def test_a_node_has_one_open_order_of_a_kind() -> None:
 def test_an_engine_that_acknowledges_nothing_does_not_make_the_state_grow() -> None:
     orders = OpenOrders()
     for count in range(KEPT + 10):
-        orders.add(ReleaseNode(f"n{count}", "lost"))
+        orders.add(ReleaseNode(node=f"n{count}", reason="lost"))
     assert [len(orders.open), next(iter(orders.open))] == [KEPT, 11]
 
 

@@ -123,6 +123,11 @@ def test_a_container_in_a_crash_loop_says_how_it_ends_and_not_when_it_is_started
     assert seen.waits == (
         "its container ended 4 times, the last time with exit code 1: cannot open /dev/nvidia0"
     )
+    assert seen.backs_off
+    one["state"] = {"running": {}}
+    runs = pod_seen(pod(containerStatuses=[one]), "llm", "u-1")
+    assert runs is not None
+    assert not runs.backs_off
 
 
 @pytest.mark.parametrize(

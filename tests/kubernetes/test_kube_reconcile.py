@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from kubejobs import job as asked
 
+from holdfast.engines.kubernetes import returns
 from holdfast.engines.kubernetes.actions import (
     AddFinalizer,
     AskResize,
@@ -25,7 +26,15 @@ from holdfast.engines.kubernetes.actions import (
 from holdfast.engines.kubernetes.check import accept, check
 from holdfast.engines.kubernetes.conditions import begun
 from holdfast.engines.kubernetes.desk import Desk
-from holdfast.engines.kubernetes.observed import Farewell, MachineSeen, NodeSaid, Observed, PodSeen, Said
+from holdfast.engines.kubernetes.observed import (
+    Farewell,
+    MachineSeen,
+    NodeSaid,
+    Observed,
+    PodSeen,
+    Released,
+    Said,
+)
 from holdfast.engines.kubernetes.reconcile import beside, reconcile
 from holdfast.engines.kubernetes.status import ConditionType, JobStatus, Progress
 from holdfast.engines.kubernetes.times import timestamp
@@ -120,7 +129,7 @@ def test_the_first_looks_of_a_new_job() -> None:
 
 
 def test_a_lost_node_is_deleted_with_grace_1_and_replaced_at_once() -> None:
-    order = ReleaseNode("llm-n1", "silent for 2 s", order_id=5)
+    order = ReleaseNode(node="llm-n1", reason="silent for 2 s", order_id=5)
     seen = observed(said=said("n0", "n2", orders=(order, ProvideNode("2 of 3", order_id=6))))
     assert actions(seen) == (
         DeletePod(name="llm-n1", uid="uid-n1", grace_s=1, reason="silent for 2 s"),
@@ -139,9 +148,85 @@ def test_a_lost_node_is_deleted_with_grace_1_and_replaced_at_once() -> None:
 
 
 def test_a_node_that_left_as_planned_has_its_whole_grace() -> None:
-    seen = observed(said=said("n0", "n2", orders=(ReleaseNode("llm-n1", "drained", True, order_id=5),)))
+    order = ReleaseNode(node="llm-n1", reason="drained", planned=True, order_id=5)
+    seen = observed(said=said("n0", "n2", orders=(order,)))
     (deleted, _) = actions(seen)
     assert deleted == DeletePod(name="llm-n1", uid="uid-n1", reason="drained")
+
+
+MACHINES = {f"m-{name}": MachineSeen(name=f"m-{name}") for name in ("c1", "n0", "n1", "n2")}
+
+
+def ended_agent(
+    restarts: int = 0, for_s: float = 0.0, others: tuple[str, ...] = ("n0", "n2"), **fields: Any
+) -> Observed:
+    """The job after the agent of n1 has ended, as an operator sees it that has known for so long."""
+    order = ReleaseNode(node="llm-n1", reason="connection closed", may_return=True, order_id=5)
+    nodes = {f"llm-n{k}": NodeSaid(alive=f"n{k}" in others) for k in range(3)}
+    return observed(
+        machines=MACHINES,
+        said=said(orders=(order, ProvideNode("2 of 3", order_id=6)), nodes=nodes),
+        released={"llm-n1": Released(for_s, restarts)},
+        **fields,
+    )
+
+
+def test_a_node_whose_agent_ended_is_waited_for_in_its_pod() -> None:
+    """It counts as there, so no other one is made, and the order for one is done."""
+    seen = ended_agent()
+    assert actions(seen) == (Tell(OrderDone(6)),)
+    assert reconcile(seen).look_again_s == returns.RESTART_S
+    (deleted, number) = actions(ended_agent(for_s=returns.RESTART_S))
+    # Its agent may be back in this moment: then its pod has changed.
+    reason = "connection closed"
+    assert deleted == DeletePod(name="llm-n1", uid="uid-n1", grace_s=1, reason=reason, version=0)
+    assert number == Number(run=1, term=1, next_number=4)
+
+
+@pytest.mark.parametrize("end", [{"phase": "Failed"}, {"deleting": True}])
+def test_a_pod_that_is_over_does_not_return(end: dict[str, Any]) -> None:
+    pods = (pod("c1"), pod("n0"), pod("n1", ready=False, **end), pod("n2"))
+    assert Number(run=1, term=1, next_number=4) in actions(ended_agent(pods=pods))
+
+
+@pytest.mark.parametrize("fields", [{"ready": False}, {"going": "it is cordoned"}])
+def test_nothing_returns_on_a_machine_that_is_away_or_is_to_be_emptied(fields: dict[str, Any]) -> None:
+    machines = MACHINES | {"m-n1": MachineSeen(name="m-n1", **fields)}
+    assert Number(run=1, term=1, next_number=4) in actions(
+        msgspec.structs.replace(ended_agent(), machines=machines)
+    )
+
+
+def test_where_the_kubelet_takes_its_time_another_machine_is_asked_for() -> None:
+    """It has ended before, not long ago."""
+    pods = (pod("c1"), pod("n0"), pod("n1", ready=False, restarts=1, backs_off=True), pod("n2"))
+    assert Number(run=1, term=1, next_number=4) in actions(ended_agent(1, pods=pods))
+
+
+def test_one_whose_container_runs_again_has_time_to_join() -> None:
+    back = (pod("c1"), pod("n0"), pod("n1", ready=False, restarts=1), pod("n2"))
+    assert actions(ended_agent(0, returns.RESTART_S, pods=back)) == (Tell(OrderDone(6)),)
+    assert Number(run=1, term=1, next_number=4) in actions(ended_agent(0, returns.RETURN_S, pods=back))
+
+
+def test_where_no_node_is_left_all_are_waited_for() -> None:
+    """Their pods have the only copies of the state."""
+    backs_off = pod("n1", ready=False, restarts=7, backs_off=True)
+    pods = (pod("c1"), pod("n0"), backs_off, pod("n2"))
+    for for_s, is_deleted in ((returns.RESTART_S, False), (returns.RETURN_S, True)):
+        done = actions(ended_agent(7, for_s, others=(), pods=pods))
+        assert any(isinstance(one, DeletePod) and one.name == "llm-n1" for one in done) is is_deleted
+
+
+def test_how_long_a_node_was_given_up_is_counted_from_what_was_heard_first() -> None:
+    desk, order = Desk("llm"), ReleaseNode(node="llm-n1", reason="closed", may_return=True, order_id=5)
+    desk.saw(pod("n1", restarts=1))
+    assert desk.released(said("n0", orders=(order,)), 10.0) == {"llm-n1": Released(0.0, 1)}
+    desk.saw(pod("n1", restarts=2, version=1))
+    assert desk.released(None, 12.0) == {"llm-n1": Released(2.0, 1)}, "a coordinator that is silent"
+    assert desk.released(said("n0", orders=(order,)), 14.0) == {"llm-n1": Released(4.0, 1)}
+    assert desk.released(said("n0", "n1"), 16.0) == {}
+    assert desk.released(said("n0", orders=(order,)), 18.0) == {"llm-n1": Released(0.0, 2)}
 
 
 def test_a_machine_that_kubernetes_does_not_reach_changes_nothing() -> None:
@@ -169,12 +254,12 @@ def test_an_eviction_is_told_with_the_time_that_is_left() -> None:
 def test_a_container_that_was_killed_for_memory_is_told_once() -> None:
     """When its coordinator knows that the node was lost, and while it asks itself why."""
 
-    def told(age_s: float, desk: Desk) -> list[Any]:
+    def told(age_s: float, desk: Desk, alive: bool = False) -> list[Any]:
         killed = pod("n1", ready=False, out_of_memory_s=NOW_S - age_s)
         pods = (pod("c1"), pod("n0"), killed, pod("n2"))
         desk.saw(killed)
         desk.meet(1, ["llm-n0", "llm-n2"], [])
-        lost = said("n0", "n2", nodes={"llm-n1": NodeSaid(alive=False)})
+        lost = said("n0", "n2", nodes={"llm-n1": NodeSaid(alive=alive)})
         limit = {"spec__template__spec__containers__0__resources": {"limits": {"memory": "2Gi"}}}
         found = [one for one in actions(observed(pods=pods, said=lost, spec=limit)) if isinstance(one, Tell)]
         news = [one for one in found if desk.is_news(one)]
@@ -183,13 +268,15 @@ def test_a_container_that_was_killed_for_memory_is_told_once() -> None:
         return news
 
     desk = Desk("llm")
-    assert told(1.0, desk) == []
-    assert told(3.0, desk) == [Tell(NodeOutOfMemory("llm-n1", 2 << 30, 3.0), "llm-n1 at 999997")]
+    assert told(1.0, desk, alive=True) == []
+    assert told(3.0, desk, alive=True) == [Tell(NodeOutOfMemory("llm-n1", 2 << 30, 3.0), "llm-n1 at 999997")]
     assert told(3.0, desk) == []
     assert len(told(2.0, desk)) == 1, "it happened again"
     assert told(61.0, desk) == []
     desk.meet(2, [], [])
     assert len(told(2.0, desk)) == 1, "the next coordinator was told nothing"
+    # Its pod may be about to go.
+    assert len(told(0.0, Desk("llm"))) == 1
 
 
 def test_a_pod_that_is_gone_is_told() -> None:
@@ -584,7 +671,7 @@ def test_who_wants_nothing_saved_does_not_wait_for_agents_to_leave() -> None:
 
 
 def test_a_pod_of_another_uid_is_not_meant() -> None:
-    order = ReleaseNode("llm-n1", "silent", order_id=1)
+    order = ReleaseNode(node="llm-n1", reason="silent", order_id=1)
     (deleted, *_) = actions(observed(said=said("n0", "n2", orders=(order,))))
     assert deleted.uid == "uid-n1"
 

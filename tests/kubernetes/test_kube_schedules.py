@@ -23,6 +23,7 @@ def judge(
         happened += schedule.happened
         happened[f"made {len(schedule.server.made) > 0}"] += 1
         happened["over"] += schedule.over
+        happened["returned in its pod"] += schedule.cluster.returned
         happened["taken back"] += bool(schedule.taken_back)
         if (choices := schedule.cluster.choices) is not None:
             happened["another machine chosen"] += choices.replaced > 0
@@ -35,6 +36,7 @@ def test_what_must_hold_holds() -> None:
     assert happened["over"] > SEEDS / 10
     assert happened["made True"] > SEEDS * 0.9
     assert happened["elsewhere"] > SEEDS / 50
+    assert happened["returned in its pod"] > SEEDS / 10
 
 
 def test_what_must_hold_holds_in_a_queue() -> None:

@@ -21,6 +21,7 @@ from realkube import (
     Undisturbed,
     cluster,
     holdfast,
+    machines_of,
     names_are_known,
     node_of,
     operators,
@@ -44,8 +45,9 @@ def test_a_machine_without_power_and_an_agent_killed_cost_no_step(
             cluster("kill", await job.machine(node_of(status, 1)))
             status = await job.training(2, beyond=status["step"] + 5)
             # In its place: the container is started again in its pod, and the node comes back.
-            await job.kill_container(node_of(status, 0))
-            await job.training(2, beyond=status["step"] + 5)
+            await job.kill_container(killed := node_of(status, 0))
+            await job.training(2, beyond=status["step"] + 5, spares=1)
+            assert killed in await machines_of(api)
             # Within seconds of each other and in one zone they are one incident.
             await job.stops_as(undisturbed, incidents=(1, 2))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -196,6 +198,23 @@ def test_all_nodes_are_lost_at_once(play: Callable[[Scene], None], home: Path, u
             assert (await job.object())["status"]["term"] == term
             assert not set(there) & set(await machines_of(api))
             await job.stops_as(undisturbed, incidents=(1, 2))
+
+    play(scene)
+
+
+def test_all_agents_end_at_once(play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed):
+    """As when all grow out of their memory in one step. There is no durable tier: what the pods' memory has is all that there is."""
+
+    async def scene(api: Api) -> None:
+        async with Job(api, home, "together", "--nnodes", 2, steps=STEPS, pace_s=PACE_S) as job:
+            status = await job.training(2, beyond=30)
+            there = await machines_of(api)
+            await asyncio.gather(*map(job.kill_container, there))
+            await job.training(2, beyond=status["step"] + 5)
+            assert await machines_of(api) == there
+            await job.stops_as(undisturbed)
+            incidents = json.loads((job.dir / "report.json").read_text())["incidents"]
+            assert sum(one["lost_steps"] for one in incidents) < status["step"]
 
     play(scene)
 

@@ -19,7 +19,11 @@ from realkube import (
     IMAGE,
     LEASE,
     NAMESPACE,
+    PACE_S,
+    PATIENCE_S,
+    STEPS,
     TRAIN,
+    Job,
     Scene,
     Undisturbed,
     cluster,
@@ -27,6 +31,7 @@ from realkube import (
     gone,
     is_said,
     is_true,
+    machines_of,
     node_of,
     pair,
     trained_apart,
@@ -175,6 +180,54 @@ def test_a_worker_that_outgrows_its_container_s_memory(
             (incident,) = json.loads((job.dir / "report.json").read_text())["incidents"]
             # --node-memory 1500Mi
             assert "whose memory limit is 1.57 GB" in incident["cause"]
+
+    play(scene)
+
+
+LEAKS = """\
+        if Path("/etc/hostname").read_text().strip().endswith("NODE"):
+            mine = step.index - globals().setdefault("first", step.index)
+            if mine == 5:
+                Path("/proc/1/oom_score_adj").write_text("1000")
+                grown = torch.ones(1 << 32)
+"""
+"""On one node, five steps after it has joined. The kernel then prefers the first process of the container, which is the agent."""
+
+
+def test_an_agent_is_killed_for_memory_again_and_again(
+    play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed
+):
+    """All of its container ends with it. The first time it is started again in its pod, and then on another machine, since the
+    kubelet would wait. Each incident names the limit, which only the operator can see, and no step is lost."""
+
+    async def scene(api: Api) -> None:
+        text, after = TRAIN.read_text(), "        run.log(loss=step.loss)\n"
+        assert after in text
+        leaks = home / "leaks.py"
+        leaks.write_text(text.replace(after, after + LEAKS.replace("NODE", "-n1")))
+        # With limits on all, none of its processes is nearer to being killed than another.
+        options = ("--nnodes", "1:2", "--spares", 0, "--node-cpus", 1)
+        async with Job(api, home, "leaks", *options, script=leaks, steps=STEPS, pace_s=PACE_S) as job:
+            status = await job.training(2)
+            (bad,) = (w["node"] for w in status["workers"] if w["node"].endswith("-n1"))
+            restarts = [0]
+
+            async def elsewhere() -> bool:
+                now = await machines_of(api)
+                if bad in now:
+                    (container,) = (await job.pod(bad))["status"].get("containerStatuses", ())
+                    restarts.append(container["restartCount"])
+                return len(now) == 2 and bad not in now
+
+            await until(elsewhere, f"{bad} has another one in its place", 2 * PATIENCE_S)
+            assert max(restarts) == 1
+            status = await job.training(2, beyond=status["step"] + 5)
+            await job.stops_as(undisturbed)
+            incidents = json.loads((job.dir / "report.json").read_text())["incidents"]
+            lost = [one["cause"] for one in incidents if one["cause_kind"] == "node"]
+            # --node-memory 1500Mi
+            assert len(lost) == 2
+            assert all("want of memory" in cause and "1.57 GB" in cause for cause in lost)
 
     play(scene)
 

@@ -238,8 +238,8 @@ class Launcher(ABC):
         match order:
             case ProvideNode():
                 await engine.provide()
-            case ReleaseNode(node, reason, planned):
-                await engine.release(node, reason, planned=planned)
+            case ReleaseNode():
+                await engine.release(order.node, order.reason, planned=order.planned)
             case MarkNode(node, reason):
                 await engine.mark(node, reason)
             case RebootNode(node, reason):

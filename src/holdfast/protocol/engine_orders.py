@@ -24,13 +24,16 @@ class ProvideNode(msgspec.Struct, frozen=True, tag="provide-node"):
     """Rises within a job, over all of its coordinators."""
 
 
-class ReleaseNode(msgspec.Struct, frozen=True, tag="release-node"):
+class ReleaseNode(msgspec.Struct, frozen=True, kw_only=True, tag="release-node"):
     """The job went on without this node: make sure that nothing of it runs on."""
 
     node: str
     reason: str
     planned: bool = False
     """It was to leave, and was not lost."""
+    may_return: bool = False
+    """Its agent ended on a machine that answers. An engine that starts agents again where they were may wait for this one first:
+    when it is back, the order is withdrawn."""
     order_id: int = 0
     """See `ProvideNode`."""
 

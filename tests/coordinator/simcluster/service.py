@@ -121,7 +121,7 @@ class Service:
                 self.cluster.checks.recorded(action)
             case e.ProvideNode():
                 self.cluster.provide()
-            case e.ReleaseNode(node, _):
+            case e.ReleaseNode(node=node):
                 if self.cluster.plan.closes_released and (connection := self.connections.pop(node, None)):
                     self._drop(connection)
                 self.cluster.release(node)

@@ -49,12 +49,19 @@ class Coordinator:
         self.last_order += 1
         self.orders[self.last_order] = msgspec.structs.replace(order, order_id=self.last_order)
 
-    def lose(self, node: str, planned: bool) -> None:
+    def lose(self, node: str, planned: bool, may_return: bool = False) -> None:
         if self.nodes.get(node):
             self.nodes[node] = False
             self.leaving.discard(node)
-            self.order(ReleaseNode(node, "left" if planned else "silent", planned))
+            reason = "left" if planned else "silent"
+            self.order(ReleaseNode(node=node, reason=reason, planned=planned, may_return=may_return))
             self.order(ProvideNode("one is missing"))
+
+    def joins(self, node: str) -> None:
+        self.nodes[node] = True
+        for number, order in list(self.orders.items()):
+            if isinstance(order, ReleaseNode) and order.node == node:
+                del self.orders[number]
 
     def training(self) -> set[str]:
         there = [name for name, alive in sorted(self.nodes.items()) if alive]
@@ -76,6 +83,10 @@ class Cluster:
         self._dead: set[str] = set()
         self.unreachable: set[str] = set()
         """Uids of coordinators' pods whose network is broken: their machines are ready."""
+        self._down: dict[str, float] = {}
+        """Uids of pods whose container has ended, and how soon the kubelet starts it again: by this chance in each second."""
+        self.returned = 0
+        """Nodes that came back in their pods."""
         self._heard: dict[str, tuple[int, float]] = {}
         """Which term each node has met, by its pod's uid, and when it last heard it."""
         self.neighbours: list[Server] = []
@@ -101,6 +112,7 @@ class Cluster:
             pod.machine is not None
             and self.machines[pod.machine].up
             and pod.uid not in self._dead
+            and pod.uid not in self._down
             and pod.phase == "Running"
             and (pod.crash is None or pod.ready)
         )
@@ -196,6 +208,8 @@ class Cluster:
             self.server.change(pod.name, phase="Failed", ready=False)
         elif pod.ended:
             return
+        elif pod.uid in self._down:
+            self._start_again(pod)
         elif pod.ready:
             if pod.mislabelled and pod in self.orphans() and self.dice.random() < 0.1:
                 # It gives up. No operator sees it, so nobody else ends it.
@@ -210,6 +224,15 @@ class Cluster:
             ready = pod.coordinator or pod.uid in self._heard or joins
             if ready or pod.phase != "Running":
                 self.server.change(pod.name, phase="Running", ready=ready, address="10.0.0.1")
+
+    def _start_again(self, pod: PodSeen) -> None:
+        if pod.ready:
+            self.server.change(pod.name, ready=False, crash="exit code 137", backs_off=pod.restarts > 0)
+        elif self.dice.random() < self._down[pod.uid]:
+            del self._down[pod.uid]
+            # On a machine that is bad by now it crashes again, before it is ready.
+            bad = self.machines[pod.machine or ""].bad
+            self.server.change(pod.name, ready=not bad, restarts=pod.restarts + 1, backs_off=False)
 
     def orphans(self) -> list[PodSeen]:
         """Pods that have lost their label: nodes of a run without a coordinator, and coordinators of a run without nodes."""
@@ -247,11 +270,14 @@ class Cluster:
         }
         for name in sorted(here):
             self._heard[self.server.pods[name].uid] = known.term, self.now_s
-        for name in sorted(here - set(known.nodes)):
-            known.nodes[name] = True
+        for name in sorted(here):
+            self.returned += known.nodes.get(name) is False
+            if not known.nodes.get(name):
+                known.joins(name)
         for name in sorted(known.nodes):
             if known.nodes[name] and name not in here:
-                known.lose(name, planned=False)
+                ended = self.server.pods.get(name)
+                known.lose(name, planned=False, may_return=ended is not None and ended.uid in self._down)
         wanted = known.target + known.spares
         alive = {name for name, lives in known.nodes.items() if lives}
         for name in sorted(known.leaving & alive):
@@ -381,6 +407,17 @@ class Cluster:
                 self.server.change(pod.name, deleting=True)
             else:
                 self._dead.add(pod.uid)
+
+    def kill_container(self) -> None:
+        """All that runs in a node's container ends: the kernel killed it for memory, for example."""
+        pods = [pod for pod in self.server.pods.values() if self.runs(pod) and not pod.coordinator]
+        if pods:
+            self._down[self.dice.choice(pods).uid] = self.dice.choice((0.5, 0.5, 0.5, 0.03))
+
+    def are_waited_for(self) -> bool:
+        """Nodes that may come back in their pods."""
+        pods = [pod for pod in self.server.mine() if pod.uid in self._down and pod.machine is not None]
+        return any(pod.stays and self.machines[pod.machine or ""].up for pod in pods)
 
     def job(self) -> HoldfastJob | None:
         return self.server.object.job if self.server.object is not None else None

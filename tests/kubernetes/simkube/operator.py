@@ -158,6 +158,7 @@ class Operator:
             absent=self.desk.pods.absent,
             told=self.desk.told,
             said=said,
+            released=self.desk.released(said, self.cluster.now_s),
             asked_nodes=self.desk.asked_nodes,
             hearings=hearings,
             heard_restarts=self.heard[1] if newest is not None and newest.uid == self.heard[0] else None,

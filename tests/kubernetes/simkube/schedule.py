@@ -104,6 +104,7 @@ class Schedule:
                 "power-returns",
                 "coordinator-cut",
                 "pod-killed",
+                "container-killed",
                 "cordon",
                 "uncordon",
                 "machine-bad",
@@ -137,6 +138,8 @@ class Schedule:
             cluster.cut_coordinator()
         elif what == "pod-killed":
             cluster.kill_pod()
+        elif what == "container-killed":
+            cluster.kill_container()
         elif what in ("cordon", "uncordon"):
             dice.choice(list(cluster.machines.values())).cordoned = what == "cordon"
         elif what in ("machine-bad", "machine-mended"):
@@ -334,6 +337,8 @@ class Schedule:
             settled = settled and not self.server.left
             # And so is the vote on a coordinator that nobody reaches.
             settled = settled and not self.cluster.is_cut()
+            # And so is the patience with a node that may come back in its pod.
+            settled = settled and not self.cluster.are_waited_for()
             quiet = quiet + 1 if settled and len(self.server.log) == before else 0
             if quiet > 12:
                 break

@@ -226,11 +226,11 @@ def left(context: Context, node: Node) -> None:
     transitions.lose_node(context, node)
     context.request(DropCopies(node))
     if remedy is Remedy.REBOOT:
-        context.order(ReleaseNode(node.name, reason))
+        context.order(ReleaseNode(node=node.name, reason=reason))
         _reboot(context, node, incident, cause)
     else:
         _replace(context, node, incident, cause)
-        context.order(ReleaseNode(node.name, reason))
+        context.order(ReleaseNode(node=node.name, reason=reason))
     if incident is not None:
         settle(context, incident)
 

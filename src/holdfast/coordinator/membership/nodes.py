@@ -217,7 +217,9 @@ def lose(context: Context, node: Node, cause: causes.Cause, release: bool = True
         transitions.enter(context, worker, WorkerPhase.GONE)
     context.request(DropCopies(node))
     if release:
-        context.order(ReleaseNode(node.name, str(cause)))
+        # A machine without power or network closes no connection.
+        may_return = isinstance(cause, causes.ConnectionClosed) and node.refused is None
+        context.order(ReleaseNode(node=node.name, reason=str(cause), may_return=may_return))
     context.mode.on_node_lost(context, part, cause)
 
 

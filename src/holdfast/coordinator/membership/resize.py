@@ -449,7 +449,7 @@ def _release(context: Context, node: Node) -> None:
     context.record(ledger.NodeLeft(node=node.name, reason=reason))
     context.send(node.name, m.Shutdown(reason))
     context.request(DropCopies(node))
-    context.order(ReleaseNode(node.name, reason, planned=True))
+    context.order(ReleaseNode(node=node.name, reason=reason, planned=True))
 
 
 # ---------------------------------------------------------------- what it cost

@@ -6,14 +6,15 @@ and a pod that has gone is remembered by its uid, in case an older answer brings
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
 from holdfast.engines.kubernetes import names
 from holdfast.engines.kubernetes.actions import Action, AskResize, DeletePod, Number, Tell, Warn
-from holdfast.engines.kubernetes.observed import PodSeen
+from holdfast.engines.kubernetes.observed import PodSeen, Released, Said
 from holdfast.protocol.availability import NodeOutOfMemory, OrderDone
+from holdfast.protocol.engine_orders import ReleaseNode
 
 MOST_GONE = 4096
 """Uids and names of pods that are gone: more than pods of one job that go within the life of a request."""
@@ -118,6 +119,7 @@ class Desk:
         self.refused: str | None = None
         self._told: set[str] = set()
         self._told_of_memory: dict[str, str] = {}
+        self._released: dict[str, tuple[float, int]] = {}
         self._acknowledged: set[int] = set()
         self._warned: set[str] = set()
         self._term = 0
@@ -141,6 +143,16 @@ class Desk:
         there = set(orders)
         self._acknowledged &= there
         self._warned &= {f"order {one}" for one in there} | {pod.uid for pod in self.pods.all}
+
+    def released(self, said: Said | None, now_s: float) -> Mapping[str, Released]:
+        """Nodes that the coordinator gives up. now_s: of any clock that goes on."""
+        if said is not None:  # what was heard of a coordinator that is silent now is kept
+            restarts = {pod.name: pod.restarts for pod in self.pods.all}
+            open_ = [order.node for order in said.orders if isinstance(order, ReleaseNode)]
+            self._released = {
+                node: self._released.get(node, (now_s, restarts.get(node, 0))) for node in open_
+            }
+        return {node: Released(now_s - since_s, count) for node, (since_s, count) in self._released.items()}
 
     def new_run(self) -> None:
         """What was asked of the run before is not asked of this one."""

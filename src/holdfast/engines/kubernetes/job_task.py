@@ -252,6 +252,7 @@ class JobTask:
             absent=self.desk.pods.absent,
             told=self.desk.told,
             said=said,
+            released=self.desk.released(said, time.monotonic()),
             asked_nodes=self.desk.asked_nodes,
             refused_resize=self.desk.refused_resize,
             marking=self._setting.marking,

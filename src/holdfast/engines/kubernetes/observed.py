@@ -68,6 +68,8 @@ class PodSeen(msgspec.Struct, frozen=True, kw_only=True):
     """Its agent wants to know where its machine stands, and was not told yet."""
     restarts: int = 0
     """How often the kubelet has started its container anew, in its place."""
+    backs_off: bool = False
+    """Its container has ended, and the kubelet waits before it starts it again."""
     crash: str | None = None
     """How its container ended the last time; None: it never ended, or did so in order."""
     out_of_memory_s: float | None = None
@@ -155,6 +157,15 @@ class NodeSaid(msgspec.Struct, frozen=True, kw_only=True):
     leaves: bool = False
 
 
+class Released(msgspec.Struct, frozen=True):
+    """A node that the coordinator gave up, as this operator has known it."""
+
+    for_s: float
+    """For how long."""
+    restarts: int
+    """How often its container had been started anew when the operator heard of it."""
+
+
 class Said(msgspec.Struct, frozen=True, kw_only=True):
     """What the coordinator of a term last said."""
 
@@ -220,6 +231,8 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     """Nodes of which this term's coordinator was told that they are going or gone."""
     said: Said | None = None
     """None: it does not answer now."""
+    released: Mapping[str, Released] = {}
+    """By name, the nodes of the open orders that give nodes up."""
     asked_nodes: int | None = None
     """The size that this operator has asked this run's coordinator for; None: it has not asked. The status has what was asked before."""
     refused_resize: str | None = None

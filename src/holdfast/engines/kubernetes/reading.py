@@ -109,6 +109,7 @@ def pod_seen(pod: Object, job: str, uid: str) -> PodSeen | None:
         waits_for_place=metadata.get("annotations", {}).get(NOTE_PLACE) == "",
         restarts=restarts,
         crash=crash,
+        backs_off=any(_backs_off(one) for one in containers),
         out_of_memory_s=_out_of_memory_s(containers),
     )
 
@@ -159,11 +160,16 @@ def _waits(containers: Any) -> str | None:
             continue
         # The kubelet's own message of a crash names a time and its numbers of the pod, and not the reason.
         crash = _crash(one.get("lastState", {}))
-        if crash is not None and waiting.get("reason") == "CrashLoopBackOff":
+        if crash is not None and _backs_off(one):
             return f"its container ended {one.get('restartCount', 0) + 1} times, the last time with {crash}"
         message = f": {waiting['message']}" if waiting.get("message") else ""
         return f"{waiting.get('reason', 'waiting')}{message}"[:MESSAGE_CHARS]
     return None
+
+
+def _backs_off(container: Object) -> bool:
+    waiting = container.get("state", {}).get("waiting") or {}
+    return bool(waiting.get("reason") == "CrashLoopBackOff")
 
 
 def _ends(containers: Any, name: str) -> tuple[int, str | None]:

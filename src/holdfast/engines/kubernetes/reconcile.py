@@ -22,6 +22,7 @@ from holdfast.engines.kubernetes import (
     machine_orders,
     names,
     queues,
+    returns,
     sight,
     waiting,
 )
@@ -380,9 +381,10 @@ def wanted_nodes(seen: Observed, job: HoldfastJob) -> int:
 
 
 def lost_nodes(seen: Observed) -> frozenset[str]:
-    """Those that the coordinator gave up."""
+    """Those that the coordinator gave up, and that are not waited for."""
     orders = seen.said.orders if seen.said else ()
-    return frozenset(order.node for order in orders if isinstance(order, ReleaseNode))
+    given_up = frozenset(order.node for order in orders if isinstance(order, ReleaseNode))
+    return given_up - returns.returning(seen) if given_up else given_up
 
 
 def going_nodes(seen: Observed) -> frozenset[str]:
@@ -398,6 +400,10 @@ def going_nodes(seen: Observed) -> frozenset[str]:
 
 
 def _given_up(seen: Observed, pod: PodSeen) -> bool:
+    return _is_lost(seen, pod) and pod.name not in returns.returning(seen)
+
+
+def _is_lost(seen: Observed, pod: PodSeen) -> bool:
     known = seen.said.nodes.get(pod.name) if seen.said is not None else None
     # Only what the coordinator said of it. A node that it does not list has not joined yet, which is no
     # reason to delete its pod.
@@ -427,12 +433,14 @@ def _orders(seen: Observed, job: HoldfastJob, mine: dict[str, PodSeen]) -> Itera
     enough = sum(pod.stays and pod.name not in gone for pod in mine.values()) >= seen.said.wanted
     for order in seen.said.orders:
         match order:
-            case ReleaseNode(node, reason, planned):
-                pod = mine.get(node)
+            case ReleaseNode():
+                pod = mine.get(order.node)
                 if pod is None or pod.deleting:
                     yield Tell(OrderDone(order.order_id))
-                else:
-                    yield _delete(pod, reason, None if planned else LOST_GRACE_S)
+                elif order.node in gone:
+                    # as_seen: its agent may be back by now. Then its container was started again.
+                    grace_s = None if order.planned else LOST_GRACE_S
+                    yield _delete(pod, order.reason, grace_s, as_seen=order.may_return)
             case ProvideNode() if enough:
                 yield Tell(OrderDone(order.order_id))
             case MarkNode():
@@ -481,8 +489,9 @@ def _memory_news(seen: Observed, job: HoldfastJob, mine: dict[str, PodSeen]) -> 
         if pod.out_of_memory_s is None:
             continue
         age_s = seen.now_s - pod.out_of_memory_s
-        # Not at once: the coordinator has to know of the loss by then, or the news would be about nothing.
-        if OOM_FROM_S <= age_s <= OOM_UNTIL_S:
+        # Not at once: the coordinator has to know of the loss by then, or the news would be about nothing. And no later than it
+        # knows: the pod may be about to go, and its status with it.
+        if (0.0 if _is_lost(seen, pod) else OOM_FROM_S) <= age_s <= OOM_UNTIL_S:
             news = NodeOutOfMemory(name, None if limit is None else int(limit), age_s)
             yield Tell(news, f"{name} at {pod.out_of_memory_s:.0f}")
 
@@ -662,7 +671,11 @@ def _due_s(seen: Observed, job: HoldfastJob, status: JobStatus) -> float | None:
         return None
     spec: HoldfastJobSpec = job.spec
     due = [] if counts_s is None else [counts_s + spec.run_policy.startup_deadline_seconds]
-    for left_s in (waiting.left_of_patience_s(seen, job, status), coordinator_loss.look_again_s(seen)):
+    for left_s in (
+        waiting.left_of_patience_s(seen, job, status),
+        coordinator_loss.look_again_s(seen),
+        returns.look_again_s(seen),
+    ):
         if left_s is not None:
             due.append(seen.now_s + left_s)
     if spec.run_policy.active_deadline_seconds is not None:
