@@ -58,18 +58,22 @@ class Agent:
     async def join(self) -> None:
         """Connects and says hello."""
         self.line = await self.plane.session.ws_connect(f"{self.plane.url}/agent")
-        await self._send(
+        await self.hello(f"s-{self.name}")
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._beat())]
+
+    async def hello(self, session: str) -> None:
+        """As a node of this session, without workers."""
+        await self.send(
             m.Hello(
                 version=m.PROTOCOL_VERSION,
                 node=self.name,
-                session=f"s-{self.name}",
+                session=session,
                 host="127.0.0.1",
                 slots=1,
                 pid=1,
                 ports=(1, 2),
             )
         )
-        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._beat())]
 
     async def leave(self) -> None:
         """Its connection ends, as when its process does."""
@@ -79,7 +83,7 @@ class Agent:
 
     async def says(self, message: m.WorkerMessage) -> None:
         """A word of its worker."""
-        await self._send(m.FromWorker(self.worker, message))
+        await self.send(m.FromWorker(self.worker, message))
 
     async def step(self) -> None:
         """Its worker commits one more step."""
@@ -99,13 +103,14 @@ class Agent:
         until = self.beats + int(seconds / self.plane.timing.heartbeat_s)
         await self.heard.until(lambda _: self.beats >= until)
 
-    async def _send(self, message: m.AgentMessage) -> None:
+    async def send(self, message: m.AgentMessage) -> None:
+        """A word of its own."""
         await self.line.send_bytes(encode(message))
 
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(self.plane.timing.heartbeat_s)
-            await self._send(m.Heartbeat())
+            await self.send(m.Heartbeat())
             self.beats += 1
             await self.heard.add("beat")
 
@@ -115,7 +120,7 @@ class Agent:
             said = order.message if isinstance(order, m.Relay) else order
             if isinstance(said, m.StartWorker):
                 self.worker = said.worker
-                await self._send(m.Started(said.worker, 1, "log"))
+                await self.send(m.Started(said.worker, 1, "log"))
                 await self.says(m.Attached())
                 await self.says(m.Ready(digest="d", host="127.0.0.1", vote_port=1, data_port=2))
             elif isinstance(said, m.JoinGeneration):
@@ -125,7 +130,7 @@ class Agent:
                 await self.says(m.Parked(generation=said.generation, committed=self.committed))
             elif isinstance(said, m.Stop):
                 await self.says(m.Done(committed=self.committed, params_xxh3="bits", loss=1.0))
-                await self._send(m.Exited(worker=self.worker, code=0))
+                await self.send(m.Exited(worker=self.worker, code=0))
             await self.heard.add(said)
             if isinstance(said, m.Shutdown):
                 await self.line.close()

@@ -20,8 +20,12 @@ from holdfast.coordinator.kernel import events as ev
 from holdfast.coordinator.service import decision_loop, ledger, server
 from holdfast.coordinator.service.store import LedgerEntry, Page, ReportedSteps, Store
 from holdfast.protocol import messages as m
+from holdfast.protocol.health import Finding, Remedy, Severity
 from holdfast.protocol.job import JobSpec, Resume
 
+MARK = Finding(
+    rule="mark", severity=Severity.WARNING, remedy=Remedy.WATCH, source="hook", evidence="it was heard"
+)
 FAULTS = ("full", "read-only", "raises", "hangs")
 
 
@@ -114,6 +118,42 @@ def test_training_goes_on_while_the_ledger_fails_and_nothing_is_missing_afterwar
     assert kinds.index("node-lost") < kinds.index("broke") < len(kinds) - 1 - kinds[::-1].index("formed")
     assert [s.step for s in steps] == list(range(len(steps)))
     assert len(steps) > 20
+
+
+def test_a_node_that_returns_from_behind_a_cut_tells_of_no_step_that_happened_there_alone(tmp_path: Path):
+    """There it trained on, in a generation of the same number, under a coordinator that was superseded: found by random events on a
+    real cluster. What it had committed with the others counts."""
+
+    async def story() -> None:
+        async with serving(tmp_path) as plane:
+            first, second = await plane.pair()
+            await first.says(m.Progress(generation=1, committed=4))  # what it says of its loss is on its way
+            await second.step()
+            await plane.committed(4)
+            await first.leave()
+            form = await second.told(m.JoinGeneration, 2)
+            assert form.generation.start == 4
+            back = await plane.agent("n0")
+            told = tuple(m.StepTold(step, 9.0, 0.1, form.generation.number) for step in range(3, 9))
+            figures = tuple((step, {"lr": 9.0}) for step in range(3, 9))
+            number = form.generation.number
+            tells = m.Progress(generation=number, committed=9, losses=told, figures=figures)
+            for worker in (first.worker, "n0.0#99"):  # one that only the other coordinator knew
+                await back.send(m.FromWorker(worker, tells))
+                await back.send(m.FromWorker(worker, m.Parked(generation=number, committed=9, losses=told)))
+            await back.told(m.Fence)
+            await back.hello("another")
+            await back.send(m.FindingsReported((MARK,)))
+            await plane.event("finding")
+            mine = m.StepTold(4, 1.0, 0.1, number)
+            await second.says(m.Progress(generation=number, committed=5, losses=(mine,)))
+            await plane.committed(5)
+
+    asyncio.run(story())
+    store = Store(tmp_path / "jobs" / "job" / "job.sqlite", read_only=True)
+    steps = [(told.step, told.loss) for told in store.steps()]
+    store.close()
+    assert steps == [(0, 1.0), (1, 1.0), (2, 1.0), (3, 9.0), (4, 1.0)]
 
 
 def test_a_job_that_ends_does_not_wait_for_its_ledger_for_ever(tmp_path, faulty, monkeypatch):

@@ -155,6 +155,9 @@ class Worker(msgspec.Struct, omit_defaults=True, kw_only=True):
     """Which shard of the state it holds, or is built for; 0 where a replica is one worker."""
     agreement: int = -1
     """As in Parked."""
+    counts_until: int | None = None
+    """At this step the job went on without it, at level 2: what it tells of this step and later ones happened in no training that
+    counts. None: all counts."""
     rebuilds: int | None = None
     """The shard for which it was told to be built again. Until it is, what it said before is out of date.
     None: it was not told."""

@@ -304,7 +304,11 @@ def _form(context: Context, survivors: list[Worker], kept: list[Worker], fresh: 
     seating = _seating(context, survivors, kept, fresh)
     ranks = seating.workers
     start = _start(context, reports, ranks)
-    before = s.membership.generation.strength if s.membership.generation else 0
+    previous = s.membership.generation
+    for name in {x.worker for x in previous.members} - set(ranks) if previous is not None else ():
+        if name in s.membership.workers:  # a member is forgotten when it is in the newest generation no more
+            s.membership.workers[name].counts_until = start.step
+    before = previous.strength if previous else 0
     connected = (
         # From the old generation, so before the new one takes its place in the state.
         replica_groups.connected_in(context, seating.replicas, s.membership.generation)
@@ -485,7 +489,7 @@ def _enroll(context: Context, worker: Worker, seat: Seat, start: int) -> None:
     # Order matters little here, since nothing is sent before the batch is written. But `queries.form` reads
     # the seat, so the seat must be in the state.
     transitions.enter(context, worker, WorkerPhase.MEMBER)
-    worker.prepared, worker.restored = False, None
+    worker.prepared, worker.restored, worker.counts_until = False, None, None
     worker.committed = start
     context.state.membership.blames.pop(worker.name, None)
     context.state.membership.seats[worker.name] = seat

@@ -215,6 +215,10 @@ def lose(context: Context, node: Node, cause: causes.Cause, release: bool = True
     context.request(NoteNodeLost(node, incident))
     for worker in ours:
         transitions.enter(context, worker, WorkerPhase.GONE)
+        if membership.level == 2:
+            # On the other side of a cut it may train on, in a generation of the same number, under a coordinator that was
+            # superseded. What it tells when it is back would be taken for steps of this side.
+            worker.counts_until = membership.committed if worker in part else 0
     context.request(DropCopies(node))
     if release:
         # A machine without power or network closes no connection.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from holdfast.coordinator.kernel import incidents, transitions
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.deadlines import Timer
 from holdfast.coordinator.kernel.membership_state import Worker
 from holdfast.coordinator.kernel.phases import WorkerPhase
 from holdfast.coordinator.kernel.requests import CompareSteps
+from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.membership import failures, resize, script_metrics, shard_policy, wall_time
 from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
@@ -38,6 +41,22 @@ def ready(context: Context, worker: Worker, ready: m.Ready) -> None:
     context.record(ledger.WorkerReady(worker=worker.name, node=worker.node))
     incidents.replaced(context.state, context.now)
     failures.started_well(context, worker)
+
+
+def counted(state: CoreState, name: str, message: m.Progress | m.Parked) -> m.Progress | m.Parked:
+    """What a worker tells of its steps, without those that count for nobody. name: the worker's."""
+    if state.membership.level != 2:
+        return message
+    worker = state.membership.workers.get(name)
+    # One that this coordinator does not know was another one's: every member is written down before it hears that it is one.
+    until = 0 if worker is None else worker.counts_until
+    if until is None:
+        return message
+    losses = tuple(told for told in message.losses if told.step < until)
+    if isinstance(message, m.Parked):
+        return msgspec.structs.replace(message, losses=losses)
+    figures = tuple((step, values) for step, values in message.figures if step < until)
+    return msgspec.structs.replace(message, losses=losses, figures=figures)
 
 
 def progress(context: Context, worker: Worker, message: m.Progress, age_s: float) -> None:

@@ -18,9 +18,10 @@ from pathlib import Path
 import msgspec
 
 from holdfast.coordinator.kernel import events as ev
+from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.kernel.validate import validate
 from holdfast.coordinator.machine import Core
-from holdfast.coordinator.membership import script_metrics
+from holdfast.coordinator.membership import script_metrics, workers
 from holdfast.coordinator.service.agent_lines import AgentLines, Line
 from holdfast.coordinator.service.clock import CoreClock
 from holdfast.coordinator.service.history_writer import Memory
@@ -270,7 +271,7 @@ class DecisionLoop:
             records += [ev.Record(ledger.FaultNotFired(fault=f)) for f in self.injector.unfired()]
         page = Page([self._entry(r.event, now) for r in records])
         for event in events:
-            message = _with_losses(event)
+            message = _with_losses(event, state)
             made_in = before or state.membership.generation
             if message is not None and made_in is not None:
                 t_s = round(now - state.began_s - _age_s(event), 4)
@@ -436,15 +437,16 @@ def _ending(event: ev.Event) -> bool:
     return isinstance(message, m.FromWorker) and isinstance(message.message, m.Done)
 
 
-def _with_losses(event: ev.Event) -> m.Progress | m.Parked | None:
-    """The message that tells losses or figures, if it is one."""
-    if isinstance(event, ev.NodeSays) and isinstance(event.message, m.FromWorker):
-        message = event.message.message
-        if isinstance(message, m.Parked) and message.losses:
-            return message
-        if isinstance(message, m.Progress) and (message.losses or message.figures):
-            return message
-    return None
+def _with_losses(event: ev.Event, state: CoreState) -> m.Progress | m.Parked | None:
+    """The message that tells losses or figures which count, if it is one."""
+    if not isinstance(event, ev.NodeSays) or not isinstance(event.message, m.FromWorker):
+        return None
+    message = event.message.message
+    if not isinstance(message, m.Progress | m.Parked):
+        return None
+    message = workers.counted(state, event.message.worker, message)
+    tells = message.losses or (isinstance(message, m.Progress) and message.figures)
+    return message if tells else None
 
 
 def _age_s(event: ev.Event) -> float:
