@@ -156,6 +156,12 @@ CONF
   dns
 }
 
+# Runs Nodes that have no kubelet, and says of their pods what a kubelet would.
+kwok() {
+  run kwok "$KUBE_BIN/kwok" --kubeconfig=kubeconfig --config="$KUBE_BIN/kwok-stages.yaml" \
+    --manage-nodes-with-annotation-selector=kwok.x-k8s.io/node=fake --server-address=127.0.0.1:$((12481 + 10 * SLOT))
+}
+
 dns() { run dns "$KUBE_BIN/coredns" -conf Corefile; }
 
 # ------------------------------------------------------------ nodes
@@ -360,7 +366,7 @@ stop() {
   trap - EXIT INT TERM
   local n f
   for n in $(names); do power_off "$n"; done
-  for f in dns scheduler controllers apiserver etcd; do end_of "$D/pid/$f"; done
+  for f in kwok dns scheduler controllers apiserver etcd; do end_of "$D/pid/$f"; done
   no_cables
   # Not while a cluster of another number needs it.
   ip -o link show type bridge | grep -q ': hfkube' || [ ! -s "$D/forwarded" ] || sysctl -qw "net.ipv4.ip_forward=$(<"$D/forwarded")"
@@ -393,7 +399,7 @@ case ${1:-} in
     cd "$back"
     "$@" 7>&-
     ;;
-  kill | boot | cut | heal | block | unblock | freeze | thaw | exec | apiserver | etcd | dns | resolve)
+  kill | boot | cut | heal | block | unblock | freeze | thaw | exec | apiserver | etcd | dns | kwok | resolve)
     D=${HOLDFAST_KUBE_DIR:?set by: cluster.sh with COMMAND}
     cd "$D"
     case $1 in
@@ -417,6 +423,7 @@ case ${1:-} in
         exec nsenter -t "$first" -n -m -p -u -i "$@"
         ;;
       dns) if [ "$2" = stop ]; then end_of "$D/pid/dns"; else dns; fi ;;
+      kwok) if [ "$2" = stop ]; then end_of "$D/pid/kwok"; else kwok; fi ;;
       resolve) busybox nslookup "$2" "$NET.1" >/dev/null 2>&1 ;;
       etcd)
         [ "$2" = thaw ] || kill -STOP "$(<"$D/pid/etcd")"

@@ -24,6 +24,13 @@ def merged(there: Any, patch: Any) -> Any:
     return made
 
 
+def at_pointer(made: Any, pointer: str) -> Any:
+    """What a JSON pointer leads to; None: nothing."""
+    for name in pointer.removeprefix("/").split("/"):
+        made = made.get(name) if isinstance(made, dict) else None
+    return made
+
+
 class LiveApi(FakeApi):
     """`unanswered`: paths whose next creation is carried out and not answered. `made`: names of pods, as they were made."""
 
@@ -104,11 +111,17 @@ class LiveApi(FakeApi):
             request.transport.abort()
         return web.json_response(made)
 
-    async def _patch(self, path: str, body: dict[str, Any]) -> web.Response:
+    async def _patch(self, path: str, body: Any) -> web.Response:
         at = path.removesuffix("/status")
         if at not in self.objects:
             return refused(404, "NotFound", {})
         there = json.loads(json.dumps(self.objects[at]))
+        if isinstance(body, list):  # a JSON patch
+            *tests, change = body
+            if not all(at_pointer(there, one["path"]) == one["value"] for one in tests):
+                return refused(422, "Invalid", {})
+            assert (change["op"], change["path"]) == ("add", "/status")
+            return web.json_response(await self.put(at, there | {"status": change["value"]}))
         version = body.get("metadata", {}).get("resourceVersion")
         if version not in (None, there["metadata"]["resourceVersion"]):
             return refused(409, "Conflict", {})

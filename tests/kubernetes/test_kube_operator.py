@@ -22,11 +22,11 @@ from holdfast.engines.kubernetes.actions import DeletePod, FindPod, Plan
 from holdfast.engines.kubernetes.desk import Desk
 from holdfast.engines.kubernetes.job_objects import JobObjects
 from holdfast.engines.kubernetes.job_pods import JobPods
-from holdfast.engines.kubernetes.job_task import written
 from holdfast.engines.kubernetes.link import CoordinatorLink, RefusedByCoordinator, Silent
 from holdfast.engines.kubernetes.observed import Observed
 from holdfast.engines.kubernetes.reconcile import reconcile
 from holdfast.engines.kubernetes.status import CoordinatorSeen, JobStatus, SavedState
+from holdfast.engines.kubernetes.status_patch import status_patch, written
 from holdfast.protocol.availability import OrderDone
 from holdfast.protocol.engine_orders import ReleaseNode
 from holdfast.protocol.lookup import FolderLookup
@@ -225,24 +225,42 @@ def test_a_job_of_the_same_name_takes_nothing_of_the_one_before() -> None:
 
 
 class Labelled(LiveApi):
-    """Somebody labels the job's object, so many times, whenever a status is on its way."""
+    """Somebody labels the job's object, so many times, whenever a status is on its way. has_status: once it has one."""
 
-    def __init__(self, times: int) -> None:
+    def __init__(self, times: int, has_status: bool) -> None:
         super().__init__()
-        self.times = times
+        self.times, self.has_status = times, has_status
+        self.refused: list[int] = []
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
-        if request.path == f"{JOB}/status" and "status" in self.objects[JOB] and self.times:
+        writes = request.path == f"{JOB}/status"
+        if writes and ("status" in self.objects[JOB]) is self.has_status and self.times:
             self.times -= 1
             there = self.objects[JOB]
             there["metadata"].setdefault("labels", {})["storm"] = str(self.times)
             await self.put(JOB, there)
-        return await super().answer(request)
+        answer = await super().answer(request)
+        if writes and answer.status >= 400:
+            self.refused.append(answer.status)
+        return answer
 
 
-def test_a_status_is_written_again_while_others_label_the_object(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_status_is_written_while_others_label_the_object() -> None:
+    fake = Labelled(20, has_status=True)
+
+    async def scene(_: LiveApi, restart: Any) -> None:
+        await fake.until(lambda: fake.objects[JOB].get("status", {}).get("state") == "Starting")
+        assert fake.times < 20
+        assert fake.refused == []
+
+    operated(scene, fake)
+
+
+def test_a_first_status_is_written_again_while_others_label_the_object(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """At once, with what was decided: a whole look would take longer than until the next label."""
-    fake, decided = Labelled(2), list[int]()
+    fake, decided = Labelled(2, has_status=False), list[int]()
 
     def noted(seen: Observed) -> Plan:
         decided.append(len(fake.asked))
@@ -254,12 +272,25 @@ def test_a_status_is_written_again_while_others_label_the_object(monkeypatch: py
         await fake.until(lambda: fake.objects[JOB].get("status", {}).get("state") == "Starting")
         write = "PATCH /status"
         asked = [f"{method} {path.removeprefix(JOB)}" for method, path, _, _ in fake.asked]
-        _, first, second, third, *_ = (at for at, one in enumerate(asked) if one == write)
+        first, second, third, *_ = (at for at, one in enumerate(asked) if one == write)
         assert not [at for at in decided if first < at <= third]
         assert "GET " in asked[first:second]
         assert "GET " in asked[second:third]
+        assert fake.refused == [422, 422]
 
     operated(scene, fake)
+
+
+def test_a_condition_of_somebody_else_stays_and_causes_no_writes() -> None:
+    raw = job(metadata__resourceVersion="7")
+    moment = "2026-11-25T09:00:00Z"
+    theirs = {"type": "Theirs", "status": "True", "reason": "So", "message": "", "lastTransitionTime": moment}
+    raw["status"] = {"state": "Running", "conditions": [theirs]}
+    known = msgspec.convert(raw["status"], JobStatus)
+    assert written(known) == written(JobStatus(state="Running"))
+    *tests, change = status_patch(raw, JobStatus(state="Stopping"))
+    assert change["value"] == {"state": "Stopping", "conditions": [theirs]}
+    assert [one["path"] for one in tests] == ["/metadata/uid", "/metadata/generation", "/status"]
 
 
 class LateWatch(LiveApi):

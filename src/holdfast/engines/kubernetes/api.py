@@ -129,6 +129,11 @@ class Api:
         query = {"fieldManager": manager, "force": "true"} | ({"dryRun": "All"} if dry_run else {})
         return await self.request("PATCH", path, query, made, "application/apply-patch+yaml")
 
+    async def test_and_set(self, path: str, patch: list[Object]) -> Object:
+        """A JSON patch (RFC 6902). Where one of its tests fails it is refused with 422, and nothing is changed."""
+        query = {"fieldManager": MANAGER}
+        return await self.request("PATCH", path, query, patch, "application/json-patch+json")
+
     async def merge(self, path: str, patch: Object) -> Object:
         """A merge patch. With `metadata.resourceVersion` in it, it is refused where the object has changed."""
         return await self.request("PATCH", path, None, patch, "application/merge-patch+json")

@@ -54,15 +54,14 @@ from holdfast.engines.kubernetes.reading import pod_seen
 from holdfast.engines.kubernetes.reconcile import current, reconcile
 from holdfast.engines.kubernetes.render import Setting
 from holdfast.engines.kubernetes.resource import (
-    API_VERSION,
     GROUP,
-    KIND,
     PLURAL,
     VERSION,
     HoldfastJob,
     TimingSpec,
 )
 from holdfast.engines.kubernetes.status import JobStatus
+from holdfast.engines.kubernetes.status_patch import decided_from, status_patch, written
 from holdfast.engines.kubernetes.times import from_timestamp
 from holdfast.protocol.hearing import Hearing
 from holdfast.protocol.lookup import Lookup
@@ -419,19 +418,18 @@ class JobTask:
         return False
 
     async def _apply(self, status: JobStatus) -> bool:
-        # Applied, so a field that is unknown now, and not named, goes. With the version, so a leader that was stopped
-        # and thaws changes nothing.
-        applied = {
-            "apiVersion": API_VERSION,
-            "kind": KIND,
-            "metadata": {
-                "name": self.name,
-                "namespace": self.namespace,
-                "resourceVersion": self._raw["metadata"]["resourceVersion"],
-            },
-            "status": written(status),
-        }
-        return await self._changed(self._api.apply(f"{self._path}/status", applied))
+        before = self._raw
+        request = self._api.test_and_set(f"{self._path}/status", status_patch(before, status))
+        try:
+            return await self._changed(request)
+        except ApiError as error:
+            if error.status != 422:
+                raise
+            self.put(await self._api.get(self._path))
+            # Nothing is other than was thought, so the words are about the status.
+            if decided_from(self._raw) == decided_from(before):
+                raise
+            return False
 
     async def _changed(self, request: Awaitable[Object]) -> bool:
         """False: the object is another one than was thought; it is looked at anew."""
@@ -452,13 +450,6 @@ def _decides(raw: Object) -> Object:
     seen = {key: metadata.get(key) for key in ("uid", "generation", "deletionTimestamp", "finalizers")}
     skip = metadata.get("annotations", {}).get(NOTE_SKIP_SAVE)
     return {**seen, "skip": skip, "status": raw.get("status")}
-
-
-def written(status: JobStatus) -> Object:
-    """The status as it is applied."""
-    # Without parts of which nothing is known. The API server makes an empty part, whose fields were known before, to
-    # `null`, and then refuses all of the status (seen on 1.37.2, in a second run).
-    return {name: value for name, value in msgspec.to_builtins(status).items() if value != {}}
 
 
 def _together(actions: Sequence[Action]) -> Iterator[list[Action]]:
