@@ -107,6 +107,7 @@ def test_a_thousand_nodes_beside_a_job_that_trains(
         large = asked(
             metadata={"name": "large", "namespace": NAMESPACE},
             spec__nodes=NODES,
+            spec__minNodes=1,
             spec__topology={"onePerNode": False},
             spec__template__spec=spec,
             spec__coordinator={"image": IMAGE},
