@@ -432,6 +432,8 @@ case ${1:-} in
       apiserver)
         if [ "$2" = stop ]; then
           end_of "$D/pid/apiserver"
+        elif [ "$2" = kill ]; then
+          end_of "$D/pid/apiserver" KILL
         else
           apiserver
           until_ready "the API server" answers
