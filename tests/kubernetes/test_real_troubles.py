@@ -157,6 +157,8 @@ def test_a_coordinator_whose_network_is_broken_while_its_machine_is_ready(
 
 # ------------------------------------------------------------ memory
 
+PATIENT = ("--detection", 10)
+"""A worker that grows for longer than 3 s, on a machine whose processors others use too, would be found to hang."""
 GROWS = """\
         if step.index == 20 and run.rank == 1:
             grown = [torch.ones(1 << 20) for _ in range(1 << 12)]
@@ -174,7 +176,7 @@ def test_a_worker_that_outgrows_its_container_s_memory(
         assert after in text
         hungry = home / "hungry.py"
         hungry.write_text(text.replace(after, after + GROWS))
-        async with pair(api, home, "memory", script=hungry) as (job, _):
+        async with pair(api, home, "memory", *PATIENT, script=hungry) as (job, _):
             await job.training(2, beyond=30)
             await job.stops_as(undisturbed, incidents=(1,))
             (incident,) = json.loads((job.dir / "report.json").read_text())["incidents"]
@@ -206,7 +208,7 @@ def test_an_agent_is_killed_for_memory_again_and_again(
         leaks = home / "leaks.py"
         leaks.write_text(text.replace(after, after + LEAKS.replace("NODE", "-n1")))
         # With limits on all, none of its processes is nearer to being killed than another.
-        options = ("--nnodes", "1:2", "--spares", 0, "--node-cpus", 1)
+        options = ("--nnodes", "1:2", "--spares", 0, "--node-cpus", 1, *PATIENT)
         async with Job(api, home, "leaks", *options, script=leaks, steps=STEPS, pace_s=PACE_S) as job:
             status = await job.training(2)
             (bad,) = (w["node"] for w in status["workers"] if w["node"].endswith("-n1"))
