@@ -135,7 +135,6 @@ def test_a_thousand_nodes_beside_a_job_that_trains(
             await until(there(NODES), f"{NODES} pods run", 2 * PATIENCE_S)
             cluster("boot", away)
             status = await job.training(2, beyond=status["step"] + 5, spares=1)
-            # It hears of the loss by its watch, and of nothing else.
             before = {pod["metadata"]["name"] for pod in await pods_of_large(api)}
             gone = (await pods_of_large(api))[NODES // 2]["metadata"]
             await api.delete(f"{FOLDER}/pods/{gone['name']}", gone["uid"])

@@ -67,8 +67,9 @@ def test_the_api_server_is_gone_between_two_pods(
                 try:
 
                     async def tried() -> bool:
-                        # Of a pod whose creation was not answered it asks whether it is there, before anything else.
-                        pods = [one for one in proxy.seen if "/pods" in one.asked.path]
+                        # Of a pod whose creation was not answered it asks whether it is there, before anything else. A watch's
+                        # list is of the pods of all namespaces, and is none of these.
+                        pods = [one for one in proxy.seen if one.asked.path.startswith(f"{FOLDER}/pods")]
                         return sum(one.status == 0 for one in pods) >= TRIES
 
                     await until(tried, f"the operator has tried {TRIES} times without a server")

@@ -147,8 +147,8 @@ class Desk:
     def released(self, said: Said | None, now_s: float) -> Mapping[str, Released]:
         """Nodes that the coordinator gives up. now_s: of any clock that goes on."""
         if said is not None:  # what was heard of a coordinator that is silent now is kept
-            restarts = {pod.name: pod.restarts for pod in self.pods.all}
             open_ = [order.node for order in said.orders if isinstance(order, ReleaseNode)]
+            restarts = {pod.name: pod.restarts for pod in self.pods.all} if open_ else {}
             self._released = {
                 node: self._released.get(node, (now_s, restarts.get(node, 0))) for node in open_
             }
