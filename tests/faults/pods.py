@@ -18,6 +18,7 @@ from holdfast.engines.kubernetes import names, render
 from holdfast.engines.kubernetes.check import accept
 from holdfast.engines.kubernetes.observed import Farewell
 from holdfast.engines.kubernetes.resource import HoldfastJob
+from holdfast.protocol.sockets import host_and_port
 
 NAME = "llm"
 
@@ -142,8 +143,9 @@ class Pod:
 class Pods:
     """All pods of one job."""
 
-    def __init__(self, job: HoldfastJob, folder: Path) -> None:
-        self.job, self._folder = job, folder
+    def __init__(self, job: HoldfastJob, folder: Path, address: str | None = None) -> None:
+        """address: of all of them, who can be one node then; None: each has one of its own."""
+        self.job, self._folder, self._address = job, folder, address
         self._config = folder / "config"
         self._config.mkdir(parents=True)
         token = render.secret(job, "t" * 64)["data"][names.TOKEN_FILE]
@@ -156,19 +158,19 @@ class Pods:
     @property
     def coordinator_address(self) -> str:
         """What the Service's name stands for."""
-        return f"{self._net}.1"
+        return self._address or f"{self._net}.1"
 
     def node(self, number: int) -> Pod:
         """A new node's pod, on a machine of its own."""
         pod = Pod(
             render.agent_pod(self.job, number),
-            f"{self._net}.{10 + number}",
+            self._address or f"{self._net}.{10 + number}",
             f"machine-{number}",
             self._folder / f"n{number}",
             self._config,
         )
         self.all.append(pod)
-        where = f"{self.coordinator_address}:{names.COORDINATOR_PORT}"
+        where = host_and_port(self.coordinator_address, names.COORDINATOR_PORT)
         return pod.start(**{names.COORDINATOR_VARIABLE: where})
 
     def coordinator(self, term: int) -> Pod:

@@ -108,3 +108,21 @@ def test_the_coordinator_s_machine_is_lost_and_the_ledger_goes_on_in_another_pod
     assert ran.losses() == undisturbed.losses()
     assert ran.report["final"] == undisturbed.report["final"]
     assert len(ran.report["incidents"]) == 2
+
+
+@pytest.mark.long
+def test_pods_that_have_addresses_of_ipv6_alone(tmp_path):
+    faults = ["kill-worker:rank=1,step=40", "kill-coordinator:step=80"]
+    job = job_of(TINY, (STEPS, "--device-s", 0.02), tmp_path, nodes=1, procsPerNode=2, faults=faults)
+    pods = Pods(job, tmp_path, "::1")
+    try:
+        coordinator = pods.coordinator(1)
+        node = pods.node(0)
+        ran = ends(pods, coordinator)
+        assert (ran.code, ran.report["outcome"]) == (0, "finished"), ran.output[-3000:]
+        assert ran.report["steps"]["lost"] == 0
+        assert [one["fault"] for one in ran.report["incidents"]] == faults
+        coordinator.until("started a coordinator", 2)
+        assert node.code() == 0
+    finally:
+        pods.end()

@@ -30,10 +30,18 @@ APIS=${HOLDFAST_KUBE_APIS:+--runtime-config=$HOLDFAST_KUBE_APIS}
 # Clusters with different numbers (up to 9) can stand beside each other: their addresses and names are different.
 SLOT=${HOLDFAST_KUBE_SLOT:-0}
 NAME=hfkube${SLOT#0}
-NET=10.79.$SLOT
-PODS=10.$((80 + 10 * SLOT))
-SERVICES=10.81.$SLOT
-API=https://$NET.1:16443
+# 6: the nodes, the pods and the services have addresses of IPv6 alone.
+if [ "${HOLDFAST_KUBE_FAMILY:-4}" = 6 ]; then
+  HOST=fd79:$SLOT::1 HOSTS=fd79:$SLOT::/64 PODS=fd80:$SLOT::/48 SERVICES=fd81:$SLOT::/112 SERVICE=fd81:$SLOT::1
+  API=https://[$HOST]:16443 ANYWHERE=::/0 IPTABLES=ip6tables FORWARDS=net.ipv6.conf.all.forwarding
+  address() { echo "fd79:$SLOT::$((10 + ${1#n}))"; }
+  pods() { echo "fd80:$SLOT:0:${1#n}::/64"; }
+else
+  HOST=10.79.$SLOT.1 HOSTS=10.79.$SLOT.0/24 PODS=10.$((80 + 10 * SLOT)).0.0/16 SERVICES=10.81.$SLOT.0/24 SERVICE=10.81.$SLOT.1
+  API=https://$HOST:16443 ANYWHERE=0.0.0.0/0 IPTABLES=iptables FORWARDS=net.ipv4.ip_forward
+  address() { echo "10.79.$SLOT.$((10 + ${1#n}))"; }
+  pods() { echo "10.$((80 + 10 * SLOT)).${1#n}.0/24"; }
+fi
 ETCD=http://127.0.0.1:$((12479 + 10 * SLOT))
 ETCD_PEERS=http://127.0.0.1:$((12480 + 10 * SLOT))
 IMAGE=holdfast.test/holdfast:1
@@ -44,7 +52,6 @@ PYTHON=${PYTHON:-$HERE/../../.venv/bin/python}
 # As it is from everywhere, and not where the link leads: an environment's Python is found by its own path.
 PYTHON=$(realpath -sm "$PYTHON")
 names() { seq -f n%g 1 "$NODES"; }
-address() { echo "$NET.$((10 + ${1#n}))"; }
 
 no_programs() { # those of Kubernetes that are not in KUBE_BIN
   local p
@@ -85,7 +92,7 @@ certificate() { # NAME SUBJECT [ALTERNATIVE NAMES]
 certificates() {
   openssl req -x509 -newkey rsa:2048 -nodes -days 30 -subj /CN=holdfast-test -keyout pki/ca.key -out pki/ca.crt 2>/dev/null
   certificate api /CN=kube-apiserver \
-    "IP:$NET.1,IP:127.0.0.1,IP:$SERVICES.1,DNS:localhost,DNS:kubernetes.default.svc,DNS:kubernetes.default"
+    "IP:$HOST,IP:127.0.0.1,IP:$SERVICE,DNS:localhost,DNS:kubernetes.default.svc,DNS:kubernetes.default"
   certificate to-kubelet /O=system:masters/CN=apiserver-kubelet
   openssl genrsa -out pki/accounts.key 2048 2>/dev/null
   openssl rsa -in pki/accounts.key -pubout -out pki/accounts.pub 2>/dev/null
@@ -103,9 +110,9 @@ CONF
 }
 
 apiserver() {
-  run apiserver "$KUBE_BIN/kube-apiserver" --etcd-servers=$ETCD --bind-address=$NET.1 --advertise-address=$NET.1 \
+  run apiserver "$KUBE_BIN/kube-apiserver" --etcd-servers=$ETCD --bind-address=$HOST --advertise-address=$HOST \
     --secure-port=16443 --tls-cert-file=pki/api.crt --tls-private-key-file=pki/api.key --client-ca-file=pki/ca.crt \
-    --token-auth-file=pki/tokens.csv --authorization-mode=Node,RBAC --service-cluster-ip-range=$SERVICES.0/24 \
+    --token-auth-file=pki/tokens.csv --authorization-mode=Node,RBAC --service-cluster-ip-range=$SERVICES \
     --service-account-issuer=https://kubernetes.default.svc --service-account-key-file=pki/accounts.pub \
     --service-account-signing-key-file=pki/accounts.key --kubelet-client-certificate=pki/to-kubelet.crt \
     --kubelet-client-key=pki/to-kubelet.key --kubelet-preferred-address-types=InternalIP --allow-privileged=true \
@@ -142,10 +149,10 @@ control_plane() {
     --node-monitor-grace-period="$NODE_GRACE" --secure-port=0 --use-service-account-credentials $GATES
   run scheduler "$KUBE_BIN/kube-scheduler" --kubeconfig=kubeconfig --leader-elect=false --secure-port=0 $GATES
   cat >Corefile <<CONF
-cluster.local:53 in-addr.arpa:53 {
-  bind $NET.1
+cluster.local:53 in-addr.arpa:53 ip6.arpa:53 {
+  bind $HOST
   errors
-  kubernetes cluster.local in-addr.arpa {
+  kubernetes cluster.local in-addr.arpa ip6.arpa {
     kubeconfig $D/kubeconfig test
     pods insecure
     ttl 5
@@ -168,28 +175,34 @@ dns() { run dns "$KUBE_BIN/coredns" -conf Corefile; }
 
 cables() {
   local n
-  sysctl -n net.ipv4.ip_forward >"$D/forwarded"
-  sysctl -qw net.ipv4.ip_forward=1
+  sysctl -n $FORWARDS >"$D/forwarded"
+  sysctl -qw $FORWARDS=1
   ip link add "$NAME" type bridge
-  ip addr add "$NET.1/24" dev "$NAME"
+  place "$HOST" "$NAME"
   ip link set "$NAME" up
   for n in $(names); do
     ip netns add "$NAME-$n"
     ip link add "$NAME$n" type veth peer name eth0 netns "$NAME-$n"
     ip link set "$NAME$n" master "$NAME"
     ip -n "$NAME-$n" link set lo up
-    ip -n "$NAME-$n" addr add "$(address "$n")/24" dev eth0
+    place "$(address "$n")" eth0 -n "$NAME-$n"
     ip -n "$NAME-$n" link set eth0 up
-    ip -n "$NAME-$n" route add default via "$NET.1"
-    ip netns exec "$NAME-$n" sysctl -qw net.ipv4.ip_forward=1
+    ip -n "$NAME-$n" route add default via "$HOST"
+    ip netns exec "$NAME-$n" sysctl -qw $FORWARDS=1
     plug "$n"
   done
+}
+
+place() { # ADDRESS LINK [-n NAMESPACE]: without asking the others first whether they have it, which takes IPv6 a second
+  local nodad=
+  [[ $1 != *:* ]] || nodad=nodad
+  ip "${@:3}" addr add "$1/${HOSTS#*/}" dev "$2" $nodad
 }
 
 plug() {
   ip link set "$NAME$1" up
   # The kernel forgets a route when its cable is out.
-  ip route replace "$PODS.${1#n}.0/24" via "$(address "$1")"
+  ip route replace "$(pods "$1")" via "$(address "$1")"
 }
 
 no_cables() {
@@ -238,7 +251,7 @@ CONF
   cat >"$d/cni/10.conflist" <<CONF
 {"cniVersion": "0.3.1", "name": "$n", "plugins": [
   {"type": "bridge", "bridge": "cni0", "isGateway": true, "ipam": {"type": "host-local", "dataDir": "$d/addresses",
-   "ranges": [[{"subnet": "$PODS.${n#n}.0/24"}]], "routes": [{"dst": "0.0.0.0/0"}]}},
+   "ranges": [[{"subnet": "$(pods "$n")"}]], "routes": [{"dst": "$ANYWHERE"}]}},
   {"type": "loopback"}]}
 CONF
   cat >"$d/kubelet.yaml" <<CONF
@@ -256,7 +269,7 @@ evictionHard: {memory.available: "50Mi", nodefs.available: "1%", imagefs.availab
 imageGCHighThresholdPercent: 100
 healthzPort: 0
 clusterDomain: cluster.local
-clusterDNS: [$NET.1]
+clusterDNS: ["$HOST"]
 resolvConf: ""
 podLogsDir: $d/pods
 CONF
@@ -293,13 +306,13 @@ boot() { # NODE [SIZE]: the process in pid/power-NODE is the power switch: with 
   groups "$n"
   # nsenter, for `ip netns exec` hides /sys/fs/cgroup.
   run "power-$n" nsenter --net="/run/netns/$NAME-$n" unshare --pid --fork --kill-child=KILL --mount --mount-proc --uts --ipc \
-    env KUBE_BIN="$KUBE_BIN" "$D/$n/start.sh" "$D" "$n" "$(address "$n")" "$PODS.0.0/16" "${2:-}"
+    env KUBE_BIN="$KUBE_BIN" "$D/$n/start.sh" "$D" "$n" "$(address "$n")" "$PODS" "${2:-}"
 }
 
 # Before kube-proxy has led a pod's word to the service's address to the API server's own.
 api_path() { # NODE -I|-D
-  ip netns exec "$NAME-$1" iptables -w -t raw "$2" PREROUTING -d "$SERVICES.1" -j DROP 2>/dev/null
-  ip netns exec "$NAME-$1" iptables -w "$2" OUTPUT -p tcp -d "$NET.1" --dport 16443 -j DROP 2>/dev/null
+  ip netns exec "$NAME-$1" $IPTABLES -w -t raw "$2" PREROUTING -d "$SERVICE" -j DROP 2>/dev/null
+  ip netns exec "$NAME-$1" $IPTABLES -w "$2" OUTPUT -p tcp -d "$HOST" --dport 16443 -j DROP 2>/dev/null
 }
 
 power_off() {
@@ -369,7 +382,7 @@ stop() {
   for f in kwok dns scheduler controllers apiserver etcd; do end_of "$D/pid/$f"; done
   no_cables
   # Not while a cluster of another number needs it.
-  ip -o link show type bridge | grep -q ': hfkube' || [ ! -s "$D/forwarded" ] || sysctl -qw "net.ipv4.ip_forward=$(<"$D/forwarded")"
+  ip -o link show type bridge | grep -q ': hfkube' || [ ! -s "$D/forwarded" ] || sysctl -qw "$FORWARDS=$(<"$D/forwarded")"
   # A cgroup is removed by rmdir alone, with all below it before.
   find /sys/fs/cgroup/"$NAME"-n* /sys/fs/cgroup/*/"$NAME"-n* -depth -type d -exec rmdir {} + 2>/dev/null || true
   [ -n "${HOLDFAST_KUBE_KEEP:-}" ] || rm -rf "$D"
@@ -424,7 +437,7 @@ case ${1:-} in
         ;;
       dns) if [ "$2" = stop ]; then end_of "$D/pid/dns"; else dns; fi ;;
       kwok) if [ "$2" = stop ]; then end_of "$D/pid/kwok"; else kwok; fi ;;
-      resolve) busybox nslookup "$2" "$NET.1" >/dev/null 2>&1 ;;
+      resolve) busybox nslookup "$2" "$HOST" >/dev/null 2>&1 ;;
       etcd)
         [ "$2" = thaw ] || kill -STOP "$(<"$D/pid/etcd")"
         [ "$2" = freeze ] || kill -CONT "$(<"$D/pid/etcd")"

@@ -47,6 +47,8 @@ def test_two_operators_in_pods_and_the_leading_one_deleted(
 
     async def scene(api: Api) -> None:
         known = await both_ready(api)
+        # An earlier scene may have cut the power of a machine that has one.
+        before = {name: await restarts(api, name) for name in known}
         for asked in MAY_NOT:
             assert not await may(api, *asked), asked
         assert await may(api, "create", "", "pods", ""), "the account is not the one that is bound"
@@ -70,8 +72,7 @@ def test_two_operators_in_pods_and_the_leading_one_deleted(
             for name in await both_ready(api):
                 assert await leading(api, known), "nobody leads"
                 assert await refusals(api, name) == []
-                (told,) = (await api.get(f"{SYSTEM}/pods/{name}"))["status"]["containerStatuses"]
-                assert told["restartCount"] == 0, told
+                assert await restarts(api, name) == before.get(name, 0), name
 
     play(scene)
 
@@ -90,6 +91,12 @@ async def both_ready(api: Api) -> set[str]:
     assert (await api.get(OPERATOR))["spec"]["replicas"] == 2
     found: set[str] = await until(there, "two operators are ready")
     return found
+
+
+async def restarts(api: Api, name: str) -> int:
+    """How often the kubelet started the container of an operator's pod again."""
+    (told,) = (await api.get(f"{SYSTEM}/pods/{name}"))["status"]["containerStatuses"]
+    return int(told["restartCount"])
 
 
 async def leading(api: Api, known: set[str]) -> str:

@@ -1,10 +1,14 @@
-"""What a process may open, told by processes that begin with little."""
+"""What a process may open, told by processes that begin with little; addresses of both families."""
 
 import resource
+import socket
 import subprocess
 import sys
 
 import pytest
+
+from holdfast.protocol.endpoint import Endpoint
+from holdfast.protocol.sockets import listening
 
 REPORT = """
 import os, resource, sys
@@ -23,3 +27,14 @@ def test_a_process_may_open_as_much_as_it_is_allowed(hard):
     soft, still = map(int, ran.stdout.split())
     assert still == hard
     assert soft == (hard if 0 <= hard < 1 << 20 else 1 << 20)
+
+
+@pytest.mark.parametrize(("host", "address"), [("127.0.0.1", "127.0.0.1:{}"), ("::1", "[::1]:{}")])
+def test_who_listens_is_reached_by_its_address(host, address):
+    with listening(host) as server:
+        port = server.getsockname()[1]
+        with socket.create_connection((host, port), timeout=5):
+            pass
+        where = Endpoint(host=host, port=port, pid=1, instance="i")
+    assert where.url == "http://" + address.format(port)
+    assert all(address.format(port) in name for name in where.names[1:])

@@ -7,7 +7,6 @@ import ctypes
 import logging
 import os
 import signal
-import socket
 import uuid
 from collections.abc import Coroutine
 from dataclasses import dataclass
@@ -43,6 +42,7 @@ from holdfast.protocol.node_place import NodePlace
 from holdfast.protocol.notice_board import NoticeBoard
 from holdfast.protocol.processes import kernel_id
 from holdfast.protocol.progress_page import STACKS_SIGNAL
+from holdfast.protocol.sockets import listening
 
 _log = logging.getLogger(__name__)
 _PR_SET_CHILD_SUBREAPER = 36
@@ -752,7 +752,7 @@ def _free_ports(host: str, count: int) -> tuple[int, ...]:
     """Ports that were free just now, for level 0's MASTER_PORT: a new one for every start."""
     # All are open at once, else the kernel could give the same port twice. Another program may take one
     # before rank 0 does; then that start fails, and the next one uses the next port.
-    sockets = [socket.create_server((host, 0)) for _ in range(count)]
+    sockets = [listening(host) for _ in range(count)]
     ports = tuple(s.getsockname()[1] for s in sockets)
     for s in sockets:
         s.close()

@@ -24,7 +24,7 @@ from holdfast.coordinator.service.store import own_ledger
 from holdfast.protocol.authentication import BACKLOG
 from holdfast.protocol.job import JobSpec, Resume
 from holdfast.protocol.leadership import EXIT_SUPERSEDED
-from holdfast.protocol.sockets import raise_descriptor_limit
+from holdfast.protocol.sockets import listening, raise_descriptor_limit
 
 _log = logging.getLogger("holdfast.coordinator")
 
@@ -83,8 +83,7 @@ async def _serve(given: argparse.Namespace, spec: JobSpec, resume: Resume) -> No
     if given.listen is None:
         listener = socket.socket(fileno=given.listen_fd)
     else:
-        family = socket.AF_INET6 if ":" in given.host else socket.AF_INET
-        listener = socket.create_server((given.host, given.listen), family=family, backlog=BACKLOG)
+        listener = listening(given.host, given.listen, BACKLOG)
     # Not for the first term, which has nothing to gather, and not after a restart in place, whose own file is
     # newer than any copy.
     if given.copies and given.term > 1 and not own_ledger(given.job_dir, given.term).exists():

@@ -19,6 +19,7 @@ from holdfast.protocol.authentication import BACKLOG
 from holdfast.protocol.job_options import Timing
 from holdfast.protocol.leadership import EXIT_HANDED_OVER, EXIT_SUPERSEDED
 from holdfast.protocol.python import python_module
+from holdfast.protocol.sockets import host_and_port, listening
 
 _log = logging.getLogger(__name__)
 ATTEMPTS = 3
@@ -177,10 +178,9 @@ def listen(host: str, port: int) -> socket.socket:
     Raises:
         UsageError: the port cannot be had.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+        return listening(host, port, BACKLOG)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise UsageError(f"port {port} is in use; choose another --port, or leave it out") from None
-        raise UsageError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+        raise UsageError(f"cannot listen on {host_and_port(host, port)}: {error.strerror}") from None

@@ -15,6 +15,7 @@ import msgspec
 from holdfast.engines import jobs
 from holdfast.errors import HoldfastError
 from holdfast.protocol.scrape_token import home_of, make_scrape_token
+from holdfast.protocol.sockets import host_and_port
 
 _log = logging.getLogger(__name__)
 FOLDER = "prometheus"
@@ -72,5 +73,6 @@ def _sweep(home: Path) -> None:
 
 
 def _targets(job_dir: Path, host: str, port: int) -> bytes:
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    return msgspec.json.encode([{"targets": [address], "labels": {"holdfast_job": job_dir.name}}])
+    return msgspec.json.encode(
+        [{"targets": [host_and_port(host, port)], "labels": {"holdfast_job": job_dir.name}}]
+    )

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import msgspec
 
+from holdfast.protocol.sockets import host_and_port
+
 FILE_NAME = "coordinator.json"
 NAME_PATH = "/name"
 """HTTP path at which a coordinator says its name to whoever asks, and nothing else."""
@@ -38,7 +40,12 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def url(self) -> str:
         """Base URL."""
-        return f"http://{self.host}:{self.port}"
+        return f"http://{self.address}"
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT."""
+        return host_and_port(self.host, self.port)
 
     @property
     def name(self) -> str:
@@ -50,7 +57,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def names(self) -> tuple[str, str]:
         """Both by which the process is called: by who reads the job's folder, and by who asks at its address."""
-        return self.name, msgspec.structs.replace(self, dialled=f"{self.host}:{self.port}").name
+        return self.name, msgspec.structs.replace(self, dialled=self.address).name
 
 
 def read_endpoint(job_dir: Path) -> Endpoint | None:

@@ -23,7 +23,7 @@ class Unproven(aiohttp.ClientError):
 
 def proving(token: str, where: Endpoint) -> ClientMiddlewareType:
     """For a session all of whose requests go to this coordinator process, WebSockets included."""
-    return proving_to(token, where.name, f"{where.host}:{where.port}", "the job's coordinator")
+    return proving_to(token, where.name, where.address, "the job's coordinator")
 
 
 def proving_to(token: str, server: str, address: str, who: str) -> ClientMiddlewareType:

@@ -15,6 +15,7 @@ from typing import Any
 
 from holdfast.errors import ProtocolError
 from holdfast.protocol.authentication import BACKLOG, Door
+from holdfast.protocol.sockets import listening
 
 HEAD_BYTES = 8192
 
@@ -27,7 +28,7 @@ class HttpDoor:
     ) -> None:
         """name: of the thread at the door. handler: answers all requests of a connection, given what it sent so far.
         port: 0 is one that is free."""
-        server = socket.create_server((host, port), backlog=BACKLOG)
+        server = listening(host, port, BACKLOG)
         self.port: int = server.getsockname()[1]
         self._name, self._handler = name, handler
         self._door = Door(server, name, head_missing, self._enter)

@@ -14,6 +14,7 @@ import msgspec
 from holdfast.errors import UsageError
 from holdfast.protocol.endpoint import NAME_PATH, CoordinatorName, Endpoint, read_endpoint
 from holdfast.protocol.hearing import Whereabouts
+from holdfast.protocol.sockets import host_and_port
 
 ASK_S = 2.0
 """How long whoever listens at the address may take to say its name."""
@@ -114,12 +115,12 @@ class AddressLookup:
         return found if found is not None and found.term == where.term else None
 
     async def _ask(self, host: str) -> Endpoint | None:
-        shown = f"[{host}]" if ":" in host else host
+        where = host_and_port(host, self._port)
         limit = aiohttp.ClientTimeout(total=ASK_S)
         with suppress(aiohttp.ClientError, OSError, TimeoutError, msgspec.MsgspecError):
             async with (
                 aiohttp.ClientSession(timeout=limit) as session,
-                session.get(f"http://{shown}:{self._port}{NAME_PATH}", allow_redirects=False) as answer,
+                session.get(f"http://{where}{NAME_PATH}", allow_redirects=False) as answer,
             ):
                 # Whoever says no length could go on for ever.
                 if not 0 < (answer.content_length or 0) <= _MAX_ANSWER_BYTES:
@@ -127,12 +128,12 @@ class AddressLookup:
                 said = _names.decode(await answer.read())
                 # The address is in the name, so whoever listens here can only have said its own: see `Endpoint.dialled`.
                 return Endpoint(
-                    host=shown,
+                    host=host,
                     port=self._port,
                     pid=0,
                     instance=said.instance,
                     term=said.term,
-                    dialled=f"{shown}:{self._port}",
+                    dialled=where,
                 )
         return None
 

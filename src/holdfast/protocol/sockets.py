@@ -28,6 +28,22 @@ def raise_descriptor_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+def listening(host: str, port: int = 0, backlog: int | None = None) -> socket.socket:
+    """A socket that listens there. host: an address in numbers of either family, or a name of IPv4. port: 0 is one that is free.
+
+    Raises:
+        OSError: it cannot be had.
+    """
+    # Without being told, `create_server` takes every address for one of IPv4.
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=backlog)
+
+
+def host_and_port(host: str, port: int) -> str:
+    """As it stands in an address on the web: one of IPv6 is in brackets, or its end would be taken for the port."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def unpace(sock: socket.socket) -> None:
     """Where both ends are on this machine, leaves the pacing of packets out. Other connections stay as the system wants them.
 

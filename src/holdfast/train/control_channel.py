@@ -24,6 +24,7 @@ from holdfast.protocol.authentication import BACKLOG, Door
 from holdfast.protocol.frames import Codec, body_of, missing, pack, read_exactly
 from holdfast.protocol.messages import Generation, Member
 from holdfast.protocol.proof import ANSWER_CHARS, Question, answer_to
+from holdfast.protocol.sockets import listening
 
 CONNECT_S = 5.0
 """Never waited for in full: a break ends the wait. It bounds a break that comes in the very moment before it."""
@@ -59,7 +60,7 @@ class ChannelListener:
         """worker: this one's name, by which the others know it."""
         self._token = token
         self._name = _server_name(worker)
-        server = socket.create_server((host, 0), backlog=BACKLOG)
+        server = listening(host, backlog=BACKLOG)
         self.port: int = server.getsockname()[1]
         self._arrived: dict[tuple[int, int], socket.socket] = {}
         self._news = threading.Condition()

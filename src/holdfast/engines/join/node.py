@@ -156,13 +156,13 @@ async def _ask(where: Endpoint, token: str) -> JobDescription:
         return msgspec.json.decode(answer.body, type=JobDescription)
     except msgspec.MsgspecError as error:
         raise UsageError(
-            f"the job at {where.host}:{where.port} is of another version of Holdfast ({error}); install the same here"
+            f"the job at {where.address} is of another version of Holdfast ({error}); install the same here"
         ) from None
 
 
 def _own_address(where: Endpoint) -> str:
     """The address of this machine from which the coordinator is reached."""
-    host = ipaddress.ip_address(where.host.removeprefix("[").removesuffix("]"))
+    host = ipaddress.ip_address(where.host)
     family = socket.AF_INET6 if host.version == 6 else socket.AF_INET
     # A datagram socket sends nothing when it is connected; the kernel only chooses the address.
     with socket.socket(family, socket.SOCK_DGRAM) as trial:

@@ -14,6 +14,7 @@ from holdfast.engines.kubernetes.names import AGENT_PORT
 from holdfast.engines.kubernetes.observed import PodSeen
 from holdfast.protocol.hearing import MAX_ANSWER_BYTES, PATH, Hearing, Whereabouts, agent_name
 from holdfast.protocol.http_client import proving_to
+from holdfast.protocol.sockets import host_and_port
 
 ANSWER_S = 2.0
 BESIDE_S = 0.5
@@ -41,7 +42,7 @@ async def ask_nodes(
 
 async def _ask(pod: PodSeen, token: str, path: str, port: int, limit_s: float) -> Hearing | None:
     host = pod.address or ""
-    where = f"{f'[{host}]' if ':' in host else host}:{port}"
+    where = host_and_port(host, port)
     prove = proving_to(token, agent_name(pod.name), where, f"the agent of {pod.name}")
     limit = aiohttp.ClientTimeout(total=limit_s)
     try:

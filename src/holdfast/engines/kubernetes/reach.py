@@ -30,6 +30,7 @@ from holdfast.engines.kubernetes.tunnel import Tunnel
 from holdfast.errors import UsageError
 from holdfast.protocol.endpoint import NAME_PATH, CoordinatorName, Endpoint
 from holdfast.protocol.http_client import Answer, Unproven
+from holdfast.protocol.sockets import host_and_port
 from holdfast.protocol.status_change import LEDGER_KEPT
 
 AGAIN_S = 0.5
@@ -149,7 +150,6 @@ class KubernetesReach:
         return self._where
 
     async def _ask_name(self, pod: str, address: str) -> Endpoint:
-        host = f"[{address}]" if ":" in address else address
         try:
             answer = await self.tunnel.ask_openly(pod, NAME_PATH, NAME_S)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
@@ -162,12 +162,12 @@ class KubernetesReach:
         # By its own address, as whoever asks within the cluster: see `Endpoint.dialled`. That it is this pod's is the API
         # server's word.
         return Endpoint(
-            host=host,
+            host=address,
             port=self._port,
             pid=0,
             instance=said.instance,
             term=said.term,
-            dialled=f"{host}:{self._port}",
+            dialled=host_and_port(address, self._port),
         )
 
     async def _status(self) -> JobStatus:

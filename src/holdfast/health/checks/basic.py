@@ -23,6 +23,7 @@ from holdfast.health.capacity import cpu_model
 from holdfast.health.checks.check import CannotCheck, Task, attempt
 from holdfast.protocol.free_memory import available_bytes
 from holdfast.protocol.health import CheckResult, Condition
+from holdfast.protocol.sockets import listening
 from holdfast.protocol.units import size
 
 MEMORY_FLOOR_BYTES = 256 << 20
@@ -164,7 +165,7 @@ def check_port(host: str) -> Iterator[CheckResult]:
     try:
         # Connected to as well as bound: a firewall on the loopback path or a wrong address lets the bind
         # succeed and nobody through.
-        with socket.create_server((host, 0)) as server:
+        with listening(host) as server:
             port = server.getsockname()[1]
             with socket.create_connection((host, port), timeout=2):
                 pass

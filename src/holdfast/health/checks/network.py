@@ -21,6 +21,7 @@ from holdfast.health.checks.check import CannotCheck, Task
 from holdfast.health.checks.pairs import Measured
 from holdfast.protocol.health import CheckResult, Condition
 from holdfast.protocol.proof import is_same
+from holdfast.protocol.sockets import host_and_port, listening
 
 BLOCK_BYTES = 1 << 20
 ROUNDS = 3
@@ -46,7 +47,7 @@ def check_loopback(task: Task) -> Iterator[CheckResult]:
 
 def _to_itself(host: str, seconds: float) -> Measured:
     token = secrets.token_hex(8)
-    with socket.create_server((host, 0)) as server:
+    with listening(host) as server:
         port = server.getsockname()[1]
         serving = threading.Thread(target=_serve_quietly, args=(server, token, seconds), daemon=True)
         serving.start()
@@ -59,7 +60,7 @@ def check_pair(task: Task) -> Iterator[CheckResult]:
     """With the one other node of the task: the one that has a port listens, the other connects and tells."""
     (peer,) = task.peers
     if task.port:
-        with socket.create_server((task.host, task.port)) as server:
+        with listening(task.host, task.port) as server:
             server.settimeout(MEET_S)
             try:
                 serve(server, task.token, task.seconds / 2)
@@ -69,7 +70,7 @@ def check_pair(task: Task) -> Iterator[CheckResult]:
     try:
         measured = connect_and_measure(peer.host, peer.port, task.token, task.seconds / 2)
     except OSError as error:
-        where = f"{peer.node} at {peer.host}:{peer.port}"
+        where = f"{peer.node} at {host_and_port(peer.host, peer.port)}"
         yield CheckResult(
             name="pair",
             condition=Condition.FAULTY,

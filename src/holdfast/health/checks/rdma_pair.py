@@ -22,6 +22,7 @@ from holdfast.health.checks.check import CannotCheck, Task
 from holdfast.health.checks.network import MEET_S, RETRY_S, accept, connect
 from holdfast.health.checks.rdma import Port, gid_index, read_ports
 from holdfast.protocol.health import CheckResult, Condition
+from holdfast.protocol.sockets import host_and_port, listening
 
 TOOL = "ib_write_bw"
 EFA = "efa"
@@ -85,7 +86,7 @@ def check_rdma_pair(task: Task, root: Path = Path("/")) -> Iterator[CheckResult]
     (peer,) = task.peers
     seconds = max(1, math.ceil(task.seconds / 2))
     if task.port:
-        with socket.create_server((task.host, task.port)) as server:
+        with listening(task.host, task.port) as server:
             server.settimeout(MEET_S)
             try:
                 end = _End(accept(server, task.token), peer.host, seconds, root)
@@ -97,7 +98,7 @@ def check_rdma_pair(task: Task, root: Path = Path("/")) -> Iterator[CheckResult]
     try:
         end = _End(connect(peer.host, peer.port, task.token), peer.host, seconds, root)
     except OSError as error:
-        raise CannotCheck(f"{peer.node} at {peer.host}:{peer.port}: {error}") from None
+        raise CannotCheck(f"{peer.node} at {host_and_port(peer.host, peer.port)}: {error}") from None
     with end:
         measured = end.measure(listener=False)
     yield judge_rails(measured, peer.node)
