@@ -25,12 +25,20 @@ from holdfast.engines.kubernetes.actions import (
 from holdfast.engines.kubernetes.check import accept
 from holdfast.engines.kubernetes.kueue import Where
 from holdfast.engines.kubernetes.names import LABEL_QUEUE, LABEL_WORKLOAD
-from holdfast.engines.kubernetes.observed import Farewell, MachineSeen, Observed, PodSeen, WorkloadSeen
+from holdfast.engines.kubernetes.observed import (
+    Farewell,
+    MachineSeen,
+    NodeSaid,
+    Observed,
+    PodSeen,
+    WorkloadSeen,
+)
 from holdfast.engines.kubernetes.reconcile import reconcile
 from holdfast.engines.kubernetes.render import agent_pod, coordinator_pod, owner
 from holdfast.engines.kubernetes.resource import HoldfastJob
 from holdfast.engines.kubernetes.status import ConditionType, JobStatus
 from holdfast.protocol.availability import NodeGoing
+from holdfast.protocol.engine_orders import ReleaseNode
 from holdfast.protocol.notices import NoticeCause
 
 WORKLOADS = "/apis/kueue.x-k8s.io/v1beta2/namespaces/research/workloads"
@@ -140,6 +148,16 @@ def test_a_further_node_leaves_alone_when_its_quota_is_taken_back() -> None:
     (deleted,) = actions(trains(workload(), evicted, pods=new, said=said("n0", "n1")))
     assert isinstance(deleted, DeletePod)
     assert deleted.name == "llm-n2"
+
+
+def test_a_node_whose_agent_ended_is_not_waited_for_when_its_quota_is_taken_back() -> None:
+    order = ReleaseNode(node="llm-n2", reason="connection closed", may_return=True, order_id=5)
+    nodes = {f"llm-n{k}": NodeSaid(alive=k < 2) for k in range(3)}
+    machines = {"m-n2": MachineSeen(name="m-n2")}
+    for further, is_deleted in ((workload(1), False), (workload(1, evicted="Preempted: by job 7"), True)):
+        seen = trains(workload(), further, machines=machines, said=said(orders=(order,), nodes=nodes))
+        deleted = [one.name for one in actions(seen) if isinstance(one, DeletePod)]
+        assert deleted == ["llm-n2"] * is_deleted
 
 
 def test_the_whole_job_is_saved_when_its_base_is_taken_back() -> None:

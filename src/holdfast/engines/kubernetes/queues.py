@@ -194,17 +194,21 @@ def granted(seen: Observed, job: HoldfastJob, here: Iterable[PodSeen]) -> Grante
 
 def taken_back(seen: Observed, job: HoldfastJob) -> dict[str, str]:
     """Nodes whose quota Kueue wants back, and why. Their job goes on without them."""
-    if not job.queue or seen.workloads is None:
+    if not job.queue:
         return {}
     return {
         pod.name: f"Kueue takes back the quota of {pod.workload}: {why}"
         for pod in seen.pods
-        if not pod.coordinator
-        and (one := seen.workloads.get(pod.workload)) is not None
-        and one.number is not None
-        and not one.grants
-        and (why := one.why_not or "it is not admitted any more")
+        if (why := why_taken_back(seen, pod)) is not None
     }
+
+
+def why_taken_back(seen: Observed, pod: PodSeen) -> str | None:
+    """Why Kueue wants the quota of this further node back; None: it does not, or that is unknown."""
+    own = (seen.workloads or {}).get(pod.workload)
+    if pod.coordinator or own is None or own.number is None or own.grants:
+        return None
+    return own.why_not or "it is not admitted any more"
 
 
 def misplaced(seen: Observed) -> dict[str, str]:

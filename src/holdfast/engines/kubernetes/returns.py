@@ -6,6 +6,7 @@ pod is kept for some seconds after its agent's end. Its node counts as there mea
 
 from __future__ import annotations
 
+from holdfast.engines.kubernetes import queues
 from holdfast.engines.kubernetes.observed import Observed, PodSeen
 from holdfast.protocol.engine_orders import ReleaseNode
 
@@ -45,7 +46,12 @@ def _left_s(seen: Observed, pod: PodSeen) -> float:
         return 0.0
     released = seen.released.get(pod.name)
     for_s, restarts = (0.0, pod.restarts) if released is None else (released.for_s, released.restarts)
-    if pod.restarts > restarts or not any(node.alive for node in seen.said.nodes.values()):
+    if not any(node.alive for node in seen.said.nodes.values()):
+        return RETURN_S - for_s
+    # Others wait for its quota, which is given back when the pod is gone.
+    if queues.why_taken_back(seen, pod) is not None:
+        return 0.0
+    if pod.restarts > restarts:
         return RETURN_S - for_s
     # It has ended before, and the kubelet takes its time: another machine is the faster one.
     return 0.0 if pod.backs_off else RESTART_S - for_s
