@@ -202,6 +202,7 @@ def test_what_a_site_sets_is_in_the_pod() -> None:
         },
         "topologyLabels": ["site/hall", "site/row"],
         "goingConditions": ["GpuMemWatch"],
+        "goingAtMostPercent": 20,
         "coordinator": {"image": "r/c:1", "priorityClass": "high"},
         "tolerations": [{"key": "a", "operator": "Exists"}],
         "nodeSelector": {"pool": "system"},
@@ -220,6 +221,7 @@ def test_what_a_site_sets_is_in_the_pod() -> None:
         "--coordinator-priority-class=high",
         "--topology-labels=site/hall,site/row",
         "--going-conditions=GpuMemWatch",
+        "--going-at-most=20",
         "--python=python3.12",
         "--log=debug,json",
     ]

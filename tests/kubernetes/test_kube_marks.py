@@ -176,18 +176,18 @@ def test_what_lags_is_what_has_patches(seen: MachineMarks, marking: Any) -> None
 def test_what_others_say_of_a_machine_is_read() -> None:
     sick = {"type": "ReadonlyFilesystem", "status": "True", "message": "/ is read-only"}
     made = {**node(), "status": {"conditions": [sick]}}
-    assert machine_seen(made).going == "the condition ReadonlyFilesystem: / is read-only"
-    assert machine_seen(made, (), ()).going is None
-    assert machine_seen(made, (), ("GpuMemWatch",)).going is None
+    assert machine_seen(made).why_left == "the condition ReadonlyFilesystem: / is read-only"
+    assert machine_seen(made, (), ()).why_left is None
+    assert machine_seen(made, (), ("GpuMemWatch",)).why_left is None
     well = {**node(), "status": {"conditions": [{**sick, "status": "False"}]}}
-    assert machine_seen(well).going is None
+    assert machine_seen(well).why_left is None
     hyperpod = {
         "key": "sagemaker.amazonaws.com/node-health-status",
         "value": "Unschedulable",
         "effect": "NoSchedule",
     }
-    assert machine_seen(node(taints=[hyperpod])).going == "HyperPod calls the machine unhealthy"
-    assert machine_seen(node(taints=[{"key": TAINT_UNHEALTHY, "effect": "NoSchedule"}])).going is None
+    assert machine_seen(node(taints=[hyperpod])).why_left == "HyperPod calls the machine unhealthy"
+    assert machine_seen(node(taints=[{"key": TAINT_UNHEALTHY, "effect": "NoSchedule"}])).why_left is None
 
 
 # ------------------------------------------------------------ the edge

@@ -133,8 +133,8 @@ def test_annotation_and_condition_say_what_was_found() -> None:
         f"gpu 0000:05:00: {LINE}",
     )
     made = patched(patched(node(), (at, written)), (below, status))
-    assert machine_seen(made).going == f"the condition {CONDITION}: gpu 0000:05:00: {LINE}"
-    assert machine_seen(made).sick
+    assert machine_seen(made).why_left == f"the condition {CONDITION}: gpu 0000:05:00: {LINE}"
+    assert machine_seen(made).is_avoided
 
 
 def test_a_machine_that_is_well_is_left_alone() -> None:
@@ -209,7 +209,7 @@ def test_whatever_happens_only_a_boot_or_a_person_ends_it() -> None:
                 made = patched(made, one)
             assert note_on(made) == first, f"seed {seed}, {happens}"
             assert (condition(made).get("status") == "True") is (first is not None), f"seed {seed}, {happens}"
-            assert machine_seen(made).sick is (first is not None)
+            assert machine_seen(made).is_avoided is (first is not None)
             assert not list(patches(made, None, f"b{boot}", NOW_S + step)), f"seed {seed}: it is never done"
     assert min(written, ended, cut) > SEEDS
 
@@ -220,8 +220,8 @@ def test_whatever_happens_only_a_boot_or_a_person_ends_it() -> None:
 def test_new_nodes_keep_away_from_a_machine_that_a_condition_calls_sick() -> None:
     """The scheduler knows nothing of conditions, and would put the replacement there."""
     machines = {name: MachineSeen(name=name) for name in ("m-n0", "m-n1", "m-n2", "free")}
-    machines["free"] = MachineSeen(name="free", going="the condition HoldfastHealth: Xid 79", sick=True)
-    machines["m-n1"] = MachineSeen(name="m-n1", going="the condition HoldfastHealth: Xid 79", sick=True)
+    machines["free"] = MachineSeen(name="free", sick="the condition HoldfastHealth: Xid 79")
+    machines["m-n1"] = MachineSeen(name="m-n1", sick="the condition HoldfastHealth: Xid 79")
     seen = {"pods": tuple(map(pod, ("c1", "n0", "n1", "n2"))), "said": said("n0", "n1", "n2")}
     seen |= {"granted": frozenset({"llm-n3"})}
     assert avoided(observed(machines=machines, **seen)) == [frozenset({"free", "m-n1"})]

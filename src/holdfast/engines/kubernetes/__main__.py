@@ -53,6 +53,13 @@ def main() -> int | str:
         help="conditions of machines that call one sick, so that jobs leave it; by default %(default)s",
     )
     parser.add_argument(
+        "--going-at-most",
+        type=_percent,
+        default=Setting().most_left_percent,
+        metavar="PERCENT",
+        help="of the cluster's machines that jobs leave for such a condition at once, %(default)s by default; one may always be",
+    )
+    parser.add_argument(
         "--mark",
         default="none",
         choices=get_args(Marking),
@@ -98,6 +105,7 @@ def main() -> int | str:
         python=given.python,
         topology_labels=_listed(given.topology_labels),
         going_conditions=_listed(given.going_conditions),
+        most_left_percent=given.going_at_most,
         marking=given.mark,
         most_marked_percent=given.mark_at_most,
         replacements=None

@@ -99,13 +99,27 @@ class MachineSeen(msgspec.Struct, frozen=True, kw_only=True):
     ready: bool = True
     """Kubernetes reaches its kubelet. A node on a machine that is not ready may well train on."""
     going: str | None = None
-    """Why it is to be emptied: it is cordoned, or has a taint or a condition that says so."""
-    sick: bool = False
-    """A condition says so, of which the scheduler knows nothing."""
+    """Why it is to be emptied: it is cordoned, or has a taint that says so."""
+    sick: str | None = None
+    """What a condition says of it, of which the scheduler knows nothing; None: none calls it sick."""
+    sick_since: str = ""
+    """As Kubernetes writes moments; empty: it does not say."""
+    held: str | None = None
+    """Why it stays in use although it is called sick; None: it does not."""
     place: str = ""
     """Where it stands, by its labels; empty: they do not say it."""
     marks: MachineMarks = NONE
     """Ours, and those of operators before this one."""
+
+    @property
+    def is_avoided(self) -> bool:
+        """For its sickness."""
+        return self.sick is not None and self.held is None
+
+    @property
+    def why_left(self) -> str | None:
+        """Why nodes leave it; None: they stay."""
+        return self.going or (self.sick if self.is_avoided else None)
 
 
 class WorkloadSeen(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,9 @@ import logging
 import random
 from collections.abc import Callable
 
-from holdfast.engines.kubernetes import job_queue
+import msgspec
+
+from holdfast.engines.kubernetes import job_queue, sick_machines
 from holdfast.engines.kubernetes.api import Api, ApiError, Object
 from holdfast.engines.kubernetes.informer import Informer
 from holdfast.engines.kubernetes.job_task import JobTask
@@ -231,12 +233,14 @@ class Operator:
         self._machine_versions.clear()
         for one in all_:
             self._put_machine(one)
+        self._brake()
         self._machines_known.set()
         self._wake_all()
 
     def _on_machine(self, raw: Object) -> None:
         # Kubelets write their Node every few seconds. Only what is asked of it counts as a change.
         if self._put_machine(raw):
+            self._brake()
             self._wake_all()
 
     def _put_machine(self, raw: Object) -> bool:
@@ -247,13 +251,25 @@ class Operator:
             return False
         self._machine_versions[name] = version
         seen = machine_seen(raw, self._setting.topology_labels, self._setting.going_conditions)
-        changed = self._machines.get(name) != seen
+        before = self._machines.get(name)
+        seen = msgspec.structs.replace(seen, held=before.held if before is not None else None)
         self._machines[name] = seen
-        return changed
+        return before != seen
+
+    def _brake(self) -> bool:
+        """At most a share of the machines is left for a condition. Whether something has changed."""
+        changed = list(sick_machines.braked(self._machines, self._setting.most_left_percent))
+        for machine in changed:
+            if machine.held is not None and self._machines[machine.name].held is None:
+                _log.warning("stays in use: %s", machine.held, extra={"machine": machine.name})
+            self._machines[machine.name] = machine
+        return bool(changed)
 
     def _on_machine_gone(self, raw: Object) -> None:
         self._machines.pop(raw["metadata"]["name"], None)
         self._machine_versions.pop(raw["metadata"]["name"], None)
+        if self._brake():
+            self._wake_all()
 
     def _has_nodes(self, machine: str) -> bool:
         """Whether nodes of jobs may run there. A coordinator does not count: without it training goes on, and another one comes."""

@@ -225,25 +225,28 @@ def machine_seen(
     """A Node. Only what is asked of it: its list of images alone would be most of the operator's memory."""
     spec, status = node.get("spec", {}), node.get("status", {})
     conditions = {one["type"]: one for one in status.get("conditions", ())}
-    sick = _sick(conditions, going_conditions)
+    sick, since = _sick(conditions, going_conditions)
     return MachineSeen(
         name=node["metadata"]["name"],
         ready=conditions.get("Ready", {}).get("status") == "True",
-        going=_going(spec) or sick,
-        sick=sick is not None,
+        going=_going(spec),
+        sick=sick,
+        sick_since=since,
         place=_place(node["metadata"].get("labels", {}), topology_labels),
         marks=marks_of(node),
     )
 
 
-def _sick(conditions: Mapping[str, Object], types: Sequence[str]) -> str | None:
-    """In the words of whoever watches the machine."""
+def _sick(conditions: Mapping[str, Object], types: Sequence[str]) -> tuple[str | None, str]:
+    """In the words of whoever watches the machine, and since when."""
     for type_ in types:
         found = conditions.get(type_, {})
         if found.get("status") == "True":
             words = found.get("message") or found.get("reason") or ""
-            return f"the condition {type_}: {words}"[:MESSAGE_CHARS]
-    return None
+            return f"the condition {type_}: {words}"[:MESSAGE_CHARS], str(
+                found.get("lastTransitionTime") or ""
+            )
+    return None, ""
 
 
 def _place(labels: Object, levels: Sequence[str]) -> str:

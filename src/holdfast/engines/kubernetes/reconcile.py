@@ -23,6 +23,7 @@ from holdfast.engines.kubernetes import (
     names,
     queues,
     returns,
+    sick_machines,
     sight,
     waiting,
 )
@@ -240,6 +241,7 @@ def _nodes(seen: Observed, job: HoldfastJob) -> Iterable[Action]:
     # comes again at every look.
     yield from _orders(seen, job, mine)
     yield from machine_orders.kept_up(seen, job)
+    yield from sick_machines.warnings(seen.machines, mine.values())
     if _may_be_over(seen, mine.values()):
         return
     for pod in _of_an_old_run(seen, mine.values()):
@@ -357,7 +359,7 @@ def _avoided(seen: Observed) -> frozenset[str]:
     machines = frozenset(pod.machine for pod in seen.pods if pod.name in left and pod.machine)
     # The scheduler keeps away from cordons and taints by itself. Of a condition it knows nothing: what it puts there would be
     # replaced at once, again and again where every machine is sick.
-    machines |= {machine.name for machine in seen.machines.values() if machine.sick}
+    machines |= {machine.name for machine in seen.machines.values() if machine.is_avoided}
     return machines | (seen.said.bad_machines if seen.said else frozenset())
 
 
@@ -395,7 +397,7 @@ def going_nodes(seen: Observed) -> frozenset[str]:
         if not pod.coordinator
         and pod.machine is not None
         and (machine := seen.machines.get(pod.machine)) is not None
-        and machine.going is not None
+        and machine.why_left is not None
     )
 
 
@@ -476,7 +478,7 @@ def _news(
             within_s = float(job.spec.disruption.grace_seconds)
             yield Tell(NodeGoing(name, unlent[name], within_s, NoticeCause.PREEMPTION), name)
         elif name in going:
-            yield Tell(NodeGoing(name, f"{pod.machine}: {seen.machines[pod.machine or ''].going}"), name)
+            yield Tell(NodeGoing(name, f"{pod.machine}: {seen.machines[pod.machine or ''].why_left}"), name)
     size = size_to_ask(seen, job)
     if size is not None and seen.status.asking_nodes == size:
         yield AskResize(size)

@@ -64,6 +64,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """Labels of machines that say where they stand, from the outermost in."""
     going_conditions: tuple[str, ...] = GOING_CONDITIONS
     """Conditions of machines by which others say that one is sick: a job leaves it."""
+    most_left_percent: int = 10
+    """Of the cluster's machines that jobs leave for such a condition, at once; one may always be."""
     marking: Marking = "none"
     """What is written on a machine that a job blames."""
     most_marked_percent: int = 5

@@ -41,7 +41,7 @@ def _left_s(seen: Observed, pod: PodSeen) -> float:
         or not pod.stays
         or machine is None
         or not machine.ready
-        or machine.going is not None
+        or machine.why_left is not None
     ):
         return 0.0
     released = seen.released.get(pod.name)
