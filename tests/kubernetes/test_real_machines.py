@@ -40,6 +40,7 @@ from realkube import (
 
 from holdfast.engines.kubernetes.api import Api
 from holdfast.engines.kubernetes.quantities import quantity
+from holdfast.engines.kubernetes.sick_machines import HELD
 
 pytestmark = [pytest.mark.kube, pytest.mark.nightly, pytest.mark.timeout(900)]
 NODES = "/api/v1/nodes"
@@ -485,5 +486,47 @@ def test_somebody_else_calls_a_machine_sick(
                 else:
                     await api.merge(path, {"spec": {"taints": None}})
                 await until(lambda: has(api, machine, "Ready"), f"{machine} is ready")
+
+    play(scene)
+
+
+def test_a_rule_that_calls_every_machine_sick(
+    play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed
+):
+    """The machine that it found first is left. On the others the job trains on, and says so."""
+
+    async def say(api: Api, machine: str, status: str, since: str) -> None:
+        said = {
+            "type": "KernelDeadlock",
+            "status": status,
+            "reason": "DockerHung",
+            "lastTransitionTime": since,
+        }
+        await api.strategic(f"{NODES}/{machine}/status", {"status": {"conditions": [said]}})
+
+    async def scene(api: Api) -> None:
+        async with pair(api, home, "rule") as (job, status):
+            node, machine = await trained_apart(job, status)
+            others = [one for one in MACHINES if one != machine]
+            try:
+                await say(api, machine, "True", "2026-01-01T00:00:00Z")
+                for other in others:
+                    await say(api, other, "True", "2026-01-01T00:01:00Z")
+
+                async def told() -> bool:
+                    there = (await machines_of(api)).values()
+                    events = await api.list_all(f"{FOLDER}/events", {"fieldSelector": f"reason={HELD}"})
+                    held = {one["message"].split()[0] for one in events[0]}
+                    return machine not in there and held == set(others)
+
+                await until(
+                    told, f"{node} has left {machine}, and of the others it is said that they stay in use"
+                )
+                status = await job.training(2, beyond=status["step"] + 5, spares=1)
+                assert node not in [node_of(status, rank) for rank in (0, 1)]
+                await job.stops_as(undisturbed, incidents=(0,))
+            finally:
+                for one in MACHINES:
+                    await say(api, one, "False", "2026-01-01T00:02:00Z")
 
     play(scene)
