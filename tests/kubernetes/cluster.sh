@@ -30,7 +30,8 @@ APIS=${HOLDFAST_KUBE_APIS:+--runtime-config=$HOLDFAST_KUBE_APIS}
 # Clusters with different numbers (up to 9) can stand beside each other: their addresses and names are different.
 SLOT=${HOLDFAST_KUBE_SLOT:-0}
 NAME=hfkube${SLOT#0}
-# 6: the nodes, the pods and the services have addresses of IPv6 alone.
+# 6: the nodes, the pods and the services have addresses of IPv6 alone. As long as this machine forwards for them it takes no
+# route from a router's advertisements.
 if [ "${HOLDFAST_KUBE_FAMILY:-4}" = 6 ]; then
   HOST=fd79:$SLOT::1 HOSTS=fd79:$SLOT::/64 PODS=fd80:$SLOT::/48 SERVICES=fd81:$SLOT::/112 SERVICE=fd81:$SLOT::1
   API=https://[$HOST]:16443 ANYWHERE=::/0 IPTABLES=ip6tables FORWARDS=net.ipv6.conf.all.forwarding

@@ -243,9 +243,8 @@ def _sick(conditions: Mapping[str, Object], types: Sequence[str]) -> tuple[str |
         found = conditions.get(type_, {})
         if found.get("status") == "True":
             words = found.get("message") or found.get("reason") or ""
-            return f"the condition {type_}: {words}"[:MESSAGE_CHARS], str(
-                found.get("lastTransitionTime") or ""
-            )
+            told = f"the condition {type_}: {words}"[:MESSAGE_CHARS]
+            return told, str(found.get("lastTransitionTime") or "")
     return None, ""
 
 
