@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from holdfast.cli.ssh_plan import check_ssh, plan_ssh
-from holdfast.engines.ssh.addresses import Seen, bind_address, choose_address, plain_address
+from holdfast.engines.ssh.addresses import Seen, bind_address, choose_address, plain_address, why_apart
 from holdfast.engines.ssh.connection import OPTIONS, Reach, ssh_command
 from holdfast.engines.ssh.explain import failure, mismatch
 from holdfast.engines.ssh.words import PREFIX, Ended, Greeting, from_host, read_answer
@@ -83,6 +83,7 @@ def test_the_command_line_has_no_secret_and_no_host_is_an_option() -> None:
         ("10.0.0.1", "10.0.0.1"),
         ("::1", "127.0.0.1"),
         ("::ffff:10.0.0.1", "10.0.0.1"),
+        ("2001:DB8::7", "2001:db8::7"),
         ("fe80::1%eth0", ""),
         ("", ""),
         ("UNKNOWN", ""),
@@ -104,6 +105,20 @@ def test_the_coordinator_listens_where_the_hosts_see_this_machine() -> None:
     assert bind_address(HERE["me"], "10.0.0.9") == "10.0.0.9"
     assert bind_address(AWAY["a"], "10.0.0.9") == "10.0.0.1"
     assert bind_address(Seen("127.0.0.1", "127.0.1.2"), "127.0.0.1") == "127.0.1.2"
+
+
+def test_hosts_of_one_kind_of_address_are_used_together() -> None:
+    away = {
+        "a": Seen("fd00::9", "fd00::1"),
+        "b": Seen("fd00::9", "fd00::2"),
+        "c": Seen("10.0.0.9", "10.0.0.3"),
+    }
+    assert choose_address(away, "", {"fd00::9", "10.0.0.9"}.__contains__) == "fd00::9"
+    assert [why_apart(away[name], "fd00::9") for name in "ab"] == [None, None]
+    assert "AddressFamily inet6" in str(why_apart(away["c"], "fd00::9"))
+    assert "AddressFamily inet`" in str(why_apart(away["a"], "10.0.0.9"))
+    # One that is this machine binds the coordinator's address.
+    assert why_apart(HERE["me"], "fd00::9") is None
 
 
 def test_loopback_and_addresses_of_others_are_refused() -> None:

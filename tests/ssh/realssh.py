@@ -14,11 +14,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.coordinator.service.store import Store
+from holdfast.protocol.sockets import host_and_port
 
 NAMES = "a", "b", "c", "d"
 SOURCES = Path(__file__).parents[2] / "src"
 TRAIN = Path(__file__).parents[1] / "slurm" / "train_paced.py"
 START_S = 20.0
+NET = os.environ.get("HOLDFAST_SSH_NET", "127.0.77.")
+"""How the hosts' addresses begin: fd77:: for example, where this machine has fd77::1 to fd77::4."""
 _UNSHARE = "unshare --pid --fork --kill-child=KILL --mount --mount-proc bash -c"
 APART = f"setpriv --pdeathsig KILL {_UNSHARE}".split()
 """Begins a command in namespaces of its own, which end with these tests, however those end."""
@@ -36,14 +39,15 @@ class Host:
     """One sshd, in namespaces that end with it: the end of its first process is a loss of power."""
 
     def __init__(self, folder: Path, number: int, home: Path, shared: bool) -> None:
-        self.name, self.address, self.home = NAMES[number], f"127.0.77.{number + 1}", home
+        self.name, self.address, self.home = NAMES[number], f"{NET}{number + 1}", home
+        self.listens = host_and_port(self.address, 22022)
         self._folder, self._shared = folder / self.name, shared
         self._folder.mkdir()
         self.key = self._folder / "host_key"
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.key], check=True)
         self._config = self._folder / "sshd_config"
         self._config.write_text(
-            f"ListenAddress {self.address}:22022\nHostKey {self.key}\nPidFile none\nUsePAM no\nStrictModes no\n"
+            f"ListenAddress {self.listens}\nHostKey {self.key}\nPidFile none\nUsePAM no\nStrictModes no\n"
             f"PasswordAuthentication no\nPermitRootLogin yes\nAuthorizedKeysFile {folder}/user_key.pub\n"
             f"SetEnv PYTHONPATH={SOURCES}\n"
         )

@@ -64,6 +64,6 @@ def check_ssh(planned: SshOptions, nodes: int, spares: int, nproc: str) -> None:
 
 def _check_address(text: str) -> None:
     try:
-        ipaddress.IPv4Address(text)
+        ipaddress.ip_address(text)
     except ValueError:
-        raise UsageError(f"--address {text!r}: give an IPv4 address of this machine") from None
+        raise UsageError(f"--address {text!r}: give an address of this machine, in numbers") from None

@@ -6,7 +6,7 @@ import asyncio
 import shlex
 import signal
 import socket
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from holdfast.engines.base import Engine
 from holdfast.engines.folders import Markers
@@ -15,6 +15,7 @@ from holdfast.engines.join.engine import JoinEngine
 from holdfast.engines.launcher import Launcher
 from holdfast.engines.shown import View
 from holdfast.protocol.job import JobSpec
+from holdfast.protocol.sockets import host_and_port
 
 
 class JoinLauncher(Launcher):
@@ -36,7 +37,7 @@ class JoinLauncher(Launcher):
         # one that was killed finds its files, and removes them at the end.
         identity = (self.job_dir / "identity").read_text()
         self._markers.enter_context(Markers(self.spec, self.job_dir, identity))
-        address, token = f"{self.host}:{self._listener.getsockname()[1]}", self.job_dir / "token"
+        address, token = host_and_port(self.host, self._listener.getsockname()[1]), self.job_dir / "token"
         line = f"holdfast agent --join {address} --token-file {shlex.quote(str(token))}"
         self.note(f"start {self.spec.max_nodes + self.spec.spares} nodes, each with: {line}")
         self.note(
@@ -57,11 +58,10 @@ class JoinLauncher(Launcher):
 
 
 def _reachable_address() -> str:
-    """An IPv4 address of this machine by which others may reach it; loopback where there is no network."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as trial:
-        try:
-            # Sends nothing: the kernel only chooses an address. 192.0.2.1 is nobody's (RFC 5737).
-            trial.connect(("192.0.2.1", 9))
-        except OSError:
-            return "127.0.0.1"
-        return str(trial.getsockname()[0])
+    """An address of this machine by which others may reach it, of IPv4 where it can be; loopback where there is no network."""
+    # Nobody's addresses (RFC 5737, RFC 3849). Nothing is sent: the kernel only chooses its own.
+    for family, nobody in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as trial:
+            trial.connect((nobody, 9))
+            return str(trial.getsockname()[0])
+    return "127.0.0.1"

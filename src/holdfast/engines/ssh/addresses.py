@@ -18,7 +18,7 @@ class Seen(NamedTuple):
 
 
 def plain_address(text: str) -> str:
-    """An address of SSH_CONNECTION as IPv4; empty when it has none."""
+    """An address of SSH_CONNECTION, as IPv4 where it has one; empty when others cannot use it."""
     try:
         address = ipaddress.ip_address(text.partition("%")[0])
     except ValueError:
@@ -27,7 +27,8 @@ def plain_address(text: str) -> str:
         return str(address)
     if address.is_loopback:
         return "127.0.0.1"
-    return str(address.ipv4_mapped) if address.ipv4_mapped else ""
+    # fe80::...: each machine has its own number for the link.
+    return "" if address.is_link_local else str(address.ipv4_mapped or address)
 
 
 def is_loopback(address: str) -> bool:
@@ -66,6 +67,17 @@ def choose_address(seen: Mapping[str, Seen], given: str, is_ours: Callable[[str]
     raise UsageError(
         f"{name} sees this command come from {ends.client or 'an unknown address'}, which is no address of this machine "
         "(a jump host's, perhaps); give one that the hosts reach with --address"
+    )
+
+
+def why_apart(ends: Seen, coordinator: str) -> str | None:
+    """Why the agent of this host and the others could not reach each other; None: they can, as far as is known."""
+    own = bind_address(ends, coordinator)
+    if (":" in own) == (":" in coordinator):
+        return None
+    return (
+        f"ssh reaches it at {own}, and the coordinator is at {coordinator}; add `AddressFamily "
+        f"{'inet6' if ':' in coordinator else 'inet'}` to its entry in ~/.ssh/config, so that all use one kind of address"
     )
 
 

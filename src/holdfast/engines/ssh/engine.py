@@ -11,7 +11,7 @@ from pathlib import Path
 from holdfast.agent.hooks import timeout_s
 from holdfast.engines.folders import Markers
 from holdfast.engines.jobs import home
-from holdfast.engines.ssh.addresses import Seen, bind_address, plain_address
+from holdfast.engines.ssh.addresses import Seen, bind_address, plain_address, why_apart
 from holdfast.engines.ssh.connection import Connection, HostError, Reach
 from holdfast.engines.ssh.explain import mismatch
 from holdfast.engines.ssh.hosts import Hosts, Stage
@@ -113,8 +113,8 @@ class SshEngine:
         wrong = mismatch(name, link.greeting, self._ours, self._reach.python)
         if wrong is None and not self._ends(link).server:
             wrong = (
-                f"{name}: ssh reaches it over IPv6, and workers need IPv4; add `AddressFamily inet` to its entry in "
-                "~/.ssh/config"
+                f"{name}: ssh reaches it at {link.greeting.server or 'an unknown address'}, which only its neighbours can use; "
+                "add `AddressFamily inet` to its entry in ~/.ssh/config"
             )
         if wrong is not None:
             await link.close()
@@ -126,6 +126,8 @@ class SshEngine:
 
     async def _check(self, link: Connection, marker: str) -> None:
         spec = self._spec
+        if (apart := why_apart(self._ends(link), self._coordinator[0])) is not None:
+            raise HostError(f"{link.host}: {apart}")
         answer = await link.ask(
             Check(
                 home=str(home().absolute()),

@@ -104,7 +104,8 @@ class SshLauncher(Launcher):
 
 def _is_ours(address: str) -> bool:
     """Whether this machine has the address."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as trial:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as trial:
         try:
             trial.bind((address, 0))
         except OSError:

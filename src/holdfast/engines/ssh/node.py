@@ -43,6 +43,7 @@ from holdfast.errors import HoldfastError
 from holdfast.protocol.endpoint import write_endpoint
 from holdfast.protocol.processes import kernel_id
 from holdfast.protocol.python import python_module
+from holdfast.protocol.sockets import host_and_port
 
 REACH_S = 5.0
 
@@ -88,9 +89,9 @@ def find_problems(asked: Check, shared: bool) -> list[str]:
     try:
         socket.create_connection(asked.coordinator, REACH_S).close()
     except OSError as error:
-        host, port = asked.coordinator
+        where = host_and_port(*asked.coordinator)
         found.append(
-            f"it cannot reach the coordinator at {host}:{port} ({error}); open that port (--port chooses it), or give an "
+            f"it cannot reach the coordinator at {where} ({error}); open that port (--port chooses it), or give an "
             "address that it reaches with --address"
         )
     return found
