@@ -82,17 +82,12 @@ class Fate:
         await self.api.delete(f"{FOLDER}/pods/{name}", uid)
 
     async def agent(self) -> None:
-        await self.job.kill_container((await self._a_node())[0])
+        await self._container((await self._a_node())[0])
 
     async def coordinator(self) -> None:
         name = await self.job.coordinator()
         if is_true(await self.job.pod(name), "Ready"):
-            try:
-                await self.job.kill_container(name)
-            except subprocess.SubprocessError as error:
-                # Its machine has no power or stands still, and Kubernetes does not know it yet.
-                print(f"{self.job.name}: no coordinator is killed: {error}")
-                raise NoAnswer(str(error)) from error
+            await self._container(name)
 
     async def evicted(self) -> None:
         await evict(self.api, (await self._a_node())[0])
@@ -130,6 +125,14 @@ class Fate:
         self._mends.append(lambda: cordon(self.api, machine, on=False))
 
     # ------------------------------------------------------------ how
+
+    async def _container(self, pod: str) -> None:
+        try:
+            await self.job.kill_container(pod)
+        except subprocess.SubprocessError as error:
+            # It has just been killed, or its machine has no power or stands still, and Kubernetes does not know it yet.
+            print(f"{self.job.name}: nothing of {pod} is killed: {error}")
+            raise NoAnswer(str(error)) from error
 
     async def _a_node(self) -> tuple[str, str]:
         """Its pod's name and uid."""
