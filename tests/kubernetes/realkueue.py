@@ -67,6 +67,9 @@ async def kueue(api: Api, pods_ready_s: int, *, knows_us: bool = True) -> AsyncI
             await apply(api, _path(made), made)
         yield
     finally:
+        if process.poll() is None:
+            for plural in ("localqueues", "clusterqueues"):
+                await until(partial(_none_left, api, plural), f"no {plural} are left")
         # A hook whose program is gone would refuse what others make.
         for made in await _there(api, hooks):
             await api.request("DELETE", _path(made))
@@ -87,6 +90,18 @@ def _start(folder: Path, configuration: dict[str, Any]) -> subprocess.Popen[byte
         return subprocess.Popen(
             [*command, "--feature-gates=VisibilityOnDemand=false"], stdout=log, stderr=log
         )
+
+
+async def _none_left(api: Api, plural: str) -> bool:
+    """Removes them. Without Kueue the API server could not convert one, and then lists none of its kind: no namespace of the cluster
+    could be deleted any more."""
+    there = (await api.list_all(f"/apis/{API_VERSION}/{plural}", {}))[0]
+    for one in there:
+        metadata = one["metadata"]
+        where = f"namespaces/{metadata['namespace']}/" if "namespace" in metadata else ""
+        if "deletionTimestamp" not in metadata:
+            await api.request("DELETE", f"/apis/{API_VERSION}/{where}{plural}/{metadata['name']}")
+    return not there
 
 
 async def _there(api: Api, objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
