@@ -12,6 +12,7 @@ from drive import Deed, Driver
 from harness import TINY, Ran, leftovers
 from pods import NAME, Pods, job_of
 
+from families import needs_ipv6
 from holdfast.engines.kubernetes import names, render
 from holdfast.engines.kubernetes.observed import Farewell
 from holdfast.protocol.endpoint import read_endpoint
@@ -110,6 +111,7 @@ def test_the_coordinator_s_machine_is_lost_and_the_ledger_goes_on_in_another_pod
     assert len(ran.report["incidents"]) == 2
 
 
+@needs_ipv6
 @pytest.mark.long
 def test_pods_that_have_addresses_of_ipv6_alone(tmp_path):
     faults = ["kill-worker:rank=1,step=40", "kill-coordinator:step=80"]

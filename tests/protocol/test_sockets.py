@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from families import needs_ipv6
 from holdfast.protocol.endpoint import Endpoint
 from holdfast.protocol.sockets import listening
 
@@ -29,7 +30,10 @@ def test_a_process_may_open_as_much_as_it_is_allowed(hard):
     assert soft == (hard if 0 <= hard < 1 << 20 else 1 << 20)
 
 
-@pytest.mark.parametrize(("host", "address"), [("127.0.0.1", "127.0.0.1:{}"), ("::1", "[::1]:{}")])
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [("127.0.0.1", "127.0.0.1:{}"), pytest.param("::1", "[::1]:{}", marks=needs_ipv6)],
+)
 def test_who_listens_is_reached_by_its_address(host, address):
     with listening(host) as server:
         port = server.getsockname()[1]
@@ -37,4 +41,4 @@ def test_who_listens_is_reached_by_its_address(host, address):
             pass
         where = Endpoint(host=host, port=port, pid=1, instance="i")
     assert where.url == "http://" + address.format(port)
-    assert all(address.format(port) in name for name in where.names[1:])
+    assert where.names[1].endswith(" at " + address.format(port))

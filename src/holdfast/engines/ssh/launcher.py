@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import sys
 from typing import Any
 
@@ -20,6 +19,7 @@ from holdfast.engines.ssh.connection import Reach
 from holdfast.engines.ssh.engine import SshEngine, environment_of
 from holdfast.errors import UsageError
 from holdfast.protocol.job import JobSpec
+from holdfast.protocol.sockets import listening
 
 
 class SshLauncher(Launcher):
@@ -104,10 +104,8 @@ class SshLauncher(Launcher):
 
 def _is_ours(address: str) -> bool:
     """Whether this machine has the address."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as trial:
-        try:
-            trial.bind((address, 0))
-        except OSError:
-            return False
+    try:
+        listening(address).close()
+    except OSError:
+        return False
     return True
