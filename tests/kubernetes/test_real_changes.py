@@ -99,11 +99,16 @@ def test_a_coordinator_s_container_is_killed(
             before = (await job.object())["status"]
             pod = await job.pod(before["coordinator"]["pod"])
             await job.kill_container(pod["metadata"]["name"])
+
+            async def restarts() -> int:
+                seen = await job.pod(pod["metadata"]["name"])
+                return int(seen["status"]["containerStatuses"][0]["restartCount"])
+
+            # The kubelet's word of it may come after the next steps.
+            assert await until(restarts, "the coordinator's container has been started again") == 1
             await job.training(2, beyond=status["step"] + 5)
             after = (await job.object())["status"]
             assert (after["coordinator"]["pod"], after["term"]) == (pod["metadata"]["name"], before["term"])
-            again = await job.pod(pod["metadata"]["name"])
-            assert again["status"]["containerStatuses"][0]["restartCount"] == 1
             where = await AddressLookup(pod["status"]["podIP"], 7077).find()
             assert where is not None
             await believes_nobody(where)
