@@ -13,7 +13,7 @@ from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.service import ledger_copies
 from holdfast.coordinator.service.agent_lines import AgentLines, Line
 from holdfast.coordinator.service.gathering import Choice, Restored, Unusable
-from holdfast.coordinator.service.ledger_copies import LedgerCopies, new_keepers
+from holdfast.coordinator.service.ledger_copies import LedgerCopies, wanted_keepers
 from holdfast.coordinator.service.store import PAGES, SNAPSHOT, LedgerEntry, Page, Store
 from holdfast.protocol import messages as m
 from holdfast.protocol.frames import Codec
@@ -180,13 +180,38 @@ def test_what_is_no_ledger_is_refused(tmp_path, wrong):
 # ------------------------------------------------------------------- who keeps, and whose copy counts
 
 
+def node_at(place="", machine=""):
+    return SimpleNamespace(alive=True, place=tuple(place.split("/")) if place else (), identity=machine)
+
+
 def test_copies_stand_far_from_each_other():
-    places = {"a": ("z", "r1"), "b": ("z", "r1"), "c": ("z", "r2"), "d": ("y", "r9"), "e": ()}
-    assert new_keepers(places, [], 2) == ["a", "d"]
-    assert new_keepers(places, ["a"], 3) == ["d", "e"]
-    assert new_keepers({"a": ("z", "r1"), "b": ("z", "r1"), "c": ("z", "r2")}, ["a"], 2) == ["c"]
-    assert new_keepers({"a": ()}, [], 2) == ["a"]
-    assert new_keepers(places, ["a", "d"], 2) == []
+    nodes = {
+        "a": node_at("z/r1"),
+        "b": node_at("z/r1"),
+        "c": node_at("z/r2"),
+        "d": node_at("y/r9"),
+        "e": node_at(),
+    }
+    assert wanted_keepers(nodes, [], 2, "") == ["a", "d"]
+    assert wanted_keepers(nodes, ["a"], 3, "") == ["a", "d", "e"]
+    assert wanted_keepers({name: nodes[name] for name in "abc"}, ["a"], 2, "") == ["a", "c"]
+    assert wanted_keepers({"a": node_at()}, [], 2, "") == ["a"]
+    assert wanted_keepers(nodes, ["a", "d"], 2, "") == ["a", "d"]
+    parts = {name: node_at("z/r1", f"serial:{machine}") for name, machine in zip("abc", "112", strict=True)}
+    assert wanted_keepers(parts, [], 2, "") == ["a", "c"]
+
+
+def test_a_copy_beside_the_coordinator_counts_only_where_there_is_no_other():
+    """It is lost with the coordinator's machine: just when it is asked for."""
+    nodes = {
+        "a": node_at("z/r1", "serial:1"),
+        "b": node_at("z/r2", "serial:2"),
+        "c": node_at("z/r2", "serial:3"),
+    }
+    assert wanted_keepers(nodes, [], 2, "serial:1") == ["b", "c"]
+    assert wanted_keepers(nodes, ["a", "b"], 2, "serial:1") == ["b", "c"]
+    assert wanted_keepers({name: nodes[name] for name in "ab"}, [], 2, "serial:1") == ["b", "a"]
+    assert wanted_keepers({"a": nodes["a"]}, [], 2, "serial:1") == ["a"]
 
 
 def test_the_newest_copy_counts_and_a_later_term_before_a_longer_one():
@@ -225,15 +250,18 @@ class Sender:
     """A coordinator's copies, and what it sends."""
 
     def __init__(self, count=2):
-        self.lines, self.reads = AgentLines(), []
-        self.copies = LedgerCopies(count=count, term=1, lines=self.lines, read_base=self.read)
+        self.lines, self.reads, self.nodes = AgentLines(), [], {}
+        self.copies = LedgerCopies(
+            count=count, term=1, machine="serial:1", lines=self.lines, read_base=self.read
+        )
 
     async def read(self):
         reading = asyncio.get_running_loop().create_future()
         self.reads.append(reading)
         return await reading
 
-    def join(self, node):
+    def join(self, node, machine=""):
+        self.nodes[node] = node_at(machine=machine)
         line = self.lines.by_node[node] = Line(node, f"session of {node}", None)
         line.introduced = True
         self.choose()
@@ -243,7 +271,7 @@ class Sender:
         await turns()
 
     def choose(self):
-        self.copies.choose(lambda: dict.fromkeys(self.lines.by_node, ()))
+        self.copies.choose(self.nodes)
 
     def sent(self, node):
         line, found = self.lines.by_node[node], []
@@ -327,9 +355,77 @@ def test_no_more_agents_are_asked_than_wanted_and_one_that_goes_is_replaced():
     run(test)
 
 
+def test_a_node_that_is_lost_is_replaced_while_its_connection_stands():
+    """To a machine without power it stands for minutes, and the next fault may be the coordinator's machine."""
+
+    async def test(sender):
+        for node in "ab":
+            sender.join(node)
+        await turns()
+        for reading in sender.reads:
+            reading.set_result(b"file")
+        await turns()
+        sender.nodes["a"].alive = False
+        sender.join("c")
+        sender.copies.on_page(1, page(1))
+        await turns()
+        assert len(sender.reads) == 3
+        sender.reads[2].set_result(b"file")
+        await turns()
+        assert sender.sent("c") == [(True, 0), (False, 1)]
+        # It may only have been cut off: what it has is old, and it is told so once another one has the ledger.
+        assert sender.sent("a") == [(True, 0), (True, 0)]
+        sender.nodes["a"].alive = True
+        sender.choose()
+        sender.copies.on_page(2, page(2))
+        assert sender.sent("a") == []
+        assert sender.sent("b") == [(True, 0), (False, 1), (False, 2)]
+
+    run(test)
+
+
+def test_older_copies_end_when_there_are_newer_ones(tmp_path):
+    async def test(sender):
+        sender.lines.with_copy = {"a", "c", "away"}
+        for node in "abc":
+            sender.join(node)
+        await turns()
+        sender.reads[0].set_result(b"file")
+        await turns()
+        assert sender.lines.by_node["c"].empty()
+        sender.reads[1].set_result(b"file")
+        await turns()
+        (told,) = [orders.decode(sender.lines.by_node["c"].get_nowait())]
+        assert sender.lines.by_node["c"].empty()
+        assert sender.lines.with_copy == {"away"}
+        node = Node(tmp_path / "n", part(3, base_of(tmp_path, 3), base=True), part(4), told)
+        assert (node.copy.mark, [one.last for one in node.copy.parts()]) == (LedgerMark(), [True])
+        assert (Node(tmp_path / "n").copy.mark, list((tmp_path / "n").iterdir())) == (LedgerMark(), [])
+        node.take(part(9, base_of(tmp_path, 9), base=True), part(10))
+        assert node.copy.mark == LedgerMark(1, 10)
+
+    run(test)
+
+
+def test_a_node_beside_the_coordinator_keeps_a_copy_until_others_can():
+    async def test(sender):
+        sender.join("a", "serial:1")
+        sender.join("b", "serial:2")
+        await turns()
+        sender.join("c", "serial:3")
+        sender.join("d", "serial:4")
+        await turns()
+        for reading in sender.reads:
+            reading.set_result(b"file")
+        await turns()
+        assert [sender.sent(node) for node in "abcd"] == [[(True, 0)], [(True, 0)], [(True, 0)], []]
+
+    run(test)
+
+
 def test_without_copies_no_node_is_looked_at():
-    copies = LedgerCopies(count=0, term=0, lines=AgentLines(), read_base=SimpleNamespace())
-    copies.choose(lambda: pytest.fail("asked"))
+    copies = LedgerCopies(count=0, term=0, machine="", lines=AgentLines(), read_base=SimpleNamespace())
+    copies.choose(SimpleNamespace())
     copies.on_page(1, page(1))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import yaml
 from realkube import (
     FOLDER,
+    LEASE,
     LOOK_S,
     MACHINES,
     NAMESPACE,
@@ -24,6 +26,7 @@ from realkube import (
     Scene,
     Undisturbed,
     cluster,
+    cordon,
     gone,
     is_true,
     no_operator,
@@ -65,6 +68,78 @@ def test_a_coordinator_is_lost_while_the_api_server_is_down(
             cluster("boot", seat)
             await job.training(2, beyond=status["step"] + 10, spares=1)
             await job.stops_as(undisturbed)
+
+    play(scene)
+
+
+def test_the_leading_operator_is_lost_with_the_coordinator(
+    play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed
+):
+    """And with a node, on one machine. The other operator has never heard the coordinator: what the first one heard is in the status."""
+
+    async def scene(api: Api) -> None:
+        async def both_are_there() -> bool:
+            ready = [pod for pod in await operators(api) if is_true(pod, "Ready")]
+            return len({pod["spec"]["nodeName"] for pod in ready}) == 2
+
+        async def held() -> bool:
+            return not await gone(api, LEASE) and bool((await api.get(LEASE))["spec"]["holderIdentity"])
+
+        await until(both_are_there, "there is another operator on another machine")
+        await until(held, "one of them leads")
+        holder = str((await api.get(LEASE))["spec"]["holderIdentity"])
+        leader = f"/api/v1/namespaces/holdfast-system/pods/{holder.rpartition('-')[0]}"
+        seat = str((await api.get(leader))["spec"]["nodeName"])
+        for machine in set(MACHINES) - {seat}:
+            await cordon(api, machine)
+        options = ("--nnodes", 2, "--spares", 1)
+        async with Job(api, home, "bereft", *options, steps=STEPS, pace_s=PACE_S) as job:
+            before = await job.coordinator()
+
+            async def is_seated() -> bool:
+                return (await job.pod(before))["spec"].get("nodeName") == seat
+
+            await until(is_seated, "the coordinator is beside the leading operator")
+            for machine in set(MACHINES) - {seat}:
+                await cordon(api, machine, on=False)
+            status = await job.training(2, beyond=3, spares=1)
+            term, at = (await job.object())["status"]["term"], time.monotonic()
+            cluster("kill", seat)
+            await job.succeeds(before)
+            print(f"another coordinator after {time.monotonic() - at:.1f} s")
+            await job.training(2, beyond=status["step"] + 20)
+            print(f"training again after {time.monotonic() - at:.1f} s")
+            assert (await api.get(LEASE))["spec"]["holderIdentity"] not in ("", holder)
+            assert (await job.object())["status"]["term"] == term + 1
+            await job.stops_as(undisturbed, incidents=(1, 2))
+
+    play(scene)
+
+
+def test_a_coordinator_is_lost_after_the_nodes_that_kept_its_ledger(
+    play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed
+):
+    """One by one, with their machines, to which connections stand for minutes. Others keep it by then."""
+
+    async def scene(api: Api) -> None:
+        async with pair(api, home, "keepers") as (job, status):
+            before, dark = await job.coordinator(), []
+            seat = await job.machine(before)
+            for node in ("keepers-n0", "keepers-n1"):
+                if (machine := await job.machine(node)) != seat:
+                    cluster("kill", machine)
+                    dark.append(machine)
+                    status = await job.training(2, beyond=status["step"] + 5)
+            cluster("kill", seat)
+            # An operator may be on any of them.
+            for machine in dark:
+                cluster("boot", machine)
+            await job.succeeds(before)
+            await job.training(2, beyond=status["step"] + 5, spares=1)
+            cluster("boot", seat)
+            async with job.client() as client:
+                assert (await client.get("/report"))["steps"]["lost"] == 0
+            await job.stops_as(undisturbed, incidents=(2, 3, 4))
 
     play(scene)
 

@@ -78,6 +78,9 @@ class LedgerCopy:
                 self.mark = part.mark
 
     def _put_base(self, part: m.KeepLedger) -> None:
+        if not part.mark.page:
+            self._end()
+            return
         self._folder.mkdir(parents=True, exist_ok=True)
         with self._work.open("wb" if part.begins else "ab") as work:
             work.write(part.data)
@@ -93,6 +96,15 @@ class LedgerCopy:
         self._begun.clear()
         self._broken, self.mark = False, part.mark
         _log.info("keeps a copy of the coordinator's ledger", extra={"bytes": size, "page": part.mark.page})
+
+    def _end(self) -> None:
+        """Others keep newer copies. This one would let a coordinator that hears of no other go back to what was long ago."""
+        # In this order: a base without pages counts as no copy, as in `_put_base`.
+        for file in (self._pages, self._base):
+            file.unlink(missing_ok=True)
+        self._begun.clear()
+        self._broken, self.mark = False, LedgerMark()
+        _log.info("keeps no copy of the coordinator's ledger any more")
 
     def _read_mark(self) -> LedgerMark:
         """Of what an agent before this one kept. A page that it was just writing is cut off."""

@@ -21,6 +21,7 @@ from holdfast.coordinator.service.ledger import RETRY_S
 from holdfast.coordinator.service.pulse import beat
 from holdfast.coordinator.service.server import Coordinator
 from holdfast.coordinator.service.store import own_ledger
+from holdfast.health.identity import identity
 from holdfast.protocol.authentication import BACKLOG
 from holdfast.protocol.job import JobSpec, Resume
 from holdfast.protocol.leadership import EXIT_SUPERSEDED
@@ -111,9 +112,10 @@ def _take_up(given: argparse.Namespace, spec: JobSpec, resume: Resume) -> Coordi
     """The job as its ledger has it. While that cannot be opened (the disk is full, somebody holds it) this waits: training
     goes on without a coordinator, and would not without its state. None: the launcher is gone."""
     logged = False
+    machine = identity(Path("/"), environ=os.environ) if given.copies else ""
     while True:
         try:
-            return Coordinator(given.job_dir, spec, resume, given.term, given.copies)
+            return Coordinator(given.job_dir, spec, resume, given.term, given.copies, machine)
         except sqlite3.OperationalError as error:
             if not logged:
                 _log.error(

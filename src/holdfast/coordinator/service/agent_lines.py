@@ -30,6 +30,8 @@ class AgentLines:
 
     def __init__(self) -> None:
         self.by_node: dict[str, Line] = {}
+        self.with_copy: set[str] = set()
+        """Nodes that have a copy of the ledger, and are sent none of its pages now."""
         self._formed: tuple[m.Generation, msgspec.Raw] | None = None
 
     def send(self, node: str, message: m.ToAgent) -> None:

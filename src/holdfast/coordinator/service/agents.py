@@ -110,6 +110,8 @@ class AgentConnections:
         # Before the history is read, which may take a second: from now on nothing of the connection before is
         # believed.
         self._speak_for_node(line, hello)
+        if hello.ledger is not None:
+            self._lines.with_copy.add(hello.node)
         known = self._loop.core.state.membership.nodes.get(hello.node)
         new = known is None or known.session != hello.session
         # Only for a session that is new. A reconnect must not wait for a database that is slow.

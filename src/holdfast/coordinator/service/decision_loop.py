@@ -235,7 +235,7 @@ class DecisionLoop:
             # coordinator would decide again, perhaps otherwise, and two workers could believe that they hold
             # the same rank.
             await self._written(page)
-            self._copies.choose(lambda: {n.name: n.place for n in state.membership.nodes.values() if n.alive})
+            self._copies.choose(state.membership.nodes)
         elif page.steps:
             # Not awaited: losses are reported again by agents, and nobody acts on them.
             self._ledger.write(page)

@@ -4,23 +4,28 @@ Each page goes to a few agents in the moment in which it is given to the writer,
 agent that becomes one of them is sent a copy of the file first. A successor asks all agents and goes on from the newest copy
 (`service.gathering`). Nobody waits for an agent: a successor that lacks the last page is told again what happened since, as
 one whose predecessor died before it could write.
+
+A node that is lost keeps nothing that a successor could ask for, so another one takes its place at once. Its connection does not
+say so: to a machine without power it may stand for a quarter of an hour. A node that comes back has missed pages meanwhile. It is
+told to keep none, or a successor that hears it first would go on from an old ledger.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
+from holdfast.coordinator.kernel.membership_state import Node
 from holdfast.coordinator.service.agent_lines import AgentLines, Line
 from holdfast.coordinator.service.ledger import Unreadable
 from holdfast.coordinator.service.store import Page
 from holdfast.protocol import messages as m
 from holdfast.protocol.ledger_mark import LedgerMark
-from holdfast.protocol.node_place import NodePlace
+from holdfast.protocol.node_place import nearness
 
 _log = logging.getLogger(__name__)
 PART_BYTES = 4 << 20
@@ -45,10 +50,18 @@ class LedgerCopies:
     """`on_page` for each page, `choose` whenever nodes may have come or gone."""
 
     def __init__(
-        self, *, count: int, term: int, lines: AgentLines, read_base: Callable[[], Awaitable[bytes]]
+        self,
+        *,
+        count: int,
+        term: int,
+        machine: str,
+        lines: AgentLines,
+        read_base: Callable[[], Awaitable[bytes]],
     ) -> None:
-        """count: of copies; 0: none are kept. read_base: a copy of the file, with all pages that were given before."""
-        self._count, self._term, self._lines, self._read_base = count, term, lines, read_base
+        """count: of copies; 0: none are kept. machine: the identity of this one; empty: not known. read_base: a copy of the file, with
+        all pages that were given before."""
+        self._count, self._term, self._machine = count, term, machine
+        self._lines, self._read_base = lines, read_base
         self._keepers: dict[str, _Keeper] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._page = 0
@@ -70,23 +83,49 @@ class LedgerCopies:
             if keeper.nbytes > BASE_AGAIN_BYTES:
                 self._begin(node, keeper)
 
-    def choose(self, places: Callable[[], Mapping[str, NodePlace]]) -> None:
-        """Keeps as many copies as are wanted on nodes that live. places: of these nodes; asked only where one is missing."""
+    def choose(self, nodes: Mapping[str, Node]) -> None:
+        """Keeps as many copies as are wanted. nodes: the job's, by name; all of them are looked at only where a copy is missing."""
         if not self._count:
             return
-        # An agent that has connected again missed pages meanwhile.
-        self._keepers = {
-            node: keeper
-            for node, keeper in self._keepers.items()
-            if self._lines.by_node.get(node) is keeper.line
-        }
-        if len(self._keepers) >= self._count:
+        keepers = {node: keeper for node, keeper in self._keepers.items() if self._keeps(nodes, node)}
+        self._lines.with_copy.update(self._keepers.keys() - keepers.keys())
+        self._keepers = keepers
+        self._begin_missing(nodes)
+        self._end_others()
+
+    def _begin_missing(self, nodes: Mapping[str, Node]) -> None:
+        if sum(not self._is_mine(nodes[node]) for node in self._keepers) >= self._count:
             return
-        lines = {node: line for node, line in self._lines.by_node.items() if line.introduced}
-        there = {node: place for node, place in places().items() if node in lines}
-        for node in new_keepers(there, self._keepers, self._count):
-            keeper = self._keepers[node] = _Keeper(lines[node])
-            self._begin(node, keeper)
+        there = {
+            node: nodes[node]
+            for node, line in self._lines.by_node.items()
+            if line.introduced and node in nodes and nodes[node].alive
+        }
+        for node in wanted_keepers(there, self._keepers, self._count, self._machine):
+            if node not in self._keepers:
+                keeper = self._keepers[node] = _Keeper(self._lines.by_node[node])
+                self._begin(node, keeper)
+
+    def _end_others(self) -> None:
+        """Those who have an older copy, of an earlier coordinator or from before they were lost, keep none from now on."""
+        # Not before there are newer ones: a machine that is lost in between must leave one behind.
+        if not self._keepers or not all(keeper.has_base for keeper in self._keepers.values()):
+            return
+        for node in list(self._lines.with_copy):
+            line = self._lines.by_node.get(node)
+            if node in self._keepers:
+                self._lines.with_copy.discard(node)
+            elif line is not None and line.introduced:
+                self._lines.with_copy.discard(node)
+                self._lines.send(node, m.KeepLedger(mark=LedgerMark(), data=b"", base=True))
+
+    def _keeps(self, nodes: Mapping[str, Node], node: str) -> bool:
+        # An agent that has connected again missed pages meanwhile.
+        same = self._lines.by_node.get(node) is self._keepers[node].line
+        return same and node in nodes and nodes[node].alive
+
+    def _is_mine(self, node: Node) -> bool:
+        return bool(self._machine) and node.identity == self._machine
 
     def close(self) -> None:
         """Nothing more is sent."""
@@ -116,6 +155,7 @@ class LedgerCopies:
             keeper.has_base = True
             waiting, keeper.waiting = keeper.waiting, []
             self._send(node, keeper, [*_parts(mark, data, base=True), *waiting])
+            self._end_others()
 
     def _send(self, node: str, keeper: _Keeper, parts: Iterable[m.KeepLedger]) -> None:
         if self._lines.by_node.get(node) is not keeper.line:
@@ -124,31 +164,32 @@ class LedgerCopies:
             self._lines.send(node, part)
 
 
-def new_keepers(places: Mapping[str, NodePlace], keepers: Iterable[str], count: int) -> list[str]:
-    """Who is to keep copies beside those that do: first where none stands yet (another zone, another rack), so that one switch
-    takes the fewest. Pure."""
-    chosen, found = [places[node] for node in keepers if node in places], []
-    left = sorted(set(places) - set(keepers))
-    while left and len(chosen) < count:
+def wanted_keepers(nodes: Mapping[str, Node], keepers: Iterable[str], count: int, machine: str) -> list[str]:
+    """Who is to keep copies: those who do, and then others. nodes: that can. machine: the coordinator's. Pure.
+
+    A copy on the coordinator's machine is lost with it, so it counts only where there is no other. Each further one goes where none
+    stands yet (another zone, another rack, another machine), so that one switch takes the fewest.
+    """
+    found = [node for node in keepers if not machine or nodes[node].identity != machine][:count]
+    left = sorted(set(nodes) - set(found))
+    while left and len(found) < count:
         # One at a time: where the first copy goes changes which place is the furthest for the second.
-        node = min(left, key=lambda name: (_shared(places[name], chosen), name))
+        chosen = [nodes[node] for node in found]
+        node = min(left, key=lambda name: (*_nearness(nodes[name], chosen, machine), name))
         left.remove(node)
         found.append(node)
-        chosen.append(places[node])
     return found
 
 
-def _shared(place: NodePlace, others: Iterable[NodePlace]) -> int:
-    """How many levels of its place the nearest of others shares."""
-    most = 0
-    for other in others:
-        same = 0
-        for mine, theirs in zip(place, other, strict=False):
-            if mine != theirs:
-                break
-            same += 1
-        most = max(most, same)
-    return most
+def _nearness(node: Node, chosen: Sequence[Node], machine: str) -> tuple[bool, bool, int]:
+    """Whether it is lost with the coordinator's machine, or with one of others; how many levels of its place the nearest of
+    them shares."""
+    machines = {other.identity for other in chosen}
+    return (
+        bool(machine) and node.identity == machine,
+        bool(node.identity) and node.identity in machines,
+        max((nearness(node.place, other.place) for other in chosen), default=0),
+    )
 
 
 def _parts(mark: LedgerMark, data: bytes, base: bool) -> list[m.KeepLedger]:

@@ -60,9 +60,11 @@ LINGER_S = 15.0
 class Coordinator:
     """One job's coordinator. `serve` returns when the job is over. The process ends there where another takes its place."""
 
-    def __init__(self, job_dir: Path, spec: JobSpec, resume: Resume, term: int = 0, copies: int = 0) -> None:
+    def __init__(
+        self, job_dir: Path, spec: JobSpec, resume: Resume, term: int = 0, copies: int = 0, machine: str = ""
+    ) -> None:
         """term: of leadership, where coordinators on several machines could be; 0: there is one machine. copies: of the ledger, which
-        agents keep.
+        agents keep. machine: this one's lasting identity; empty: not known.
 
         Raises:
             sqlite3.Error: the ledger cannot be opened now.
@@ -73,7 +75,11 @@ class Coordinator:
         path, shared = own_ledger(job_dir, term), bool(term) and not copies
         self._lines = AgentLines()
         self._copies = LedgerCopies(
-            count=copies, term=term, lines=self._lines, read_base=lambda: self._ledger.read(Store.copy)
+            count=copies,
+            term=term,
+            machine=machine,
+            lines=self._lines,
+            read_base=lambda: self._ledger.read(Store.copy),
         )
         self._ledger = Ledger(
             path=path,

@@ -180,7 +180,7 @@ class KeepLedger(msgspec.Struct, frozen=True, kw_only=True, tag="keep-ledger"):
     """A part of the coordinator's ledger, to be kept for its successor."""
 
     mark: LedgerMark
-    """Up to where the ledger is known with this part."""
+    """Up to where the ledger is known with this part. Page 0, with a base: none is to be kept any more."""
     data: bytes
     """Only coordinators read it."""
     base: bool = False
