@@ -2,11 +2,14 @@
 
 import asyncio
 import socket
+import time
 from contextlib import asynccontextmanager
 
+import pytest
 from aiohttp import WSCloseCode, WSMsgType, web
 
-from holdfast.agent.coordinator_link import CoordinatorLink
+from holdfast.agent import coordinator_link
+from holdfast.agent.coordinator_link import CoordinatorLink, unheard_s
 from holdfast.coordinator.service.authentication import authorized, give_proof
 from holdfast.protocol import messages as m
 from holdfast.protocol.endpoint import Endpoint, write_endpoint
@@ -337,3 +340,72 @@ def test_the_first_coordinator_is_waited_for_longer_than_a_later_one(tmp_path):
         return over.is_set()
 
     assert asyncio.run(ended())
+
+
+class Clock:
+    """In the place of the module `time`."""
+
+    now_s = 100.0
+
+    def monotonic(self):
+        return self.now_s
+
+
+@pytest.mark.parametrize(
+    ("said_s", "missing_s"),
+    [
+        pytest.param(100.05, 0.02, id="its machine fell silent"),
+        pytest.param(None, 0.07, id="the kernel does not tell"),
+        pytest.param(90.0, 0.08, id="this process stood still"),
+    ],
+)
+def test_a_coordinator_is_missed_since_its_machine_last_said_anything(
+    tmp_path, monkeypatch, said_s, missing_s
+):
+    """Within the time after which the kernel ends a connection for silence: four heartbeats, 0.08 s."""
+
+    async def heard():
+        clock, hearings = Clock(), []
+        monkeypatch.setattr(coordinator_link, "time", clock)
+        async with linked(tmp_path, heartbeat_s=0.02) as (coordinator, link):
+            link._lost = lambda: hearings.append(link.hearing())
+            await coordinator.hears(0, m.Hello)
+            link._heard_s = 90.0 if said_s == 90.0 else 100.0
+            silent_s = None if said_s is None else lambda: clock.now_s - said_s
+            monkeypatch.setattr(coordinator_link, "unheard_s", lambda _: silent_s and silent_s())
+            beats = len(coordinator.said[0])
+            # The second of them was sent after the look that came with it.
+            await coordinator.until(lambda: len(coordinator.said[0]) >= beats + 2)
+            clock.now_s = 100.07
+            await coordinator.connection.close()
+            await coordinator.hears(1, m.Hello)
+        return hearings
+
+    (hearing,) = asyncio.run(heard())
+    assert hearing.missing_s == pytest.approx(missing_s)
+
+
+def test_the_kernel_tells_since_when_a_machine_is_silent():
+    class Told:
+        def __init__(self, raw):
+            self.raw = raw
+
+        def get_extra_info(self, name):
+            return {"socket": self.raw}[name]
+
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as mine,
+    ):
+        before_s = time.monotonic()
+        assert 0 <= unheard_s(Told(mine)) < 30
+        other, _ = server.accept()
+        with other:
+            mine.sendall(b"?")
+            assert other.recv(1) == b"?"
+        assert unheard_s(Told(mine)) <= time.monotonic() - before_s + 1
+    assert unheard_s(Told(mine)) is None
+    assert unheard_s(Told(None)) is None
+    one, two = socket.socketpair()
+    with one, two:
+        assert unheard_s(Told(one)) is None

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from operating import Nobody
-from test_kube_reconcile import BEGUN, condition, observed, pod
+from test_kube_reconcile import BEGUN, condition, observed, pod, status_after
 
 from holdfast.agent.ready import show_ready
 from holdfast.engines.kubernetes import job_link, render
@@ -30,7 +30,7 @@ from holdfast.engines.kubernetes.link import Silent
 from holdfast.engines.kubernetes.node_link import ask_nodes
 from holdfast.engines.kubernetes.observed import MachineSeen, Observed, PodSeen
 from holdfast.engines.kubernetes.reconcile import reconcile
-from holdfast.engines.kubernetes.status import ConditionType
+from holdfast.engines.kubernetes.status import ConditionType, CoordinatorSeen, JobStatus
 from holdfast.protocol.hearing import Hearing, Whereabouts
 
 VOTED = "most nodes have lost it"
@@ -38,10 +38,15 @@ PATIENCE_S = 4.0
 """Twice the default time to detect a lost node."""
 
 
+def heard(restarts: int | None = 0, pod: str = "llm-c1") -> JobStatus:
+    """What was written when the coordinator last answered."""
+    return msgspec.structs.replace(BEGUN, coordinator=CoordinatorSeen(pod=pod, restarts=restarts))
+
+
 def silent(*votes: Hearing | None, **fields: Any) -> Observed:
     """A coordinator that does not answer, and what its nodes say."""
     hearings = {f"llm-n{number}": vote for number, vote in enumerate(votes)}
-    given = {"said": None, "hearings": hearings, "heard_restarts": 0, "silent_s": 1000.0}
+    given = {"said": None, "hearings": hearings, "status": heard(), "silent_s": 1000.0}
     return observed(**(given | fields))
 
 
@@ -128,10 +133,30 @@ def test_a_container_that_starts_again_in_its_place_has_time_for_it() -> None:
     assert why_lost(silent(LOST, LOST, LOST, pods=(again, *nodes))) is None
     assert why_lost(silent(*[missing(START_S)] * 3, pods=(again, *nodes))) == VOTED
     # It answered since it was started again.
-    assert why_lost(silent(LOST, LOST, LOST, pods=(again, *nodes), heard_restarts=1)) == VOTED
-    # An operator that has never heard it does not know.
-    assert why_lost(silent(LOST, LOST, LOST, heard_restarts=None)) is None
-    assert why_lost(silent(*[missing(START_S)] * 3, heard_restarts=None)) == VOTED
+    assert why_lost(silent(LOST, LOST, LOST, pods=(again, *nodes), status=heard(1))) == VOTED
+    # It never answered, or that was another pod.
+    for status in (heard(None), heard(0, "llm-c0"), BEGUN):
+        assert why_lost(silent(LOST, LOST, LOST, status=status)) is None
+        assert why_lost(silent(*[missing(START_S)] * 3, status=status)) == VOTED
+
+
+def test_what_was_heard_is_in_the_status_for_the_next_operator() -> None:
+    """The one that heard it may be lost with it, on the same machine."""
+    nodes = (pod("n0"), pod("n1"), pod("n2"))
+    pods = (pod("c1", restarts=1), *nodes)
+    written = status_after(observed(pods=pods))
+    assert written.coordinator == CoordinatorSeen(pod="llm-c1", restarts=1)
+    assert why_lost(silent(LOST, LOST, LOST, pods=pods, status=written)) == VOTED
+    # It stays while nobody answers, also when the container is started anew.
+    later = (pod("c1", restarts=2), *nodes)
+    assert (
+        status_after(silent(LOST, HEARS, HEARS, pods=later, status=written)).coordinator
+        == written.coordinator
+    )
+    # Of a pod that has not answered yet nothing is known.
+    successor = (pod("c2"), *nodes)
+    after = status_after(silent(HEARS, HEARS, HEARS, pods=successor, status=written))
+    assert after.coordinator == CoordinatorSeen(pod="llm-c2")
 
 
 def test_nodes_that_miss_an_earlier_term_give_the_new_one_time() -> None:

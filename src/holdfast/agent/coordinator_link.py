@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import struct
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -42,11 +43,30 @@ def give_up_when_gone(websocket: aiohttp.ClientWebSocketResponse, within_s: floa
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(within_s * 1000))
 
 
+_LAST_ACK = struct.Struct("@I")
+_LAST_ACK_AT = 56
+"""Of `tcpi_last_ack_recv` in the kernel's `struct tcp_info` (linux/tcp.h), in ms."""
+
+
+def unheard_s(websocket: aiohttp.ClientWebSocketResponse) -> float | None:
+    """For how long the other machine's kernel has said nothing, not even that it has what was sent; None: this kernel does not tell."""
+    raw = websocket.get_extra_info("socket")
+    if raw is None:
+        return None
+    try:
+        told = raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ACK_AT + _LAST_ACK.size)
+        return float(_LAST_ACK.unpack_from(told, _LAST_ACK_AT)[0]) / 1000
+    except (OSError, struct.error):  # the connection ends just now, or it is none of TCP
+        return None
+
+
 _log = logging.getLogger(__name__)
 _codec: Codec[m.ToAgent] = Codec(m.ToAgent)
 RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.5)
 ANSWER_S = 10.0
 """How long a coordinator may take to answer. The launcher's socket accepts connections while there is none."""
+SILENT_BEATS = 4
+"""So many heartbeats without a word of its machine's kernel, and it is lost: the time to detect a lost node."""
 QUIET_BEATS = 20
 """So many heartbeats without a word of the coordinator, and it is asked for one: five times the time to detect a lost node, after
 which a coordinator that hangs is ended by who keeps it running."""
@@ -90,6 +110,8 @@ class CoordinatorLink:
         self._lost_s: float | None = time.monotonic()
         self._heard_s = 0.0
         """When the coordinator last said anything."""
+        self._acked_s = 0.0
+        """When its machine did, as its kernel does for a process that is busy. Looked at with each heartbeat."""
         self._unproven: Endpoint | None = None
         self._refused: Endpoint | None = None
         self._reported = False
@@ -130,7 +152,7 @@ class CoordinatorLink:
         attempt = 0
         # A machine that is gone does not refuse a connection: it lets one wait. A coordinator that is being started lets
         # it wait for an answer; the connection is then served as soon as it listens.
-        limit = aiohttp.ClientTimeout(total=ANSWER_S, sock_connect=4 * self._heartbeat_s)
+        limit = aiohttp.ClientTimeout(total=ANSWER_S, sock_connect=SILENT_BEATS * self._heartbeat_s)
         while True:
             where = await self._lookup.find()
             refused = where is not None and self._is_superseded(where)
@@ -197,7 +219,7 @@ class CoordinatorLink:
             self._unproven, self._reported = where, False
 
     async def _talk(self, link: aiohttp.ClientWebSocketResponse) -> bool:
-        give_up_when_gone(link, 4 * self._heartbeat_s)
+        give_up_when_gone(link, SILENT_BEATS * self._heartbeat_s)
         async with link:
             try:
                 # The hello is built now and not when the connection was lost: it is the complete truth about
@@ -216,15 +238,18 @@ class CoordinatorLink:
                 async with asyncio.TaskGroup() as group:
                     # A task group, so that an error in any of them ends the others. An agent whose sender died
                     # alone would still look alive.
-                    beside = (self._sending(link), self._beating(), self._doubting(link))
+                    beside = (self._sending(link), self._beating(link), self._doubting(link))
                     tasks = [group.create_task(one) for one in beside]
                     await self._receiving(link)
                     for task in tasks:
                         task.cancel()
             finally:
                 self.connected = False
-                # One that had fallen silent was lost when it did.
-                self._lost_s = self._lost_s or time.monotonic()
+                # One that had fallen silent was lost when it did. The kernel says so when it has waited for this long, and
+                # this process may have been stopped for longer.
+                now_s = time.monotonic()
+                said_s = max(self._heard_s, self._acked_s, now_s - SILENT_BEATS * self._heartbeat_s)
+                self._lost_s = self._lost_s or said_s
                 self.left_to_another = link.close_code == aiohttp.WSCloseCode.SERVICE_RESTART
         return True
 
@@ -307,11 +332,13 @@ class CoordinatorLink:
             return False
         return True
 
-    async def _beating(self) -> None:
+    async def _beating(self, link: aiohttp.ClientWebSocketResponse) -> None:
         """Sends heartbeats, unless other messages wait: those prove as well that the agent lives."""
         while True:
             # Four heartbeats fit into the detection time, so one that is late costs nobody its node.
             await asyncio.sleep(self._heartbeat_s)
+            if (silent_s := unheard_s(link)) is not None:
+                self._acked_s = time.monotonic() - silent_s
             if not self._outbox:
                 self.send(m.Heartbeat())
 

@@ -17,7 +17,8 @@ class Hearing(msgspec.Struct, frozen=True, kw_only=True):
     term: int
     """The latest that it has met; 0: none."""
     missing_s: float | None
-    """For how long it has had no connection, by its own clock; None: it has one."""
+    """For how long the coordinator's machine has said nothing, by its own clock, and now there is no connection, or the coordinator does
+    not answer on it; None: it has one."""
 
 
 class Whereabouts(msgspec.Struct, frozen=True):

@@ -57,8 +57,6 @@ class Operator:
         """By uid, of all jobs: the watch tells them whether the job is known or not."""
         self.workloads: dict[str, WorkloadSeen] | None = None
         self.versions: dict[str, int] = {}
-        self.heard = "", 0
-        """The coordinator's pod that answered last, and how often its container had been started anew."""
         self.silent = "", 0.0
         """The coordinator's pod that was asked last, and since when in vain."""
 
@@ -136,8 +134,6 @@ class Operator:
         hearings = {}
         if said is None:
             hearings = self.cluster.hearings(voters(self.desk.pods.all, self.job.status.run))
-        elif newest is not None:
-            self.heard = newest.uid, newest.restarts
         is_new = newest is not None and newest.phase == "Running" and newest.uid != self.silent[0]
         if newest is not None and (said is not None or is_new):
             self.silent = newest.uid, self.cluster.now_s
@@ -161,7 +157,6 @@ class Operator:
             released=self.desk.released(said, self.cluster.now_s),
             asked_nodes=self.desk.asked_nodes,
             hearings=hearings,
-            heard_restarts=self.heard[1] if newest is not None and newest.uid == self.heard[0] else None,
             silent_s=self.cluster.now_s - self.silent[1],
             now_s=self.cluster.now_s,
         )

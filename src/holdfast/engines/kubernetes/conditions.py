@@ -90,9 +90,7 @@ def status_of(
         else f"{names.LABEL_JOB}={job.id.name},{names.LABEL_ROLE}={names.NODE_ROLE}",
         asked_nodes=seen.asked_nodes if seen.asked_nodes is not None else before.asked_nodes,
         asking_nodes=None if job is None or suspended else size_to_ask(seen, job),
-        coordinator=None
-        if coordinator is None or suspended
-        else CoordinatorSeen(pod=coordinator.name, address=coordinator.address),
+        coordinator=None if coordinator is None or suspended else _coordinator_seen(seen, coordinator),
         completion_time=timestamp(seen.now_s) if ended is not None else before.completion_time,
         conditions=conditions,
         nodes=counts,
@@ -249,6 +247,12 @@ def _why_not_there(pod: PodSeen, pods: Sequence[PodSeen]) -> str:
             "spec.topology.onePerNode to false"
         )
     return told
+
+
+def _coordinator_seen(seen: Observed, pod: PodSeen) -> CoordinatorSeen:
+    answers = seen.said is not None and seen.said.term == pod.number
+    restarts = pod.restarts if answers else coordinator_loss.heard_restarts(seen, pod)
+    return CoordinatorSeen(pod=pod.name, address=pod.address, restarts=restarts)
 
 
 def _coordinator_ready(seen: Observed) -> _Word:

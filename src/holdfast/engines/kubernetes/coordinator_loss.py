@@ -59,6 +59,13 @@ def voters(pods: tuple[PodSeen, ...], run: int | None) -> list[PodSeen]:
     return [pod for pod in nodes if pod.ready and pod.address is not None]
 
 
+def heard_restarts(seen: Observed, coordinator: PodSeen) -> int | None:
+    """How often its container had been started anew when it last answered; None: it never did. It is in the status, since the operator
+    that heard it may be lost with it, on the same machine."""
+    heard = seen.status.coordinator
+    return heard.restarts if heard is not None and heard.pod == coordinator.name else None
+
+
 def _runs(coordinator: PodSeen) -> bool:
     return coordinator.phase == "Running" and coordinator.stays and coordinator.waits is None
 
@@ -68,7 +75,7 @@ def _vote_s(seen: Observed, coordinator: PodSeen) -> float | None:
     if seen.job is None:
         return None
     patience_s = max(MISSED_S, 2 * seen.job.spec.timing.detection_milliseconds / 1000)
-    if coordinator.restarts != seen.heard_restarts:
+    if coordinator.restarts != heard_restarts(seen, coordinator):
         patience_s = max(patience_s, START_S)
     # Nodes beside it are lost together with its machine. Their silence would count for a coordinator that is gone.
     beside = {pod.name for pod in seen.pods if pod.machine == coordinator.machine}

@@ -28,9 +28,6 @@ class JobLink:
         self._name, self._desk, self._lookup, self._wake = name, desk, lookup, wake
         self._link: CoordinatorLink | None = None
         self._listening: asyncio.Task[None] | None = None
-        self._pod: PodSeen | None = None
-        self.heard_restarts: int | None = None
-        """See `Observed`."""
         self._since_s = 0.0
         self._in_vain_s: float | None = None
         """When it was asked and did not answer; None: it answered the last time, or was not asked yet."""
@@ -47,12 +44,11 @@ class JobLink:
 
     async def follow(self, pod: PodSeen | None, token: str, detection_s: float) -> None:
         """Listens to this coordinator, and to no other. token: the job's. detection_s: its time to detect a lost node."""
-        self._pod = pod
         wanted = None if pod is None or pod.address is None else (pod.address, pod.number)
         if self._link is not None and (self._link.host, self._link.term) == wanted:
             return
         await self.close()
-        self.heard_restarts, self._since_s, self._in_vain_s = None, time.monotonic(), None
+        self._since_s, self._in_vain_s = time.monotonic(), None
         if wanted is not None:
             host, term = wanted
             self._link = CoordinatorLink(
@@ -90,7 +86,6 @@ class JobLink:
             self._in_vain_s = time.monotonic()
             return None
         self._in_vain_s = None
-        self.heard_restarts = self._pod.restarts if self._pod is not None else None
         self._since_s = time.monotonic()
         alive = [name for name, node in said.nodes.items() if node.alive]
         self._desk.meet(said.term, alive, [order.order_id for order in said.orders])

@@ -258,7 +258,6 @@ class JobTask:
             most_marked_percent=self._setting.most_marked_percent,
             no_marks=self._marks.refused,
             hearings=hearings,
-            heard_restarts=self._link.heard_restarts,
             silent_s=self._link.silent_s,
             now_s=self._api.now_s(),
         )

@@ -259,8 +259,6 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     """Why no machine can be marked; None: one can."""
     hearings: Mapping[str, Hearing | None] = {}
     """What nodes that were asked say of the coordinator; None: no answer. Empty: none was asked, since it answers."""
-    heard_restarts: int | None = None
-    """How often the coordinator's container had been started anew when it last answered; None: it never answered this operator."""
     silent_s: float = 0.0
     """For how long this operator has asked the coordinator in vain, whose pod runs."""
     now_s: float = 0.0

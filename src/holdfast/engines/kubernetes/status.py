@@ -92,6 +92,8 @@ class CoordinatorSeen(_Struct, frozen=True, kw_only=True):
 
     pod: str | None = None
     address: str | None = None
+    restarts: int | None = None
+    """How often its container had been started anew when it last answered; null: it has not answered yet."""
 
 
 class WaitingForMachines(_Struct, frozen=True, kw_only=True):
