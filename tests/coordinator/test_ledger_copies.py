@@ -372,6 +372,7 @@ def test_a_node_that_is_lost_is_replaced_while_its_connection_stands():
         assert len(sender.reads) == 3
         sender.reads[2].set_result(b"file")
         await turns()
+        sender.choose()
         assert sender.sent("c") == [(True, 0), (False, 1)]
         # It may only have been cut off: what it has is old, and it is told so once another one has the ledger.
         assert sender.sent("a") == [(True, 0), (True, 0)]
@@ -392,9 +393,11 @@ def test_older_copies_end_when_there_are_newer_ones(tmp_path):
         await turns()
         sender.reads[0].set_result(b"file")
         await turns()
+        sender.choose()
         assert sender.lines.by_node["c"].empty()
         sender.reads[1].set_result(b"file")
         await turns()
+        sender.choose()
         (told,) = [orders.decode(sender.lines.by_node["c"].get_nowait())]
         assert sender.lines.by_node["c"].empty()
         assert sender.lines.with_copy == {"away"}

@@ -155,7 +155,6 @@ class LedgerCopies:
             keeper.has_base = True
             waiting, keeper.waiting = keeper.waiting, []
             self._send(node, keeper, [*_parts(mark, data, base=True), *waiting])
-            self._end_others()
 
     def _send(self, node: str, keeper: _Keeper, parts: Iterable[m.KeepLedger]) -> None:
         if self._lines.by_node.get(node) is not keeper.line:
