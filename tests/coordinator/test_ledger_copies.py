@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import random
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -422,6 +423,75 @@ def test_a_node_beside_the_coordinator_keeps_a_copy_until_others_can():
             reading.set_result(b"file")
         await turns()
         assert [sender.sent(node) for node in "abcd"] == [[(True, 0)], [(True, 0)], [(True, 0)], []]
+
+    run(test)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_after_any_losses_two_others_have_all_pages(seed):
+    """Nodes on three machines come, are lost with their connections or without, are slow, come back, and connect again."""
+    rng = random.Random(seed)
+
+    async def test(sender):
+        marks = {}
+        last = 0
+
+        def deliver(node):
+            for base, number in sender.sent(node) if node in sender.lines.by_node else ():
+                if base:
+                    marks[node] = number
+                elif marks.get(node):
+                    marks[node] = number if number == marks[node] + 1 else 0
+
+        def connect(node):
+            if marks.get(node):
+                sender.lines.with_copy.add(node)  # as its hello says
+            sender.join(node, f"serial:{1 + int(node[1:]) % 3}")
+
+        for _ in range(100):
+            node = f"n{rng.randrange(9)}"
+            known = sender.nodes.get(node)
+            kept = {
+                name for name, mark in marks.items() if mark and name != node and sender.nodes[name].alive
+            }
+            acts = rng.choice(["come", "file"] if rng.random() < 0.6 else ["lose", "pause", "cut", "return"])
+            match acts:
+                case "come" if node not in sender.lines.by_node or rng.random() < 0.2:
+                    connect(node)
+                case "lose" if known is not None:  # its machine is gone: the connection stands
+                    known.alive = False
+                    marks.pop(node, None)
+                case "pause" if known is not None:  # it is only slow
+                    known.alive = False
+                case "cut" if known is not None:
+                    known.alive = False
+                    deliver(node)
+                    sender.lines.by_node.pop(node, None)
+                case "return" if known is not None and node in sender.lines.by_node:
+                    known.alive = True
+                case "file" if sender.reads:
+                    await sender.give_file()
+            sender.copies.on_page(last := last + 1, page(last))
+            sender.choose()
+            await turns()
+            for other in list(sender.nodes):
+                if sender.nodes[other].alive:
+                    deliver(other)
+            living = [name for name in marks if sender.nodes[name].alive]
+            assert not kept or any(marks[name] for name in living), "the last copy was ended"
+        while sender.reads:
+            await sender.give_file()
+        sender.choose()
+        sender.copies.on_page(last := last + 1, page(last))
+        there = {node for node, line in sender.lines.by_node.items() if sender.nodes[node].alive and line}
+        for node in there:
+            deliver(node)
+        apart = {node for node in there if sender.nodes[node].identity != "serial:1"}
+        whole = {node for node in there if marks.get(node) == last}
+        assert len(whole & apart) == min(2, len(apart))
+        assert len(whole) >= min(2, len(there))
+        # Nobody else who can be heard has an older one.
+        assert {node for node in there if marks.get(node)} == whole
 
     run(test)
 
