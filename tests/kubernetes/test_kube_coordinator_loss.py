@@ -14,7 +14,7 @@ from operating import Nobody
 from test_kube_reconcile import BEGUN, condition, observed, pod, status_after
 
 from holdfast.agent.ready import show_ready
-from holdfast.engines.kubernetes import job_link, render
+from holdfast.engines.kubernetes import job_link, node_link, render
 from holdfast.engines.kubernetes.actions import AskStop, DeletePod, MakeCoordinator, Number
 from holdfast.engines.kubernetes.coordinator_loss import (
     LAST_WORD_S,
@@ -319,12 +319,17 @@ def test_nodes_are_told_where_it_is_by_who_knows_the_token() -> None:
     async def scene() -> None:
         async with agents(HEARS, LOST) as made:
             next_ = pod("c2", address="10.0.0.7")
-            assert await ask_nodes(made.pods, "another", next_, made.port) == {"llm-n0": None, "llm-n1": None}
+            pods = [next_, pod("c1", deleting=True)]
+            assert await ask_nodes(made.pods, "another", pods, made.port) == {"llm-n0": None, "llm-n1": None}
             assert made.told == []
-            assert await ask_nodes(made.pods, "secret", next_, made.port) == {"llm-n0": HEARS, "llm-n1": LOST}
+            assert await ask_nodes(made.pods, "secret", pods, made.port) == {"llm-n0": HEARS, "llm-n1": LOST}
             assert made.told == [Whereabouts(2, "10.0.0.7")] * 2
             # One that is to go, or has no address yet.
-            for no_news in (pod("c3", address="10.0.0.8", deleting=True), pod("c3", address=None), None):
+            for no_news in (
+                [pod("c3", address="10.0.0.8", deleting=True), next_],
+                [pod("c3", address=None)],
+                [],
+            ):
                 assert await ask_nodes(made.pods, "secret", no_news, made.port) == {
                     "llm-n0": HEARS,
                     "llm-n1": LOST,
@@ -354,6 +359,37 @@ def test_an_agent_that_closes_the_connection_and_one_that_is_not_there() -> None
             port = server.sockets[0].getsockname()[1]
             asked = [pod("n0", address="127.0.0.2"), pod("n1", address="127.0.0.3")]
             assert await ask_nodes(asked, "secret", port=port) == {"llm-n0": None, "llm-n1": None}
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize(
+    ("answers", "coordinator"),
+    [
+        pytest.param([HEARS, LOST, LOST], "m1", id="most have answered"),
+        pytest.param([HEARS], "m9", id="they are on a coordinator's machine"),
+    ],
+)
+def test_nodes_that_are_gone_do_not_hold_up_a_new_coordinator(
+    monkeypatch: pytest.MonkeyPatch, answers: list[Hearing], coordinator: str
+) -> None:
+    monkeypatch.setattr(node_link, "ANSWER_S", 3600.0)
+    monkeypatch.setattr(node_link, "MORE_S", 0.2)
+    over = asyncio.Event()
+
+    async def keep(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await over.wait()
+        writer.close()
+
+    async def scene() -> None:
+        async with agents(*answers) as made, await asyncio.start_server(keep, "127.0.0.99", made.port):
+            gone = [pod(name, address="127.0.0.99", machine="m9") for name in ("n7", "n8")]
+            pods = [pod("c1", machine=coordinator, deleting=True), pod("c2")]
+            async with asyncio.timeout(60):
+                heard = await ask_nodes([*gone, *made.pods], "secret", pods, made.port)
+            assert [heard[one.name] for one in made.pods] == answers
+            assert [heard[one.name] for one in gone] == [None, None]
+            over.set()
 
     asyncio.run(scene())
 

@@ -274,7 +274,7 @@ class JobTask:
         pods, token = self.desk.pods.all, self._objects.token
         if token is None:
             return {}
-        return await ask_nodes(voters(pods, status.run), token, newest_of(pods, status.term))
+        return await ask_nodes(voters(pods, status.run), token, [pod for pod in pods if pod.coordinator])
 
     # ------------------------------------------------------------ what it does
 

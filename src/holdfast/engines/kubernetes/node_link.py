@@ -17,27 +17,48 @@ from holdfast.protocol.http_client import proving_to
 from holdfast.protocol.sockets import host_and_port
 
 ANSWER_S = 2.0
-BESIDE_S = 0.5
-"""The same for a node on the coordinator's machine, which may be lost with it. If it lives, it is reached as fast as the others, and
-its word counts for little: it hears the coordinator through one kernel."""
+MORE_S = 0.5
+"""So long others are waited for once most have answered, and a node on the machine of a coordinator, which may be lost with it. A new
+coordinator must not wait at each look for nodes that are gone. If such a node lives, it is reached as fast as the others, and the word of
+one beside the coordinator counts for little: it hears that one through one kernel."""
 _hearings = msgspec.json.Decoder(Hearing)
 
 
 async def ask_nodes(
-    nodes: Sequence[PodSeen], token: str, coordinator: PodSeen | None = None, port: int = AGENT_PORT
+    nodes: Sequence[PodSeen], token: str, coordinators: Sequence[PodSeen] = (), port: int = AGENT_PORT
 ) -> dict[str, Hearing | None]:
-    """What some of them say, by name, chosen anew each time; None: no answer, or none that is proven.
+    """What some of them say, by name, chosen anew each time; None: no answer in time, or none that is proven.
 
-    coordinator: they are told where it is. The cluster's name service may know a new coordinator's address much later.
+    coordinators: whose pods are there. Nodes are told where the newest is. The cluster's name service may know its address much later.
     """
     asked = random.sample(nodes, min(VOTERS, len(nodes)))
-    path, machine = PATH, None
-    if coordinator is not None and coordinator.stays and coordinator.address is not None:
-        path, machine = Whereabouts(coordinator.number, coordinator.address).path, coordinator.machine
-    limits_s = (BESIDE_S if pod.machine == machine else ANSWER_S for pod in asked)
-    questions = (_ask(pod, token, path, port, limit_s) for pod, limit_s in zip(asked, limits_s, strict=True))
-    answers = await asyncio.gather(*questions)
-    return {pod.name: answer for pod, answer in zip(asked, answers, strict=True)}
+    beside, path = {pod.machine for pod in coordinators}, PATH
+    newest = max(coordinators, key=lambda pod: pod.number, default=None)
+    if newest is not None and newest.stays and newest.address is not None:
+        path = Whereabouts(newest.number, newest.address).path
+    questions = {
+        pod.name: asyncio.create_task(
+            _ask(pod, token, path, port, MORE_S if pod.machine in beside else ANSWER_S)
+        )
+        for pod in asked
+    }
+    try:
+        await _most(set(questions.values()))
+        return {name: question.result() if question.done() else None for name, question in questions.items()}
+    finally:
+        for question in questions.values():
+            question.cancel()
+
+
+async def _most(questions: set[asyncio.Task[Hearing | None]]) -> None:
+    """Waits for all answers, and once most are there only for as long as it takes the next one."""
+    left = questions
+    while left:
+        answered = sum(question.done() and question.result() is not None for question in questions)
+        within_s = MORE_S if answered > len(questions) // 2 else None
+        done, left = await asyncio.wait(left, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+        if not done:
+            return
 
 
 async def _ask(pod: PodSeen, token: str, path: str, port: int, limit_s: float) -> Hearing | None:
