@@ -34,6 +34,9 @@ _pages = msgspec.msgpack.Decoder(Page)
 OTHERS_S = 0.5
 """So long after the first copy another agent may still come with a newer one. All of them look for a coordinator several times a
 second."""
+FEW_S = 3.0
+"""The same while most nodes have not come. One of them may keep what was decided last, and an agent that has just lost another
+coordinator looks for this one where the name service, or the operator, says that it is."""
 GIVE_S = 60.0
 """How long an agent may take for one part of its copy."""
 
@@ -82,7 +85,7 @@ class Choice:
     def due_s(self) -> float:
         """When to decide at the latest."""
         if self.first_copy_s is not None and self.newest() is not None:
-            return self.first_copy_s + OTHERS_S
+            return self.first_copy_s + (OTHERS_S if 2 * len(self.heard) > self.nodes else FEW_S)
         # Who keeps a copy may be slow to find this address. Once its workers have ended nothing is lost any more by
         # beginning from a checkpoint.
         return self.began_s + self.orphan_s
