@@ -48,6 +48,7 @@ async def ask_nodes(
     finally:
         for question in questions.values():
             question.cancel()
+        await asyncio.gather(*questions.values(), return_exceptions=True)
 
 
 async def _most(questions: set[asyncio.Task[Hearing | None]]) -> None:
