@@ -14,6 +14,7 @@ from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.service import ledger_copies
 from holdfast.coordinator.service.agent_lines import AgentLines, Line
 from holdfast.coordinator.service.gathering import Choice, Restored, Unusable
+from holdfast.coordinator.service.ledger import Unreadable
 from holdfast.coordinator.service.ledger_copies import LedgerCopies, wanted_keepers
 from holdfast.coordinator.service.store import PAGES, SNAPSHOT, LedgerEntry, Page, Store
 from holdfast.protocol import messages as m
@@ -403,7 +404,7 @@ def test_older_copies_end_when_there_are_newer_ones(tmp_path):
         sender.choose()
         (told,) = [orders.decode(sender.lines.by_node["c"].get_nowait())]
         assert sender.lines.by_node["c"].empty()
-        assert sender.lines.with_copy == {"away"}
+        assert sender.lines.with_copy == set()
         node = Node(tmp_path / "n", part(3, base_of(tmp_path, 3), base=True), part(4), told)
         assert (node.copy.mark, [one.last for one in node.copy.parts()]) == (LedgerMark(), [True])
         assert (Node(tmp_path / "n").copy.mark, list((tmp_path / "n").iterdir())) == (LedgerMark(), [])
@@ -485,7 +486,7 @@ def test_after_any_losses_two_others_have_all_pages(seed):
             await sender.give_file()
         sender.choose()
         sender.copies.on_page(last := last + 1, page(last))
-        there = {node for node, line in sender.lines.by_node.items() if sender.nodes[node].alive and line}
+        there = {node for node in sender.lines.by_node if sender.nodes[node].alive}
         for node in there:
             deliver(node)
         apart = {node for node in there if sender.nodes[node].identity != "serial:1"}
@@ -498,10 +499,38 @@ def test_after_any_losses_two_others_have_all_pages(seed):
     run(test)
 
 
-def test_without_copies_no_node_is_looked_at():
-    copies = LedgerCopies(count=0, term=0, machine="", lines=AgentLines(), read_base=SimpleNamespace())
-    copies.choose(SimpleNamespace())
-    copies.on_page(1, page(1))
+def test_without_copies_no_file_is_read():
+    async def test(sender):
+        sender.join("a")
+        sender.copies.on_page(1, page(1))
+        await turns()
+        assert (sender.reads, sender.sent("a")) == ([], [])
+
+    asyncio.run(test(Sender(count=0)))
+
+
+def test_a_keeper_whose_new_file_cannot_be_read_ends_its_old_copy():
+    async def test(sender):
+        for node in "abc":
+            sender.join(node)
+        await turns()
+        for reading in sender.reads:
+            reading.set_result(b"file")
+        await turns()
+        sender.copies._begin("a", sender.copies._keepers["a"])
+        await turns()
+        sender.reads[2].set_exception(Unreadable("the disk"))
+        await turns()
+        sender.nodes["a"].alive = False
+        sender.choose()
+        await turns()
+        sender.reads[3].set_result(b"file")
+        await turns()
+        sender.choose()
+        assert sender.sent("c") == [(True, 0)]
+        assert sender.sent("a") == [(True, 0), (True, 0)]
+
+    run(test)
 
 
 def test_what_a_keeper_has_does_not_grow_for_ever(monkeypatch):

@@ -319,18 +319,19 @@ def test_nodes_are_told_where_it_is_by_who_knows_the_token() -> None:
     async def scene() -> None:
         async with agents(HEARS, LOST) as made:
             next_ = pod("c2", address="10.0.0.7")
-            pods = [next_, pod("c1", deleting=True)]
-            assert await ask_nodes(made.pods, "another", pods, made.port) == {"llm-n0": None, "llm-n1": None}
+            assert await ask_nodes(made.pods, "another", next_, port=made.port) == {
+                "llm-n0": None,
+                "llm-n1": None,
+            }
             assert made.told == []
-            assert await ask_nodes(made.pods, "secret", pods, made.port) == {"llm-n0": HEARS, "llm-n1": LOST}
+            assert await ask_nodes(made.pods, "secret", next_, port=made.port) == {
+                "llm-n0": HEARS,
+                "llm-n1": LOST,
+            }
             assert made.told == [Whereabouts(2, "10.0.0.7")] * 2
             # One that is to go, or has no address yet.
-            for no_news in (
-                [pod("c3", address="10.0.0.8", deleting=True), next_],
-                [pod("c3", address=None)],
-                [],
-            ):
-                assert await ask_nodes(made.pods, "secret", no_news, made.port) == {
+            for no_news in (pod("c3", address="10.0.0.8", deleting=True), pod("c3", address=None), None):
+                assert await ask_nodes(made.pods, "secret", no_news, port=made.port) == {
                     "llm-n0": HEARS,
                     "llm-n1": LOST,
                 }
@@ -384,9 +385,8 @@ def test_nodes_that_are_gone_do_not_hold_up_a_new_coordinator(
     async def scene() -> None:
         async with agents(*answers) as made, await asyncio.start_server(keep, "127.0.0.99", made.port):
             gone = [pod(name, address="127.0.0.99", machine="m9") for name in ("n7", "n8")]
-            pods = [pod("c1", machine=coordinator, deleting=True), pod("c2")]
             async with asyncio.timeout(60):
-                heard = await ask_nodes([*gone, *made.pods], "secret", pods, made.port)
+                heard = await ask_nodes([*gone, *made.pods], "secret", pod("c2"), {coordinator}, made.port)
             assert [heard[one.name] for one in made.pods] == answers
             assert [heard[one.name] for one in gone] == [None, None]
             over.set()

@@ -31,7 +31,7 @@ class AgentLines:
     def __init__(self) -> None:
         self.by_node: dict[str, Line] = {}
         self.with_copy: set[str] = set()
-        """Nodes that have a copy of the ledger, and are sent none of its pages now."""
+        """Connected nodes that have a copy of the ledger which may be old: none of its pages were sent to them for a while."""
         self._formed: tuple[m.Generation, msgspec.Raw] | None = None
 
     def send(self, node: str, message: m.ToAgent) -> None:

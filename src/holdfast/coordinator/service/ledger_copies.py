@@ -85,8 +85,6 @@ class LedgerCopies:
 
     def choose(self, nodes: Mapping[str, Node]) -> None:
         """Keeps as many copies as are wanted. nodes: the job's, by name; all of them are looked at only where a copy is missing."""
-        if not self._count:
-            return
         keepers = {node: keeper for node, keeper in self._keepers.items() if self._keeps(nodes, node)}
         self._lines.with_copy.update(self._keepers.keys() - keepers.keys())
         self._keepers = keepers
@@ -94,7 +92,7 @@ class LedgerCopies:
         self._end_others()
 
     def _begin_missing(self, nodes: Mapping[str, Node]) -> None:
-        if sum(not self._is_mine(nodes[node]) for node in self._keepers) >= self._count:
+        if sum(not _is_on(self._machine, nodes[node]) for node in self._keepers) >= self._count:
             return
         there = {
             node: nodes[node]
@@ -113,9 +111,10 @@ class LedgerCopies:
             return
         for node in list(self._lines.with_copy):
             line = self._lines.by_node.get(node)
-            if node in self._keepers:
+            # One without a connection says in its next hello what it has.
+            if line is None or node in self._keepers:
                 self._lines.with_copy.discard(node)
-            elif line is not None and line.introduced:
+            elif line.introduced:
                 self._lines.with_copy.discard(node)
                 self._lines.send(node, m.KeepLedger(mark=LedgerMark(), data=b"", base=True))
 
@@ -123,9 +122,6 @@ class LedgerCopies:
         # An agent that has connected again missed pages meanwhile.
         same = self._lines.by_node.get(node) is self._keepers[node].line
         return same and node in nodes and nodes[node].alive
-
-    def _is_mine(self, node: Node) -> bool:
-        return bool(self._machine) and node.identity == self._machine
 
     def close(self) -> None:
         """Nothing more is sent."""
@@ -147,7 +143,10 @@ class LedgerCopies:
             data = await self._read_base()
         except Unreadable as error:
             _log.warning("no copy of the ledger for %s: %s", node, error)
-            self._keepers.pop(node, None)
+            # What it has is older than what others will have.
+            if self._keepers.get(node) is keeper:
+                del self._keepers[node]
+                self._lines.with_copy.add(node)
             return
         # It may have been replaced while the base was read, by a new connection of the same node. Pages for
         # that one wait with its own keeper, and a base from here would come before them.
@@ -169,7 +168,7 @@ def wanted_keepers(nodes: Mapping[str, Node], keepers: Iterable[str], count: int
     A copy on the coordinator's machine is lost with it, so it counts only where there is no other. Each further one goes where none
     stands yet (another zone, another rack, another machine), so that one switch takes the fewest.
     """
-    found = [node for node in keepers if not machine or nodes[node].identity != machine][:count]
+    found = [node for node in keepers if not _is_on(machine, nodes[node])][:count]
     left = sorted(set(nodes) - set(found))
     while left and len(found) < count:
         # One at a time: where the first copy goes changes which place is the furthest for the second.
@@ -180,12 +179,16 @@ def wanted_keepers(nodes: Mapping[str, Node], keepers: Iterable[str], count: int
     return found
 
 
+def _is_on(machine: str, node: Node) -> bool:
+    return bool(machine) and node.identity == machine
+
+
 def _nearness(node: Node, chosen: Sequence[Node], machine: str) -> tuple[bool, bool, int]:
     """Whether it is lost with the coordinator's machine, or with one of others; how many levels of its place the nearest of
     them shares."""
     machines = {other.identity for other in chosen}
     return (
-        bool(machine) and node.identity == machine,
+        _is_on(machine, node),
         bool(node.identity) and node.identity in machines,
         max((nearness(node.place, other.place) for other in chosen), default=0),
     )

@@ -274,7 +274,8 @@ class JobTask:
         pods, token = self.desk.pods.all, self._objects.token
         if token is None:
             return {}
-        return await ask_nodes(voters(pods, status.run), token, [pod for pod in pods if pod.coordinator])
+        machines = {pod.machine for pod in pods if pod.coordinator}
+        return await ask_nodes(voters(pods, status.run), token, newest_of(pods, status.term), machines)
 
     # ------------------------------------------------------------ what it does
 

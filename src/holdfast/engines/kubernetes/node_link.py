@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import aiohttp
 import msgspec
@@ -25,20 +25,24 @@ _hearings = msgspec.json.Decoder(Hearing)
 
 
 async def ask_nodes(
-    nodes: Sequence[PodSeen], token: str, coordinators: Sequence[PodSeen] = (), port: int = AGENT_PORT
+    nodes: Sequence[PodSeen],
+    token: str,
+    coordinator: PodSeen | None = None,
+    machines: Collection[str | None] = (),
+    port: int = AGENT_PORT,
 ) -> dict[str, Hearing | None]:
     """What some of them say, by name, chosen anew each time; None: no answer in time, or none that is proven.
 
-    coordinators: whose pods are there. Nodes are told where the newest is. The cluster's name service may know its address much later.
+    coordinator: they are told where it is. The cluster's name service may know a new coordinator's address much later. machines: of it and
+    of those before it.
     """
     asked = random.sample(nodes, min(VOTERS, len(nodes)))
-    beside, path = {pod.machine for pod in coordinators}, PATH
-    newest = max(coordinators, key=lambda pod: pod.number, default=None)
-    if newest is not None and newest.stays and newest.address is not None:
-        path = Whereabouts(newest.number, newest.address).path
+    path = PATH
+    if coordinator is not None and coordinator.stays and coordinator.address is not None:
+        path = Whereabouts(coordinator.number, coordinator.address).path
     questions = {
         pod.name: asyncio.create_task(
-            _ask(pod, token, path, port, MORE_S if pod.machine in beside else ANSWER_S)
+            _ask(pod, token, path, port, MORE_S if pod.machine in machines else ANSWER_S)
         )
         for pod in asked
     }
