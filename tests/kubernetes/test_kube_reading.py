@@ -131,6 +131,36 @@ def test_a_container_in_a_crash_loop_says_how_it_ends_and_not_when_it_is_started
 
 
 @pytest.mark.parametrize(
+    ("restarts", "started", "waits"),
+    [
+        (0, "09:00:00", False),  # the first time it is started again at once
+        (1, "09:00:00", True),
+        (1, "08:50:13", True),
+        (1, "08:50:12", False),  # the kubelet has forgotten
+        (1, None, False),
+    ],
+)
+def test_a_container_that_ended_again_waits_before_the_kubelet_says_so(
+    restarts: int, started: str | None, waits: bool
+) -> None:
+    """It may say so 10 s later, or start the container again instead (seen with 1.37.2)."""
+    ended = {
+        "exitCode": 137,
+        "startedAt": f"2026-11-25T{started}Z" if started is not None else None,
+        "finishedAt": "2026-11-25T09:00:12Z",
+    }
+    one = {"name": "worker", "restartCount": restarts, "state": {"terminated": ended}}
+    running = {"name": "worker", "restartCount": restarts, "state": {"running": {}}}
+
+    def seen(*containers: dict[str, object]) -> bool:
+        return pod_seen(pod(containerStatuses=containers), "llm", "u-1").backs_off  # type: ignore[union-attr]
+
+    assert seen(one) is waits
+    # That of somebody else says nothing of the agent's.
+    assert not seen(one | {"name": "sidecar"}, running)
+
+
+@pytest.mark.parametrize(
     ("gate", "words"),
     [
         ("kueue.x-k8s.io/admission", "HoldfastJob.v1alpha1.holdfast.dev in integrations.externalFrameworks"),

@@ -60,6 +60,8 @@ KNOWN_GATES = {
     "out of managedJobsNamespaceSelector there",
 }
 """What is to be done about a scheduling gate that somebody else has set."""
+BACK_OFF_S = 600.0
+"""A container that ends so soon after it was started again waits: the kubelet forgets after twice its longest delay, 5 min."""
 MESSAGE_CHARS = 300
 LAST_WORDS_CHARS = 200
 
@@ -82,7 +84,8 @@ def pod_seen(pod: Object, job: str, uid: str) -> PodSeen | None:
     scheduled = conditions.get("PodScheduled", {})
     unschedulable = scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable"
     containers = status.get("containerStatuses", ())
-    restarts, crash = _ends(containers, COORDINATOR if term is not None else WORKER)
+    ours = COORDINATOR if term is not None else WORKER
+    restarts, crash = _ends(containers, ours)
     return PodSeen(
         name=name,
         uid=metadata["uid"],
@@ -109,7 +112,7 @@ def pod_seen(pod: Object, job: str, uid: str) -> PodSeen | None:
         waits_for_place=metadata.get("annotations", {}).get(NOTE_PLACE) == "",
         restarts=restarts,
         crash=crash,
-        backs_off=any(_backs_off(one) for one in containers),
+        backs_off=any(_backs_off(one) for one in containers if one.get("name") == ours),
         out_of_memory_s=_out_of_memory_s(containers),
     )
 
@@ -168,8 +171,19 @@ def _waits(containers: Any) -> str | None:
 
 
 def _backs_off(container: Object) -> bool:
-    waiting = container.get("state", {}).get("waiting") or {}
-    return bool(waiting.get("reason") == "CrashLoopBackOff")
+    state = container.get("state", {})
+    if (state.get("waiting") or {}).get("reason") == "CrashLoopBackOff":
+        return True
+    # A kubelet writes that reason when it looks at the pod the next time, which may be just when it starts the container again.
+    # Until then the container is over, and by the kubelet's own rule it waits.
+    ended = state.get("terminated") or {}
+    started_s, ended_s = from_timestamp(ended.get("startedAt")), from_timestamp(ended.get("finishedAt"))
+    return (
+        container.get("restartCount", 0) > 0
+        and started_s is not None
+        and ended_s is not None
+        and ended_s - started_s < BACK_OFF_S
+    )
 
 
 def _ends(containers: Any, name: str) -> tuple[int, str | None]:
