@@ -201,6 +201,8 @@ def test_where_the_kubelet_takes_its_time_another_machine_is_asked_for() -> None
     """It has ended before, not long ago."""
     pods = (pod("c1"), pod("n0"), pod("n1", ready=False, restarts=1, backs_off=True), pod("n2"))
     assert Number(run=1, term=1, next_number=4) in actions(ended_agent(1, pods=pods))
+    # Also where it was started again since, and has ended before it joined.
+    assert Number(run=1, term=1, next_number=4) in actions(ended_agent(0, pods=pods))
 
 
 def test_one_whose_container_runs_again_has_time_to_join() -> None:
@@ -227,6 +229,10 @@ def test_how_long_a_node_was_given_up_is_counted_from_what_was_heard_first() -> 
     assert desk.released(said("n0", orders=(order,)), 14.0) == {"llm-n1": Released(4.0, 1)}
     assert desk.released(said("n0", "n1"), 16.0) == {}
     assert desk.released(said("n0", orders=(order,)), 18.0) == {"llm-n1": Released(0.0, 2)}
+    desk.saw(pod("n1", restarts=3, version=2))
+    again = msgspec.structs.replace(order, order_id=6)
+    heard = desk.released(said("n0", orders=(again,)), 20.0)
+    assert heard == {"llm-n1": Released(0.0, 3)}, "it came back and was given up again between two looks"
 
 
 def test_a_machine_that_kubernetes_does_not_reach_changes_nothing() -> None:

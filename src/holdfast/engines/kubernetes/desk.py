@@ -119,7 +119,8 @@ class Desk:
         self.refused: str | None = None
         self._told: set[str] = set()
         self._told_of_memory: dict[str, str] = {}
-        self._released: dict[str, tuple[float, int]] = {}
+        self._released: dict[tuple[str, int], tuple[float, int]] = {}
+        """By node and order: when this operator heard of it, and its pod's restarts then."""
         self._acknowledged: set[int] = set()
         self._warned: set[str] = set()
         self._term = 0
@@ -147,12 +148,14 @@ class Desk:
     def released(self, said: Said | None, now_s: float) -> Mapping[str, Released]:
         """Nodes that the coordinator gives up. now_s: of any clock that goes on."""
         if said is not None:  # what was heard of a coordinator that is silent now is kept
-            open_ = [order.node for order in said.orders if isinstance(order, ReleaseNode)]
+            # Between two looks a node may have come back and have been given up again. The second order counts anew: by the
+            # first one its pod would seem to have restarted since.
+            open_ = [(order.node, order.order_id) for order in said.orders if isinstance(order, ReleaseNode)]
             restarts = {pod.name: pod.restarts for pod in self.pods.all} if open_ else {}
-            self._released = {
-                node: self._released.get(node, (now_s, restarts.get(node, 0))) for node in open_
-            }
-        return {node: Released(now_s - since_s, count) for node, (since_s, count) in self._released.items()}
+            self._released = {one: self._released.get(one, (now_s, restarts.get(one[0], 0))) for one in open_}
+        return {
+            node: Released(now_s - since_s, count) for (node, _), (since_s, count) in self._released.items()
+        }
 
     def new_run(self) -> None:
         """What was asked of the run before is not asked of this one."""

@@ -51,7 +51,7 @@ def _left_s(seen: Observed, pod: PodSeen) -> float:
     # Others wait for its quota, which is given back when the pod is gone.
     if queues.why_taken_back(seen, pod) is not None:
         return 0.0
-    if pod.restarts > restarts:
-        return RETURN_S - for_s
     # It has ended before, and the kubelet takes its time: another machine is the faster one.
-    return 0.0 if pod.backs_off else RESTART_S - for_s
+    if pod.backs_off:
+        return 0.0
+    return (RETURN_S if pod.restarts > restarts else RESTART_S) - for_s
