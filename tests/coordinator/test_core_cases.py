@@ -848,6 +848,24 @@ def test_agents_that_do_not_come_back_are_lost():
     assert desk.state.membership.phase is JobPhase.BREAKING
 
 
+def test_what_is_lost_with_a_coordinator_is_lost_at_the_step_where_the_others_are():
+    """Also where nobody wrote that the others had come so far, and they have not moved since."""
+    desk = running(3)
+    desk.crash()
+    there = PageReading(generation=1, committed=7, phase=int(Phase.REDUCE))
+    desk.back("n0", "n1", n0={"page": there}, n1={"page": msgspec.structs.replace(there, committed=6)})
+    desk.wait(desk.core.timing.adopt_s + 0.1, alive=("n0", "n1"))
+    assert desk.records("broke")[-1]["step"] == 7
+
+
+def test_a_page_of_a_generation_that_is_over_says_nothing_of_this_one():
+    desk = running(2)
+    desk.commit(6)
+    desk.crash()
+    desk.back(n0={"page": PageReading(generation=0, committed=9, phase=int(Phase.PARKED))})
+    assert desk.state.membership.committed == 6
+
+
 def test_a_generation_that_nobody_heard_of_is_told_again():
     desk = running(3)
     lose_worker_and_park(desk, "n1.0#2", 5, prepared=True)

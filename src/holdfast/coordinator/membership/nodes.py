@@ -363,6 +363,11 @@ def _catch_up(context: Context, worker: Worker, view: m.WorkerView) -> None:
     if view.median_s is not None:
         worker.median_s = view.median_s
     worker.aside = view.page.phase == Phase.ASIDE
+    membership = context.state.membership
+    current = membership.generation
+    if membership.counts_steps and current is not None and view.page.generation == current.number:
+        # The coordinator before may have heard of more steps than it wrote. The events of what was lost with it name the step.
+        membership.committed = max(membership.committed, view.page.committed)
     if view.attached:
         context.request(HandleReport(worker, m.Attached()))
     if view.ready:
