@@ -42,7 +42,7 @@ def options() -> argparse.Namespace:
     parser.add_argument(
         "--sizes", type=int, nargs=2, default=(256, 1024), help="nodes of its two jobs (default: 256 1024)"
     )
-    parser.add_argument("--losses", type=int, default=8, help="machines that each of them loses (default: 8)")
+    parser.add_argument("--losses", type=int, default=8, help="nodes that each large job loses (default: 8)")
     parser.add_argument(
         "--seed", type=int, default=1, help="of what others have of its machines (default: 1)"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import statistics
 
 from bench.kubernetes import plane
 from bench.kubernetes.stage import NAMESPACE, Measured, Stage, job
@@ -40,10 +41,15 @@ async def _scenes(stage: Stage, given: argparse.Namespace, operator: Measured) -
     await operator.since()
     await asyncio.sleep(IDLE_S)
     stage.row(f"idle for {IDLE_S:g} s", IDLE_S, *await operator.since())
-    await stage.lose(max(pods.nodes(LARGE), key=lambda name: names.number_of(LARGE, name) or 0))
-    next_ = names.node_name(LARGE, given.size)
-    took = await pods.until(lambda: next_ in pods.all, "a pod in its place")
-    stage.row("one pod deleted: another made", took, *await operator.since())
+    lost = list[float]()
+    for number in range(given.losses):
+        await stage.lose(max(pods.nodes(LARGE), key=lambda name: names.number_of(LARGE, name) or 0))
+        next_ = names.node_name(LARGE, given.size + number)
+        lost.append(await pods.until(lambda new=next_: new in pods.all, "a pod in its place"))  # type: ignore[misc]
+        await pods.until(lambda: len(pods.nodes(LARGE)) == given.size, "it runs")
+    told = ", ".join(f"{one:.2f}" for one in sorted(lost))
+    what = f"{len(lost)} pods deleted, one after another: another made after {told}"
+    stage.row(what, statistics.median(lost), *await operator.since())
     await asyncio.sleep(10)
     stage.row("... and 10 s later", 10.0, *await operator.since())
     await stage.asked(api.merge, job_path(NAMESPACE, LARGE), {"spec": {"nodes": given.size - 10}})
