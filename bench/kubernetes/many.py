@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
+import time
 
 from bench.kubernetes import plane
 from bench.kubernetes.stage import NAMESPACE, Measured, Stage, job
@@ -43,9 +44,11 @@ async def _scenes(stage: Stage, given: argparse.Namespace, operator: Measured) -
     stage.row(f"idle for {IDLE_S:g} s", IDLE_S, *await operator.since())
     lost = list[float]()
     for number in range(given.losses):
+        began_s = time.monotonic()
         await stage.lose(max(pods.nodes(LARGE), key=lambda name: names.number_of(LARGE, name) or 0))
         next_ = names.node_name(LARGE, given.size + number)
-        lost.append(await pods.until(lambda new=next_: new in pods.all, "a pod in its place"))  # type: ignore[misc]
+        await pods.until(lambda new=next_: new in pods.all, "a pod in its place")  # type: ignore[misc]
+        lost.append(time.monotonic() - began_s)
         await pods.until(lambda: len(pods.nodes(LARGE)) == given.size, "it runs")
     told = ", ".join(f"{one:.2f}" for one in sorted(lost))
     what = f"{len(lost)} pods deleted, one after another: another made after {told}"
