@@ -50,6 +50,8 @@ def options() -> argparse.Namespace:
     chosen.parts = chosen.parts.split(",")
     if unknown := set(chosen.parts) - set(PARTS):
         parser.error(f"--parts: {', '.join(sorted(unknown))} is none of {', '.join(PARTS)}")
+    if chosen.losses < 1:
+        parser.error(f"--losses {chosen.losses}: at least 1")
     if lacks := plane.missing():
         parser.error(f"KUBE_BIN is to have {', '.join(lacks)}: tests/kubernetes/programs/build.sh makes them")
     return chosen

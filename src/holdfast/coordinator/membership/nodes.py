@@ -367,6 +367,7 @@ def _catch_up(context: Context, worker: Worker, view: m.WorkerView) -> None:
     current = membership.generation
     if membership.counts_steps and current is not None and view.page.generation == current.number:
         # The coordinator before may have heard of more steps than it wrote. The events of what was lost with it name the step.
+        # It is not handled as a report: those tell how long ago the step was, which the page does not.
         membership.committed = max(membership.committed, view.page.committed)
     if view.attached:
         context.request(HandleReport(worker, m.Attached()))

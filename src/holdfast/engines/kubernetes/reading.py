@@ -84,8 +84,7 @@ def pod_seen(pod: Object, job: str, uid: str) -> PodSeen | None:
     scheduled = conditions.get("PodScheduled", {})
     unschedulable = scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable"
     containers = status.get("containerStatuses", ())
-    ours = COORDINATOR if term is not None else WORKER
-    restarts, crash = _ends(containers, ours)
+    restarts, crash, backs_off = _ends(containers, COORDINATOR if term is not None else WORKER)
     return PodSeen(
         name=name,
         uid=metadata["uid"],
@@ -112,7 +111,7 @@ def pod_seen(pod: Object, job: str, uid: str) -> PodSeen | None:
         waits_for_place=metadata.get("annotations", {}).get(NOTE_PLACE) == "",
         restarts=restarts,
         crash=crash,
-        backs_off=any(_backs_off(one) for one in containers if one.get("name") == ours),
+        backs_off=backs_off,
         out_of_memory_s=_out_of_memory_s(containers),
     )
 
@@ -186,13 +185,14 @@ def _backs_off(container: Object) -> bool:
     )
 
 
-def _ends(containers: Any, name: str) -> tuple[int, str | None]:
-    """Of the container that is ours: how often it was started anew, and how it ended the last time, if not in order."""
+def _ends(containers: Any, name: str) -> tuple[int, str | None, bool]:
+    """Of the container that is ours: how often it was started anew, how it ended the last time, if not in order, and whether the
+    kubelet waits before it starts it again."""
     for one in containers:
         if one.get("name") == name:
             crash = _crash(one.get("state", {})) or _crash(one.get("lastState", {}))
-            return int(one.get("restartCount", 0)), crash
-    return 0, None
+            return int(one.get("restartCount", 0)), crash, _backs_off(one)
+    return 0, None, False
 
 
 def _crash(state: Object) -> str | None:
