@@ -12,6 +12,7 @@
 #   cluster.sh exec NODE COMMAND   runs a command on the node
 #   cluster.sh apiserver stop|start
 #   cluster.sh etcd freeze|thaw    the API server answers, and can read and write nothing
+#   cluster.sh controllers freeze|thaw  nothing follows from an object: no account for a namespace, no pod for a Deployment
 #   cluster.sh dns stop|start      its name service
 #   cluster.sh resolve NAME        whether the cluster's name service knows it
 #   cluster.sh missing             what it lacks: packages, programs
@@ -413,7 +414,7 @@ case ${1:-} in
     cd "$back"
     "$@" 7>&-
     ;;
-  kill | boot | cut | heal | block | unblock | freeze | thaw | exec | apiserver | etcd | dns | kwok | resolve)
+  kill | boot | cut | heal | block | unblock | freeze | thaw | exec | apiserver | etcd | controllers | dns | kwok | resolve)
     D=${HOLDFAST_KUBE_DIR:?set by: cluster.sh with COMMAND}
     cd "$D"
     case $1 in
@@ -439,9 +440,9 @@ case ${1:-} in
       dns) if [ "$2" = stop ]; then end_of "$D/pid/dns"; else dns; fi ;;
       kwok) if [ "$2" = stop ]; then end_of "$D/pid/kwok"; else kwok; fi ;;
       resolve) busybox nslookup "$2" "$HOST" >/dev/null 2>&1 ;;
-      etcd)
-        [ "$2" = thaw ] || kill -STOP "$(<"$D/pid/etcd")"
-        [ "$2" = freeze ] || kill -CONT "$(<"$D/pid/etcd")"
+      etcd | controllers)
+        [ "$2" = thaw ] || kill -STOP "$(<"$D/pid/$1")"
+        [ "$2" = freeze ] || kill -CONT "$(<"$D/pid/$1")"
         ;;
       apiserver)
         if [ "$2" = stop ]; then
@@ -456,7 +457,7 @@ case ${1:-} in
     esac
     ;;
   *)
-    sed -n '2,19s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,20s/^# \{0,1\}//p' "$0" >&2
     exit 2
     ;;
 esac

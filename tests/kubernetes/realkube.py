@@ -286,9 +286,16 @@ class Job:
             self.process.wait()
         if exc[0] is not None:
             print(f"--- {self.log.name}\n{self.log.read_text()[-4000:]}", file=sys.stderr)
-            print(f"--- the object\n{yaml.safe_dump((await self.object()).get('status'))}", file=sys.stderr)
+            print(f"--- the object\n{await self._said()}", file=sys.stderr)
             print(f"--- its pods, and the last events\n{await self._pods_and_events()}", file=sys.stderr)
             print(f"--- what the coordinator says\n{await self._status()}", file=sys.stderr)
+
+    async def _said(self) -> str:
+        """For a scene that failed: what the operator says, or why there is no object."""
+        try:
+            return yaml.safe_dump((await self.object()).get("status"))
+        except (ApiError, NoAnswer) as error:
+            return repr(error)
 
     async def _pods_and_events(self) -> str:
         """For a scene that failed."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager, closing
 from pathlib import Path
@@ -193,12 +194,13 @@ def test_what_only_the_object_knows_is_refused_with_its_field():
 
 
 class ApplyApi:
-    """Takes objects by server-side apply. `refuse`: what is asked for, and the words."""
+    """Takes objects by server-side apply. `refuse`: what is asked for, and the status; `soon`: why pods are refused, and how often."""
 
     def __init__(self) -> None:
         self.objects: dict[str, dict[str, Any]] = {"/apis/holdfast.dev/v1alpha1": {}}
         self.asked: list[tuple[str, str, bool]] = []
         self.refuse: dict[str, int] = {}
+        self.soon: tuple[str, float] = ("", 0)
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         dry = "dryRun" in request.query
@@ -209,6 +211,10 @@ class ApplyApi:
         self.asked.append((request.method, path.rpartition("/")[2], dry))
         if status := self.refuse.get(path.rpartition("/")[2]):
             return refused(status, "Invalid", {})
+        words, times = self.soon
+        if path.endswith("/pods") and times:
+            self.soon = words, times - 1
+            return web.json_response({"reason": "Forbidden", "message": words}, status=403)
         made = json.loads(await request.text())
         made["metadata"]["uid"] = "u-1"
         if not dry:
@@ -234,10 +240,12 @@ async def serving(answer: Any) -> AsyncIterator[tuple[Api, Any]]:
         yield Api(client), client
 
 
-def submitted(fake: ApplyApi, submission: Submission) -> str:
+def submitted(
+    fake: ApplyApi, submission: Submission, told: list[str] | None = None, new_s: float = 60
+) -> str:
     async def run() -> str:
         async with serving(fake.answer) as (api, _):
-            return await submit(api, submission)
+            return await submit(api, submission, ([] if told is None else told).append, new_s)
 
     return asyncio.run(run())
 
@@ -268,6 +276,28 @@ def test_the_api_servers_words_are_told_and_nothing_is_made(refusal: str):
     fake.refuse[refusal] = 422
     with pytest.raises(UsageError, match="the API server says: Invalid: in its own words"):
         submitted(fake, with_code())
+    assert all(dry for _, _, dry in fake.asked)
+
+
+NO_ACCOUNT = 'pods "llm-n0" is forbidden: error looking up service account research/{0}: serviceaccount "{0}" not found'
+
+
+def test_the_service_account_of_a_new_namespace_is_waited_for():
+    fake, told = ApplyApi(), list[str]()
+    fake.soon = NO_ACCOUNT.format("default"), 2
+    assert submitted(fake, plan(), told) == "u-1"
+    assert [what for _, what, dry in fake.asked if dry] == ["llm", "pods", "pods", "pods"]
+    assert told == ["the namespace research is new; waits up to 60 s for its service account"]  # once
+
+
+@pytest.mark.parametrize(("account", "new_s"), [("default", 0), ("mine", 60)])
+def test_an_account_that_does_not_come_is_refused(account: str, new_s: float):
+    fake, told = ApplyApi(), list[str]()
+    fake.soon = NO_ACCOUNT.format(account), math.inf
+    with pytest.raises(UsageError) as refusal:
+        submitted(fake, plan(), told, new_s)
+    assert NO_ACCOUNT.format(account) in str(refusal.value)
+    assert not told
     assert all(dry for _, _, dry in fake.asked)
 
 

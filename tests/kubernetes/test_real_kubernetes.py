@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 pytest.importorskip("kubernetes_asyncio")
 pytest.importorskip("yaml")
 from realkube import (
+    FOLDER,
     IMAGE,
     NAMESPACE,
     PACE_S,
@@ -21,6 +23,8 @@ from realkube import (
     Undisturbed,
     cluster,
     holdfast,
+    is_said,
+    is_true,
     machines_of,
     names_are_known,
     node_of,
@@ -32,6 +36,7 @@ from realkube import (
 from realtrials import drain_every_machine, lose_node_without_api_server
 
 from holdfast.engines.kubernetes.api import Api, ApiError
+from holdfast.engines.kubernetes.reach import job_path
 
 pytestmark = [pytest.mark.kube, pytest.mark.timeout(900)]
 OUTAGE_S = 300.0
@@ -63,6 +68,51 @@ def test_a_job_runs_to_its_end(play: Callable[[Scene], None], home: Path):
             assert len(job.losses()) == 30
             report = await asyncio.to_thread(holdfast, home, "report", "--job", "whole")
             assert "finished" in report.stdout
+
+    play(scene)
+
+
+def test_a_new_namespace_is_waited_for(play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed):
+    """A controller makes its service account, and may be slower than whoever asks for a job."""
+    account = f"{FOLDER}/serviceaccounts/default"
+    path = job_path(NAMESPACE, "applied")
+
+    @asynccontextmanager
+    async def new(api: Api) -> AsyncIterator[None]:
+        there = await until(lambda: api.get(account), "the controllers have made it once")
+        cluster("controllers", "freeze")
+        try:
+            await api.delete(account, there["metadata"]["uid"])
+            yield
+        finally:
+            cluster("controllers", "thaw")
+
+    async def scene(api: Api) -> None:
+        async with new(api):
+            job = Job(api, home, "early", "--nnodes", 2, steps=STEPS, pace_s=PACE_S)
+
+            async def waits() -> bool:
+                assert job.process.poll() is None, job.log.read_text()
+                return "the namespace research is new" in job.log.read_text()
+
+            await until(waits, "the command says what it waits for")
+        async with job:
+            await job.training(2, beyond=10)
+            made = await job.object()
+            await job.stops_as(undisturbed, incidents=(0,))
+
+        # And so does the operator, for whoever makes the object without the command.
+        async def refused() -> bool:
+            return is_said(await api.get(path), 'serviceaccount "default" not found')
+
+        async def trains() -> bool:
+            return is_true(await api.get(path), "Training")
+
+        async with new(api):
+            parts = {key: made[key] for key in ("apiVersion", "kind", "spec")}
+            await api.apply(path, parts | {"metadata": {"name": "applied"}}, manager="tests")
+            await until(refused, "the operator says what is missing")
+        await until(trains, "the job trains")
 
     play(scene)
 

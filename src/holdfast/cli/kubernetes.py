@@ -76,17 +76,18 @@ def _submit(submission: Submission) -> Path:
     namespace = submission.namespace or current_namespace(submission.context or None)
     submission = msgspec.structs.replace(submission, namespace=namespace)
 
+    def tell(words: str) -> None:
+        sys.stderr.write(f"[holdfast] {words}\n")
+
     async def make() -> str:
         async with connect(submission.context or None) as client:
-            return await submit(client, submission)
+            return await submit(client, submission, tell)
 
     # Before anything is made: a folder stands for one job, and commands would go to the wrong one.
     _refuse_other(submission.name, namespace, submission.context)
     uid = asyncio.run(make())
     folder = remember(submission.job, submission.context, uid)
-    sys.stderr.write(
-        f"[holdfast] submitted {namespace}/{submission.name}; it continues if this command ends\n"
-    )
+    tell(f"submitted {namespace}/{submission.name}; it continues if this command ends")
     return folder
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from holdfast.engines.kubernetes import api, names, render
 from holdfast.engines.kubernetes.against_schema import Problem
-from holdfast.engines.kubernetes.api import Api, ApiError
+from holdfast.engines.kubernetes.api import Api, ApiError, Backoff
 from holdfast.engines.kubernetes.check import check, convert
 from holdfast.engines.kubernetes.reach import has_ended, job_path
 from holdfast.engines.kubernetes.resource import API_VERSION, GROUP, KIND, VERSION
@@ -19,6 +21,10 @@ MANAGER = "holdfast"
 """The owner of the fields that the command line writes."""
 CODE_BYTES = 1_000_000
 """Of a script that is sent along. A ConfigMap has at most 1 MiB with everything."""
+NEW_S = 30.0
+"""How long the cluster's controllers may take for the service account of a new namespace."""
+_NO_ACCOUNT = 'serviceaccount "default" not found'
+"""What a pod is refused for until then (words of 1.34 and 1.37). An account of another name does not come by itself."""
 Object = dict[str, Any]
 
 
@@ -75,8 +81,16 @@ def refuse_wrong(submission: Submission) -> None:
         raise UsageError(_told(found, ""))
 
 
-async def submit(client: Api, submission: Submission) -> str:
+async def submit(
+    client: Api, submission: Submission, tell: Callable[[str], None], new_s: float = NEW_S
+) -> str:
     """Makes the objects; returns the job's uid.
+
+    Args:
+        client: the API server's.
+        submission: what to make.
+        tell: is told what is waited for, before the wait.
+        new_s: see `NEW_S`.
 
     Raises:
         UsageError: it is refused, by us or by the API server, or the name is taken. Nothing was made.
@@ -84,7 +98,7 @@ async def submit(client: Api, submission: Submission) -> str:
     try:
         # First of all: applying would change a job of this name that is there already.
         await _refuse_taken(client, submission)
-        await _dry_run(client, submission)
+        await _dry_run(client, submission, tell, new_s)
         # The code before the job: a pod that starts at once mounts it.
         code = submission.config_map()
         if code is not None:
@@ -129,7 +143,7 @@ async def _refuse_taken(client: Api, submission: Submission) -> None:
     raise UsageError(f"{where} ({status.state or 'new'}): `holdfast attach --job {submission.name}` shows it")
 
 
-async def _dry_run(client: Api, submission: Submission) -> None:
+async def _dry_run(client: Api, submission: Submission, tell: Callable[[str], None], new_s: float) -> None:
     """The API server's own words, beside ours."""
     problems = check(submission.job)
     theirs = ""
@@ -141,7 +155,7 @@ async def _dry_run(client: Api, submission: Submission) -> None:
         )
         # Our own rendering makes the pod that is tried, and it needs an object without errors.
         if not problems:
-            await _try_pod(client, submission)
+            await _try_pod(client, submission, tell, new_s)
     except ApiError as error:
         if error.may_pass:
             raise
@@ -150,16 +164,28 @@ async def _dry_run(client: Api, submission: Submission) -> None:
         raise UsageError(_told(problems, theirs))
 
 
-async def _try_pod(client: Api, submission: Submission) -> None:
+async def _try_pod(client: Api, submission: Submission, tell: Callable[[str], None], new_s: float) -> None:
     """Pod Security, quotas and webhooks are the cluster's own. The first node's pod is shown to them."""
     pod = render.agent_pod(convert(submission.job), 0)
     del pod["metadata"]["ownerReferences"]  # of an object that is not there yet
-    try:
-        await client.create(f"/api/v1/namespaces/{submission.namespace}/pods", pod, dry_run=True)
-    except ApiError as error:
-        # Who may write jobs need not be allowed to make pods. The operator asks again, and says it in `Accepted`.
-        if error.status != 403 or "cannot create resource" not in str(error):
-            raise
+    backoff, ends_s, is_told = Backoff(most_s=1.0), time.monotonic() + new_s, False
+    while True:
+        try:
+            await client.create(f"/api/v1/namespaces/{submission.namespace}/pods", pod, dry_run=True)
+            return
+        except ApiError as error:
+            # Who may write jobs need not be allowed to make pods. The operator asks again, and says it in `Accepted`.
+            if error.status == 403 and "cannot create resource" in str(error):
+                return
+            if _NO_ACCOUNT not in str(error) or time.monotonic() >= ends_s:
+                raise
+            if not is_told:
+                tell(
+                    f"the namespace {submission.namespace} is new; waits up to {new_s:g} s for its service account"
+                )
+            is_told = True
+            # Asked again and not watched: who may write jobs need not be allowed to read accounts.
+            await backoff.wait(error)
 
 
 def _told(problems: tuple[Problem, ...], theirs: str) -> str:
