@@ -56,6 +56,8 @@ CALM_S = 14.0
 """Training between two faults, so that the curve shows what each of them cost."""
 LIMIT_S = 420.0
 """The main job is given up after this time."""
+TRAININGS: list[subprocess.Popen[bytes]] = []
+"""All that were started. None outlives the demonstration."""
 
 
 def main() -> int:
@@ -66,6 +68,23 @@ def main() -> int:
     except BlockingIOError:
         return fail("another demo is running in this folder; wait for its end")
     signal.signal(signal.SIGINT, lambda number, frame: None)  # Ctrl-C is for the job, which ends in order
+    signal.signal(signal.SIGTERM, end)
+    try:
+        return demonstrate()
+    finally:
+        for training in TRAININGS:
+            training.wait()
+
+
+def end(number: int, frame: object) -> None:
+    """Unlike Ctrl-C, SIGTERM reaches this process alone: it is passed on, and the job ends in order."""
+    for training in TRAININGS:
+        training.terminate()
+    sys.exit(128 + number)
+
+
+def demonstrate() -> int:
+    """All of it; returns the exit code."""
     shutil.rmtree(OUT, ignore_errors=True)
     HOME.mkdir(parents=True)
 
@@ -219,6 +238,7 @@ def do_all(training: subprocess.Popen[bytes], deeds: list[tuple[str, str]], unti
     """One deed after the other, each when what the one before it did is over. until: steps that the job has at the end, however
     slow the machine is."""
     watchdog = threading.Timer(LIMIT_S, training.terminate)
+    watchdog.daemon = True  # a demonstration that is ended does not wait for it
     watchdog.start()
     events = follow("elastic", training)
     wait_for(events, "formed")
@@ -264,6 +284,7 @@ def run_main_job() -> dict[str, bool]:
     """Trains, strikes, waits for the recovery, trains on, and stops after the last one."""
     training = run("main", *MAIN, TRAIN, *MAIN_MODEL, *CACHE)
     watchdog = threading.Timer(LIMIT_S, training.terminate)
+    watchdog.daemon = True  # a demonstration that is ended does not wait for it
     watchdog.start()
     try:
         strike_and_stop(training)
@@ -329,7 +350,11 @@ def run(job: str, *args: str) -> subprocess.Popen[bytes]:
     written = OUT / f"{job}.json"
     command = ["run", "--job", job, "--report", str(written), *args]
     print(f"$ holdfast {' '.join(arg.replace(str(ROOT) + '/', '') for arg in command)}", flush=True)
-    return subprocess.Popen([sys.executable, "-P", "-m", "holdfast.cli", *command], env=ENVIRONMENT, cwd=ROOT)
+    training = subprocess.Popen(
+        [sys.executable, "-P", "-m", "holdfast.cli", *command], env=ENVIRONMENT, cwd=ROOT
+    )
+    TRAININGS.append(training)
+    return training
 
 
 def report(job: str) -> dict[str, Any]:
