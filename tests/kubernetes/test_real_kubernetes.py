@@ -88,15 +88,17 @@ def test_a_new_namespace_is_waited_for(play: Callable[[Scene], None], home: Path
             cluster("controllers", "thaw")
 
     async def scene(api: Api) -> None:
-        async with new(api):
-            job = Job(api, home, "early", "--nnodes", 2, steps=STEPS, pace_s=PACE_S)
+        async with (
+            new(api),
+            Job(api, home, "early", "--nnodes", 2, steps=STEPS, pace_s=PACE_S) as job,
+        ):
 
             async def waits() -> bool:
                 assert job.process.poll() is None, job.log.read_text()
                 return "the namespace research is new" in job.log.read_text()
 
             await until(waits, "the command says what it waits for")
-        async with job:
+            cluster("controllers", "thaw")
             await job.training(2, beyond=10)
             made = await job.object()
             await job.stops_as(undisturbed, incidents=(0,))
