@@ -241,11 +241,11 @@ async def serving(answer: Any) -> AsyncIterator[tuple[Api, Any]]:
 
 
 def submitted(
-    fake: ApplyApi, submission: Submission, told: list[str] | None = None, new_s: float = 60
+    fake: ApplyApi, submission: Submission, told: list[str] | None = None, account_s: float = 60
 ) -> str:
     async def run() -> str:
         async with serving(fake.answer) as (api, _):
-            return await submit(api, submission, ([] if told is None else told).append, new_s)
+            return await submit(api, submission, ([] if told is None else told).append, account_s)
 
     return asyncio.run(run())
 
@@ -290,12 +290,12 @@ def test_the_service_account_of_a_new_namespace_is_waited_for():
     assert told == ["the namespace research is new; waits up to 60 s for its service account"]  # once
 
 
-@pytest.mark.parametrize(("account", "new_s"), [("default", 0), ("mine", 60)])
-def test_an_account_that_does_not_come_is_refused(account: str, new_s: float):
+@pytest.mark.parametrize(("account", "account_s"), [("default", 0), ("mine", 60)])
+def test_an_account_that_does_not_come_is_refused(account: str, account_s: float):
     fake, told = ApplyApi(), list[str]()
     fake.soon = NO_ACCOUNT.format(account), math.inf
     with pytest.raises(UsageError) as refusal:
-        submitted(fake, plan(), told, new_s)
+        submitted(fake, plan(), told, account_s)
     assert NO_ACCOUNT.format(account) in str(refusal.value)
     assert not told
     assert all(dry for _, _, dry in fake.asked)

@@ -21,7 +21,7 @@ MANAGER = "holdfast"
 """The owner of the fields that the command line writes."""
 CODE_BYTES = 1_000_000
 """Of a script that is sent along. A ConfigMap has at most 1 MiB with everything."""
-NEW_S = 30.0
+ACCOUNT_S = 30.0
 """How long the cluster's controllers may take for the service account of a new namespace."""
 _NO_ACCOUNT = 'serviceaccount "default" not found'
 """What a pod is refused for until then (words of 1.34 and 1.37). An account of another name does not come by itself."""
@@ -82,7 +82,7 @@ def refuse_wrong(submission: Submission) -> None:
 
 
 async def submit(
-    client: Api, submission: Submission, tell: Callable[[str], None], new_s: float = NEW_S
+    client: Api, submission: Submission, tell: Callable[[str], None], account_s: float = ACCOUNT_S
 ) -> str:
     """Makes the objects; returns the job's uid.
 
@@ -90,7 +90,7 @@ async def submit(
         client: the API server's.
         submission: what to make.
         tell: is told what is waited for, before the wait.
-        new_s: see `NEW_S`.
+        account_s: see `ACCOUNT_S`.
 
     Raises:
         UsageError: it is refused, by us or by the API server, or the name is taken. Nothing was made.
@@ -98,7 +98,7 @@ async def submit(
     try:
         # First of all: applying would change a job of this name that is there already.
         await _refuse_taken(client, submission)
-        await _dry_run(client, submission, tell, new_s)
+        await _dry_run(client, submission, tell, account_s)
         # The code before the job: a pod that starts at once mounts it.
         code = submission.config_map()
         if code is not None:
@@ -143,7 +143,9 @@ async def _refuse_taken(client: Api, submission: Submission) -> None:
     raise UsageError(f"{where} ({status.state or 'new'}): `holdfast attach --job {submission.name}` shows it")
 
 
-async def _dry_run(client: Api, submission: Submission, tell: Callable[[str], None], new_s: float) -> None:
+async def _dry_run(
+    client: Api, submission: Submission, tell: Callable[[str], None], account_s: float
+) -> None:
     """The API server's own words, beside ours."""
     problems = check(submission.job)
     theirs = ""
@@ -155,7 +157,7 @@ async def _dry_run(client: Api, submission: Submission, tell: Callable[[str], No
         )
         # Our own rendering makes the pod that is tried, and it needs an object without errors.
         if not problems:
-            await _try_pod(client, submission, tell, new_s)
+            await _try_pod(client, submission, tell, account_s)
     except ApiError as error:
         if error.may_pass:
             raise
@@ -164,11 +166,13 @@ async def _dry_run(client: Api, submission: Submission, tell: Callable[[str], No
         raise UsageError(_told(problems, theirs))
 
 
-async def _try_pod(client: Api, submission: Submission, tell: Callable[[str], None], new_s: float) -> None:
+async def _try_pod(
+    client: Api, submission: Submission, tell: Callable[[str], None], account_s: float
+) -> None:
     """Pod Security, quotas and webhooks are the cluster's own. The first node's pod is shown to them."""
     pod = render.agent_pod(convert(submission.job), 0)
     del pod["metadata"]["ownerReferences"]  # of an object that is not there yet
-    backoff, ends_s, is_told = Backoff(most_s=1.0), time.monotonic() + new_s, False
+    backoff, ends_s, is_told = Backoff(most_s=1.0), time.monotonic() + account_s, False
     while True:
         try:
             await client.create(f"/api/v1/namespaces/{submission.namespace}/pods", pod, dry_run=True)
@@ -181,7 +185,7 @@ async def _try_pod(client: Api, submission: Submission, tell: Callable[[str], No
                 raise
             if not is_told:
                 tell(
-                    f"the namespace {submission.namespace} is new; waits up to {new_s:g} s for its service account"
+                    f"the namespace {submission.namespace} is new; waits up to {account_s:g} s for its service account"
                 )
             is_told = True
             # Asked again and not watched: who may write jobs need not be allowed to read accounts.
