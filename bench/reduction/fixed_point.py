@@ -51,7 +51,7 @@ class FixedPointSum(Gradients):
     ahead = False
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], changed: Callable[[], None]) -> None:
-        self._buckets = [_Bucket(group) for group in grouped(list(parameters))]
+        self._buckets = [_Bucket(chunk.parameters) for chunk in grouped(list(parameters)) if chunk.parameters]
         self._place = {p: (b, i) for b in self._buckets for i, p in enumerate(b.parameters)}
         self._group: Group | None = None
         self._headroom = 0

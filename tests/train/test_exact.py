@@ -39,7 +39,7 @@ class Worker:
         self.model, self.micro_batches = model, micro_batches
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         self.gradients = kind(dict.fromkeys(model.parameters()), lambda: None)
-        self.norms = []
+        self.norms, self.without = [], []
         self.state = SimpleNamespace(
             guard=SimpleNamespace(before_update=self.nothing),
             buffer_rules=SimpleNamespace(after_micro=self.nothing, reduce=self.nothing, commit=self.nothing),
@@ -65,7 +65,9 @@ class Worker:
         self.gradients.begin()
 
     def vote(self, step):
-        self.norms.append(torch.cat([p.grad.flatten() for p in self.model.parameters()]).norm().item())
+        there = [p.grad for p in self.model.parameters() if p.grad is not None]
+        self.norms.append(torch.cat([grad.flatten() for grad in there]).norm().item())
+        self.without.append([name for name, p in self.model.named_parameters() if p.grad is None])
 
     def commit(self, prepared):
         assert prepared.stage is Stage.PREPARED
@@ -154,6 +156,7 @@ def train(worlds, micro_batches, build=mlp, clip=None, lengths=lambda micro: 3, 
                 cursor = DataCursor(3 * micro_batches, 0, None, None, "refuse")
                 cursor.samples = index * 3 * micro_batches
                 step = Step(worker, Batches(micro_batches, lengths), index, 7, cursor)
+                worker.model.seen = index
                 with step:
                     micros = iter(step)
                     while True:
@@ -177,7 +180,8 @@ def train(worlds, micro_batches, build=mlp, clip=None, lengths=lambda micro: 3, 
         for group in groups:
             group.close()
         cluster.close()
-    return losses, workers[0].norms, parameters(workers[0])
+    assert all(worker.without == workers[0].without for worker in workers[: min(worlds)])
+    return losses, workers[0].norms, parameters(workers[0]), workers[0].without
 
 
 def parameters(worker):
@@ -230,6 +234,83 @@ def test_uneven_weights_do_not_depend_on_the_world(world):
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_tied_and_unused_parameters(world):
     assert_same(train([world] * 4, 6, build=Tied), alone(6, build=Tied))
+
+
+class Branches(torch.nn.Module):
+    """Parameters that are used by all micro-batches, by some, by those of one step alone, and by none; complex ones too."""
+
+    def __init__(self):
+        torch.manual_seed(2)
+        super().__init__()
+        self.always, self.never = torch.nn.Linear(WIDTH, 5), torch.nn.Linear(WIDTH, 5)
+        self.by_one = torch.nn.ModuleList(torch.nn.Linear(WIDTH, 5) for _ in range(6))
+        self.at_first = torch.nn.Parameter(torch.randn(5, dtype=torch.complex64))
+        self.frozen = torch.nn.Parameter(torch.randn(5), requires_grad=False)
+        self.seen = 0
+
+    def forward(self, x):
+        out = self.always(x) + self.frozen
+        chosen = int(abs(float(x[0, 0])) * 4) % 6
+        out = out + self.by_one[chosen](x) if chosen % 2 else out
+        return out + self.at_first.abs() if self.seen == 0 else out
+
+
+def plain_torch(micro_batches, steps, build, clip, lengths=lambda micro: 3, unit=0.1):
+    """The same loop in plain torch; which parameters had no gradient in each step, and the parameters in the end."""
+    model, batches, without = build(), Batches(micro_batches, lengths), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for index in range(steps):
+        model.seen = index
+        optimizer.zero_grad()
+        weight = sum(lengths(micro) * unit for micro in range(micro_batches))
+        for micro in range(micro_batches):
+            x, y = batches.load(index, micro)
+            torch.nn.functional.cross_entropy(model(x), y, reduction="sum").backward()
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad /= weight
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        without.append([name for name, p in model.named_parameters() if p.grad is None])
+        optimizer.step()
+    return without, [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("kind", [GradientSum, ExactSum])
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("large", [None, 240, 1], ids=["none large", "some large", "all large"])
+def test_what_nobody_used_has_no_gradient_as_in_plain_torch(kind, world, large, monkeypatch):
+    if large:  # gradients of so many bytes are summed where autograd put them
+        monkeypatch.setattr("holdfast.train.reduction.DIRECT_BYTES", large)
+    expected, parameters = plain_torch(4, 4, Branches, clip=0.5)
+    *_, found, without = train([world] * 4, 4, build=Branches, clip=0.5, kind=kind)
+    assert without == expected
+    assert "never.weight" in without[0]
+    assert "at_first" not in without[0]
+    assert without[1] != without[2]
+    for ours, theirs in zip(found, parameters, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [GradientSum, ExactSum])
+def test_layers_that_are_frozen_and_thawed_between_steps(kind):
+    net = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(3)))
+    sums = kind(net.parameters(), lambda: None)
+    layouts = []
+    for trained in ([0, 1, 2], [2], [0, 2], [0, 1, 2]):
+        for number, layer in enumerate(net):
+            layer.requires_grad_(number in trained)
+        sums.begin()
+        sums.expect(1, 0, 1)
+        sums.before_backward()
+        net(torch.ones(1, 3)).sum().backward()
+        sums.after_backward()
+        sums.flush(SimpleNamespace(size=1))
+        sums.finish(lambda: 1.0)
+        assert [n for n, layer in enumerate(net) if layer.weight.grad is not None] == trained
+        layouts.append(sums.layout)
+    assert layouts[0] == layouts[3]
+    assert len(set(layouts)) == 3
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -319,7 +400,7 @@ def test_a_mean_of_means_would_be_wrong():
                 p.copy_(value)
         return linear
 
-    _, norms, _ = train([3], 6, build=build, lengths=lengths, unit=1.0)
+    _, norms, *_ = train([3], 6, build=build, lengths=lengths, unit=1.0)
     assert norms[0] == pytest.approx(true.norm().item(), rel=1e-5)
     assert abs(means.norm().item() / true.norm().item() - 1) > 0.01
 
@@ -471,7 +552,8 @@ def test_a_leaf_that_is_kept_apart_changes_no_bit_and_has_its_own_digest(width):
         again = sums.digest_again()
         sums.flush(SimpleNamespace(size=1))
         sums.finish(lambda: 0.25)
-        return [p.grad.clone() for p in sums._bucket_of], digest, again
+        assert all(p.grad is None for p in unused.parameters())
+        return [p.grad.clone() for p in net.parameters()], digest, again
 
     plain, _, _ = step(None)
     seen = set()

@@ -37,6 +37,8 @@ class Replica:
             before_backward=nothing,
             last=nothing,
             after_backward=nothing,
+            seal=nothing,
+            check_sealed=nothing,
             flush=nothing,
             finish=lambda scale: 1.0,
         )

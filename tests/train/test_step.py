@@ -307,3 +307,63 @@ def test_a_scaler_that_is_not_protected_is_refused():
 
     with pytest.raises(UsageError, match=r"run\.protect\(scaler=scaler\)"):
         hf.start(main)
+
+
+@pytest.mark.parametrize("reduction", ["fast", "exact"])
+def test_a_gradient_that_the_script_changes_before_apply_is_refused_with_what_works(reduction):
+    """It is this worker's part alone. The hook that the message names gets the summed gradient, as plain torch's does."""
+
+    def loop(change, hook=None):
+        found = []
+
+        def main(run):
+            torch.manual_seed(0)
+            model = torch.nn.Linear(4, 3)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            if hook is not None:
+                optimizer.register_step_pre_hook(hook)
+            run.protect(model=model, optimizer=optimizer)
+            for step in run.steps(Points(), global_batch=8, micro_batch=4, until=2, reduction=reduction):
+                with step:
+                    for x, _ in step:
+                        step.backward(model(x).square().sum(), weight=len(x))
+                    change(model)
+                    step.apply(optimizer)
+            found.extend(p.detach().clone() for p in model.parameters())
+
+        hf.start(main)
+        return found
+
+    def noise(optimizer, args, kwargs):
+        for p in optimizer.param_groups[0]["params"]:
+            p.grad.clamp_(-0.01, 0.01)
+
+    def replaced(model):
+        model.bias.grad = torch.ones(3)
+
+    with pytest.raises(UsageError, match="register_step_pre_hook"):
+        loop(lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3))
+    with pytest.raises(UsageError, match="max_grad_norm"):
+        loop(replaced)
+    plain, clamped = loop(lambda model: model.weight.grad.norm()), loop(lambda model: None, noise)
+    torch.manual_seed(0)
+    start = torch.nn.Linear(4, 3)
+    assert all(
+        (p - q).abs().max() <= 2 * 0.001 + 1e-6 for p, q in zip(start.parameters(), clamped, strict=True)
+    )
+    assert not torch.equal(plain[0], clamped[0])
+
+
+def test_sparse_gradients_are_refused():
+    def main(run):
+        model = torch.nn.Embedding(8, 4, sparse=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.protect(model=model, optimizer=optimizer)
+        for step in run.steps(Points(), global_batch=8, micro_batch=4, until=2):
+            with step:
+                for _, y in step:
+                    step.backward(model(y).sum(), weight=len(y))
+                step.apply(optimizer)
+
+    with pytest.raises(UsageError, match="sparse=True"):
+        hf.start(main)

@@ -7,7 +7,7 @@ sum to all. That moves as many bytes as an all-reduce where every worker has one
 (subtrees + 1) / 2 times as many elsewhere.
 
 A parameter that took no part in a micro-batch has a gradient of +0 there, which is added like any other: adding it
-changes -0, so leaving it out would show.
+changes -0, so leaving it out would show. One that took part in none has no gradient in the end (`reduction.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from holdfast.errors import UsageError
 from holdfast.tensors.dtensor_shards import like, local_of
 from holdfast.tensors.tree import buffer_of
 from holdfast.train.generation_group import Group
-from holdfast.train.reduction import Gradients, clip, flip_bit, grouped, is_large, scale_and_square, watch
+from holdfast.train.reduction import BucketedSum, Chunk, Flat, check_dense, clip, flip_bit, scale_and_square
 from holdfast.train.summation_order import folds, shares, subtrees
 
 Reduction = Literal["fast", "exact"]
@@ -96,42 +96,24 @@ class _Layout:
         )
 
 
-class _Sum:
-    """The gradients of one bucket's parameters, summed over a subtree. `flat` is all of them in one tensor, `views` its parts,
-    `grads` what autograd is given of them."""
-
-    def __init__(self, parameters: list[torch.nn.Parameter], only: torch.Tensor | None = None) -> None:
-        """only: the gradient of the only parameter, where autograd put it."""
-        if only is not None:
-            self.flat, self.views = only.view(-1), [only]
-        else:
-            first, pieces = parameters[0], [local_of(p) for p in parameters]
-            self.flat = torch.empty(sum(p.numel() for p in pieces), dtype=first.dtype, device=first.device)
-            parts = torch.split(self.flat, [p.numel() for p in pieces])
-            self.views = [part.view(p.shape) for part, p in zip(parts, pieces, strict=True)]
-        self.grads = [like(view, p) for view, p in zip(self.views, parameters, strict=True)]
-
-
 class _Bucket:
-    """Parameters that are summed together."""
+    """A chunk, and the sums over subtrees that this worker has of it so far."""
 
-    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
-        self.parameters = parameters
-        self.index_of = {p: i for i, p in enumerate(parameters)}
-        self.direct = is_large(parameters[0])
-        self.counts = True
+    def __init__(self, chunk: Chunk) -> None:
+        self.chunk, self.parameters, self.direct = chunk, chunk.parameters, chunk.direct
+        self.index_of = {p: i for i, p in enumerate(self.parameters)}
         self.digests = False
         self.digest = 0
-        self.size = sum(local_of(p).numel() for p in parameters)
         self.arrived: set[torch.nn.Parameter] = set()
-        self.stack: list[_Sum] = []
-        self.leaf: _Sum | None = None
+        self.used: set[torch.nn.Parameter] = set()
+        self.stack: list[Flat] = []
+        self.leaf: Flat | None = None
         self.works: list[Any] = []
         self.forget()
 
     def forget(self) -> None:
         """Takes new memory, when gloo keeps the old."""
-        self.free: list[_Sum] = []
+        self.free: list[Flat] = []
         self.stack, self.leaf = [], None
         self.inbox: torch.Tensor | None = None
         self.summands: list[torch.Tensor] = []
@@ -141,6 +123,7 @@ class _Bucket:
         self.free += [] if self.direct else self.stack
         self.stack, self.leaf = [], None
         self.works, self.summands = [], []
+        self.used.clear()
         for p in self.parameters:
             p.grad = None
 
@@ -152,7 +135,7 @@ class _Bucket:
         elif self.direct:
             self.leaf = None
         else:
-            self.leaf = self.free.pop() if self.free else _Sum(self.parameters)
+            self.leaf = self.free.pop() if self.free else Flat(self.chunk)
         for i, p in enumerate(self.parameters):
             p.grad = self.leaf.grads[i] if joins and self.leaf is not None else None
 
@@ -165,6 +148,7 @@ class _Bucket:
                 self.leaf.views[index].copy_(local_of(grad))
                 p.grad = into
         self.arrived.add(p)
+        self.used.add(p)
 
     def fill(self, joins: bool) -> None:
         """Parameters that took no part in the micro-batch have a gradient of +0."""
@@ -188,11 +172,11 @@ class _Bucket:
             if self.leaf is None:
                 grad = self.parameters[0].grad
                 assert grad is not None
-                self.leaf = _Sum(self.parameters, local_of(grad).contiguous())
+                self.leaf = Flat(self.chunk, local_of(grad).contiguous())
             self.stack.append(self.leaf)
             if self.digests:
                 # Before the additions below: the next leaf is added into this memory.
-                self.digest = _digest([self.leaf.flat])
+                self.digest = _digest([self.leaf.body])
         # Autograd has made the first addition of a fold already where the leaf joined the one before it,
         # because its gradient was accumulated into that one.
         for _ in range(fold - joins):
@@ -203,53 +187,37 @@ class _Bucket:
             if not self.direct:
                 self.free.append(right)
 
-    def result(self) -> _Sum:
+    def result(self) -> Flat:
         """Where the sum over all replicas goes."""
         if not self.stack:
-            first = local_of(self.parameters[0])
-            only = torch.empty_like(first, memory_format=torch.contiguous_format) if self.direct else None
-            self.stack.append(_Sum(self.parameters, only))
+            only = None
+            if self.direct:
+                first = local_of(self.parameters[0])
+                only = torch.empty_like(first, memory_format=torch.contiguous_format)
+            self.stack.append(Flat(self.chunk, only))
         return self.stack[0]
 
 
-class ExactSum(Gradients):
+class ExactSum(BucketedSum):
     """The exact one. See the module."""
 
     exact = True
 
-    def __init__(
-        self,
-        parameters: Iterable[torch.nn.Parameter],
-        changed: Callable[[], None],
-        counts: Callable[[torch.Tensor], bool] = lambda p: True,
-    ) -> None:
-        """As in GradientSum."""
-        chosen = [p for p in parameters if p.requires_grad]
-        self._buckets = [_Bucket(group) for group in grouped(chosen, counts)]
-        for bucket in self._buckets:
-            bucket.counts = counts(bucket.parameters[0])
-        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
-        self._layout: _Layout | None = None
-        self._leaf = 0
-        self._apart: int | None = None
-        self._flips = False
-        self._inside = self._several = False
-        self._next = 0
-        self._group: Group | None = None
-        self._changed = changed
-        self.poison = False
-        self._hooks = watch(chosen, self._arrived)
+    _layout: _Layout | None = None
+    _leaf = 0
+    _apart: int | None = None
+    _inside = _several = False
 
-    def close(self) -> None:
-        self._hooks.close()
+    def _fill_buckets(self, chunks: list[Chunk]) -> None:
+        self._buckets = [_Bucket(chunk) for chunk in chunks]
+        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
 
     # ------------------------------------------------------------ this worker's micro-batches
 
     def begin(self) -> None:
-        self._leaf = self._next = 0
-        self._apart = None
+        super().begin()
+        self._leaf, self._apart = 0, None
         self._inside = False
-        self._group = None
         for bucket in self._buckets:
             bucket.begin()
 
@@ -271,7 +239,7 @@ class ExactSum(Gradients):
                 bucket.fill(joins)
                 bucket.arrived.update(bucket.parameters)
                 bucket.close(joins, fold)
-            elif self._several:
+            elif self._several or not bucket.parameters:
                 bucket.close(joins, fold)
         self._leaf += 1
         self._inside = False
@@ -315,10 +283,6 @@ class ExactSum(Gradients):
         self.before_again()
         return _joined(digests)
 
-    def flip(self) -> None:
-        """An injected fault: the next gradient has one bit that is wrong, as of a processor that errs."""
-        self._flips = True
-
     def _flip_injected(self, grads: Iterable[torch.Tensor | None]) -> None:
         for grad in grads:
             if self._flips and grad is not None:
@@ -328,6 +292,7 @@ class ExactSum(Gradients):
         assert isinstance(p, torch.nn.Parameter)
         if not self._inside:
             return  # a backward pass of the script's own
+        check_dense(p)
         bucket = self._bucket_of[p]
         # A second arrival would be added to a bucket that may be on its way to the others. Re-entrant
         # checkpointing runs a backward pass within the backward pass and is the known cause.
@@ -354,7 +319,8 @@ class ExactSum(Gradients):
     def _launch_full(self, group: Group) -> None:
         while self._next < len(self._buckets):
             bucket = self._buckets[self._next]
-            if len(bucket.arrived) < len(bucket.parameters):
+            # One with flags alone is never full: it goes when the backward pass has ended, as its leaf is closed then.
+            if len(bucket.arrived) < len(bucket.parameters) or not bucket.parameters:
                 return
             self._launch(bucket, group)
 
@@ -364,9 +330,15 @@ class ExactSum(Gradients):
             self._launch(self._buckets[self._next], group)
 
     def _launch(self, bucket: _Bucket, group: Group) -> None:
-        if self.poison and bucket.stack:
-            bucket.stack[-1].flat[0] = math.nan
+        if self.poison and bucket.stack and bucket.parameters:
+            bucket.stack[-1].body[0] = math.nan
             self.poison = False
+        if bucket.chunk.flags and bucket.stack:
+            # All leaves of this worker are closed. Flags are counts, whose sums do not depend on the order: one of its
+            # subtrees has those of all.
+            for part in bucket.stack:
+                part.flags.zero_()
+            self._flag(bucket.stack[0].flags, self._unused())
         if group.size > 1:
             if self._one_sum:
                 bucket.works.append(group.allreduce(bucket.result().flat))
@@ -374,6 +346,16 @@ class ExactSum(Gradients):
                 self._send_subtrees(bucket, group)
         self._next += 1
         self._changed()
+
+    def _unused(self) -> list[torch.nn.Parameter]:
+        """By this worker's micro-batches."""
+        return [
+            p
+            for bucket in self._buckets
+            if len(bucket.used) < len(bucket.parameters)
+            for p in bucket.parameters
+            if p not in bucket.used
+        ]
 
     @property
     def _one_sum(self) -> bool:
@@ -389,12 +371,12 @@ class ExactSum(Gradients):
         # Each worker adds up one slice of the bucket, for all. So the additions are made once, in one order,
         # and everybody receives the same bits; adding up everywhere would also have to move every subtree to
         # everyone.
-        slices = _slices(bucket.size, group.size)
+        slices = _slices(bucket.chunk.size, group.size)
         own = slices[group.rank][1] - slices[group.rank][0]
         pieces = self._layout.pieces
         need = sum(pieces) * own
         if bucket.inbox is None or bucket.inbox.numel() < need:
-            bucket.inbox = local_of(bucket.parameters[0]).new_empty(need).detach()
+            bucket.inbox = torch.empty(need, dtype=bucket.chunk.dtype, device=bucket.chunk.device)
         found: dict[tuple[int, int], torch.Tensor] = {}
         at = 0
         # The n-th subtrees of all workers go in one collective. Every member calls the same number of
@@ -408,7 +390,7 @@ class ExactSum(Gradients):
             counts = [own if rank in senders else 0 for rank in range(group.size)]
             if number < len(bucket.stack):
                 sent, given = bucket.stack[number].flat, [high - low for low, high in slices]
-                if bucket.size <= SMALL:
+                if bucket.chunk.size <= SMALL:
                     sent = sent.repeat(group.size)
             else:
                 sent, given = bucket.inbox[:0], [0] * group.size
@@ -424,10 +406,10 @@ class ExactSum(Gradients):
             return
         self._wait(bucket, group)
         total = bucket.result().flat
-        slices = _slices(bucket.size, group.size)
+        slices = _slices(bucket.chunk.size, group.size)
         low, high = slices[group.rank]
         _add_up(bucket.summands, self._layout.piece_folds, total[low:high])
-        if bucket.size <= SMALL:
+        if bucket.chunk.size <= SMALL:
             return
         bucket.works = [group.broadcast(total[a:b], rank) for rank, (a, b) in enumerate(slices) if a < b]
 
@@ -446,7 +428,9 @@ class ExactSum(Gradients):
             total = bucket.result()
             for p, grad in zip(bucket.parameters, total.grads, strict=True):
                 p.grad = grad
-            squares += scale_and_square(total.flat, scale()) * bucket.counts
+            squares += scale_and_square(total.body, scale()) * bucket.chunk.counts
+        if self._buckets:
+            self._leave_alone(self._buckets[-1].result().flags, self._unused())
         return float(squares)
 
     def _wait(self, bucket: _Bucket, group: Group) -> None:
@@ -456,10 +440,10 @@ class ExactSum(Gradients):
             self._changed()
 
     def clip(self, norm: float, max_norm: float) -> None:
-        clip([bucket.result().flat for bucket in self._buckets], norm, max_norm)
+        clip([bucket.result().body for bucket in self._buckets], norm, max_norm)
 
     def local_is_finite(self) -> bool:
-        return all(bool(part.flat.isfinite().all()) for bucket in self._buckets for part in bucket.stack)
+        return all(bool(part.body.isfinite().all()) for bucket in self._buckets for part in bucket.stack)
 
     def drain(self, group: Group) -> None:
         for bucket in self._buckets:

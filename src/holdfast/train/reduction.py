@@ -11,12 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
+import xxhash
 from torch.distributed.tensor import DTensor
 
+from holdfast.errors import UsageError
 from holdfast.tensors.dtensor_shards import like, local_of
 from holdfast.train.generation_group import Group
 from holdfast.train.placements import settled
@@ -29,52 +31,115 @@ CACHE_BLOCK = 1 << 17
 """Elements that are scaled and summed at a time, so that the second pass finds them in the cache."""
 
 
-class _Bucket:
-    """Parameters that are summed together. `flat` is what gloo sums: memory that the bucket owns or, with
-    `direct`, the gradient of the only parameter."""
+class Chunk:
+    """What is summed in one collective: parameters of one dtype on one device.
 
-    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
-        self.parameters = parameters
-        self.direct = is_large(parameters[0])
-        self.counts = True
-        self.missing = len(parameters)
+    Attributes:
+        parameters: in the order in which they lie in memory.
+        direct: one large parameter, whose gradient is summed where autograd put it.
+        counts: their gradients add to the norm here.
+        flags: so many numbers go along, after the gradients: one for each parameter that is trained, in the chunk that
+            goes last, and elsewhere none.
+    """
+
+    def __init__(self, parameters: list[torch.nn.Parameter], like_that: torch.Tensor, counts: bool) -> None:
+        """like_that: gives the dtype and the device; a chunk may have flags alone."""
+        self.parameters, self.counts, self.flags = parameters, counts, 0
+        self.direct = bool(parameters) and is_large(parameters[0])
+        # Sums of complex numbers are sums of their parts, and gloo and NCCL add up real ones alone.
+        self.dtype, self.device = like_that.dtype.to_real(), like_that.device
+
+    @cached_property
+    def size(self) -> int:
+        """Numbers that are sent."""
+        return sum(_reals(local_of(p)).numel() for p in self.parameters) + self.flags
+
+
+class Flat:
+    """Memory for the gradients of a chunk, in one tensor `flat`: `body` is the gradients, `views` its parts in the shapes of
+    the parameters, `grads` what autograd is given of them; `flags` lies behind them."""
+
+    def __init__(self, chunk: Chunk, only: torch.Tensor | None = None) -> None:
+        """only: the gradient of the only parameter, where autograd put it."""
+        if only is not None:
+            self.flat = self.body = _reals(only)
+            self.views = [only]
+        else:
+            pieces = [local_of(p) for p in chunk.parameters]
+            sizes = [_reals(p).numel() for p in pieces]
+            self.flat = torch.zeros(sum(sizes) + chunk.flags, dtype=chunk.dtype, device=chunk.device)
+            self.body = self.flat[: sum(sizes)]
+            parts = torch.split(self.body, sizes)
+            self.views = [_shaped_like(p, part) for part, p in zip(parts, pieces, strict=True)]
+        self.flags = self.flat[self.body.numel() :]
+        self._parameters = chunk.parameters
+
+    @cached_property
+    def grads(self) -> list[torch.Tensor]:
+        return [like(view, p) for view, p in zip(self.views, self._parameters, strict=True)]
+
+
+def _reals(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers of a contiguous tensor, one after the other; of a complex one the parts of each."""
+    plain = tensor.detach()
+    return (torch.view_as_real(plain) if plain.is_complex() else plain).reshape(-1)
+
+
+def _shaped_like(tensor: torch.Tensor, reals: torch.Tensor) -> torch.Tensor:
+    if tensor.is_complex():
+        return torch.view_as_complex(reals.view(*tensor.shape, 2))
+    return reals.view(tensor.shape)
+
+
+class _Bucket:
+    """A chunk, and what is in it in this step. `now.flat` is what gloo sums: memory that the bucket owns or, if it is direct,
+    the gradient of the only parameter."""
+
+    def __init__(self, chunk: Chunk) -> None:
+        self.chunk, self.parameters = chunk, chunk.parameters
+        self.missing = len(chunk.parameters)
         self.work: Any = None
         self.allocate()
 
     def allocate(self) -> None:
         """Takes new memory, when gloo keeps the old."""
-        # All parameters of a bucket have one dtype and one device (`grouped`), so one flat tensor can hold
-        # them.
-        first = self.parameters[0]
-        self.views: list[torch.Tensor] = []
-        self.grads: list[torch.Tensor] = []
-        if self.direct:
-            self.flat = torch.zeros(0, dtype=first.dtype, device=first.device)
-            return
-        pieces = [local_of(p) for p in self.parameters]
-        self.flat = torch.zeros(sum(p.numel() for p in pieces), dtype=first.dtype, device=first.device)
-        parts = torch.split(self.flat, [p.numel() for p in pieces])
-        self.views = [part.view(p.shape) for part, p in zip(parts, pieces, strict=True)]
-        self.grads = [like(view, p) for view, p in zip(self.views, self.parameters, strict=True)]
+        if not self.chunk.direct:
+            self.now = Flat(self.chunk)
 
-    def fill(self, filled: set[torch.nn.Parameter]) -> None:
-        """Makes `flat` whole: a parameter that took no part in any backward pass has a gradient of 0."""
+    def fill(self, filled: set[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+        """Makes `now` whole: a parameter that took no part in any backward pass adds 0. Returns those."""
+        unused = [p for p in self.parameters if p.grad is None]
         # Where autograd put it: copying a large gradient costs more than a call of its own to gloo. It is
         # looked up at every step, because autograd may have chosen new memory.
-        if self.direct:
+        if self.chunk.direct:
             p = self.parameters[0]
             grad = torch.zeros_like(local_of(p)) if p.grad is None else local_of(p.grad)
             if p.grad is None or not grad.is_contiguous():
                 grad = grad.contiguous()
                 p.grad = like(grad, p)
-            self.flat = grad.view(-1)
-            return
-        for p, view, grad in zip(self.parameters, self.views, self.grads, strict=True):
-            # The flat memory still holds the sum of the step before. Without this it would be added in as
-            # this step's gradient.
-            if p not in filled:
+            self.now = Flat(self.chunk, grad)
+            return unused
+        for p, view, grad in zip(self.parameters, self.now.views, self.now.grads, strict=True):
+            if p in filled:
+                continue
+            if p.grad is None:
+                # The flat memory still holds the sum of the step before. Without this it would be added in as
+                # this step's gradient.
                 view.zero_()
-                p.grad = grad
+            else:
+                view.copy_(local_of(p.grad))  # which the script has put there itself
+            p.grad = grad
+        return unused
+
+
+def check_dense(p: torch.Tensor) -> None:
+    """Raises UsageError for a gradient that is not dense."""
+    if p.grad is None or p.grad.layout is torch.strided:
+        return
+    raise UsageError(
+        f"a parameter of shape {tuple(p.shape)} got a sparse gradient, which is not summed over workers; make its module "
+        "without sparse=True, and with an optimizer for dense gradients (AdamW for SparseAdam)"
+    )
 
 
 class Gradients(Protocol):
@@ -85,6 +150,12 @@ class Gradients(Protocol):
 
     exact: bool
     """The result does not depend on who computed which micro-batches."""
+
+    @property
+    def layout(self) -> int:
+        """Of 24 bits: the same on workers that train the same parameters."""
+        ...
+
     poison: bool
     """An injected fault: the next bucket to go has a NaN."""
 
@@ -107,6 +178,14 @@ class Gradients(Protocol):
 
     def last(self, group: Group) -> None:
         """The next backward pass is the step's last: buckets may go as soon as they are full."""
+        ...
+
+    def seal(self) -> None:
+        """All of this worker's backward passes are done."""
+        ...
+
+    def check_sealed(self) -> None:
+        """Raises UsageError where the script has changed a gradient since."""
         ...
 
     def flush(self, group: Group) -> None:
@@ -163,15 +242,8 @@ def watch(parameters: list[torch.nn.Parameter], arrived: Callable[[torch.Tensor]
     return hooks
 
 
-class GradientSum(Gradients):
-    """The fast one: autograd adds up the micro-batches, and an all-reduce the replicas.
-
-    The order of the additions, and so the last bits, depend on the world size. The relative error of the whole gradient
-    (its difference from the true sum, over the norm) is at most 1e-6 where the terms do not cancel: as in
-    DistributedDataParallel.
-    """
-
-    exact = False
+class BucketedSum(Gradients):
+    """What both reductions share: which parameters are trained, in which buckets they go, and which of them nobody used."""
 
     def __init__(
         self,
@@ -181,26 +253,109 @@ class GradientSum(Gradients):
     ) -> None:
         """changed: called at every launch and completion: the worker's sign of life. counts: whether a parameter's
         gradient adds to the norm here; with tensor parallelism several workers of a replica may have the same."""
-        chosen = [p for p in parameters if p.requires_grad]
-        self._buckets = [_Bucket(group) for group in grouped(chosen, counts)]
-        for bucket in self._buckets:
-            bucket.counts = counts(bucket.parameters[0])
-        self._bucket_of = {
-            p: (bucket, i) for bucket in self._buckets for i, p in enumerate(bucket.parameters)
-        }
+        self._all, self._counts, self._changed = list(parameters), counts, changed
         self._group: Group | None = None
         self._next = 0
-        self._filled: set[torch.nn.Parameter] = set()
-        self._changed = changed
         self.poison = self._flips = False
-        self._hooks = watch(chosen, self._arrived)
+        self._hooks = ExitStack()
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Which parameters take a gradient may change between two steps, where layers are frozen or thawed."""
+        self._hooks.close()
+        self._takes = [p.requires_grad for p in self._all]
+        self._chosen = [p for p, takes in zip(self._all, self._takes, strict=True) if takes]
+        self._number_of = {p: number for number, p in enumerate(self._chosen)}
+        self._chunks = grouped(self._chosen, self._counts)
+        self._sealed: tuple[list[int], list[int]] | None = None
+        self._fill_buckets(self._chunks)
+        self._hooks = watch(self._chosen, self._arrived)
+
+    def _fill_buckets(self, chunks: list[Chunk]) -> None:
+        raise NotImplementedError
+
+    def _arrived(self, p: torch.Tensor) -> None:
+        raise NotImplementedError
 
     def close(self) -> None:
         self._hooks.close()
 
     def begin(self) -> None:
-        self._group, self._next = None, 0
+        self._group, self._next, self._sealed = None, 0, None
+        # Layers may have been frozen or thawed since. A gradient of theirs would be summed by nobody, and workers would
+        # go on with different parameters.
+        if [p.requires_grad for p in self._all] != self._takes:
+            for p in self._chosen:
+                p.grad = None
+            self._lay_out()
+
+    def seal(self) -> None:
+        self._sealed = self._signs()
+
+    def check_sealed(self) -> None:
+        if self._sealed is None or self._signs() == self._sealed:
+            return
+        # Some buckets are on their way to the others: the change would be in some workers' sum and not in others'.
+        raise UsageError(
+            "a gradient was changed between step.backward() and step.apply(), where it is this worker's part alone and may be "
+            "on its way to the others. Clip by step.apply(optimizer, max_grad_norm=1.0); for anything else that is done with "
+            "the summed gradient use torch's optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: ...), which "
+            "step.apply() calls on every worker"
+        )
+
+    def _signs(self) -> tuple[list[int], list[int]]:
+        """That a gradient is another tensor, or was written into: a bucket's gradients share one count of writes."""
+        grads = [p.grad for p in self._chosen]
+        first = [chunk.parameters[0].grad for chunk in self._chunks if chunk.parameters]
+        return [id(g) for g in grads], [-1 if g is None else g._version for g in first]
+
+    @property
+    def layout(self) -> int:
+        """Of 24 bits; the same on workers whose buckets are the same."""
+        return xxhash.xxh32_intdigest(bytes(self._takes)) >> 8
+
+    def flip(self) -> None:
+        self._flips = True
+
+    def _flag(self, flags: torch.Tensor, unused: Iterable[torch.nn.Parameter]) -> None:
+        """Says which parameters this worker used."""
+        flags.fill_(1)
+        numbers = [self._number_of[p] for p in unused]
+        if numbers:
+            flags[numbers] = 0
+
+    def _leave_alone(self, flags: torch.Tensor, unused: Iterable[torch.nn.Parameter]) -> None:
+        """What nobody used has no gradient. flags: the sum of all workers'. unused: by this one; what one has used,
+        somebody has, so who has used all need not look."""
+        if unused := list(unused):
+            used = (flags > 0).tolist()
+            for p in unused:
+                if not used[self._number_of[p]]:
+                    p.grad = None
+
+
+class GradientSum(BucketedSum):
+    """The fast one: autograd adds up the micro-batches, and an all-reduce the replicas.
+
+    The order of the additions, and so the last bits, depend on the world size. The relative error of the whole gradient
+    (its difference from the true sum, over the norm) is at most 1e-6 where the terms do not cancel: as in
+    DistributedDataParallel.
+    """
+
+    exact = False
+
+    def _fill_buckets(self, chunks: list[Chunk]) -> None:
+        self._buckets = [_Bucket(chunk) for chunk in chunks]
+        self._bucket_of = {
+            p: (bucket, i) for bucket in self._buckets for i, p in enumerate(bucket.parameters)
+        }
+        self._filled: set[torch.nn.Parameter] = set()
+        self._unused: list[torch.nn.Parameter] = []
+
+    def begin(self) -> None:
+        super().begin()
         self._filled.clear()
+        self._unused.clear()
         for bucket in self._buckets:
             # Gradients are dropped and not zeroed: autograd then writes the first one instead of adding to
             # zeros, which saves a pass over memory.
@@ -222,11 +377,12 @@ class GradientSum(Gradients):
 
     def _arrived(self, p: torch.Tensor) -> None:
         assert isinstance(p, torch.nn.Parameter)
+        check_dense(p)
         bucket, index = self._bucket_of[p]
-        if not bucket.direct:
-            view, grad = bucket.grads[index], p.grad
+        if not bucket.chunk.direct:
+            view, grad = bucket.now.grads[index], p.grad
             if grad is not None and grad is not view:
-                bucket.views[index].copy_(local_of(grad))
+                bucket.now.views[index].copy_(local_of(grad))
                 p.grad = view
                 self._filled.add(p)
         if self._group is not None:
@@ -243,14 +399,17 @@ class GradientSum(Gradients):
     def _launch(self, bucket: _Bucket, group: Group) -> None:
         # Filled at the launch and not at the end of the backward pass, so a bucket with an unused parameter
         # delays only itself.
-        bucket.fill(self._filled)
-        if self.poison:
-            bucket.flat[0] = math.nan
+        self._unused += bucket.fill(self._filled)
+        now = bucket.now
+        if bucket.chunk.flags:  # the last one: all others are filled
+            self._flag(now.flags, self._unused)
+        if self.poison and now.body.numel():
+            now.body[0] = math.nan
             self.poison = False
         if self._flips:
-            self._flips = not flip_bit(bucket.flat)
+            self._flips = not flip_bit(now.body)
         if group.size > 1:
-            bucket.work = group.allreduce(bucket.flat)
+            bucket.work = group.allreduce(now.flat)
         self._next += 1
         self._changed()
 
@@ -267,14 +426,13 @@ class GradientSum(Gradients):
                 self._group.wait(bucket.work)
                 self._changed()
             # Scaling and the norm share one pass over memory, in blocks that stay in the cache.
-            squares += scale_and_square(bucket.flat, scale()) * bucket.counts
+            squares += scale_and_square(bucket.now.body, scale()) * bucket.chunk.counts
+        if self._buckets:
+            self._leave_alone(self._buckets[-1].now.flags, self._unused)
         return float(squares)
 
     def clip(self, norm: float, max_norm: float) -> None:
-        clip([bucket.flat for bucket in self._buckets], norm, max_norm)
-
-    def flip(self) -> None:
-        self._flips = True
+        clip([bucket.now.body for bucket in self._buckets], norm, max_norm)
 
     def local_is_finite(self) -> bool:
         return all(p.grad is None or bool(local_of(p.grad).isfinite().all()) for p in self._bucket_of)
@@ -290,11 +448,11 @@ class GradientSum(Gradients):
 
 def grouped(
     parameters: list[torch.nn.Parameter], counts: Callable[[torch.Tensor], bool] = lambda p: True
-) -> list[list[torch.nn.Parameter]]:
-    """Buckets in the order in which the backward pass fills them; of one dtype and device each, and all of their
-    parameters count here or none."""
-    buckets: list[list[torch.nn.Parameter]] = []
-    open_buckets: dict[tuple[torch.dtype, torch.device, bool], tuple[list[torch.nn.Parameter], int]] = {}
+) -> list[Chunk]:
+    """Chunks in the order in which the backward pass fills them; of one dtype and device each, and all of their
+    parameters count here or none. The last one has room for the flags of all."""
+    chunks: list[Chunk] = []
+    open_chunks: dict[tuple[torch.dtype, torch.device, bool], tuple[Chunk, int]] = {}
     # The backward pass runs against the order of registration, so the first bucket fills first and its
     # transfer overlaps with the rest.
     for p in reversed(parameters):
@@ -302,17 +460,27 @@ def grouped(
         size = nbytes_of(p)
         # A small first bucket starts the network early; with a large one it would idle until a fifth of the
         # backward pass is done.
-        limit = FIRST_BUCKET_BYTES if len(buckets) <= 1 else BUCKET_BYTES
+        limit = FIRST_BUCKET_BYTES if len(chunks) <= 1 else BUCKET_BYTES
         if is_large(p):
-            buckets.append([p])
+            chunks.append(Chunk([p], p, counts(p)))
             continue
-        bucket, used = open_buckets.get(key, (None, 0))
-        if bucket is None or used + size > limit:
-            bucket, used = [], 0
-            buckets.append(bucket)
-        bucket.append(p)
-        open_buckets[key] = (bucket, used + size)
-    return buckets
+        chunk, used = open_chunks.get(key, (None, 0))
+        if chunk is None or used + size > limit:
+            chunk, used = Chunk([], p, counts(p)), 0
+            chunks.append(chunk)
+        chunk.parameters.append(p)
+        open_chunks[key] = (chunk, used + size)
+    if not chunks:
+        return []
+    # Where autograd put a large gradient there is no room behind it. When the last chunk goes all gradients are known
+    # to be there, or to be missing: so the flags need no collective of their own.
+    flagged = next((chunk for chunk in reversed(chunks) if not chunk.direct), None)
+    if flagged is None:
+        flagged = Chunk([], parameters[0], counts=False)
+    else:
+        chunks.remove(flagged)
+    flagged.flags = len(parameters)
+    return [*chunks, flagged]
 
 
 def flip_bit(tensor: torch.Tensor) -> bool:

@@ -243,8 +243,10 @@ class Step:
         assert self._left is not None, "`_taken` comes first"
         replica.gradients.after_backward()
         replica.state.buffer_rules.after_micro(self._mine[len(self._mine) - self._left - 1])
-        if last and replica.checks_local:
-            self._check_local()
+        if last:
+            replica.gradients.seal()
+            if replica.checks_local:
+                self._check_local()
         replica.check()
 
     def sum(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -349,6 +351,7 @@ class Step:
         replica.state.guard.before_update(self.index)
         replica.phases.enter(Phase.REDUCE, self.index)
         gradients = replica.gradients
+        gradients.check_sealed()
         if self._sent is None:
             self._say_weight()
         if replica.sharding is not None:
