@@ -72,6 +72,7 @@ def train(
     """A job of one. Each place is called with the things and the number of the step."""
 
     def main(r):
+        things.run = r
         run(r)
         r.protect(**things.protected())
         for step in r.steps(Points(), global_batch=8, micro_batch=4, until=until):
@@ -85,12 +86,6 @@ def train(
             bottom(things, step.index)
 
     hf.start(main)
-
-
-@pytest.fixture(autouse=True)
-def every_step(monkeypatch):
-    """These steps take a millisecond, of which a look takes more than its share."""
-    monkeypatch.setattr(state_guard, "SHARE", 1e9)
 
 
 def average_by_data(things, step):
@@ -205,6 +200,53 @@ def test_a_single_write_of_one_parameter_is_found(index, another, place):
         train(Things(), **{place: once}, until=24)
 
 
+ELEMENTS = {
+    "model.1.weight": lambda things: things.model[1].weight,
+    "model.2.running_var": lambda things: things.model[2].running_var,
+    "average.module.0.bias": lambda things: things.average.module[0].bias,
+    "average.module.2.running_mean": lambda things: things.average.module[2].running_mean,
+    "optimizer.state.2.exp_avg_sq": lambda things: things.optimizer.state[things.model[1].weight][
+        "exp_avg_sq"
+    ],
+    "count.row": lambda things: things.count.row,
+}
+
+
+@pytest.mark.parametrize("path", ELEMENTS)
+@pytest.mark.parametrize("step", [3, 10, 30])
+def test_one_element_that_is_written_once_is_found_in_any_step(path, step):
+    def write(things, at):
+        if at == step:
+            with torch.no_grad():
+                ELEMENTS[path](things).view(-1)[-1] += 1e-6
+
+    network = torch.nn.Sequential(
+        torch.nn.Linear(4, 8), torch.nn.Linear(8, 3), torch.nn.BatchNorm1d(3).requires_grad_(False).eval()
+    )
+    with pytest.raises(
+        StateChanged, match=rf"{path} changed between step {step}'s commit and step {step + 1}:"
+    ):
+        train(Things(network), bottom=write, until=step + 4)
+
+
+def test_what_torch_does_not_count_is_found_when_its_tensor_has_its_turn():
+    network = torch.nn.Sequential(torch.nn.Linear(4, 3), *(torch.nn.Linear(3, 3) for _ in range(39)))
+
+    def write(things, step):
+        if step >= 10:
+            things.model[20].weight.data.mul_(0.999)
+
+    with pytest.raises(StateChanged, match=r"model\.20\.weight changed between step (\d+)'s") as caught:
+        train(Things(network, torch.optim.SGD), bottom=write, until=40)
+    assert int(str(caught.value).split("step ")[1].split("'")[0]) <= 10 + 80 / state_guard.PIECES
+
+
+def test_a_commit_that_somebody_else_makes_is_found():
+    """Moments of more tensors than are looked at in a step have moved with the parameters."""
+    with pytest.raises(StateChanged, match=r"model\.0\.weight changed between step 5"):
+        train(Things(), bottom=lambda things, step: step == 5 and things.optimizer.step(), until=8)
+
+
 def swap(things, step):
     kept = [p.detach().clone() for p in things.model.parameters()]
     with torch.no_grad():
@@ -214,11 +256,35 @@ def swap(things, step):
             p.copy_(old)
 
 
+def swap_where_it_may(things, step):
+    with things.run.relaxed_watchdog():
+        swap(things, step)
+
+
 def swap_by_data(things, step):
     for p, q in zip(things.model.parameters(), things.average.parameters(), strict=True):
         p.data, q.data = q.data, p.data
     for p, q in zip(things.model.parameters(), things.average.parameters(), strict=True):
         p.data, q.data = q.data, p.data
+
+
+@pytest.mark.parametrize("step", [0, 3, 4, 9])
+def test_a_swap_whose_content_nobody_compares_is_told_where_it_goes(step):
+    with pytest.raises(
+        StateChanged, match=r"model\.0\.weight changed .* inside `with run\.relaxed_watchdog\(\):`"
+    ):
+        train(Things(), bottom=lambda things, at: swap(things, at) if at == step else None, until=12)
+
+
+def test_a_swap_that_puts_back_something_else_is_found():
+    def swap_almost(things, step):
+        with things.run.relaxed_watchdog():
+            swap(things, step)
+            if step == 9:
+                list(things.model.parameters())[2].data[1, 2] += 1e-6
+
+    with pytest.raises(StateChanged, match=r"model\.1\.weight changed between step 9's commit and step 10"):
+        train(Things(), bottom=swap_almost, until=12)
 
 
 def evaluate(things, step):
@@ -252,7 +318,8 @@ class Tally(torch.nn.Module):
     ("network", "options", "places"),
     [
         (None, {}, {"bottom": evaluate}),
-        (None, {}, {"bottom": swap}),
+        (None, {}, {"bottom": swap_where_it_may}),
+        (None, {}, {"top": swap_where_it_may}),
         (None, {}, {"top": swap_by_data}),
         (None, {}, {"top": set_rate}),
         (None, {}, {"before": set_rate}),
@@ -451,18 +518,6 @@ def test_an_optimizer_that_calls_the_model_is_refused():
         train(Things(optimizer=torch.optim.LBFGS))
 
 
-def test_where_a_look_takes_longer_than_its_share_only_some_steps_are_looked_at(monkeypatch):
-    monkeypatch.setattr(state_guard, "SHARE", 1e-9)
-    looked = []
-    noted = state_guard._Parameters.note
-    monkeypatch.setattr(
-        state_guard._Parameters, "note", lambda self, *args: (looked.append(1), noted(self, *args))
-    )
-    train(Things(), until=20)
-    modules = 2
-    assert len(looked) == modules * (state_guard.FIRST_LOOKS + 1)
-
-
 def test_also_is_called_once_for_every_step_in_its_order_after_the_scheduler():
     things, called = Things(), []
 
@@ -492,7 +547,9 @@ def test_what_lies_on_an_accelerator_is_added_up_there(change, monkeypatch):
     with pytest.raises(StateChanged, match="between step 0's commit and step 1"):
         train(Things(), bottom=change, until=3)
     things = Things()
-    train(things, bottom=swap, also=lambda: things.average.update_parameters(things.model), until=8)
+    train(
+        things, bottom=swap_where_it_may, also=lambda: things.average.update_parameters(things.model), until=8
+    )
 
 
 @pytest.mark.parametrize(("also", "kind"), [([1.0], "float"), (1.0, "float"), (None, "NoneType")])

@@ -28,6 +28,10 @@ class TrainersAdvice(Advice):
         """The adapter decides what is protected."""
         return None
 
+    def put_back(self) -> str | None:
+        """Evaluations are the trainer's."""
+        return None
+
 
 class LoopAdvice(Advice):
     """For Accelerate, whose script has the loop, and is given the steps."""
@@ -41,3 +45,7 @@ class LoopAdvice(Advice):
         if name.startswith("registered"):
             return "leave it out of register_for_checkpointing if it need not survive"
         return None
+
+    def put_back(self) -> str | None:
+        """Where weights may be written into and put back."""
+        return "inside `with accelerator.run.relaxed_watchdog():`, which compares their content"

@@ -408,7 +408,7 @@ class Run:
         self._known_size = size
         if size == before or not self._resized:
             return
-        with self.relaxed_watchdog():
+        with self._off_step():
             for callback in self._resized:
                 callback(replica.place.world)
 
@@ -418,7 +418,7 @@ class Run:
         if not self._warnings.due():
             return
         # Nobody waits for a worker that was told to leave.
-        with nullcontext() if replica.stopped else self.relaxed_watchdog():
+        with nullcontext() if replica.stopped else self._off_step():
             for call in self._warnings.calls():
                 call()
 
@@ -451,12 +451,22 @@ class Run:
         After `run.mesh()` the work may use the sharded model. A fault in such a call is swallowed, as in a step: the rest
         of the block is skipped, and training continues. Where `run.world.replica` is -1 the results mean nothing.
 
+        Protected modules may be written into here if they are put back, as weights that are swapped for an evaluation are:
+        their content is read before and after the block, which takes some 0.1 s for each GB in host memory.
+
         Raises:
             UsageError: it is used inside `with step`.
+            StateChanged: protected state is not what it was before.
         """
         if self._replica is None:
             yield
             return
+        with self._off_step(), self._replica.state.guard.proving():
+            yield
+
+    @contextmanager
+    def _off_step(self) -> Iterator[None]:
+        assert self._replica is not None
         self._replica.phases.off_step(True)
         try:
             yield

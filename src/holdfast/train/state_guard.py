@@ -6,19 +6,23 @@ script makes elsewhere is therefore made by some workers and not by others, or t
 again. All replicas would agree on the wrong state, so no comparison of replicas finds it. It is looked for without any
 fault, in every step.
 
-Only content proves a change: weights that were swapped for an evaluation and back are no change, nor is what FSDP does
-to its parameters. Reading all content in every step would cost too much. So content is read whole in a job's first steps,
-where a wrong script shows itself, and in the step after a sign of a change: torch counts writes into a tensor, and a new
-tensor lies elsewhere. A sign has a few bytes of each parameter compared at once, which shows a single write of one of them.
-Writes that torch does not count (`.data`, numpy) show in the bytes of one tensor of every object, another one in every step.
+Torch counts the writes into each tensor, and another tensor is another object or lies elsewhere. So every write that torch
+counts is found at the next edge of the step, whatever it wrote: with weights that were swapped for an evaluation and put back
+nothing tells that they are what they were, unless their content was read before. `proving` reads it, around work of the
+script that may do so.
+
+What torch does not count (`.data`, numpy, other libraries' kernels) shows in content alone. All of it is read in a job's first
+steps, where a wrong script shows itself. After that a few bytes of some tensors of every object are compared in every step,
+of others each time: `PIECES` tensors of an object, so that a write which is made in every step to the whole of one of n
+tensors is found within n / PIECES steps. Buffers of little size, and what other objects hold, are compared whole.
 """
 
 from __future__ import annotations
 
 import ctypes
 import itertools
-import time
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,19 +38,22 @@ from holdfast.train.advice import Advice
 from holdfast.train.constants import ADVICE, Constants
 from holdfast.train.state_image import BufferPlace, Protected, persistent_buffers
 
-SHARE = 0.0005
-"""Of the training thread's processor time goes into this at most: where a look takes longer than that, not every step is looked at."""
-
 FIRST_LOOKS = 3
 """So many times at a job's start the content is read, whatever that costs: before step 0, and after steps 0 and 1."""
 
 HEAD_BYTES = 1 << 20
-"""So much of every tensor is read then. After a sign of a change all of it is."""
+"""So much of every tensor is read then."""
 
-WINDOW_BYTES = 4096
+PIECES = 8
+"""Of so many tensors of every object some bytes are compared in a step."""
 
-SAMPLE_BYTES = 16
-"""So much of every parameter is remembered at each commit, and compared where there is a sign."""
+PIECE_BYTES = 64
+
+SMALL_BYTES = 64 << 10
+"""Buffers, and what objects of the script's own hold, are compared whole in every step if they are no more than this."""
+
+MOST_MOMENTS = 2048
+"""Counts of writes of so many tensors of an optimizer are compared in a step, of others in the next one."""
 
 
 class StateGuard:
@@ -81,8 +88,6 @@ class StateGuard:
         self._turn = 0
         self._first_looks = FIRST_LOOKS
         self._on = False
-        self._began_s = self._due_s = 0.0
-        self._spent_s = 0.0
 
     def note(self, committed: int, from_peer: bool = False) -> None:
         """The state is what a commit left, or a transfer brought. from_peer: the job has been training, so others have
@@ -91,21 +96,11 @@ class StateGuard:
         # moment they wait for this worker: reading all of a large state would prolong every recovery.
         if from_peer:
             self._first_looks = 0
-        # The processor's time of this thread: waiting for others is no work of which this could be a share.
-        began_s = time.thread_time()
         self._committed = committed
-        # Whether to look is decided here, once for each step. A look needs what was noted after the commit;
-        # without that `after_step` has nothing to compare with.
-        self._on = self._first_looks > 0 or began_s >= self._due_s
-        if not self._on:
-            return
-        self._began_s = began_s
+        self._on = True
         self._turn += 1
         for watched in self._watched:
-            # Each object looks at another of its tensors in every turn. The cost of a look stays bounded on a
-            # large model, and a change that a script makes in every step is still found within a few turns.
-            watched.note(self._turn, bool(self._first_looks))
-        self._spent_s = time.thread_time() - began_s
+            watched.note(self._turn, bool(self._first_looks), from_peer)
 
     def after_step(self) -> None:
         """The script has left the step and asks for the next one.
@@ -117,10 +112,9 @@ class StateGuard:
             return
         c = self._committed
         when = f"between step {c - 1}'s commit and step {c}" if c else "before step 0"
-        if found := self._look(self._watched, when):
-            raise self._error(
-                *found, when, "some workers would make this change after a fault, and others not"
-            )
+        self._look(
+            self._watched, when, "some workers would make this change after a fault, and others not", True
+        )
 
     def before_update(self, step: int) -> None:
         """The step is about to be reduced.
@@ -130,10 +124,27 @@ class StateGuard:
         """
         if not self._on:
             return
-        when = f"in step {step} before step.apply"
-        if found := self._look(self._in_steps, when):
-            why = "a step that a fault strikes is computed again, and would make this change twice"
-            raise self._error(*found, when, why)
+        why = "a step that a fault strikes is computed again, and would make this change twice"
+        self._look(self._in_steps, f"in step {step} before step.apply", why, False)
+
+    @contextmanager
+    def proving(self) -> Iterator[None]:
+        """Around work between two steps that may write into modules and put back what it wrote, such as an evaluation with
+        other weights. Their content is read before and after it.
+
+        Raises:
+            StateChanged: it differs.
+        """
+        if not self._on:
+            yield
+            return
+        for watched in self._watched:
+            watched.keep_proof()
+        yield
+        # A fault in the block may have begun another generation, whose state was noted since.
+        self.after_step()
+        for watched in self._watched:
+            watched.accept()
 
     def release(self) -> None:
         """The state is about to change, as it may."""
@@ -144,36 +155,31 @@ class StateGuard:
         self._on = False
         for watched in self._watched:
             watched.release()
-        if self._first_looks:
-            self._first_looks -= 1
-        else:
-            # The next look is due when this one's cost is SHARE of the time between. Counted in the processor
-            # time of this thread, so a job that waits for a slow peer looks no more often.
-            self._due_s = self._began_s + self._spent_s / SHARE
+        self._first_looks = max(0, self._first_looks - 1)
 
-    def _look(self, among: list[_Watched], when: str) -> tuple[_Watched, str] | None:
-        """The first that changed, and the path of what did.
-
-        Raises:
-            StateChanged: there is more state than was protected.
+    def _look(self, among: list[_Watched], when: str, why: str, between: bool) -> None:
         """
-        began_s = time.thread_time()
+        Raises:
+            StateChanged: there is more state than was protected, or something that is watched is not as it was noted.
+        """
         if (path := self._added.found()) is not None:
             raise StateChanged(
                 f"{path} was added {when}: a worker that joins later would not have it. Make all parameters, buffers and "
                 "groups of the optimizer before run.steps; freeze what is to be trained only from some step on"
             )
-        found = next(((w, path) for w in among if (path := w.change()) is not None), None)
-        self._spent_s += time.thread_time() - began_s
-        return found
+        for watched in among:
+            if (path := watched.change(between)) is not None:
+                raise self._error(watched, path, when, why)
 
     def _error(self, watched: _Watched, path: str, when: str, why: str) -> StateChanged:
         if isinstance(watched, _Constants):
             return StateChanged(f"{path} was found changed {when}: {watched.remedy}")
         unprotected = self._advice.unprotected(watched.name)
+        put_back = self._advice.put_back() if isinstance(watched, _Parameters) else None
         return StateChanged(
             f"{path} changed {when}: {why}. Put it into the commit: {watched.remedy}"
             + (f"; or {unprotected}" if unprotected else "")
+            + (f". Weights that are swapped for an evaluation are put back {put_back}" if put_back else "")
         )
 
 
@@ -188,7 +194,6 @@ class _Watched:
 
     def __init__(self, name: str, thing: Any, advice: Advice) -> None:
         self.name, self._thing, self._advice = name, thing, advice
-        self._sign = False
         self.release()
 
     def read(self) -> tuple[list[torch.Tensor], Any]:
@@ -207,42 +212,56 @@ class _Watched:
     def release(self) -> None:
         """Forgets what was noted. No tensor is held meanwhile: a `state_dict` may have made it for us."""
         self._digests: list[int] | None = None
-        self._window: tuple[int, int, bytes] | None = None
+        self._proof: list[int] | None = None
+        self._pieces: list[_Piece] = []
 
-    def note(self, turn: int, first: bool) -> None:
-        """Remembers what there is. turn: chooses whose bytes are looked at. first: its content is read."""
+    def note(self, turn: int, first: bool, arrived: bool) -> None:
+        """Remembers what there is. turn: chooses whose bytes are compared. first: its content is read. arrived: it came from
+        another worker."""
         tensors, self._plain = self.read()
-        self._versions, self._pointers = _versions(tensors), [t.data_ptr() for t in tensors]
-        self._limit = None if self._sign else HEAD_BYTES
-        self._digests = self._read_all(tensors) if first or self._sign else None
-        self._window = None if self._digests is not None else _window(tensors, turn)
-        self._sign = False
+        self._signs = _signs(tensors)
+        self._arrived = arrived
+        self._whole = self._is_small(tensors)
+        self._proof = None
+        limit = None if self._whole else HEAD_BYTES
+        self._digests = [_digest(t, limit) for t in tensors] if first or self._whole else None
+        self._pieces = [] if self._digests is not None else list(_pieces(tensors, turn))
 
-    def change(self) -> str | None:
-        """The path of something that is not as it was noted."""
+    def _is_small(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether all of its content is compared in every step."""
+        return False
+
+    def keep_proof(self) -> None:
+        """Reads all content, so that the next look is at that, whatever was written meanwhile."""
+        if not self._whole:
+            self._proof = [_digest(t, None) for t in self.read()[0]]
+
+    def accept(self) -> None:
+        """What it was found to be by its content is what it was noted to be."""
+        self._proof, self._signs = None, _signs(self.read()[0])
+
+    def change(self, between: bool) -> str | None:
+        """The path of something that is not as it was noted. between: at the edge between two steps."""
         tensors, plain = self.read()
         if (path := _difference(self._plain, plain, self.name)) is not None:
             return path
-        if len(tensors) != len(self._pointers):
+        signs = _signs(tensors)
+        if len(signs) != len(self._signs):
             return self.name
-        pointers = [t.data_ptr() for t in tensors]
-        # A sign is no proof: FSDP2 moves its shards, and an evaluation may swap weights and put them back. So
-        # it only makes the next step read all content.
-        if pointers != self._pointers or _versions(tensors) != self._versions:
-            self._sign = True
-        # Content was read at the commit, so content decides, and signs that FSDP2 makes raise nothing.
-        if self._digests is not None:
-            now = self._read_all(tensors)
-            return next((self.path(i) for i, was in enumerate(self._digests) if now[i] != was), None)
-        if self._window is not None:
-            index, start, was = self._window
-            tensor = tensors[index]
-            if not _readable(tensor) or _bytes(tensor, start, len(was)) != was:
-                return self.path(index)
-        return None
+        if self._proof is not None or self._whole:
+            return self._other_content(tensors, self._proof or self._digests or [], None)
+        if self._digests is not None and (path := self._other_content(tensors, self._digests, HEAD_BYTES)):
+            return path
+        if signs != self._signs:
+            if between or (self._digests is None and not self._arrived):
+                return next(self.path(i) for i, was in enumerate(self._signs) if signs[i] != was)
+            # In its first forward pass a module may give its parameters other memory (those of an LSTM for cuDNN), with
+            # the same content.
+            self._signs = signs
+        return next((self.path(piece.index) for piece in self._pieces if piece.changed(tensors)), None)
 
-    def _read_all(self, tensors: list[torch.Tensor]) -> list[int]:
-        return [_digest(t, self._limit) for t in tensors]
+    def _other_content(self, tensors: list[torch.Tensor], was: list[int], limit: int | None) -> str | None:
+        return next((self.path(i) for i, t in enumerate(tensors) if _digest(t, limit) != was[i]), None)
 
 
 class _Parameters(_Watched):
@@ -257,36 +276,20 @@ class _Parameters(_Watched):
         # swaps them back.
         self._held = [local_of(p) for _, p in named]
         self._places = [
-            (f"{at}.{n}" if at else n, module, n, p)
+            (f"{at}.{n}" if at else n, module._parameters, n, p)
             for at, module in thing.named_modules()
             for n, p in module._parameters.items()
             if p is not None
         ]
         super().__init__(name, thing, advice)
 
-    def release(self) -> None:
-        super().release()
-        self._samples: list[bytes | None] = []
-
-    def note(self, turn: int, first: bool) -> None:
-        super().note(turn, first)
-        # Content that is read whole proves more. Each turn takes other bytes.
-        self._turn = turn
-        self._samples = [] if self._digests is not None else [_sample(t, turn) for t in self._held]
-
-    def change(self) -> str | None:
+    def change(self, between: bool) -> str | None:
         # Looked for by identity, since what was replaced is still here, and as it was.
-        for path, module, name, was in self._places:
-            now = module._parameters.get(name)
+        for path, held, name, was in self._places:
+            now = held.get(name)
             if now is not was and not _gathered(now, was):
                 return f"{self.name}.{path}"
-        found = super().change()
-        if found is None and self._sign:
-            # Else a script that writes once, for example at an epoch's end, would never be found: at the next commit
-            # what it wrote is what there is.
-            changed = (i for i, was in enumerate(self._samples) if _sample(self._held[i], self._turn) != was)
-            found = next(map(self.path, changed), None)
-        return found
+        return super().change(between)
 
     def read(self) -> tuple[list[torch.Tensor], Any]:
         return self._held, None
@@ -323,6 +326,10 @@ class _Buffers(_Watched):
     def read(self) -> tuple[list[torch.Tensor], Any]:
         return [at.tensor for at in self._places], None
 
+    def _is_small(self, tensors: list[torch.Tensor]) -> bool:
+        # A forward pass may write what was there before, such as a mask.
+        return sum(at.tensor.nbytes for at in self._places) <= SMALL_BYTES
+
     def path(self, index: int) -> str:
         self._changed = self._places[index]
         return self._changed.path
@@ -342,39 +349,41 @@ class _Buffers(_Watched):
 
 
 class _Optimizer(_Watched):
-    """Its moments, and what it is set to. In a step nobody looks: a script may set the learning rate before each update.
-
-    What changes its moments changes all of them, or parameters too: those of one parameter, another one in every step, are
-    enough for a sign.
-    """
+    """Its moments, and what it is set to. In a step nobody looks: a script may set the learning rate before each update."""
 
     in_steps = False
 
-    def note(self, turn: int, first: bool) -> None:
-        # Moments are twice the size of the model. Reading one parameter's in every step keeps the cost
-        # independent of the model's size.
-        states = max(1, len(self._thing.state))
-        self._only = None if first or self._sign else turn % states
-        super().note(turn + turn // states, first)
+    def note(self, turn: int, first: bool, arrived: bool) -> None:
+        # Moments are several times as many as parameters. Some thousand are as many as may be looked at in a step without
+        # anybody noticing; of more, other ones are looked at in each step.
+        states = self._thing.state
+        count = max(1, MOST_MOMENTS // max(1, len(next(iter(states.values()), ()))))
+        begin = turn * count % max(1, len(states))
+        self._only = (0, None) if first or len(states) <= count else (begin, begin + count)
+        super().note(turn, first, arrived)
 
     def read(self) -> tuple[list[torch.Tensor], Any]:
         plain = [
             {k: v._version if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
             for group in self._thing.param_groups
         ]
-        return [t for _, t in self._moments()], {"param_groups": plain}
+        return [t for _, _, t in self._moments()], {"param_groups": plain}
+
+    def keep_proof(self) -> None:
+        """Nobody swaps moments for an evaluation, and they are twice the size of the parameters."""
 
     def path(self, index: int) -> str:
-        return next(itertools.islice((path for path, _ in self._moments()), index, None), self.name)
+        number, key, _ = next(itertools.islice(self._moments(), index, None), (0, "", None))
+        return f"{self.name}.state.{number}.{key}"
 
-    def _moments(self) -> Iterator[tuple[str, torch.Tensor]]:
-        only = (0, None) if self._only is None else (self._only, self._only + 1)
-        states = self._thing.state.values()
-        for number, state in enumerate(itertools.islice(states, *only), only[0]):
+    def _moments(self) -> Iterator[tuple[int, str, torch.Tensor]]:
+        for number, state in enumerate(
+            itertools.islice(self._thing.state.values(), *self._only), self._only[0]
+        ):
             if isinstance(state, dict):
                 for key, value in state.items():
                     if isinstance(value, torch.Tensor):
-                        yield f"{self.name}.state.{number}.{key}", local_of(value)
+                        yield number, key, local_of(value)
 
     @property
     def remedy(self) -> str:
@@ -388,26 +397,28 @@ class _Constants(_Watched):
     def __init__(self, constants: Constants) -> None:
         self._constants = constants
         # Kept over all commits: no commit may change a constant, either.
-        self._seen: tuple[list[int], list[int]] | None = None
+        self._seen: list[_Sign] | None = None
         super().__init__("run.constant", constants, Advice())
 
     def read(self) -> tuple[list[torch.Tensor], Any]:
         return self._constants.tensors, None
 
-    def note(self, turn: int, first: bool) -> None:
+    def note(self, turn: int, first: bool, arrived: bool) -> None:
         if self._seen is None:
-            self._seen = self._signs()
+            self._seen = _signs(self._constants.tensors)
 
-    def change(self) -> str | None:
-        now = self._signs()
+    def keep_proof(self) -> None:
+        """It has a hash."""
+
+    def accept(self) -> None:
+        """It was noted once."""
+
+    def change(self, between: bool) -> str | None:
+        now = _signs(self._constants.tensors)
         if now == self._seen:
             return None
         self._seen = now
         return self._constants.changed()
-
-    def _signs(self) -> tuple[list[int], list[int]]:
-        tensors = self._constants.tensors
-        return _versions(tensors), [t.data_ptr() for t in tensors]
 
     @property
     def remedy(self) -> str:
@@ -415,12 +426,27 @@ class _Constants(_Watched):
 
 
 class _Other(_Watched):
-    """Anything with a `state_dict`: that alone says what of it is state."""
+    """Anything with a `state_dict`: that alone says what of it is state, and it may make its tensors anew for each call. So
+    their content is read where that is little, and a part of it elsewhere."""
 
     def read(self) -> tuple[list[torch.Tensor], Any]:
         tensors: list[torch.Tensor] = []
         plain = _split(self._thing.state_dict(), tensors)
         return tensors, plain
+
+    def note(self, turn: int, first: bool, arrived: bool) -> None:
+        super().note(turn, first, arrived)
+        again, _ = self.read()
+        # Tensors that are the same in two calls are those that the object holds.
+        self._held = _signs(again) == self._signs
+
+    def change(self, between: bool) -> str | None:
+        if not self._held:
+            self._signs = _signs(self.read()[0])
+        return super().change(between)
+
+    def _is_small(self, tensors: list[torch.Tensor]) -> bool:
+        return sum(t.nbytes for t in tensors) <= SMALL_BYTES
 
     def path(self, index: int) -> str:
         named: list[tuple[str, torch.Tensor]] = []
@@ -464,48 +490,57 @@ def _difference(was: Any, now: Any, path: str) -> str | None:
     return None if was == now or (was != was and now != now) else path
 
 
-def _versions(tensors: list[torch.Tensor]) -> list[int]:
-    """How often torch has written into each."""
+_Sign = tuple[int, int]
+"""How often torch has written into a tensor, and where it lies."""
+
+
+def _signs(tensors: list[torch.Tensor]) -> list[_Sign]:
     try:
-        return [t._version for t in tensors]
+        return [(t._version, t.data_ptr()) for t in tensors]
     except RuntimeError:  # made in inference mode, where torch does not count
-        return [-1 if t.is_inference() else t._version for t in tensors]
-
-
-def _readable(tensor: torch.Tensor) -> bool:
-    return _near(tensor) and tensor.is_contiguous() and tensor.numel() > 0
+        return [(-1 if t.is_inference() else t._version, t.data_ptr()) for t in tensors]
 
 
 def _near(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and not staging.is_far(tensor)
 
 
-def _bytes(tensor: torch.Tensor, start: int, size: int) -> bytes:
-    return ctypes.string_at(tensor.data_ptr() + start, size)
+class _Piece:
+    """Some bytes of one tensor, as they were."""
+
+    def __init__(self, index: int, tensor: torch.Tensor, turn: int) -> None:
+        self.index = index
+        size = min(PIECE_BYTES, tensor.nbytes)
+        # Each time other bytes: in the course of many steps all of them have their turn.
+        self._at = slice(start := turn * PIECE_BYTES % (tensor.nbytes - size + 1), start + size)
+        self._was = self._now(tensor)
+
+    def _now(self, tensor: torch.Tensor) -> bytes | torch.Tensor:
+        if _near(tensor):
+            return ctypes.string_at(tensor.data_ptr() + self._at.start, self._at.stop - self._at.start)
+        return staging.flat(tensor)[self._at].clone()
+
+    def changed(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether they are others now."""
+        tensor = tensors[self.index]
+        if not _readable(tensor):
+            return True
+        now = self._now(tensor)
+        return now != self._was if isinstance(now, bytes) else not torch.equal(now, self._was)  # type: ignore[arg-type]
 
 
-def _window(tensors: list[torch.Tensor], turn: int) -> tuple[int, int, bytes] | None:
-    """Some bytes of one tensor; in the course of many turns all bytes of all."""
-    if not tensors:
-        return None
-    index = turn % len(tensors)
-    tensor = tensors[index]
-    if not _readable(tensor):
-        return None
-    nbytes = tensor.numel() * tensor.element_size()
-    # The turn walks over the tensors first and then over the windows: two steps look at two tensors, and in
-    # the long run every byte has its turn.
-    start = turn // len(tensors) * WINDOW_BYTES % nbytes
-    return index, start, _bytes(tensor, start, min(WINDOW_BYTES, nbytes - start))
+def _readable(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.numel() > 0
 
 
-def _sample(tensor: torch.Tensor, turn: int) -> bytes | None:
-    """A few of its bytes; None where they are not in this process's memory in one piece."""
-    if not _readable(tensor):
-        return None
-    nbytes = tensor.nbytes
-    size = min(SAMPLE_BYTES, nbytes)
-    return _bytes(tensor, turn * SAMPLE_BYTES % (nbytes - size + 1), size)
+def _pieces(tensors: list[torch.Tensor], turn: int) -> Iterator[_Piece]:
+    """Of some tensors, and in each turn of the next ones. Of a GPU's one alone: the host waits for them."""
+    count = len(tensors)
+    near = count > 0 and _near(tensors[0])
+    for number in range(min(PIECES if near else 1, count)):
+        index = (turn * (PIECES if near else 1) + number) % count
+        if _readable(tensors[index]):
+            yield _Piece(index, tensors[index], turn)
 
 
 def _digest(tensor: torch.Tensor, limit: int | None) -> int:
