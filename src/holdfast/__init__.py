@@ -12,16 +12,29 @@ from holdfast.distribution import warn_of_stranger
 
 if TYPE_CHECKING:
     from holdfast import checkpoint, data
+    from holdfast.errors import JobStopped
     from holdfast.protocol.notices import Notice
     from holdfast.train.notices import notice
     from holdfast.train.run import Run, start
     from holdfast.train.scaling import adascale_gain, scale_lr
     from holdfast.train.step import Step
 
-__all__ = ["Notice", "Run", "Step", "adascale_gain", "checkpoint", "data", "notice", "scale_lr", "start"]
+__all__ = [
+    "JobStopped",
+    "Notice",
+    "Run",
+    "Step",
+    "adascale_gain",
+    "checkpoint",
+    "data",
+    "notice",
+    "scale_lr",
+    "start",
+]
 __version__ = "0.1.0"
 
 _HOMES = {
+    "JobStopped": "holdfast.errors",
     "Notice": "holdfast.protocol.notices",
     "notice": "holdfast.train.notices",
     "Run": "holdfast.train.run",

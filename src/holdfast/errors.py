@@ -16,7 +16,7 @@ HoldfastError
 │   ├── GenerationBroken  the coordinator ended the generation
 │   └── CollectiveFailed  a collective with the other replicas failed: evidence, not a verdict
 │       └── StateLost     the state to restore is damaged; another attempt would fail in the same way
-└── JobStopped            the job was asked to stop; `run.steps` ends quietly
+└── JobStopped            the job ends before the last step; raised by `run.steps`, so nothing after the loop runs
 """
 
 
@@ -99,4 +99,10 @@ class StateLost(CollectiveFailed):
 
 
 class JobStopped(HoldfastError):
-    """The job was asked to stop. Raised inside `run.steps`, never seen by a script that iterates it."""
+    """`run.steps` ends here although `until` is not reached: the job was asked to stop (`holdfast stop`, Ctrl-C, a time limit, a
+    preemption), it failed elsewhere, or this worker's node is drained and another one takes its place.
+
+    It leaves the loop, `trainer.train()` and `trainer.fit()`, so that nothing that stands after them takes an unfinished
+    model for a finished one. The state needs no help: it is saved or handed over where it is to go on. At the end of the
+    script it is no error. Catch it for what only the script knows, and raise it again.
+    """

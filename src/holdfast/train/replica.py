@@ -336,7 +336,9 @@ class Replica:
     def _leave(self, order: m.Stop) -> None:
         self._settle(order.apply)
         self.state.leave(order)
-        raise JobStopped("the job was asked to stop")
+        raise JobStopped(
+            "this worker was asked to leave before its first step: the job ends, or needs it no more"
+        )
 
     # ------------------------------------------------------------ a step
 

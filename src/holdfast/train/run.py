@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import sys
 import warnings
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from holdfast.data.batches import DatasetBatches
 from holdfast.data.decoding import is_decoder
-from holdfast.errors import UsageError
+from holdfast.errors import JobStopped, UsageError
 from holdfast.protocol.job import REPLAY_VARIABLE
 from holdfast.protocol.notices import Notice
 from holdfast.train import state_image, torchrun_world, worker
@@ -165,7 +166,7 @@ class Run:
 
     @property
     def stopped(self) -> bool:
-        """Whether the job was asked to stop before its last step."""
+        """Whether training ends before the last step: `steps` raises `JobStopped`, and this tells it in a `finally`."""
         return self._replica is not None and self._replica.stopped
 
     def mesh(self, shard: int = 1, tensor: int = 1, context: int = 1, stage: int = 1) -> DeviceMesh:
@@ -326,7 +327,8 @@ class Run:
     ) -> Iterator[Step]:
         """Yields one `Step` after the other until `until` are committed, each to be used in a `with`.
 
-        A step that a fault struck is yielded again under the same index, unless it could be committed.
+        A step that a fault struck is yielded again under the same index, unless it could be committed. The loop ends normally
+        when all `until` are committed, and not otherwise: what comes after it has a trained model.
 
         Args:
             data: a map-style dataset; its `batch(ids)` is used when it has one, else `data[i]` and
@@ -349,6 +351,7 @@ class Run:
             UsageError: no module is protected, an optimizer trains what is in none, or sizes that do not fit; before
                 anything is computed. A saved state of another global batch, seed or data set.
             StateChanged: protected state changed outside of a commit, or parameters were added.
+            JobStopped: the job ends before that: it was asked to stop, or failed elsewhere, or this worker's node is drained.
         """
         modules = [t for t in self._protected.values() if isinstance(t, torch.nn.Module)]
         if not modules:
@@ -373,6 +376,7 @@ class Run:
             # As a whole path: who checks the record later stands in another folder.
             samples = str(Path(ledger).absolute()) if ledger else ""
             replica = self._enroll(modules, batches.count(), cursor, reduction, until, samples)
+            loss = math.nan
             while not replica.stopped and (replica.state.committed or 0) < until:
                 self._warn(replica)
                 self._tell_size(replica)
@@ -384,14 +388,16 @@ class Run:
                     cursor,
                     on_commit=self._on_commit,
                     replay_every=every,
+                    loss_before=loss,
                 )
                 try:
                     yield self._step
                 # Without this a script that leaves the loop by `break` would look like a worker that is lost,
                 # and the others would recover from it.
                 except GeneratorExit:  # the script left the loop early: on purpose, or by an error
-                    replica.done(stopped=False)
+                    replica.done(stopped=replica.stopped)
                     raise
+                loss = self._step.loss
                 # Before a generation ends here: those who leave with it run no further code of the script's.
                 self._warn(replica)
                 # Before `after_commit`: a generation that ends here hands the state to newcomers, who must
@@ -400,6 +406,11 @@ class Run:
                 replica.after_commit()
             self._warn(replica)  # what came while this worker waited for the order to leave
             replica.done(stopped=replica.stopped)
+            if (done := replica.state.committed or 0) < until:
+                raise JobStopped(
+                    f"training ends after {done} of {until} steps, since the job was stopped, failed elsewhere or needs this "
+                    "worker no more; what stands after the loop is not run"
+                )
         finally:
             batches.close()
 

@@ -63,7 +63,8 @@ class Step:
     Attributes:
         index: number of the step, from 0.
         samples: how many samples were committed before it.
-        loss: global mean loss (sum of losses over sum of weights); NaN until the step is reduced.
+        loss: global mean loss (sum of losses over sum of weights); NaN until the step is reduced. After a fault that dropped
+            the step it is that of the step before, which is the newest that counts: the step is yielded again.
         grad_norm: norm of the global gradient before it was clipped; NaN until the step is reduced.
         skipped: the step is committed without an update, since its gradient is not finite (`skip_nonfinite`).
         scaler: what scales the losses of this step, where a trainer does it and not the script; for `apply`.
@@ -78,12 +79,13 @@ class Step:
         cursor: DataCursor,
         on_commit: Sequence[Callable[[Step], object]] = (),
         replay_every: int = 0,
+        loss_before: float = math.nan,
     ) -> None:
         """on_commit: what the run calls in every commit. replay_every: a micro-batch of one step of so many is computed twice; 0: of
-        none."""
+        none. loss_before: of the step before."""
         self.index = index
         self.samples = cursor.samples
-        self.loss = math.nan
+        self.loss, self._loss_before = math.nan, loss_before
         self.grad_norm = math.nan
         self.skipped = False
         self.scaler: Scaler | None = None
@@ -546,7 +548,10 @@ class Step:
         # wish to end, not a fault.
         if not isinstance(error, Exception) or isinstance(error, UsageError):
             return False
-        return self._replica.recover(self._outcome(), error)
+        swallowed = self._replica.recover(self._outcome(), error)
+        if not self.committed:
+            self.loss = self._loss_before
+        return swallowed
 
     def _say_weight(self) -> None:
         """Tells all what this worker's micro-batches weigh: under "exact" one by one, so that the sum over all of them

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from holdfast import logs
 from holdfast.checkpoint import agent_link
-from holdfast.errors import UsageError
+from holdfast.errors import JobStopped, UsageError
 from holdfast.protocol import messages as m
 from holdfast.protocol.frames import Codec, pack
 from holdfast.protocol.phases import Phase
@@ -291,6 +291,11 @@ def _run_script(start: m.Start, link: Link) -> int:
     except SystemExit as leaving:
         _kept.append(leaving)
         return _exit_code(leaving)
+    except JobStopped as ending:
+        # Not the script's error. Whose it is, if there is one, the coordinator knows.
+        _kept.append(ending)
+        sys.stderr.write(f"holdfast: {ending}\n")
+        return 0
     except BaseException as error:  # noqa: BLE001 - the border of the user's code: report whatever it raised
         _kept.append(error)
         _report(error, link)
