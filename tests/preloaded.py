@@ -118,7 +118,7 @@ def serve(listener: socket.socket, lifeline: int, imported: str) -> None:
     from holdfast.agent import __main__, fork_server, zygote  # noqa: F401 - for its forks
     from holdfast.health.ruleset import catalogue
 
-    zygote.import_modules(imported.split(","))
+    generators = zygote.import_modules(imported.split(","))
     catalogue()
     os.environ["SPT_NOENV"] = (
         "1"  # the name's first change finds the arguments, while the environment is as it began
@@ -144,6 +144,8 @@ def serve(listener: socket.socket, lifeline: int, imported: str) -> None:
                 listener.close()
                 client.close()
                 os.close(lifeline)
+                # What was seeded at an import can only be seen where the import ran.
+                zygote.import_modules = lambda modules: generators
                 _become(fds, environment, folder, mask, home, imported)
             pidfd = os.pidfd_open(pid)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})

@@ -44,11 +44,14 @@ def library() -> None:
 def main(run: hf.Run) -> None:
     if "--library" in sys.argv:
         library()
-    torch.manual_seed(0)
+    if "--unseeded" not in sys.argv:
+        torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(WIDTH, 8)
     ).to(run.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if "--unseeded" in sys.argv:
+        print("begins with", model[0].weight[0, 0].item(), flush=True)
     run.protect(model=model, optimizer=optimizer)
     if "--tell" in sys.argv:
         run.on_resize(said)

@@ -23,7 +23,7 @@ PACKET_BYTES = 65536
 def main() -> int:
     """`python -m holdfast.agent.fork_server FD MODULE,...`: serves until the engine's end of FD closes."""
     channel = socket.socket(fileno=int(sys.argv[1]))
-    zygote.import_modules(sys.argv[2].split(","))
+    generators = zygote.import_modules(sys.argv[2].split(","))
     from holdfast.agent.__main__ import main as agent_main
     from holdfast.health.ruleset import catalogue
 
@@ -67,7 +67,7 @@ def main() -> int:
                 setproctitle(f"holdfast worker of {arguments[0]}")
                 # Before anything else of the agent: here there is one thread and no event loop yet, so a fork
                 # is safe.
-                warm = zygote.fork_zygote()
+                warm = zygote.fork_zygote(generators)
                 setproctitle(f"holdfast.agent {arguments[1]}")
                 code = agent_main([*arguments[1:], f"--lifeline={fds[1]}"], warm)
             except Exception:  # noqa: BLE001 - into the output that the launcher reads, before the process ends

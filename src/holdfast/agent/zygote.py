@@ -19,14 +19,15 @@ from typing import NamedTuple
 
 from holdfast.protocol.frames import pack
 from holdfast.protocol.messages import Warm
+from holdfast.train.random_state import ImportedGenerators
 
 
 def main() -> int:
     """`python -m holdfast.agent.zygote FD MODULE,...`: serves until the agent's end of FD closes."""
     channel = socket.socket(fileno=int(sys.argv[1]))
-    import_modules(sys.argv[2].split(","))
+    generators = import_modules(sys.argv[2].split(","))
     gc.freeze()  # children share these pages; a collection that touches them would copy them
-    return _serve(channel)
+    return _serve(channel, generators)
 
 
 def _import_module(name: str) -> None:
@@ -54,8 +55,11 @@ class Zygote(NamedTuple):
     channel: socket.socket
 
 
-def fork_zygote() -> Zygote:
-    """A zygote out of this process, which has imported everything and has no other thread."""
+def fork_zygote(generators: ImportedGenerators) -> Zygote:
+    """A zygote out of this process, which has imported everything and has no other thread.
+
+    generators: what `import_modules` returned.
+    """
     from holdfast.train.worker import die_with_parent
 
     ours, theirs = socket.socketpair()
@@ -68,10 +72,10 @@ def fork_zygote() -> Zygote:
     # PR_SET_PDEATHSIG is armed only now. If the agent ended before, no signal will come.
     if os.getppid() != parent:
         os._exit(0)
-    os._exit(_serve(theirs))
+    os._exit(_serve(theirs, generators))
 
 
-def _serve(channel: socket.socket) -> int:
+def _serve(channel: socket.socket, generators: ImportedGenerators) -> int:
     """Forks a worker for every request; returns when the agent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the launcher; workers end in order
     # Whoever sends it to all processes of a node means the agent.
@@ -85,7 +89,7 @@ def _serve(channel: socket.socket) -> int:
         if not request:
             return 0
         worker = socket.socket(fileno=fds[0])
-        if _fork(worker):
+        if _fork(worker, generators):
             worker.close()
             continue
         # The worker must not hold the zygote's channel: the zygote ends when the agent's end closes, and the
@@ -96,19 +100,22 @@ def _serve(channel: socket.socket) -> int:
         leave(become(worker))
 
 
-def import_modules(modules: list[str]) -> None:
-    """Imports what workers will need."""
+def import_modules(modules: list[str]) -> ImportedGenerators:
+    """Imports what workers will need; returns the random generators that every fork must seed anew."""
+    generators = ImportedGenerators()
     # A module that asks whether there is a GPU would start CUDA here, and no fork of this process could use it then.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     gc.disable()  # what is imported stays, and looking through it again and again takes long
-    for name in filter(None, modules):
-        _import_module(name)
-        if name == "torch":
-            # The first optimizer imports these; together they cost as much as torch itself.
-            importlib.import_module("torch._dynamo")
-            importlib.import_module("torch.distributed")
-            importlib.import_module("holdfast.train.run")
+    with generators.watching():
+        for name in filter(None, modules):
+            _import_module(name)
+            if name == "torch":
+                # The first optimizer imports these; together they cost as much as torch itself.
+                importlib.import_module("torch._dynamo")
+                importlib.import_module("torch.distributed")
+                importlib.import_module("holdfast.train.run")
     gc.enable()
+    return generators
 
 
 def _receive(channel: socket.socket) -> tuple[bytes, array.array[int]]:
@@ -123,7 +130,7 @@ def _receive(channel: socket.socket) -> tuple[bytes, array.array[int]]:
     return request, fds
 
 
-def _fork(worker: socket.socket) -> bool:
+def _fork(worker: socket.socket, generators: ImportedGenerators) -> bool:
     """Forks twice, so that the worker becomes a child of the agent. True in the zygote, False in the worker."""
     between = os.fork()
     if between:
@@ -142,6 +149,7 @@ def _fork(worker: socket.socket) -> bool:
         os.sched_yield()
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    generators.renew()
     try:
         worker.sendall(pack(Warm(os.getpid())))
     except OSError:
