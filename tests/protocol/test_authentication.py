@@ -1,7 +1,13 @@
-"""A door that cannot go on ends its process: nobody could reach it any more, and nothing would show that."""
+"""A door that cannot go on ends its process: nobody could reach it any more, and nothing would show that. Nor is a member
+pushed out of it by a crowd."""
 
+import contextlib
+import queue
+import socket
 import subprocess
 import sys
+
+from holdfast.protocol import authentication
 
 BROKEN = """
 import socket, threading
@@ -42,3 +48,56 @@ def test_a_mistake_of_ours_costs_one_caller_and_is_said_once():
         ran.stderr
         == "the door: a caller was sent away: ZeroDivisionError('integer division or modulo by zero')\n"
     )
+
+
+HALL = 32
+CROWD = 1500
+
+
+@contextlib.contextmanager
+def served(monkeypatch, **seconds: float):
+    """A door with a hall of HALL callers, through which comes who says one byte; its address, and what came."""
+    monkeypatch.setattr(authentication, "most_unproven", lambda: HALL)
+    for name, value in seconds.items():
+        monkeypatch.setattr(authentication, name, value)
+    server = socket.create_server(("127.0.0.1", 0), backlog=authentication.BACKLOG)
+    address = server.getsockname()
+    entered: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def enter(sock: socket.socket, said: bytes) -> bool:
+        entered.put(said)
+        return False
+
+    door = authentication.Door(server, "the door", lambda said: 1 - len(said), enter)
+    try:
+        yield address, entered
+    finally:
+        door.close()
+
+
+def crowd(address, stack: contextlib.ExitStack) -> None:
+    for _ in range(CROWD):
+        stack.enter_context(socket.create_connection(address))
+
+
+def test_a_crowd_does_not_push_out_who_has_not_had_the_time_to_speak(monkeypatch) -> None:
+    with (
+        served(monkeypatch, SPEAK_S=60.0, HEARD_S=60.0) as (address, entered),
+        contextlib.ExitStack() as strangers,
+    ):
+        # It loses its processor here. Who is let in is seen by the strangers before it.
+        member = strangers.enter_context(socket.create_connection(address))
+        crowd(address, strangers)
+        member.sendall(b"m")
+        assert entered.get(timeout=30) == b"m"
+
+
+def test_a_crowd_delays_who_speaks_at_once_by_a_pause_or_two(monkeypatch) -> None:
+    # With a pause for each hall that the crowd fills, the member's turn would come after 46 s.
+    with (
+        served(monkeypatch, SPEAK_S=1.0, HEARD_S=60.0) as (address, entered),
+        contextlib.ExitStack() as strangers,
+    ):
+        crowd(address, strangers)
+        strangers.enter_context(socket.create_connection(address)).sendall(b"m")
+        assert entered.get(timeout=30) == b"m"

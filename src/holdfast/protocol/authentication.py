@@ -1,7 +1,8 @@
 """The door of a listening socket: everybody is let into the hall at once, and out of it only who proves itself.
 
 A stranger may connect to any port of the job and say nothing, or something endless. So callers are heard side by side, by
-one thread, and what is unproven is bounded: in bytes, in time and in number. No caller waits for another one.
+one thread, and what is unproven is bounded: in bytes, in time and in number. No caller waits for another one, but where a crowd
+leaves no room: then all have the time to begin to speak, and wait for that long outside.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import logging
 import resource
 import selectors
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 from holdfast import logs
 from holdfast.errors import ProtocolError
@@ -22,8 +25,9 @@ HEARD_S = 2.0
 """A caller has so long for all of its first words, however it spreads them."""
 BACKLOG = 4096
 """Connections that the kernel holds for a thread that has not got its turn; it allows `net.core.somaxconn` at most."""
-ROOM_S = 0.05
-"""Without room for another descriptor the door is tried again after so long: nobody tells when there is room again."""
+SPEAK_S = 0.1
+"""After its connection a caller has at least so long to begin, however many others there are: it may lose its processor before it
+has sent anything. The door is shut for as long when nobody may be sent away, or there is nobody who could make room."""
 BATCH = 64
 """So many are let in before those who are in are heard again."""
 READ_BYTES = 4096
@@ -35,6 +39,17 @@ Missing = Callable[[bytearray], int]
 """How many bytes may be read on to the end of the first words; 0: they are whole. Raises when they can be none."""
 Enter = Callable[[socket.socket, bytes], bool]
 """Takes a connection, which does not block, with its first words, and must not wait. False, or an error: it is closed."""
+
+
+@dataclass
+class _Caller:
+    """One who has not proven itself yet."""
+
+    until_s: float
+    """When it is sent away."""
+    safe_until_s: float
+    """Until then it is not sent away for another one."""
+    received: bytearray = field(default_factory=bytearray)
 
 
 class Door:
@@ -54,8 +69,10 @@ class Door:
         self._most = most_unproven()
         # A dict keeps the order of arrival, and all callers have the same time, so the first one is always
         # the next to be sent away. No heap is needed.
-        self._hall: dict[socket.socket, tuple[bytearray, float]] = {}
+        self._hall: dict[socket.socket, _Caller] = {}
         self._shut_until_s: float | None = None
+        self._waited = 0
+        """Of the callers in the kernel's queue, so many had SPEAK_S there: those who came before the door was shut."""
         self._selector = selectors.DefaultSelector()
         self._selector.register(server, selectors.EVENT_READ)
         # A socket and not a flag: the thread sleeps in select, and has to be woken from there.
@@ -102,8 +119,8 @@ class Door:
                 self._hear(key.fileobj)
         now = time.monotonic()
         # Deadlines after events: a caller whose last bytes have just arrived is heard before it is sent away.
-        while self._hall and (oldest := next(iter(self._hall.items())))[1][1] <= now:
-            self._send_away(oldest[0])
+        while self._hall and next(iter(self._hall.values())).until_s <= now:
+            self._send_away(next(iter(self._hall)))
         if self._shut_until_s is not None and now >= self._shut_until_s:
             self._shut_until_s = None
             self._selector.register(self._server, selectors.EVENT_READ)
@@ -111,7 +128,7 @@ class Door:
 
     def _quiet_s(self) -> float | None:
         """Until the next deadline."""
-        until_s = [next(iter(self._hall.values()))[1]] if self._hall else []
+        until_s = [next(iter(self._hall.values())).until_s] if self._hall else []
         until_s += [self._shut_until_s] if self._shut_until_s is not None else []
         return max(0.0, min(until_s) - time.monotonic()) if until_s else None
 
@@ -119,25 +136,26 @@ class Door:
         # Bounded, or a flood of new callers would keep the thread here, and those who are in the hall would
         # never be heard.
         for _ in range(BATCH):
+            if len(self._hall) >= self._most and not self._may_make_room():
+                return self._shut()
             try:
                 sock, _ = self._server.accept()
             except BlockingIOError:
-                return
+                self._waited = 0
+                return None
             except ConnectionAbortedError:
                 continue
             except OSError:
                 # No descriptor or no memory is left, and select would report the same caller again and again. One that
                 # has said nothing makes room: a member of the job speaks at once, so it is a stranger in all likelihood.
-                if self._hall:
-                    self._send_away(next(iter(self._hall)))
-                    continue
-                # Nobody here can make room, and the thread would spin. A short pause costs a legitimate caller 50 ms in
-                # a process that is out of descriptors anyway.
-                self._selector.unregister(self._server)
-                self._shut_until_s = time.monotonic() + ROOM_S
-                return
+                if not self._may_make_room():
+                    return self._shut()
+                self._send_away(next(iter(self._hall)))
+                continue
             sock.setblocking(False)
-            self._hall[sock] = bytearray(), time.monotonic() + HEARD_S
+            now = time.monotonic()
+            self._hall[sock] = _Caller(now + HEARD_S, now if self._waited else now + SPEAK_S)
+            self._waited = max(0, self._waited - 1)
             # Members send their first words with the connection, so they are served in this very call. A
             # crowd that says nothing cannot push them out.
             self._hear(sock)
@@ -145,9 +163,25 @@ class Door:
                 self._selector.register(sock, selectors.EVENT_READ)
             if len(self._hall) > self._most:
                 self._send_away(next(iter(self._hall)))
+        return None
+
+    def _may_make_room(self) -> bool:
+        """Whether the one who has been in the hall for longest has had the time to speak."""
+        return bool(self._hall) and next(iter(self._hall.values())).safe_until_s <= time.monotonic()
+
+    def _shut(self) -> None:
+        """Leaves callers in the kernel's queue for SPEAK_S.
+
+        Afterwards all who are in the hall, and in the queue now, have had that time. So they are let in one after the
+        other without another pause, and a crowd of thousands delays a member by two pauses and not by one for each hall
+        that it fills.
+        """
+        self._waited = _queued(self._server)
+        self._selector.unregister(self._server)
+        self._shut_until_s = time.monotonic() + SPEAK_S
 
     def _hear(self, sock: socket.socket) -> None:
-        received, _ = self._hall[sock]
+        received = self._hall[sock].received
         try:
             while (most := self._missing(received)) > 0:
                 data = sock.recv(min(most, READ_BYTES))
@@ -183,6 +217,12 @@ class Door:
         if not isinstance(error, EXPECTED) and type(error) not in self._blamed:
             self._blamed.add(type(error))
             _log.error("%s: a caller was sent away: %r", self._thread.name, error)
+
+
+def _queued(server: socket.socket) -> int:
+    """Connections that the kernel holds for a listening socket: `tcpi_unacked` of its `struct tcp_info`."""
+    found: int = struct.unpack_from("I", server.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 28), 24)[0]
+    return found
 
 
 def most_unproven() -> int:
