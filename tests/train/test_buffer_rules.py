@@ -183,3 +183,111 @@ def test_an_evaluation_before_the_first_step_leaves_no_trace():
 def test_what_cannot_be_is_refused_with_the_way_out(declared, words):
     with pytest.raises(UsageError, match=words):
         rules_of(Changed(), declared=declared)
+
+
+class Norms(torch.nn.Module):
+    """Running statistics of each kind: averages, cumulative ones, a module that is called twice, and a power iteration."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.slow = torch.nn.BatchNorm1d(4), torch.nn.BatchNorm1d(4, momentum=0.01)
+        self.cumulative = torch.nn.BatchNorm1d(4, momentum=None)
+        self.twice = torch.nn.BatchNorm1d(4)
+        self.instance = torch.nn.InstanceNorm1d(4, track_running_stats=True)
+
+    def forward(self, x):
+        x = self.norm(x) + self.slow(x) + self.cumulative(x)
+        self.instance(x[:, :, None].expand(-1, -1, 3))
+        return self.twice(self.twice(x) * 2 + 1)
+
+
+def inputs(micro):
+    rng = torch.Generator().manual_seed(micro)
+    return torch.randn(8, 4, generator=rng) * (1 + micro) + micro
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("split", [MICROS, 2, 5])
+def test_running_statistics_are_those_of_plain_torch(exact, split):
+    """Of one worker that computes the micro-batches of the global batch one after the other."""
+    plain, ours = Norms(), [Norms(), Norms()]
+    rules = [BufferRules({"model": model}, (), sharded=False, exact=exact) for model in ours]
+    for step in range(3):
+        micros = range(step * MICROS, (step + 1) * MICROS)
+        for micro in micros:
+            plain(inputs(micro))
+        group = Both()
+        for model, rule, mine in zip(ours, rules, (micros[:split], micros[split:]), strict=True):
+            rule.begin(MICROS)
+            for micro in mine:
+                model(inputs(micro))
+                rule.after_micro(micro % MICROS)
+            rule.reduce(group)
+        for rule in rules:
+            rule.commit(False)
+            rule.keep()
+        for model in ours:
+            for (name, expected), found in zip(plain.named_buffers(), model.buffers(), strict=True):
+                torch.testing.assert_close(
+                    found, expected, rtol=2e-6, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+                )
+        assert all(torch.equal(a, b) for a, b in zip(ours[0].buffers(), ours[1].buffers(), strict=True))
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_spectral_norm_keeps_its_vectors_at_norm_1(old):
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(8, 8)
+    if old:
+        model = torch.nn.Sequential(torch.nn.utils.spectral_norm(layer))
+    else:
+        model = torch.nn.Sequential(torch.nn.utils.parametrizations.spectral_norm(layer))
+    rule = BufferRules({"model": model}, (), sharded=False, exact=True)
+    for _ in range(40):
+        rule.begin(MICROS)
+        for micro in range(MICROS):
+            model(torch.randn(2, 8))
+            rule.after_micro(micro)
+        rule.commit(False)
+        rule.keep()
+    assert len(rule.paths) == 2
+    assert all(abs(float(v.norm()) - 1) < 1e-3 for v in model.buffers() if v.dim() == 1)
+    model.eval()
+    model(torch.randn(2, 8))
+    assert abs(float(torch.linalg.matrix_norm(model[0].weight.detach(), 2)) - 1) < 1e-2
+
+
+class Range(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("least", torch.full((2,), float("inf")))
+        self.register_buffer("most", torch.full((2,), float("-inf")))
+
+    def forward(self, x):
+        self.least, self.most = torch.minimum(self.least, x), torch.maximum(self.most, x)
+
+
+def test_ranges_are_those_of_all_micro_batches_and_a_mean_of_them_is_refused():
+    values = torch.tensor([[1.0, 5.0], [-2.0, 7.0], [3.0, -1.0]])
+
+    def step(declared):
+        model = Range()
+        rule = BufferRules({"model": model}, declared, sharded=False, exact=False)
+        rule.begin(3)
+        for micro, value in enumerate(values):
+            model(value)
+            rule.after_micro(micro)
+        rule.reduce(Alone())
+        rule.commit(False)
+        return model
+
+    ranged = step([("min", ("model.least",)), ("max", ("model.most",))])
+    assert torch.equal(ranged.least, values.amin(0))
+    assert torch.equal(ranged.most, values.amax(0))
+    with pytest.raises(UsageError, match=r'model\.least was infinite.*run\.buffers\("min", "model\.least"\)'):
+        step([("mean", ())])
+
+
+def test_an_average_by_sequence_is_for_modules_whose_momentum_is_known():
+    with pytest.raises(UsageError, match=r"for running averages of torch's norms"):
+        BufferRules({"model": Range()}, [("sequence", ())], sharded=False, exact=False)

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 import holdfast as hf
 from holdfast.errors import StateChanged, StateError, UsageError
-from holdfast.train import state_guard, state_image
+from holdfast.train import state_image
 from holdfast.train.constants import NAME, Constants
 from holdfast.train.peer_transfer import DonorServer, Fetch
 
@@ -133,7 +133,6 @@ def train(change=lambda model, step: None, freeze=True, until=6):
 
 
 def test_a_base_that_stays_is_left_alone_and_hashed_twice_in_all(monkeypatch):
-    monkeypatch.setattr(state_guard, "SHARE", 1e9)
     read = []
     reading = Constants._read
     monkeypatch.setattr(Constants, "_read", lambda self: read.append(1) or reading(self))
@@ -162,7 +161,6 @@ def uncounted(model, step):
     ],
 )
 def test_a_change_is_found_in_a_commit_too(change, when, monkeypatch):
-    monkeypatch.setattr(state_guard, "SHARE", 1e9)
     with pytest.raises(StateChanged, match=rf"base\.base\.1\.bias {when}.*run\.constant says"):
         train(change)
 

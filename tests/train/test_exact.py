@@ -41,6 +41,7 @@ class Worker:
         self.gradients = kind(dict.fromkeys(model.parameters()), lambda: None)
         self.norms, self.without = [], []
         self.state = SimpleNamespace(
+            used=SimpleNamespace(check=lambda **_: None, before=self.nothing, after=self.nothing),
             guard=SimpleNamespace(before_update=self.nothing),
             buffer_rules=SimpleNamespace(after_micro=self.nothing, reduce=self.nothing, commit=self.nothing),
         )

@@ -44,6 +44,7 @@ class Replica:
         )
         self.group = SimpleNamespace(channel=SimpleNamespace(send=nothing))
         self.state = SimpleNamespace(
+            used=SimpleNamespace(check=lambda **_: None, before=nothing, after=nothing),
             guard=SimpleNamespace(before_update=nothing),
             buffer_rules=SimpleNamespace(after_micro=nothing, reduce=nothing, commit=nothing),
         )

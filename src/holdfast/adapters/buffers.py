@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import torch
-
 from holdfast.errors import UsageError
 from holdfast.train.advice import Advice
 from holdfast.train.buffer_rules import BufferRule, check_rule
-from holdfast.train.state_image import persistent_buffers
 
 if TYPE_CHECKING:
     from holdfast.train.run import Run
@@ -35,16 +32,8 @@ class Buffers:
         for name, rule in self._rules.items():
             check_rule(rule, advice.buffer(rule, name))
 
-    def declare(self, run: Run, **modules: torch.nn.Module) -> None:
-        """To the run, for these protected modules. Batch norms have the rule "mean" where the user gives no other: DDP takes
-        rank 0's statistics without a word of the script's, so a script for these trainers has none."""
+    def declare(self, run: Run) -> None:
+        """To the run."""
         run.advice = self._advice
-        norms = [
-            at.path
-            for at in persistent_buffers(modules)
-            if isinstance(at.module, torch.nn.modules.batchnorm._NormBase)
-        ]
-        if norms:
-            run.buffers("mean", *norms)
         for name, rule in self._rules.items():
             run.buffers(rule, name)

@@ -1,15 +1,23 @@
 """What becomes of module buffers that a forward pass changes, such as running statistics or the loads of experts.
 
 Each worker's forward passes see other samples, so each would end a step with another value. A rule says what the commit makes
-of them. Under "sum" and "mean" every micro-batch starts from the value that the last commit left, and what each of them
-changed is added up over the micro-batches of the whole global batch. So the value after a step does not depend on how many
+of them. Under "sequence", "sum" and "mean" every micro-batch starts from the value that the last commit left, and what each of
+them changed is added up over the micro-batches of the whole global batch. So the value after a step does not depend on how many
 workers there are, nor on which of them had which micro-batch.
+
+A running average moves by r += m * (x - r) in each forward pass. K of them, one after the other, come to
+r + sum of (1 - m) ** (K - 1 - k) * m * (x[k] - r), for k from 0, and the last factor is what micro-batch k has changed. So
+"sequence" weighs the changes by their place in the global batch, and gives what one worker gets that computes the
+micro-batches in turn. A cumulative average of n values before moves by (x - r) / (n + 1); K of them come to
+r + (n + 1) / (n + K) times the sum of what each has changed.
+
+Torch's own modules that have such buffers get their rule without being named.
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -24,7 +32,7 @@ from holdfast.train.state_image import BufferPlace, Protected, persistent_buffer
 if TYPE_CHECKING:
     from holdfast.train.sharding import Sharding
 
-BufferRule = Literal["restore", "sum", "mean", "own"]
+BufferRule = Literal["restore", "sequence", "sum", "mean", "min", "max", "own"]
 Declared = Sequence[tuple[BufferRule, tuple[str, ...]]]
 """Rules in the order of the script's calls, each with the patterns of the paths that it is for; none: all."""
 
@@ -49,6 +57,7 @@ class BufferRules:
         advice: what errors tell the script to write.
         own: paths of those that each worker keeps for itself.
         paths: of all that have a rule.
+        unnamed: of those that have it without a word of the script's.
     """
 
     def __init__(
@@ -77,14 +86,16 @@ class BufferRules:
         ]
         self.own = tuple(r.at.path for r in found if r.rule == "own")
         self.paths = frozenset(r.at.path for r in found)
+        named = [path for _, patterns in declared for path in fnmatch_all(self.paths, patterns)]
+        self.unnamed = self.paths - set(named)
         self._put = [r for r in found if r.rule != "own"]
-        self._summed = [r for r in found if r.rule in ("sum", "mean")]
+        self._summed = [r for r in found if r.rule in ("sequence", "sum", "mean", "min", "max")]
         for ruled in self._summed:
             _check_summed(ruled, advice, alike)
         self._parts = parts
         # Workers of a replica hold a buffer whole, and those with another shard sum it in another group. A row for
         # each micro-batch makes the order of additions the same in all groups, so they get the same bits.
-        self._exact = exact or sharded
+        self._exact = exact or sharded or any(r.rule in ("min", "max") for r in found)
         self._rows: torch.Tensor | None = None
         self._works: list[Any] = []
         self._lay_out()
@@ -111,8 +122,11 @@ class BufferRules:
         # All buffers at once: a network has hundreds of them, each of a few hundred numbers, so the calls cost
         # more than the sums.
         torch._foreach_copy_(self._flat_views, [r.now for r in self._summed])
-        # An infinity that stays is no change; its difference would be NaN.
+        # An infinity that stays is no change; its difference would be NaN. Of ranges the value itself counts.
         changed = torch.where(self._flat == self._was, 0.0, self._flat - self._was)
+        changed = torch.where(self._is_range, self._flat, changed)
+        if self._averages:
+            changed *= self._weights(changed, self._micro_batches - 1 - micro)
         self._rows[micro if self._exact else 0] += changed
         self.put_back()
 
@@ -158,7 +172,21 @@ class BufferRules:
         total = self._rows[0].clone()
         for row in self._rows[1:]:
             total += row
-        value = self._was + torch.where(self._is_mean, total / (self._micro_batches * self._parts), total)
+        divisor = torch.where(self._is_mean, self._micro_batches * self._parts, 1)
+        divisor = torch.where(self._is_sequence, self._parts, divisor)
+        value = self._was + total / divisor
+        if self._ranged:
+            for rule, fold in (("min", torch.amin), ("max", torch.amax)):
+                for ruled, of in zip(self._summed, self._slices, strict=True):
+                    if ruled.rule == rule:
+                        value[of] = fold(self._rows[:, of], 0)
+        if self._has_infinity and bool(value.isnan().any()):
+            number = next(n for n, of in enumerate(self._slices) if bool(value[of].isnan().any()))
+            path = self._summed[number].at.path
+            raise UsageError(
+                f"{path} was infinite before this step, and from that no change can be told, as the rule "
+                f"{self._summed[number].rule!r} needs; for a range write {self.advice.buffer('min', path)} or 'max'"
+            )
         torch.where(self._is_whole, value.round(), value, out=self._flat)
         with torch.no_grad():
             torch._foreach_copy_([r.now for r in self._summed], self._flat_views)
@@ -176,6 +204,16 @@ class BufferRules:
             with torch.no_grad():
                 torch._foreach_copy_([r.now for r in self._put], [r.kept for r in self._put])
 
+    def _weights(self, changed: torch.Tensor, left: int) -> torch.Tensor:
+        """By what the changes of a micro-batch are multiplied, after which so many are left of the global batch."""
+        # A module may be called several times in a micro-batch, and not at all.
+        counted = torch.where(self._counted_at < 0, 1.0, changed[self._counted_at])
+        before = torch.where(self._counted_at < 0, 0.0, self._was[self._counted_at])
+        decay = self._kept_share ** (counted * left)
+        total = (before + counted) / (before + counted * self._micro_batches)
+        weights = torch.where(self._is_cumulative & (counted > 0), total, decay)
+        return torch.cat([weights, weights.new_ones(1)])[self._average_of]
+
     def _lay_out(self) -> None:
         """Makes the flat tensors in which all summed buffers lie one after the other, as they are now."""
         if not self._summed:
@@ -187,10 +225,44 @@ class BufferRules:
             return torch.tensor([is_it(r) for r in self._summed]).repeat_interleave(sizes).to(device)
 
         self._is_mean = each(lambda ruled: ruled.rule == "mean")
+        self._is_sequence = each(lambda ruled: ruled.rule == "sequence")
+        self._is_range = each(lambda ruled: ruled.rule in ("min", "max"))
+        self._ranged = any(ruled.rule in ("min", "max") for ruled in self._summed)
+        ends = sizes.cumsum(0).tolist()
+        self._slices = [slice(end - size, end) for end, size in zip(ends, sizes.tolist(), strict=True)]
+        # For each running average how fast it forgets, and where it counts its forward passes.
+        self._averages = [number for number, ruled in enumerate(self._summed) if ruled.rule == "sequence"]
+        # An instance norm counts nothing.
+        starts = {
+            id(ruled.at.module): self._slices[n].start
+            for n, ruled in enumerate(self._summed)
+            if ruled.at.name == COUNT
+            and not isinstance(ruled.at.module, torch.nn.modules.instancenorm._InstanceNorm)
+        }
+        chosen = [self._summed[number] for number in self._averages]
+        momenta: list[Any] = [ruled.at.module.momentum for ruled in chosen]
+        self._has_infinity = not bool(
+            torch.cat([r.now.reshape(-1).double() for r in self._summed]).isfinite().all()
+        )
+        self._kept_share = torch.tensor(
+            [1.0 if m is None else 1.0 - m for m in momenta], dtype=torch.float64, device=device
+        )
+        self._is_cumulative = torch.tensor([m is None for m in momenta], device=device)
+        self._counted_at = torch.tensor(
+            [starts.get(id(ruled.at.module), -1) for ruled in chosen], device=device
+        )
+        own = torch.full((len(self._summed),), len(chosen))
+        own[self._averages] = torch.arange(len(chosen))
+        self._average_of = own.repeat_interleave(sizes).to(device)
         self._is_whole = each(lambda ruled: not ruled.now.is_floating_point())
         self._was = torch.zeros(int(sizes.sum()), dtype=torch.float64, device=device)
         self._flat = torch.zeros_like(self._was)
         self._flat_views = _views(self._flat, self._summed)
+
+
+def fnmatch_all(paths: Iterable[str], patterns: tuple[str, ...]) -> list[str]:
+    """Those of the paths that one of the patterns names; no pattern names all."""
+    return [path for path in paths if any(fnmatch.fnmatchcase(path, p) for p in patterns or ("*",))]
 
 
 def _views(flat: torch.Tensor, buffers: Sequence[_Ruled]) -> list[torch.Tensor]:
@@ -208,7 +280,13 @@ def check_rule(rule: str, line: str) -> None:
 def _rules(objects: Protected, declared: Declared, advice: Advice) -> list[tuple[BufferPlace, BufferRule]]:
     """Of every buffer that has one: the last declaration that names it counts."""
     there = {at.path: at for at in persistent_buffers(objects)}
-    found: dict[str, tuple[BufferPlace, BufferRule]] = {}
+    found: dict[str, tuple[BufferPlace, BufferRule]] = {
+        at.path: (at, rule)
+        for name, thing in objects.items()
+        if isinstance(thing, torch.nn.Module) and _is_trained(thing)
+        for at in persistent_buffers({name: thing})
+        if (rule := known_rule(at)) is not None
+    }
     for rule, patterns in declared:
         for pattern in patterns or ("*",):
             named = fnmatch.filter(there, pattern)
@@ -222,12 +300,62 @@ def _rules(objects: Protected, declared: Declared, advice: Advice) -> list[tuple
     return list(found.values())
 
 
+def _is_trained(thing: torch.nn.Module) -> bool:
+    """Whether forward passes are expected to change its buffers. An average's change in commits, and are found elsewhere."""
+    averages = isinstance(thing, torch.optim.swa_utils.AveragedModel)
+    return not averages and any(p.requires_grad for p in thing.parameters())
+
+
+COUNT = "num_batches_tracked"
+
+
+def known_rule(at: BufferPlace) -> BufferRule | None:
+    """Of the modules of torch that change buffers in forward passes; None for all others."""
+    module, name = at.module, at.name
+    if isinstance(module, torch.nn.modules.batchnorm._NormBase):
+        return "sum" if name == COUNT else "sequence"
+    # Vectors of norm 1 of the power iteration, which depend on the weights alone: all micro-batches get the same. Their sum
+    # would grow without bound.
+    if type(module).__name__ == "_SpectralNorm" and name in ("_u", "_v"):
+        return "mean"
+    if name.endswith(("_u", "_v")) and any(
+        type(hook).__name__ == "SpectralNorm" and getattr(hook, "name", "") == name[:-2]
+        for hook in module._forward_pre_hooks.values()
+    ):
+        return "mean"
+    if name in ("min_val", "max_val") and type(module).__name__ in (
+        "MinMaxObserver",
+        "PerChannelMinMaxObserver",
+    ):
+        return "min" if name == "min_val" else "max"
+    return None
+
+
+def advised(at: BufferPlace, advice: Advice) -> str:
+    """What to write for a buffer that a forward pass was seen to change."""
+    path = at.path
+    if at.tensor.dtype is torch.bool:
+        return f"write {advice.buffer('restore', path)} before training (a mask of the step's own)"
+    if not at.tensor.is_floating_point():
+        return f"write {advice.buffer('sum', path)} before training (a count: what all micro-batches add is added up)"
+    return (
+        f"write {advice.buffer('mean', path)} before training for a running average, a range or a direction (the mean of what "
+        f"the micro-batches make of it), {advice.buffer('sum', path)} for a count or a load (what all of them add), or "
+        f"{advice.buffer('restore', path)} for what a step alone uses"
+    )
+
+
 def _check_summed(ruled: _Ruled, advice: Advice, alike: int) -> None:
     path = ruled.at.path
     if is_spread(ruled.at.module._buffers[ruled.at.name], alike):
         raise UsageError(
             f"{advice.buffer(ruled.rule, path)}: it is a DTensor, and workers with different micro-batches hold different parts of "
             f"it, which are not summed; register it as a plain tensor, or give it a rule of its own: {advice.buffer('restore', path)}"
+        )
+    if ruled.rule == "sequence" and not hasattr(ruled.at.module, "momentum"):
+        raise UsageError(
+            f"{advice.buffer(ruled.rule, path)}: this rule is for running averages of torch's norms, whose momentum it knows; "
+            f"give {path} another one: {advice.buffer('mean', path)}"
         )
     if ruled.now.dtype is torch.bool or ruled.now.is_complex():
         raise UsageError(

@@ -13,6 +13,7 @@ from holdfast.protocol import messages as m
 from holdfast.protocol.phases import Phase
 from holdfast.protocol.snapshots import DurableTier, tiers_of
 from holdfast.train import checkpoint_restore, state_image
+from holdfast.train.added_state import UsedState
 from holdfast.train.buffer_rules import BufferRules
 from holdfast.train.constants import NAME as constants_name
 from holdfast.train.constants import Constants
@@ -39,6 +40,7 @@ class HeldState:
         snapshots: copies of it, taken while training goes on.
         buffer_rules: what becomes of buffers that forward passes change.
         sums: checksums of it, for the comparison with others who hold the same.
+        used: what a commit uses besides.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class HeldState:
             buffer_rules.paths,
             constants,
             buffer_rules.advice,
+            buffer_rules.unnamed,
         )
         self._link, self._faults, self._place = link, faults, place
         self.buffer_rules = buffer_rules
@@ -74,6 +77,7 @@ class HeldState:
             )
         self._protected = protected
         self._constants = constants
+        self.used = UsedState(protected)
         self._buffers = ModuleBuffers(state_image.buffers_of(protected))
         self._restorer = StateRestorer(link, protected, sharding, constants)
         self._kept = False
@@ -83,10 +87,6 @@ class HeldState:
     def module_buffers(self) -> list[torch.Tensor]:
         """Those of the protected modules."""
         return state_image.buffers_of(self._protected)
-
-    def protects(self, thing: object) -> bool:
-        """Whether this very object is protected."""
-        return any(thing is other for other in self._protected.values())
 
     @property
     def digest(self) -> str:
@@ -161,9 +161,9 @@ class HeldState:
         Raises:
             StateChanged: something changed since the commit.
         """
+        self.guard.after_step()
         # Before anybody can fetch the state: an evaluation may have run forward passes.
         self.buffer_rules.put_back()
-        self.guard.after_step()
 
     def roll_back(self) -> None:
         """The step is dropped: buffers become what they were before it."""

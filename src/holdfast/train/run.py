@@ -289,14 +289,17 @@ class Run:
     def buffers(self, rule: BufferRule, *names: str) -> None:
         """Says what a commit makes of buffers that forward passes change, such as running statistics or the loads of
         experts. Every protected buffer that a forward pass changes needs a rule; a script without one is told in its first
-        step. Call it before `steps`, alike on every worker; where two calls name a buffer the later one counts.
+        step. Those of torch's batch and instance norms ("sequence") and of spectral norm ("mean") have theirs without a call.
+        Call it before `steps`, alike on every worker; where two calls name a buffer the later one counts.
 
         Args:
-            rule: "mean": every micro-batch starts from the value that the last commit left, and the mean over the
-                micro-batches of the global batch is committed. "sum": in the same way, with the sum of what the
-                micro-batches change. Both give the same at any number of workers (to the last bit under
-                `reduction="exact"` and after `run.mesh()`), and cost one more small reduction, after `run.mesh()` two.
-                "restore": the value before the step is put back. "own": each worker keeps its own, and newcomers take
+            rule: "sequence": a running average of torch's norms becomes what plain torch gets on one worker, which computes the
+                micro-batches of the global batch one after the other. "mean": every micro-batch starts from the value that
+                the last commit left, and the mean over the micro-batches is committed; so a running average or a power
+                iteration moves once in a step, and not once in a micro-batch. "sum": in the same way, with the sum of what the
+                micro-batches change. "min" and "max": of a range that only grows. All five give the same at any number of
+                workers (to the last bit under `reduction="exact"` and after `run.mesh()`), and cost one more small
+                reduction, after `run.mesh()` two. "restore": the value before the step is put back. "own": each worker keeps its own, and newcomers take
                 another's; this alone is left out of the comparison of all replicas at the end.
             names: paths as in the state, `model.1.running_mean`, or patterns with `*`. None: every buffer.
 
@@ -389,6 +392,7 @@ class Run:
                     on_commit=self._on_commit,
                     replay_every=every,
                     loss_before=loss,
+                    warns_of_means=self._step is None and not replica.place.rank,
                 )
                 try:
                     yield self._step

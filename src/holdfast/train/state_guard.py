@@ -35,6 +35,7 @@ from holdfast.tensors.dtensor_shards import local_of
 from holdfast.tensors.tree import buffer_of, pack
 from holdfast.train.added_state import AddedState
 from holdfast.train.advice import Advice
+from holdfast.train.buffer_rules import advised
 from holdfast.train.constants import ADVICE, Constants
 from holdfast.train.state_image import BufferPlace, Protected, persistent_buffers
 
@@ -65,9 +66,12 @@ class StateGuard:
         ruled: Collection[str] = (),
         constants: Constants | None = None,
         advice: Advice | None = None,
+        unnamed: Collection[str] = (),
     ) -> None:
         """ruled: paths of buffers that forward passes may change, since a rule says what becomes of them. constants:
-        what nothing may change, not even a commit. advice: what errors tell the script to write."""
+        what nothing may change, not even a commit. advice: what errors tell the script to write. unnamed: of the ruled ones
+        those whose rule the script has not asked for; it does not expect that what it writes into them between two steps is
+        undone."""
         self._advice = advice = advice or Advice()
         constants = constants or Constants({})
         left_out = constants.left_out(objects)
@@ -77,6 +81,7 @@ class StateGuard:
                 self._watched += [
                     _Parameters(name, thing, advice, left_out.get(name, ())),
                     _Buffers(name, thing, advice, {*ruled, *(f"{name}.{n}" for n in left_out.get(name, ()))}),
+                    _Statistics(name, thing, advice, unnamed),
                 ]
             elif isinstance(thing, torch.optim.Optimizer):
                 self._watched.append(_Optimizer(name, thing, advice))
@@ -341,11 +346,25 @@ class _Buffers(_Watched):
         call = self._advice.commit(
             update if hasattr(self._thing, "update_parameters") else f"update({self.name})"
         )
-        module = self._changed.module
-        averaged = isinstance(module, torch.nn.modules.batchnorm._NormBase)
-        pattern = f"{self._changed.path.rpartition('.')[0]}.*" if averaged else self._changed.path
-        rule = "mean" if averaged else "sum"
-        return f"{call}; if a forward pass changes it, write {self._advice.buffer(rule, pattern)} before training"
+        return f"{call}; if a forward pass changes it, {advised(self._changed, self._advice)}"
+
+
+class _Statistics(_Buffers):
+    """Buffers of torch's own modules, which forward passes of a step may change, and nothing between two steps."""
+
+    in_steps = False
+
+    def __init__(self, name: str, thing: torch.nn.Module, advice: Advice, only: Collection[str]) -> None:
+        super().__init__(name, thing, advice)
+        self._places = [at for at in self._places if at.path in only]
+
+    @property
+    def remedy(self) -> str:
+        assert self._changed is not None
+        return (
+            f"{self._advice.commit(f'update({self.name})')}; if an evaluation has done it, call {self.name}.eval() before; to "
+            f"have such changes undone write {self._advice.buffer('restore', self._changed.path)} before training"
+        )
 
 
 class _Optimizer(_Watched):

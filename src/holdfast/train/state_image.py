@@ -94,6 +94,8 @@ def check_protected(objects: Protected) -> None:
                 f"run.protect({name}=...): {lazy} has no shape before the first forward pass, and workers compare their "
                 "state before it; call the module once with a sample batch before the training"
             )
+        if isinstance(thing, torch.nn.Module):
+            _check_modules(name, thing)
         if isinstance(thing, torch.optim.Optimizer) and _needs_closure(thing):
             raise UsageError(
                 f"run.protect({name}=...): {type(thing).__name__}.step wants a closure and calls it several times, and one "
@@ -117,6 +119,28 @@ def check_optimizers(objects: Protected) -> None:
                         f"{tuple(parameter.shape)}, which is in no protected module. Protect its module as well, and make "
                         "the optimizer after whatever replaces parameters, such as fully_shard"
                     )
+
+
+def _check_modules(name: str, thing: torch.nn.Module) -> None:
+    """Raises UsageError for parts that work otherwise with a step that is a transaction of many workers."""
+    for at, module in thing.named_modules():
+        where = f"run.protect({name}=...): {at or name} is {type(module).__name__}"
+        if getattr(module, "sparse", False) is True:
+            raise UsageError(
+                f"{where} with sparse=True, and sparse gradients are not summed over workers; make it without, and with an "
+                "optimizer for dense gradients (AdamW in place of SparseAdam)"
+            )
+        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.max_norm is not None:
+            raise UsageError(
+                f"{where} with max_norm={module.max_norm}, which writes into its weights in each forward pass, on each worker "
+                "into other rows; make it without, and bound the rows in the commit: step.apply(optimizer, also=lambda: "
+                f"weight.copy_(torch.renorm(weight, {module.norm_type}, 0, {module.max_norm}))), under torch.no_grad()"
+            )
+        if isinstance(module, torch.nn.SyncBatchNorm):
+            raise UsageError(
+                f"{where}, whose collectives are those of torch's world, and at level 2 that is this worker alone: it would "
+                "compute as BatchNorm, without a word; use that, or run the script at level 1"
+            )
 
 
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
@@ -80,15 +81,17 @@ class Step:
         on_commit: Sequence[Callable[[Step], object]] = (),
         replay_every: int = 0,
         loss_before: float = math.nan,
+        warns_of_means: bool = False,
     ) -> None:
         """on_commit: what the run calls in every commit. replay_every: a micro-batch of one step of so many is computed twice; 0: of
-        none. loss_before: of the step before."""
+        none. loss_before: of the step before. warns_of_means: says it where a loss is seen to be a mean."""
         self.index = index
         self.samples = cursor.samples
         self.loss, self._loss_before = math.nan, loss_before
         self.grad_norm = math.nan
         self.skipped = False
         self.scaler: Scaler | None = None
+        self._warns_of_means = warns_of_means
         self._stage = Stage.OPEN
         self._began_s = time.perf_counter()
         self._replica = replica
@@ -172,6 +175,8 @@ class Step:
             self._backward_again(loss)
             return
         last = self._taken("step.backward()")
+        if self._warns_of_means:
+            self._warn_of_mean(loss, weight)
         later = None
         if staging.is_far(loss) and type(loss) is torch.Tensor:
             # Asked for when the backward pass is queued: so the GPU need not wait for the host.
@@ -198,6 +203,17 @@ class Step:
             if last:
                 self._say_weight()
         self._added(last)
+
+    def _warn_of_mean(self, loss: torch.Tensor, weight: float) -> None:
+        if weight == 1.0 or (kind := mean_that_it_is(loss)) is None:
+            return
+        self._warns_of_means = False
+        warnings.warn(
+            f"step.backward(loss, weight={weight:g}) takes a sum of losses, and this loss is a mean ({kind}): divided by the weight "
+            f'once more, its gradient is {weight:g} times too small. Compute it with reduction="sum", or write '
+            "step.backward(loss * weight, weight=weight)",
+            stacklevel=3,
+        )
 
     def pipeline(
         self, schedule: Any, *args: Any, target: Any = None, weight: float = 1.0, **more: Any
@@ -306,7 +322,7 @@ class Step:
 
         Args:
             max_grad_norm: clip the global gradient's norm, as `torch.nn.utils.clip_grad_norm_` does.
-            scheduler: stepped after the optimizer, as part of the commit.
+            scheduler: stepped after the optimizer, as part of the commit. Protected, as the optimizer is.
             also: whatever else changes the protected state in a step, called in this order after the scheduler: an
                 average of the weights, a counter, a second optimizer's `step`. It is part of the commit: every replica
                 calls it exactly once for every committed step, before anybody can fetch the state. That may be after a
@@ -329,6 +345,11 @@ class Step:
                 retries.
         """
         parts = _callables(also)
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise UsageError(
+                "step.apply(scheduler=...): ReduceLROnPlateau steps by a figure, which has to be the same on every worker; "
+                "protect it, and give apply(also=lambda: scheduler.step(step.loss)), or the result of step.sum in place of the loss"
+            )
         if self._left != 0:
             left = "the" if self._left is None else self._left
             raise UsageError(
@@ -342,11 +363,9 @@ class Step:
             )
         replica = self._replica
         scaler = self.scaler if scaler is None else scaler
-        if scaler is not None and not replica.state.protects(scaler):
-            raise UsageError(
-                "step.apply(scaler=...): the scaler is not protected, so a newcomer would have another scale; call "
-                "run.protect(scaler=scaler) with the others before run.steps"
-            )
+        replica.state.used.check(
+            optimizer=optimizer, scheduler=scheduler, scaler=scaler, parts=(*parts, *self._on_commit)
+        )
         self._loss_scale = scale_of(scaler)
         # Before this step can be prepared. A change that the script made elsewhere is refused while the step
         # counts nowhere.
@@ -515,6 +534,8 @@ class Step:
         # An optimizer or an average that draws random numbers must draw the same everywhere, or the replicas
         # would differ from here on.
         seed_generators(micro_seed(self._seed, self.index, self._batches.count()), self._replica.device)
+        used = self._replica.state.used
+        used.before(scheduler)
         # Before anything of the script's: a callback may read the sums, and begin to count anew.
         self._replica.state.buffer_rules.commit(self.skipped)
         # Before the update: a schedule sets the next step's.
@@ -533,6 +554,7 @@ class Step:
             part()
         for call in self._on_commit:
             call(self)
+        used.after(scheduler)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -586,6 +608,25 @@ class Step:
         """After a gradient that was not finite: who brings it in? Costs one pass, in one step."""
         if not self._replica.gradients.local_is_finite():
             raise NonFiniteGradient(f"this rank's own gradient of step {self.index} is not finite", own=True)
+
+
+def mean_that_it_is(loss: torch.Tensor) -> str | None:
+    """What computed the loss, if that is seen to be a mean; None also where it is not known."""
+    node: Any = loss.grad_fn
+    # What leaves a mean a mean, or divides it once more.
+    while node is not None and node.name() in (
+        "ToCopyBackward0",
+        "ViewBackward0",
+        "CloneBackward0",
+        "DivBackward0",
+    ):
+        node = node.next_functions[0][0]
+    if node is None:
+        return None
+    # 1 is at::Reduction::Mean.
+    if node.name().startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == 1:
+        return str(node.name())
+    return None
 
 
 def _learning_rate(optimizer: Any) -> float | None:

@@ -112,7 +112,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc] # it has no typ
             seed: of the order of samples and of the randomness within a step.
             reduction: see `Run.steps`.
             buffers: rules for buffers that forward passes change, by their paths or patterns of these:
-                `{"model.*.loads": "sum"}`. See `Run.buffers`; batch norms have the rule "mean" without being named.
+                `{"model.*.loads": "sum"}`. See `Run.buffers`; torch's norms have their rule without being named.
 
         Raises:
             UsageError: nothing is prepared, a loader whose samples cannot be dealt, or a rule that there is not.
@@ -134,7 +134,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc] # it has no typ
         )
         for wrapper in self._optimizers:
             wrapper.scaler = None  # it would decide by this worker's gradients; the step does by those of all
-        rules.declare(run, **models)
+        rules.declare(run)
         data = shuffled(loader.dataset, workers=loader.num_workers, collate=loader.collate_fn)
         try:
             for step in run.steps(

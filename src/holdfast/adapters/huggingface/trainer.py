@@ -144,7 +144,7 @@ class HoldfastMixin:
             **({} if scaler is None else {"scaler": scaler}),
         )
         run.constant(**self._holdfast_constants())
-        self._holdfast_buffers.declare(run, model=self.model)
+        self._holdfast_buffers.declare(run)
         # Not `also=` of a step: the Trainer counts a step that fp16 has skipped, too.
         run.on_commit(self._holdfast_count_step)
         if self._holdfast_on_commit is not None:
@@ -377,7 +377,7 @@ def wrap(
         trainer: the class; its methods are called as before.
         reduction: "exact": losses and parameters are those of a run on one worker, bit by bit (see `Run.steps`).
         buffers: rules for buffers that forward passes change, by their paths or patterns of these:
-            `{"model.*.loads": "sum"}`. See `Run.buffers`; batch norms have the rule "mean" without being named.
+            `{"model.*.loads": "sum"}`. See `Run.buffers`; torch's norms have their rule without being named.
         on_commit: called with the step in every commit, on every worker: what else changes the model, the optimizer or the
             scheduler. See `Run.on_commit`.
 

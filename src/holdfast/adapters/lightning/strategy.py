@@ -39,7 +39,7 @@ class HoldfastStrategy(SingleDeviceStrategy):
         seed: of the order of samples and of the randomness within a step.
         buffers: rules for buffers that forward passes change, by their paths or patterns of these:
             `{"model.*.loads": "sum"}`, where `model` is the LightningModule. See `Run.buffers`; batch norms have the rule
-            "mean" without being named.
+            their rule without being named.
         on_commit: called with the step in every commit, on every worker: what else changes the module, the optimizer or a
             scheduler. See `Run.on_commit`.
 
@@ -151,7 +151,7 @@ class HoldfastStrategy(SingleDeviceStrategy):
             **schedulers,
             **({} if self.scaler is None else {"scaler": self.scaler}),
         )
-        self._buffers.declare(run, model=trainer.lightning_module)
+        self._buffers.declare(run)
         # Before the user's own callback, which may ask the trainer for its step: it must find the one that is
         # being committed.
         run.on_commit(self._optimization.count_step)
