@@ -295,6 +295,13 @@ def evaluate(things, step):
     things.model.train()
 
 
+def evaluate_alone(things, step):
+    things.model.eval()
+    with torch.no_grad():
+        things.model(torch.randn(5, 4))
+    things.model.train()
+
+
 def norms():
     return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3))
 
@@ -717,7 +724,8 @@ def test_a_mean_with_a_weight_is_told_once(kind, recwarn):
 
 def test_batch_norms_need_no_word_and_what_changes_them_between_steps_is_found():
     things = Things(norms())
-    train(things, bottom=evaluate, also=lambda: things.average.update_parameters(things.model), until=4)
+    things.average.eval()
+    train(things, bottom=evaluate_alone, also=lambda: things.average.update_parameters(things.model), until=4)
     assert int(things.model[1].num_batches_tracked) == 8  # two micro-batches a step
     with pytest.raises(
         StateChanged, match=r"model\.1\.running_mean changed between step 3's .* call model\.eval\(\)"

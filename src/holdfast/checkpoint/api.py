@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -18,11 +19,14 @@ from holdfast.checkpoint import agent_link
 from holdfast.checkpoint.backends import AgentBackend, Backend, StandaloneBackend
 from holdfast.checkpoint.expectation import Expectation
 from holdfast.checkpoint.flatten import flatten
-from holdfast.checkpoint.loading import check, give, read
+from holdfast.checkpoint.loading import Loaded, check, give, read
 from holdfast.checkpoint.located import Located
 from holdfast.checkpoint.tier import parse_tier
 from holdfast.errors import HoldfastError, StateError, UnreadError, UsageError
 from holdfast.tensors import staging
+from holdfast.tensors.loaded import tensors_of
+from holdfast.tensors.wrappers import inside_of, is_wrapper, with_parts
+from holdfast.tensors.writable import has_bytes
 
 _log = logging.getLogger(__name__)
 COPY_BYTES = 16 << 20
@@ -47,8 +51,10 @@ def save(state: Mapping[str, Any], step: int, *, to: str | None = None, overlap:
             `state_dict` and `load_state_dict`.
         step: committed steps.
         to: without a job: `URL[,every=STEPS|10m][,keep=2][,keep-every=STEPS]`; by default $HOLDFAST_CHECKPOINT.
-        overlap: return at once and copy while the next forward and backward pass run; every optimizer waits for it
-            before its next step. Only for states that nothing but an optimizer changes.
+        overlap: copy what optimizers of torch train and keep while the next forward and backward pass run; every optimizer
+            waits for that before its next step. Anything else (buffers, frozen parameters, averaged weights) may change at
+            any time, and is copied before this returns. Where the script writes into a trained parameter during the copy,
+            the snapshot is given up, with a warning.
 
     Returns:
         False when the snapshot was skipped, because memory is short or the one before is still on its way.
@@ -67,13 +73,25 @@ def save(state: Mapping[str, Any], step: int, *, to: str | None = None, overlap:
     if not overlap:
         return backend.put(flat.index, lambda blob: copy_tensors(blob, flat.tensors, ready))
     _hook_optimizers()
+    held = _held(state)
+    owned = {t.data_ptr(): t for t in held}
+    tensors = [t if _is_part(t, owned) else t.to("cpu", copy=True) for t in flat.tensors]
+    versions = [(t, t._version) for t in held if not t.is_inference()]
     # Asked for in the script's thread. From here on the agent knows that a copy is under way, and will not
     # end this process before it is complete.
     fill = backend.begin(flat.index)
 
+    def copy_unchanged(blob: memoryview) -> None:
+        copy_tensors(blob, tensors, ready)
+        if any(t._version != was for t, was in versions):
+            raise StateError(
+                "a trained parameter, or what an optimizer keeps for it, was changed while it was copied, and not by an "
+                "optimizer's step; save with overlap=False, or change it before the save"
+            )
+
     def copy_beside() -> None:
         try:
-            fill(lambda blob: copy_tensors(blob, flat.tensors, ready))
+            fill(copy_unchanged)
         except Exception as error:  # noqa: BLE001 - nobody waits for this thread's errors; training goes on
             _log.warning(f"rank {backend.rank}: no snapshot of step {step}: {error!r}")
 
@@ -95,6 +113,8 @@ def load(
 
     It is read from the nearest tier that has all of it, shard by shard: memory of the node's agent, of another node,
     disk, object store. The number of ranks and the sharding may be others than at its saving.
+
+    All is read and verified, into host memory of the size of this rank's part, before anything of the state is changed.
 
     The ranks of a process group agree on what they load: call it after `init_process_group`. Before it, or without
     one, every rank takes the newest that it can read.
@@ -135,11 +155,11 @@ def load(
         located = _agreed(backend, located, candidates, about)
         if located is None:
             break
-        tensors: list[torch.Tensor] = []
+        loaded: Loaded | None = None
         trouble: HoldfastError | None = None
         try:
             check(state, located, backend.rank)
-            tensors = read(state, located, backend)
+            loaded = read(state, located, backend)
         except HoldfastError as error:
             trouble = error
         lasting = trouble is not None and not isinstance(trouble, UnreadError)
@@ -154,7 +174,8 @@ def load(
                 raise StateError(f"rank {rank}: {why}")
         if not any(why for why, _ in troubles):
             # Only after all ranks have read: `load_state_dict` cannot be undone.
-            give(state, located, backend.rank, tensors)
+            assert loaded is not None
+            give(state, located, loaded)
             backend.loaded(located.step)
             expect_as(located, backend)
             return located.step
@@ -281,9 +302,34 @@ def copy_tensors(blob: memoryview, tensors: Sequence[torch.Tensor], ready: stagi
 
 
 _hooked: list[bool] = []
+_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Optimizers that have waited for a copy, or would have."""
 
 
 def _hook_optimizers() -> None:
     if not _hooked:
         _hooked.append(True)
-        register_optimizer_step_pre_hook(lambda *_: wait_for_copy())
+        register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    wait_for_copy()
+    _stepped.add(optimizer)
+
+
+def _held(state: Mapping[str, Any]) -> list[torch.Tensor]:
+    """What optimizers that wait for a copy train and keep: nothing else changes it in the meantime, if the script leaves it
+    alone. What is in no such optimizer may be written to at any moment, whatever it is: averaged weights are parameters of a
+    module, too."""
+    optimizers = {*_stepped, *(v for v in state.values() if isinstance(v, torch.optim.Optimizer))}
+    held = []
+    for optimizer in optimizers:
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        for _, tensor in tensors_of("", [trained, list(optimizer.state.values())]):
+            held += [inside_of(t) for _, t in with_parts("", tensor) if has_bytes(t) or is_wrapper(t)]
+    return held
+
+
+def _is_part(tensor: torch.Tensor, owned: Mapping[int, torch.Tensor]) -> bool:
+    found = owned.get(tensor.data_ptr())
+    return found is not None and has_bytes(found) and tensor.nbytes <= found.nbytes

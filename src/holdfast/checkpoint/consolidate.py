@@ -26,7 +26,7 @@ from holdfast.checkpoint.regions import Region, read_regions
 from holdfast.errors import StateError, UsageError
 from holdfast.tensors.dtensor_shards import Leaf
 from holdfast.tensors.index import TensorSpec
-from holdfast.tensors.tree import dtype_of, leaves, pack
+from holdfast.tensors.tree import Apart, dtype_of, leaves, pack
 
 RANK_NAME = re.compile(r"rank-(\d+)")
 Plain = bool | int | float | str | None
@@ -93,6 +93,10 @@ class Merged:
             kind, value = tree
             if kind == "d":
                 return [kind, [[key, shortened(part)] for key, part in value]]
+            if kind == "w":
+                return [kind, [value[0], [[at, shortened(part)] for at, part in value[1]]]]
+            if kind == "p":
+                return [kind, [value[0], shortened(value[1])]]
             return [kind, [shortened(part) for part in value] if kind in ("l", "t") else short(value)]
 
         return Merged(
@@ -148,7 +152,8 @@ def merge(located: Located, only: str = "", seen: Seen = lambda nbytes: None) ->
 
 
 def build(tree: Tree, leaf: Callable[[str, Any], Any]) -> Any:
-    """The nested state of a tree; leaf(kind, name) gives what is at its leaves.
+    """The nested state of a tree; leaf(kind, name) gives what is at its leaves. A tensor that is made of others stays apart:
+    its class need not be here.
 
     Raises:
         StateError: no such tree.
@@ -161,6 +166,10 @@ def build(tree: Tree, leaf: Callable[[str, Any], Any]) -> Any:
             return [build(v, leaf) for v in value]
         case "t":
             return tuple(build(v, leaf) for v in value)
+        case "w":
+            return Apart(kind, value[0], {at: build(v, leaf) for at, v in value[1]})
+        case "p":
+            return Apart(kind, value[0], build(value[1], leaf))
         case "T" | "x":
             return leaf(kind, value)
         case _:
@@ -260,15 +269,21 @@ class _State:
 
 
 def _kept(tree: Any, path: str, names: Mapping[str, tuple[str, str]], only: str) -> Tree | None:
-    """A list of which only some is kept becomes a dict by number, so that paths stay what they are."""
+    """A list of which only some is kept becomes a dict by number, so that paths stay what they are; a tensor of whose parts
+    only some are kept becomes a dict of these."""
     kind, value = tree
-    if kind not in ("d", "l", "t"):
+    if kind == "p":
+        shard = _kept(value[1], path, names, only)
+        return shard if shard is None or shard[0] != "w" else [kind, [value[0], shard]]
+    if kind not in ("d", "l", "t", "w"):
         return [*names[path]] if path in names else None
-    pairs = value if kind == "d" else list(enumerate(value))
+    pairs = value if kind == "d" else value[1] if kind == "w" else list(enumerate(value))
     parts = [(key, _kept(part, f"{path}.{key}", names, only)) for key, part in pairs]
     kept = [[key, part] for key, part in parts if part is not None]
     if not kept and not path.startswith(only):
         return None
+    if kind == "w" and len(kept) == len(parts):
+        return [kind, [value[0], kept]]
     # Never closed up: in a shorter list the numbers of the entries behind the gap, and so their names, would
     # change.
     if kind == "d" or len(kept) < len(parts):
@@ -330,6 +345,10 @@ def _shifted(tree: Any, by: int) -> Any:
             return ["d", [[k, _shifted(v, by)] for k, v in value]]
         case "l" | "t":
             return [kind, [_shifted(v, by) for v in value]]
+        case "w":
+            return [kind, [value[0], [[at, _shifted(v, by)] for at, v in value[1]]]]
+        case "p":
+            return [kind, [value[0], _shifted(value[1], by)]]
         case _:
             return tree
 

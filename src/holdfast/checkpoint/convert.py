@@ -13,6 +13,9 @@ ranks' states differ, and null for a part that is as on rank 0.
 `rank-0`, `rank-1` and so on. Tensors that they share are in the file once.
 
 What `torch.distributed.checkpoint` saved is flat: its storage is not told of the nesting.
+
+A tensor that is made of others, such as a quantized moment, is exported as those: in safetensors by their dotted names, in
+a file of torch.save as a dict of them. What makes it one tensor again is in `nesting`, or in the dict under `holdfast.wrapper`.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ from holdfast.checkpoint.located import find_in_archive
 from holdfast.errors import HoldfastError, StateError, TierError, UsageError
 from holdfast.protocol import units
 from holdfast.protocol.snapshots import Shard
-from holdfast.tensors.tree import buffer_of
+from holdfast.tensors.tree import Apart, buffer_of
 
 VALUES = "values.json"
 VALUES_FORMAT = 1
@@ -227,7 +230,36 @@ def _to_json(value: Any) -> Any:
 
 def _nested(tree: Mapping[str, Tree], leaf: Callable[[str, Any], Any]) -> dict[str, Any]:
     """Of equal strings one object: pickle writes an object once, so that equal states make equal files."""
-    return {sys.intern(name): _with_interned_keys(build(part, leaf)) for name, part in tree.items()}
+    return {
+        sys.intern(name): _with_interned_keys(_as_dicts(build(part, leaf))) for name, part in tree.items()
+    }
+
+
+WRAPPER = "holdfast.wrapper"
+"""The key under which a dict of a file of torch.save says that it stands for a tensor that is made of others."""
+
+
+def _as_dicts(value: Any) -> Any:
+    """The nested state with a dict for every tensor that is made of others."""
+    if isinstance(value, Apart):
+        inner = value.value if value.kind == "w" else {"shard": value.value}
+        return {**{at: _as_dicts(part) for at, part in inner.items()}, WRAPPER: [value.kind, value.about]}
+    if isinstance(value, dict):
+        return {k: _as_dicts(v) for k, v in value.items()}
+    return type(value)(map(_as_dicts, value)) if isinstance(value, list | tuple) else value
+
+
+def _from_dicts(value: Any) -> Any:
+    """The opposite of `_as_dicts`."""
+    if isinstance(value, dict):
+        inner = {k: _from_dicts(v) for k, v in value.items() if k != WRAPPER}
+        if WRAPPER not in value:
+            return inner
+        kind, about = value[WRAPPER]
+        if kind not in ("w", "p") or not isinstance(about, dict):
+            raise ValueError(f"no such kind: {kind!r}")
+        return Apart(kind, about, inner if kind == "w" else inner["shard"])
+    return type(value)(map(_from_dicts, value)) if type(value) in (list, tuple) else value
 
 
 def _with_interned_keys(value: Any) -> Any:
@@ -318,7 +350,13 @@ def read_portable(source: Path) -> list[dict[str, Any]]:
     if source.is_dir() or source.name.endswith((safetensors_io.SUFFIX, safetensors_io.INDEX_SUFFIX)):
         _need_library()
         return _with_values(safetensors_io.read_files(source), source)
-    state = _load_torch(source)
+    try:
+        state = _from_dicts(_load_torch(source))
+    except (KeyError, ValueError, TypeError) as error:
+        raise UsageError(
+            f"{source}: what stands there for a tensor that is made of others ({WRAPPER}) was changed: export it again "
+            f"({error!r})"
+        ) from error
     ranks = [name for name in state if RANK_NAME.fullmatch(name)]
     if not ranks:
         return [state]

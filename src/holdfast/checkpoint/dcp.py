@@ -38,10 +38,11 @@ from holdfast.checkpoint.api import backend_for, copy_tensors, expect_as, wait_f
 from holdfast.checkpoint.flatten import inlined
 from holdfast.checkpoint.located import Located
 from holdfast.checkpoint.regions import Region, read_regions
-from holdfast.errors import StateError, TierError, UnreadError
-from holdfast.tensors import staging
+from holdfast.errors import StateError, TierError, UnreadError, UsageError
+from holdfast.tensors import staging, writable
 from holdfast.tensors.index import Index, TensorSpec
 from holdfast.tensors.tree import dtype_of, leaves, unpack
+from holdfast.tensors.wrappers import inside_of, is_wrapper
 
 _log = logging.getLogger(__name__)
 BYTES = "bytes"
@@ -91,6 +92,7 @@ class TieredWriter(StorageWriter):
 
         Raises:
             TierError: there was no memory for it; the message says why.
+            UsageError: a tensor that is made of others, or one that could not be restored.
         """
         wait_for_copy()
         # The id's number wins, since a user who writes `step-100` means it. Every rank computes the same,
@@ -254,7 +256,8 @@ class TieredReader(StorageReader):
             dtype = dtype_of(spec)
             # Read in place where that is possible: a staging tensor for each item would take the memory of
             # the state a second time.
-            direct = target.device.type == "cpu" and target.dtype == dtype
+            plain = is_wrapper(target) or not writable.is_expanded(target)
+            direct = target.device.type == "cpu" and target.dtype == dtype and plain
             into = target if direct else torch.empty(tuple(item.lengths), dtype=dtype)
             regions.append(Region(owner, spec, tuple(item.storage_offsets), into))
             targets.append((item, target, into))
@@ -263,8 +266,11 @@ class TieredReader(StorageReader):
             read_regions(located, regions, seen=seen)
         with torch.no_grad():
             for item, target, into in targets:
-                if into is not target:
+                if into is not target and is_wrapper(target):
                     target.copy_(into)
+                elif into is not target:
+                    writable.check_source(item.storage_index.fqn, target, into)
+                    writable.overwrite(target, into)
                 planner.commit_tensor(item, target)
         for item, data in streams:
             # The planner unpickles whatever it is given, and a checkpoint may come from anywhere. So its
@@ -341,6 +347,13 @@ def _resolve(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
         assert isinstance(data, io.BytesIO)
         return torch.frombuffer(bytearray(data.getbuffer()), dtype=torch.uint8)
     assert isinstance(data, torch.Tensor)
+    inside = inside_of(data)
+    if is_wrapper(inside):
+        raise UsageError(
+            f"{item.index.fqn}: a {type(inside).__name__} is made of other tensors, and torch.distributed.checkpoint has one "
+            "entry for it: save it with holdfast.checkpoint.save, or put what it is made of into the state"
+        )
+    writable.check(item.index.fqn, inside)
     return data.detach()
 
 

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from holdfast.checkpoint.flatten import SMALL_BYTES
 from holdfast.tensors.dtensor_shards import local_of
+from holdfast.tensors.wrappers import parts_of
 
 MOST_DEEP = 8
 """So deep a state is looked into: lists and dicts may contain themselves."""
@@ -100,6 +101,9 @@ def _owned(owner: torch.nn.Module | torch.optim.Optimizer) -> Iterable[torch.Ten
 
 def _saved_bytes(tensor: torch.Tensor) -> int:
     """Of the blob; smaller tensors go with the plain values, see `flatten`."""
-    local = local_of(tensor)
-    nbytes = local.numel() * local.element_size()
-    return nbytes if nbytes > SMALL_BYTES or isinstance(tensor, DTensor) else 0
+    total = 0
+    for _, part in parts_of("", tensor):
+        local = local_of(part)
+        nbytes = local.numel() * local.element_size()
+        total += nbytes if nbytes > SMALL_BYTES or isinstance(part, DTensor) else 0
+    return total

@@ -11,9 +11,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast.errors import UsageError
+from holdfast.tensors import writable
 from holdfast.tensors.dtensor_shards import Leaf, piece_of
 from holdfast.tensors.index import Index, TensorSpec
-from holdfast.tensors.tree import pack, unpack
+from holdfast.tensors.loaded import check_restorable
+from holdfast.tensors.tree import Placing, no_mesh, pack, unpack
 
 SMALL_BYTES = 8 << 10
 """Smaller tensors (states of random generators and the like) go with the plain values, so that ranks that differ in
@@ -37,10 +39,14 @@ def flatten(state: Mapping[str, Any], step: int) -> Flat:
     """Takes a state apart. Nothing is copied; tensors may be on any device.
 
     Raises:
-        UsageError: a value that is neither plain nor a tensor, with its path.
+        UsageError: a value that is neither plain nor a tensor, or a tensor that could not be restored, with its path.
     """
     tensors: list[tuple[str, torch.Tensor]] = []
-    tree = {name: pack(plain(value), name, tensors) for name, value in state.items()}
+    tree = {}
+    for name, value in state.items():
+        part = plain(value)
+        check_restorable(name, value, part)
+        tree[name] = pack(part, name, tensors)
     # A path names a tensor when it is loaded, and for other sharding it is the only name. Two of one path
     # would be saved, and one of them loaded twice.
     twice = [path for path, count in Counter(path for path, _ in tensors).items() if count > 1]
@@ -107,9 +113,9 @@ def inlined(leaf: list[Any]) -> Any:
     return value.view(getattr(torch, dtype)).reshape(tuple(shape))
 
 
-def rebuild(tree: Any, tensors: list[Any]) -> Any:
-    """The state from its tree, with these tensors at its leaves."""
-    return unpack(tree, tensors, inlined)
+def rebuild(tree: Any, tensors: list[Any], placing: Placing = no_mesh) -> Any:
+    """The state from its tree, with these tensors at its leaves. placing: makes a DTensor of a shard that is a wrapper."""
+    return unpack(tree, tensors, inlined, placing)
 
 
 def _strided(path: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -118,10 +124,7 @@ def _strided(path: str, tensor: torch.Tensor) -> torch.Tensor:
     Raises:
         UsageError: it is none: sparse, quantized, without data, or a piece of a kind that is not known here.
     """
-    piece = hasattr(tensor, "local_shards")
-    if piece or tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
-        what = type(tensor).__name__ if piece else f"{tensor.layout} {tensor.dtype} tensor on {tensor.device}"
-        raise UsageError(f"{path}: a {what} cannot be saved; save a dense tensor or a DTensor")
+    writable.check(path, tensor)
     return tensor.detach().resolve_conj().resolve_neg()
 
 
@@ -141,6 +144,11 @@ def _final(tree: Any, path: str, kept: Mapping[int, int], small: Mapping[int, li
             return ["d", [[_key(k, path), _final(v, f"{path}.{k}", kept, small)] for k, v in value]]
         case "l" | "t":
             return [kind, [_final(v, f"{path}.{i}", kept, small) for i, v in enumerate(value)]]
+        case "w":
+            about, parts = value
+            return [kind, [about, [[at, _final(v, f"{path}.{at}", kept, small)] for at, v in parts]]]
+        case "p":
+            return [kind, [value[0], _final(value[1], path, kept, small)]]
         case _:
             return _exact(value, path)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,15 +14,20 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.tensor import DTensor
 
 from holdfast.checkpoint.backends import Backend
-from holdfast.checkpoint.flatten import LARGE, leaf_of, plain, rebuild
+from holdfast.checkpoint.flatten import LARGE, plain, rebuild
 from holdfast.checkpoint.located import Located
 from holdfast.checkpoint.regions import Region, read_regions
 from holdfast.errors import StateError, TierError, UnreadError, UsageError
-from holdfast.tensors.dtensor_shards import Leaf
+from holdfast.tensors import writable
+from holdfast.tensors.dtensor_shards import Leaf, like, piece_of
 from holdfast.tensors.index import Index, TensorSpec
-from holdfast.tensors.tree import dtype_of, leaves, pack
+from holdfast.tensors.loaded import check_fits, overwrite, tensors_of
+from holdfast.tensors.loaded import load as load_into
+from holdfast.tensors.tree import dtype_of, leaves, pack, shards_of_wrappers, within_wrappers, wrapped
+from holdfast.tensors.wrappers import shard_of
 
 MOST_DIFFERENCES = 20
 
@@ -47,6 +53,7 @@ def compare(state: Mapping[str, Any], located: Located, rank: int) -> list[str]:
         mine = _leaves(name, value)
         theirs = _saved_leaves(name, index)
         _let_plain_be(mine, theirs)
+        _let_parts_be(mine, theirs, index)
         differences += [f"{p}: is not in the checkpoint" for p in mine if p not in theirs]
         differences += [f"{p}: is only in the checkpoint" for p in theirs if p not in mine]
         differences += [
@@ -54,7 +61,7 @@ def compare(state: Mapping[str, Any], located: Located, rank: int) -> list[str]:
             for path in mine
             if path in theirs and mine[path] != theirs[path]
         ]
-    return differences
+    return differences + _other_shards(state, index)
 
 
 def _is_strict(value: Any) -> bool:
@@ -76,7 +83,20 @@ def _leaves(name: str, value: Any) -> dict[str, Kind]:
     tensors: list[tuple[str, torch.Tensor]] = []
     tree = pack(plain(value), name, tensors)
     kinds: dict[str, Kind] = {path: None for path, kind, _ in leaves(tree, name) if kind == "x"}
-    return kinds | {path: (str(t.dtype)[6:], tuple(t.shape)) for path, t in tensors}
+    return kinds | {path: (str(t.dtype)[6:], tuple(t.shape)) for path, t in tensors} | _wrappers(name, tree)
+
+
+def _wrappers(name: str, tree: Any) -> dict[str, Kind]:
+    """The tensors of a tree that are made of others."""
+    return {path: _wrapper_kind(part) for path, part in wrapped(tree, name)}
+
+
+def _wrapper_kind(tree: Any) -> Kind:
+    kind, (about, inner) = tree
+    if kind == "p":
+        return _wrapper_kind(inner)
+    settings = "" if about["context"] == ["x", None] else f" {about['context']}"
+    return about["class"].rpartition(":")[2] + settings, tuple(about["shape"])
 
 
 def _let_plain_be(mine: dict[str, Kind], theirs: dict[str, Kind]) -> None:
@@ -86,6 +106,39 @@ def _let_plain_be(mine: dict[str, Kind], theirs: dict[str, Kind]) -> None:
         for path in [p for p, kind in one.items() if kind is None and other.get(p) is None]:
             del one[path]
             other.pop(path, None)
+
+
+def _let_parts_be(mine: dict[str, Kind], theirs: dict[str, Kind], index: Index) -> None:
+    """What a wrapper is made of may come and go, as a scale that is computed ahead. A wrapper of the same class takes it."""
+    parts = within_wrappers(index)
+    wrappers = [path for path, kind in mine.items() if kind is not None and theirs.get(path) == kind]
+    for one, other in ((mine, theirs), (theirs, mine)):
+        for path in [p for p in one if p not in other]:
+            if path in parts or any(path.startswith(f"{wrapper}.") for wrapper in wrappers):
+                del one[path]
+
+
+def _other_shards(state: Mapping[str, Any], index: Index) -> list[str]:
+    """Shards that are made of other tensors, and cannot be cut anew."""
+    outer = _outer(state) if any(True for _ in shards_of_wrappers(index)) else {}
+    differences = []
+    for lies in shards_of_wrappers(index):
+        model = outer.get(lies["path"])
+        if not isinstance(model, DTensor):
+            why = "there is no DTensor here to say where; give the optimizer its state first"
+        elif shard_of(lies["path"], model) != lies:
+            why = "here it lies otherwise; start with the sharding of the save"
+        else:
+            continue
+        differences.append(
+            f"{lies['path']}: a shard at {lies['start']} of {lies['shape']} in the checkpoint: {why}"
+        )
+    return differences
+
+
+def _outer(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of a state by their paths, wrappers as they are."""
+    return dict(at for name, value in state.items() for at in tensors_of(name, plain(value)))
 
 
 def _other_groups(name: str, optimizer: torch.optim.Optimizer, index: Index) -> list[str]:
@@ -113,7 +166,7 @@ def _saved_leaves(name: str, index: Index) -> dict[str, Kind]:
             kinds[path] = (spec.dtype, spec.global_shape or spec.shape)
         else:
             kinds[path] = None
-    return kinds
+    return kinds | _wrappers(name, index.tree[name])
 
 
 def _own_head(located: Located, rank: int) -> Index:
@@ -132,11 +185,24 @@ def check(state: Mapping[str, Any], located: Located, rank: int) -> None:
         )
 
 
-def read(state: Mapping[str, Any], located: Located, backend: Backend) -> list[torch.Tensor]:
-    """Reads everything that this rank needs; tensors that are there are filled.
+@dataclass(frozen=True)
+class Loaded:
+    """What was read, and not yet given to anybody."""
+
+    parts: dict[str, Any]
+    """By name, what was saved of it. The tensors in it are the live ones where there are such, not yet written to."""
+    late: list[tuple[str, torch.Tensor, torch.Tensor]]
+    """Path, live tensor, and what is to be written into it."""
+
+
+def read(state: Mapping[str, Any], located: Located, backend: Backend) -> Loaded:
+    """Reads everything that this rank needs. Nothing of the state is changed: the ranks may agree on another checkpoint.
+
+    Memory: that of this rank's part of the state, in the host.
 
     Raises:
         UsageError: a tensor of which it cannot be known what is needed.
+        StateError: a live tensor that cannot be written to, as it was saved.
         UnreadError: no source has all of it.
     """
     rank = backend.rank
@@ -145,9 +211,10 @@ def read(state: Mapping[str, Any], located: Located, backend: Backend) -> list[t
     for name, value in state.items():
         pack(plain(value), name, live)
     there = dict(live)
+    parts = within_wrappers(index)
     tensors: list[torch.Tensor] = []
     regions: list[Region] = []
-    late: list[tuple[torch.Tensor, torch.Tensor]] = []
+    late: list[tuple[str, torch.Tensor, torch.Tensor]] = []
     for spec in index.tensors:
         target = there.get(spec.path)
         if target is None or not _fits(target, spec):
@@ -158,10 +225,20 @@ def read(state: Mapping[str, Any], located: Located, backend: Backend) -> list[t
                     f"{spec.path}: the checkpoint has it in pieces, and there is no DTensor here to say which are "
                     "wanted; give the optimizer its state first (torch.distributed.checkpoint.state_dict)"
                 )
-            target = torch.empty(spec.shape, dtype=dtype_of(spec))
-        tensors.append(target)
+            leaf = Leaf(spec.path, torch.empty(spec.shape, dtype=dtype_of(spec)))
+            tensors.append(leaf.local)
+        else:
+            piece = piece_of(spec.path, target)
+            leaf = replace(piece, local=torch.empty(piece.local.shape, dtype=piece.local.dtype))
+            if spec.path in parts:
+                # The wrapper is made anew, of tensors of its own: what takes it may copy it into the live one.
+                tensors.append(like(leaf.local, target))
+            else:
+                writable.check(spec.path, piece.local)
+                late.append((spec.path, piece.local, leaf.local))
+                tensors.append(target)
         try:
-            regions += regions_of(located, leaf_of(spec.path, target), rank, late)
+            regions += regions_of(located, leaf, rank, [])
         except StateError as error:
             # The caller tries an older checkpoint after an UnreadError, and only then. A state that does not
             # fit would not fit an older checkpoint either, and passing it over silently would restart the run
@@ -173,53 +250,61 @@ def read(state: Mapping[str, Any], located: Located, backend: Backend) -> list[t
             read_regions(located, regions, seen=seen)
     except (StateError, TierError) as error:
         raise UnreadError(str(error)) from error
-    with torch.no_grad():
-        # Only when all bytes were verified: a read that fails half way must leave tensors on devices as they
-        # are, because the ranks may agree on another checkpoint.
-        for ours, staged in late:
-            ours.copy_(staged)
-    return tensors
+    outer = _outer(state) if any(True for _ in shards_of_wrappers(index)) else {}
+    for number, spec in enumerate(index.tensors):
+        if spec.path in parts and isinstance(target := there.get(spec.path), torch.Tensor):
+            tensors[number] = tensors[number].to(target.device)
+    parts_there = {
+        name: rebuild(index.tree[name], tensors, lambda lies, shard: like(shard, outer[lies["path"]]))
+        for name in state
+    }
+    for path, ours, staged in late:
+        writable.check_source(path, ours, staged)
+    for name, value in state.items():
+        check_fits(name, value, parts_there[name])
+    return Loaded(parts_there, late)
 
 
-def give(state: MutableMapping[str, Any], located: Located, rank: int, tensors: list[torch.Tensor]) -> None:
+def give(state: MutableMapping[str, Any], located: Located, loaded: Loaded) -> None:
     """Gives every object its part.
 
     Raises:
         StateError: one refuses it.
     """
-    index = _own_head(located, rank)
+    for _, ours, staged in loaded.late:
+        writable.overwrite(ours, staged)
     for name, value in list(state.items()):
-        loaded = rebuild(index.tree[name], tensors)
+        part = loaded.parts[name]
         if hasattr(value, "load_state_dict"):
             try:
-                value.load_state_dict(loaded)
-            except (RuntimeError, ValueError, KeyError, TypeError) as error:
+                load_into(name, value, part)
+            except (RuntimeError, ValueError, KeyError, TypeError, StateError) as error:
                 raise StateError(f"{name} cannot load its state from {located.where}: {error}") from error
         else:
-            state[name] = _replaced(value, loaded)
+            state[name] = _replaced(name, value, part)
 
 
 def _fits(target: torch.Tensor, spec: TensorSpec) -> bool:
     return str(target.dtype)[6:] == spec.dtype and tuple(target.shape) == (spec.global_shape or spec.shape)
 
 
-def _replaced(value: Any, loaded: Any) -> Any:
+def _replaced(path: str, value: Any, loaded: Any) -> Any:
     """Tensors that were filled in place stay the same objects, so do dicts and lists that hold them."""
     if isinstance(value, dict) and isinstance(loaded, dict):
         for key in [k for k in value if k not in loaded]:
             del value[key]
         for key in loaded:
-            value[key] = _replaced(value.get(key), loaded[key])
+            value[key] = _replaced(f"{path}.{key}", value.get(key), loaded[key])
         return value
     if isinstance(value, list | tuple) and isinstance(loaded, list | tuple):
-        there = [_replaced(a, b) for a, b in itertools.zip_longest(value, loaded)][: len(loaded)]
+        pairs = itertools.zip_longest(value, loaded)
+        there = [_replaced(f"{path}.{i}", a, b) for i, (a, b) in enumerate(pairs)][: len(loaded)]
         if isinstance(value, list):
             value[:] = there
             return value
         return tuple(there)
     if isinstance(value, torch.Tensor) and isinstance(loaded, torch.Tensor) and value is not loaded:
-        with torch.no_grad():
-            value.copy_(loaded)
+        overwrite(path, value, loaded)
         return value
     return loaded
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -87,15 +88,16 @@ def like(piece: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """A piece of the same kind as this worker's piece of `tensor`; an ordinary tensor's is the piece itself."""
     if not isinstance(tensor, DTensor):
         return piece
-    return DTensor.from_local(
-        piece,
-        tensor.device_mesh,
-        tensor.placements,
-        # The check would be a collective among workers, in the middle of a step or of a recovery.
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
+    return _dtensor(piece, tensor.device_mesh, tensor.placements, tuple(tensor.shape), tensor.stride())
+
+
+def _dtensor(
+    piece: torch.Tensor, mesh: Any, placements: Any, shape: tuple[int, ...], stride: tuple[int, ...]
+) -> DTensor:
+    # `from_local` makes a view of the piece, which need not be of its kind where that is made of other tensors. And its
+    # check would be a collective among workers, in the middle of a step or of a recovery.
+    meta = TensorMeta(torch.Size(shape), stride, piece.dtype)
+    return DTensor(piece, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def placed(tensor: torch.Tensor) -> str:
@@ -140,14 +142,7 @@ def place(piece: torch.Tensor, words: str, shape: tuple[int, ...], submesh: Subm
     names, placements = parsed(words)
     stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
     mesh = submesh(names)
-    return DTensor.from_local(
-        piece.to(mesh.device_type),
-        mesh,
-        placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=stride,
-    )
+    return _dtensor(piece.to(mesh.device_type), mesh, placements, shape, stride)
 
 
 def parsed(words: str) -> tuple[tuple[str, ...], list[Any]]:

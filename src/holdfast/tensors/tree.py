@@ -6,13 +6,29 @@ The tree is msgpack or JSON on disk and between workers; nothing in it is pickle
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from holdfast.errors import StateError, UsageError
-from holdfast.tensors import staging
-from holdfast.tensors.index import TensorSpec
+from holdfast.tensors import staging, wrappers
+from holdfast.tensors.index import Index, TensorSpec
+
+Placing = Callable[[dict[str, Any], torch.Tensor], torch.Tensor]
+"""Makes a DTensor of a wrapper that is a shard of it, and of what `wrappers.shard_of` has noted."""
+
+
+@dataclass(frozen=True)
+class Apart:
+    """A subtree of a tensor that is made of others, without its class: for those that only pass it on."""
+
+    kind: str
+    """"w" or "p", as in a tree."""
+    about: dict[str, Any]
+    value: Any
+    """Of "w": what stands for the tensors that it is made of, by their attributes; of "p": the shard."""
 
 
 def leaves(
@@ -20,11 +36,36 @@ def leaves(
 ) -> Iterator[tuple[str, str, Any]]:
     """Every leaf of a packed tree: its dotted path, kind and value. undivided: subtrees that count as one leaf."""
     kind, value = tree
-    if kind in ("d", "l", "t") and not undivided(tree):
-        for key, part in value if kind == "d" else enumerate(value):
+    if kind in ("d", "l", "t", "w") and not undivided(tree):
+        for key, part in value if kind == "d" else value[1] if kind == "w" else enumerate(value):
             yield from leaves(part, f"{path}.{key}", undivided)
+    elif kind == "p":
+        yield from leaves(value[1], path, undivided)
     else:
         yield path, kind, value
+
+
+def wrapped(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Every tensor of a packed tree that is made of other tensors: its dotted path and subtree. Those within it are not
+    named."""
+    kind, value = tree
+    if kind in ("w", "p"):
+        yield path, tree
+    elif kind in ("d", "l", "t"):
+        for key, part in value if kind == "d" else enumerate(value):
+            yield from wrapped(part, f"{path}.{key}")
+
+
+def within_wrappers(index: Index) -> set[str]:
+    """The paths of those tensors of which other tensors are made."""
+    found = (at for name, tree in index.tree.items() for at in wrapped(tree, name))
+    return {path for at, tree in found for path, _, _ in leaves(tree, at)}
+
+
+def shards_of_wrappers(index: Index) -> Iterator[dict[str, Any]]:
+    """How the shards that are wrappers lie, as `wrappers.shard_of` has it."""
+    for name, tree in index.tree.items():
+        yield from (part[1][0] for _, part in wrapped(tree, name) if part[0] == "p")
 
 
 def dtype_of(spec: TensorSpec) -> torch.dtype:
@@ -38,14 +79,28 @@ def dtype_of(spec: TensorSpec) -> torch.dtype:
 def pack(value: Any, path: str, tensors: list[tuple[str, torch.Tensor]]) -> Any:
     """A tree of ["x", plain], ["T", tensor number], ["d", [[key, tree]]], ["l", [tree]], ["t", [tree]].
 
+    A tensor that is made of other tensors is ["w", [about, [[attribute, tree]]]], see `wrappers.Parts`; one of a DTensor's
+    shard is within ["p", [how it lies, tree]].
+
     Raises:
         UsageError: a value that is neither plain nor a tensor.
     """
     if isinstance(value, torch.Tensor):
+        inside = wrappers.inside_of(value)
+        if wrappers.is_wrapper(inside):
+            apart = wrappers.taken_apart(path, inside)
+            parts = [[name, pack(part, f"{path}.{name}", tensors)] for name, part in apart.inner.items()]
+            made = ["w", [apart.about, parts]]
+            return ["p", [wrappers.shard_of(path, value), made]] if isinstance(value, DTensor) else made
         tensors.append((path, value))
         # Tensors become numbers, so that the tree stays small and can be read without their bytes. An
         # exporter or a check loads the tree of a state of any size.
         return ["T", len(tensors) - 1]
+    if isinstance(value, Apart):
+        if value.kind == "p":
+            return ["p", [value.about | {"path": path}, pack(value.value, path, tensors)]]
+        parts = [[name, pack(part, f"{path}.{name}", tensors)] for name, part in value.value.items()]
+        return ["w", [value.about, parts]]
     # A short list on purpose. Anything else would need pickle to come back, which runs code from whoever
     # wrote the file.
     if value is None or isinstance(value, bool | int | float | str):
@@ -69,11 +124,25 @@ def _key(key: Any, path: str) -> str | int:
     raise UsageError(f"cannot protect {path}: the key {key!r} is neither a string nor a whole number")
 
 
-def unpack(tree: Any, tensors: list[Any], inlined: Callable[[Any], Any] = lambda value: value) -> Any:
+def no_mesh(lies: dict[str, Any], shard: torch.Tensor) -> torch.Tensor:
+    """For states whose tensors are all here.
+
+    Raises:
+        StateError: always.
+    """
+    raise StateError(f"{lies['path']} is a shard of a DTensor, and nothing here says on which mesh it lies")
+
+
+def unpack(
+    tree: Any,
+    tensors: list[Any],
+    inlined: Callable[[Any], Any] = lambda value: value,
+    placing: Placing = no_mesh,
+) -> Any:
     """Puts a packed tree together again. inlined: makes a tensor of a leaf that holds its bytes.
 
     Raises:
-        StateError: a tree of another version.
+        StateError: a tree of another version, or with a tensor of a class that this process does not have.
     """
     kind, value = tree
     # A tree comes from a peer or from a file, so an unknown kind is an error of the data and not of the
@@ -86,11 +155,16 @@ def unpack(tree: Any, tensors: list[Any], inlined: Callable[[Any], Any] = lambda
         case "b":
             return inlined(value)
         case "d":
-            return {k: unpack(v, tensors, inlined) for k, v in value}
+            return {k: unpack(v, tensors, inlined, placing) for k, v in value}
         case "l":
-            return [unpack(v, tensors, inlined) for v in value]
+            return [unpack(v, tensors, inlined, placing) for v in value]
         case "t":
-            return tuple(unpack(v, tensors, inlined) for v in value)
+            return tuple(unpack(v, tensors, inlined, placing) for v in value)
+        case "w":
+            about, parts = value
+            return wrappers.put_together(about, {k: unpack(v, tensors, inlined, placing) for k, v in parts})
+        case "p":
+            return placing(value[0], unpack(value[1], tensors, inlined, placing))
         case _:
             raise StateError(f"a state tree of another version: {kind!r}")
 

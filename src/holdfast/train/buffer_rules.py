@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 
 from holdfast.errors import UsageError
+from holdfast.tensors.wrappers import is_wrapper
+from holdfast.tensors.writable import is_expanded
 from holdfast.train.advice import Advice
 from holdfast.train.generation_group import Group
 from holdfast.train.placements import is_spread
@@ -81,9 +83,10 @@ class BufferRules:
         self.advice = advice = advice or Advice()
         # Copied here, and not when a step begins: a script may evaluate before its first step. Those that come
         # later fetch the state without that, so all would not go on alike.
-        found = [
-            _Ruled(at, rule, at.tensor.detach().clone()) for at, rule in _rules(objects, declared, advice)
-        ]
+        declarations = _rules(objects, declared, advice)
+        for at, rule in declarations:
+            _check_plain(at, rule, advice)
+        found = [_Ruled(at, rule, at.tensor.detach().clone()) for at, rule in declarations]
         self.own = tuple(r.at.path for r in found if r.rule == "own")
         self.paths = frozenset(r.at.path for r in found)
         named = [path for _, patterns in declared for path in fnmatch_all(self.paths, patterns)]
@@ -342,6 +345,20 @@ def advised(at: BufferPlace, advice: Advice) -> str:
         f"write {advice.buffer('mean', path)} before training for a running average, a range or a direction (the mean of what "
         f"the micro-batches make of it), {advice.buffer('sum', path)} for a count or a load (what all of them add), or "
         f"{advice.buffer('restore', path)} for what a step alone uses"
+    )
+
+
+def _check_plain(at: BufferPlace, rule: BufferRule, advice: Advice) -> None:
+    if is_wrapper(at.tensor):
+        what = f"a {type(at.tensor).__name__} is made of other tensors"
+    elif is_expanded(at.tensor):
+        what = (
+            f"it is an expanded tensor (strides {at.tensor.stride()}), which has fewer places than elements"
+        )
+    else:
+        return
+    raise UsageError(
+        f"{advice.buffer(rule, at.path)}: {what}, and no rule can be kept for it; register a plain tensor (tensor.clone())"
     )
 
 

@@ -17,6 +17,8 @@ from holdfast.errors import StateChanged, StateError, UsageError
 from holdfast.tensors.dtensor_shards import local_of
 from holdfast.tensors.index import Index
 from holdfast.tensors.tree import unpack
+from holdfast.tensors.wrappers import parts_of, with_parts
+from holdfast.tensors.writable import overwrite
 from holdfast.train import state_image
 
 NAME = "holdfast.constants"
@@ -73,7 +75,7 @@ class Constants:
         return {
             name: xxhash.xxh3_64_hexdigest(
                 # With the names: the same bytes under other names are another model.
-                repr([*zip(self._frozen[name].tensors, digests, strict=True)]).encode()
+                repr([*zip(self._frozen[name].parts, digests, strict=True)]).encode()
             )
             for name, digests in self._digests.items()
         }
@@ -82,7 +84,7 @@ class Constants:
         """The path of a tensor that is not what it was; all are read."""
         before, now = self._digests, self._read()
         for name, digests in before.items():
-            pairs = zip(self._frozen[name].tensors, digests, now[name], strict=True)
+            pairs = zip(self._frozen[name].parts, digests, now[name], strict=True)
             if (path := next((p for p, was, is_now in pairs if was != is_now), None)) is not None:
                 return f"{name}.{path}"
         return None
@@ -197,18 +199,20 @@ class _Frozen:
         if len(self.tensors) == len(parameters):
             here = {at.path.partition(".")[2] for at in state_image.persistent_buffers({name: module})}
             self.tensors |= {n: b for n, b in module.named_buffers() if n in here}
-        # Found once: FSDP2 swaps a module's parameters for gathered ones during a step.
-        self.held = [local_of(t) for t in self.tensors.values()]
+        # What they are made of. Found once: FSDP2 swaps a module's parameters for gathered ones during a step.
+        self.parts = {path: part for n, t in self.tensors.items() for path, part in parts_of(n, t)}
+        # Also the wrappers around these: torch counts writes there.
+        self.held = [local_of(t) for n, tensor in self.tensors.items() for _, t in with_parts(n, tensor)]
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        return {n: t.detach() for n, t in self.tensors.items()}
+        return {n: t.detach() for n, t in self.parts.items()}
 
     def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        with torch.no_grad():
-            for held, name in zip(self.held, self.tensors, strict=True):
-                # A transfer may have written into it already.
-                if held.data_ptr() != tensors[name].data_ptr():
-                    held.copy_(tensors[name])
+        for name, part in self.parts.items():
+            held = local_of(part)
+            # A transfer may have written into it already.
+            if held.data_ptr() != tensors[name].data_ptr():
+                overwrite(held, tensors[name])
 
 
 def _hashes_of(index: Index) -> dict[str, str]:

@@ -81,6 +81,8 @@ class HeldState:
         self._buffers = ModuleBuffers(state_image.buffers_of(protected))
         self._restorer = StateRestorer(link, protected, sharding, constants)
         self._kept = False
+        self._optimizers = [t for t in protected.values() if isinstance(t, torch.optim.Optimizer)]
+        self._checked: list[int] = []
         self.sums = StateSums(protected)
         faults.flip = self.sums.flip
 
@@ -160,7 +162,13 @@ class HeldState:
 
         Raises:
             StateChanged: something changed since the commit.
+            UsageError: an optimizer keeps what could not be restored.
         """
+        # An optimizer makes what it keeps of a parameter in the first update of that parameter.
+        kept = [len(optimizer.state) for optimizer in self._optimizers]
+        if kept != self._checked:
+            state_image.check_restorable(self._protected)
+            self._checked = kept
         self.guard.after_step()
         # Before anybody can fetch the state: an evaluation may have run forward passes.
         self.buffer_rules.put_back()

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 
 import torch
 
+from holdfast.tensors.writable import has_bytes, overwrite
+
 SMALL_BYTES = 1 << 20
 SAMPLES = 512
 
@@ -20,7 +22,9 @@ class _Kept:
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self.buffer = buffer
-        self.large = buffer.numel() * buffer.element_size() > SMALL_BYTES
+        # Others are no part of the state, such as a sparse matrix; they are copied whole.
+        self._plain = has_bytes(buffer)
+        self.large = self._plain and buffer.numel() * buffer.element_size() > SMALL_BYTES
         self._stride = max(1, buffer.numel() // SAMPLES)
         self.copy: torch.Tensor | None = None
         self._version = -1
@@ -44,8 +48,11 @@ class _Kept:
     def put_back(self) -> None:
         """The buffer becomes what its copy is."""
         if self.copy is not None and not self.same():
-            with torch.no_grad():
-                self.buffer.copy_(self.copy)
+            if self._plain:
+                overwrite(self.buffer, self.copy)
+            else:
+                with torch.no_grad():
+                    self.buffer.copy_(self.copy)
             # The write itself counted as a change. Without this the buffer would be copied again in the next
             # step.
             self._version = self.buffer._version
@@ -56,7 +63,7 @@ class ModuleBuffers:
 
     def __init__(self, buffers: Iterable[torch.Tensor]) -> None:
         self._kept = [_Kept(b) for b in buffers]
-        self._by_address = {k.buffer.data_ptr(): k for k in self._kept if k.buffer.numel()}
+        self._by_address = {k.buffer.data_ptr(): k for k in self._kept if has_bytes(k.buffer)}
 
     def keep(self) -> None:
         """Before a step."""

@@ -13,7 +13,9 @@ from holdfast.checkpoint.regions import Region, read_regions
 from holdfast.errors import StateError
 from holdfast.tensors.dtensor_shards import Submesh, parsed, piece_of
 from holdfast.tensors.index import TensorSpec
-from holdfast.tensors.tree import dtype_of
+from holdfast.tensors.tree import dtype_of, within_wrappers
+from holdfast.tensors.wrappers import inside_of
+from holdfast.tensors.writable import is_expanded
 from holdfast.train.state_image import Protected, give, live, parameter_of
 
 
@@ -35,7 +37,9 @@ def load(
         StateError: no source has all of it, or it is of other objects.
     """
     index = found.heads[found.nearest(shard_index)].index
-    there = live(objects)
+    # As in `state_image.targets`: neither what wrappers are made of is written to where it is, nor what is expanded.
+    within = within_wrappers(index)
+    there = {p: t for p, t in live(objects).items() if p not in within and not is_expanded(inside_of(t))}
     tensors: list[torch.Tensor] = []
     regions: list[Region] = []
     # Live tensors that cannot be read into directly, such as those of a GPU or of another layout, get a
@@ -51,7 +55,7 @@ def load(
     with torch.no_grad():
         for ours, staged in late:
             ours.copy_(staged)
-    give(objects, index.tree, tensors)
+    give(objects, index.tree, tensors, submesh)
     return total
 
 

@@ -31,8 +31,10 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.errors import StateChanged
 from holdfast.tensors import staging
-from holdfast.tensors.dtensor_shards import local_of
-from holdfast.tensors.tree import buffer_of, pack
+from holdfast.tensors.loaded import tensors_of
+from holdfast.tensors.tree import buffer_of
+from holdfast.tensors.wrappers import with_parts
+from holdfast.tensors.writable import has_bytes
 from holdfast.train.added_state import AddedState
 from holdfast.train.advice import Advice
 from holdfast.train.buffer_rules import advised
@@ -276,10 +278,11 @@ class _Parameters(_Watched):
         self, name: str, thing: torch.nn.Module, advice: Advice, without: Collection[str] = ()
     ) -> None:
         named = [(n, p) for n, p in thing.named_parameters() if n not in without]
-        self._names = [n for n, _ in named]
         # The local shards, found once: FSDP2 swaps a module's parameters for gathered ones during a step, and
         # swaps them back.
-        self._held = [local_of(p) for _, p in named]
+        held = [at for n, p in named for at in with_parts(n, p)]
+        self._names = [n for n, _ in held]
+        self._held = [t for _, t in held]
         self._places = [
             (f"{at}.{n}" if at else n, module._parameters, n, p)
             for at, module in thing.named_modules()
@@ -329,15 +332,16 @@ class _Buffers(_Watched):
         super().__init__(name, thing, advice)
 
     def read(self) -> tuple[list[torch.Tensor], Any]:
-        return [at.tensor for at in self._places], None
+        return [t for at in self._places for _, t in with_parts("", at.tensor)], None
 
     def _is_small(self, tensors: list[torch.Tensor]) -> bool:
         # A forward pass may write what was there before, such as a mask.
         return sum(at.tensor.nbytes for at in self._places) <= SMALL_BYTES
 
     def path(self, index: int) -> str:
-        self._changed = self._places[index]
-        return self._changed.path
+        parts = [(at, path) for at in self._places for path, _ in with_parts(at.path, at.tensor)]
+        self._changed, path = parts[index]
+        return path
 
     @property
     def remedy(self) -> str:
@@ -401,8 +405,10 @@ class _Optimizer(_Watched):
         ):
             if isinstance(state, dict):
                 for key, value in state.items():
-                    if isinstance(value, torch.Tensor):
-                        yield number, key, local_of(value)
+                    if type(value) is torch.Tensor:  # nearly always; this is asked in every step
+                        yield number, key, value
+                    elif isinstance(value, torch.Tensor):
+                        yield from ((number, path, part) for path, part in with_parts(key, value))
 
     @property
     def remedy(self) -> str:
@@ -465,12 +471,13 @@ class _Other(_Watched):
         return super().change(between)
 
     def _is_small(self, tensors: list[torch.Tensor]) -> bool:
-        return sum(t.nbytes for t in tensors) <= SMALL_BYTES
+        return sum(t.nbytes for t in tensors if has_bytes(t)) <= SMALL_BYTES
 
     def path(self, index: int) -> str:
-        named: list[tuple[str, torch.Tensor]] = []
-        pack(self._thing.state_dict(), self.name, named)
-        return named[index][0]
+        found = (
+            at for path, t in tensors_of(self.name, self._thing.state_dict()) for at in with_parts(path, t)
+        )
+        return next(itertools.islice((path for path, _ in found), index, None), self.name)
 
     @property
     def remedy(self) -> str:
@@ -486,7 +493,7 @@ class _Other(_Watched):
 def _split(value: Any, tensors: list[torch.Tensor]) -> Any:
     """A copy of the plain values; tensors go into the list."""
     if isinstance(value, torch.Tensor):
-        tensors.append(local_of(value))
+        tensors += [t for _, t in with_parts("", value)]
         return None
     if isinstance(value, Mapping):
         return {k: _split(v, tensors) for k, v in value.items()}
@@ -516,8 +523,10 @@ _Sign = tuple[int, int]
 def _signs(tensors: list[torch.Tensor]) -> list[_Sign]:
     try:
         return [(t._version, t.data_ptr()) for t in tensors]
-    except RuntimeError:  # made in inference mode, where torch does not count
-        return [(-1 if t.is_inference() else t._version, t.data_ptr()) for t in tensors]
+    except RuntimeError:  # made in inference mode, where torch does not count; or one that has no memory
+        return [
+            (-1 if t.is_inference() else t._version, t.data_ptr() if has_bytes(t) else 0) for t in tensors
+        ]
 
 
 def _near(tensor: torch.Tensor) -> bool:
@@ -549,7 +558,7 @@ class _Piece:
 
 
 def _readable(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() and tensor.numel() > 0
+    return has_bytes(tensor) and tensor.is_contiguous()
 
 
 def _pieces(tensors: list[torch.Tensor], turn: int) -> Iterator[_Piece]:
@@ -563,6 +572,8 @@ def _pieces(tensors: list[torch.Tensor], turn: int) -> Iterator[_Piece]:
 
 
 def _digest(tensor: torch.Tensor, limit: int | None) -> int:
+    if not has_bytes(tensor):
+        return 0  # what a wrapper is made of follows it
     data = staging.flat(tensor.detach().contiguous())[:limit]
     if not _near(data):
         return int(data.sum(dtype=torch.int64))  # computed where it is; the host waits for one number

@@ -19,10 +19,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from holdfast.errors import StateError, UsageError
-from holdfast.tensors import staging
+from holdfast.tensors import loaded, staging, writable
 from holdfast.tensors.dtensor_shards import Submesh, like, local_of, piece_of, place, placed
 from holdfast.tensors.index import Index, TensorSpec
-from holdfast.tensors.tree import buffer_of, dtype_of, pack, unpack
+from holdfast.tensors.tree import buffer_of, dtype_of, pack, shards_of_wrappers, unpack, within_wrappers
+from holdfast.tensors.wrappers import inside_of, parts_of, shard_of
 
 Protected = Mapping[str, Any]
 """Name to an object with `state_dict` and `load_state_dict`."""
@@ -143,6 +144,13 @@ def _check_modules(name: str, thing: torch.nn.Module) -> None:
             )
 
 
+def check_restorable(objects: Protected) -> None:
+    """Raises UsageError for a tensor of the state that could be saved and not be restored, or not even be read. An optimizer
+    keeps tensors only from its first step on: ask again when it does."""
+    for name, thing in objects.items():
+        loaded.check_restorable(name, thing, _state_of(thing, _left_out(objects, name)))
+
+
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
@@ -170,17 +178,17 @@ def capture(
     tree: dict[str, Any] = {}
     for name, thing in objects.items():
         before = len(tensors)
-        tree[name] = pack(_state_of(thing, copy_buffer, _left_out(objects, name)), name, tensors)
+        tree[name] = pack(_state_of(thing, _left_out(objects, name)), name, tensors)
         # Parameters and moments change only in an update, which waits for readers. Buffers and objects of the
         # script's own may change in the next forward pass, so what is read later must be a copy.
-        if copy_buffer is not None and not isinstance(thing, torch.nn.Module | torch.optim.Optimizer):
+        if copy_buffer is not None and isinstance(thing, torch.nn.Module):
+            buffers = {path for n, b in thing.named_buffers() for path, _ in parts_of(f"{name}.{n}", b)}
+            tensors[before:] = [(p, copy_buffer(t) if p in buffers else t) for p, t in tensors[before:]]
+        elif copy_buffer is not None and not isinstance(thing, torch.optim.Optimizer):
             tensors[before:] = [(path, tensor.detach().clone()) for path, tensor in tensors[before:]]
     specs, offset, pieces = [], 0, []
     for path, tensor in tensors:
-        if tensor.device.type == "meta":
-            raise UsageError(
-                f"{path} has no data yet (it is on the meta device): call to_empty() and initialize it"
-            )
+        writable.check(path, inside_of(tensor))
         leaf = piece_of(path, tensor)
         nbytes = leaf.local.numel() * leaf.local.element_size()
         dtype, shape = str(leaf.local.dtype)[6:], tuple(leaf.local.shape)
@@ -198,7 +206,7 @@ def capture(
         )
         offset += nbytes
         # No copy where the tensor is contiguous, which is nearly always: an image of 100 GB costs its index.
-        pieces.append(leaf.local.detach().contiguous())
+        pieces.append(leaf.local.detach().resolve_conj().resolve_neg().contiguous())
     return Image(Index(step, tree, tuple(specs), offset), pieces)
 
 
@@ -214,6 +222,9 @@ def targets(objects: Protected, index: Index) -> Image:
     """Tensors to receive an index's bytes: the live ones where they fit, elsewhere new ones, on the device of the model."""
     device = _device_of(objects)
     fitting = live(objects)
+    # What a wrapper is made of is not written to where it is: a module would then copy the wrapper into itself, and
+    # quantize it anew from what it has become.
+    within = {path: fitting.pop(path, None) for path in within_wrappers(index)}
     chosen = []
     for spec in index.tensors:
         dtype = dtype_of(spec)
@@ -225,11 +236,15 @@ def targets(objects: Protected, index: Index) -> Image:
             and tensor.dtype == dtype
             and tuple(tensor.shape) == spec.shape
             and tensor.is_contiguous()
+            and not tensor.is_conj()
+            and not tensor.is_neg()
         )
         # Optimizers keep their count of steps on the host.
         # A live tensor is written to only where its bytes mean the same: device, dtype, shape and layout.
         # Elsewhere new memory is taken and `load_state_dict` copies.
-        where = device if spec.shape else torch.device("cpu")
+        where = device if spec.shape or spec.path in within else torch.device("cpu")
+        if (part := within.get(spec.path)) is not None:
+            where = part.device
         chosen.append(
             tensor.detach()
             if fits and tensor is not None
@@ -240,6 +255,10 @@ def targets(objects: Protected, index: Index) -> Image:
 
 def lies_alike(objects: Protected, index: Index) -> bool:
     """Whether the pieces of a saved state are those that this worker has: of the same sharding."""
+    for lies in shards_of_wrappers(index):
+        model = _model_of(objects, lies["path"])
+        if isinstance(model, DTensor) and {**lies, "path": ""} != shard_of("", model):
+            return False
     there = live(objects)
     for spec in index.tensors:
         tensor = there.get(spec.path)
@@ -268,7 +287,35 @@ def load(objects: Protected, image: Image, submesh: Submesh | None = None) -> No
         _placed_like(objects, there, spec, tensor, submesh)
         for spec, tensor in zip(specs, image.tensors, strict=True)
     ]
-    give(objects, image.index.tree, tensors)
+    give(objects, image.index.tree, tensors, submesh)
+
+
+def _model_of(objects: Protected, path: str) -> torch.Tensor | None:
+    """The live tensor of a path, or the parameter for which an optimizer keeps it."""
+    name, _, key = path.partition(".")
+    thing = objects.get(name)
+    found = thing.state_dict().get(key) if isinstance(thing, torch.nn.Module) else None
+    return found if isinstance(found, torch.Tensor) else parameter_of(objects, path)
+
+
+def _placing(
+    objects: Protected, submesh: Submesh | None
+) -> Callable[[dict[str, Any], torch.Tensor], torch.Tensor]:
+    """Makes DTensors of shards that are wrappers."""
+
+    def placing(lies: dict[str, Any], shard: torch.Tensor) -> torch.Tensor:
+        shape = tuple(lies["shape"])
+        model = _model_of(objects, lies["path"])
+        if isinstance(model, DTensor) and {**lies, "path": ""} == shard_of("", model):
+            return like(shard, model)
+        if submesh is not None and model is None:
+            return place(shard, lies["placed"], shape, submesh)
+        raise StateError(
+            f"{lies['path']} was saved as a shard at {lies['start']} of {shape}, placed as {lies['placed']}, and this worker "
+            "holds another one: what is made of other tensors cannot be cut anew, so start with the sharding of the save"
+        )
+
+    return placing
 
 
 def _placed_like(
@@ -304,7 +351,9 @@ def parameter_of(objects: Protected, path: str) -> torch.Tensor | None:
     return parameters[int(number[1])] if int(number[1]) < len(parameters) else None
 
 
-def give(objects: Protected, tree: Mapping[str, Any], tensors: list[torch.Tensor]) -> None:
+def give(
+    objects: Protected, tree: Mapping[str, Any], tensors: list[torch.Tensor], submesh: Submesh | None = None
+) -> None:
     """Gives every object its part of a tree with these tensors at its leaves.
 
     Raises:
@@ -315,7 +364,8 @@ def give(objects: Protected, tree: Mapping[str, Any], tensors: list[torch.Tensor
         raise StateError(f"the state holds {sorted(tree)}, this script protects {sorted(objects)}")
     for name, thing in objects.items():
         try:
-            _load(thing, unpack(tree[name], tensors), _left_out(objects, name))
+            state = unpack(tree[name], tensors, placing=_placing(objects, submesh))
+            loaded.load(name, thing, state, _left_out(objects, name))
         except (RuntimeError, ValueError, KeyError) as error:
             raise StateError(f"{name} cannot load its state: {error}") from error
 
@@ -336,15 +386,16 @@ def parameters_digest(objects: Protected) -> str:
     hasher = xxhash.xxh3_64()
     for thing in objects.values():
         if isinstance(thing, torch.nn.Module):
-            for parameter in thing.parameters():
-                hasher.update(buffer_of(local_of(parameter).detach().cpu().contiguous()))
+            for _, part in (at for parameter in thing.parameters() for at in parts_of("", parameter)):
+                hasher.update(buffer_of(local_of(part).detach().cpu().contiguous()))
     return hasher.hexdigest()
 
 
 def buffers_of(objects: Protected) -> list[torch.Tensor]:
-    """The buffers of every protected module (running statistics and the like)."""
+    """The buffers of every protected module (running statistics and the like); of those that are made of other tensors,
+    these."""
     modules = [t for t in objects.values() if isinstance(t, torch.nn.Module)]
-    return [b for module in modules for b in module.buffers()]
+    return [part for module in modules for b in module.buffers() for _, part in parts_of("", b)]
 
 
 class BufferPlace(NamedTuple):
@@ -388,23 +439,6 @@ def _left_out(objects: Protected, name: str) -> Collection[str]:
     return objects.left_out.get(name, ()) if isinstance(objects, WithConstants) else ()
 
 
-def _load(thing: Any, state: Any, left_out: Collection[str]) -> None:
-    if not left_out:
-        thing.load_state_dict(state)
-        return
-    found = thing.load_state_dict(state, strict=False)
-    wrong = sorted({*found.missing_keys, *found.unexpected_keys} - set(left_out))
-    if wrong:
-        raise ValueError(f"{wrong[0]} is in one of state and module only")
-
-
-def _state_of(
-    thing: Any, copy_buffer: Callable[[torch.Tensor], torch.Tensor] | None, left_out: Collection[str]
-) -> Any:
+def _state_of(thing: Any, left_out: Collection[str]) -> Any:
     state = thing.state_dict()
-    if left_out:
-        state = {name: value for name, value in state.items() if name not in left_out}
-    if copy_buffer is not None and isinstance(thing, torch.nn.Module):
-        buffers = {name for name, _ in thing.named_buffers()}
-        return {k: copy_buffer(v) if k in buffers else v for k, v in state.items()}
-    return state
+    return {k: v for k, v in state.items() if k not in left_out} if left_out else state

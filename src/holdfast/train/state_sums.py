@@ -15,6 +15,7 @@ import xxhash
 from holdfast.tensors import staging
 from holdfast.tensors.dtensor_shards import local_of
 from holdfast.tensors.tree import buffer_of
+from holdfast.tensors.wrappers import inside_of, parts_of
 from holdfast.train.state_image import Protected
 
 WINDOW_BYTES = 256 << 10
@@ -31,11 +32,27 @@ class _Piece(NamedTuple):
     optimizer: torch.optim.Optimizer | None = None
     """Whose state of the parameter it is; None: it is the parameter."""
     key: str = ""
+    part: str = ""
+    """Of a tensor that is made of others: which of them, see `wrappers.parts_of`."""
+
+    def whole(self) -> torch.Tensor:
+        """The tensor that it is a part of."""
+        if self.optimizer is None:
+            return self.parameter
+        whole: torch.Tensor = self.optimizer.state[self.parameter][self.key]
+        return whole
 
     def now(self) -> torch.Tensor:
         """What of it is here."""
-        whole = self.parameter if self.optimizer is None else self.optimizer.state[self.parameter][self.key]
-        return local_of(whole).detach()
+        part = self.whole()
+        for name in self.part.split(".")[1:]:
+            part = getattr(inside_of(part), name)
+        return local_of(part).detach()
+
+    def parts(self) -> Iterator[_Piece]:
+        """It itself, or what it is made of."""
+        for path, _ in parts_of("", self.whole()):
+            yield self._replace(part=path)
 
 
 _Window = list[tuple[_Piece, int, int]]
@@ -91,13 +108,12 @@ class StateSums:
         one that was loaded another."""
         for thing in self._objects.values():
             if isinstance(thing, torch.nn.Module):
-                yield from (_Piece(p) for p in thing.parameters())
+                yield from (part for p in thing.parameters() for part in _Piece(p).parts())
             elif isinstance(thing, torch.optim.Optimizer):
                 for p in (p for group in thing.param_groups for p in group["params"]):
                     state = thing.state.get(p, {})
-                    yield from (
-                        _Piece(p, thing, k) for k in sorted(state) if isinstance(state[k], torch.Tensor)
-                    )
+                    kept = (_Piece(p, thing, k) for k in sorted(state) if isinstance(state[k], torch.Tensor))
+                    yield from (part for piece in kept for part in piece.parts())
 
 
 def _windows(pieces: Iterable[_Piece]) -> Iterator[_Window]:
