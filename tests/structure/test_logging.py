@@ -14,7 +14,10 @@ FOR_PEOPLE = ("holdfast.cli", "holdfast.observe")
 ALLOWED = {
     ("holdfast.agent.log_tailer", "_copy"): "what rank 0 printed is passed on",
     ("holdfast.train.worker", "_exit_code"): "sys.exit(text) prints its text, as Python does",
-    ("holdfast.train.worker", "_run_script"): "why training ended before the last step, in the script's own log",
+    (
+        "holdfast.train.worker",
+        "_run_script",
+    ): "why training ended before the last step, in the script's own log",
 }
 WRITES = {
     "print",

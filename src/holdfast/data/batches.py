@@ -11,13 +11,16 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+import xxhash
 
-from holdfast.data.collate import Ids, Maker, describe, on_device, unpacked
+from holdfast.data.collate import Ids, Maker, describe, digest_of, on_device, unpacked
 from holdfast.data.decoding import Decoders
+from holdfast.data.fingerprint import identity
 from holdfast.data.mapstyle import Shuffled, check_dataset
 from holdfast.data.order import SampleOrder
 from holdfast.data.prefetch import Key, PrefetchBuffer
 from holdfast.data.samples import SampleLedger
+from holdfast.data.seeds import kept_generators
 from holdfast.errors import DataError, UsageError
 
 _log = logging.getLogger(__name__)
@@ -105,6 +108,25 @@ class DatasetBatches:
         self._prefetched = PrefetchBuffer(
             self._begin, until, how.steps_ahead, 2 * how.workers, how.most_bytes
         )
+
+    def probe(self) -> str | None:
+        """A hash of a few samples, by which workers see whether they have the same data; None where loading a sample twice
+        gives two different ones, or where the data set has a fingerprint."""
+        if identity(self.dataset) is not None:
+            return None
+        last = len(self.dataset) - 1
+        with kept_generators():
+            try:
+                # Loaded twice: what draws its own random numbers would tell healthy workers apart.
+                first, second = (
+                    [digest_of(self._maker.make(0, 0, np.array([i]))) for i in sorted({0, last // 2, last})]
+                    for _ in range(2)
+                )
+            except DataError:
+                return None  # told in the step that needs the sample
+        if first != second:
+            return None
+        return xxhash.xxh3_64_hexdigest(repr([len(self.dataset), *first]).encode())
 
     def count(self) -> int:
         """Micro-batches in a global batch."""

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
 from torch.utils.data import default_collate
 
 from holdfast.data.seeds import loading_seed, seed_generators
@@ -66,6 +67,32 @@ class Maker:
             raise DataError(
                 f"{what} of {describe(self.dataset)} ({where}): {type(error).__name__}: {error}"
             ) from error
+
+
+def digest_of(batch: Any) -> int:
+    """Of the numbers in a batch, whatever they are nested in; texts do not count, since a path may differ between nodes."""
+    hasher = xxhash.xxh3_64()
+
+    def add(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            if value.layout is torch.strided:
+                value = value.detach().cpu().contiguous()
+                hasher.update(f"{value.dtype}{tuple(value.shape)}".encode())
+                hasher.update(value.reshape(-1).view(torch.uint8).numpy() if value.numel() else b"")
+        elif isinstance(value, np.ndarray | np.generic):
+            if value.dtype != object:
+                hasher.update(np.ascontiguousarray(value).tobytes())
+        elif isinstance(value, int | float | complex):
+            hasher.update(repr(value).encode())
+        elif isinstance(value, Mapping):
+            for part in value.values():
+                add(part)
+        elif isinstance(value, list | tuple):
+            for part in value:
+                add(part)
+
+    add(batch)
+    return hasher.intdigest()
 
 
 def describe(dataset: Any) -> str:

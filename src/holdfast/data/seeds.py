@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -27,6 +29,18 @@ def micro_seed(seed: int, step: int, micro: int) -> int:
 def loading_seed(seed: int, step: int, micro: int) -> int:
     """Seed of what the dataset draws while it makes a micro-batch."""
     return micro_seed(seed ^ _LOADING, step, micro)
+
+
+@contextmanager
+def kept_generators() -> Iterator[None]:
+    """What is drawn or seeded inside leaves the global generators of Python, numpy and torch's CPU as they were."""
+    python, array, torchs = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(array)
+        torch.set_rng_state(torchs)
 
 
 def seed_generators(seed: int, device: torch.device) -> None:

@@ -24,6 +24,7 @@ class DataCursor:
 
     Attributes:
         samples: how many samples were trained on in committed steps.
+        from_peer: what is loaded next comes from a worker of this run, who is to have the same data.
     """
 
     def __init__(
@@ -33,9 +34,10 @@ class DataCursor:
         data: Any,
         threads: int | None,
         batch_changed: BatchChanged,
+        probe: str | None = None,
     ) -> None:
         """data: the data set. threads: of the processor in an operation, where the result
-        must not depend on them."""
+        must not depend on them. probe: a hash of some samples, where the data set has no fingerprint."""
         if batch_changed not in get_args(BatchChanged):
             raise UsageError(
                 f"batch_changed={batch_changed!r}; choose one of {', '.join(map(repr, get_args(BatchChanged)))}"
@@ -46,6 +48,8 @@ class DataCursor:
         self._data, self._identity = data, identity(data)
         self._threads = threads
         self._batch_changed = batch_changed
+        self._probe = probe
+        self.from_peer = False
 
     def advance(self) -> None:
         """A step was committed."""
@@ -61,6 +65,7 @@ class DataCursor:
             "seed": self._seed,
             "data": self._identity,
             "threads": self._threads,
+            "probe": self._probe,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -82,6 +87,14 @@ class DataCursor:
             )
         if state["data"] is not None:
             check_fingerprint(state["data"], self._data)
+        theirs = state.get("probe")
+        # Of a checkpoint nobody asks it: a run may go on with more data.
+        if self.from_peer and theirs is not None and self._probe is not None and theirs != self._probe:
+            raise UsageError(
+                "run.steps(data): this worker's data set has other samples than another worker's, so they would not train on "
+                "one global batch. Seed your split (torch.utils.data.random_split(data, lengths, "
+                "generator=torch.Generator().manual_seed(0))), sort the names of files, and use one version of the data everywhere"
+            )
         if self._threads and state["threads"] and state["threads"] != self._threads:
             raise UsageError(
                 f'reduction="exact": this worker computes with {self._threads} threads, the saved state was made '

@@ -130,8 +130,10 @@ class HeldState:
         self._page.wait_for(-1)
         self._page.enter(Phase.TRANSFER)
         self._faults.reach(Phase.TRANSFER, form.generation.start)
-        restored = self._restorer.restore(form)
         cursor = self._protected.get(NAME)
+        if isinstance(cursor, DataCursor):
+            cursor.from_peer = bool(form.donors)
+        restored = self._restorer.restore(form)
         if isinstance(cursor, DataCursor):
             cursor.adapt(self._protected)
         # The copies are of the buffers before the transfer. Rolling back to them would undo it.

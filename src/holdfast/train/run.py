@@ -375,7 +375,8 @@ class Run:
         )
         try:
             every = self._replay_every(reduction)
-            cursor = DataCursor(global_batch, seed, batches.dataset, threads, batch_changed)
+            probe = None if self.alone else batches.probe()
+            cursor = DataCursor(global_batch, seed, batches.dataset, threads, batch_changed, probe)
             self._cursor = cursor
             # As a whole path: who checks the record later stands in another folder.
             samples = str(Path(ledger).absolute()) if ledger else ""
