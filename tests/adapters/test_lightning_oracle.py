@@ -6,6 +6,7 @@ Both run in this process: under plain Python a training with the adapter is a jo
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,14 +35,16 @@ from lightning.pytorch.callbacks import (  # isort: skip
     WeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger  # isort: skip
+from lightning.pytorch.utilities.exceptions import MisconfigurationException  # isort: skip
 
 pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.framework("lightning"),
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*lr_scheduler.step:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*isn't a dict:UserWarning"),
+    # Lightning's own, of settings that a drawn case has and a person would not choose.
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 
 HOOKS = (
@@ -137,9 +140,9 @@ class Net(lightning.LightningModule):
 
     def configure_optimizers(self):
         case = self.case
-        kinds = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
+        kind = torch.optim.AdamW if case.optimizer == "adamw" else torch.optim.SGD
         more = {"momentum": 0.9, "weight_decay": 0.1} if case.optimizer == "sgd" else {}
-        optimizer = kinds[case.optimizer](self.parameters(), 0.05, **more)
+        optimizer = kind(self.parameters(), 0.05, **more)
         schedulers = torch.optim.lr_scheduler
         match case.scheduler:
             case "none":
@@ -301,12 +304,17 @@ def same(ours: Any, plain: Any, exact: bool, at: str = "") -> None:
         assert ours == plain, at
 
 
-def compare(case: Case, folder: Path, exact: bool = True) -> None:
-    """Trains twice."""
-    plain = train(copy.deepcopy(case), folder / "run")
+def compare(case: Case, folder: Path) -> None:
+    """Trains twice. The bits are the same where the order of additions is: a norm is added up in another one."""
+    exact = case.clip is None
+    try:
+        plain = train(copy.deepcopy(case), folder / "run")
+    except (ValueError, MisconfigurationException) as error:
+        with pytest.raises(type(error), match=re.escape(str(error))):
+            train(copy.deepcopy(case), folder / "other", strategy="holdfast")
+        return
     (folder / "run").rename(folder / "plain")
     ours = train(copy.deepcopy(case), folder / "run", strategy="holdfast")
-    assert ours["hooks"] == plain["hooks"] if exact else len(ours["hooks"]) == len(plain["hooks"])
     for name in plain:
         same(ours[name], plain[name], exact, name)
 
@@ -329,7 +337,7 @@ def compare(case: Case, folder: Path, exact: bool = True) -> None:
         Case(samples=9, order="shuffled by its own generator", accumulate=2),
         Case(samples=9, order="weighted"),
         Case(samples=16, order="subset", epochs=2),
-        Case(none_at=2),
+        Case(none_at=2, optimizer="bare"),
     ],
     ids=lambda case: " ".join(
         f"{name}={value}" for name, value in vars(case).items() if value != getattr(Case(), name)

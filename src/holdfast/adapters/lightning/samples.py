@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
 from holdfast.data.fingerprint import identity
 from holdfast.data.order import SampleOrder
@@ -144,11 +144,11 @@ def batches_of_an_epoch(samples: int, micro_batch: int, workers: int, drop_last:
 class Dealt:
     """A script's dataset, in the order in which its loader yields samples, epoch after epoch."""
 
-    def __init__(self, dataset: Any, sampler: Any, plan: Plan) -> None:
-        """sampler: as the script gave it, before anything was drawn from it."""
-        self.dataset = dataset
+    def __init__(self, loader: Any, plan: Plan) -> None:
+        """loader: the script's DataLoader, before anything was drawn from its sampler."""
+        self.dataset = dataset = loader.dataset
         self.plan = plan
-        self._sampler = sampler
+        self._loader = loader
         if hasattr(dataset, "__getitems__"):
             self.__getitems__ = self._several  # torch's DataLoader asks for all samples of a batch at once
         if getattr(dataset, "deterministic", False):
@@ -166,7 +166,7 @@ class Dealt:
 
     def __getstate__(self) -> dict[str, Any]:
         # Processes that decode get numbers, and need no order: a sampler may hold a generator, which cannot be pickled.
-        return {**self.__dict__, "_sampler": None}
+        return {**self.__dict__, "_loader": None}
 
     def order(self, seed: int) -> Order:
         """Which sample stands at which position of the job."""
@@ -176,14 +176,14 @@ class Dealt:
         """Of the dataset, if it has one, and of the order of the first epoch: workers that would draw other samples are told
         before they train."""
         own = identity(self.dataset) or {}
-        places = np.arange(min(self.plan.samples, 1 << 16))
-        order = xxhash.xxh3_64_hexdigest(self._epochs(0)(0, places).tobytes())
+        each = min(self.plan.samples, self.plan.batches * self.plan.micro_batch * self.plan.workers)
+        order = xxhash.xxh3_64_hexdigest(self._epochs(0)(0, np.arange(min(each, 1 << 16))).tobytes())
         told = f"{own.get('fingerprint', '')}/{order}/{self.plan.samples}"
         return {**own, "fingerprint": told}
 
     def _epochs(self, seed: int) -> Callable[[int, Ids], Ids]:
         """Epoch and places in it to samples."""
-        sampler, samples = self._sampler, self.plan.samples
+        sampler, samples = self._loader.sampler, self.plan.samples
         if isinstance(sampler, SequentialSampler) or sampler is None:
             return lambda epoch, places: places
         if type(sampler) is RandomSampler and sampler.generator is None and not sampler.replacement:
@@ -193,15 +193,18 @@ class Dealt:
         if isinstance(sampler, DistributedSampler):
             # One that yields all samples: the job deals them to its workers.
             sampler = DistributedSampler(self.dataset, 1, 0, sampler.shuffle, sampler.seed, sampler.drop_last)
-        drawn = Drawn(copy.deepcopy(sampler), samples, seed)
+        drawn = Drawn(sampler, self._loader, self.plan, seed)
         return lambda epoch, places: drawn.epoch(epoch)[places]
 
 
 class Drawn:
     """The samples of each epoch, as a sampler yields them that may keep a generator, or count its epochs."""
 
-    def __init__(self, sampler: Any, samples: int, seed: int) -> None:
-        self._first, self._samples, self._seed = sampler, samples, seed
+    def __init__(self, sampler: Any, loader: Any, plan: Plan, seed: int) -> None:
+        self._first, self._plan, self._seed = copy.deepcopy(sampler), plan, seed
+        own = getattr(sampler, "generator", None)
+        self._draws_for_processes = isinstance(own, torch.Generator) and own is loader.generator
+        self._reads_ahead = loader.num_workers > 0
         self._begin()
 
     def _begin(self) -> None:
@@ -222,21 +225,25 @@ class Drawn:
         return self._kept[epoch]
 
     def _drawn(self, epoch: int) -> Ids:
-        sampler = self._sampler
+        sampler, plan = self._sampler, self._plan
         if callable(set_epoch := getattr(sampler, "set_epoch", None)):
             set_epoch(epoch)
-        own = getattr(sampler, "generator", None)
-        if isinstance(own, torch.Generator):
-            # As a DataLoader does when its iterator is made, for its processes: the permutations that follow are the
-            # ones that plain Lightning trains.
-            torch.empty((), dtype=torch.int64).random_(generator=own)
+        if self._draws_for_processes:
+            # As a DataLoader does when its iterator is made, from the generator that it was given for the order. So the
+            # permutations that follow are those of plain Lightning.
+            torch.empty((), dtype=torch.int64).random_(generator=sampler.generator)
         before = _generators()
         try:
             seed_generators(micro_seed(self._seed, epoch, 0), torch.device("cpu"))
-            found = np.fromiter(islice(sampler, self._samples), np.int64)
+            if plan.workers == 1 and not self._reads_ahead:
+                # No further than Lightning's loop asks: a sampler draws more when it comes to its end.
+                batches = BatchSampler(sampler, plan.micro_batch, plan.drop_last)
+                found = [number for batch in islice(batches, plan.batches) for number in batch]
+            else:
+                found = list(sampler)
         finally:
             _put_back(before)
-        return found
+        return np.asarray(found, np.int64)
 
 
 def _generators() -> tuple[Any, Any, torch.Tensor]:

@@ -195,7 +195,7 @@ class HoldfastStrategy(SingleDeviceStrategy):
             run.on_commit(self._on_commit)
         # After all that a commit changes.
         run.on_commit(self._committed)
-        self._dealt = Dealt(loader.dataset, loader.sampler, self.plan)
+        self._dealt = Dealt(loader, self.plan)
         self._collate = Collate(loader.collate_fn)
         self.settings = Settings(trainer.optimizers[0])
         self._steps = run.steps(
