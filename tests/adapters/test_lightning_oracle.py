@@ -8,16 +8,19 @@ from __future__ import annotations
 import copy
 import re
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
 
 import holdfast.lightning  # noqa: F401 - before Lightning looks at the environment
+from holdfast.adapters.lightning.refusals import refuse_monitors
 from holdfast.errors import UsageError
 
 import lightning  # isort: skip
@@ -229,11 +232,15 @@ def callbacks(case: Case, folder: Path) -> list[Callback]:
             case "ema":
                 found.append(EMAWeightAveraging(decay=0.5, update_every_n_steps=2))
             case "best":
-                found.append(ModelCheckpoint(folder / "best", monitor="val_loss", save_top_k=2, save_last=True))
+                found.append(
+                    ModelCheckpoint(folder / "best", monitor="val_loss", save_top_k=2, save_last=True)
+                )
             case "steps":
                 found.append(ModelCheckpoint(folder / "steps", every_n_train_steps=2, save_top_k=-1))
             case "epochs":
-                found.append(ModelCheckpoint(folder / "epochs", every_n_epochs=2, filename="same", save_top_k=-1))
+                found.append(
+                    ModelCheckpoint(folder / "epochs", every_n_epochs=2, filename="same", save_top_k=-1)
+                )
     if case.accumulate_from:
         found.append(GradientAccumulationScheduler(dict(case.accumulate_from)))
     return found
@@ -339,10 +346,10 @@ def compare(case: Case, folder: Path) -> None:
         Case(samples=16, order="subset", epochs=2),
         Case(none_at=2, optimizer="bare"),
     ],
-    ids=lambda case: " ".join(
-        f"{name}={value}" for name, value in vars(case).items() if value != getattr(Case(), name)
-    )
-    or "plain",
+    ids=lambda case: (
+        " ".join(f"{name}={value}" for name, value in vars(case).items() if value != getattr(Case(), name))
+        or "plain"
+    ),
 )
 def test_a_training_is_that_of_plain_lightning(tmp_path, case):
     compare(case, tmp_path)
@@ -350,9 +357,7 @@ def test_a_training_is_that_of_plain_lightning(tmp_path, case):
 
 @st.composite
 def cases(draw) -> Case:
-    accumulate_from = draw(
-        st.sampled_from([{}, {}, {0: 2, 1: 1}, {1: 4}])
-    )
+    accumulate_from = draw(st.sampled_from([{}, {}, {0: 2, 1: 1}, {1: 4}]))
     validation = draw(st.sampled_from([(1.0, 1), (1.0, 2), (0.5, 1), (2, 1), (4, None), (3, None)]))
     return Case(
         samples=draw(st.integers(8, 23)),
@@ -402,7 +407,7 @@ SETTINGS = settings(
 )
 
 
-@settings(SETTINGS, max_examples=15)
+@settings(SETTINGS, max_examples=8)
 @given(case=cases())
 def test_a_drawn_training_is_that_of_plain_lightning(tmp_path_factory, case):
     drawn(case, tmp_path_factory)
@@ -413,3 +418,91 @@ def test_a_drawn_training_is_that_of_plain_lightning(tmp_path_factory, case):
 @given(case=cases())
 def test_many_drawn_trainings_are_those_of_plain_lightning(tmp_path_factory, case):
     drawn(case, tmp_path_factory)
+
+
+# ------------------------------------------------------------ what is refused, by name and before anything trains
+
+
+@pytest.mark.parametrize(
+    ("callback", "name"),
+    [
+        (lambda: StochasticWeightAveraging(0.1), "StochasticWeightAveraging"),
+        (lambda: BackboneFinetuning(), "BackboneFinetuning"),
+        (lambda: ModelPruning("l1_unstructured", amount=0.5), "ModelPruning"),
+        (lambda: LearningRateFinder(), "LearningRateFinder"),
+        (
+            lambda: ModelCheckpoint(train_time_interval=timedelta(minutes=1)),
+            r"ModelCheckpoint\(train_time_interval",
+        ),
+    ],
+)
+def test_a_callback_that_cannot_work_is_refused_by_name(tmp_path, callback, name):
+    module = Net(Case())
+    module.backbone = torch.nn.Linear(1, 1)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        strategy="holdfast",
+        max_epochs=1,
+        callbacks=[callback()],
+        logger=False,
+        default_root_dir=tmp_path,
+        enable_progress_bar=False,
+    )
+    with pytest.raises(UsageError, match=name):
+        trainer.fit(module, loader(Case()))
+    assert module.seen == []
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(samples=12, accumulate=4, val_check_interval=3),
+        Case(samples=10, accumulate=2, val_check_interval=4, check_val_every_n_epoch=None),
+        Case(accumulate_from={1: 4}, val_check_interval=2),
+    ],
+)
+def test_a_validation_within_an_update_is_refused(tmp_path, case):
+    with pytest.raises(UsageError, match="is not the last one of an update"):
+        train(case, tmp_path / "run", strategy="holdfast")
+
+
+def test_a_schedule_by_what_one_worker_logs_is_refused():
+    """Of several workers each would decide by its own batches."""
+    callback = EarlyStopping("train_loss_epoch")
+    trainer = SimpleNamespace(callbacks=[callback], lr_scheduler_configs=[])
+    refuse_monitors(trainer, {"val_loss"})
+    with pytest.raises(UsageError, match='EarlyStopping monitors "train_loss_epoch"'):
+        refuse_monitors(trainer, {"train_loss"})
+
+
+# ------------------------------------------------------------ what belongs to rank 0
+
+
+def test_what_is_logged_is_what_plain_lightning_logs(tmp_path):
+    """In the same folders, with the same steps."""
+    texts = []
+    for options in ({}, {"strategy": "holdfast"}):
+        folder = tmp_path / str(len(texts))
+        lightning.seed_everything(3, verbose=False)
+        case = Case(samples=11, accumulate=2, scheduler="step")
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            default_root_dir=folder,
+            max_epochs=2,
+            accumulate_grad_batches=2,
+            log_every_n_steps=1,
+            logger=CSVLogger(folder),
+            callbacks=[LearningRateMonitor()],
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            **options,
+        )
+        trainer.fit(Net(case), loader(case), DataLoader(data(5), 2))
+        texts.append(
+            {
+                str(file.relative_to(folder)): file.read_text() if file.suffix == ".csv" else ""
+                for file in sorted(folder.rglob("*.*"))
+            }
+        )
+    assert texts[0] == texts[1]
+    assert any("version_0/metrics.csv" in name for name in texts[1])

@@ -99,6 +99,34 @@ def refuse_validation(trainer: Any, plan: Plan, until: int) -> None:
             )
 
 
+def refuse_monitors(trainer: Any, trained: set[str]) -> None:
+    """Refuses decisions by what one worker has logged of its own batches: the others would decide otherwise.
+
+    trained: names that were logged while training.
+
+    Raises:
+        UsageError: a callback or a scheduler monitors one of them.
+    """
+    known = {name + end for name in trained for end in ("", "_step", "_epoch")}
+    monitors = [
+        (type(callback).__name__, getattr(callback, "monitor", None)) for callback in trainer.callbacks
+    ] + [
+        (type(config.scheduler).__name__, config.monitor)
+        for config in trainer.lr_scheduler_configs
+        if config.reduce_on_plateau
+    ]
+    _raise(
+        [
+            (
+                monitor in known,
+                f'{name} monitors "{monitor}", which each worker logs of its own training batches; monitor what '
+                "validation_step logs: every worker validates all of the validation data",
+            )
+            for name, monitor in monitors
+        ]
+    )
+
+
 def _raise(checks: list[tuple[bool, str]]) -> None:
     wrong = [text for found, text in checks if found]
     if wrong:

@@ -125,14 +125,16 @@ class Plan:
     def places(self, slot: Slot) -> Ids:
         """The micro-batch's places in its epoch's order; fewer than `micro_batch` in the last batch.
 
-        As torch's DistributedSampler deals them: worker after worker, and from the beginning again where they do not come out
-        even.
+        An update has the samples that it has under DDP, where a sampler deals them and begins again where they do not come out
+        even. But they are dealt in whole micro-batches: so an update is made of the same ones at any number of workers.
         """
         if slot.is_vacant:
             return np.empty(0, np.int64)
-        each = -(-self.samples // self.workers)
-        own = np.arange(slot.batch * self.micro_batch, min((slot.batch + 1) * self.micro_batch, each))
-        return (own * self.workers + slot.rank) % self.samples
+        size, each = self.micro_batch, -(-self.samples // self.workers)
+        first = (slot.batch - slot.number) * size
+        of_each = min(first + slot.batches * size, each) - first
+        start = first * self.workers + slot.rank * of_each + slot.number * size
+        return np.arange(start, start + min(size, of_each - slot.number * size)) % self.samples
 
 
 def batches_of_an_epoch(samples: int, micro_batch: int, workers: int, drop_last: bool) -> int:

@@ -3,6 +3,7 @@ last one."""
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,6 +16,7 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 
+from holdfast.adapters.lightning.refusals import refuse_monitors
 from holdfast.errors import JobStopped, UsageError
 
 if TYPE_CHECKING:
@@ -224,6 +226,7 @@ class EpochLoop(_TrainingEpochLoop):
     def __init__(self, trainer: Trainer, source: Source, min_steps: int | None, max_steps: int) -> None:
         super().__init__(trainer, min_steps=min_steps, max_steps=max_steps)
         self._source = source
+        self._known_results = 0
 
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
         """Those that go by a metric, alone: they come after the validation, as the hooks do. See `count_step`."""
@@ -234,7 +237,10 @@ class EpochLoop(_TrainingEpochLoop):
         """As Lightning's, which counts two things once too often after a restart in the middle of a batch: the step, since
         it does not know that the commit has counted it, and in its totals that batch, which it begins again."""
         counted = self._batches_that_stepped
-        super().reset()
+        with warnings.catch_warnings():
+            # It warns of loaders that begin anew; the job's goes on at the next sample.
+            warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before")
+            super().reset()
         self._batches_that_stepped = counted
         if self.restarting:
             # Lightning does this to the counts of an epoch alone. The totals are protected state, which a newcomer must
@@ -282,6 +288,9 @@ class EpochLoop(_TrainingEpochLoop):
         # Its own flag alone, which Lightning takes back at the end of the epoch: by then its schedulers that go by a metric
         # would have missed an update, which the other workers have made.
         self.trainer.fit_loop._restarting = False
+        if self._source.plan.workers > 1 and len(self._results) != self._known_results:
+            self._known_results = len(self._results)
+            refuse_monitors(self.trainer, {result.meta.name for result in self._results.values()})
         long = self._source.window.step is None and self._should_check_val_fx(data_fetcher)
         with self._source.relaxed_watchdog() if long else nullcontext():
             super().on_advance_end(data_fetcher)
@@ -348,9 +357,7 @@ class Optimization(_AutomaticOptimization):
         assert step is not None
         call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
         call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
-        step.apply(
-            optimizer, max_grad_norm=trainer.gradient_clip_val or None, scaler=self._source.scaler
-        )
+        step.apply(optimizer, max_grad_norm=trainer.gradient_clip_val or None, scaler=self._source.scaler)
 
     def compute_again(self, batch: Any, batch_idx: int) -> None:
         """A micro-batch of a batch whose hooks have come."""

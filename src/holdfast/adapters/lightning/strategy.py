@@ -157,7 +157,7 @@ class HoldfastStrategy(SingleDeviceStrategy):
             ),
         )
 
-    def _join(self, trainer: Trainer) -> None:
+    def _join(self, trainer: Any) -> None:
         loader, loop, module = self._loader, trainer.fit_loop, trainer.lightning_module
         refuse(trainer, module)
         if loader is None:
@@ -256,14 +256,18 @@ class HoldfastStrategy(SingleDeviceStrategy):
         rank = min(self._run.rank, self.plan.workers - 1)
         micro = rank * self.plan.most + last
         ids = self._dealt.order(self._seed).micro_batch(step, micro)
-        return on_device(Maker(self._dealt, self._collate, self._seed).make(step, micro, ids), self._run.device)
+        return on_device(
+            Maker(self._dealt, self._collate, self._seed).make(step, micro, ids), self._run.device
+        )
 
     def relaxed_watchdog(self) -> AbstractContextManager[None]:
         """For what the loops do between two steps and may take long."""
+        self._before_steps.close()  # a newcomer's, whose loops may validate before its first step
         return self._run.relaxed_watchdog()
 
     def _committed(self, step: Step) -> None:
         self.progress.keep(step)
+        assert self._kept is not None
         self._kept.keep(step)
         self.settings.committed()
 
