@@ -99,6 +99,7 @@ class Case:
     callbacks: tuple[str, ...] = ()
     sanity: int = 0
     none_at: int = -1
+    stop_at: int = -1
 
 
 class Net(lightning.LightningModule):
@@ -186,6 +187,8 @@ class Watching(Callback):
         self.counts = state["counts"]
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.counts["on_train_batch_end"] = self.counts.get("on_train_batch_end", 0) + 1
+        trainer.should_stop |= trainer.fit_loop.total_batch_idx == module.case.stop_at
         self.losses.append(float(outputs["loss"]) if outputs else -1.0)
 
 
@@ -345,6 +348,10 @@ def compare(case: Case, folder: Path) -> None:
         Case(samples=9, order="weighted"),
         Case(samples=16, order="subset", epochs=2),
         Case(none_at=2, optimizer="bare"),
+        Case(stop_at=4, accumulate=3),
+        Case(stop_at=5, accumulate=3, callbacks=("ema",)),
+        Case(epochs=0),
+        Case(limit=0),
     ],
     ids=lambda case: (
         " ".join(f"{name}={value}" for name, value in vars(case).items() if value != getattr(Case(), name))

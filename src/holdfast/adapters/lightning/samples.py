@@ -137,12 +137,6 @@ class Plan:
         return np.arange(start, start + min(size, of_each - slot.number * size)) % self.samples
 
 
-def batches_of_an_epoch(samples: int, micro_batch: int, workers: int, drop_last: bool) -> int:
-    """Batches that each worker of a full job takes, without a limit."""
-    each = -(-samples // workers)
-    return each // micro_batch if drop_last else -(-each // micro_batch)
-
-
 class Dealt:
     """A script's dataset, in the order in which its loader yields samples, epoch after epoch."""
 
@@ -186,7 +180,7 @@ class Dealt:
     def _epochs(self, seed: int) -> Callable[[int, Ids], Ids]:
         """Epoch and places in it to samples."""
         sampler, samples = self._loader.sampler, self.plan.samples
-        if isinstance(sampler, SequentialSampler) or sampler is None:
+        if isinstance(sampler, SequentialSampler):
             return lambda epoch, places: places
         if type(sampler) is RandomSampler and sampler.generator is None and not sampler.replacement:
             # A function of the position, which needs no list of a large dataset's samples.
@@ -203,16 +197,21 @@ class Drawn:
     """The samples of each epoch, as a sampler yields them that may keep a generator, or count its epochs."""
 
     def __init__(self, sampler: Any, loader: Any, plan: Plan, seed: int) -> None:
-        self._first, self._plan, self._seed = copy.deepcopy(sampler), plan, seed
+        # Not the dataset, which a sampler may refer to.
+        self._shared = {id(loader.dataset): loader.dataset}
+        self._first, self._plan, self._seed = self._copied(sampler), plan, seed
         own = getattr(sampler, "generator", None)
         self._draws_for_processes = isinstance(own, torch.Generator) and own is loader.generator
         self._reads_ahead = loader.num_workers > 0
         self._begin()
 
     def _begin(self) -> None:
-        self._sampler = copy.deepcopy(self._first)
+        self._sampler = self._copied(self._first)
         self._next = 0
         self._kept: dict[int, Ids] = {}
+
+    def _copied(self, sampler: Any) -> Any:
+        return copy.deepcopy(sampler, dict(self._shared))
 
     def epoch(self, epoch: int) -> Ids:
         """Which samples it has. Drawn one epoch after the other from the first, as by a process that trains all of them: a

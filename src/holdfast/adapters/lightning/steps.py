@@ -43,6 +43,10 @@ class Source(Protocol):
     weigh: Callable[[Any], float] | None
     """What a micro-batch counts; None: batches count alike, as Lightning has it."""
 
+    def batches_of_an_epoch(self, loader: Any) -> int:
+        """That each worker of a full job takes, without a limit."""
+        ...
+
     def next_step(self) -> Step | None:
         """What is trained next; None: no step is left, or the job was asked to stop."""
         ...
@@ -207,10 +211,16 @@ class Window:
 
 
 class StepLoader:
-    """Stands for the user's loader, and has as many batches."""
+    """Stands for the user's loader, and has as many batches.
 
-    def __init__(self, source: Source, batches: int) -> None:
-        self._source, self._batches = source, batches
+    Attributes:
+        dataset, sampler, batch_size: the loader's own.
+    """
+
+    def __init__(self, source: Source, loader: Any) -> None:
+        self.dataset, self.sampler, self.batch_size = loader.dataset, loader.sampler, int(loader.batch_size)
+        self._source = source
+        self._batches = source.batches_of_an_epoch(loader)
 
     def __len__(self) -> int:
         return self._batches
@@ -342,6 +352,7 @@ class Optimization(_AutomaticOptimization):
             # Lightning counts an update when this returns. So it returns only for a step that counts, and counters,
             # schedules and logs never see an attempt.
             if step.committed or (updates and self._source.progress.has_fetched_step()):
+                self._source.settings.committed()
                 window.leave()
                 break
             batch = moved(self.trainer, window.batch_again())

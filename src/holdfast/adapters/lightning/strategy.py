@@ -17,7 +17,7 @@ from holdfast.adapters.buffers import Buffers
 from holdfast.adapters.lightning import rank_zero
 from holdfast.adapters.lightning.progress import Kept, LoopProgress, Settings
 from holdfast.adapters.lightning.refusals import refuse, refuse_data, refuse_validation
-from holdfast.adapters.lightning.samples import Collate, Dealt, Plan, accumulation, batches_of_an_epoch
+from holdfast.adapters.lightning.samples import Collate, Dealt, Plan, accumulation
 from holdfast.adapters.lightning.steps import EpochLoop, Optimization, StepLoader, Window
 from holdfast.adapters.versions import LIGHTNING
 from holdfast.data.collate import Maker, on_device
@@ -149,23 +149,23 @@ class HoldfastStrategy(SingleDeviceStrategy):
             )
         refuse_data(trainer, dataloader)
         self._loader = dataloader
-        sampled = dataloader.dataset if dataloader.sampler is None else dataloader.sampler
-        return StepLoader(
-            self,
-            batches_of_an_epoch(
-                len(sampled), dataloader.batch_size, self._run.full_world_size, dataloader.drop_last
-            ),
-        )
+        return StepLoader(self, dataloader)
+
+    def batches_of_an_epoch(self, loader: Any) -> int:
+        """That each worker of a full job takes, without a limit."""
+        each = -(-len(loader.sampler) // self._run.full_world_size)
+        size = int(loader.batch_size)
+        return each // size if loader.drop_last else -(-each // size)
 
     def _join(self, trainer: Any) -> None:
         loader, loop, module = self._loader, trainer.fit_loop, trainer.lightning_module
+        if loader is None or loop.max_epochs == 0 or trainer.max_steps == 0:
+            return  # nothing is trained, and Lightning's loop says why
         refuse(trainer, module)
-        if loader is None:
-            raise UsageError('Trainer(strategy="holdfast"): there is no training_step or no training data')
         assert self._optimization is not None
         run = self._run = world.run_for_training()
         self.plan = Plan(
-            samples=len(loader.dataset if loader.sampler is None else loader.sampler),
+            samples=len(loader.sampler),
             micro_batch=int(loader.batch_size),
             workers=run.full_world_size,
             drop_last=loader.drop_last,
