@@ -101,7 +101,11 @@ def main() -> None:
         enable_progress_bar=False,
     )
     # Four batches in an epoch on each of two workers: an update of three, and one of the last.
-    trainer.fit(module, DataLoader(TensorDataset(x, x.sum(1)), 4, shuffle=True), DataLoader(TensorDataset(x, x.sum(1)), 13))
+    trainer.fit(
+        module,
+        DataLoader(TensorDataset(x, x.sum(1)), 4, shuffle=True),
+        DataLoader(TensorDataset(x, x.sum(1)), 13),
+    )
     end = {
         "parameters": where.digest(module.parameters()),
         "average": where.digest([module.average]),

@@ -36,14 +36,14 @@ def name_folders(trainer: Any, job: str) -> None:
     root = first.save_dir if first.save_dir is not None else trainer.default_root_dir
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
-            callback.dirpath = os.path.join(root, str(first.name), version, "checkpoints")
+            callback.dirpath = f"{root}/{first.name}/{version}/checkpoints"
 
 
 def known_files(trainer: Any) -> set[str]:
     """Checkpoint files that are there before the training begins."""
     found: set[str] = set()
     for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint) and callback.dirpath and os.path.isdir(callback.dirpath):
+        if isinstance(callback, ModelCheckpoint) and callback.dirpath and Path(callback.dirpath).is_dir():
             found.update(os.path.normpath(file) for file in Path(callback.dirpath).iterdir())
     return found
 
