@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import (
     ModelPruning,
     StochasticWeightAveraging,
     Timer,
+    WeightAveraging,
 )
 from lightning.pytorch.callbacks.finetuning import BaseFinetuning
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -140,6 +141,15 @@ def _callbacks(trainer: Any) -> Iterator[tuple[bool, str]]:
         yield (
             isinstance(callback, Timer) and callback._duration is not None,
             "max_time or a Timer with a duration: no two workers have the same clock; set max_steps or max_epochs",
+        )
+        average = getattr(callback, "_average_model", None) if isinstance(callback, WeightAveraging) else None
+        types = [
+            {p.dtype for p in m.parameters()} for m in (average, trainer.lightning_module) if m is not None
+        ]
+        yield (
+            len(types) == 2 and types[0] != types[1],
+            f"{type(callback).__name__} averages in another precision than the module's, and each validation would round the "
+            "weights to it; make the module of that precision yourself, and leave precision= at 32-true",
         )
         yield (
             isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None,

@@ -63,7 +63,7 @@ class Slot(NamedTuple):
         return (shares[1] - shares[0]) / SHARES
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """How many batches and updates Lightning's epochs have on each worker of a full job."""
 

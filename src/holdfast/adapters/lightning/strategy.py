@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning
@@ -239,8 +239,8 @@ class HoldfastStrategy(SingleDeviceStrategy):
     def next_step(self) -> Step | None:
         """What the loops train next; None: no step is left, or the job was asked to stop."""
         assert self._steps is not None
-        self._before_steps.close()
         self.settings.put_back()
+        self._before_steps.close()
         step, self._coming = self._coming or next(self._steps, None), None
         self._say_rank(self._run.rank)
         return step
@@ -260,10 +260,19 @@ class HoldfastStrategy(SingleDeviceStrategy):
             Maker(self._dealt, self._collate, self._seed).make(step, micro, ids), self._run.device
         )
 
-    def relaxed_watchdog(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def relaxed_watchdog(self) -> Iterator[None]:
         """For what the loops do between two steps and may take long."""
+        # The state is looked at on both sides, and what hooks set the optimizer to is no part of it yet.
+        self.settings.put_back()
         self._before_steps.close()  # a newcomer's, whose loops may validate before its first step
-        return self._run.relaxed_watchdog()
+        with self._run.relaxed_watchdog():
+            self.settings.resume()
+            try:
+                yield
+            finally:
+                self.settings.put_back()
+        self.settings.resume()
 
     def _committed(self, step: Step) -> None:
         self.progress.keep(step)
@@ -302,8 +311,8 @@ class HoldfastStrategy(SingleDeviceStrategy):
         """
         if self._steps is None:
             return
-        self._before_steps.close()
         self.settings.put_back()
+        self._before_steps.close()
         steps, self._steps = self._steps, None
         # Asked once more, so the job hears that this worker is done. A worker that only left the loop would
         # be waited for.
