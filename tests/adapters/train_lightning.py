@@ -41,6 +41,7 @@ class Module(lightning.LightningModule):
         self.net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.1), torch.nn.Linear(16, 1))
         self.register_buffer("seen", torch.zeros(1, dtype=torch.int64))
         self.ended: list[int] = []
+        self.batches: list[tuple[int, int]] = []
         self.validated: list[tuple[int, float]] = []
 
     def _loss(self, batch):
@@ -58,8 +59,9 @@ class Module(lightning.LightningModule):
         self.log("val_loss", self._loss(batch))
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
-        self.ended.append(self.trainer.global_step)
+        self.batches.append((self.trainer.current_epoch, batch_idx))
         if (batch_idx + 1) % ACCUMULATE == 0:
+            self.ended.append(self.trainer.global_step)
             between.wait(self.trainer.global_step)
 
     def on_validation_epoch_end(self):
@@ -104,6 +106,7 @@ def main() -> None:
         "epochs": trainer.current_epoch,
         "rate": trainer.optimizers[0].param_groups[0]["lr"],
         "ended": module.ended,
+        "batches": module.batches,
         "validated": module.validated,
     }
     if "half" in sys.argv:

@@ -97,14 +97,24 @@ class HeldState:
 
     @property
     def covered(self) -> tuple[str, ...]:
-        """What `replicated_digest` is over: the names of all that is protected."""
-        own = tuple(name for name in self._protected if name not in (NAME, constants_name))
+        """What `replicated_digest` is over: the names of what is protected, and is to be the same."""
+        own = tuple(name for name in self._compared if name not in (NAME, constants_name))
         return own + self._constants.names
 
     @property
     def replicated_digest(self) -> str:
-        """Of all that is to be the same in every replica: everything but buffers that are each worker's own."""
-        return state_image.digest(self._protected, self.buffer_rules.own)
+        """Of all that is to be the same in every replica: everything but buffers that are each worker's own, and objects whose
+        attribute `compared` is false."""
+        return state_image.digest(self._compared, self.buffer_rules.own)
+
+    @property
+    def _compared(self) -> state_image.Protected:
+        compared = {
+            name: thing for name, thing in self._protected.items() if getattr(thing, "compared", True)
+        }
+        if isinstance(self._protected, state_image.WithConstants):
+            return state_image.WithConstants(compared, self._protected.left_out)
+        return compared
 
     @property
     def parameters_digest(self) -> str:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from types import NoneType
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
-from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    LearningRateFinder,
+    ModelCheckpoint,
+    ModelPruning,
+    StochasticWeightAveraging,
+    Timer,
+    WeightAveraging,
+)
+from lightning.pytorch.callbacks.finetuning import BaseFinetuning
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
+from holdfast.adapters.lightning.samples import Plan, validations
 from holdfast.errors import UsageError
 
 OURS = {
@@ -16,52 +26,142 @@ OURS = {
     "optimizer_zero_grad": "the job owns the gradients",
     "configure_gradient_clipping": "clipping takes the norm of the gradient of all workers; use gradient_clip_val",
     "backward": "the job adds the gradients of all workers",
-    "on_before_batch_transfer": "a batch is a step of several micro-batches",
-    "transfer_batch_to_device": "the job moves micro-batches",
-    "on_after_batch_transfer": "a batch is a step of several micro-batches",
 }
 """Hooks of a module that a step at level 2 has no place for, and why."""
 
+CALLBACKS: dict[type, str] = {
+    StochasticWeightAveraging: "puts another scheduler and other weights in place while the training goes on; use "
+    "EMAWeightAveraging or WeightAveraging",
+    BaseFinetuning: "adds parameters to the optimizer while the training goes on; give the optimizer all of them, and freeze "
+    "by a learning rate of 0",
+    ModelPruning: "changes weights outside of the step's commit",
+    LearningRateFinder: "trains and goes back; find the learning rate in a run of its own, without Holdfast",
+    BatchSizeFinder: "trains and goes back; find the batch size in a run of its own, without Holdfast",
+}
+"""Callbacks of Lightning's that cannot work, and what they do."""
 
-def refuse(trainer: Any, module: Any, loader: Any) -> None:
-    """Refuses what cannot work, before anything is trained.
+_MOST_VALIDATIONS = 100_000
+
+
+def refuse_data(trainer: Any, loader: Any) -> None:
+    """Refuses training data that cannot be dealt.
 
     Raises:
         UsageError: with everything that cannot work, and what to write instead.
     """
-    wrong = [text for found, text in _checks(trainer, module, loader) if found]
-    wrong += [f"{name}() is overridden: {why}" for name, why in OURS.items() if is_overridden(name, module)]
+    data = getattr(loader, "dataset", None)
+    _raise(
+        [
+            (
+                not (hasattr(data, "__len__") and hasattr(data, "__getitem__"))
+                or not getattr(loader, "batch_size", None),
+                "the training data has no length and no samples by number, or batches of its own: give a DataLoader with a "
+                "map-style dataset and a batch_size",
+            ),
+            (
+                bool(trainer.overfit_batches),
+                "overfit_batches: the job deals samples of all the data; give a dataset of few samples",
+            ),
+            (
+                bool(trainer.reload_dataloaders_every_n_epochs),
+                "reload_dataloaders_every_n_epochs: a job has one data set",
+            ),
+        ]
+    )
+
+
+def refuse(trainer: Any, module: Any) -> None:
+    """Refuses what else cannot work, before anything is trained.
+
+    Raises:
+        UsageError: with everything that cannot work, and what to write instead.
+    """
+    overridden = [
+        (is_overridden(name, module), f"{name}() is overridden: {why}") for name, why in OURS.items()
+    ]
+    _raise([*_checks(trainer, module), *_callbacks(trainer), *overridden])
+
+
+def refuse_validation(trainer: Any, plan: Plan, until: int) -> None:
+    """Refuses validations between two batches of one update: a step is a transaction, and would be under way meanwhile.
+
+    Raises:
+        UsageError: there are such.
+    """
+    if not trainer.enable_validation:
+        return
+    for epoch, batch in islice(validations(trainer, plan, until), _MOST_VALIDATIONS):
+        accumulate = plan.accumulated(epoch)
+        if (batch + 1) % accumulate and batch + 1 != plan.batches:
+            raise UsageError(
+                f"val_check_interval={trainer.val_check_interval}: batch {batch} of epoch {epoch} is not the last one of an "
+                f"update, which has {accumulate} batches there, and a validation within a step cannot be; choose a multiple "
+                "of accumulate_grad_batches"
+            )
+
+
+def refuse_monitors(trainer: Any, trained: set[str]) -> None:
+    """Refuses decisions by what one worker has logged of its own batches: the others would decide otherwise.
+
+    trained: names that were logged while training.
+
+    Raises:
+        UsageError: a callback or a scheduler monitors one of them.
+    """
+    known = {name + end for name in trained for end in ("", "_step", "_epoch")}
+    monitors = [
+        (type(callback).__name__, getattr(callback, "monitor", None)) for callback in trainer.callbacks
+    ] + [
+        (type(config.scheduler).__name__, config.monitor)
+        for config in trainer.lr_scheduler_configs
+        if config.reduce_on_plateau
+    ]
+    _raise(
+        [
+            (
+                monitor in known,
+                f'{name} monitors "{monitor}", which each worker logs of its own training batches; monitor what '
+                "validation_step logs: every worker validates all of the validation data",
+            )
+            for name, monitor in monitors
+        ]
+    )
+
+
+def _raise(checks: list[tuple[bool, str]]) -> None:
+    wrong = [text for found, text in checks if found]
     if wrong:
         raise UsageError('Trainer(strategy="holdfast") cannot train so:\n  ' + "\n  ".join(wrong))
 
 
-def _checks(trainer: Any, module: Any, loader: Any) -> list[tuple[bool, str]]:
-    data = getattr(loader, "dataset", None)
-    sampler = getattr(loader, "sampler", None)
-    timers = [callback for callback in trainer.callbacks if isinstance(callback, Timer)]
-    schedulers = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
+def _callbacks(trainer: Any) -> Iterator[tuple[bool, str]]:
+    for callback in trainer.callbacks:
+        for kind, why in CALLBACKS.items():
+            yield isinstance(callback, kind), f"{type(callback).__name__} {why}"
+        yield (
+            isinstance(callback, Timer) and callback._duration is not None,
+            "max_time or a Timer with a duration: no two workers have the same clock; set max_steps or max_epochs",
+        )
+        average = getattr(callback, "_average_model", None) if isinstance(callback, WeightAveraging) else None
+        types = [
+            {p.dtype for p in m.parameters()} for m in (average, trainer.lightning_module) if m is not None
+        ]
+        yield (
+            len(types) == 2 and types[0] != types[1],
+            f"{type(callback).__name__} averages in another precision than the module's, and each validation would round the "
+            "weights to it; make the module of that precision yourself, and leave precision= at 32-true",
+        )
+        yield (
+            isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None,
+            "ModelCheckpoint(train_time_interval=...): no two workers have the same clock; give every_n_train_steps",
+        )
+
+
+def _checks(trainer: Any, module: Any) -> list[tuple[bool, str]]:
     return [
         (
-            not (hasattr(data, "__len__") and hasattr(data, "__getitem__"))
-            or not getattr(loader, "batch_size", None),
-            "the training data has no length and no samples by number, or batches of its own: give a DataLoader with a "
-            "map-style dataset and a batch_size",
-        ),
-        (
-            not isinstance(sampler, RandomSampler | SequentialSampler | DistributedSampler | NoneType),
-            f"{type(sampler).__name__}: the order of samples is the job's; put the choice of samples into the dataset",
-        ),
-        (
-            any(timer._duration is not None for timer in timers),
-            "max_time or a Timer with a duration: no two workers have the same clock; set max_steps or max_epochs",
-        ),
-        (
             trainer._val_check_time_interval is not None,
-            "val_check_interval as a time: no two workers have the same clock; give a number of steps",
-        ),
-        (
-            bool(trainer.overfit_batches),
-            "overfit_batches: the job deals samples of all the data; give a dataset of few samples",
+            "val_check_interval as a time: no two workers have the same clock; give a number of batches",
         ),
         (
             not module.automatic_optimization,
@@ -73,16 +173,7 @@ def _checks(trainer: Any, module: Any, loader: Any) -> list[tuple[bool, str]]:
             f"gradient_clip_algorithm={trainer.gradient_clip_algorithm}: the global norm is clipped; use 'norm'",
         ),
         (
-            bool(schedulers),
-            "ReduceLROnPlateau: it changes the learning rate between two steps, which a fault would undo; choose a "
-            "schedule over steps or epochs",
-        ),
-        (
             trainer.max_steps == -1 and (trainer.max_epochs is None or trainer.max_epochs < 0),
             "max_steps=-1 and max_epochs=-1: a job has an end; set one of them",
-        ),
-        (
-            bool(trainer.reload_dataloaders_every_n_epochs),
-            "reload_dataloaders_every_n_epochs: a job has one data set",
         ),
     ]

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import os
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_only
 
 from holdfast.adapters import world
 from holdfast.adapters.advice import TrainersAdvice
 from holdfast.adapters.buffers import Buffers
-from holdfast.adapters.lightning.progress import LoopProgress
-from holdfast.adapters.lightning.refusals import refuse
-from holdfast.adapters.lightning.steps import Done, EpochLoop, Optimization, StepLoader
+from holdfast.adapters.lightning import rank_zero
+from holdfast.adapters.lightning.progress import Kept, LoopProgress, Settings
+from holdfast.adapters.lightning.refusals import refuse, refuse_data, refuse_validation
+from holdfast.adapters.lightning.samples import Collate, Dealt, Plan, accumulation
+from holdfast.adapters.lightning.steps import EpochLoop, Optimization, StepLoader, Window
 from holdfast.adapters.versions import LIGHTNING
+from holdfast.data.collate import Maker, on_device
 from holdfast.data.mapstyle import shuffled
-from holdfast.errors import UsageError
+from holdfast.data.seeds import micro_seed, seed_generators
+from holdfast.errors import JobStopped, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -64,12 +69,15 @@ class HoldfastStrategy(SingleDeviceStrategy):
         more.pop("device", None)
         super().__init__(device=self._run.device, **more)
         self._reduction, self._seed = reduction, seed
-        self._loader: StepLoader | None = None
-        self._trainer: Trainer | None = None
+        self._loader: Any = None
+        self._trainer: Any = None
         self._steps: Iterator[Step] | None = None
         self._coming: Step | None = None
         self._optimization: Optimization | None = None
+        self._kept: Kept | None = None
+        self._said_rank = -1
         self.scaler: Scaler | None = None
+        self.weigh: Callable[[Any], float] | None = None
         self._before_steps = ExitStack()
 
     # ------------------------------------------------------------ ranks: the job's, whatever they are now
@@ -99,27 +107,39 @@ class HoldfastStrategy(SingleDeviceStrategy):
 
     # ------------------------------------------------------------ before the first step
 
+    def setup_environment(self) -> None:
+        """Before anything is set up. Until this worker is a member of its job it has no rank, and does nothing for the others."""
+        super().setup_environment()
+        trainer: Any = self.lightning_module.trainer if self.lightning_module is not None else None
+        if trainer is None or trainer.state.fn != TrainerFn.FITTING:
+            return
+        self._loader = None
+        self._trainer = trainer
+        if not self._run.alone:
+            rank_zero.name_folders(trainer, self._run.job)
+            rank_zero.set_rank(max(1, self._run.rank))
+
     def setup(self, trainer: Trainer) -> None:
         """Makes model and optimizer ready, and joins the job: their state is then that of its newest step.
 
         Raises:
             UsageError: something of the trainer, the module or the data cannot work at level 2.
         """
-        super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
+            super().setup(trainer)
             return
-        self._trainer = trainer
         loop = trainer.fit_loop
-        epoch_loop = EpochLoop(trainer, min_steps=loop.min_steps, max_steps=loop.max_steps)
+        epoch_loop = EpochLoop(trainer, self, min_steps=loop.min_steps, max_steps=loop.max_steps)
         epoch_loop.automatic_optimization = self._optimization = Optimization(trainer, self)
         epoch_loop.val_loop = loop.epoch_loop.val_loop  # it has the validation data already
         loop.epoch_loop = epoch_loop
+        self.window = Window(self, self._optimization.compute_again)
+        super().setup(trainer)  # `configure_optimizers` may ask for the data
         loop.setup_data()  # comes to `process_dataloader`; Lightning's own call of it then finds the data there
-        trainer.accumulate_grad_batches = 1  # a batch of the loops is a whole step
         self._join(trainer)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """In the place of the training data: steps of the job."""
+        """In the place of the training data: micro-batches of the job's steps."""
         trainer = self._trainer
         if trainer is None or not trainer.training or trainer.state.fn != TrainerFn.FITTING:
             return dataloader
@@ -127,28 +147,44 @@ class HoldfastStrategy(SingleDeviceStrategy):
             raise UsageError(
                 'Trainer(strategy="holdfast"): there are several training data loaders; give one, whose dataset holds all'
             )
-        refuse(trainer, trainer.lightning_module, dataloader)
-        self._loader = StepLoader(
-            self, dataloader, self._run.full_world_size, trainer.accumulate_grad_batches
-        )
-        return self._loader
+        refuse_data(trainer, dataloader)
+        self._loader = dataloader
+        return StepLoader(self, dataloader)
 
-    def _join(self, trainer: Trainer) -> None:
-        loader = self._loader
-        assert loader is not None
+    def batches_of_an_epoch(self, loader: Any) -> int:
+        """That each worker of a full job takes, without a limit."""
+        each = -(-len(loader.sampler) // self._run.full_world_size)
+        size = int(loader.batch_size)
+        return each // size if loader.drop_last else -(-each // size)
+
+    def _join(self, trainer: Any) -> None:
+        loader, loop, module = self._loader, trainer.fit_loop, trainer.lightning_module
+        if loader is None or loop.max_epochs == 0 or trainer.max_steps == 0:
+            return  # nothing is trained, and Lightning's loop says why
+        refuse(trainer, module)
         assert self._optimization is not None
         run = self._run = world.run_for_training()
-        self.progress = LoopProgress(trainer)
-        schedulers = {
-            f"scheduler{i}" if i else "scheduler": config.scheduler
-            for i, config in enumerate(trainer.lr_scheduler_configs)
-        }
+        self.plan = Plan(
+            samples=len(loader.sampler),
+            micro_batch=int(loader.batch_size),
+            workers=run.full_world_size,
+            drop_last=loader.drop_last,
+            batches=int(trainer.num_training_batches),
+            accumulate=accumulation(trainer),
+        )
+        until = self._until(trainer)
+        refuse_validation(trainer, self.plan, until)
+        self.weigh = getattr(module, "holdfast_weight", None)
+        self.progress, self._kept = LoopProgress(trainer), Kept(trainer, run.alone)
+        self._kept.files = rank_zero.known_files(trainer)
+        schedulers = [c.scheduler for c in trainer.lr_scheduler_configs if not c.reduce_on_plateau]
         self.scaler = getattr(trainer.precision_plugin, "scaler", None)
         run.protect(
-            model=trainer.lightning_module,
+            model=module,
             optimizer=trainer.optimizers[0],
             trainer=self.progress,
-            **schedulers,
+            callbacks=self._kept,
+            **{f"scheduler{i}" if i else "scheduler": scheduler for i, scheduler in enumerate(schedulers)},
             **({} if self.scaler is None else {"scaler": self.scaler}),
         )
         self._buffers.declare(run)
@@ -157,52 +193,145 @@ class HoldfastStrategy(SingleDeviceStrategy):
         run.on_commit(self._optimization.count_step)
         if self._on_commit is not None:
             run.on_commit(self._on_commit)
-        limits = [trainer.max_steps] if trainer.max_steps != -1 else []
-        if trainer.fit_loop.max_epochs is not None and trainer.fit_loop.max_epochs >= 0:
-            limits.append(trainer.fit_loop.max_epochs * int(trainer.num_training_batches))
+        # After all that a commit changes.
+        run.on_commit(self._committed)
+        self._dealt = Dealt(loader, self.plan)
+        self._collate = Collate(loader.collate_fn)
+        self.settings = Settings(trainer.optimizers[0])
         self._steps = run.steps(
-            shuffled(loader.dataset, workers=loader.processes, collate=loader.collate),
-            global_batch=loader.global_batch,
-            micro_batch=loader.micro_batch,
-            until=min(limits),
+            shuffled(self._dealt, workers=loader.num_workers, collate=self._collate),
+            global_batch=self.plan.global_batch,
+            micro_batch=self.plan.micro_batch,
+            until=until,
             seed=self._seed,
             reduction=self._reduction,
         )
         self._coming = next(self._steps, None)
         # After the first step was asked for: only then has this worker the state, its own or a peer's, and
         # only then can the loops be put where it stands.
+        self.settings.committed()
+        self._kept.resume()
         self.progress.resume()
-        setattr(rank_zero_only, "rank", run.rank)  # noqa: B010 - declared as a function
+        rank_zero.share_files(trainer, self._kept.knows)
+        self._say_rank(run.rank)
+        if not any(isinstance(callback, End) for callback in trainer.callbacks):
+            trainer.callbacks.insert(0, End())
         # The hooks that begin a training, and the sanity check of the validation, may take long.
         self._before_steps.enter_context(run.relaxed_watchdog())
+        if self.progress.outstanding:
+            # As the commit left them, which the hooks follow that this worker is about to run.
+            step = (self._coming.index if self._coming is not None else until) - 1
+            seed_generators(micro_seed(self._seed, step, self._micros), run.device)
+
+    def _until(self, trainer: Trainer) -> int:
+        limits = [trainer.max_steps] if trainer.max_steps != -1 else []
+        epochs = trainer.fit_loop.max_epochs
+        if epochs is not None and epochs >= 0:
+            limits.append(self.plan.steps(epochs))
+        return min(limits)
+
+    @property
+    def _micros(self) -> int:
+        return self.plan.global_batch // self.plan.micro_batch
 
     # ------------------------------------------------------------ steps
 
-    def next_step(self) -> Step | Done | None:
-        """What the loops train next; None: the job was asked to stop."""
+    def next_step(self) -> Step | None:
+        """What the loops train next; None: no step is left, or the job was asked to stop."""
         assert self._steps is not None
-        assert self._trainer is not None
+        self.settings.put_back()
         self._before_steps.close()
-        if self.progress.outstanding:
-            self.progress.outstanding = False
-            return Done()
         step, self._coming = self._coming or next(self._steps, None), None
-        setattr(rank_zero_only, "rank", self._run.rank)  # noqa: B010
-        if step is None:
-            self._trainer.should_stop = True
+        self._say_rank(self._run.rank)
         return step
 
-    def validating(self) -> Any:
-        """For what the loops do between two steps and may take long."""
-        return self._run.relaxed_watchdog()
+    def micro_batches(self) -> range:
+        """The numbers of those micro-batches of a step that this worker computes now."""
+        return self._run.world.micro_batches
 
-    def on_train_end(self) -> None:
-        """The loops are done: so is this worker."""
+    def last_batch(self) -> Any:
+        """The batch after which the newest commit came, of this worker's rank."""
+        step = (self._coming.index if self._coming is not None else self._until(self._trainer)) - 1
+        last = self.plan.slot(step, 0).batches - 1
+        rank = min(self._run.rank, self.plan.workers - 1)
+        micro = rank * self.plan.most + last
+        ids = self._dealt.order(self._seed).micro_batch(step, micro)
+        return on_device(
+            Maker(self._dealt, self._collate, self._seed).make(step, micro, ids), self._run.device
+        )
+
+    @contextmanager
+    def relaxed_watchdog(self) -> Iterator[None]:
+        """For what the loops do between two steps and may take long."""
+        # The state is looked at on both sides, and what hooks set the optimizer to is no part of it yet.
+        self.settings.put_back()
+        self._before_steps.close()  # a newcomer's, whose loops may validate before its first step
+        with self._run.relaxed_watchdog():
+            self.settings.resume()
+            try:
+                yield
+            finally:
+                self.settings.put_back()
+        self.settings.resume()
+
+    def _committed(self, step: Step) -> None:
+        self.progress.keep(step)
+        assert self._kept is not None
+        self._kept.keep(step)
+        self.settings.committed()
+
+    def _say_rank(self, rank: int) -> None:
+        if rank == 0 and self._said_rank != 0 and self._trainer.global_step:
+            rank_zero.set_rank(rank)
+            rank_zero.take_over(self._trainer)
+        self._said_rank = rank
+        rank_zero.set_rank(rank)
+
+    # ------------------------------------------------------------ files
+
+    def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
+        """On rank 0; the others know of the file."""
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self._kept is not None:
+            self._kept.files.add(os.path.normpath(filepath))
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """On rank 0; the others know of it."""
+        super().remove_checkpoint(filepath)
+        if self._kept is not None:
+            self._kept.files.discard(os.path.normpath(filepath))
+
+    # ------------------------------------------------------------ the end
+
+    def finish(self) -> None:
+        """The loops are done: so is this worker. Hooks that follow may change the module, whose state was told.
+
+        Raises:
+            JobStopped: they are not, since the job was asked to stop.
+        """
+        if self._steps is None:
+            return
+        self.settings.put_back()
+        self._before_steps.close()
+        steps, self._steps = self._steps, None
         # Asked once more, so the job hears that this worker is done. A worker that only left the loop would
         # be waited for.
-        if self._steps is not None and self.next_step() is not None:
-            self._steps.close()  # type: ignore[attr-defined]
-        super().on_train_end()
+        if self.window.step is not None or (self._coming or next(steps, None)) is not None:
+            steps.close()  # type: ignore[attr-defined]
+        elif self._run.stopped:
+            raise JobStopped("the job was asked to stop before the training's end")
+        self.settings.resume()
+
+
+class End(Callback):
+    """Tells the job that the training has ended before other callbacks hear it: some of them put other weights into the
+    module then."""
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """The loops are done."""
+        strategy = trainer.strategy
+        assert isinstance(strategy, HoldfastStrategy)
+        strategy.finish()
 
 
 def register() -> None:
