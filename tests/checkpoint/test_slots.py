@@ -411,7 +411,10 @@ def test_a_folder_that_somebody_removed_is_said(pool, folder):
 
 
 def test_half_of_what_is_free_is_the_default(pool, folder):
-    assert 0 < default_budget(folder) <= memory.free_bytes(folder) // 2 + PAGE
+    before = memory.free_bytes(folder)
+    budget = default_budget(folder)
+    # Other processes of this machine take memory and give it back meanwhile.
+    assert 0 < budget <= max(before, memory.free_bytes(folder)) // 2 + PAGE
 
 
 # ---------------------------------------------------------------- adoption
