@@ -33,6 +33,7 @@ class Replica:
         self.vote = vote
         self.gradients = SimpleNamespace(
             exact=False,
+            layout=0,
             expect=nothing,
             before_backward=nothing,
             last=nothing,
@@ -58,6 +59,9 @@ class Replica:
 
     def commit(self, prepared):
         self.done = prepared.finish(time.perf_counter())
+
+    def half_made(self, error):
+        return False
 
     def recover(self, outcome, error):
         self.left, self.error = outcome, error

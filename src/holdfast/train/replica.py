@@ -96,6 +96,7 @@ class Replica:
             constants=constants or Constants({}),
         )
         self.checks_local = False
+        self._has_committed = False
         self._checked = 0
         self._faults = faults
         self._alone = alone
@@ -389,6 +390,7 @@ class Replica:
         # From here on this worker holds the state after the step. It must be noted before anything can raise (a fault that
         # is injected at this phase does): what is reported on parking would otherwise be a state that is gone.
         self.state.committed = step.index + 1
+        self._has_committed = True
         self.phases.enter(Phase.COMMIT, step.index)
         self._note(step, settled)
 
@@ -433,6 +435,16 @@ class Replica:
         self.sharding.reset()
         self._rejoin()
         return True
+
+    def half_made(self, error: Exception) -> bool:
+        """Whether the script's own error struck in the first forward pass of sharded modules, which make ready what they need
+        there. Another attempt would find them half made, and fail with an error that hides this one."""
+        return (
+            self.sharding is not None
+            and not self._has_committed
+            and not isinstance(error, StepFault | NonFiniteGradient)
+            and not self.sharding.groups.aborted
+        )
 
     def recover(self, step: StepOutcome, error: Exception) -> bool:
         """A step raised. Decides with the others what becomes of it; returns when training can go on."""

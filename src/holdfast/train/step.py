@@ -103,6 +103,7 @@ class Step:
         self._loss_scale = 1.0
         self._lr: float | None = None
         self._words: list[Word] = []
+        self._layout = 0.0
         self._mine = range(0)
         self._left: int | None = None
         self._sent: list[Word] | None = None
@@ -138,6 +139,7 @@ class Step:
         # is computed by fewer workers, with other shares.
         replica.gradients.expect(seat.leaves, seat.rank, seat.world, seat.idle)
         self._mine, self._left = mine, len(mine)
+        self._layout = float(replica.gradients.layout)
         self._replay = self._drawn()
         if self._replay is not None and self._replay.micro in mine:
             self._exact.keep_apart(mine.index(self._replay.micro))
@@ -182,7 +184,7 @@ class Step:
             # Asked for when the backward pass is queued: so the GPU need not wait for the host.
             later = staging.number(loss.detach())
         else:
-            self._words.append((float(weight), float(loss.detach()), 0.0))
+            self._words.append((float(weight), float(loss.detach()), self._layout))
         gradients = replica.gradients
         gradients.before_backward()
         if replica.sharding is not None:
@@ -199,7 +201,7 @@ class Step:
                 gradients.last(replica.group)
         loss.backward()  # type: ignore[no-untyped-call]
         if later is not None:
-            self._words.append((float(weight), later(), 0.0))
+            self._words.append((float(weight), later(), self._layout))
             if last:
                 self._say_weight()
         self._added(last)
@@ -245,7 +247,8 @@ class Step:
         replica.gradients.before_backward(passes=schedule._n_microbatches)
         loss = replica.sharding.pipelines.run(schedule, args, target, more)
         # The stages weigh the micro-batch together, as workers that share a sample do: the last one says all of it.
-        self._words.append((float(weight), loss, 0.0) if schedule._stage.is_last else (0.0, 0.0, 0.0))
+        is_last = schedule._stage.is_last
+        self._words.append((float(weight) if is_last else 0.0, loss if is_last else 0.0, self._layout))
         self._added(last)
 
     def _taken(self, call: str) -> bool:
@@ -570,6 +573,8 @@ class Step:
         # wish to end, not a fault.
         if not isinstance(error, Exception) or isinstance(error, UsageError):
             return False
+        if self._replica.half_made(error):
+            return False
         swallowed = self._replica.recover(self._outcome(), error)
         if not self.committed:
             self.loss = self._loss_before
@@ -582,7 +587,7 @@ class Step:
         if self._replica.gradients.exact:
             self._sent = counted
         else:
-            self._sent = [(sum(w for w, _, _ in counted), sum(x for _, x, _ in counted), 0.0)]
+            self._sent = [(sum(w for w, _, _ in counted), sum(x for _, x, _ in counted), self._layout)]
         self._replica.group.channel.send(self.index, *self._sent)
 
     def _scale(self) -> float:
@@ -593,6 +598,13 @@ class Step:
             if self._replica.gradients.exact:
                 counts = self._replica.place.words()
             words = self._replica.group.channel.receive(self.index, self._sent, counts)
+            # Each stage of a pipeline has parameters of its own. Elsewhere sums of different parameters would be added up.
+            sharding = self._replica.sharding
+            if (sharding is None or sharding.stages == 1) and len({layout for _, _, layout in words}) > 1:
+                raise UsageError(
+                    f"step {self.index}: not all workers train the same parameters, as requires_grad says: freeze and thaw layers "
+                    "by the step's index (`if step.index >= 1000:`, not `== 1000`), so that a worker that joins later does it too"
+                )
             # Under the exact reduction there is one word for each micro-batch, and `fsum` rounds once. So the
             # scale does not depend on how the micro-batches were spread over the members.
             self._global_weight = math.fsum(w for w, _, _ in words)
