@@ -294,6 +294,19 @@ def test_what_nobody_used_has_no_gradient_as_in_plain_torch(kind, world, large, 
 
 
 @pytest.mark.parametrize("kind", [GradientSum, ExactSum])
+def test_workers_that_train_different_parameters_are_refused(kind):
+    built = []
+
+    def build():
+        built.append(mlp())
+        built[-1][0].requires_grad_(len(built) != 2)
+        return built[-1]
+
+    with pytest.raises(UsageError, match=r"not all workers train the same parameters.*>= 1000"):
+        train([3], 6, build=build, kind=kind)
+
+
+@pytest.mark.parametrize("kind", [GradientSum, ExactSum])
 def test_layers_that_are_frozen_and_thawed_between_steps(kind):
     net = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(3)))
     sums = kind(net.parameters(), lambda: None)

@@ -34,6 +34,7 @@ class Replica:
         self.gradients = SimpleNamespace(
             exact=False,
             layout=0,
+            fresh=True,
             expect=nothing,
             before_backward=nothing,
             last=nothing,
@@ -43,7 +44,9 @@ class Replica:
             flush=nothing,
             finish=lambda scale: 1.0,
         )
-        self.group = SimpleNamespace(channel=SimpleNamespace(send=nothing))
+        self.group = SimpleNamespace(
+            channel=SimpleNamespace(send=nothing, receive=lambda step, own, counts: list(own))
+        )
         self.state = SimpleNamespace(
             used=SimpleNamespace(check=lambda **_: None, before=nothing, after=nothing),
             guard=SimpleNamespace(before_update=nothing),

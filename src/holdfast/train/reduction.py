@@ -156,6 +156,8 @@ class Gradients(Protocol):
         """Of 24 bits: the same on workers that train the same parameters."""
         ...
 
+    fresh: bool
+    """The parameters were not summed before, or other ones were. Whoever uses this sets it back."""
     poison: bool
     """An injected fault: the next bucket to go has a NaN."""
 
@@ -263,6 +265,7 @@ class BucketedSum(Gradients):
     def _lay_out(self) -> None:
         """Which parameters take a gradient may change between two steps, where layers are frozen or thawed."""
         self._hooks.close()
+        self.fresh = True
         self._takes = [p.requires_grad for p in self._all]
         self._chosen = [p for p, takes in zip(self._all, self._takes, strict=True) if takes]
         self._number_of = {p: number for number, p in enumerate(self._chosen)}

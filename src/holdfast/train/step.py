@@ -197,7 +197,8 @@ class Step:
                 self._say_weight()
             # Buckets may leave during the last backward pass. Not while local gradients are looked at: a NaN
             # that has left cannot be told from another rank's.
-            if not replica.checks_local:
+            # Nor before it is known that the others' buckets are the same: gloo ends a process whose sum has another size.
+            if not replica.checks_local and not gradients.fresh:
                 gradients.last(replica.group)
         loss.backward()  # type: ignore[no-untyped-call]
         if later is not None:
@@ -380,6 +381,10 @@ class Step:
             self._say_weight()
         if replica.sharding is not None:
             replica.state.buffer_rules.reduce_inside(replica.sharding)
+        # Before what is left is launched: sums of other parameters would be of another size. The words were sent before
+        # the last backward pass of each worker, without which no sum can be complete.
+        self._scale()
+        gradients.fresh = False
         # From here on every collective must be launched, also for parameters that took no part: the others
         # launch them too and would wait.
         gradients.flush(replica.group)
