@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from harness import finish, start, wait_for
 
-SCRIPT = Path(__file__).with_name("train_ends.py")
+SCRIPT = Path(__file__).with_name("train_loop_ends.py")
 
 
 @pytest.mark.parametrize("how", ["fails", "stops", "ends"])
