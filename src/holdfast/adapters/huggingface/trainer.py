@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from contextlib import ExitStack, nullcontext
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import transformers
 from accelerate.utils import is_peft_model
 from torch.utils.data import DataLoader, Dataset
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import find_batch_size
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from holdfast.adapters import world
 from holdfast.adapters.advice import TrainersAdvice
@@ -27,6 +32,11 @@ if TYPE_CHECKING:
     from holdfast.train.buffer_rules import BufferRule
     from holdfast.train.run import Run
     from holdfast.train.step import Step
+
+
+_log = logging.getLogger(__name__)
+JOB_FILE = "holdfast_job.json"
+"""In each checkpoint that the Trainer writes: which job it was."""
 
 
 class HoldfastMixin:
@@ -77,6 +87,29 @@ class HoldfastMixin:
         return 1
 
     # ------------------------------------------------------------ before the first step
+
+    def train(self: Any, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer does it. A checkpoint that this job has written is not read: the job's own state is never older.
+
+        Raises:
+            JobStopped: training ends before its last step.
+            UsageError: something that cannot work, or a checkpoint that another training has written.
+        """
+        given = resume_from_checkpoint
+        if given and not self._holdfast_run.alone:
+            folder = (
+                get_last_checkpoint(self.args.output_dir) if given is True else given  # type: ignore[no-untyped-call]
+            )
+            # Of one that is not complete, a rank 0 of this job is writing it now.
+            if folder is not None and (
+                _job_of(folder) == self._holdfast_run.job or not (Path(folder) / TRAINER_STATE_NAME).exists()
+            ):
+                _log.warning(
+                    "resume_from_checkpoint=%s is ignored: this job has written it, and goes on from its own newest state",
+                    given,
+                )
+                given = None
+        return super().train(given, *args, **kwargs)  # type: ignore[misc]
 
     def get_train_dataloader(self: Any) -> DataLoader[Any]:
         """A loader over the numbers of samples, as long as that of one worker of the full job. The Trainer asks it for
@@ -329,6 +362,11 @@ class HoldfastMixin:
         # Asked of the arguments, which follow the rank: after a fault another worker is rank 0, and exactly
         # one of them saves.
         if self.args.should_save:
+            folder = Path(
+                self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            )
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / JOB_FILE).write_text(json.dumps({"job": self._holdfast_run.job}))
             super()._save_checkpoint(model, trial)  # type: ignore[misc]
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -358,6 +396,16 @@ class _Numbers(Dataset[int]):
 
     def __getitem__(self, index: int) -> int:
         return index
+
+
+def _job_of(folder: str) -> str | None:
+    """The job that has written a checkpoint of the Trainer's; None: it was no job, or another program."""
+    try:
+        content = json.loads((Path(folder) / JOB_FILE).read_text())
+    except (OSError, ValueError):
+        return None
+    job = content.get("job") if isinstance(content, dict) else None
+    return job if isinstance(job, str) else None
 
 
 def _raw(optimizer: Any) -> Any:
