@@ -322,3 +322,17 @@ def test_a_flood_of_silent_connections_leaves_a_process_room_and_readers_a_way_i
         process.close()
         for sock in (*flood, ours, theirs):
             sock.close()
+
+
+def test_plain_values_arrive_as_they_are(donors):
+    """A scheduler that waits for a plateau begins with an infinite best figure."""
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    source, target = (torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=n) for n in (3, 5))
+    source.threshold = float("nan")
+    donors[0].publish(4, state_image.capture({"scheduler": source}, 7))
+    image = fetch(generation_of(donors), (0,), {"scheduler": target})
+    state_image.load({"scheduler": target}, image)
+    assert target.best == float("inf")
+    assert target.threshold != target.threshold
+    assert target.patience == 3

@@ -48,14 +48,9 @@ class Index(msgspec.Struct, frozen=True):
 
 # Made once, and not by whoever reads first: msgspec 0.22 crashes where two threads are the first to decode a type.
 _indexes = msgspec.msgpack.Decoder(Index)
-_indexes_of_peers = msgspec.json.Decoder(Index)
 
 
 def decode_index(data: bytes | memoryview) -> Index:
-    """Reads an index, as a worker gives it to its agent (msgpack). Raises msgspec.MsgspecError."""
+    """Reads an index, as workers give it to their agents and to each other (msgpack; JSON would make None of infinities). Raises
+    msgspec.MsgspecError."""
     return _indexes.decode(data)
-
-
-def decode_index_of_peer(data: bytes) -> Index:
-    """Reads an index, as workers give it to each other (JSON). Raises msgspec.MsgspecError."""
-    return _indexes_of_peers.decode(data)

@@ -3,7 +3,7 @@
 Donors serve plain HTTP, straight from their live tensors, to those who prove that they know the job's token; the donor
 proves it too, see `protocol.proof`. `curl` can read it with the token itself:
 
-    GET /state/index?generation=7            the index, JSON; under /constant/ the same of what never changes
+    GET /state/index?generation=7            the index, msgpack; under /constant/ the same of what never changes
     GET /state/bytes?generation=7  Range: ...   chunks of at most CHUNK_BYTES, each followed by its xxh3_64
     GET /state/direct?generation=7  Range: ...  the same bytes from GPU to GPU, where both can (`gpu_transfer`)
 
@@ -32,7 +32,7 @@ from holdfast.protocol.messages import Generation, Member
 from holdfast.protocol.proof import ANSWER_HEADER, Question
 from holdfast.protocol.range_server import RangeServer, Request
 from holdfast.protocol.sockets import shut
-from holdfast.tensors.index import Index, decode_index_of_peer
+from holdfast.tensors.index import Index, decode_index
 from holdfast.train import gpu_transfer
 from holdfast.train.state_image import Image, Protected, targets
 
@@ -131,7 +131,7 @@ class DonorServer(RangeServer):
         elif image is None:
             request.send_error(410, "this generation is not served here")
         elif url.path in ("/state/index", "/constant/index"):
-            request.send(msgspec.json.encode(image.index))
+            request.send(msgspec.msgpack.encode(image.index))
         elif url.path in ("/state/bytes", "/constant/bytes"):
             self._send_range(request, image, int(number))
         elif url.path in ("/state/direct", "/constant/direct") and gpu_transfer.possible(image):
@@ -247,7 +247,7 @@ class Fetch:
             for member in self._members:
                 try:
                     with self._get(member, "index") as response:
-                        return decode_index_of_peer(response.read())
+                        return decode_index(response.read())
                 except _NotYetError:
                     to_come = True
                 except (OSError, http.client.HTTPException, StateError, msgspec.MsgspecError) as error:
