@@ -364,7 +364,7 @@ class Fetch:
 def _stripes(nbytes: int, donors: int) -> list[tuple[int, int]]:
     # A stripe needs a connection and a proof. Below 8 MiB these cost more than a second donor saves.
     count = max(1, min(donors, nbytes // MIN_STRIPE_BYTES))
-    size = -(-nbytes // count)
+    size = max(1, -(-nbytes // count))  # a state may have no tensors
     # Stripes begin at a multiple of a chunk: both sides cut chunks from the stripe's own beginning, and their
     # checksums must be over the same bytes.
     size = -(-size // CHUNK_BYTES) * CHUNK_BYTES
