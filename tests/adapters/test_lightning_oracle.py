@@ -415,13 +415,15 @@ SETTINGS = settings(
 )
 
 
-@settings(SETTINGS, max_examples=8)
+@pytest.mark.long
+@settings(SETTINGS, max_examples=15)
 @given(case=cases())
 def test_a_drawn_training_is_that_of_plain_lightning(tmp_path_factory, case):
     drawn(case, tmp_path_factory)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
 @settings(SETTINGS, max_examples=300)
 @given(case=cases())
 def test_many_drawn_trainings_are_those_of_plain_lightning(tmp_path_factory, case):

@@ -112,5 +112,7 @@ def bits(tensor):
         names, context = tensor.__tensor_flatten__()
         return {"class": type(tensor), "context": context} | {n: bits(getattr(tensor, n)) for n in names}
     whole = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    raw = whole.reshape(-1).view(torch.uint8).numpy() if whole.numel() else b""
+    # One element may have any stride.
+    flat = whole.as_strided((whole.numel(),), (1,))
+    raw = flat.view(torch.uint8).numpy() if whole.numel() else b""
     return str(whole.dtype), tuple(whole.shape), bytes(raw)

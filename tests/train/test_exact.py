@@ -278,7 +278,7 @@ def plain_torch(micro_batches, steps, build, clip, lengths=lambda micro: 3, unit
 
 
 @pytest.mark.parametrize("kind", [GradientSum, ExactSum])
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("large", [None, 240, 1], ids=["none large", "some large", "all large"])
 def test_what_nobody_used_has_no_gradient_as_in_plain_torch(kind, world, large, monkeypatch):
     if large:  # gradients of so many bytes are summed where autograd put them

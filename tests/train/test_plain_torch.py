@@ -364,7 +364,7 @@ PLAIN = {
 
 
 @given(**DRAWN)
-@settings(max_examples=40, **QUIETLY)
+@settings(max_examples=30, **QUIETLY)
 @example(PLAIN | {"model": "branches"}, 2, None, 0, "fast")
 @example(PLAIN | {"model": "branches", "optimizer": "adamw"}, 4, 0.1, 0, "exact")
 @example(PLAIN | {"model": "batch norm"}, 4, None, 0, "fast")

@@ -129,4 +129,5 @@ def _once(target: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    whole = tensor.contiguous()  # of one element, with any stride
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
