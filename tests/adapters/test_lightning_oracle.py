@@ -416,7 +416,7 @@ SETTINGS = settings(
 
 
 @pytest.mark.long
-@settings(SETTINGS, max_examples=15)
+@settings(SETTINGS, max_examples=8)
 @given(case=cases())
 def test_a_drawn_training_is_that_of_plain_lightning(tmp_path_factory, case):
     drawn(case, tmp_path_factory)

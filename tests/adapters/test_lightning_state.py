@@ -39,8 +39,17 @@ def one_folder(home: Path) -> Path:
 
 
 @pytest.mark.capability("level 2", "kill")
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("phase", ["forward", "vote", "commit"])
+@pytest.mark.parametrize(
+    ("phase", "rank"),
+    [
+        ("vote", 1),
+        ("commit", 0),
+        *(
+            pytest.param(phase, rank, marks=pytest.mark.nightly)
+            for phase, rank in (("forward", 0), ("forward", 1), ("vote", 0), ("commit", 1))
+        ),
+    ],
+)
 def test_a_newcomer_takes_it_over(tmp_path, undisturbed, rank, phase):
     fault = f"kill-worker:rank={rank},step=5,phase={phase}"
     ended = in_a_job(tmp_path, "--nnodes", 2, "--spares", 1, "--fault", fault)

@@ -24,14 +24,22 @@ def left(ran) -> dict[int, set[str]]:
     ("kind", "shard", "fault"),
     [
         ("own", 1, "kill-worker:rank=1,step=7"),
+        # Each kind of tensor and each fault once in every run, all pairs at night.
+        pytest.param("AdamW8bit", 1, "kill-node:rank=1,step=7", marks=pytest.mark.long),
+        pytest.param("AdamW4bit", 1, "kill-worker:rank=0,step=1", marks=pytest.mark.long),
+        pytest.param("AdamWFp8", 1, "kill-node:rank=1,step=7", marks=pytest.mark.long),
+        pytest.param("float8", 2, "kill-node:rank=1,step=7", marks=pytest.mark.long),
         *(
-            pytest.param(kind, 1, fault, marks=pytest.mark.long)
-            for kind in ("own", "AdamW8bit", "AdamW4bit", "AdamWFp8")
-            for fault in ("kill-node:rank=1,step=7", "kill-worker:rank=0,step=1")
-        ),
-        *(
-            pytest.param(kind, 2, "kill-node:rank=1,step=7", marks=pytest.mark.long)
-            for kind in ("AdamW8bit", "AdamWFp8", "float8")
+            pytest.param(kind, shard, fault, marks=pytest.mark.nightly)
+            for kind, shard, fault in (
+                ("own", 1, "kill-node:rank=1,step=7"),
+                ("own", 1, "kill-worker:rank=0,step=1"),
+                ("AdamW8bit", 1, "kill-worker:rank=0,step=1"),
+                ("AdamW4bit", 1, "kill-node:rank=1,step=7"),
+                ("AdamWFp8", 1, "kill-worker:rank=0,step=1"),
+                ("AdamW8bit", 2, "kill-node:rank=1,step=7"),
+                ("AdamWFp8", 2, "kill-node:rank=1,step=7"),
+            )
         ),
     ],
 )
@@ -53,7 +61,7 @@ def test_what_is_made_of_other_tensors_is_bit_equal_through_a_kill(kind, shard, 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["own", "AdamW8bit"])
+@pytest.mark.parametrize("kind", [pytest.param("own", marks=pytest.mark.nightly), "AdamW8bit"])
 def test_a_resumed_job_goes_on_with_the_same_codes_and_scales(kind, tmp_path):
     tier = f"{tmp_path / 'kept'},every=5"
     whole = run(tmp_path, "--nnodes", 2, SCRIPT, kind, STEPS, job="whole")
@@ -66,7 +74,7 @@ def test_a_resumed_job_goes_on_with_the_same_codes_and_scales(kind, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["own", "AdamW4bit"])
+@pytest.mark.parametrize("kind", [pytest.param("own", marks=pytest.mark.nightly), "AdamW4bit"])
 def test_a_snapshot_has_the_codes_and_scales(kind, tmp_path):
     given = ["--nnodes", 1, "--snapshot-every", 5, SCRIPT, kind, STEPS]
     quiet = run(tmp_path, *given, job="quiet")
