@@ -162,6 +162,7 @@ class Step:
             yield from self._computed_again(self._replay)
             # Settled: what the members computed twice has the same bits.
             self._replay = None
+            replica.gradients.seal()  # gradients are taken off the parameters meanwhile
 
     def backward(self, loss: torch.Tensor, weight: float = 1.0) -> None:
         """Adds a micro-batch's gradient.
