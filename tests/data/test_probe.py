@@ -72,3 +72,22 @@ def test_who_joins_with_other_samples_is_told_to_seed_the_split_and_a_resumed_ru
     alike.load_state_dict({k: v for k, v in saved.items() if k != "probe"})
     with pytest.raises(UsageError, match="Seed your split"):
         other.load_state_dict(saved)
+
+
+def test_samples_of_any_layout_have_a_hash():
+    class Odd(torch.utils.data.Dataset):
+        def __len__(self):
+            return 4
+
+        def batch(self, ids):
+            numbers = torch.arange(8.0)[int(ids[0]) :]
+            return [
+                numbers[::2][:1],
+                torch.complex(numbers, numbers).conj(),
+                numbers.to_sparse(),
+                numbers[:0],
+                "a text",
+                None,
+            ]
+
+    assert probe(Odd()) == probe(Odd()) is not None

@@ -17,6 +17,8 @@ from torch.utils.data import default_collate
 
 from holdfast.data.seeds import loading_seed, seed_generators
 from holdfast.errors import DataError
+from holdfast.tensors.tree import buffer_of
+from holdfast.tensors.writable import has_bytes
 
 Ids = npt.NDArray[np.int64]
 Collate = Callable[[list[Any]], Any]
@@ -75,10 +77,10 @@ def digest_of(batch: Any) -> int:
 
     def add(value: Any) -> None:
         if isinstance(value, torch.Tensor):
-            if value.layout is torch.strided:
-                value = value.detach().cpu().contiguous()
+            if has_bytes(value):
+                value = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
                 hasher.update(f"{value.dtype}{tuple(value.shape)}".encode())
-                hasher.update(value.reshape(-1).view(torch.uint8).numpy() if value.numel() else b"")
+                hasher.update(buffer_of(value))
         elif isinstance(value, np.ndarray | np.generic):
             if value.dtype != object:
                 hasher.update(np.ascontiguousarray(value).tobytes())

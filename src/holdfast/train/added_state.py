@@ -7,6 +7,7 @@ since, and would begin a schedule or an average anew: replicas would go on with 
 
 from __future__ import annotations
 
+import dis
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -198,7 +199,9 @@ def _reached(call: Any) -> Iterator[tuple[str, Any]]:
             yield name, cell.cell_contents
         except ValueError:  # a variable that has no value yet
             continue
-    yield from ((name, function.__globals__[name]) for name in code.co_names if name in function.__globals__)
+    # Not `co_names`, which has the names of attributes, too.
+    read = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
+    yield from ((name, function.__globals__[name]) for name in sorted(read & function.__globals__.keys()))
     yield from zip(
         code.co_varnames[code.co_argcount - len(function.__defaults__ or ()) :],
         function.__defaults__ or (),
