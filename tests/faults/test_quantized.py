@@ -23,7 +23,7 @@ def left(ran) -> dict[int, set[str]]:
 @pytest.mark.parametrize(
     ("kind", "shard", "fault"),
     [
-        ("own", 1, "kill-worker:rank=1,step=7"),
+        pytest.param("own", 1, "kill-worker:rank=1,step=7", marks=pytest.mark.long),
         # Each kind of tensor and each fault once in every run, all pairs at night.
         pytest.param("AdamW8bit", 1, "kill-node:rank=1,step=7", marks=pytest.mark.long),
         pytest.param("AdamW4bit", 1, "kill-worker:rank=0,step=1", marks=pytest.mark.long),
