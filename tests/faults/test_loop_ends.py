@@ -25,7 +25,8 @@ def test_what_stands_after_the_loop_has_a_trained_model(how, tmp_path):
     for line in ("PAST THE LOOP", "PAST THE RUN"):
         assert sum(line in log for log in logs) == (2 if how == "ends" else 0)
     left = [log for log in logs if "leaves by an error, stopped True" in log]
-    assert len(left) == (0 if how == "ends" else 2)
+    # A worker whose script failed may be ended by its agent, to be started anew, before the job is given up.
+    assert len(left) in {"fails": (1, 2), "stops": (2,), "ends": (0,)}[how]
     assert all("holdfast: training ends after" in log for log in left)
     assert not any("Traceback" in log for log in logs if how == "stops")
     if how == "fails":

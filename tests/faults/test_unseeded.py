@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 from harness import HERE, TINY, run
 
 RANKS = 4
@@ -18,6 +19,7 @@ def test_no_two_ranks_and_no_two_attempts_draw_the_same_numbers(tmp_path) -> Non
         assert len(set(of_one_library)) == RANKS * ATTEMPTS, lines
 
 
+@pytest.mark.long
 def test_replicas_that_begin_with_different_weights_train_the_same_model(tmp_path) -> None:
     fault = "kill-worker:rank=1,step=10"
     ran = run(tmp_path, "--nnodes", 2, "--spares", 1, "--fault", fault, TINY, 30, "--unseeded")
