@@ -125,14 +125,27 @@ class Desk:
         self.gets_ready(worker, self.state.membership.shape, digest)
 
     def gets_ready(
-        self, worker: str, shape: tuple[int, int], digest: str = "d0", shard_index: int | None = None
+        self,
+        worker: str,
+        shape: tuple[int, int],
+        digest: str = "d0",
+        shard_index: int | None = None,
+        micro_batches: int = 0,
     ) -> None:
         """It has built its model, for the shard that it was told, or another."""
         asked = self.known(worker).shard_index % (shape[0] * shape[1]) if shard_index is None else shard_index
         host = worker.partition(".")[0]
         self.says(
             worker,
-            m.Ready(digest=digest, host=host, vote_port=1, data_port=2, shape=shape, shard_index=asked),
+            m.Ready(
+                digest=digest,
+                host=host,
+                vote_port=1,
+                data_port=2,
+                micro_batches=micro_batches,
+                shape=shape,
+                shard_index=asked,
+            ),
         )
 
     def parks(self, worker: str, committed: int | None, prepared: bool = False) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import pytest
 from simcluster import run_seed
 from simcluster.checks import Violation
-from simcluster.plan import PLACED, SHARDED, plan_for
+from simcluster.plan import FEW, PLACED, SHARDED, plan_for
 from simcluster.run import Summary
 
 REPLAY = os.environ.get("HOLDFAST_SEED")
@@ -58,6 +58,7 @@ def test_many_random_schedules(block):
         if seed % 3 == 0:
             run_seed(SHARDED + seed)
             run_seed(PLACED + seed)
+            run_seed(FEW + seed)
 
 
 @pytest.mark.skipif(bool(REPLAY), reason="one schedule was asked for")
@@ -144,3 +145,16 @@ def test_schedules_of_nodes_in_racks_hold_and_are_eventful(first, count):
     assert sum(s.generations for s in told) > 2 * count
     assert sum(s.incidents for s in told) > count
     assert "memory" in {source for s in told for source, _ in s.restored}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(bool(REPLAY), reason="one schedule was asked for")
+@pytest.mark.parametrize(
+    "block", [range(10), pytest.param(range(10, 50), marks=pytest.mark.long)], ids=["some", "many"]
+)
+def test_schedules_with_fewer_micro_batches_than_workers_hold(block):
+    told = ran(FEW + seed for seed in block)
+    plans = [plan_for(s.seed) for s in told]
+    short = [p for p in plans if p.micro_batches // p.shape[0] * p.shard_count < p.spec.target]
+    assert len(short) > len(block) / 4
+    assert "finished" in {s.outcome for s in told}

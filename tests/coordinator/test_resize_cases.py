@@ -341,3 +341,38 @@ def test_a_node_that_never_comes_is_not_waited_for_much_longer():
     desk.ready(desk.worker_on("n0"))
     desk.wait(desk.core.timing.form_s + 0.1)
     assert desk.state.membership.generation.start == 10
+
+
+# ---------------------------------------------------------------- fewer micro-batches than workers
+
+
+def test_workers_without_a_micro_batch_are_spares():
+    desk = Desk(3, spares=0, min_nodes=1, nproc=2)
+    for i in range(3):
+        desk.node(f"n{i}", slots=2)
+    for worker in desk.workers():
+        desk.started(worker)
+    for worker in desk.workers():
+        desk.gets_ready(worker, (1, 1), micro_batches=3)
+    assert desk.state.target == 3 == len(desk.members())
+    assert [(r["micro_batches"], r["workers"], r["wanted"]) for r in desk.records("few-micro-batches")] == [
+        (3, 3, 6)
+    ]
+    desk.commit(5)
+    desk.exits(desk.members()[1], -9)
+    park_all(desk, 5)
+    assert len(desk.members()) == 3  # one that stood by
+    desk.commit(6)
+    desk.do(e.ResizeRequested(1, "night"))
+    park_all(desk, 6)
+    assert len(desk.members()) == 2 == desk.state.target
+
+
+def test_a_replica_of_several_workers_counts_its_own_micro_batches():
+    desk = running(4, shape=(2, 1), min_nodes=2)
+    assert len(desk.members()) == desk.state.target == 4
+    desk.node("n8")
+    (late,) = desk.workers(WorkerPhase.STARTING)
+    desk.started(late)
+    desk.gets_ready(late, (2, 1), micro_batches=2)  # each of two shards computes one
+    assert desk.state.target == 2

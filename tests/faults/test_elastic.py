@@ -131,3 +131,20 @@ def test_a_library_that_makes_a_process_group_on_sight_finds_a_world_of_one(tmp_
     assert ran.losses() == undisturbed.losses()
     logs = "".join(path.read_text() for path in ran.job_dir.rglob("*.log"))
     assert logs.count("library: rank 0 of 1\n") >= 4, logs
+
+
+@pytest.mark.long
+def test_workers_without_a_micro_batch_are_spares(tmp_path):
+    ran = run(tmp_path, "--nnodes", "1:3", "--fault", "kill-worker:rank=1,step=8", TINY, STEPS, "--few")
+    assert ran.report["outcome"] == "finished", ran.output[-3000:]
+    assert ran.steps() == list(range(STEPS))
+    assert set(sizes(ran)) <= {1, 2}
+    assert ran.report["world"]["target"] == 2
+    assert ran.fields("few-micro-batches") == [{"micro_batches": 2, "workers": 2, "wanted": 3}]
+
+
+@pytest.mark.long
+def test_a_job_of_one_size_needs_a_micro_batch_for_each_worker(tmp_path):
+    ran = run(tmp_path, "--nnodes", 3, TINY, STEPS, "--few")
+    assert ran.code != 0
+    assert "2 micro-batches are too few for 3 workers" in ran.output

@@ -57,7 +57,8 @@ def main(run: hf.Run) -> None:
         run.on_resize(said)
     if "--warn" in sys.argv:
         run.on_warning(warned)
-    for step in run.steps(Blobs(), global_batch=48, micro_batch=4, until=int(sys.argv[1])):
+    micro_batch = 24 if "--few" in sys.argv else 4
+    for step in run.steps(Blobs(), global_batch=48, micro_batch=micro_batch, until=int(sys.argv[1])):
         with step:
             for inputs, labels in step:
                 time.sleep(DEVICE_S)

@@ -35,6 +35,7 @@ SAMPLES = {
     "job-going": {"reason": "the time limit", "within_s": 120.0},
     "job-stays": {"reason": "Slurm gives the job more time"},
     "resize": {"nodes": 2, "before": 4, "reason": "holdfast resize"},
+    "few-micro-batches": {"micro_batches": 2, "workers": 2, "wanted": 3},
     "capacity": {"nodes": 2, "before": 4, "reason": "preempted by job 17, priority 100", "within_s": 30.0},
     "changed": {"id": 2, "reason": "a newcomer is ready", "t_s": 41.2, "at_step": 120, "from_world": 3,
                 "to_world": 4, "newcomers": 1, "join_s": 0.057, "restore_s": 0.048, "stall_s": 0.021},

@@ -94,7 +94,8 @@ class Run:
 
     @property
     def full_world_size(self) -> int:
-        """Workers of the job at full strength, without spares. The same on every worker and in every generation."""
+        """Workers of the job at full strength, without spares. The same on every worker and in every generation. Of a global
+        batch with fewer micro-batches only so many train."""
         return self._attachment.target
 
     @property
@@ -537,22 +538,21 @@ class Run:
     ) -> Replica:
         if self._replica is not None:
             raise UsageError("run.steps() is called once per run; put epochs into `until`")
-        target = self._attachment.target
+        minimum = self._attachment.minimum
         sharding = self._sharding
         if sharding is not None:
             sharding.check(modules)
             self._protected = sharding.named(self._protected)
-            target //= sharding.shape[1]
+            minimum = -(-minimum // sharding.size) * sharding.shape[0]
             if micro_batches % sharding.shape[0]:
                 raise UsageError(
                     f"global_batch / micro_batch = {micro_batches} micro-batches cannot be dealt evenly to the "
                     f"{sharding.shape[0]} shards of a replica: make it a multiple of {sharding.shape[0]}"
                 )
-        # Refused at the start and for the full size, not when the job grows: a worker without a micro-batch
-        # would be idle for the life of the job.
-        if micro_batches < target:
+        # A job that may be smaller is, and says so: see `FewMicroBatches`.
+        if micro_batches < minimum:
             raise UsageError(
-                f"global_batch / micro_batch = {micro_batches} micro-batches are too few for {target} workers; "
+                f"global_batch / micro_batch = {micro_batches} micro-batches are too few for {minimum} workers; "
                 "make micro_batch smaller or global_batch larger"
             )
         rules = BufferRules(

@@ -49,6 +49,8 @@ class Attachment:
     """Faults that are to be injected here."""
     target: int
     """Workers of the job at full strength."""
+    minimum: int = 1
+    """The fewest that it trains with."""
     alone: bool = False
     """There is no job: a thread of this process plays agent and coordinator."""
     shard_index: int | None = None
@@ -188,7 +190,12 @@ def become(sock: socket.socket) -> int:
         link.listen()
         agent_link.attach(link)
         _attachment.append(
-            Attachment(link=link, faults=faults, target=int(start.env.get("HOLDFAST_TARGET", "1")))
+            Attachment(
+                link=link,
+                faults=faults,
+                target=int(start.env.get("HOLDFAST_TARGET", "1")),
+                minimum=int(start.env.get("HOLDFAST_MINIMUM", "1")),
+            )
         )
 
         def made_a_step() -> None:

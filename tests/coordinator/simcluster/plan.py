@@ -26,6 +26,7 @@ class Plan:
     equal_starts: bool = True
     durable_step: int | None = None
     micro_batches: int = 6
+    tells_micro_batches: bool = False  # so there may be fewer than workers
     step_s: float = 0.2
     compile_s: float = 0.0
     asides: float = 0.0  # how often a worker does work of the script's own after a step
@@ -150,6 +151,8 @@ SHARDED = 10_000_000
 PLACED = 20_000_000
 """From this seed on nodes stand in racks of halls, which are lost as one; in every other schedule replicas are several
 workers."""
+FEW = 30_000_000
+"""From this seed on a global batch may have fewer micro-batches than the job has workers."""
 
 SHARDED_MOMENTS = (*SAVED_MOMENTS, "rebuilt", "rebuilds")
 SHARDED_FAULTS = (
@@ -227,6 +230,11 @@ def plan_for(seed: int, level: int | None = None) -> Plan:
         _draw_shape(plan, window)
     if seed >= PLACED:
         _draw_places(plan, window)
+    if seed >= FEW:
+        rng = random.Random(-13_000_003 - seed)
+        replicas = -(-plan.spec.minimum // plan.shard_count)  # fewer are refused before a worker is ready
+        plan.level, plan.micro_batches = 2, plan.shape[0] * (replicas + rng.choice((0, 0, 1)))
+        plan.tells_micro_batches = True
     return plan
 
 

@@ -184,6 +184,7 @@ class Trainer(SimWorker):
                 host=self.agent.host,
                 vote_port=1,
                 data_port=2,
+                micro_batches=self.cluster.plan.micro_batches if self.cluster.plan.tells_micro_batches else 0,
                 shape=shape,
                 shard_index=self.shard_index,
             )

@@ -446,6 +446,12 @@ class MembershipState(msgspec.Struct, kw_only=True):
         return self.level == 2
 
     @property
+    def most_workers(self) -> int | None:
+        """So many workers have a micro-batch of each global batch; None: not known, or level 0 or 1."""
+        # A replica computes as many at a time as its shard degree.
+        return max(1, self.micro_batches // self.shape[0]) * self.shard_count if self.micro_batches else None
+
+    @property
     def shard_count(self) -> int:
         """Workers of a replica."""
         return self.shape[0] * self.shape[1]

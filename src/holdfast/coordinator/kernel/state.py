@@ -61,8 +61,11 @@ class CoreState(msgspec.Struct, kw_only=True):
 
     @property
     def target(self) -> int:
-        """Workers at full strength: as many as make whole replicas."""
+        """Workers at full strength: as many as make whole replicas, and no more than have a micro-batch each."""
         workers = self.wanted_nodes * self.spec.nproc
+        most = self.membership.most_workers
+        if most is not None:
+            workers = min(workers, most)
         return workers - workers % self.membership.shard_count
 
     @property

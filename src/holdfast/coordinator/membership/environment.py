@@ -33,6 +33,7 @@ def environment(context: Context, node: Node, slot: int, rank: int, world: int) 
         "HOLDFAST_JOB": spec.name,
         "HOLDFAST_NODE": node.name,
         "HOLDFAST_TARGET": str(spec.target),
+        "HOLDFAST_MINIMUM": str(spec.minimum),
         "HOLDFAST_GENERATION": str(context.state.membership.number),
         **({REPLAY_VARIABLE: str(spec.replay_every)} if spec.replay_every else {}),
         "HOLDFAST_SNAPSHOT_EVERY": spec.saving.memory,

@@ -41,8 +41,7 @@ def tier(node: Node) -> tuple[bool, int]:
 
 def idle(state: CoreState, world: int) -> float:
     """The share of the workers' time that nobody can use, with so many: their micro-batches do not divide evenly."""
-    # A replica computes as many at a time as its shard degree.
-    count = (state.membership.micro_batches or 0) // state.membership.shape[0]
+    count = (state.membership.most_workers or 0) // state.membership.shard_count
     replicas = world // state.membership.shard_count
     return idle_share(count, replicas) if 0 < replicas <= count else 0.0
 

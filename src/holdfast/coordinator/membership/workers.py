@@ -35,12 +35,22 @@ def ready(context: Context, worker: Worker, ready: m.Ready) -> None:
     worker.rebuilds = None
     transitions.enter(context, worker, WorkerPhase.READY)
     worker.ready, worker.ready_at_s = ready, context.now
-    context.state.membership.micro_batches = ready.micro_batches or context.state.membership.micro_batches
+    _count_micro_batches(context, ready.micro_batches)
     context.state.membership.until = ready.until or context.state.membership.until
     context.state.membership.samples = ready.samples or context.state.membership.samples
     context.record(ledger.WorkerReady(worker=worker.name, node=worker.node))
     incidents.replaced(context.state, context.now)
     failures.started_well(context, worker)
+
+
+def _count_micro_batches(context: Context, micro_batches: int) -> None:
+    s = context.state
+    if not micro_batches or micro_batches == s.membership.micro_batches:
+        return
+    wanted = s.target
+    s.membership.micro_batches = micro_batches
+    if s.target < wanted:
+        context.record(ledger.FewMicroBatches(micro_batches=micro_batches, workers=s.target, wanted=wanted))
 
 
 def counted(state: CoreState, name: str, message: m.Progress | m.Parked) -> m.Progress | m.Parked:

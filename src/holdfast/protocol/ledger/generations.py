@@ -142,6 +142,21 @@ class Resize(LedgerEvent, frozen=True, kw_only=True):
         return f"from {self.before} to {plural(self.nodes, 'node')}: {self.reason}"
 
 
+class FewMicroBatches(LedgerEvent, frozen=True, kw_only=True):
+    """The global batch has fewer micro-batches than the job may have workers: the others are spares."""
+
+    micro_batches: int
+    """In a global batch."""
+    workers: int
+    """Workers that train, at most."""
+    wanted: int
+    """Workers of as many nodes as the job wants."""
+
+    def sentence(self) -> str:
+        there = "1 micro-batch" if self.micro_batches == 1 else f"{self.micro_batches} micro-batches"
+        return f"{self.workers} of {plural(self.wanted, 'worker')} train, others are spares: a global batch has {there}"
+
+
 class Capacity(LedgerEvent, frozen=True, kw_only=True):
     """The engine changed how many nodes the job may have."""
 
