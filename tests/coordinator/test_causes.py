@@ -28,7 +28,7 @@ RECORDED = Path(__file__).parent / "recorded"
 CAUSES = {cause.__name__: cause for cause in get_args(causes.Cause)}
 KINDS = {
     "ConnectionClosed": "node", "NodeSilent": "node", "ContainerOutOfMemory": "node", "PlaceLost": "node",
-    "AgentReplaced": "node", "WorkersFail": "node", "WorkersDoNotStart": "node", "ChecksFailed": "node", "NodeReclaimed": "reclaimed",
+    "AgentReplaced": "node", "WorkersFail": "node", "WorkersDoNotStart": "node", "StateRefused": "node", "ChecksFailed": "node", "NodeReclaimed": "reclaimed",
     "ProcessEnded": "process", "KilledForMemory": "process", "ProcessVanished": "process", "NeverStarted": "process",
     "Hang": "hang", "ProcessStopped": "hang", "LeftBehind": "hang", "NotReady": "timeout", "NotSaved": "timeout",
     "CollectiveFailed": "collective", "MemberLeft": "collective", "CoordinatorLost": "coordinator",

@@ -85,6 +85,69 @@ def test_a_newcomer_that_refuses_does_not_end_a_job_that_trains():
     assert desk.state.membership.phase is JobPhase.RUNNING
 
 
+def replaced(desk: Desk, lost: str) -> str:
+    """A member was lost, and the newcomer in its place fetches the state."""
+    desk.exits(lost, -9)
+    for worker in desk.members():
+        if desk.known(worker).phase is WorkerPhase.MEMBER:
+            desk.parks(worker, desk.state.membership.committed)
+    (newcomer,) = [w for w, seat in desk.state.membership.seats.items() if seat.fetches]
+    return newcomer
+
+
+def test_a_newcomer_with_other_data_is_its_nodes_affair_and_the_next_node_is_tried():
+    desk = running(2, spares=2)
+    first = replaced(desk, desk.members()[1])
+    refuses(desk, first)
+    node = first.partition(".")[0]
+    assert "cannot train with the others" in desk.state.membership.nodes[node].refused
+    assert not desk.state.membership.nodes[node].alive
+    (parked,) = [w for w in desk.members() if desk.known(w).phase is WorkerPhase.MEMBER and w != first]
+    desk.parks(parked, 5)
+    (second,) = [w for w, seat in desk.state.membership.seats.items() if seat.fetches]
+    refuses(desk, second)
+    # Two that say the same prove nothing about those that train.
+    assert desk.state.membership.stop_reason is None
+    assert desk.known(parked).phase is not WorkerPhase.GONE
+
+
+def test_a_job_that_finds_nobody_else_says_what_the_last_one_refused():
+    desk = running(2, spares=1, max_restarts=0, wait_for_spare=True)
+    first = replaced(desk, desk.members()[1])
+    refuses(desk, first)
+    for worker in desk.members():
+        if desk.known(worker).phase is WorkerPhase.MEMBER:
+            desk.parks(worker, 5)
+    membership = desk.state.membership
+    assert membership.outcome == "failed"
+    assert "stpes" in str(membership.blame.cause)
+
+
+def test_a_newcomer_that_refuses_beside_workers_that_train_gives_no_node_up():
+    desk = Desk(2, nproc=2)
+    for i in range(2):
+        desk.node(f"n{i}", slots=2)
+    for worker in desk.workers():
+        desk.started(worker)
+    for worker in desk.workers():
+        desk.gets_ready(worker, (1, 1))
+    for worker in desk.members():
+        desk.says(worker, m.Joined(1, 0.01))
+    desk.commit(5)
+    desk.exits("n1.1#4", -9)
+    (newcomer,) = desk.workers(WorkerPhase.STARTING)
+    desk.started(newcomer)
+    desk.gets_ready(newcomer, (1, 1))
+    for worker in desk.members():
+        if worker != newcomer and desk.known(worker).phase is WorkerPhase.MEMBER:
+            desk.parks(worker, 5)
+    assert desk.state.membership.seats[newcomer].fetches
+    refuses(desk, newcomer)
+    desk.exits(newcomer, 1)
+    assert desk.state.membership.nodes["n1"].refused is None
+    assert desk.state.membership.stop_reason is None
+
+
 def test_at_level_0_a_refusal_after_steps_is_a_failure_like_others():
     desk = at_level_0(2)
     for worker in desk.workers():

@@ -148,3 +148,14 @@ def test_a_job_of_one_size_needs_a_micro_batch_for_each_worker(tmp_path):
     ran = run(tmp_path, "--nnodes", 3, TINY, STEPS, "--few")
     assert ran.code != 0
     assert "2 micro-batches are too few for 3 workers" in ran.output
+
+
+@pytest.mark.long
+def test_a_newcomer_with_other_data_is_set_aside_for_the_next(tmp_path, monkeypatch):
+    monkeypatch.setenv("OTHER_DATA_ON", "node2")  # the first one in the place of another
+    given = ("--nnodes", 2, "--fault", "kill-node:rank=1,step=8")
+    ran = run(tmp_path, *given, TINY, STEPS)
+    assert ran.report["outcome"] == "finished", ran.output[-3000:]
+    assert ran.steps() == list(range(STEPS))
+    (lost,) = [x for x in ran.fields("node-lost") if x["node"] == "node2"]
+    assert "Seed your split" in lost["cause"]

@@ -41,7 +41,7 @@ _ADVICE = (
         "Was it short of memory? See `dmesg | grep -i oom`; use fewer workers or a smaller batch.",
     ),
     (
-        r"restart budget|no restarts",
+        r"restart budget|no restarts|no more nodes",
         "Find out why so much failed (the incidents above), or allow more with --max-restarts.",
     ),
     (

@@ -151,6 +151,18 @@ class WorkersDoNotStart(_Cause, frozen=True):
         return f"its workers do not start: {self.last}"
 
 
+class StateRefused(_Cause, frozen=True):
+    """A newcomer refused what the others train with: its node has other data, or another script."""
+
+    KIND = CauseKind.NODE
+
+    said: str
+    """Why, in its words."""
+
+    def __str__(self) -> str:
+        return f"it cannot train with the others: {self.said}"
+
+
 class ChecksFailed(_Cause, frozen=True):
     """A node did not pass its health checks."""
 
@@ -479,6 +491,7 @@ Cause = (
     | AgentReplaced
     | WorkersFail
     | WorkersDoNotStart
+    | StateRefused
     | ChecksFailed
     | NodeReclaimed
     | ProcessEnded
@@ -515,7 +528,7 @@ _WRITTEN = (
     (r"(its agent's|its) connection closed|silent for \d|a new agent took its place", CauseKind.NODE),
     (r"all its processes were killed for want of memory", CauseKind.NODE),
     (
-        r"its workers (do not start|fail again and again)|its deep checks |\S+ of \S+ nodes in ",
+        r"its workers (do not start|fail again and again)|it cannot train with the others: |its deep checks |\S+ of \S+ nodes in ",
         CauseKind.NODE,
     ),
     (r"Slurm ", CauseKind.RECLAIMED),

@@ -90,6 +90,9 @@ def failed(context: Context, worker: Worker, message: m.Failed) -> None:
             StopJob("refused before the first step, as another attempt would be", "failed", blame)
         )
         return
+    if message.refused and _alone_refuses(context, worker):
+        context.request(RefuseNode(membership.nodes[worker.node], causes.StateRefused(message.message)))
+        return
     if message.step is None or current is None or worker.phase is not WorkerPhase.MEMBER:
         return
     # Recorded above and shown to people, but not judged: the generation that it failed in has ended, and so
@@ -126,6 +129,18 @@ def failed(context: Context, worker: Worker, message: m.Failed) -> None:
     # The generation breaks in any case: this worker has left the step, and the others wait for it in the next
     # collective.
     context.request(EndGeneration(cause))
+
+
+def _alone_refuses(context: Context, worker: Worker) -> bool:
+    """A newcomer refuses what the others train with, and nothing else runs on its node."""
+    # Its data set or its script is another one, and so it is for each worker that starts there. They train on, and
+    # what the next machine has is another question. A node with members that do train has what they have.
+    seat = context.state.membership.seats.get(worker.name)
+    if worker.phase is not WorkerPhase.MEMBER or seat is None or not seat.fetches:
+        return False
+    ours = context.workers_of(context.state.membership.nodes[worker.node])
+    seats = [context.state.membership.seats.get(w.name) for w in ours if w.phase is WorkerPhase.MEMBER]
+    return all(s is None or s.fetches for s in seats)
 
 
 def gradients_differ(context: Context, worker: Worker, message: m.GradientsDiffer) -> None:

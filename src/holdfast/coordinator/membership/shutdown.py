@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from holdfast.coordinator.kernel import transitions
+from holdfast.coordinator.kernel import incidents, transitions
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.deadlines import Timer
 from holdfast.coordinator.kernel.events import End
 from holdfast.coordinator.kernel.membership_state import Blame, Worker
 from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
 from holdfast.coordinator.kernel.requests import ForgetLast, NoteLast, ReportUnsaved, StoreLast
+from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.membership import (
     notices,
     policy,
@@ -39,7 +40,7 @@ def request(
     s = context.state
     # The first one blamed stays. Later failures are usually effects of the first, and what is printed last
     # has to be where a person starts to look.
-    s.membership.blame = s.membership.blame or blame
+    s.membership.blame = s.membership.blame or blame or (_last_fault(s) if outcome == "failed" else None)
     # Asked twice: the first reason counts, and the deadline is not pushed back, or a person who presses
     # Ctrl-C again and again would keep the job alive.
     if s.membership.stop_reason is not None:
@@ -57,6 +58,14 @@ def request(
     ours_s = stop_s if context.mode.replaces_one else context.timing.stop_s / 2
     cause = cause or (NoticeCause.FAILURE if outcome == "failed" else NoticeCause.STOP)
     notices.job_ends(context, reason, cause, ours_s if within_s is None else min(ours_s, within_s))
+
+
+def _last_fault(state: CoreState) -> Blame | None:
+    """What the job has not got over. None: nothing."""
+    for incident in reversed(incidents.open_ones(state)):
+        told = [state.membership.blames[w] for w in incident.workers if w in state.membership.blames]
+        return told[0] if told else Blame(cause=incident.cause, node=incident.node, step=incident.at_step)
+    return None
 
 
 def due(context: Context) -> None:
