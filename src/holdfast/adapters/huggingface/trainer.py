@@ -253,7 +253,11 @@ class HoldfastMixin:
             self._holdfast_step, self._holdfast_rate = step, self._get_learning_rate()
             self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
             with step:
-                for inputs in step:
+                for number, inputs in enumerate(step):
+                    if number:
+                        self.control = self.callback_handler.on_substep_end(
+                            self.args, self.state, self.control
+                        )
                     items = self._get_num_items_in_batch([inputs], self.args.device)
                     self._holdfast_weight = float(find_batch_size(inputs) if items is None else items)  # type: ignore[no-untyped-call]
                     # Where no token counts the sum of losses is 0, and dividing it by 0 would make it NaN.
@@ -299,18 +303,38 @@ class HoldfastMixin:
         progress.outstanding = True
         progress.add_loss(self.state.global_step)
         self.state.global_step += 1
-        self.state.epoch = self.state.global_step / self._holdfast_steps_per_epoch
+        self.state.epoch = self._holdfast_epoch_after(self.state.global_step)
+
+    def _holdfast_epoch_after(self: Any, steps: int) -> float:
+        """What the Trainer calls the epoch after so many steps: it counts batches, and an epoch's last step may have
+        fewer."""
+        if not steps:
+            return 0
+        epoch, step = divmod(steps - 1, self._holdfast_steps_per_epoch)
+        batches = len(self._holdfast_lengths)
+        done: float = min((step + 1) * self.args.gradient_accumulation_steps, batches) / batches
+        return epoch + done
 
     def _holdfast_follow_up(self: Any, model: Any, trial: Any, ignored: Any, start_time: float) -> bool:
         """What follows a committed step: callbacks, logs, evaluation, a checkpoint. Returns whether the epoch is over."""
         handler, progress = self.callback_handler, self._holdfast_progress
-        self.control = handler.on_optimizer_step(self.args, self.state, self.control)
+        done = self.state.global_step
+        try:
+            # The Trainer counts a step after this event.
+            self.state.global_step, self.state.epoch = done - 1, self._holdfast_epoch_after(done - 1)
+            self.control = handler.on_optimizer_step(self.args, self.state, self.control)
+        finally:
+            self.state.global_step, self.state.epoch = done, self._holdfast_epoch_after(done)
         self.control = handler.on_step_end(self.args, self.state, self.control)
-        over: bool = (
-            self.state.global_step % self._holdfast_steps_per_epoch == 0
-            or self.control.should_epoch_stop
-            or self.control.should_training_stop
-        )
+        ends = self.state.global_step % self._holdfast_steps_per_epoch == 0
+        if self.control.should_epoch_stop and not ends and not self.control.should_training_stop:
+            # With the next step a new order of samples would begin, which the others, and a newcomer, could not know.
+            raise UsageError(
+                f"a callback set control.should_epoch_stop after step {self.state.global_step}, in the middle of an epoch: "
+                "which samples a step has follows from its number alone; make the dataset smaller, or end the training by "
+                "control.should_training_stop"
+            )
+        over: bool = ends or self.control.should_training_stop
         with (
             self._holdfast_run.relaxed_watchdog()
             if over or self.control.should_evaluate or self.control.should_save
