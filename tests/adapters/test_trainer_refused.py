@@ -11,7 +11,7 @@ import torch
 import transformers
 from bodies import digest
 from torch.utils.data import Dataset, IterableDataset, WeightedRandomSampler
-from transformers import TrainingArguments
+from transformers import HfArgumentParser, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 import holdfast
@@ -69,6 +69,48 @@ def args(folder, **options):
 def test_options_that_cannot_work_are_named(tmp_path, options, what):
     with pytest.raises(UsageError, match=what):
         arguments.refuse(args(tmp_path, **options), Four())
+
+
+def from_the_command_line(folder):
+    words = [
+        "--output_dir",
+        folder,
+        "--max_steps",
+        1,
+        "--use_cpu",
+        True,
+        "--report_to",
+        "none",
+        "--local_rank",
+        0,
+    ]
+    words += ["--ddp_backend", "gloo", "--ddp_timeout", 300, "--ddp_find_unused_parameters", False]
+    (found,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses([str(word) for word in words])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (
+            lambda folder: args(folder, ddp_backend="nccl", ddp_bucket_cap_mb=10, local_rank=0, fsdp=""),
+            "ddp_bucket_cap_mb=10, ddp_backend=nccl: ignored",
+        ),
+        (
+            from_the_command_line,
+            "ddp_find_unused_parameters=False, ddp_backend=gloo, ddp_timeout=300: ignored",
+        ),
+        (lambda folder: args(folder, ddp_broadcast_buffers=False), "ddp_broadcast_buffers=False: ignored"),
+    ],
+)
+def test_what_is_for_ddp_is_ignored_with_a_line(tmp_path, caplog, make, told):
+    trainer = adapter.Trainer(model=Line(), args=make(tmp_path), train_dataset=Four())
+    assert trainer.train().global_step == 1
+    assert [told in record.getMessage() for record in caplog.records if "ignored" in record.msg] == [True]
+
+
+def test_nothing_is_said_of_ddp_where_nothing_was_set(tmp_path):
+    assert arguments.of_ddp(args(tmp_path, local_rank=0, fsdp="")) == {}
 
 
 def test_a_reference_model_that_follows_the_trained_one_is_refused(tmp_path):

@@ -65,6 +65,11 @@ class HoldfastMixin:
         if is_peft_model(self.model):
             PEFT.check(metadata.version("peft"), "holdfast.transformers")
         self._holdfast_run: Run = world.own_run()
+        if ignored := arguments.of_ddp(self.args):
+            _log.warning(
+                "%s: ignored. They are for DistributedDataParallel and its process group; the job sums the gradients",
+                ", ".join(f"{name}={value}" for name, value in ignored.items()),
+            )
         arguments.follow(self.args, self._holdfast_run, world.slot())
         self._holdfast_before_steps: ExitStack | None = None
         self._holdfast_step: Step | None = None
@@ -310,7 +315,7 @@ class HoldfastMixin:
         fewer."""
         if not steps:
             return 0
-        epoch, step = divmod(steps - 1, self._holdfast_steps_per_epoch)
+        epoch, step = divmod(steps - 1, int(self._holdfast_steps_per_epoch))
         batches = len(self._holdfast_lengths)
         done: float = min((step + 1) * self.args.gradient_accumulation_steps, batches) / batches
         return epoch + done
