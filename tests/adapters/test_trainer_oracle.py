@@ -291,3 +291,74 @@ def test_a_training_is_that_of_the_plain_trainer(tmp_path, case):
 def test_an_epoch_that_a_callback_ends_early_is_refused(tmp_path):
     with pytest.raises(UsageError, match="should_epoch_stop after step 4, in the middle of an epoch"):
         train(Case(end_epoch_at=4), adapter.Trainer, tmp_path)
+
+
+# ------------------------------------------------------------ a loss that ignores num_items_in_batch
+
+
+class AllCount(Tokens):
+    """Each micro-batch has as many labels."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = super().__getitem__(index)["input_ids"]
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def mean_of_a_micro_batch(outputs, labels, num_items_in_batch=None):
+    logits = outputs["logits"][:, :-1].flatten(0, 1)
+    return torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
+
+
+class Own:
+    """compute_loss of a script's own."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs["labels"]
+        outputs = model(input_ids=inputs["input_ids"])
+        loss = mean_of_a_micro_batch(outputs, labels)
+        return (loss, outputs) if return_outputs else loss
+
+
+def first_step(kind: type, folder: Path, accumulate: int, **options: Any) -> tuple[float, float]:
+    """Its loss and gradient norm."""
+    trainer = kind(
+        model=model_of(Case()),
+        args=transformers.TrainingArguments(
+            output_dir=str(folder),
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=accumulate,
+            max_steps=1,
+            logging_steps=1,
+            seed=SEED,
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=True,
+        ),
+        train_dataset=AllCount(24),
+        **options,
+    )
+    trainer.train()
+    (logs,) = [logs for logs in trainer.state.log_history if "loss" in logs]
+    return logs["loss"], logs["grad_norm"]
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("how", ["compute_loss", "compute_loss_func"])
+def test_a_mean_of_each_micro_batch_is_averaged_where_the_trainer_adds_it_up(tmp_path, accumulate, how):
+    """As docs/transformers.md says: the Trainer takes it for a part of the mean over all micro-batches of the step."""
+    if how == "compute_loss":
+        plain, options = type("Plain", (Own, Plain), {}), {}
+        ours = adapter.wrap(type("Trainer", (Own, transformers.Trainer), {}))
+    else:
+        plain, ours, options = Plain, adapter.Trainer, {"compute_loss_func": mean_of_a_micro_batch}
+    loss, norm = first_step(ours, tmp_path, accumulate, **options)
+    wanted = first_step(plain, tmp_path, accumulate, **options)
+    assert (loss * accumulate, norm * accumulate) == pytest.approx(wanted, rel=1e-4)
+
+
+def test_a_mean_that_says_so_is_that_of_the_plain_trainer(tmp_path):
+    if not hasattr(transformers.Trainer, "loss_is_scaled_for_ga"):
+        pytest.skip("not in this version of transformers")
+    said = {"loss_is_scaled_for_ga": False}
+    loss = first_step(adapter.wrap(type("T", (Own, transformers.Trainer), said)), tmp_path, 3)
+    assert loss == pytest.approx(first_step(type("P", (Own, Plain), said), tmp_path, 3), rel=1e-4)

@@ -397,6 +397,11 @@ class HoldfastMixin:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / JOB_FILE).write_text(json.dumps({"job": self._holdfast_run.job}))
             super()._save_checkpoint(model, trial)  # type: ignore[misc]
+        elif best := self.state.best_global_step:
+            # Every rank of torchrun's knows the best checkpoint. The one of this step is being written now.
+            folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{best}")
+            if best == self.state.global_step or folder.exists():
+                self.state.best_model_checkpoint = str(folder)
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As the Trainer does it.
