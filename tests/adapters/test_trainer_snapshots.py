@@ -105,8 +105,8 @@ class Stops(transformers.TrainerCallback):
         control.should_training_stop |= state.global_step == self.step
 
 
-def stream(folder, stop=None, resume=None, snapshots=False):
-    """Which samples a training reads: to this step, or from the newest state on."""
+def stream(folder, stop=None, resume=None, snapshots=0):
+    """Which samples a training reads: to this step, or from the newest state on. snapshots: steps between two."""
     seen = []
     transformers.set_seed(0)
     trainer = transformers.Trainer(
@@ -125,7 +125,7 @@ def stream(folder, stop=None, resume=None, snapshots=False):
         callbacks=[Stops(stop)],
     )
     if snapshots:
-        resume = Snapshots(trainer, every=1, to=str(folder / "snapshots")).newest()
+        resume = Snapshots(trainer, every=snapshots, to=str(folder / "snapshots")).newest()
         assert resume is not None or stop is not None
     trainer.train(resume_from_checkpoint=resume)
     checkpoint.flush()
@@ -142,6 +142,6 @@ def test_a_stream_without_a_length_goes_on_as_from_the_trainers_own_checkpoint(
     assert undisturbed == [*range(5), *range(5), 0, 1]
     assert stream(tmp_path / "own", stop=step) == undisturbed[:step]
     # A snapshot of a step is taken when the next one begins.
-    assert stream(tmp_path / "ours", stop=step + 1, snapshots=True) == undisturbed[: step + 1]
+    assert stream(tmp_path / "ours", stop=step + 1, snapshots=step) == undisturbed[: step + 1]
     assert stream(tmp_path / "own", resume=str(tmp_path / "own" / f"checkpoint-{step}")) == read
-    assert stream(tmp_path / "ours", snapshots=True) == read
+    assert stream(tmp_path / "ours", snapshots=100) == read
