@@ -368,6 +368,51 @@ def test_what_is_written_so_is_part_of_the_commit(tmp_path):
     assert model.line.weight.max() < 0.2
 
 
+# ------------------------------------------------------------ tokens, as TRL's trainers count them
+
+
+class Masked(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return {"x": torch.ones(2), "labels": torch.ones(1), "attention_mask": torch.arange(8) <= index}
+
+
+class Taking(Line):
+    def forward(self, x, labels=None, attention_mask=None):
+        return super().forward(x, labels)
+
+
+class SFTTrainer(transformers.Trainer):
+    """Counts as TRL's of this name."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self._metrics = {"train": {}, "eval": {}}
+        self._total_train_tokens = 0
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        tokens = self.accelerator.gather_for_metrics(inputs["attention_mask"].sum()).sum().item()
+        self._total_train_tokens += tokens
+        self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def log(self, logs, start_time=None):
+        super().log({**logs, "num_tokens": self._metrics["train"]["num_tokens"][0]}, start_time)
+
+
+def test_tokens_are_those_of_committed_steps(tmp_path):
+    """With a fault: test_trainer.py, with TRL."""
+    given = args(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, logging_steps=1)
+    given.max_steps = 4
+    trainer = adapter.wrap(SFTTrainer)(model=Taking(), args=given, train_dataset=Masked())
+    trainer.train()
+    counted = [logs["num_tokens"] for logs in trainer.state.log_history if "loss" in logs]
+    assert (counted[1], counted[3]) == (36, 72)  # of an epoch, and of two
+    assert sorted(counted) == counted
+
+
 # ------------------------------------------------------------ the seams
 
 

@@ -72,6 +72,7 @@ class HoldfastMixin:
             )
         arguments.follow(self.args, self._holdfast_run, world.slot())
         self._holdfast_before_steps: ExitStack | None = None
+        self._holdfast_steps: Any = None
         self._holdfast_step: Step | None = None
         self._holdfast_weight = 1.0
 
@@ -114,7 +115,13 @@ class HoldfastMixin:
                     given,
                 )
                 given = None
-        return super().train(given, *args, **kwargs)  # type: ignore[misc]
+        try:
+            return super().train(given, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            # After an error. In a job the process ends with it, and the others hear of it before they hear of the end of the
+            # steps; a job of one lives on in a notebook, and its loop would be ended when Python ends.
+            if self._holdfast_run.alone and self._holdfast_steps is not None:
+                self._holdfast_steps.close()
 
     def get_train_dataloader(self: Any) -> DataLoader[Any]:
         """A loader over the numbers of samples, as long as that of one worker of the full job. The Trainer asks it for
@@ -258,6 +265,7 @@ class HoldfastMixin:
             self._holdfast_step, self._holdfast_rate = step, self._get_learning_rate()
             self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
             with step:
+                self._holdfast_count_tokens(step)
                 for number, inputs in enumerate(step):
                     if number:
                         self.control = self.callback_handler.on_substep_end(
@@ -276,6 +284,13 @@ class HoldfastMixin:
                     scheduler=self.lr_scheduler,
                     scaler=self._holdfast_scaler,
                 )
+
+    def _holdfast_count_tokens(self: Any, step: Step) -> None:
+        """Those of the step that comes, on all workers."""
+        if self._holdfast_progress.tokens is None:
+            return
+        counted = [_tokens(inputs) for inputs in step.load()]
+        self._holdfast_tokens = int(step.sum({"tokens": counted})["tokens"])
 
     def _holdfast_end_beginning(self: Any) -> None:
         """The callbacks that begin a training are done."""
@@ -306,6 +321,9 @@ class HoldfastMixin:
         # Inside the commit, so a newcomer that fetches the state at this moment knows that logs, evaluation
         # and callbacks of the step are still to be done, and does them.
         progress.outstanding = True
+        if progress.tokens is not None:
+            progress.tokens += self._holdfast_tokens
+            progress.put_tokens()
         progress.add_loss(self.state.global_step)
         self.state.global_step += 1
         self.state.epoch = self._holdfast_epoch_after(self.state.global_step)
@@ -440,6 +458,15 @@ def _job_of(folder: str) -> str | None:
         return None
     job = content.get("job") if isinstance(content, dict) else None
     return job if isinstance(job, str) else None
+
+
+def _tokens(inputs: Any) -> int:
+    """Of a micro-batch, as TRL's trainers count them."""
+    mask = inputs.get("attention_mask")
+    if mask is not None:
+        return int(mask.sum())
+    places = inputs.get("position_ids")  # of sequences in one row, without padding
+    return 0 if places is None else int(places.size(1))
 
 
 def _raw(optimizer: Any) -> Any:
