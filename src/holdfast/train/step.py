@@ -135,6 +135,7 @@ class Step:
         """This worker's micro-batches of the global batch, in the order of their numbers."""
         replica = self._replica
         mine = self._mine if self._loaded else self._take_share()
+        assert self._left is not None, "as many as the share has"
         for done, micro in enumerate(mine):
             if replica.gradients.exact and len(mine) - self._left != done:
                 raise UsageError(
