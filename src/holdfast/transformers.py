@@ -13,6 +13,9 @@ from holdfast.adapters import world
 
 world.enter()  # before transformers looks at the environment
 
+from holdfast.adapters.accelerate import backend  # noqa: E402
 from holdfast.adapters.huggingface.trainer import Trainer, wrap  # noqa: E402
+
+backend.leave_out()
 
 __all__ = ["Trainer", "wrap"]

@@ -8,7 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import accelerate
+import accelerate.logging
+import accelerate.utils
 import pytest
 import torch
 from accelerate.state import AcceleratorState, PartialState
@@ -18,7 +19,9 @@ from harness import run
 from resized import check, smaller_and_whole_again
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
+import holdfast.accelerate
 from holdfast.accelerate import Accelerator
+from holdfast.adapters.accelerate import names
 from holdfast.adapters.accelerate.accelerator import REFUSED, SPLITTING
 from holdfast.errors import StateChanged, UsageError
 
@@ -288,3 +291,53 @@ def test_a_buffer_without_a_rule_is_told_what_to_write(accelerator):
     assert train(buffers={"model.calls": "sum"}) == 2
     with pytest.raises(UsageError, match=r"accelerator\.steps\(loader, until=N, buffers=\{\"model.calls\""):
         train()
+
+
+# ------------------------------------------------------------ what scripts import beside the Accelerator
+
+IMPORTED = [
+    "DataLoaderConfiguration",
+    "DistributedDataParallelKwargs",
+    "DistributedType",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
+    "PartialState",
+    "ProjectConfiguration",
+    "find_executable_batch_size",
+    "get_logger",
+    "infer_auto_device_map",
+    "init_empty_weights",
+    "set_seed",
+    "utils",
+]
+
+
+@pytest.mark.parametrize("name", IMPORTED)
+def test_a_name_of_accelerates_is_there_too(name):
+    wanted = next(m for m in (accelerate, accelerate.utils, accelerate.logging) if hasattr(m, name))
+    assert getattr(holdfast.accelerate, name) is getattr(wanted, name)
+
+
+@pytest.mark.parametrize("name", names.REFUSED)
+def test_a_name_that_cannot_work_is_refused_where_it_is_imported(name):
+    with pytest.raises(UsageError, match=rf"from holdfast\.accelerate import {name}: "):
+        getattr(holdfast.accelerate, name)
+
+
+def test_a_name_that_accelerate_has_not_is_no_name():
+    with pytest.raises(ImportError, match="cannot import name 'Acelerator'"):
+        from holdfast.accelerate import Acelerator  # noqa: F401
+
+
+def test_what_is_for_ddp_is_ignored_with_a_line(caplog):
+    handlers = [
+        holdfast.accelerate.InitProcessGroupKwargs(backend="gloo"),
+        holdfast.accelerate.DistributedDataParallelKwargs(find_unused_parameters=True),
+    ]
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert Accelerator(cpu=True, kwargs_handlers=handlers).num_processes == 1
+    said = [record.getMessage() for record in caplog.records if "ignored" in record.msg]
+    assert [text.partition(":")[0] for text in said] == [
+        "InitProcessGroupKwargs, DistributedDataParallelKwargs"
+    ]

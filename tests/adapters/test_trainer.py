@@ -188,6 +188,8 @@ def test_trl_with_an_adapter_of_peft(tmp_path, kind):
     wanted = by_itself(tmp_path / "alone", TRL, tmp_path / "alone", "level-2", kind, 4)
     ran = trl_job(tmp_path, "--nnodes", 2, "--spares", 1, "--fault", "kill-worker:rank=1,step=3", kind=kind)
     assert ends(tmp_path / "out") == 2 * [wanted]
+    if kind == "sft":  # with the end of each text, twice: the job's, and of each step once
+        assert wanted["num_tokens"] == 2 * sum(5 + i % 7 + 1 for i in range(64))
     # What is trained and Adam's two moments of it: neither the base under an adapter nor a reference model.
     assert ran.fields("snapshot")[-1]["nbytes"] < 3 * wanted["trained_bytes"] + 1000
 
@@ -213,8 +215,8 @@ def test_trl_goes_on_from_a_snapshot(tmp_path):
     assert train(TRL, tmp_path / "alone", 0, "sft", 4) == 0
     (wanted,) = ends(tmp_path / "alone")
     (again,) = killed_and_gone_on(TRL, tmp_path / "killed", 5, "sft", 4)
-    # The mean of the loss is over the steps of this process, also with a checkpoint of the Trainer's own.
-    assert {**again, "loss": wanted["loss"]} == wanted
+    # The mean of the loss is over the steps of this process, also with a checkpoint of the Trainer's own. So are the tokens.
+    assert {**again, "loss": wanted["loss"], "num_tokens": wanted["num_tokens"]} == wanted
 
 
 def trl_job(home: Path, *options: object, kind: str) -> Ran:

@@ -11,7 +11,7 @@ import torch
 import transformers
 from bodies import digest
 from torch.utils.data import Dataset, IterableDataset, WeightedRandomSampler
-from transformers import TrainingArguments
+from transformers import HfArgumentParser, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 import holdfast
@@ -69,6 +69,48 @@ def args(folder, **options):
 def test_options_that_cannot_work_are_named(tmp_path, options, what):
     with pytest.raises(UsageError, match=what):
         arguments.refuse(args(tmp_path, **options), Four())
+
+
+def from_the_command_line(folder):
+    words = [
+        "--output_dir",
+        folder,
+        "--max_steps",
+        1,
+        "--use_cpu",
+        True,
+        "--report_to",
+        "none",
+        "--local_rank",
+        0,
+    ]
+    words += ["--ddp_backend", "gloo", "--ddp_timeout", 300, "--ddp_find_unused_parameters", False]
+    (found,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses([str(word) for word in words])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (
+            lambda folder: args(folder, ddp_backend="nccl", ddp_bucket_cap_mb=10, local_rank=0, fsdp=""),
+            "ddp_bucket_cap_mb=10, ddp_backend=nccl: ignored",
+        ),
+        (
+            from_the_command_line,
+            "ddp_find_unused_parameters=False, ddp_backend=gloo, ddp_timeout=300: ignored",
+        ),
+        (lambda folder: args(folder, ddp_broadcast_buffers=False), "ddp_broadcast_buffers=False: ignored"),
+    ],
+)
+def test_what_is_for_ddp_is_ignored_with_a_line(tmp_path, caplog, make, told):
+    trainer = adapter.Trainer(model=Line(), args=make(tmp_path), train_dataset=Four())
+    assert trainer.train().global_step == 1
+    assert [told in record.getMessage() for record in caplog.records if "ignored" in record.msg] == [True]
+
+
+def test_nothing_is_said_of_ddp_where_nothing_was_set(tmp_path):
+    assert arguments.of_ddp(args(tmp_path, local_rank=0, fsdp="")) == {}
 
 
 def test_a_reference_model_that_follows_the_trained_one_is_refused(tmp_path):
@@ -324,6 +366,51 @@ def test_what_is_written_so_is_part_of_the_commit(tmp_path):
     model = three_steps(tmp_path, adapter.wrap(Keeping, on_commit=change))
     assert seen == [0, 1, 2]
     assert model.line.weight.max() < 0.2
+
+
+# ------------------------------------------------------------ tokens, as TRL's trainers count them
+
+
+class Masked(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return {"x": torch.ones(2), "labels": torch.ones(1), "attention_mask": torch.arange(8) <= index}
+
+
+class Taking(Line):
+    def forward(self, x, labels=None, attention_mask=None):
+        return super().forward(x, labels)
+
+
+class SFTTrainer(transformers.Trainer):
+    """Counts as TRL's of this name."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self._metrics = {"train": {}, "eval": {}}
+        self._total_train_tokens = 0
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        tokens = self.accelerator.gather_for_metrics(inputs["attention_mask"].sum()).sum().item()
+        self._total_train_tokens += tokens
+        self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def log(self, logs, start_time=None):
+        super().log({**logs, "num_tokens": self._metrics["train"]["num_tokens"][0]}, start_time)
+
+
+def test_tokens_are_those_of_committed_steps(tmp_path):
+    """With a fault: test_trainer.py, with TRL."""
+    given = args(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, logging_steps=1)
+    given.max_steps = 4
+    trainer = adapter.wrap(SFTTrainer)(model=Taking(), args=given, train_dataset=Masked())
+    trainer.train()
+    counted = [logs["num_tokens"] for logs in trainer.state.log_history if "loss" in logs]
+    assert (counted[1], counted[3]) == (36, 72)  # of an epoch, and of two
+    assert sorted(counted) == counted
 
 
 # ------------------------------------------------------------ the seams

@@ -7,10 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import transformers
 from ends import ends
 from killed import killed_and_gone_on, train, two_ranks
 
+from holdfast import checkpoint
 from holdfast.adapters import world
 from holdfast.adapters.huggingface.snapshots import Snapshots
 from holdfast.errors import UsageError
@@ -75,3 +77,71 @@ SEAMS = {
 def test_a_seam_is_where_it_was(seam):
     """The methods that the Trainer asks for parts of a checkpoint."""
     assert " ".join(inspect.signature(getattr(transformers.Trainer, seam)).parameters) == SEAMS[seam]
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Without a length: five batches of one sample."""
+
+    def __iter__(self):
+        for number in range(5):
+            yield {"x": torch.full((2,), float(number)), "labels": torch.ones(1)}
+
+
+class Line(torch.nn.Module):
+    def __init__(self, seen):
+        super().__init__()
+        self.line, self.seen = torch.nn.Linear(2, 1), seen
+
+    def forward(self, x, labels=None):
+        self.seen.append(int(x[0, 0]))
+        return {"loss": (self.line(x) - labels).square().mean()}
+
+
+class Stops(transformers.TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **more):
+        control.should_training_stop |= state.global_step == self.step
+
+
+def stream(folder, stop=None, resume=None, snapshots=0):
+    """Which samples a training reads: to this step, or from the newest state on. snapshots: steps between two."""
+    seen = []
+    transformers.set_seed(0)
+    trainer = transformers.Trainer(
+        model=Line(seen),
+        args=transformers.TrainingArguments(
+            output_dir=str(folder),
+            per_device_train_batch_size=1,
+            max_steps=12,
+            save_strategy="steps",
+            save_steps=1,
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=True,
+        ),
+        train_dataset=Stream(),
+        callbacks=[Stops(stop)],
+    )
+    if snapshots:
+        resume = Snapshots(trainer, every=snapshots, to=str(folder / "snapshots")).newest()
+        assert resume is not None or stop is not None
+    trainer.train(resume_from_checkpoint=resume)
+    checkpoint.flush()
+    return seen
+
+
+@pytest.mark.parametrize(("step", "read"), [(3, [3, 4, 0, 1, 2, 3, 4, 0, 1]), (7, [0, 1, 2, 3, 4])])
+def test_a_stream_without_a_length_goes_on_as_from_the_trainers_own_checkpoint(
+    tmp_path, monkeypatch, step, read
+):
+    """In its first pass with the next sample; in a later one with the first of a pass. So it is on the page."""
+    monkeypatch.setattr(world, "_runs", [])
+    undisturbed = stream(tmp_path / "whole")
+    assert undisturbed == [*range(5), *range(5), 0, 1]
+    assert stream(tmp_path / "own", stop=step) == undisturbed[:step]
+    # A snapshot of a step is taken when the next one begins.
+    assert stream(tmp_path / "ours", stop=step + 1, snapshots=step) == undisturbed[: step + 1]
+    assert stream(tmp_path / "own", resume=str(tmp_path / "own" / f"checkpoint-{step}")) == read
+    assert stream(tmp_path / "ours", snapshots=100) == read

@@ -116,6 +116,7 @@ def main() -> None:
         "steps": out.global_step,
         "loss": out.training_loss,
         "trained_bytes": trained,
+        "num_tokens": [logs["num_tokens"] for logs in trainer.state.log_history if "num_tokens" in logs][-1],
     }
     (FOLDER / f"end-{os.getpid()}.json").write_text(json.dumps(end))
 

@@ -77,6 +77,27 @@ def main(run):
 holdfast.start(main)
 """
 """Three workers share a replica, and the job has two."""
+CAUGHT = """
+import sys
+import traceback
+from holdfast.errors import UsageError
+
+def entry(task):
+    try:
+        task()
+    except Exception as error:
+        try:
+            traceback.print_exception(error)
+        except Exception:
+            raise
+        sys.exit(1)
+
+def task():
+    raise UsageError("train.stpes: did you mean train.steps?")
+
+entry(task)
+"""
+"""As Hydra's `main` runs a script: it prints an exception and leaves."""
 
 
 @pytest.mark.parametrize(
@@ -87,8 +108,9 @@ holdfast.start(main)
             "from holdfast.errors import UsageError\nraise UsageError('train.stpes: did you mean train.steps?')\n",
             "UsageError: train.stpes: did you mean train.steps?",
         ),
+        (CAUGHT, "UsageError: train.stpes: did you mean train.steps?"),
     ],
-    ids=["in main", "at the top"],
+    ids=["in main", "at the top", "caught by what runs the script"],
 )
 def test_what_is_refused_ends_the_job_at_the_first_attempt(tmp_path, source, sentence):
     script = tmp_path / "refused.py"

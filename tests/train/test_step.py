@@ -112,6 +112,23 @@ def test_sizes_that_do_not_fit_are_refused_before_anything_is_computed():
         train(micro_batch=5)
 
 
+def test_batches_that_are_loaded_before_are_those_that_come():
+    """Each once, with the same chance; and numbers that are counted over them can be summed."""
+    seen = {"loaded": [], "summed": []}
+
+    def ahead(step):
+        loaded = step.load()
+        seen["loaded"] += [x for x, y in loaded]
+        seen["summed"].append(step.sum({"samples": [len(x) for x, y in loaded]})["samples"])
+
+    found, plain = train(before=ahead), train()
+    assert (found["losses"], found["norms"]) == (plain["losses"], plain["norms"])
+    assert all(map(torch.equal, found["parameters"], plain["parameters"]))
+    assert seen["summed"] == [16.0] * 5
+    order = SampleOrder(64, 0).at_many(range(80))
+    assert torch.equal(torch.cat(seen["loaded"]), torch.stack([Points()[int(i)][0] for i in order]))
+
+
 def test_a_step_without_apply_is_an_error():
     def main(run):
         model = torch.nn.Linear(4, 3)

@@ -105,6 +105,7 @@ class Step:
         self._words: list[Word] = []
         self._layout = 0.0
         self._mine = range(0)
+        self._loaded: dict[int, Any] = {}
         self._left: int | None = None
         self._sent: list[Word] | None = None
         self._waited = False
@@ -133,17 +134,8 @@ class Step:
     def __iter__(self) -> Iterator[Any]:
         """This worker's micro-batches of the global batch, in the order of their numbers."""
         replica = self._replica
-        seat = replica.place.seat()
-        mine = seat.micro_batches
-        # Asked anew at each step and not at the start of a generation: a step that is repeated after a fault
-        # is computed by fewer workers, with other shares.
-        replica.gradients.expect(seat.leaves, seat.rank, seat.world, seat.idle)
-        self._mine, self._left = mine, len(mine)
-        self._layout = float(replica.gradients.layout)
-        self._replay = self._drawn()
-        if self._replay is not None and self._replay.micro in mine:
-            self._exact.keep_apart(mine.index(self._replay.micro))
-        self._batches.aim(self.index, self.samples, mine)
+        mine = self._mine if self._loaded else self._take_share()
+        assert self._left is not None, "as many as the share has"
         for done, micro in enumerate(mine):
             if replica.gradients.exact and len(mine) - self._left != done:
                 raise UsageError(
@@ -152,7 +144,7 @@ class Step:
                 )
             replica.check()
             replica.phases.enter(Phase.DATA, self.index)
-            batch = self._batches.load(self.index, micro)
+            batch = self._loaded.pop(micro) if self._loaded else self._batches.load(self.index, micro)
             replica.phases.enter(Phase.FORWARD, self.index)
             # Chance depends on the run's seed, the step and the micro-batch, and not on who computes it. So a
             # repeated step drops out the same units, on whichever worker.
@@ -163,6 +155,33 @@ class Step:
             # Settled: what the members computed twice has the same bits.
             self._replay = None
             replica.gradients.seal()  # gradients are taken off the parameters meanwhile
+
+    def load(self) -> list[Any]:
+        """All of this worker's micro-batches, before the first of them is computed: for what is counted over them, and summed
+        over the workers with `sum`. `for batch in step` then yields the same ones.
+
+        Raises:
+            DataError: a sample of them cannot be loaded.
+        """
+        self._replica.phases.enter(Phase.DATA, self.index)
+        self._loaded = {micro: self._batches.load(self.index, micro) for micro in self._take_share()}
+        return list(self._loaded.values())
+
+    def _take_share(self) -> range:
+        """The numbers of this worker's micro-batches in the global batch, which are computed next."""
+        replica = self._replica
+        # Asked anew at each step and not at the start of a generation: a step that is repeated after a fault
+        # is computed by fewer workers, with other shares.
+        seat = replica.place.seat()
+        mine = seat.micro_batches
+        replica.gradients.expect(seat.leaves, seat.rank, seat.world, seat.idle)
+        self._mine, self._left = mine, len(mine)
+        self._layout = float(replica.gradients.layout)
+        self._replay = self._drawn()
+        if self._replay is not None and self._replay.micro in mine:
+            self._exact.keep_apart(mine.index(self._replay.micro))
+        self._batches.aim(self.index, self.samples, mine)
+        return mine
 
     def backward(self, loss: torch.Tensor, weight: float = 1.0) -> None:
         """Adds a micro-batch's gradient.

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from holdfast import logs
 from holdfast.checkpoint import agent_link
-from holdfast.errors import JobStopped, UsageError
+from holdfast.errors import HoldfastError, JobStopped, UsageError
 from holdfast.protocol import messages as m
 from holdfast.protocol.frames import Codec, pack
 from holdfast.protocol.phases import Phase
@@ -297,7 +297,10 @@ def _run_script(start: m.Start, link: Link) -> int:
             _kept.append(runpy.run_path(start.script, run_name="__main__"))
     except SystemExit as leaving:
         _kept.append(leaving)
-        return _exit_code(leaving)
+        code = _exit_code(leaving)
+        if code and (error := _caught(leaving)) is not None:
+            _report(error, link)
+        return code
     except JobStopped as ending:
         # Not the script's error. Whose it is, if there is one, the coordinator knows.
         _kept.append(ending)
@@ -315,6 +318,15 @@ def _exit_code(leaving: SystemExit) -> int:
         return leaving.code or 0
     sys.stderr.write(f"{leaving.code}\n")
     return 1
+
+
+def _caught(leaving: SystemExit) -> HoldfastError | None:
+    """An error of Holdfast's that something around the script has caught and printed before it left by `sys.exit(1)`, as Hydra does.
+    It is reported as if it had come out of the script: an exit code says nothing of the cause."""
+    error: BaseException | None = leaving
+    while error is not None and not isinstance(error, HoldfastError):
+        error = error.__cause__ or error.__context__
+    return None if isinstance(error, JobStopped) else error
 
 
 def _report(error: BaseException, link: Link) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import accelerate
 import torch
 from accelerate.state import PartialState
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
 from torch.utils.data import RandomSampler
 
 from holdfast.adapters import world
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from holdfast.train.run import Run
     from holdfast.train.step import Step
 
+_log = logging.getLogger(__name__)
 LOOP = "loop with `for step in accelerator.steps(loader, until=N)` (docs/accelerate.md)"
 REFUSED = {
     "accumulate": f"a step has all its micro-batches, and a fault repeats all of them; {LOOP}",
@@ -75,6 +77,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc] # it has no typ
                     f"Accelerator({name}=...): a replica is one process here; leave it out, or shard with "
                     "holdfast.start(main) and run.mesh() (docs/sharded.md)"
                 )
+        handlers = options.get("kwargs_handlers") or ()
+        of_ddp = [
+            h for h in handlers if isinstance(h, DistributedDataParallelKwargs | InitProcessGroupKwargs)
+        ]
+        if of_ddp:
+            _log.warning(
+                "%s: ignored. They are for DistributedDataParallel and its process group; the job sums the gradients",
+                ", ".join(type(handler).__name__ for handler in of_ddp),
+            )
         self._holdfast_run = world.own_run()
         self._holdfast_step: Step | None = None
         super().__init__(**options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -47,6 +48,15 @@ def follow(args: TrainingArguments, run: Run, slot: int) -> None:
     if args.n_gpu > 1:
         # This process sees all GPUs of its node and has one of them. Trainer would wrap the model in DataParallel.
         args._n_gpu = 1
+
+
+def of_ddp(args: TrainingArguments) -> dict[str, Any]:
+    """What the script has set for DDP and its process group, neither of which there is."""
+    return {
+        field.name: value
+        for field in dataclasses.fields(args)
+        if field.name.startswith("ddp_") and (value := getattr(args, field.name)) != field.default
+    }
 
 
 def refuse(args: TrainingArguments, dataset: Any, scheduler: Any = None) -> None:

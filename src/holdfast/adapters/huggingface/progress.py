@@ -18,6 +18,12 @@ EVALUATED = "eval_"
 """Names of logged values, and how they begin, that every worker has alike: of the step's commit, and of evaluations, which
 each worker does over all samples. What else is logged (TRL's rewards and entropies) comes from a worker's own samples."""
 
+TOKENS = "_total_train_tokens"
+"""Where TRL's trainers count what they have trained on, for `num_tokens` in their logs."""
+
+COUNTING = frozenset({"SFTTrainer", "DPOTrainer", "RewardTrainer"})
+"""Those that count what a batch has, before they change it."""
+
 CLOCKED = ("_runtime", "_per_second")
 """How the names of logged values end that were read from this process's clock: no two workers have the same."""
 
@@ -31,6 +37,7 @@ class Progress:
         loss: of the newest committed step.
         grad_norm: of it, before clipping; None where fp16 has skipped its update.
         learning_rate: with which it was made.
+        tokens: of all workers, in all committed steps, where the trainer counts them as TRL's do; else None.
     """
 
     changes_between_steps = True
@@ -45,6 +52,7 @@ class Progress:
         self.loss = 0.0
         self.grad_norm: float | None = None
         self.learning_rate: float | None = None
+        self.tokens = 0 if _counts_tokens(trainer) else None
         self._losses: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -55,6 +63,7 @@ class Progress:
             "loss": self.loss,
             "grad_norm": self.grad_norm,
             "learning_rate": self.learning_rate,
+            **({} if self.tokens is None else {"tokens": self.tokens}),
             "state": {name: getattr(trainer.state, name) for name in COMMITTED + FOLLOWED},
             # Values of a worker's own would make replicas differ that are equal, and a snapshot's copies as well.
             "history": [
@@ -104,6 +113,9 @@ class Progress:
         self.outstanding = True
         self.loss, self.grad_norm = saved["loss"], saved["grad_norm"]
         self.learning_rate = saved["learning_rate"]
+        if self.tokens is not None:
+            self.tokens = saved.get("tokens", 0)
+            self.put_tokens()
         for name in COMMITTED:
             setattr(self._trainer.state, name, saved["state"][name])
 
@@ -114,6 +126,13 @@ class Progress:
         if trainer.args.logging_nan_inf_filter and not math.isfinite(loss):
             loss = trainer._tr_loss / (1 + steps_before - trainer._globalstep_last_logged)
         trainer._tr_loss += loss
+
+    def put_tokens(self) -> None:
+        """What the trainer says of them next. By itself it counts those of this worker, again where a step is computed
+        again."""
+        if self.tokens is not None:
+            setattr(self._trainer, TOKENS, self.tokens)
+            self._trainer._metrics["train"]["num_tokens"] = [self.tokens]
 
     def put_losses(self) -> None:
         """The sums of losses that are logged next. The Trainer clears them when its loop begins, which is after the state
@@ -127,6 +146,10 @@ class Progress:
     def _exporters(self) -> list[ExportableState]:
         callbacks = [*self._trainer.callback_handler.callbacks, self._trainer.control]
         return [callback for callback in callbacks if isinstance(callback, ExportableState)]
+
+
+def _counts_tokens(trainer: Any) -> bool:
+    return hasattr(trainer, TOKENS) and any(kind.__name__ in COUNTING for kind in type(trainer).__mro__)
 
 
 def _is_alike(name: str) -> bool:

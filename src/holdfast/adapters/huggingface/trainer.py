@@ -65,8 +65,14 @@ class HoldfastMixin:
         if is_peft_model(self.model):
             PEFT.check(metadata.version("peft"), "holdfast.transformers")
         self._holdfast_run: Run = world.own_run()
+        if ignored := arguments.of_ddp(self.args):
+            _log.warning(
+                "%s: ignored. They are for DistributedDataParallel and its process group; the job sums the gradients",
+                ", ".join(f"{name}={value}" for name, value in ignored.items()),
+            )
         arguments.follow(self.args, self._holdfast_run, world.slot())
         self._holdfast_before_steps: ExitStack | None = None
+        self._holdfast_steps: Any = None
         self._holdfast_step: Step | None = None
         self._holdfast_weight = 1.0
 
@@ -109,7 +115,13 @@ class HoldfastMixin:
                     given,
                 )
                 given = None
-        return super().train(given, *args, **kwargs)  # type: ignore[misc]
+        try:
+            return super().train(given, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            # After an error. In a job the process ends with it, and the others hear of it before they hear of the end of the
+            # steps; a job of one lives on in a notebook, and its loop would be ended when Python ends.
+            if self._holdfast_run.alone and self._holdfast_steps is not None:
+                self._holdfast_steps.close()
 
     def get_train_dataloader(self: Any) -> DataLoader[Any]:
         """A loader over the numbers of samples, as long as that of one worker of the full job. The Trainer asks it for
@@ -253,7 +265,12 @@ class HoldfastMixin:
             self._holdfast_step, self._holdfast_rate = step, self._get_learning_rate()
             self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
             with step:
-                for inputs in step:
+                self._holdfast_count_tokens(step)
+                for number, inputs in enumerate(step):
+                    if number:
+                        self.control = self.callback_handler.on_substep_end(
+                            self.args, self.state, self.control
+                        )
                     items = self._get_num_items_in_batch([inputs], self.args.device)
                     self._holdfast_weight = float(find_batch_size(inputs) if items is None else items)  # type: ignore[no-untyped-call]
                     # Where no token counts the sum of losses is 0, and dividing it by 0 would make it NaN.
@@ -267,6 +284,13 @@ class HoldfastMixin:
                     scheduler=self.lr_scheduler,
                     scaler=self._holdfast_scaler,
                 )
+
+    def _holdfast_count_tokens(self: Any, step: Step) -> None:
+        """Those of the step that comes, on all workers."""
+        if self._holdfast_progress.tokens is None:
+            return
+        counted = [_tokens(inputs) for inputs in step.load()]
+        self._holdfast_tokens = int(step.sum({"tokens": counted})["tokens"])
 
     def _holdfast_end_beginning(self: Any) -> None:
         """The callbacks that begin a training are done."""
@@ -297,20 +321,43 @@ class HoldfastMixin:
         # Inside the commit, so a newcomer that fetches the state at this moment knows that logs, evaluation
         # and callbacks of the step are still to be done, and does them.
         progress.outstanding = True
+        if progress.tokens is not None:
+            progress.tokens += self._holdfast_tokens
+            progress.put_tokens()
         progress.add_loss(self.state.global_step)
         self.state.global_step += 1
-        self.state.epoch = self.state.global_step / self._holdfast_steps_per_epoch
+        self.state.epoch = self._holdfast_epoch_after(self.state.global_step)
+
+    def _holdfast_epoch_after(self: Any, steps: int) -> float:
+        """What the Trainer calls the epoch after so many steps: it counts batches, and an epoch's last step may have
+        fewer."""
+        if not steps:
+            return 0
+        epoch, step = divmod(steps - 1, int(self._holdfast_steps_per_epoch))
+        batches = len(self._holdfast_lengths)
+        done: float = min((step + 1) * self.args.gradient_accumulation_steps, batches) / batches
+        return epoch + done
 
     def _holdfast_follow_up(self: Any, model: Any, trial: Any, ignored: Any, start_time: float) -> bool:
         """What follows a committed step: callbacks, logs, evaluation, a checkpoint. Returns whether the epoch is over."""
         handler, progress = self.callback_handler, self._holdfast_progress
-        self.control = handler.on_optimizer_step(self.args, self.state, self.control)
+        done = self.state.global_step
+        try:
+            # The Trainer counts a step after this event.
+            self.state.global_step, self.state.epoch = done - 1, self._holdfast_epoch_after(done - 1)
+            self.control = handler.on_optimizer_step(self.args, self.state, self.control)
+        finally:
+            self.state.global_step, self.state.epoch = done, self._holdfast_epoch_after(done)
         self.control = handler.on_step_end(self.args, self.state, self.control)
-        over: bool = (
-            self.state.global_step % self._holdfast_steps_per_epoch == 0
-            or self.control.should_epoch_stop
-            or self.control.should_training_stop
-        )
+        ends = self.state.global_step % self._holdfast_steps_per_epoch == 0
+        if self.control.should_epoch_stop and not ends and not self.control.should_training_stop:
+            # With the next step a new order of samples would begin, which the others, and a newcomer, could not know.
+            raise UsageError(
+                f"a callback set control.should_epoch_stop after step {self.state.global_step}, in the middle of an epoch: "
+                "which samples a step has follows from its number alone; make the dataset smaller, or end the training by "
+                "control.should_training_stop"
+            )
+        over: bool = ends or self.control.should_training_stop
         with (
             self._holdfast_run.relaxed_watchdog()
             if over or self.control.should_evaluate or self.control.should_save
@@ -368,6 +415,11 @@ class HoldfastMixin:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / JOB_FILE).write_text(json.dumps({"job": self._holdfast_run.job}))
             super()._save_checkpoint(model, trial)  # type: ignore[misc]
+        elif best := self.state.best_global_step:
+            # Every rank of torchrun's knows the best checkpoint. The one of this step is being written now.
+            folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{best}")
+            if best == self.state.global_step or folder.exists():
+                self.state.best_model_checkpoint = str(folder)
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As the Trainer does it.
@@ -406,6 +458,15 @@ def _job_of(folder: str) -> str | None:
         return None
     job = content.get("job") if isinstance(content, dict) else None
     return job if isinstance(job, str) else None
+
+
+def _tokens(inputs: Any) -> int:
+    """Of a micro-batch, as TRL's trainers count them."""
+    mask = inputs.get("attention_mask")
+    if mask is not None:
+        return int(mask.sum())
+    places = inputs.get("position_ids")  # of sequences in one row, without padding
+    return 0 if places is None else int(places.size(1))
 
 
 def _raw(optimizer: Any) -> Any:

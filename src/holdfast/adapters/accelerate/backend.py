@@ -1,0 +1,25 @@
+"""Accelerate's state, in a process that no launcher of torch's has started."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from accelerate.state import PartialState
+
+
+def leave_out() -> None:
+    """From here on Accelerate's state takes no backend for a process group: no worker has one. Scripts name one for torchrun
+    (`ddp_backend` in TrainingArguments, `InitProcessGroupKwargs`), and Accelerate, which finds no launcher, would then ask torch for a
+    group that nobody has made, and end with an error. Here and not in a trainer: TrainingArguments are made before there is one.
+    """
+    own = PartialState.__init__
+    if hasattr(own, "_holdfast"):
+        return
+
+    @functools.wraps(own)
+    def without(self: Any, *args: Any, backend: str | None = None, **more: Any) -> None:
+        own(self, *args, **more)
+
+    without._holdfast = True  # type: ignore[attr-defined]
+    PartialState.__init__ = without
