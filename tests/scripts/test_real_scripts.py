@@ -78,6 +78,7 @@ def same(tmp_path, monkeypatch, script: str, *args: str) -> tuple[Seen, Seen]:
     return expected, found
 
 
+@pytest.mark.long
 def test_a_script_with_a_configuration_and_files_of_its_own(tmp_path, monkeypatch) -> None:
     expected, found = same(tmp_path, monkeypatch, "configured.py", "--set", "steps=4", "--set", "lr=0.1")
     assert "exit-1.txt" in expected.files
@@ -133,7 +134,7 @@ def test_a_trainer_with_snapshots_continues_from_them_after_a_kill(tmp_path, mon
         assert killed.lines[rank][-1] == lines[-1]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_lightning_with_ddp(tmp_path, monkeypatch) -> None:
     same(tmp_path, monkeypatch, "lightning_basic.py", "lightning")
 
@@ -162,7 +163,7 @@ def test_hugging_face_trainer_and_its_last_checkpoint(tmp_path, monkeypatch) -> 
     assert found.files["clm/model.safetensors"] == expected.files["clm/model.safetensors"]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_accelerate_and_its_checkpoints(tmp_path, monkeypatch) -> None:
     expected, found = same(tmp_path, monkeypatch, "run_clm_no_trainer.py")
     assert found.files["clm/model.safetensors"] == expected.files["clm/model.safetensors"]
