@@ -154,6 +154,8 @@ def train(worlds, micro_batches, build=mlp, clip=None, lengths=lambda micro: 3, 
                     worker.join(group)
 
             def step_of(worker, index=index):
+                # Of torch each thread has its own number, and this one stands for a process.
+                torch.set_num_threads(1)
                 cursor = DataCursor(3 * micro_batches, 0, None, None, "refuse")
                 cursor.samples = index * 3 * micro_batches
                 step = Step(worker, Batches(micro_batches, lengths), index, 7, cursor)
