@@ -257,6 +257,25 @@ def test_spectral_norm_keeps_its_vectors_at_norm_1(old):
     assert abs(float(torch.linalg.matrix_norm(model[0].weight.detach(), 2)) - 1) < 1e-2
 
 
+@pytest.mark.parametrize(
+    ("model", "pattern", "rule"),
+    [
+        (lambda: torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(4, 4)), "model.*._u", "mean"),
+        (lambda: torch.nn.utils.spectral_norm(torch.nn.Linear(4, 4)), "model.weight_v", "mean"),
+        (lambda: torch.nn.Sequential(torch.nn.BatchNorm1d(4)), "model.0.running_var", "sequence"),
+        (lambda: torch.nn.Sequential(torch.nn.BatchNorm1d(4)), "*", "sequence"),
+    ],
+)
+def test_a_sum_of_what_is_no_count_is_refused(model, pattern, rule):
+    with pytest.raises(
+        UsageError, match=f'would grow without bound; leave it out, and it has the rule "{rule}"'
+    ):
+        BufferRules({"model": model()}, [("sum", (pattern,))], sharded=False, exact=True)
+    BufferRules(
+        {"model": torch.nn.BatchNorm1d(4)}, [("sum", ("*.num_batches_tracked",))], sharded=False, exact=True
+    )
+
+
 class Range(torch.nn.Module):
     def __init__(self):
         super().__init__()

@@ -290,6 +290,7 @@ def _rules(objects: Protected, declared: Declared, advice: Advice) -> list[tuple
         for at in persistent_buffers({name: thing})
         if (rule := known_rule(at)) is not None
     }
+    by_themselves = {path: rule for path, (_, rule) in found.items()}
     for rule, patterns in declared:
         for pattern in patterns or ("*",):
             named = fnmatch.filter(there, pattern)
@@ -299,7 +300,16 @@ def _rules(objects: Protected, declared: Declared, advice: Advice) -> list[tuple
                     f"{advice.buffer(rule, pattern)}: no protected module has a buffer of this name that its "
                     f"state_dict holds; there are: {shown}{', …' if len(there) > 8 else ''}"
                 )
-            found |= {path: (there[path], rule) for path in named}
+            for path in named:
+                # Added up, an average or a direction grows without bound, and the loss says nothing: what it does to the
+                # model is seen in evaluations.
+                if rule == "sum" and by_themselves.get(path, "sum") != "sum":
+                    raise UsageError(
+                        f"{advice.buffer(rule, pattern)}: {path} is no count but a value of torch's own "
+                        f"{type(there[path].module).__name__}, and the sum of what the micro-batches make of it would grow without "
+                        f'bound; leave it out, and it has the rule "{by_themselves[path]}"'
+                    )
+                found[path] = (there[path], rule)
     return list(found.values())
 
 
