@@ -234,6 +234,20 @@ def test_running_statistics_are_those_of_plain_torch(exact, split):
         assert all(torch.equal(a, b) for a, b in zip(ours[0].buffers(), ours[1].buffers(), strict=True))
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_of_one_micro_batch_running_statistics_have_plain_torchs_bits(exact):
+    plain, ours = Norms().double(), Norms().double()
+    rule = BufferRules({"model": ours}, (), sharded=False, exact=exact)
+    for step in range(50):
+        plain(inputs(step).double())
+        rule.begin(1)
+        ours(inputs(step).double())
+        rule.after_micro(0)
+        rule.commit(False)
+        rule.keep()
+        assert all(torch.equal(a, b) for a, b in zip(ours.buffers(), plain.buffers(), strict=True)), step
+
+
 @pytest.mark.parametrize("old", [False, True])
 def test_spectral_norm_keeps_its_vectors_at_norm_1(old):
     torch.manual_seed(0)

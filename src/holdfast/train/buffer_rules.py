@@ -115,6 +115,9 @@ class BufferRules:
             # depend on their number, and with it on the world size.
             self._rows = torch.zeros((rows, width), dtype=torch.float64, device=self._summed[0].now.device)
         self._micro_batches = micro_batches
+        # Of a global batch that is one micro-batch the value itself is taken, as of ranges: to take the change and add it
+        # again may cost the last bit, and plain torch does not.
+        self._is_one = micro_batches == 1 and self._parts == 1
 
     def after_micro(self, micro: int) -> None:
         """Forward and backward pass of micro-batch `micro` of the global batch are done: activation checkpointing may run
@@ -125,6 +128,10 @@ class BufferRules:
         # All buffers at once: a network has hundreds of them, each of a few hundred numbers, so the calls cost
         # more than the sums.
         torch._foreach_copy_(self._flat_views, [r.now for r in self._summed])
+        if self._is_one:
+            self._rows[0] += self._flat
+            self.put_back()
+            return
         # An infinity that stays is no change; its difference would be NaN. Of ranges the value itself counts.
         changed = torch.where(self._flat == self._was, 0.0, self._flat - self._was)
         changed = torch.where(self._is_range, self._flat, changed)
@@ -177,7 +184,7 @@ class BufferRules:
             total += row
         divisor = torch.where(self._is_mean, self._micro_batches * self._parts, 1)
         divisor = torch.where(self._is_sequence, self._parts, divisor)
-        value = self._was + total / divisor
+        value = total if self._is_one else self._was + total / divisor
         if self._ranged:
             for rule, fold in (("min", torch.amin), ("max", torch.amax)):
                 for ruled, of in zip(self._summed, self._slices, strict=True):
