@@ -139,12 +139,12 @@ def test_lightning_with_ddp(tmp_path, monkeypatch) -> None:
     same(tmp_path, monkeypatch, "lightning_basic.py", "lightning")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_fabric_with_ddp(tmp_path, monkeypatch) -> None:
     same(tmp_path, monkeypatch, "fabric_basic.py", "fabric.ckpt")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_hugging_face_trainer_and_its_last_checkpoint(tmp_path, monkeypatch) -> None:
     script = (
         "run_clm.py",
