@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 import holdfast.accelerate
 from holdfast.accelerate import Accelerator
-from holdfast.adapters.accelerate import names
 from holdfast.adapters.accelerate.accelerator import REFUSED, SPLITTING
 from holdfast.errors import StateChanged, UsageError
 
@@ -319,7 +318,7 @@ def test_a_name_of_accelerates_is_there_too(name):
     assert getattr(holdfast.accelerate, name) is getattr(wanted, name)
 
 
-@pytest.mark.parametrize("name", names.REFUSED)
+@pytest.mark.parametrize("name", holdfast.accelerate.REFUSED)
 def test_a_name_that_cannot_work_is_refused_where_it_is_imported(name):
     with pytest.raises(UsageError, match=rf"from holdfast\.accelerate import {name}: "):
         getattr(holdfast.accelerate, name)

@@ -57,10 +57,9 @@ def flooding(port, first=b""):
 
 @pytest.fixture
 def few_files():
-    """This process and those that it starts may open 1,024 files more than it has; strangers as many as they like."""
+    """This process and those that it starts may open 1,024 files; strangers as many as they like."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # Jobs of one of earlier tests have left some to the garbage collector.
-    resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS + len(os.listdir("/proc/self/fd")), before[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, before[1]))
     yield before
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 

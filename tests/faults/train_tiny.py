@@ -14,7 +14,7 @@ WIDTH = 64
 
 class Blobs:
     deterministic = True
-    version = 7 if os.environ.get("HOLDFAST_NODE") == os.environ.get("OTHER_DATA_ON") else 0
+    version = 7 if os.environ.get("HOLDFAST_NODE") == os.environ.get("OTHER_DATA_ON", "no node") else 0
 
     def __len__(self) -> int:
         return 100_000

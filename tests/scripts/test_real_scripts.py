@@ -175,8 +175,9 @@ def test_accelerate_and_its_checkpoints(tmp_path, monkeypatch) -> None:
 
 @pytest.mark.long
 def test_what_is_not_seeded_differs_from_rank_to_rank(tmp_path, monkeypatch) -> None:
+    expected = by_torchrun(place(tmp_path / "torchrun"), "unseeded.py")
     found = by_holdfast(place(tmp_path / "holdfast"), tmp_path / "home", monkeypatch, "unseeded.py")
-    assert found.code == 0
-    assert len(found.lines["0"]) == len(found.lines["1"]) == 6
-    for mine, others in zip(found.lines["0"], found.lines["1"], strict=True):
-        assert mine != others
+    assert (found.code, expected.code) == (0, 0)
+    for seen in (expected, found):
+        assert len(seen.lines["0"]) == len(seen.lines["1"]) == 6
+        assert all(mine != others for mine, others in zip(seen.lines["0"], seen.lines["1"], strict=True))

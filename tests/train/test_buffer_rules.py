@@ -282,7 +282,8 @@ def test_spectral_norm_keeps_its_vectors_at_norm_1(old):
 )
 def test_a_sum_of_what_is_no_count_is_refused(model, pattern, rule):
     with pytest.raises(
-        UsageError, match=f'would grow without bound; leave it out, and it has the rule "{rule}"'
+        UsageError,
+        match=f'would grow without bound; name counts alone here, and this one gets the rule "{rule}"',
     ):
         BufferRules({"model": model()}, [("sum", (pattern,))], sharded=False, exact=True)
     BufferRules(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+from contextlib import ExitStack, closing
 from weakref import WeakSet
 
 from holdfast.data.decoding import is_decoder
@@ -15,6 +16,10 @@ _slot = int(os.environ.get("LOCAL_RANK", "0"))
 
 _runs: list[Run] = []
 """This process's run: a worker belongs to one job for its whole life."""
+
+_of_one = ExitStack()
+"""What the job of one has open: its sockets and threads end with it, when the next one begins or Python ends."""
+atexit.register(_of_one.close)
 
 _trained: WeakSet[Run] = WeakSet()
 """Runs that a training has taken. Weakly: a run whose `main` is run again, as another shard, goes with its model."""
@@ -95,7 +100,5 @@ def run_for_training() -> Run:
 
 
 def _alone() -> Run:
-    attachment = worker.alone()
-    run = Run(attachment)
-    atexit.register(attachment.close)
-    return run
+    _of_one.close()
+    return Run(_of_one.enter_context(closing(worker.alone())))

@@ -312,9 +312,9 @@ def _rules(objects: Protected, declared: Declared, advice: Advice) -> list[tuple
                 # model is seen in evaluations.
                 if rule == "sum" and by_themselves.get(path, "sum") != "sum":
                     raise UsageError(
-                        f"{advice.buffer(rule, pattern)}: {path} is no count but a value of torch's own "
-                        f"{type(there[path].module).__name__}, and the sum of what the micro-batches make of it would grow without "
-                        f'bound; leave it out, and it has the rule "{by_themselves[path]}"'
+                        f"{advice.buffer(rule, pattern)}: {path} of torch's {type(there[path].module).__name__} is no count, and a "
+                        f"sum over the micro-batches would grow without bound; name counts alone here, and this one gets the rule "
+                        f'"{by_themselves[path]}" by itself'
                     )
                 found[path] = (there[path], rule)
     return list(found.values())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,6 +13,7 @@ from accelerate.utils import DistributedDataParallelKwargs, DistributedType, Ini
 from torch.utils.data import RandomSampler
 
 from holdfast.adapters import world
+from holdfast.adapters.accelerate import backend
 from holdfast.adapters.advice import LoopAdvice
 from holdfast.adapters.buffers import Buffers
 from holdfast.adapters.versions import ACCELERATE
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from holdfast.train.run import Run
     from holdfast.train.step import Step
 
-_log = logging.getLogger(__name__)
 LOOP = "loop with `for step in accelerator.steps(loader, until=N)` (docs/accelerate.md)"
 REFUSED = {
     "accumulate": f"a step has all its micro-batches, and a fault repeats all of them; {LOOP}",
@@ -78,14 +77,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc] # it has no typ
                     "holdfast.start(main) and run.mesh() (docs/sharded.md)"
                 )
         handlers = options.get("kwargs_handlers") or ()
-        of_ddp = [
-            h for h in handlers if isinstance(h, DistributedDataParallelKwargs | InitProcessGroupKwargs)
-        ]
-        if of_ddp:
-            _log.warning(
-                "%s: ignored. They are for DistributedDataParallel and its process group; the job sums the gradients",
-                ", ".join(type(handler).__name__ for handler in of_ddp),
-            )
+        of_ddp = DistributedDataParallelKwargs | InitProcessGroupKwargs
+        backend.ignore([type(handler).__name__ for handler in handlers if isinstance(handler, of_ddp)])
         self._holdfast_run = world.own_run()
         self._holdfast_step: Step | None = None
         super().__init__(**options)

@@ -1,11 +1,24 @@
-"""Accelerate's state, in a process that no launcher of torch's has started."""
+"""What scripts say of process groups to Accelerate, in a process that no launcher of torch's has started."""
 
 from __future__ import annotations
 
 import functools
+import logging
+from collections.abc import Collection
 from typing import Any
 
 from accelerate.state import PartialState
+
+_log = logging.getLogger(__name__)
+
+
+def ignore(given: Collection[str]) -> None:
+    """Says so of what a script has given for DDP and its process group, if anything."""
+    if given:
+        _log.warning(
+            "%s: ignored. They are for DistributedDataParallel and its process group; the job sums the gradients",
+            ", ".join(given),
+        )
 
 
 def leave_out() -> None:

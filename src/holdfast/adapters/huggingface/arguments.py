@@ -12,6 +12,7 @@ from transformers.optimization import GreedyLR
 from transformers.trainer_utils import SchedulerType
 from transformers.training_args import OptimizerNames
 
+from holdfast.adapters import world
 from holdfast.errors import UsageError
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ def follow(args: TrainingArguments, run: Run, slot: int) -> None:
     kind = vars(type(args)).get("followed", type(args))
     names = {
         "followed": kind,
-        "process_index": property(lambda self: run.rank),
+        # Asked for and not kept: a run holds its model, and a trainer is made before its training has taken a run.
+        "process_index": property(lambda self: world.own_run().rank),
         "local_process_index": property(lambda self: slot),
         # Saved with every checkpoint of the Trainer's, to be read where there may be no Holdfast.
         "__reduce_ex__": lambda self, protocol: (kind.__new__, (kind,), self.__getstate__()),

@@ -18,6 +18,7 @@ from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from holdfast.adapters import world
+from holdfast.adapters.accelerate import backend
 from holdfast.adapters.advice import TrainersAdvice
 from holdfast.adapters.buffers import Buffers
 from holdfast.adapters.huggingface import arguments, sharded
@@ -65,11 +66,7 @@ class HoldfastMixin:
         if is_peft_model(self.model):
             PEFT.check(metadata.version("peft"), "holdfast.transformers")
         self._holdfast_run: Run = world.own_run()
-        if ignored := arguments.of_ddp(self.args):
-            _log.warning(
-                "%s: ignored. They are for DistributedDataParallel and its process group; the job sums the gradients",
-                ", ".join(f"{name}={value}" for name, value in ignored.items()),
-            )
+        backend.ignore([f"{name}={value}" for name, value in arguments.of_ddp(self.args).items()])
         arguments.follow(self.args, self._holdfast_run, world.slot())
         self._holdfast_before_steps: ExitStack | None = None
         self._holdfast_steps: Any = None

@@ -10,6 +10,7 @@ import msgspec
 from holdfast.coordinator.kernel.events import Record
 from holdfast.coordinator.kernel.health_state import KEPT_EVIDENCE, TEXT_CHARS, Evidence, Sighting, graver
 from holdfast.coordinator.kernel.incident_state import Incident, Injection
+from holdfast.coordinator.kernel.membership_state import Blame
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.protocol import ledger
 from holdfast.protocol.causes import Cause, Hang, RuleMatched
@@ -308,6 +309,15 @@ def _ranks(state: CoreState, workers: Iterable[str]) -> list[int]:
 def open_ones(state: CoreState) -> list[Incident]:
     """Incidents that disturb training and are not closed yet, oldest first; however many there were before them."""
     return [i for i in state.incidents[state.closed :] if i.open and not i.quiet]
+
+
+def last_blame(state: CoreState) -> Blame | None:
+    """Of the newest fault that the job has not got over: what its worker said, or its cause. None: there is none."""
+    if not (open_now := open_ones(state)):
+        return None
+    newest = open_now[-1]
+    told = [state.membership.blames[w] for w in newest.workers if w in state.membership.blames]
+    return told[0] if told else Blame(cause=newest.cause, node=newest.node, step=newest.at_step)
 
 
 def reopen(state: CoreState, incident: Incident) -> None:

@@ -236,7 +236,7 @@ def try_form(context: Context) -> None:
     # only make a person wait for the same answer.
     if queries.hopeless(context):
         why = "the restart budget is spent" if context.budget_spent() else "no more nodes may be asked for"
-        context.request(StopJob(why, "failed"))
+        context.request(StopJob(why, "failed", incidents.last_blame(s)))
 
 
 def _every_shard_is_held(context: Context, survivors: list[Worker]) -> bool:

@@ -9,7 +9,6 @@ from holdfast.coordinator.kernel.events import End
 from holdfast.coordinator.kernel.membership_state import Blame, Worker
 from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
 from holdfast.coordinator.kernel.requests import ForgetLast, NoteLast, ReportUnsaved, StoreLast
-from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.membership import (
     notices,
     policy,
@@ -40,7 +39,7 @@ def request(
     s = context.state
     # The first one blamed stays. Later failures are usually effects of the first, and what is printed last
     # has to be where a person starts to look.
-    s.membership.blame = s.membership.blame or blame or (_last_fault(s) if outcome == "failed" else None)
+    s.membership.blame = s.membership.blame or blame
     # Asked twice: the first reason counts, and the deadline is not pushed back, or a person who presses
     # Ctrl-C again and again would keep the job alive.
     if s.membership.stop_reason is not None:
@@ -60,14 +59,6 @@ def request(
     notices.job_ends(context, reason, cause, ours_s if within_s is None else min(ours_s, within_s))
 
 
-def _last_fault(state: CoreState) -> Blame | None:
-    """What the job has not got over. None: nothing."""
-    for incident in reversed(incidents.open_ones(state)):
-        told = [state.membership.blames[w] for w in incident.workers if w in state.membership.blames]
-        return told[0] if told else Blame(cause=incident.cause, node=incident.node, step=incident.at_step)
-    return None
-
-
 def due(context: Context) -> None:
     """Times that are over: for workers to come, and for the job to end."""
     s = context.state
@@ -75,7 +66,8 @@ def due(context: Context) -> None:
         # Cleared before the request, since a request may come back here in the same batch, and the deadline
         # that is over would fire again.
         s.deadlines.clear(Timer.WAIT)
-        request(context, f"too few workers for {context.timing.wait_s:g} s", "failed")
+        reason = f"too few workers for {context.timing.wait_s:g} s"
+        request(context, reason, "failed", incidents.last_blame(s))
     if s.deadlines.is_due(Timer.STOP, context.now):
         s.deadlines.clear(Timer.STOP)
         # What remains depends on how far the job is: a step in flight is dropped, a worker that does not save
