@@ -177,6 +177,32 @@ def test_a_follow_up_is_asked_for_once(tmp_path: Path) -> None:
     assert engine.posts == [NodeUnavailable("a node was requested from Slurm and has not joined yet")]
 
 
+def test_a_follow_up_submitted_while_slurm_answers_is_kept(tmp_path: Path) -> None:
+    """Slurm's answer is older than the follow-up job, whose node may join before the answer is read."""
+    engine = Engine(tmp_path)
+    engine.alive = {"n1", "n3"}
+    engine._known.bad["n2"] = "xid"
+    answer = engine.slurm.jobs
+
+    async def late(*ids: str) -> dict[str, JobLine]:
+        found = await answer(*ids)
+        if "8" not in engine._known.follow_ups:
+            assert await engine.provide()
+            engine.slurm.lines["8"] = line("8", "RUNNING", "None", "n9", 3600.0, "n9")
+            engine.alive.add("n9")
+        return found
+
+    async def look() -> None:
+        engine.slurm.jobs = late
+        await engine._look()
+        assert engine._known.follow_ups == {"8": None}
+        await engine._look()
+
+    asyncio.run(look())
+    assert engine._known.follow_ups == {"8": "n9"}
+    assert not engine.posts
+
+
 def test_a_node_that_the_site_lets_in_again_may_be_used(tmp_path: Path) -> None:
     engine = Engine(tmp_path, admin=True)
     drained = NodeLine("n2", "127.0.0.1", frozenset({"MIXED", "DRAIN"}), "holdfast")

@@ -439,8 +439,13 @@ class SlurmEngine:
                 self._note(str(error))  # the job needs no controller: it is asked again
 
     async def _look(self) -> None:
-        lines = await self.slurm.jobs(self._id, *self._known.follow_ups)
-        for id, where in list(self._known.follow_ups.items()):
+        # Slurm's answer is about the moment of the question. While it is on its way another follow-up job may be
+        # submitted and its node may join: neither is in the answer, and neither has ended for that.
+        asked, alive = dict(self._known.follow_ups), set(self.alive)
+        lines = await self.slurm.jobs(self._id, *asked)
+        for id, where in asked.items():
+            if id not in self._known.follow_ups:
+                continue
             job = lines.get(id)
             if job is not None and job.state == "RUNNING" and where is None:
                 self._known.follow_ups[id] = job.nodes
@@ -460,7 +465,8 @@ class SlurmEngine:
             # Nodes of follow-up jobs are not in this job's own list. Without them every poll would take them
             # for nodes that Slurm has taken away.
             followed = {node for node in self._known.follow_ups.values() if node}
-            for node in self.alive - set(names) - followed - set(self._known.bad) - self._known.going:
+            gone = (alive & self.alive) - set(names) - followed - set(self._known.bad) - self._known.going
+            for node in gone:
                 self._known.going.add(node)
                 self._keep()
                 self._post(NodeTaken(node, "Slurm removed the node from the allocation"))
