@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -38,6 +39,7 @@ from lightning.pytorch.callbacks import (  # isort: skip
     WeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger  # isort: skip
+from lightning.pytorch.loops.optimization.automatic import Closure  # isort: skip
 from lightning.pytorch.utilities.exceptions import MisconfigurationException  # isort: skip
 
 pytestmark = [
@@ -274,7 +276,10 @@ def train(case: Case, folder: Path, **options: Any) -> dict[str, Any]:
         enable_model_summary=False,
         **options,
     )
-    trainer.fit(module, loader(case), DataLoader(data(5), 2))
+    Closure.warning_cache.clear()  # each is said once in a process
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer.fit(module, loader(case), DataLoader(data(5), 2))
     optimizer = trainer.optimizers[0].state_dict()
     return {
         "hooks": module.seen,
@@ -292,6 +297,7 @@ def train(case: Case, folder: Path, **options: Any) -> dict[str, Any]:
             for callback in own
             if not isinstance(callback, Watching)
         },
+        "warnings": sorted({str(warning.message) for warning in told}),
         "files": sorted(str(file.relative_to(folder)) for file in folder.rglob("*.ckpt")),
     }
 

@@ -228,7 +228,8 @@ class Step:
         self._added(last)
 
     def _warn_of_mean(self, loss: torch.Tensor, weight: float) -> None:
-        if weight == 1.0 or (kind := mean_that_it_is(loss)) is None:
+        # Less than one is a part, as of a mean that was divided by the micro-batches, and no number of samples.
+        if weight <= 1.0 or (kind := mean_that_it_is(loss)) is None:
             return
         self._warns_of_means = False
         warnings.warn(

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
+from lightning.pytorch.loops.optimization.automatic import Closure, _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
@@ -407,6 +407,9 @@ class Optimization(_AutomaticOptimization):
                     "training_step() returned None: with several workers every batch has a loss, as under DDP; return a loss "
                     "that is 0, such as (output * 0).sum()"
                 )
+            Closure.warning_cache.warn(
+                "`training_step` returned `None`. If this was on purpose, ignore this warning..."
+            )
             source.window.add_nothing()
             return
         weight = slot.share
