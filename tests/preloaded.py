@@ -47,7 +47,7 @@ def _start(modules: str) -> Path:
         listener.bind(str(address))
         listener.listen(64)
         process = subprocess.Popen(
-            [sys.executable, "-P", __file__, "serve", str(listener.fileno()), str(lifeline), modules],
+            [sys.executable, "-u", "-P", __file__, "serve", str(listener.fileno()), str(lifeline), modules],
             env=_comparable(dict(os.environ)) | {HOME: "-" * HOME_BYTES, "OMP_NUM_THREADS": "1"},
             pass_fds=(listener.fileno(), lifeline),
             stdin=subprocess.DEVNULL,

@@ -21,6 +21,7 @@ from holdfast.agent.coordinator_link import CoordinatorLink
 from holdfast.agent.health import Watcher
 from holdfast.agent.hooks import HookRun, Hooks
 from holdfast.agent.ledger_copy import LedgerCopy
+from holdfast.agent.leftovers import Leftovers
 from holdfast.agent.log_tailer import LogFollower
 from holdfast.agent.process import WorkerProcess
 from holdfast.agent.ready import show_ready
@@ -41,7 +42,6 @@ from holdfast.protocol.lookup import FolderLookup, Lookup
 from holdfast.protocol.node_place import NodePlace
 from holdfast.protocol.notice_board import NoticeBoard
 from holdfast.protocol.processes import kernel_id
-from holdfast.protocol.progress_page import STACKS_SIGNAL
 from holdfast.protocol.sockets import listening
 
 _log = logging.getLogger(__name__)
@@ -50,6 +50,8 @@ PORTS_OFFERED = 16
 SAME_SIGNAL_S = 1.0
 """A second SIGTERM within this time is the same one. A scheduler signals a step and each of its processes."""
 STACKS_WAIT_S = 0.15
+LEFTOVERS_S = 5.0
+"""For what a worker has left behind, from SIGTERM to SIGKILL at the end of the job."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +100,7 @@ class Agent:
         self._pool = WarmPool(config.slots, config.preload, zygote)
         self._spec = _specs.decode((config.job_dir / "spec.json").read_bytes())
         self._workers: dict[str, WorkerProcess] = {}
+        self._leftovers = Leftovers()
         self._unwanted: set[str] = set()
         self._starting: dict[str, list[m.ToWorker]] = {}
         self._armed: dict[str, ArmedFault] = {}
@@ -196,6 +199,7 @@ class Agent:
         await self._over.wait()
         _log.info("ending: %s", self._reason, extra={"workers": len(self._workers)})
         await self._end_workers()
+        await self._leftovers.end(LEFTOVERS_S)
         # The hook on-drain was promised its time-out. It would be killed with this process.
         if self._draining is not None:
             await self._draining
@@ -415,12 +419,17 @@ class Agent:
             on_message=self._on_message,
             stalled=self._on_stall,
             exited=self._on_exit,
+            reaped=self._leftovers.ended,
         )
+        self._leftovers.began(warm.pid)
         self._workers[order.worker] = worker
         env = dict(order.env)
         env["HOLDFAST_JOB_DIR"] = str(config.job_dir)
         env["HOLDFAST_WORKER"] = order.worker
         env["HOLDFAST_NODE"] = config.node
+        # torchrun's, one for each start: `torch.distributed.elastic`'s @record writes the error into it.
+        env["TORCHELASTIC_ERROR_FILE"] = str(worker.log.with_suffix(".error.json"))
+        env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
         if config.log:
             env[LOG_VARIABLE] = config.log
         worker.tell(
@@ -549,6 +558,7 @@ class Agent:
         self._link.send(message)
 
     def _on_child_changed(self) -> None:
+        self._leftovers.look()
         for worker in self._workers.values():
             worker.check_stopped()
 
@@ -566,11 +576,15 @@ class Agent:
         self._link.send(m.InspectReply(request, views, stacks))
 
     async def _save_stacks(self, workers: list[WorkerProcess]) -> dict[str, str]:
-        sizes = {w.name: w.stacks.stat().st_size if w.stacks.exists() else 0 for w in workers}
+        sizes = {w.name: _size(w.stacks) for w in workers}
         for worker in workers:
-            worker.signal(STACKS_SIGNAL)
-        # A signal handler's output has no event; a stopped process has none.
+            worker.tell(m.WriteStacks())
         await asyncio.sleep(STACKS_WAIT_S)
+        if silent := [w for w in workers if _size(w.stacks) == sizes[w.name]]:
+            for worker in silent:
+                worker.signal_for_stacks()
+            # A signal handler's output has no event; a stopped process has none.
+            await asyncio.sleep(STACKS_WAIT_S)
         return {w.name: innermost(w.stacks, sizes[w.name]) for w in workers}
 
     async def _kill_after_copy(self, worker: WorkerProcess, keeper: SnapshotKeeper, grace_s: float) -> None:
@@ -586,7 +600,7 @@ class Agent:
         """Wakes a stopped process so that it writes its stack. It was fenced before, so it can do no harm."""
         view = worker.view()
         if view.process in "Tt" and worker.attached:
-            worker.signal(STACKS_SIGNAL)
+            worker.signal_for_stacks()
             # In this order: the pending stack signal is delivered before the process runs its own code again.
             worker.signal(signal.SIGCONT)
             asyncio.get_running_loop().call_later(STACKS_WAIT_S, worker.kill)
@@ -746,6 +760,13 @@ class Agent:
 
 
 _specs = msgspec.json.Decoder(JobSpec)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _free_ports(host: str, count: int) -> tuple[int, ...]:

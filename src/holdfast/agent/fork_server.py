@@ -16,6 +16,7 @@ import sys
 
 from holdfast import logs
 from holdfast.agent import zygote
+from holdfast.protocol.processes import set_title
 
 PACKET_BYTES = 65536
 
@@ -28,14 +29,7 @@ def main() -> int:
     from holdfast.health.ruleset import catalogue
 
     catalogue()  # as with the modules: its agents need not read it
-    os.environ["SPT_NOENV"] = (
-        "1"  # a name may be as long as this command line, and leaves the environment readable
-    )
-    from setproctitle import setproctitle
-
-    setproctitle("holdfast.agent.fork_server")
-    del os.environ["SPT_NOENV"]
-
+    set_title("holdfast.agent.fork_server")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, lambda number, frame: _reap())
     # Children share these pages as long as nobody writes to them, and a collection writes to the header of
@@ -64,11 +58,11 @@ def main() -> int:
             _settle(*fds)
             code = 1
             try:
-                setproctitle(f"holdfast worker of {arguments[0]}")
+                set_title(f"holdfast.agent.zygote of {arguments[0]}")
                 # Before anything else of the agent: here there is one thread and no event loop yet, so a fork
                 # is safe.
-                warm = zygote.fork_zygote(generators)
-                setproctitle(f"holdfast.agent {arguments[1]}")
+                warm = zygote.fork_zygote(generators, fds[1])
+                set_title(f"holdfast.agent {arguments[1]}")
                 code = agent_main([*arguments[1:], f"--lifeline={fds[1]}"], warm)
             except Exception:  # noqa: BLE001 - into the output that the launcher reads, before the process ends
                 sys.excepthook(*sys.exc_info())

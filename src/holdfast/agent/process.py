@@ -18,7 +18,8 @@ from holdfast.protocol import messages as m
 from holdfast.protocol.frames import Codec, pack
 from holdfast.protocol.job_options import Timing
 from holdfast.protocol.phases import SLOW_PHASES, WAITING_PHASES, Groups, PageReading, Phase
-from holdfast.protocol.progress_page import ProgressPage
+from holdfast.protocol.processes import catches, stat_of
+from holdfast.protocol.progress_page import STACKS_SIGNAL, ProgressPage
 
 _log = logging.getLogger(__name__)
 _codec: Codec[m.WorkerMessage] = Codec(m.WorkerMessage)
@@ -30,7 +31,8 @@ BUSY_SHARE = 0.03
 class WorkerProcess:
     """Owns one worker's process until it has ended and its output is read.
 
-    `on_message` gets every message, `stalled` a view when it stands still, `exited` its end.
+    `on_message` gets every message, `stalled` a view when it stands still, `reaped` its number and code at once when it
+    has ended, `exited` its end when all that it left is read.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class WorkerProcess:
         on_message: Callable[[WorkerProcess, m.WorkerMessage], None],
         stalled: Callable[[WorkerProcess, m.WorkerView], None],
         exited: Callable[[WorkerProcess, m.Exited], None],
+        reaped: Callable[[int, int], None],
     ) -> None:
         self.name, self.slot, self.pid = name, slot, warm.pid
         safe = name.replace("#", "-")
@@ -60,7 +63,7 @@ class WorkerProcess:
         self._kills = free_memory.kills()
         self._warm = warm
         self._timing = timing
-        self._on_message, self._stalled, self._exited = on_message, stalled, exited
+        self._on_message, self._stalled, self._exited, self._reaped = on_message, stalled, exited, reaped
         self._loop = asyncio.get_running_loop()
         self._ending = asyncio.Event()
         self._asked = 0
@@ -107,6 +110,12 @@ class WorkerProcess:
             # The core must not take this end for a fault of the script: it ordered it.
             self._killed = True
             self.signal(signal.SIGKILL)
+
+    def signal_for_stacks(self) -> None:
+        """Of a process that is stopped, or whose interpreter another thread holds: it cannot be asked. One that has become
+        another program has no handler, and would end."""
+        if not self.gone and catches(self.pid, STACKS_SIGNAL):
+            self.signal(STACKS_SIGNAL)
 
     def signal(self, number: int) -> None:
         if self.gone:
@@ -170,6 +179,7 @@ class WorkerProcess:
         code = 0
         if status is not None:
             code = status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+        self._reaped(self.pid, code)
         self._leaving = asyncio.create_task(self._leave(code))
 
     async def _leave(self, code: int) -> None:
@@ -363,9 +373,5 @@ def cpu_s(pid: int) -> float:
 
 def process_state(pid: int) -> str:
     """Letter of the process's state in /proc/PID/stat; 'X' when it is gone."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return "X"
-    # The name of the program comes before it, in brackets, and may itself contain brackets and blanks.
-    return text[text.rindex(")") + 2]
+    stat = stat_of(pid)
+    return "X" if stat is None else stat.state

@@ -17,7 +17,7 @@ from holdfast.errors import ProtocolError
 from holdfast.protocol import messages as m
 from holdfast.protocol.frames import Codec, pack
 from holdfast.protocol.free_memory import available_bytes
-from holdfast.protocol.python import python_module
+from holdfast.protocol.python import python_for_scripts
 
 _log = logging.getLogger(__name__)
 _codec: Codec[m.WorkerMessage] = Codec(m.WorkerMessage)
@@ -136,7 +136,7 @@ class WarmPool:
         env.setdefault("OMP_NUM_THREADS", "1")
         try:
             self._zygote = await asyncio.create_subprocess_exec(
-                *python_module("holdfast.agent.zygote"),
+                *python_for_scripts("holdfast.agent.zygote"),
                 str(theirs.fileno()),
                 ",".join(self._preload),
                 pass_fds=(theirs.fileno(),),

@@ -21,6 +21,9 @@ from holdfast.protocol.frames import pack
 from holdfast.protocol.messages import Warm
 from holdfast.train.random_state import ImportedGenerators
 
+NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""With it torch asks NVML whether there is a GPU."""
+
 
 def main() -> int:
     """`python -m holdfast.agent.zygote FD MODULE,...`: serves until the agent's end of FD closes."""
@@ -55,10 +58,10 @@ class Zygote(NamedTuple):
     channel: socket.socket
 
 
-def fork_zygote(generators: ImportedGenerators) -> Zygote:
+def fork_zygote(generators: ImportedGenerators, lifeline: int) -> Zygote:
     """A zygote out of this process, which has imported everything and has no other thread.
 
-    generators: what `import_modules` returned.
+    generators: what `import_modules` returned. lifeline: the agent's, which is closed in the zygote.
     """
     from holdfast.train.worker import die_with_parent
 
@@ -68,6 +71,7 @@ def fork_zygote(generators: ImportedGenerators) -> Zygote:
         theirs.close()
         return Zygote(pid, ours)
     ours.close()
+    os.close(lifeline)
     die_with_parent()
     # PR_SET_PDEATHSIG is armed only now. If the agent ended before, no signal will come.
     if os.getppid() != parent:
@@ -95,7 +99,9 @@ def _serve(channel: socket.socket, generators: ImportedGenerators) -> int:
         # The worker must not hold the zygote's channel: the zygote ends when the agent's end closes, and the
         # agent notices the zygote's end by this channel being closed everywhere.
         channel.close()
-        from holdfast.train.worker import become, leave
+        worker.set_inheritable(False)  # not for a program that the script becomes by os.exec
+        from holdfast.train.script import leave
+        from holdfast.train.worker import become
 
         leave(become(worker))
 
@@ -104,7 +110,8 @@ def import_modules(modules: list[str]) -> ImportedGenerators:
     """Imports what workers will need; returns the random generators that every fork must seed anew."""
     generators = ImportedGenerators()
     # A module that asks whether there is a GPU would start CUDA here, and no fork of this process could use it then.
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    ours = NVML not in os.environ
+    os.environ.setdefault(NVML, "1")
     gc.disable()  # what is imported stays, and looking through it again and again takes long
     with generators.watching():
         for name in filter(None, modules):
@@ -115,6 +122,8 @@ def import_modules(modules: list[str]) -> ImportedGenerators:
                 importlib.import_module("torch.distributed")
                 importlib.import_module("holdfast.train.run")
     gc.enable()
+    if ours:
+        del os.environ[NVML]
     return generators
 
 
@@ -148,7 +157,9 @@ def _fork(worker: socket.socket, generators: ImportedGenerators) -> bool:
     while os.getppid() == parent:
         os.sched_yield()
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # As torchrun does. What the script leaves behind is found by its session, and a signal to its own group is not one to
+    # the agent and the other workers.
+    os.setsid()
     generators.renew()
     try:
         worker.sendall(pack(Warm(os.getpid())))

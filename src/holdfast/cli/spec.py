@@ -191,7 +191,7 @@ def _find_script(script: str, module: bool) -> str:
         hint = "; for a module use -m" if "/" not in script and not script.endswith(".py") else ""
         raise UsageError(f"there is no script {script!r} in {Path.cwd()}{hint}")
     _check_source(path)
-    return str(path.resolve())
+    return script  # as it was given: the script finds it in sys.argv
 
 
 def _check_source(path: Path) -> None:

@@ -38,7 +38,7 @@ def find_environment_problems(
             found.append(f"there is no module {script!r}; give it the same environment")
     if not module:
         try:
-            if sha256(Path(script).read_bytes()).hexdigest() != digest and digest:
+            if sha256(Path(cwd, script).read_bytes()).hexdigest() != digest and digest:
                 found.append(f"{script} differs from the one on the launching machine; copy it")
         except OSError as error:
             found.append(f"{script}: {error.strerror}; copy the script to the same place")

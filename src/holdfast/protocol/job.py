@@ -24,7 +24,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     script: str
-    """A path, or a module's name when `module` is set."""
+    """A path as it was given, from `cwd`, or a module's name when `module` is set."""
     args: tuple[str, ...] = ()
     module: bool = False
     """`script` names a module."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +17,47 @@ def kernel_id() -> str:
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
         return ""
+
+
+def set_title(title: str) -> None:
+    """What `ps` and `pkill -f` show of this process."""
+    from setproctitle import setproctitle
+
+    # Read when it is first called: a title may be as long as the command line, and leaves the environment readable.
+    given = os.environ.get("SPT_NOENV")
+    os.environ["SPT_NOENV"] = "1"
+    setproctitle(title)
+    if given is None:
+        del os.environ["SPT_NOENV"]
+
+
+class ProcessStat(NamedTuple):
+    """From /proc/PID/stat (proc_pid_stat(5))."""
+
+    state: str
+    """A letter: R runs, S and D wait, T and t are stopped, Z has ended and is not reaped."""
+    session: int
+
+
+def stat_of(pid: int) -> ProcessStat | None:
+    """None: there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # The name of the program comes before it, in brackets, and may itself contain brackets and blanks.
+    fields = text[text.rindex(")") + 2 :].split()
+    return ProcessStat(fields[0], int(fields[3]))
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether the process has a handler for the signal, which would else end it."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return False
+    caught = next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")), 0)
+    return bool(caught >> (number - 1) & 1)
 
 
 class ThreadTimes(NamedTuple):

@@ -15,8 +15,11 @@ import weakref
 
 from holdfast.protocol.phases import PageReading, Phase
 
-STACKS_SIGNAL = signal.SIGUSR2
-"""A worker that gets it writes the Python stacks of all its threads, whatever its main thread does."""
+STACKS_SIGNAL = signal.SIGRTMAX - 10
+"""A worker that gets it writes the Python stacks of all its threads, whatever its main thread does.
+
+A real-time signal: scripts have handlers of their own for SIGUSR1 and SIGUSR2, by which launchers on Slurm say that a job is
+preempted. It is sent only to a worker that does not answer WriteStacks."""
 
 # generation, committed, phase, collectives, step began, phase began, last beat, waits for
 _LAYOUT = struct.Struct("<qqiidddi")

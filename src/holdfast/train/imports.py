@@ -31,12 +31,7 @@ def imported(before: Collection[str]) -> tuple[str, ...]:
     The user's own files are not among them: they may be changed until the next start, and a module that was imported
     ahead would be the old one.
     """
-    paths = sysconfig.get_paths()
-    installed = tuple(
-        os.path.join(os.path.realpath(paths[kind]), "")  # noqa: PTH118 - a prefix that ends with a slash
-        for kind in ("stdlib", "platstdlib", "purelib", "platlib")
-    )
-    found = []
+    installed, found = _installed(), []
     for name, module in list(sys.modules.items()):
         if name in before or name.partition(".")[0] in NEVER or len(name) > m.MODULE_NAME:
             continue
@@ -47,6 +42,28 @@ def imported(before: Collection[str]) -> tuple[str, ...]:
         if os.path.realpath(spec.origin).startswith(installed):
             found.append(name)
     return tuple(found[: m.MOST_MODULES])
+
+
+def own_modules() -> list[str]:
+    """The user's own files that were imported, in the order in which Python would let them go: the newest first."""
+    installed, ours = _installed(), os.path.join(os.path.realpath(Path(__file__).parents[1]), "")  # noqa: PTH118
+    found = []
+    for name, module in reversed(list(sys.modules.items())):
+        origin = getattr(getattr(module, "__spec__", None), "origin", None)
+        if not isinstance(origin, str) or not os.path.isabs(origin):  # noqa: PTH117
+            continue  # "built-in", "frozen"
+        if not os.path.realpath(origin).startswith((*installed, ours)):
+            found.append(name)
+    return found
+
+
+def _installed() -> tuple[str, ...]:
+    """The folders of the standard library and of installed packages."""
+    paths = sysconfig.get_paths()
+    return tuple(
+        os.path.join(os.path.realpath(paths[kind]), "")  # noqa: PTH118 - a prefix that ends with a slash
+        for kind in ("stdlib", "platstdlib", "purelib", "platlib")
+    )
 
 
 def changed(before: dict[str, str]) -> tuple[str, ...]:

@@ -57,6 +57,7 @@ class Link:
         self.on_arm: Callable[[tuple[ArmedFault, ...]], None] = lambda faults: None
         self.on_drop: Callable[[], None] = lambda: None
         self.on_where: Callable[[int], None] = lambda request: None
+        self.on_stacks: Callable[[], None] = lambda: None
 
     def listen(self) -> None:
         """Starts the reading thread (a daemon: it ends with the process)."""
@@ -169,6 +170,8 @@ class Link:
                 self.on_drop()
             case m.WhereInCollectives(request):
                 self.on_where(request)
+            case m.WriteStacks():
+                self.on_stacks()
             case m.Notify(notices):
                 self.notices.put(notices)
             case _:

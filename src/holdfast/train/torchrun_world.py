@@ -18,6 +18,7 @@ NAMES = (
     "GROUP_RANK",
     "GROUP_WORLD_SIZE",
     "ROLE_RANK",
+    "ROLE_NAME",
     "ROLE_WORLD_SIZE",
     "MASTER_ADDR",
     "MASTER_PORT",
@@ -79,6 +80,7 @@ def show(rank: int, size: int, given: Mapping[str, str]) -> None:
             "GROUP_RANK": str(rank // on_node),
             "GROUP_WORLD_SIZE": str(max(1, size // on_node)),
             "ROLE_RANK": str(rank),
+            "ROLE_NAME": "default",
             "ROLE_WORLD_SIZE": str(size),
             # Of a replica the group exists, so nobody asks for it here. A group of one has its store in this process, at a
             # port that is free: two workers of a node would else ask for the same one. TORCHELASTIC_USE_AGENT_STORE is

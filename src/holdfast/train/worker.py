@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import faulthandler
-import gc
-import io
 import logging
 import os
-import runpy
 import signal
 import socket
 import sys
@@ -17,8 +13,9 @@ import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from holdfast import logs
 from holdfast.checkpoint import agent_link
@@ -28,6 +25,7 @@ from holdfast.protocol.frames import Codec, pack
 from holdfast.protocol.phases import Phase
 from holdfast.protocol.progress_page import STACKS_SIGNAL, ProgressPage
 from holdfast.protocol.sockets import raise_descriptor_limit
+from holdfast.train import script
 from holdfast.train.collectives import CollectivesTeller
 from holdfast.train.faults import FaultPlan
 from holdfast.train.imports import changed, import_ahead, imported
@@ -88,11 +86,6 @@ class Attachment:
 
 _attachment: list[Attachment] = []
 """Holds this process's attachment: a process is one worker for its whole life."""
-
-
-_kept: list[object] = []
-"""What the script left in its globals, until the process ends. Taking a process group apart, which gloo does when
-the last reference goes, waits for peers that may have left: now and then a small DDP script hung there."""
 
 
 def attachment() -> Attachment | None:
@@ -159,17 +152,13 @@ def become(sock: socket.socket) -> int:
     start = _wait_for_work(sock)
     if start is None:
         return 0
-    # The fork server ignores SIGTERM, and a child inherits that. A script must start with the disposition
-    # that it has under `python`.
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:  # else a module has put its own handler there
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     raise_descriptor_limit()
     # Before torch is used: libraries read their settings when they are first called, not when they are
     # imported.
     os.environ.update(start.env)
     environment = dict(os.environ)
     os.chdir(start.cwd)
-    _write_to(start.log)
+    script.settle(start.log)
     # Into the worker's log, which is the script's own output: so only warnings, unless the user asks for more.
     logs.configure(
         os.environ.get(logs.VARIABLE, ""),
@@ -183,6 +172,7 @@ def become(sock: socket.socket) -> int:
         faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True, chain=False)
         faulthandler.enable()
         link = Link(sock, start, page, Path(start.token_file).read_text().strip())
+        link.on_stacks = partial(faulthandler.dump_traceback, stacks)
         faults = FaultPlan(link)
         # A data loader's child inherits the socket. Two readers on one connection would each get half of the
         # messages.
@@ -208,28 +198,6 @@ def become(sock: socket.socket) -> int:
         CollectivesTeller(link)
         _count_steps(link, faults, made_a_step)
         return _run_script(start, link)
-
-
-def leave(code: int) -> NoReturn:
-    """Ends the process as Python would, without tearing every module down: that takes seconds after torch."""
-    # Python's own teardown would import, collect and destroy for seconds after torch. What a script can rely
-    # on still happens: threads are joined, exit functions run, files are flushed.
-    threading._shutdown()  # type: ignore[attr-defined]  # tells executors to end, then waits for threads that are not daemons
-    atexit._run_exitfuncs()
-    _flush_files()
-    os._exit(code)
-
-
-def _flush_files() -> None:
-    """What Python's teardown would do for files that the script left open."""
-    for thing in gc.get_objects():
-        try:
-            if isinstance(thing, io.IOBase) and not thing.closed and thing.writable():
-                thing.flush()
-        except Exception:  # noqa: BLE001, S112 - a broken file of the script's, or a proxy of what is gone
-            continue
-    sys.stdout.flush()
-    sys.stderr.flush()
 
 
 def leave_sigterm_to_the_agent() -> None:
@@ -266,16 +234,6 @@ def _wait_for_work(sock: socket.socket) -> m.Start | None:
     return order if isinstance(order, m.Start) else None
 
 
-def _write_to(log: str) -> None:
-    """Output goes straight into the worker's log, so that no last word is lost with a pipe."""
-    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(fd, 1)
-    os.dup2(fd, 2)
-    os.close(fd)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - lives as long as the process
-    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-
-
 def _forget(sock: socket.socket) -> None:
     """In a child that the script forks (a data loader's worker): let go of what is only the worker's."""
     _attachment.clear()
@@ -287,27 +245,18 @@ def _forget(sock: socket.socket) -> None:
 
 
 def _run_script(start: m.Start, link: Link) -> int:
-    sys.argv = [start.script, *start.args]
     try:
-        if start.module:  # what comes first on sys.path is as with python and torchrun
-            sys.path.insert(0, str(Path.cwd()))
-            _kept.append(runpy.run_module(start.script, run_name="__main__", alter_sys=True))
-        else:
-            sys.path.insert(0, str(Path(start.script).resolve().parent))
-            _kept.append(runpy.run_path(start.script, run_name="__main__"))
+        script.run(start.script, start.args, start.module)
     except SystemExit as leaving:
-        _kept.append(leaving)
         code = _exit_code(leaving)
         if code and (error := _caught(leaving)) is not None:
             _report(error, link)
         return code
     except JobStopped as ending:
         # Not the script's error. Whose it is, if there is one, the coordinator knows.
-        _kept.append(ending)
         sys.stderr.write(f"holdfast: {ending}\n")
         return 0
     except BaseException as error:  # noqa: BLE001 - the border of the user's code: report whatever it raised
-        _kept.append(error)
         _report(error, link)
         return 1
     return 0
@@ -331,16 +280,11 @@ def _caught(leaving: SystemExit) -> HoldfastError | None:
 
 def _report(error: BaseException, link: Link) -> None:
     """The script's own traceback, without the frames that started it; the agent writes it into the log."""
-    frames = traceback.extract_tb(error.__traceback__)
-    hidden = (str(Path(__file__)), "<frozen runpy>")
-    # Where the script begins. A traceback that starts in Holdfast's own files would send a reader to the
-    # wrong place.
-    first = next((i for i, f in enumerate(frames) if f.filename not in hidden), len(frames))
-    trace = error.__traceback__
-    for _ in range(first):
-        trace = trace.tb_next if trace else None
+    # Without the frame of `_run_script`.
+    trace = script.from_the_script(error.__traceback__.tb_next if error.__traceback__ else None)
+    frames = traceback.extract_tb(trace)
     text = "".join(traceback.format_exception(type(error), error, trace))
-    where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames[first:] else ""
+    where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
     message = str(error)
     # Set before it is reported: other threads stop sending, so nothing comes behind the error that ends this
     # worker.

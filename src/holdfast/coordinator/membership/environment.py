@@ -21,6 +21,7 @@ def environment(context: Context, node: Node, slot: int, rank: int, world: int) 
         "LOCAL_RANK": str(slot),
         "GROUP_RANK": str(there.index(node)),
         "ROLE_RANK": str(rank),
+        "ROLE_NAME": "default",
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(spec.nproc),
         "GROUP_WORLD_SIZE": str(max(1, world // spec.nproc)),

@@ -374,7 +374,7 @@ class Coordinator:
         spec, digest = self._core.spec, ""
         if not spec.module:
             with suppress(OSError):
-                digest = sha256(Path(spec.script).read_bytes()).hexdigest()
+                digest = sha256(Path(spec.cwd, spec.script).read_bytes()).hexdigest()
         identity = (self._job_dir / "identity").read_text()
         return JobDescription(
             spec=spec,

@@ -8,7 +8,7 @@ import signal
 import socket
 
 from holdfast.errors import HoldfastError
-from holdfast.protocol.python import python_module
+from holdfast.protocol.python import python_for_scripts
 
 
 class AgentProcess:
@@ -94,7 +94,7 @@ class ForkServer:
         env = dict(os.environ)
         env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does; it also keeps the process free of threads
         return await asyncio.create_subprocess_exec(
-            *python_module("holdfast.agent.fork_server"),
+            *python_for_scripts("holdfast.agent.fork_server"),
             str(channel.fileno()),
             ",".join(self._preload),
             pass_fds=(channel.fileno(),),

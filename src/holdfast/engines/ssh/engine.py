@@ -69,7 +69,7 @@ class SshEngine:
         self._closing = False
         self._hooks_s = 2 * timeout_s() if spec.health.hooks else 0.0  # on-drain, then after-job
         self._ours = greeting()
-        self._digest = "" if spec.module else sha256(Path(spec.script).read_bytes()).hexdigest()
+        self._digest = "" if spec.module else sha256(Path(spec.cwd, spec.script).read_bytes()).hexdigest()
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

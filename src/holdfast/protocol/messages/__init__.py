@@ -102,6 +102,7 @@ from holdfast.protocol.messages.to_worker import (
     Stop,
     ToWorker,
     WhereInCollectives,
+    WriteStacks,
 )
 
 __all__ = [
@@ -195,6 +196,7 @@ __all__ = [
     "WhereInCollectives",
     "WorkerMessage",
     "WorkerView",
+    "WriteStacks",
 ]
 
 # One number for all messages. Agents of a job start from one installation as a rule; where they do not, a

@@ -18,7 +18,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
 
     worker: str
     script: str
-    """A path, or a module's name when `module` is set."""
+    """A path as it was given, from `cwd`, or a module's name when `module` is set."""
     args: tuple[str, ...]
     module: bool
     env: dict[str, str]
@@ -200,6 +200,11 @@ class WhereInCollectives(msgspec.Struct, frozen=True, tag="where-in-collectives"
     request: int
 
 
+# Asked first, and by a signal only who does not answer: nothing healthy is signalled.
+class WriteStacks(msgspec.Struct, frozen=True, tag="write-stacks"):
+    """From the agent: append the stacks of all threads to the file that Start names."""
+
+
 ToWorker = (
     Notify
     | SlotGiven
@@ -216,4 +221,5 @@ ToWorker = (
     | Start
     | Preload
     | WhereInCollectives
+    | WriteStacks
 )
