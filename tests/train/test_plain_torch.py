@@ -151,6 +151,84 @@ class Checkpointed(torch.nn.Module):
         return self.head(checkpoint(self.inner, self.first(x), use_reentrant=False))
 
 
+class Odd(torch.nn.Module):
+    """Parameters of unusual shapes, layouts and kinds, and a norm that counts nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.scalar, self.none = torch.nn.Parameter(torch.tensor(0.7)), torch.nn.Parameter(torch.empty(0, 3))
+        self.across = torch.nn.Parameter(torch.randn(8, WIDTH).t())
+        self.norm = torch.nn.InstanceNorm1d(2, affine=True, track_running_stats=True)
+        self.head = torch.nn.Linear(8, 4)
+        self.register_buffer("shift", torch.ones(8), persistent=False)
+
+    def forward(self, x):
+        inner = self.norm((x @ self.across + self.shift).view(-1, 2, 4)).flatten(1)
+        return self.head(inner * self.scalar) + self.none.sum()
+
+
+class Twice(torch.nn.Module):
+    """Calls the same norm twice in each forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, 4)
+        self.norm = torch.nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x):
+        return self.head(self.norm(self.inner(self.norm(x))))
+
+
+class Penalized(torch.nn.Module):
+    """Differentiates within the forward pass, and through that."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = torch.nn.Linear(WIDTH, 8), torch.nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        out = self.head(torch.tanh(self.inner(x)))
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return out + slope.square().sum(1, keepdim=True)
+
+
+class Thawed(torch.nn.Module):
+    """Trains one of its layers from the third step on, and another one before alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.then = torch.nn.Linear(WIDTH, 8), torch.nn.Linear(8, 8)
+        self.head = torch.nn.Linear(8, 4)
+        self.step = 0
+
+    def forward(self, x):
+        return self.head(torch.relu(self.then(torch.relu(self.first(x)))))
+
+    def __setattr__(self, name, value):
+        super().__setattr__(name, value)
+        if name == "step":
+            self.first.requires_grad_(value < 2)
+            self.then.requires_grad_(value >= 2)
+
+
+class Mixed(torch.nn.Module):
+    """Weights in half precision and a norm in full."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.norm = torch.nn.Linear(WIDTH, 8), torch.nn.LayerNorm(8)
+        self.head = torch.nn.Linear(8, 4)
+
+    def to(self, dtype):
+        self.inner.bfloat16()
+        self.norm.to(dtype)
+        self.head.to(dtype)
+
+    def forward(self, x):
+        return self.head(self.norm(self.inner(x.bfloat16()).to(self.norm.weight.dtype)))
+
+
 def frozen():
     model = torch.nn.Sequential(torch.nn.Linear(WIDTH, 8), torch.nn.GELU(), torch.nn.Linear(8, 4))
     model[0].requires_grad_(False)
@@ -187,6 +265,18 @@ MODELS = {
         torch.nn.Flatten(),
         torch.nn.Linear(24, 4),
     ),
+    "channels last": lambda: torch.nn.Sequential(
+        torch.nn.Unflatten(1, (2, 1, 3)),
+        torch.nn.Conv2d(2, 4, (1, 3), padding=1),
+        torch.nn.BatchNorm2d(4, affine=False),
+        torch.nn.Flatten(),
+        torch.nn.Linear(36, 4),
+    ).to(memory_format=torch.channels_last),
+    "odd": Odd,
+    "twice": Twice,
+    "penalized": Penalized,
+    "thawed": Thawed,
+    "mixed": Mixed,
     "tokens": Tokens,
     "checkpointed": Checkpointed,
     "weight norm": lambda: torch.nn.Sequential(
@@ -205,6 +295,8 @@ OPTIMIZERS = {
     "nesterov": lambda p: optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1),
     "adam": lambda p: optim.Adam(p, lr=0.01, amsgrad=True, weight_decay=0.1),
     "adamw": lambda p: optim.AdamW(p, lr=0.01, weight_decay=0.1),
+    "adamw with a tensor": lambda p: optim.AdamW(p, lr=torch.tensor(0.01), foreach=False),
+    "sgd maximize": lambda p: optim.SGD(p, lr=0.001, momentum=0.5, dampening=0.1, maximize=True),
     "adamw foreach": lambda p: optim.AdamW(p, lr=0.01, foreach=True),
     "adamw fused": lambda p: optim.AdamW(p, lr=0.01, fused=True),
     "adamax": lambda p: optim.Adamax(p, lr=0.01, weight_decay=0.1),
@@ -317,7 +409,7 @@ class Program:
 
     def before_step(self, *_):
         self.without.append([name for name, p in self.model.named_parameters() if p.grad is None])
-        self.rates.append([group["lr"] for each in self.optimizers for group in each.param_groups])
+        self.rates.append([float(group["lr"]) for each in self.optimizers for group in each.param_groups])
         self.grads.append([None if p.grad is None else p.grad.clone() for p in self.parameters])
 
     def loss(self, batch, index):
@@ -688,6 +780,9 @@ PLAIN = {
 @example(PLAIN | {"model": "batch norm"}, 4, None, 0, "fast")
 @example(PLAIN | {"model": "conv"}, 4, None, 0, "fast")
 @example(PLAIN | {"model": "complex"}, 2, 0.1, 0, "fast")
+@example(PLAIN | {"model": "thawed"}, 1, None, 0, "fast")
+@example(PLAIN | {"model": "channels last"}, 3, None, 0, "fast")
+@example(PLAIN | {"model": "thawed", "optimizer": "adamw"}, 3, 0.1, 0, "exact")
 def test_a_job_of_one_trains_what_plain_torch_does(program, micros, clip, chance, reduction):
     check(program, micros, clip, chance, reduction)
 
@@ -695,6 +790,7 @@ def test_a_job_of_one_trains_what_plain_torch_does(program, micros, clip, chance
 @given(**DRAWN | {"micros": st.sampled_from([4, 5, 6])}, worlds=WORLDS)
 @settings(max_examples=8, **QUIETLY)
 @example(PLAIN | {"model": "branches", "optimizer": MUON}, 5, 0.1, 0, "exact", (2, 3, 4))
+@example(PLAIN | {"model": "thawed"}, 5, None, 0, "exact", (2, 3))
 @example(PLAIN | {"model": "images"}, 6, None, 0, "exact", (2, 3, 4))
 @example(PLAIN | {"model": "tokens", "dtype": torch.float64}, 6, None, 0, "fast", (2, 3, 4))
 def test_several_workers_train_what_a_job_of_one_does(program, micros, clip, chance, reduction, worlds):
