@@ -466,6 +466,27 @@ def test_one_backward_for_every_micro_batch():
         steps_alone(lambda step, loss: None)
 
 
+@pytest.mark.parametrize("reduction", ["fast", "exact"])
+def test_a_layer_that_is_thawed_after_the_first_backward_is_refused(reduction):
+    """The gradient of some micro-batches would be summed by nobody."""
+    net = torch.nn.Sequential(torch.nn.Linear(WIDTH, 5), torch.nn.Linear(5, 5))
+    net[0].requires_grad_(False)
+
+    def main(run):
+        sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+        run.protect(model=net, optimizer=sgd)
+        points = [(torch.ones(WIDTH), torch.tensor(1))] * 16
+        for step in run.steps(points, global_batch=8, micro_batch=2, until=1, reduction=reduction):
+            with step:
+                for x, y in step:
+                    step.backward(torch.nn.functional.cross_entropy(net(x), y, reduction="sum"), len(y))
+                    net[0].requires_grad_(True)
+                step.apply(sgd)
+
+    with pytest.raises(UsageError, match=r"shape \(5, 12\) was thawed .* after the first step.backward"):
+        hf.start(main)
+
+
 def test_a_job_of_one_computes_with_as_many_threads_as_a_worker(monkeypatch):
     before = torch.get_num_threads()
     try:

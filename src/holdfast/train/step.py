@@ -278,6 +278,7 @@ class Step:
         if not self._left:
             raise UsageError(f"step {self.index}: {call} is called once for every micro-batch of the step")
         if self._left == len(self._mine):
+            # Layers that were thawed since the step began: the words that go out say which are trained now.
             self._replica.gradients.admit()
             self._layout = float(self._replica.gradients.layout)
         self._left -= 1
