@@ -1,10 +1,17 @@
 """Groups of real workers as threads of one process: each has its own mesh and its own gloo."""
 
+import copy
+import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import torch
 
 from holdfast.protocol.messages import Generation, Member
 from holdfast.train.control_channel import ChannelListener
 from holdfast.train.generation_group import Group
+from holdfast.train.outcome import Stage
+from holdfast.train.summation_order import Seat, share, shares
 
 TOKEN = "secret"
 
@@ -48,3 +55,59 @@ class Cluster:
         for listener in self.listeners:
             listener.close()
         self.pool.shutdown()
+
+
+class Worker:
+    """What a step needs of a replica, without a coordinator."""
+
+    checks_local = False
+    sharding = None
+    device = torch.device("cpu")
+
+    def __init__(self, model, optimizer, kind, micro_batches):
+        self.model, self.micro_batches = model, micro_batches
+        self.optimizer = optimizer
+        self.gradients = kind(dict.fromkeys(model.parameters()), lambda: None)
+        self.norms, self.without = [], []
+        self.state = SimpleNamespace(
+            used=SimpleNamespace(check=lambda **_: None, before=self.nothing, after=self.nothing),
+            guard=SimpleNamespace(before_update=self.nothing),
+            buffer_rules=SimpleNamespace(after_micro=self.nothing, reduce=self.nothing, commit=self.nothing),
+        )
+        self.phases = SimpleNamespace(enter=self.nothing)
+
+    def join(self, group):
+        count, rank, world = self.micro_batches, group.rank, group.size
+        self.group = group
+        self.place = SimpleNamespace(
+            generation=group.generation,
+            weighs=True,
+            seat=lambda: Seat(
+                micro_batches=share(count, rank, world), rank=rank, world=world, idle=0, leaves=count
+            ),
+            words=lambda: [len(mine) for mine in shares(count, world)],
+        )
+
+    def over_shards(self, step, squares):
+        return squares
+
+    def begin_step(self):
+        self.gradients.begin()
+
+    def vote(self, step):
+        there = [p.grad for p in self.model.parameters() if p.grad is not None]
+        self.norms.append(torch.cat([grad.flatten() for grad in there]).norm().item())
+        self.without.append([name for name, p in self.model.named_parameters() if p.grad is None])
+
+    def commit(self, prepared):
+        assert prepared.stage is Stage.PREPARED
+        prepared.finish(time.perf_counter())
+
+    def nothing(self, *_):
+        pass
+
+    check = nothing
+
+    def take_state_of(self, other):
+        self.model.load_state_dict(other.model.state_dict())
+        self.optimizer.load_state_dict(copy.deepcopy(other.optimizer.state_dict()))

@@ -3,85 +3,26 @@
 Workers are threads with real groups; `Step` and the reduction are the real ones.
 """
 
-import copy
 import functools
 import math
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
 import torch
-from cluster import Cluster
+from cluster import Cluster, Worker
 
 import holdfast as hf
 from holdfast.errors import CollectiveFailed, UsageError
 from holdfast.train import exact
 from holdfast.train.data_cursor import DataCursor
 from holdfast.train.exact import ExactSum, prepare
-from holdfast.train.outcome import Stage
 from holdfast.train.reduction import GradientSum
 from holdfast.train.step import Step
-from holdfast.train.summation_order import Seat, share, shares
+from holdfast.train.summation_order import share
 
 WIDTH = 12
 CPU = torch.device("cpu")
-
-
-class Worker:
-    """What a step needs of a replica, without a coordinator."""
-
-    checks_local = False
-    sharding = None
-    device = CPU
-
-    def __init__(self, model, kind, micro_batches):
-        self.model, self.micro_batches = model, micro_batches
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        self.gradients = kind(dict.fromkeys(model.parameters()), lambda: None)
-        self.norms, self.without = [], []
-        self.state = SimpleNamespace(
-            used=SimpleNamespace(check=lambda **_: None, before=self.nothing, after=self.nothing),
-            guard=SimpleNamespace(before_update=self.nothing),
-            buffer_rules=SimpleNamespace(after_micro=self.nothing, reduce=self.nothing, commit=self.nothing),
-        )
-        self.phases = SimpleNamespace(enter=self.nothing)
-
-    def join(self, group):
-        count, rank, world = self.micro_batches, group.rank, group.size
-        self.group = group
-        self.place = SimpleNamespace(
-            generation=group.generation,
-            weighs=True,
-            seat=lambda: Seat(
-                micro_batches=share(count, rank, world), rank=rank, world=world, idle=0, leaves=count
-            ),
-            words=lambda: [len(mine) for mine in shares(count, world)],
-        )
-
-    def over_shards(self, step, squares):
-        return squares
-
-    def begin_step(self):
-        self.gradients.begin()
-
-    def vote(self, step):
-        there = [p.grad for p in self.model.parameters() if p.grad is not None]
-        self.norms.append(torch.cat([grad.flatten() for grad in there]).norm().item())
-        self.without.append([name for name, p in self.model.named_parameters() if p.grad is None])
-
-    def commit(self, prepared):
-        assert prepared.stage is Stage.PREPARED
-        prepared.finish(time.perf_counter())
-
-    def nothing(self, *_):
-        pass
-
-    check = nothing
-
-    def take_state_of(self, other):
-        self.model.load_state_dict(other.model.state_dict())
-        self.optimizer.load_state_dict(copy.deepcopy(other.optimizer.state_dict()))
 
 
 class Batches:
@@ -138,7 +79,8 @@ def train(worlds, micro_batches, build=mlp, clip=None, lengths=lambda micro: 3, 
     look that all ranks have the same."""
     widest = max(worlds)
     cluster = Cluster(widest)
-    workers = [Worker(build(), kind, micro_batches) for _ in range(widest)]
+    models = [build() for _ in range(widest)]
+    workers = [Worker(m, torch.optim.AdamW(m.parameters(), lr=1e-2), kind, micro_batches) for m in models]
     computing = threading.Lock()  # torch's generator is the process's
     losses, number, groups = [], 0, []
     try:
@@ -522,6 +464,27 @@ def test_one_backward_for_every_micro_batch():
             steps_alone(use, reduction=reduction)
     with pytest.raises(UsageError, match="before step"):
         steps_alone(lambda step, loss: None)
+
+
+@pytest.mark.parametrize("reduction", ["fast", "exact"])
+def test_a_layer_that_is_thawed_after_the_first_backward_is_refused(reduction):
+    """The gradient of some micro-batches would be summed by nobody."""
+    net = torch.nn.Sequential(torch.nn.Linear(WIDTH, 5), torch.nn.Linear(5, 5))
+    net[0].requires_grad_(False)
+
+    def main(run):
+        sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+        run.protect(model=net, optimizer=sgd)
+        points = [(torch.ones(WIDTH), torch.tensor(1))] * 16
+        for step in run.steps(points, global_batch=8, micro_batch=2, until=1, reduction=reduction):
+            with step:
+                for x, y in step:
+                    step.backward(torch.nn.functional.cross_entropy(net(x), y, reduction="sum"), len(y))
+                    net[0].requires_grad_(True)
+                step.apply(sgd)
+
+    with pytest.raises(UsageError, match=r"shape \(5, 12\) was thawed .* after the first step.backward"):
+        hf.start(main)
 
 
 def test_a_job_of_one_computes_with_as_many_threads_as_a_worker(monkeypatch):

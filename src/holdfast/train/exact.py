@@ -218,6 +218,8 @@ class ExactSum(BucketedSum):
         super().begin()
         self._leaf, self._apart = 0, None
         self._inside = False
+
+    def _open_buckets(self) -> None:
         for bucket in self._buckets:
             bucket.begin()
 

@@ -88,6 +88,10 @@ def _reals(tensor: torch.Tensor) -> torch.Tensor:
 def _shaped_like(tensor: torch.Tensor, reals: torch.Tensor) -> torch.Tensor:
     if tensor.is_complex():
         return torch.view_as_complex(reals.view(*tensor.shape, 2))
+    # Autograd's layout contract: a gradient lies as its parameter does, if that is dense. Otherwise torch warns of it, and
+    # optimizers take slower paths. (`empty_like` has the strides of a dense tensor alone.)
+    if not tensor.is_contiguous() and torch.empty_like(tensor).stride() == tensor.stride():
+        return reals.as_strided(tensor.shape, tensor.stride())
     return reals.view(tensor.shape)
 
 
@@ -170,6 +174,10 @@ class Gradients(Protocol):
         the last ones, compute none."""
         ...
 
+    def admit(self) -> None:
+        """The first backward pass of the step comes next: what the script has thawed since `begin` is summed, too."""
+        ...
+
     def before_backward(self, passes: int = 1) -> None:
         """The next micro-batch's backward pass begins. passes: it has so many, each of a part of the micro-batch."""
         ...
@@ -183,7 +191,11 @@ class Gradients(Protocol):
         ...
 
     def seal(self) -> None:
-        """All of this worker's backward passes are done."""
+        """All of this worker's backward passes are done.
+
+        Raises:
+            UsageError: a parameter was thawed between two of them.
+        """
         ...
 
     def check_sealed(self) -> None:
@@ -260,19 +272,18 @@ class BucketedSum(Gradients):
         self._next = 0
         self.poison = self._flips = False
         self._hooks = ExitStack()
-        self._lay_out()
+        self._lay_out([p.requires_grad for p in self._all])
+        self._hooks.enter_context(watch(self._chosen, self._arrived))
 
-    def _lay_out(self) -> None:
+    def _lay_out(self, takes: list[bool]) -> None:
         """Which parameters take a gradient may change between two steps, where layers are frozen or thawed."""
-        self._hooks.close()
         self.fresh = True
-        self._takes = [p.requires_grad for p in self._all]
+        self._takes = takes
         self._chosen = [p for p, takes in zip(self._all, self._takes, strict=True) if takes]
         self._number_of = {p: number for number, p in enumerate(self._chosen)}
         self._chunks = grouped(self._chosen, self._counts)
         self._sealed: tuple[list[int], list[int]] | None = None
         self._fill_buckets(self._chunks)
-        self._hooks = watch(self._chosen, self._arrived)
 
     def _fill_buckets(self, chunks: list[Chunk]) -> None:
         raise NotImplementedError
@@ -287,12 +298,37 @@ class BucketedSum(Gradients):
         self._group, self._next, self._sealed = None, 0, None
         # Layers may have been frozen or thawed since. A gradient of theirs would be summed by nobody, and workers would
         # go on with different parameters.
-        if [p.requires_grad for p in self._all] != self._takes:
+        takes = [p.requires_grad for p in self._all]
+        if takes != self._takes:
             for p in self._chosen:
                 p.grad = None
-            self._lay_out()
+            self._hooks.close()
+            self._lay_out(takes)
+            self._hooks.enter_context(watch(self._chosen, self._arrived))
+        self._open_buckets()
+
+    def _open_buckets(self) -> None:
+        raise NotImplementedError
+
+    def admit(self) -> None:
+        # Of a script that thaws a layer within the step, such as a model that does so in its forward pass. What is frozen
+        # meanwhile stays in its bucket and has no gradient: it may be thawed again in the next micro-batch.
+        if thawed := self._thawed():
+            self._lay_out([p.requires_grad or takes for p, takes in zip(self._all, self._takes, strict=True)])
+            self._open_buckets()
+            self._hooks.enter_context(watch(thawed, self._arrived))
+
+    def _thawed(self) -> list[torch.nn.Parameter]:
+        """Parameters that take a gradient and lie in no bucket."""
+        return [p for p, takes in zip(self._all, self._takes, strict=True) if p.requires_grad and not takes]
 
     def seal(self) -> None:
+        # Its gradient of some micro-batches would be this worker's alone, and not divided by the weight.
+        if thawed := self._thawed():
+            raise UsageError(
+                f"a parameter of shape {tuple(thawed[0].shape)} was thawed (requires_grad) after the first step.backward() of the "
+                "step; freeze and thaw layers before the step's micro-batches, by the step's index"
+            )
         self._sealed = self._signs()
 
     def check_sealed(self) -> None:
@@ -357,8 +393,10 @@ class GradientSum(BucketedSum):
 
     def begin(self) -> None:
         super().begin()
-        self._filled.clear()
         self._unused.clear()
+
+    def _open_buckets(self) -> None:
+        self._filled.clear()
         for bucket in self._buckets:
             # Gradients are dropped and not zeroed: autograd then writes the first one instead of adding to
             # zeros, which saves a pass over memory.

@@ -277,6 +277,10 @@ class Step:
         """One of this worker's micro-batches is being computed; whether it is the last one."""
         if not self._left:
             raise UsageError(f"step {self.index}: {call} is called once for every micro-batch of the step")
+        if self._left == len(self._mine):
+            # Layers that were thawed since the step began: the words that go out say which are trained now.
+            self._replica.gradients.admit()
+            self._layout = float(self._replica.gradients.layout)
         self._left -= 1
         return self._left == 0
 
