@@ -20,6 +20,8 @@ from stranger import needs_root, stranger
 from holdfast.engines.client import JobClient
 from holdfast.protocol.sockets import MOST_DESCRIPTORS
 
+WORKER = re.compile(r"\S*python\S* -u \S")
+"""Begins the command line of a worker, which is the script's."""
 SILENT, TRICKLING = 20, 5
 """Connections that are held to every port."""
 
@@ -27,7 +29,7 @@ SILENT, TRICKLING = 20, 5
 def workers(home):
     """The workers of a job's nodes, and where each listens, in the order in which it began: for the mesh, with its state,
     and, a member of the generation, for gloo."""
-    named = [pid for pid, command in leftovers(home).items() if command.startswith("holdfast worker")]
+    named = [pid for pid, command in leftovers(home).items() if WORKER.match(command)]
     return {pid: ports for pid in named if (ports := listening(pid))}
 
 
@@ -83,10 +85,11 @@ def soft_limits(home):
     """Of open files, of every process that others connect to."""
     found = {}
     for pid, command in leftovers(home).items():
-        name = re.search(r"^holdfast (worker)|holdfast\.(agent) .*--node|-m holdfast\.(coordinator)", command)
+        ours = re.search(r"holdfast\.(agent) .*--node|-m holdfast\.(coordinator)", command)
+        name = "worker" if WORKER.match(command) else next(filter(None, ours.groups())) if ours else ""
         if name and listening(pid):
             soft, _ = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-            found.setdefault(next(filter(None, name.groups())), set()).add(soft)
+            found.setdefault(name, set()).add(soft)
     return found
 
 
