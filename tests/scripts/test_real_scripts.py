@@ -43,7 +43,9 @@ def by_rank(text: str) -> dict[str, list[str]]:
 
 def place(folder: Path) -> Path:
     """A copy of the scripts, from which and beside which a run may write."""
-    shutil.copytree(HERE, folder, ignore=shutil.ignore_patterns("__pycache__", "test_*", "conftest.py"))
+    shutil.copytree(
+        HERE, folder, ignore=shutil.ignore_patterns("__pycache__", "test_*", "conftest.py", "level1.py")
+    )
     return folder
 
 
@@ -57,11 +59,13 @@ def by_torchrun(folder: Path, script: str, *args: str) -> Seen:
     return Seen(ended.returncode, by_rank(printed), written(folder))
 
 
-def by_holdfast(folder: Path, home: Path, monkeypatch, script: str, *args: str, faults=()) -> Seen:
+def by_holdfast(
+    folder: Path, home: Path, monkeypatch, script: str, *args: str, faults=(), options=()
+) -> Seen:
     monkeypatch.chdir(folder)
     home.mkdir()
     chosen = [word for fault in faults for word in ("--fault", fault)]
-    ran = run(home, "--nproc-per-node", RANKS, *chosen, script, *args, timeout=LONG_S)
+    ran = run(home, "--nproc-per-node", RANKS, *options, *chosen, script, *args, timeout=LONG_S)
     logs = sorted((ran.job_dir / "logs").glob("node*/*.log"))
     assert len(ran.report["incidents"]) == len(faults), ran.output[-3000:]
     return Seen(ran.code, by_rank("".join(log.read_text() for log in logs)), written(folder))
