@@ -96,7 +96,7 @@ RECORDED_PROTOCOL = 5
 YOUNGER = (m.Notify,)
 """Messages to agents that are younger than the recording, and decide nothing: what scripts are told of what goes away."""
 
-ADDED = frozenset(["cause_kind", "may_return", "order_id", "HOLDFAST_MINIMUM"])
+ADDED = frozenset(["cause_kind", "may_return", "order_id", "HOLDFAST_MINIMUM", "ROLE_NAME"])
 """Fields that are younger than the recording: what they hold follows from others."""
 
 

@@ -120,7 +120,7 @@ def _let_parts_be(mine: dict[str, Kind], theirs: dict[str, Kind], index: Index) 
 
 def _other_shards(state: Mapping[str, Any], index: Index) -> list[str]:
     """Shards that are made of other tensors, and cannot be cut anew."""
-    outer = _outer(state) if any(True for _ in shards_of_wrappers(index)) else {}
+    outer = _outer(state, index)
     differences = []
     for lies in shards_of_wrappers(index):
         model = outer.get(lies["path"])
@@ -136,9 +136,43 @@ def _other_shards(state: Mapping[str, Any], index: Index) -> list[str]:
     return differences
 
 
-def _outer(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors of a state by their paths, wrappers as they are."""
-    return dict(at for name, value in state.items() for at in tensors_of(name, plain(value)))
+def _outer(state: Mapping[str, Any], index: Index) -> dict[str, torch.Tensor]:
+    """The tensors by whose layout saved shards of wrappers are placed here, by their paths."""
+    paths = [lies["path"] for lies in shards_of_wrappers(index)]
+    if not paths:
+        return {}
+    there = dict(at for name, value in state.items() for at in tensors_of(name, plain(value)))
+    moments = _Moments(state)
+    found = {path: there.get(path, moments.lie_as(path)) for path in paths}
+    return {path: tensor for path, tensor in found.items() if tensor is not None}
+
+
+class _Moments:
+    """An optimizer that has made no step has no moments yet. Those of a sharded parameter lie as it does."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self._parameters = {
+            f"{name}.state.{number}": parameter
+            for name, optimizer in state.items()
+            if isinstance(optimizer, torch.optim.Optimizer)
+            for number, parameter in enumerate(p for g in optimizer.param_groups for p in g["params"])
+            if isinstance(parameter, DTensor)
+        }
+
+    def lie_as(self, path: str) -> DTensor | None:
+        """The parameter whose moment the path names."""
+        while path:
+            if (parameter := self._parameters.get(path)) is not None:
+                return parameter
+            path = path.rpartition(".")[0]
+        return None
+
+    def made(self, spec: TensorSpec) -> torch.Tensor | None:
+        """One to be filled; None where it has another shape than its parameter, or has none."""
+        parameter = self.lie_as(spec.path)
+        if parameter is None or tuple(parameter.shape) != spec.global_shape:
+            return None
+        return torch.empty_like(parameter, dtype=dtype_of(spec), requires_grad=False)
 
 
 def _other_groups(name: str, optimizer: torch.optim.Optimizer, index: Index) -> list[str]:
@@ -210,13 +244,15 @@ def read(state: Mapping[str, Any], located: Located, backend: Backend) -> Loaded
     live: list[tuple[str, torch.Tensor]] = []
     for name, value in state.items():
         pack(plain(value), name, live)
-    there = dict(live)
+    there, moments = dict(live), _Moments(state)
     parts = within_wrappers(index)
     tensors: list[torch.Tensor] = []
     regions: list[Region] = []
     late: list[tuple[str, torch.Tensor, torch.Tensor]] = []
     for spec in index.tensors:
         target = there.get(spec.path)
+        if target is None and spec.global_shape and (target := moments.made(spec)) is not None:
+            there[spec.path] = target
         if target is None or not _fits(target, spec):
             # Plain tensors can be allocated here and handed to `load_state_dict`. Of a sharded one nobody can
             # tell which part belongs to this rank, unless a DTensor with a mesh is there.
@@ -250,7 +286,7 @@ def read(state: Mapping[str, Any], located: Located, backend: Backend) -> Loaded
             read_regions(located, regions, seen=seen)
     except (StateError, TierError) as error:
         raise UnreadError(str(error)) from error
-    outer = _outer(state) if any(True for _ in shards_of_wrappers(index)) else {}
+    outer = _outer(state, index)
     for number, spec in enumerate(index.tensors):
         if spec.path in parts and isinstance(target := there.get(spec.path), torch.Tensor):
             tensors[number] = tensors[number].to(target.device)
