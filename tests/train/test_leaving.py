@@ -2,7 +2,7 @@
 
 import weakref
 
-from holdfast.train import worker
+from holdfast.train import script
 
 
 class Thing:
@@ -15,6 +15,6 @@ def test_a_proxy_of_what_is_gone_keeps_no_file_from_being_written(tmp_path):
     del thing
     with (tmp_path / "file").open("w") as file:
         file.write("last words")
-        worker._flush_files()
+        script._flush_files()
         assert (tmp_path / "file").read_text() == "last words"
     assert len(proxies) == 1

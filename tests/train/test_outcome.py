@@ -36,6 +36,7 @@ class Replica:
             layout=0,
             fresh=True,
             expect=nothing,
+            admit=nothing,
             before_backward=nothing,
             last=nothing,
             after_backward=nothing,
