@@ -716,6 +716,9 @@ def possible(program):
         program = program | {"autocast": False, "dtype": torch.float32}
         if program["optimizer"] in NO_COMPLEX:
             program = program | {"optimizer": "adamw"}
+    # Torch's Adafactor divides by the size of a parameter, and that of an empty one is 0.
+    if (program["model"], program["optimizer"]) == ("odd", "adafactor"):
+        program = program | {"optimizer": "adamw"}
     # Torch has no LSTM, and no norm's iteration, in half precision on every processor.
     if program["model"] in ("lstm", "spectral norm"):
         program = program | {"autocast": False}
@@ -806,9 +809,9 @@ def test_several_workers_train_what_a_job_of_one_does(program, micros, clip, cha
     check(program, micros, clip, chance, reduction, worlds)
 
 
-def draw_anew(count):
-    """Programs that no run before has drawn; the seed is printed, and HOLDFAST_SEED repeats it."""
-    number = int(os.environ.get("HOLDFAST_SEED") or random.SystemRandom().randrange(2**32))
+def draw(count, chosen):
+    """The seed is printed, and HOLDFAST_SEED repeats it."""
+    number = int(os.environ.get("HOLDFAST_SEED") or chosen)
     count = int(os.environ.get("HOLDFAST_PROGRAMS") or count)
     print(f"HOLDFAST_SEED={number} draws {count} programs")
 
@@ -824,10 +827,11 @@ def draw_anew(count):
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_some_hundred_programs():
-    draw_anew(300)
+    """The same in each run: a new fault is found at night, and not in the change that happens to draw it."""
+    draw(300, chosen=1)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(5400)
 def test_many_more_programs():
-    draw_anew(2000)
+    draw(2000, chosen=random.SystemRandom().randrange(2**32))
