@@ -48,10 +48,11 @@ def settle(log: str) -> None:
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)
-    # The fork server ignores both, and a child inherits that.
-    for number, usual in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+    # The fork server ignores two of them, and whoever started the job may ignore the others, as nohup does. A child inherits
+    # that. torchrun handles all four, so that its workers have the usual ones.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(number) is signal.SIG_IGN:  # else a module has put its own handler there
-            signal.signal(number, usual)
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     # A fork leaves it at the number of the parent's thread.
     if hasattr(main := threading.main_thread(), "_set_native_id"):
         main._set_native_id()
