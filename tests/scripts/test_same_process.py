@@ -114,8 +114,7 @@ def test_what_a_worker_leaves_is_ended(tmp_path: Path, monkeypatch: pytest.Monke
     assert sorted(re.findall(r"start (\d): the helper (.*)", printed)) == [
         (str(n), "serves") for n in range(3)
     ]
-    assert "zombies: []" in printed
-    assert "zombies: [1" not in printed
+    assert re.findall(r"zombies: (.*)", printed) == ["[]"] * 3
     daemons = [int(pid) for pid in re.findall(r"daemon (\d+)", printed)]
     assert len(daemons) == 3
     for pid in daemons:

@@ -57,6 +57,17 @@ class Cluster:
         self.pool.shutdown()
 
 
+def compute(step, computing, one):
+    """Calls `one` with each of this worker's micro-batches of the step. computing: a lock; torch's generator is the process's,
+    so that one thread at a time may draw from it."""
+    taken = iter(step)
+    while True:
+        with computing:
+            if (batch := next(taken, None)) is None:
+                return
+            one(batch)
+
+
 class Worker:
     """What a step needs of a replica, without a coordinator."""
 

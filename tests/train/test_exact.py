@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cluster import Cluster, Worker
+from cluster import Cluster, Worker, compute
 
 import holdfast as hf
 from holdfast.errors import CollectiveFailed, UsageError
@@ -81,7 +81,7 @@ def train(worlds, micro_batches, build=mlp, clip=None, lengths=lambda micro: 3, 
     cluster = Cluster(widest)
     models = [build() for _ in range(widest)]
     workers = [Worker(m, torch.optim.AdamW(m.parameters(), lr=1e-2), kind, micro_batches) for m in models]
-    computing = threading.Lock()  # torch's generator is the process's
+    computing = threading.Lock()
     losses, number, groups = [], 0, []
     try:
         for index, world in enumerate(worlds):
@@ -102,16 +102,14 @@ def train(worlds, micro_batches, build=mlp, clip=None, lengths=lambda micro: 3, 
                 cursor.samples = index * 3 * micro_batches
                 step = Step(worker, Batches(micro_batches, lengths), index, 7, cursor)
                 worker.model.seen = index
+
+                def one(batch):
+                    x, y = batch
+                    loss = torch.nn.functional.cross_entropy(worker.model(x), y, reduction="sum")
+                    step.backward(loss, weight=len(x) * unit)
+
                 with step:
-                    micros = iter(step)
-                    while True:
-                        with computing:
-                            batch = next(micros, None)
-                            if batch is None:
-                                break
-                            x, y = batch
-                            loss = torch.nn.functional.cross_entropy(worker.model(x), y, reduction="sum")
-                            step.backward(loss, weight=len(x) * unit)
+                    compute(step, computing, one)
                     step.apply(worker.optimizer, max_grad_norm=clip)
                 return step.loss
 

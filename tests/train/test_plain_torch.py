@@ -24,7 +24,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cluster import Cluster, Worker
+from cluster import Cluster, Worker, compute
 from hypothesis import HealthCheck, example, given, seed, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
@@ -608,7 +608,7 @@ def by_workers(programs, micros, clip, chance, reduction):
     """The same by as many workers as there are programs: threads with real groups, and the real step and reduction."""
     cluster = Cluster(len(programs))
     workers = [Trained(program, micros, reduction) for program in programs]
-    computing = threading.Lock()  # torch's generator is the process's
+    computing = threading.Lock()
     order = SampleOrder(SAMPLES, chance)
     batches = SimpleNamespace(
         count=lambda: micros,
@@ -626,15 +626,13 @@ def by_workers(programs, micros, clip, chance, reduction):
         cursor = DataCursor(MICRO * micros, 0, None, None, "refuse")
         cursor.samples = index * MICRO * micros
         step, program = Step(worker, batches, index, chance, cursor), worker.program
+
+        def one(batch):
+            loss, weight = program.loss(batch, index)
+            step.backward(loss, weight=weight)
+
         with step:
-            taken = iter(step)
-            while True:
-                with computing:
-                    batch = next(taken, None)
-                    if batch is None:
-                        break
-                    loss, weight = program.loss(batch, index)
-                    step.backward(loss, weight=weight)
+            compute(step, computing, one)
             program.apply(step, clip)
         program.committed(step, clip)
 

@@ -48,7 +48,7 @@ class Leftovers:
         """After each SIGCHLD: reaps what has ended, ends what is to end, and forgets sessions of which nothing is left."""
         if not self._sessions:
             return
-        left = {session: list(members) for session, members in self._find().items()}
+        left = self._find()
         for session, members in left.items():
             for each in members:
                 if each.is_dead:
@@ -74,7 +74,9 @@ class Leftovers:
     def _find(self) -> dict[int, list[_Left]]:
         found: dict[int, list[_Left]] = {}
         for pid in _children(os.getpid()):
-            if (stat := stat_of(pid)) is not None and stat.session in self._sessions:
+            stat = stat_of(pid)
+            # Who leads a session of that number is a new process that was given the number of the worker, which is gone.
+            if stat is not None and stat.session in self._sessions and stat.session != pid:
                 found.setdefault(stat.session, []).append(_Left(pid, stat.state in "ZX"))
         return found
 

@@ -19,9 +19,9 @@ def kernel_id() -> str:
         return ""
 
 
-def set_title(title: str) -> None:
-    """What `ps` and `pkill -f` show of this process."""
-    from setproctitle import setproctitle
+def set_title(title: str, name: str = "") -> None:
+    """What `ps` and `pkill -f` show of this process. name: its short name, if that is not to begin as the title does."""
+    from setproctitle import setproctitle, setthreadtitle
 
     # Read when it is first called: a title may be as long as the command line, and leaves the environment readable.
     given = os.environ.get("SPT_NOENV")
@@ -29,6 +29,8 @@ def set_title(title: str) -> None:
     setproctitle(title)
     if given is None:
         del os.environ["SPT_NOENV"]
+    if name:
+        setthreadtitle(name)
 
 
 class ProcessStat(NamedTuple):

@@ -14,7 +14,7 @@ import sys
 import sysconfig
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 
 from holdfast.protocol import messages as m
 
@@ -45,14 +45,20 @@ def imported(before: Collection[str]) -> tuple[str, ...]:
 
 
 def own_modules() -> list[str]:
-    """The user's own files that were imported, in the order in which Python would let them go: the newest first."""
-    installed, ours = _installed(), os.path.join(os.path.realpath(Path(__file__).parents[1]), "")  # noqa: PTH118
+    """`__main__` and the user's own files that were imported, the newest first, as Python lets them go."""
+    ours = os.path.join(os.path.realpath(Path(__file__).parents[1]), "")  # noqa: PTH118
+    installed = (*_installed(), ours)
     found = []
-    for name, module in reversed(list(sys.modules.items())):
-        origin = getattr(getattr(module, "__spec__", None), "origin", None)
+    modules: list[tuple[str, object]] = list(sys.modules.items())
+    for name, module in reversed(modules):
+        if not isinstance(module, ModuleType):
+            continue  # what a script or a library has put there
+        origin = getattr(module.__spec__, "origin", None)
         if not isinstance(origin, str) or not os.path.isabs(origin):  # noqa: PTH117
-            continue  # "built-in", "frozen"
-        if not os.path.realpath(origin).startswith((*installed, ours)):
+            origin = installed[0]  # "built-in", "frozen"
+        # The disk is asked only where the name alone does not tell: there are thousands of modules.
+        is_own = not origin.startswith(installed) and not os.path.realpath(origin).startswith(installed)
+        if is_own or name == "__main__":
             found.append(name)
     return found
 

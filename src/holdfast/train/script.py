@@ -25,8 +25,6 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from setproctitle import setthreadtitle
-
 from holdfast.protocol.processes import set_title
 from holdfast.train.imports import own_modules
 
@@ -75,8 +73,7 @@ def _run(script: str, args: Sequence[str], module: bool) -> None:
     sys.argv = [script, *args]
     sys.orig_argv = [sys.executable, "-u", *(["-m"] if module else []), *sys.argv]
     # `ps` and `pkill -f` find it as they would find one of torchrun's.
-    set_title(" ".join(sys.orig_argv))
-    setthreadtitle(Path(sys.executable).name)
+    set_title(" ".join(sys.orig_argv), Path(sys.executable).name)
     if module:
         sys.path.insert(0, str(Path.cwd()))
         runpy._run_module_as_main(script)  # type: ignore[attr-defined]
@@ -140,8 +137,7 @@ def _flush_files() -> None:
 def _let_go() -> None:
     """Of the script's modules, as Python does: the references that `sys.modules` has, then the names in those that something
     else still refers to, those with one underscore first."""
-    names = dict.fromkeys(("__main__", *own_modules()))  # with -m it is both
-    left = [weakref.ref(sys.modules.pop(name)) for name in names]
+    left = [weakref.ref(sys.modules.pop(name)) for name in own_modules()]
     gc.collect()
     for reference in left:
         if (module := reference()) is None:
