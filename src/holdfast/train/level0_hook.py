@@ -14,6 +14,7 @@ from holdfast.protocol.phases import Phase, Spent
 from holdfast.train.faults import FaultPlan
 from holdfast.train.link import Link
 from holdfast.train.own_time import OwnTime, ThreadClock, trains_on_cpu
+from holdfast.train.script import hold_process_groups
 
 PROGRESS_EVERY_S = 0.05
 
@@ -40,6 +41,7 @@ class StepCounter:
         if self._first is not None:
             first, self._first = self._first, None
             first()
+        hold_process_groups()
         if self._link.page.generation:
             # An unmodified script has no commit. At level 2 this hook would count an optimizer's step before
             # its commit is noted, and the agent would see one too many.

@@ -29,8 +29,10 @@ from holdfast.protocol.processes import set_title
 from holdfast.train.imports import own_modules
 
 _kept: list[object] = []
-"""Process groups, and what holds them, until the process ends. Taking a process group apart, which gloo does when the last
-reference goes, waits for peers that may have left: now and then a small DDP script hung there."""
+"""Process groups, and what holds them, until the process ends: see `hold_process_groups`."""
+
+_in_use: list[object] = []
+"""The process groups of the newest step."""
 
 _HERE = str(Path(__file__))
 
@@ -148,6 +150,21 @@ def _let_go() -> None:
                 if (name[0:1] == "_" != name[1:2]) is first and name != "__builtins__":
                     content[name] = None
     gc.collect()
+
+
+def hold_process_groups() -> None:
+    """Called after each step, so that a process group outlives the DDP module that uses it.
+
+    A script calls `destroy_process_group()` and returns from its `main`, and the last reference to the group goes with the
+    module's C++ reducer. That joins the group's threads and keeps the GIL meanwhile, for which one of these may be waiting
+    in order to let a tensor go: the process stands for ever (pytorch/pytorch#56297). Torch releases the GIL only where
+    the last reference is one of Python's. Under torchrun the first group happens to live on: constructing DDP imports
+    `torch.distributed.nn`, whose functions have the default group of that moment as a default argument. A warm process
+    has imported it before there was a group.
+    """
+    world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
+    if world is not None and (groups := tuple(world.pg_map)):
+        _in_use[:] = groups
 
 
 def _keep_process_groups() -> None:
