@@ -1,5 +1,6 @@
 """Meshes of the script's own within a replica, without a second process: a model is built for one worker after the other."""
 
+import gc
 import itertools
 from contextlib import closing
 
@@ -127,6 +128,13 @@ def place_of(layout, worker):
         target=12,
         called=lambda begins: None,
     )
+
+
+@pytest.fixture(autouse=True)
+def _no_groups_are_left():
+    """The groups of a mesh lie in reference cycles, and a thousand of their descriptors are no reason to collect one."""
+    yield
+    gc.collect()
 
 
 def workers(layout):
