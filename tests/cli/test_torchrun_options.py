@@ -4,14 +4,116 @@ import socket
 
 import pytest
 
-from holdfast.cli.torchrun import take_out
+from holdfast.cli.torchrun import OPTIONS, of_environment, take_out
 from holdfast.errors import UsageError
 
-VALUED = frozenset({"--nnodes", "--job", "--nproc-per-node", "--nproc_per_node"})
+VALUED = ("--nnodes", "--job", "--nproc-per-node", "--nproc_per_node", "--max-restarts")
+OURS = dict.fromkeys(VALUED, True) | dict.fromkeys(("--no-ui", "-m", "--module"), False)
 
 
 def take(*args):
-    return take_out(args, VALUED.__contains__)
+    return take_out(args, OURS)
+
+
+def test_every_option_of_torchruns_is_known():
+    """A newer torch may have one that is answered nowhere."""
+    from torch.distributed.run import get_args_parser
+
+    theirs = {
+        name.replace("_", "-") if name.startswith("--") else name
+        for name in get_args_parser()._option_string_actions
+    }
+    assert theirs - {"-h", "--help"} == OPTIONS
+
+
+def test_a_beginning_of_a_name_is_taken_as_torchrun_takes_it():
+    from torch.distributed.run import get_args_parser
+
+    words = [
+        "--standal",
+        "--nproc_per=2",
+        "--max-r",
+        "3",
+        "--rdzv-b",
+        "c10d",
+        "--local-r",
+        "0",
+        "-r3",
+        "-t",
+        "1",
+        "train.py",
+        "--lr",
+        "9",
+    ]
+    theirs = get_args_parser().parse_args(words)
+    pasted = take(*words)
+    assert pasted.kept == [
+        f"--nproc-per-node={theirs.nproc_per_node}",
+        "--max-restarts",
+        str(theirs.max_restarts),
+        "train.py",
+        "--lr",
+        "9",
+    ]
+    assert pasted.left_out == {
+        "--standalone": None, "--rdzv-backend": theirs.rdzv_backend, "--local-ranks-filter": theirs.local_ranks_filter,
+        "-r": theirs.redirects, "-t": theirs.tee,
+    }  # fmt: skip
+
+
+def test_a_beginning_of_several_names_is_refused():
+    with pytest.raises(UsageError, match="--rdzv-backend or --rdzv-conf"):
+        take("--rdzv", "x", "train.py")
+
+
+def test_what_begins_an_option_of_holdfasts_is_not_taken_for_torchruns():
+    assert take("--no-ui", "--job", "x", "train.py").kept == ["--no-ui", "--job", "x", "train.py"]
+
+
+def test_variables_stand_for_options_that_are_not_given(monkeypatch):
+    from torch.distributed.run import get_args_parser
+
+    environ = {
+        "PET_NPROC_PER_NODE": "4", "PET_MAX_RESTARTS": "2", "PET_STANDALONE": "1", "PET_MODULE": "0", "PET_NNODES": "1:1",
+        "PET_RDZV_BACKEND": "c10d",
+    }  # fmt: skip
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    words = ["--max_restarts", "7", "train.py"]
+    found = of_environment(words, OURS, environ)
+    ours = get_args_parser().parse_args([*found, *words])
+    assert vars(ours) == vars(get_args_parser().parse_args(words))
+    assert found == ["--nnodes=1:1", "--nproc-per-node=4", "--rdzv-backend=c10d", "--standalone"]
+    assert take(*found, *words).kept == [
+        "--nnodes=1:1",
+        "--nproc-per-node=4",
+        "--max-restarts",
+        "7",
+        "train.py",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"PET_NNODES": "2"}, "one of several nodes"),
+        ({"PET_NNODES": "1:4"}, "one of several nodes"),
+        ({"PET_NODE_RANK": "1"}, "give this command once"),
+        ({"PET_MASTER_ADDR": "job-node-0-0.job"}, "cannot join another"),
+        ({"PET_NUMA_BINDING": "node"}, None),
+    ],
+)
+def test_the_variables_of_one_of_several_nodes_start_no_job(environ, words):
+    """As a TrainJob of Kubeflow's sets them in each of its pods."""
+
+    def started():
+        return take(*of_environment(["train.py"], OURS, environ), "train.py").kept
+
+    if words is None:
+        assert started() == ["train.py"]
+    else:
+        with pytest.raises(UsageError, match=words):
+            started()
 
 
 def test_what_needs_no_rendezvous_is_left_out():

@@ -6,9 +6,10 @@ refused, with what to do instead.
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,20 +29,39 @@ _NEEDLESS = (
     "--monitor-interval",
     "--role",
     "--start-method",
+    "--event-log-handler",
     "--log-dir",
     "--redirects",
     "-r",
     "--tee",
     "-t",
     "--local-ranks-filter",
+    "--duplicate-stdout-filters",
+    "--duplicate-stderr-filters",
+    "--signals-to-handle",
+    "--shutdown-timeout",
 )
-"""Options with a value: addresses come with every generation, and every worker has a log of its own."""
+"""Options with a value. Addresses come with every generation, every worker has a log of its own, and the ledger has the events."""
 
 _NEEDLESS_FLAGS = ("--standalone",)
 _REFUSED = {
     "--no-python": "a worker is a warm Python process, so SCRIPT must be a Python file or, with -m, a module",
     "--run-path": "SCRIPT is always run as a path; leave it out",
+    "--logs-specs": "every worker has a log file of its own, which `holdfast logs` shows; leave it out",
+    "--numa-binding": "Holdfast binds no worker to processors; leave it out, and bind in the script by LOCAL_RANK "
+    "(os.sched_setaffinity)",
+    "--virtual-local-rank": "every worker sees all devices of its node; leave it out, and let the script take device LOCAL_RANK",
 }
+_SHARED = ("--nnodes", "--nproc-per-node", "--max-restarts", "-m", "--module")
+"""Options that Holdfast has, too."""
+
+_FLAGS = ("--standalone", "--no-python", "--run-path", "--virtual-local-rank", "-m", "--module")
+_LONG = sorted(name for name in (*_NEEDLESS, *_NEEDLESS_FLAGS, *_REFUSED, *_SHARED) if name.startswith("--"))
+OPTIONS = frozenset((*_NEEDLESS, *_NEEDLESS_FLAGS, *_REFUSED, *_SHARED))
+"""All of torchrun's, spelled with dashes."""
+
+_NOT_IN_THE_ENVIRONMENT = ("--logs-specs", "--numa-binding")
+"""Options for which torchrun reads no variable."""
 
 
 @dataclass
@@ -54,8 +74,10 @@ class Pasted:
     """Torchrun's options, with their values; None: one without a value."""
 
 
-def take_out(args: Sequence[str], has_value: Callable[[str], bool]) -> Pasted:
-    """Splits the options before SCRIPT. `has_value`: whether an option of Holdfast is followed by a value.
+def take_out(args: Sequence[str], options: Mapping[str, bool]) -> Pasted:
+    """Splits the options before SCRIPT.
+
+    options: Holdfast's, by their names; whether a value follows.
 
     Raises:
         UsageError: an option that cannot be left out.
@@ -68,9 +90,10 @@ def take_out(args: Sequence[str], has_value: Callable[[str], bool]) -> Pasted:
             # one of torchrun's, and it has to get it.
             pasted.kept += [word, *rest]
             break
-        # torchrun spells its options with dashes and with underscores; both are in use.
         written, equals, value = word.partition("=")
-        name = written if not written.startswith("--") else written.replace("_", "-")
+        if word[:2] in ("-r", "-t") and written not in options and len(word) > 2:
+            written, equals, value = word[:2], "=", word[2:].removeprefix("=")
+        name = _name(written, options)
         if name in _REFUSED:
             raise UsageError(f"{written}: {_REFUSED[name]}")
         if name in _NEEDLESS_FLAGS:
@@ -80,11 +103,68 @@ def take_out(args: Sequence[str], has_value: Callable[[str], bool]) -> Pasted:
         else:
             # An option of Holdfast keeps the word after it, if it takes a value: otherwise that value would
             # be read as SCRIPT, and everything behind it as arguments of the script.
-            pasted.kept.append(word)
-            if not equals and has_value(word):
+            pasted.kept.append(f"{name}{equals}{value}")
+            if not equals and options.get(name):
                 pasted.kept += [follows] if (follows := next(rest, None)) is not None else []
     _check(pasted.left_out, _line(pasted))
     return pasted
+
+
+def _name(written: str, options: Mapping[str, bool]) -> str:
+    """An option's whole name. torchrun spells them with dashes and with underscores, and takes the beginning of a name for
+    the name where it is the only one; an option of Holdfast is known by its whole name alone."""
+    if written in options or not written.startswith("--"):
+        return written
+    name = written.replace("_", "-")
+    if name in options or name in OPTIONS:
+        return name
+    found = [each for each in _LONG if each.startswith(name)]
+    if len(found) > 1:
+        raise UsageError(f"{written} may be {' or '.join(found)}; write the one that you mean")
+    return found[0] if found else written
+
+
+def of_environment(args: Sequence[str], options: Mapping[str, bool], environ: Mapping[str, str]) -> list[str]:
+    """What torchrun would read from its variables `PET_*`, as words of a command line: those of options that the command line
+    does not have.
+
+    Raises:
+        UsageError: the variables are those of one of several nodes.
+    """
+    given = _given(args, options)
+    words = []
+    for name in (each for each in _LONG if each not in _NOT_IN_THE_ENVIRONMENT):
+        variable = "PET_" + name.strip("-").replace("-", "_").upper()
+        value = environ.get(variable, "")
+        if not value or name in given:
+            continue
+        if name == "--nnodes" and value.rpartition(":")[2] not in ("0", "1"):
+            # Each of these nodes would run a job of its own, with so many nodes in it.
+            raise UsageError(
+                f"{variable}={value}: this is one of several nodes that torchrun was to start on, and one command of Holdfast's "
+                "starts all nodes; on Kubernetes use `--engine kubernetes` in the place of a TrainJob, or give --nnodes to run "
+                "all of them here"
+            )
+        if name not in _FLAGS:
+            words.append(f"{name}={value}")
+        elif value != "0":
+            words.append(name)
+    return words
+
+
+def _given(args: Sequence[str], options: Mapping[str, bool]) -> set[str]:
+    """The whole names of the options before SCRIPT."""
+    found = set()
+    rest = iter(args)
+    for word in rest:
+        if word == "--" or not word.startswith("-"):
+            break
+        written, equals, _ = word.partition("=")
+        name = _name(written, options)
+        found.add("--module" if name == "-m" else name)
+        if not equals and (options.get(name) or (name in OPTIONS and name not in _FLAGS)):
+            next(rest, None)
+    return found
 
 
 def _line(pasted: Pasted) -> str:
@@ -126,17 +206,20 @@ class RunCommand(TyperCommand):
     """`holdfast run`, which also takes a command line of torchrun."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Reads the job file, leaves torchrun's options out, and says so."""
+        """Reads the job file and torchrun's variables, leaves torchrun's options out, and says so."""
         args = expand(args, self.params)
-        valued = frozenset(_valued(self.params))
-        pasted = take_out(args, valued.__contains__)
+        options = dict(_options(self.params))
+        if found := of_environment(args, options, os.environ):
+            sys.stderr.write(f"[holdfast] from torchrun's variables PET_*: {shlex.join(found)}\n")
+        pasted = take_out([*found, *args], options)
         if pasted.left_out:
             names = ", ".join(pasted.left_out)
             sys.stderr.write(f"[holdfast] left out, because Holdfast needs no rendezvous: {names}\n")
         return super().parse_args(ctx, pasted.kept)
 
 
-def _valued(params: Iterable[Any]) -> Iterable[str]:
+def _options(params: Iterable[Any]) -> Iterable[tuple[str, bool]]:
+    """Every name of an option, and whether a value follows."""
     for param in params:
-        if param.param_type_name == "option" and not param.is_flag:
-            yield from param.opts
+        if param.param_type_name == "option":
+            yield from ((name, not param.is_flag) for name in (*param.opts, *param.secondary_opts))
