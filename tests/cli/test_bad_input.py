@@ -1,6 +1,7 @@
 """Bad input gets a message with what to do and exit code 2; nothing is started, nothing is left."""
 
 import errno
+import os
 import py_compile
 import socket
 import zipfile
@@ -15,6 +16,10 @@ CASES = {
     "no script": (["nope.py"], "there is no script 'nope.py'"),
     "a folder": (["."], "is a folder; name the training script in it"),
     "a module without -m": (["torch.nope"], "for a module use -m"),
+    "a folder that is not UTF-8": (
+        ["--checkpoint", os.fsdecode(b"/tmp/bild-\xe4"), "train.py"],
+        r"b'/tmp/bild-\xe4' is not UTF-8",
+    ),
     "no module": (["-m", "no.such.module"], "there is no module 'no.such.module'; is it on PYTHONPATH?"),
     "0 nodes": (["--nnodes", "0", "train.py"], "MIN is at least 1"),
     "MIN over MAX": (["--nnodes", "3:2", "train.py"], "MAX at least MIN, for example 2:4"),
@@ -95,6 +100,22 @@ def test_it_is_refused(refused, name):
 def test_a_script_that_cannot_be_compiled(refused, tmp_path, source, words):
     (tmp_path / "train.py").write_bytes(source)
     refused(["train.py"], words)
+
+
+def test_a_home_that_cannot_be_one(holdfast, monkeypatch):
+    monkeypatch.setenv("HOLDFAST_HOME", os.fsdecode(b"/tmp/bild-\xe4"))
+    said = holdfast("run", "train.py")
+    assert (said.code, said.out) == (2, "")
+    assert r"HOLDFAST_HOME b'/tmp/bild-\xe4' is not UTF-8: name another" in said.err
+
+    def none():
+        raise RuntimeError("Could not determine home directory.")  # no HOME, and no entry in passwd
+
+    monkeypatch.delenv("HOLDFAST_HOME")
+    monkeypatch.setattr("pathlib.Path.home", none)
+    said = holdfast("ls")
+    assert (said.code, said.out) == (2, "")
+    assert "this user has no home folder, and jobs need one: set HOLDFAST_HOME" in said.err
 
 
 def test_a_script_without_permission(refused, monkeypatch):

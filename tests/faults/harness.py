@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import tempfile
+import termios
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,16 +65,28 @@ class Ran:
 
 
 def start(
-    home: Path, *args: object, job: str = "job", preload: str = preloaded.MODULES
+    home: Path, *args: object, job: str = "job", preload: str = preloaded.MODULES, terminal: int | None = None
 ) -> subprocess.Popen[str]:
-    """Starts the launcher; its report goes to HOME/JOB.json. preload: what warm processes import, once for all such jobs."""
+    """Starts the launcher; its report goes to HOME/JOB.json. preload: what warm processes import, once for all such jobs.
+    terminal: on which it runs, instead of a pipe; it is closed here."""
     env = dict(os.environ, HOLDFAST_HOME=str(home))
     command = [*preloaded.launcher(preload), "run", "--job", job, "--no-ui"]
     command += [] if preload == preloaded.MODULES else ["--preload", preload]
     command += ["--report", str(home / f"{job}.json"), *map(str, args)]
+    out, take = subprocess.PIPE, None
+    if terminal is not None:
+        out, take = terminal, lambda: fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
     process = subprocess.Popen(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        env=env,
+        stdout=out,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        preexec_fn=take,
     )
+    if terminal is not None:
+        os.close(terminal)
     _started.append(process)
     return process
 
@@ -180,8 +193,8 @@ def end_started() -> None:
         if process.poll() is None:
             process.kill()
             process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
+        if process.stdout is not None:
+            process.stdout.close()
 
 
 def end_leftovers(home: Path) -> None:

@@ -5,6 +5,7 @@ import os
 import re
 import select
 import signal
+from contextlib import suppress
 
 import pytest
 from conftest import STEPS
@@ -24,6 +25,22 @@ def test_ctrl_c_keeps_the_state_and_the_same_job_goes_on(tmp_path, undisturbed):
     assert second.report["outcome"] == "finished"
     assert second.report["final"] == undisturbed.report["final"]
     assert losses + second.losses() == undisturbed.losses()
+
+
+@pytest.mark.long
+def test_a_terminal_that_is_closed_stops_the_job_in_order(tmp_path):
+    ours, theirs = os.openpty()
+    process = start(tmp_path, "--nnodes", 2, TINY, 1_000_000, terminal=theirs)
+    with open(ours, "rb") as terminal:
+        shown = b""
+        while b"generation 1" not in shown:
+            shown += terminal.read1()
+    # The kernel sends SIGHUP to the launcher, and nothing can be written to where it wrote until now. A shell sends another.
+    with suppress(ProcessLookupError):
+        process.send_signal(signal.SIGHUP)
+    ran = finish(process, tmp_path)
+    assert (ran.code, ran.report["outcome"]) == (0, "stopped")
+    assert list((tmp_path / "jobs" / "job" / "checkpoint").glob("step-*"))
 
 
 def test_killed_launcher_leaves_no_orphans(tmp_path):

@@ -45,7 +45,7 @@ def probed(tmp_path: Path, name: str, command: list[str], **more: str) -> dict[s
     seen.mkdir()
     env = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS" and not k.startswith("HOLDFAST_")}
     env |= {"HOLDFAST_HOME": str(home / "home"), "PROBE_OUT": str(seen), "PROBE_KILL": "", **more}
-    command = [*command, "probe.py", "--width", "a b", "c"]
+    command = [*command, "probe.py", "--width", "a b", os.fsdecode(b"bild-\xe4.png")]
     ended = subprocess.run(command, env=env, cwd=folder, capture_output=True, timeout=LONG_S)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     # But for the folder each of them has to itself.

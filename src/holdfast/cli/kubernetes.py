@@ -14,12 +14,13 @@ if TYPE_CHECKING:
 def run_on_kubernetes(options: RunOptions) -> str | None:
     """Returns the job's outcome; `left` where the person left it."""
     from holdfast.cli.kube_plan import plan_submission
-    from holdfast.cli.spec import check_engine, check_report
+    from holdfast.cli.spec import check_engine, check_report, check_text
     from holdfast.engines.kubernetes.submission import refuse_wrong
 
     check_engine(options)
     check_report(options.report)
     submission = plan_submission(options)
+    check_text(submission.objects())
     if options.dry_run:
         from holdfast.cli.yaml_file import yaml_text
 

@@ -12,6 +12,8 @@ import warnings
 import zipfile
 from pathlib import Path
 
+import msgspec
+
 from holdfast import logs
 from holdfast.cli.health_plan import plan_health
 from holdfast.cli.kube_options import KubernetesOptions
@@ -28,6 +30,7 @@ from holdfast.protocol.faults import FaultSpec, check_watched, parse_fault
 from holdfast.protocol.free_memory import available_bytes
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.job_options import SlurmOptions, SshOptions
+from holdfast.protocol.processes import text_of
 
 MIN_FREE_BYTES = 256 << 20
 HOST = "127.0.0.1"
@@ -54,7 +57,7 @@ def plan(given: RunOptions) -> JobSpec:
     spec = JobSpec(
         name=name,
         script=script,
-        args=given.args,
+        args=tuple(map(text_of, given.args)),
         module=given.module,
         min_nodes=low,
         max_nodes=high,
@@ -77,6 +80,7 @@ def plan(given: RunOptions) -> JobSpec:
         replay_every=parse_replay(given.health.replay, low * nproc),
         log=_log(given.log_level),
     )
+    check_text(spec)
     check_report(given.report)
     # Slurm's nodes have their own memory; only the local engine puts all of them on this machine.
     if given.engine == "local":
@@ -86,6 +90,17 @@ def plan(given: RunOptions) -> JobSpec:
     _check_port(given.port)
     _check_disk(jobs.home())
     return spec
+
+
+def check_text(spec: object) -> None:
+    """Refuses what no file of the job could hold. Raises UsageError."""
+    try:
+        msgspec.json.encode(spec)
+    except UnicodeEncodeError as error:
+        name = os.fsencode(error.object)
+        raise UsageError(
+            f"{name!r} is not UTF-8, and names of a job's folders and options must be: rename it"
+        ) from error
 
 
 def _log(given: str) -> str:

@@ -28,8 +28,23 @@ KEEP_LEDGERS = 5
 
 
 def home() -> Path:
-    """`$HOLDFAST_HOME`, by default `~/.holdfast`."""
-    return Path(os.environ.get("HOLDFAST_HOME") or Path.home() / ".holdfast")
+    """`$HOLDFAST_HOME`, by default `~/.holdfast`.
+
+    Raises:
+        UsageError: there is none, or its name is not UTF-8.
+    """
+    try:
+        path = Path(os.environ.get("HOLDFAST_HOME") or Path.home() / ".holdfast")
+        str(path.absolute()).encode()
+    except RuntimeError:
+        raise UsageError(
+            "this user has no home folder, and jobs need one: set HOLDFAST_HOME to a folder that you can write"
+        ) from None
+    except UnicodeEncodeError:
+        raise UsageError(
+            f"HOLDFAST_HOME {os.fsencode(path.absolute())!r} is not UTF-8: name another"
+        ) from None
+    return path
 
 
 def job_dir(name: str) -> Path:

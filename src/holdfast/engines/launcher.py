@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -257,6 +258,21 @@ class Launcher(ABC):
         self.view.note(text)
 
     # ------------------------------------------------------------ the end
+
+    def heed_signals(self) -> None:
+        """Those by which a person or a scheduler ends the job: the four that torchrun handles."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT):
+            loop.add_signal_handler(number, self.on_interrupt)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as it is under nohup
+            loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
+
+    def _on_hangup(self) -> None:
+        """The terminal was closed. A shell and the kernel both say so, and the second time is not a second wish."""
+        if not self.interrupts:
+            self.interrupts = 1
+            self.stop("the terminal was closed")
+            self.note("the terminal was closed: stopping after this step")
 
     def on_interrupt(self) -> None:
         """Ctrl-C: the first stops the job in order, the second ends it at once."""

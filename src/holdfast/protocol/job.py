@@ -26,6 +26,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     script: str
     """A path as it was given, from `cwd`, or a module's name when `module` is set."""
     args: tuple[str, ...] = ()
+    """As `processes.text_of` has them."""
     module: bool = False
     """`script` names a module."""
     min_nodes: int = 1

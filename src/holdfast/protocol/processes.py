@@ -26,11 +26,26 @@ def set_title(title: str, name: str = "") -> None:
     # Read when it is first called: a title may be as long as the command line, and leaves the environment readable.
     given = os.environ.get("SPT_NOENV")
     os.environ["SPT_NOENV"] = "1"
-    setproctitle(title)
+    setproctitle(os.fsencode(title).decode(errors="replace"))
     if given is None:
         del os.environ["SPT_NOENV"]
     if name:
         setthreadtitle(name)
+
+
+def text_of(word: str) -> str:
+    """A word of a command line, as Python has it, in characters that every encoder takes. Nothing changes in a word that is
+    UTF-8. The bytes of another stand behind a NUL, which no word of a command line has."""
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        return "\0" + os.fsencode(word).decode("latin-1")
+    return word
+
+
+def word_of(text: str) -> str:
+    """The word that was given to `text_of`."""
+    return os.fsdecode(text[1:].encode("latin-1")) if text.startswith("\0") else text
 
 
 class ProcessStat(NamedTuple):

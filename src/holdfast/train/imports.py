@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 
 from holdfast.protocol import messages as m
+from holdfast.protocol.processes import word_of
 
 NEVER = frozenset({"holdfast", "mpi4py"})
 """Packages whose import joins the job: that is for a worker to do, and never for an idle process."""
@@ -87,7 +88,7 @@ def import_ahead(order: m.Preload) -> m.Preloaded:
     another value than the worker would. This process is of no use then; the answer names the packages to leave out.
     """
     reads = _Reads(order.variables)
-    sys.argv = [order.script, *order.args]
+    sys.argv = [order.script, *map(word_of, order.args)]
     gc.disable()  # what is imported stays
     name = ""
     try:

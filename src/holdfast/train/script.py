@@ -25,7 +25,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from holdfast.protocol.processes import set_title
+from holdfast.protocol.processes import set_title, word_of
 from holdfast.train.imports import own_modules
 
 _kept: list[object] = []
@@ -72,7 +72,7 @@ def run(script: str, args: Sequence[str], module: bool) -> None:
 def _run(script: str, args: Sequence[str], module: bool) -> None:
     main = sys.modules["__main__"] = ModuleType("__main__")
     vars(main).update(__builtins__=builtins, __annotations__={})
-    sys.argv = [script, *args]
+    sys.argv = [script, *map(word_of, args)]
     sys.orig_argv = [sys.executable, "-u", *(["-m"] if module else []), *sys.argv]
     # `ps` and `pkill -f` find it as they would find one of torchrun's.
     set_title(" ".join(sys.orig_argv), Path(sys.executable).name)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import shlex
-import signal
 import socket
 from contextlib import ExitStack, suppress
 
@@ -43,9 +41,7 @@ class JoinLauncher(Launcher):
         self.note(
             "each machine needs a copy of that file, readable by you alone, and the script at the same path"
         )
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGINT, self.on_interrupt)
-        loop.add_signal_handler(signal.SIGTERM, self.on_interrupt)
+        self.heed_signals()
         return JoinEngine(line, self.note)
 
     async def staff(self) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import signal
-
 from holdfast.engines.base import Engine
 from holdfast.engines.jobs import JobFolder
 from holdfast.engines.launcher import Launcher
@@ -27,9 +24,7 @@ class LocalLauncher(Launcher):
         """Prepares the job's folder."""
         resume = self._folder.prepare(self.spec, self.view.note)
         self.note_resume(resume)
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGINT, self.on_interrupt)
-        loop.add_signal_handler(signal.SIGTERM, self.on_interrupt)
+        self.heed_signals()
         return LocalEngine(self.spec, self._folder.path, self._folder.memory, self.view.output)
 
     async def staff(self) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import signal
 import sys
 from typing import Any
 
@@ -77,9 +75,7 @@ class SshLauncher(Launcher):
         resume = self._folder.prepare(self.spec, self.view.note)
         self._folder.identify()
         self.note_resume(resume)
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGINT, self.on_interrupt)
-        loop.add_signal_handler(signal.SIGTERM, self.on_interrupt)
+        self.heed_signals()
         return self._ssh_engine
 
     def _enough(self, count: int) -> None:
