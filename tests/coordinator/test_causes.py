@@ -29,7 +29,7 @@ CAUSES = {cause.__name__: cause for cause in get_args(causes.Cause)}
 KINDS = {
     "ConnectionClosed": "node", "NodeSilent": "node", "ContainerOutOfMemory": "node", "PlaceLost": "node",
     "AgentReplaced": "node", "WorkersFail": "node", "WorkersDoNotStart": "node", "StateRefused": "node", "ChecksFailed": "node", "NodeReclaimed": "reclaimed",
-    "ProcessEnded": "process", "KilledForMemory": "process", "ProcessVanished": "process", "NeverStarted": "process",
+    "ProcessEnded": "process", "LeftEarly": "process", "KilledForMemory": "process", "ProcessVanished": "process", "NeverStarted": "process",
     "Hang": "hang", "ProcessStopped": "hang", "LeftBehind": "hang", "NotReady": "timeout", "NotSaved": "timeout",
     "CollectiveFailed": "collective", "MemberLeft": "collective", "CoordinatorLost": "coordinator",
     "NobodyHasState": "state", "LastStateIncomplete": "state", "Stopping": "stop", "RuleMatched": "health",

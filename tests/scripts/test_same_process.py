@@ -123,3 +123,14 @@ def test_what_a_worker_leaves_is_ended(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_name_that_is_no_text_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     same(tmp_path, monkeypatch, "odd_names.py")
+
+
+@pytest.mark.parametrize("how", ["os._exit", "return"])
+def test_a_rank_that_leaves_early_is_the_cause(how, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place(tmp_path / "work"))
+    ran = run(tmp_path, "--nproc-per-node", RANKS, "--max-restarts", 0, "leaves_early.py", how)
+    assert ran.code == 1
+    (incident,) = ran.report["incidents"]
+    assert incident["ranks"] == [1]
+    # And what the other one saw of it, which is all that torchrun tells.
+    assert incident["cause"].startswith("left with exit code 0 while others trained on, and then: RuntimeError: ")

@@ -68,6 +68,7 @@ class WorkerProcess:
         self._ending = asyncio.Event()
         self._asked = 0
         self._groups: Groups | None = None
+        self._script_ended = False
         self._answered = asyncio.Event()
         self._leaving: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -163,6 +164,9 @@ class WorkerProcess:
                     self._groups = message.groups
                     self._answered.set()
                 continue
+            if isinstance(message, m.ScriptEnded):
+                self._script_ended, self._groups = True, message.groups
+                continue
             self._on_message(self, message)
 
     def _ended(self) -> None:
@@ -201,6 +205,8 @@ class WorkerProcess:
             out_of_memory=short,
             memory_limit=free_memory.limit_bytes() if short else None,
             steps=steps,
+            script_ended=self._script_ended,
+            groups=self._groups if self._script_ended else None,
         )
         self._exited(self, ended)
         self.page.close()

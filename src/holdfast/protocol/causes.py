@@ -206,6 +206,20 @@ class ProcessEnded(_Cause, frozen=True):
         return f"killed by signal {-self.code} ({_SIGNALS.get(-self.code, 'signal')})"
 
 
+class LeftEarly(_Cause, frozen=True):
+    """A worker's process ended with exit code 0 while others trained on, which then failed or stood still."""
+
+    KIND = CauseKind.PROCESS
+
+    then: str = ""
+    """What ended another one then, in words; empty: nothing did."""
+
+    def __str__(self) -> str:
+        return "left with exit code 0 while others trained on" + (
+            f", and then: {self.then}" if self.then else ""
+        )
+
+
 _SIGNALS = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
 
 
@@ -495,6 +509,7 @@ Cause = (
     | ChecksFailed
     | NodeReclaimed
     | ProcessEnded
+    | LeftEarly
     | KilledForMemory
     | ProcessVanished
     | NeverStarted
@@ -522,7 +537,7 @@ Cause = (
 _WRITTEN = (
     (r"hang\b|its process is stopped|did not leave the broken generation", CauseKind.HANG),
     (
-        r"killed by signal \d|exit code \d|its agent no longer knows it|its process vanished|it was never started",
+        r"killed by signal \d|exit code \d|left with exit code|its agent no longer knows it|its process vanished|it was never started",
         CauseKind.PROCESS,
     ),
     (r"(its agent's|its) connection closed|silent for \d|a new agent took its place", CauseKind.NODE),

@@ -26,7 +26,7 @@ from holdfast.protocol.phases import Phase
 from holdfast.protocol.progress_page import STACKS_SIGNAL, ProgressPage
 from holdfast.protocol.sockets import raise_descriptor_limit
 from holdfast.train import script
-from holdfast.train.collectives import CollectivesTeller
+from holdfast.train.collectives import CollectivesTeller, last_positions
 from holdfast.train.faults import FaultPlan
 from holdfast.train.imports import changed, import_ahead, imported
 from holdfast.train.link import Link
@@ -197,7 +197,9 @@ def become(sock: socket.socket) -> int:
 
         CollectivesTeller(link)
         _count_steps(link, faults, made_a_step)
-        return _run_script(start, link)
+        code = _run_script(start, link)
+        link.send(m.ScriptEnded(last_positions()))
+        return code
 
 
 def leave_sigterm_to_the_agent() -> None:

@@ -12,6 +12,7 @@ from holdfast.protocol.job import Durable
 from holdfast.protocol.messages import Generation, Ready, Stop
 from holdfast.protocol.node_place import NodePlace
 from holdfast.protocol.notices import NoticeCause
+from holdfast.protocol.phases import Groups
 from holdfast.protocol.snapshots import Copy, Holder
 from holdfast.protocol.time_classes import TimeClass
 
@@ -137,6 +138,12 @@ class Worker(msgspec.Struct, omit_defaults=True, kw_only=True):
     """The newest generation that it is connected to; 0: none."""
     aside: bool = False
     """It does work of the script's own between two steps."""
+    left: bool = False
+    """It ended with exit code 0 while the job trained, without having been told to: at level 0 and 1 it may be done."""
+    script_ended: bool = False
+    """By the end of its script, and not by `os._exit`."""
+    groups: Groups | None = None
+    """How far it then was in its collectives; None: not known."""
     vanished_s: float | None = None
     """Since when its agent no longer has it, while how it ended is not known yet; None: its agent has it."""
     digest: str | None = None

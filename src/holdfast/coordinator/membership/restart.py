@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import signal
 
+import msgspec
+
 from holdfast.coordinator.kernel import incidents, transitions
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.deadlines import Timer
@@ -31,6 +33,7 @@ from holdfast.coordinator.storage import queries as storage
 from holdfast.protocol import causes, ledger
 from holdfast.protocol import messages as m
 from holdfast.protocol.causes import Cause, Hang, WorkersFail
+from holdfast.protocol.phases import Groups
 
 TERM_GRACE_S = 1.0
 
@@ -74,10 +77,16 @@ class Restart:
         if expected or message.code == 0:
             if message.code == -signal.SIGKILL and not message.killed:
                 _explain(context, [worker], worker.node, failures.cause_of(message))
+            if not expected:
+                worker.left, worker.script_ended, worker.groups = True, message.script_ended, message.groups
             return
         blame = membership.blames[worker.name]
         blame.rank = membership.generation.rank_of(worker.name) if membership.generation else None
         cause = blame.cause if blame.traceback else failures.cause_of(message)
+        # Whoever loses a connection that a peer closed says what it saw, and not who left.
+        if message.code != -signal.SIGKILL and (early := _left_early(context, message.groups)):
+            _blame_for_leaving(context, early, causes.LeftEarly(str(cause)), blame)
+            return
         # The restart is decided before the fault is judged: training goes on in any case, unless the verdict
         # stops the job.
         injected = _fault(context, [worker], worker.node, cause, raised=message.code > 0)
@@ -127,7 +136,10 @@ class Restart:
             # apart, instead of being killed for work that nobody could see at level 0.
             membership.look_again_s = context.now + LOOK_AGAIN * context.timing.detection_s
         elif membership.phase is JobPhase.RUNNING:
-            _take_out(context, culprits, cause)
+            if not culprits and (early := _left_early(context, None)):
+                _blame_for_leaving(context, early, causes.LeftEarly(), None)
+            else:
+                _take_out(context, culprits, cause)
 
     def change_members(self, context: Context) -> None:
         """A change of the membership is a restart of all: when it must be, or when a person wants it."""
@@ -296,6 +308,38 @@ def _judge(context: Context, worker: Worker, signature: str) -> None:
             context.request(RefuseNode(membership.nodes[name], WorkersFail(signature)))
         case None:
             pass
+
+
+def _left_early(context: Context, groups: Groups | None) -> list[Worker]:
+    """Workers that left with exit code 0, and that others needed. groups: how far one of these came in its collectives; None: not
+    known."""
+    generation = context.state.membership.generation
+    entered = {at.group: at.entered for at in groups or ()}
+    found = []
+    for member in generation.members if generation else ():
+        worker = context.state.membership.workers.get(member.worker)
+        if worker is None or not worker.left:
+            continue
+        # A script's regular end may come before another rank's error in a last save. But not before a collective that it
+        # is a part of, nor without the end of its script.
+        if not worker.script_ended or any(
+            at.entered < entered.get(at.group, 0) for at in worker.groups or ()
+        ):
+            found.append(worker)
+    return found
+
+
+def _blame_for_leaving(context: Context, early: list[Worker], cause: Cause, seen: Blame | None) -> None:
+    """seen: how another one ended then, whose last words stay with the blame; None: it stood still."""
+    membership, first = context.state.membership, early[0]
+    injected = _fault(context, early, first.node, cause)
+    rank = membership.generation.rank_of(first.name) if membership.generation else None
+    words = seen or Blame(cause=cause, log=first.log)
+    blame = membership.blame = msgspec.structs.replace(words, cause=cause, rank=rank, node=first.node)
+    if context.spec.max_restarts == 0:
+        context.request(StopJob("no restarts are allowed", "failed", blame))
+    elif not injected:
+        _judge(context, first, "exit code 0")
 
 
 def _explain(context: Context, workers: list[Worker], node: str, cause: Cause) -> Incident | None:

@@ -151,6 +151,10 @@ class Exited(msgspec.Struct, frozen=True, kw_only=True, tag="exited"):
     SnapshotRejected follows."""
     steps: int = 0
     """Optimizer steps that it made (at level 0 and 1)."""
+    script_ended: bool = False
+    """Its script came to an end; else `os._exit` or a signal ended the process."""
+    groups: Groups | None = None
+    """How far it then was in its collectives; None: not known."""
 
 
 # From a limit that the agent knows. Whether anything is wrong, and whose fault it is, only a look at all

@@ -288,6 +288,15 @@ class InCollectives(msgspec.Struct, frozen=True, tag="in-collectives"):
     """None: torch does not say."""
 
 
+# Never leaves the node, as InCollectives: the agent tells it with the end of the process.
+class ScriptEnded(msgspec.Struct, frozen=True, tag="script-ended"):
+    """The script is over: by its last line, by `sys.exit`, or by an error (agent only). A process that ends without this was
+    left by `os._exit` or was killed."""
+
+    groups: Groups | None
+    """How far it came in its collectives; None: torch does not say."""
+
+
 # Announced by the script: only it knows that it is going to evaluate for ten minutes, and without this it
 # would be taken for a hang.
 class OffStep(msgspec.Struct, frozen=True, tag="off-step"):
@@ -386,5 +395,6 @@ WorkerMessage = (
     | Saved
     | Done
     | InCollectives
+    | ScriptEnded
     | OffStep
 )
