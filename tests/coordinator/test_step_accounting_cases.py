@@ -162,3 +162,38 @@ def test_a_word_of_an_earlier_start_is_not_taken_for_this_one():
     fails(desk)
     desk.says(desk.members()[0], m.Loaded(1, 10, 0))
     assert steps(desk)[1] is None
+
+
+def begins_anew(desk: Desk) -> None:
+    desk.says(desk.members()[0], m.BeganAnew(desk.state.membership.number))
+
+
+def test_a_script_that_does_not_resume_is_asked_once_whether_it_does():
+    desk = launched(2)
+    begins_anew(desk)
+    assert desk.records("began-anew") == []  # it is the first start
+    trains(desk, 80)
+    fails(desk)
+    begins_anew(desk)
+    assert desk.records("began-anew") == [{"generation": 2, "steps": 80}]
+    trains(desk, 5)
+    fails(desk)
+    begins_anew(desk)
+    assert len(desk.records("began-anew")) == 1
+
+
+@pytest.mark.parametrize("tells", [lambda desk: gives(desk, 5, 5), lambda desk: loads(desk, None)])
+def test_one_that_saves_with_holdfast_is_not_asked(tells):
+    desk = launched(2)
+    tells(desk)
+    trains(desk, 8)
+    fails(desk)
+    begins_anew(desk)
+    assert desk.records("began-anew") == []
+
+
+def test_nor_is_one_whose_start_before_made_no_step():
+    desk = launched(2)
+    fails(desk)
+    begins_anew(desk)
+    assert desk.records("began-anew") == []

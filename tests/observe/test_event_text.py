@@ -40,6 +40,7 @@ SAMPLES = {
     "changed": {"id": 2, "reason": "a newcomer is ready", "t_s": 41.2, "at_step": 120, "from_world": 3,
                 "to_world": 4, "newcomers": 1, "join_s": 0.057, "restore_s": 0.048, "stall_s": 0.021},
     "worker-ready": {"worker": "node1.0#1", "node": "node1"},
+    "began-anew": {"generation": 2, "steps": 80},
     "started": {"generation": 2, "world": 4, "workers": ["node1.0#1"]},
     "formed": {"generation": 3, "start": 120, "world": 4, "workers": ["node1.0#1"], "restore": ["node1.0#1"],
                "applied": True, "source": "live"},

@@ -133,4 +133,6 @@ def test_a_rank_that_leaves_early_is_the_cause(how, tmp_path: Path, monkeypatch:
     (incident,) = ran.report["incidents"]
     assert incident["ranks"] == [1]
     # And what the other one saw of it, which is all that torchrun tells.
-    assert incident["cause"].startswith("left with exit code 0 while others trained on, and then: RuntimeError: ")
+    assert incident["cause"].startswith(
+        "left with exit code 0 while others trained on, and then: RuntimeError: "
+    )

@@ -104,3 +104,36 @@ def test_nan_poisons_this_rank_at_its_step(agent):
     ours.sendall(pack(m.Ack("1/0")))  # the agent's answer, which the worker waits for before a fault happens
     weight = train(counter, 2)
     assert weight.isnan().tolist() == [True, False, False]
+
+
+def first_step(
+    counter: StepCounter, kind: type[torch.optim.Optimizer], state: bool, **options: float
+) -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = kind([weight], lr=0.1, **options)
+    weight.grad = torch.ones(3)
+    if state:
+        optimizer.step()  # as one that a checkpoint was loaded into
+    counter.before_the_first(optimizer)
+    optimizer.step()
+    counter(optimizer, (), {})
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "state", "told"),
+    [
+        (torch.optim.AdamW, {}, False, True),
+        (torch.optim.AdamW, {}, True, False),
+        (torch.optim.SGD, {"momentum": 0.9}, False, True),
+        (torch.optim.SGD, {"momentum": 0.9}, True, False),
+        (torch.optim.SGD, {}, False, False),
+    ],
+)
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_an_optimizer_that_begins_without_its_state_is_told_of(agent, kind, options, state, told, rank):
+    ours, counter, _, _ = agent
+    counter._link.start.env["RANK"] = rank
+    first_step(counter, kind, state, **options)
+    codec: Codec[m.WorkerMessage] = Codec(m.WorkerMessage)
+    expected = m.BeganAnew if told and rank == "0" else m.Progress
+    assert isinstance(codec.read(ours), expected)

@@ -450,6 +450,8 @@ class Core(Context):
                 durable_checkpoints.saved(self, worker, message)
             case m.StateServed(generation, step, steps):
                 step_accounting.gave(self.state, generation, step, steps)
+            case m.BeganAnew(generation):
+                step_accounting.began_anew(self, generation)
             case m.Loaded(generation, step, steps):
                 step_accounting.loaded(self, generation, step, steps)
             case m.FindSnapshot(request):

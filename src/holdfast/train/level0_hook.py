@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from holdfast.protocol.messages import Progress
+from holdfast.protocol.messages import BeganAnew, Progress
 from holdfast.protocol.phases import Phase, Spent
 from holdfast.train.faults import FaultPlan
 from holdfast.train.link import Link
@@ -28,13 +28,19 @@ class StepCounter:
         self._faults = faults
         self._first: Callable[[], None] | None = first
         self._optimizer: int | None = None
+        self._empty: int | None = None  # the first optimizer, if it had no state before its first step
         self._steps = 0
         self._last = time.perf_counter()
         self._sent = -math.inf
         self.every_s = PROGRESS_EVERY_S
         self._durations: deque[float] = deque(maxlen=31)
         self._own_time: OwnTime | None = None
+        self._generation = int(link.start.env.get("HOLDFAST_GENERATION", "0"))
         self._spent: list[Spent] = []
+
+    def before_the_first(self, optimizer: Any) -> None:
+        """Before the first step of any optimizer."""
+        self._empty = None if optimizer.state else id(optimizer)
 
     def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """After one optimizer step."""
@@ -49,6 +55,9 @@ class StepCounter:
         if self._optimizer is None:
             self._optimizer = id(optimizer)
             self._own_time = OwnTime(ThreadClock()) if trains_on_cpu(optimizer) else None
+            # One that never has state, as plain SGD, says nothing about what was loaded.
+            if self._empty == id(optimizer) and optimizer.state and self._link.start.env.get("RANK") == "0":
+                self._link.send(BeganAnew(self._generation))
         # A GAN has two optimizers and one step. Counting the first one that steps is the only rule that needs
         # nothing of the script.
         if id(optimizer) != self._optimizer:
@@ -68,10 +77,9 @@ class StepCounter:
         if self._steps == 2 or now - self._sent >= self.every_s:
             self._sent = now
             median = statistics.median(self._durations) if self._durations else None
-            generation = int(self._link.start.env.get("HOLDFAST_GENERATION", "0"))
             spent, self._spent = tuple(self._spent), []
             self._link.send(
-                Progress(generation=generation, committed=self._steps, median_s=median, spent=spent)
+                Progress(generation=self._generation, committed=self._steps, median_s=median, spent=spent)
             )
         self._faults.poison = lambda: _poison(optimizer)
         for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE, Phase.COMMIT):

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from holdfast import logs
 from holdfast.checkpoint import agent_link
@@ -309,8 +309,15 @@ def _count_steps(link: Link, faults: FaultPlan, first: Callable[[], None]) -> No
     """Level 0: every optimizer step is a sign of progress, read from torch's own global hook."""
     if "torch" not in sys.modules:
         return
-    from torch.optim.optimizer import register_optimizer_step_post_hook
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     from holdfast.train.level0_hook import StepCounter
 
-    register_optimizer_step_post_hook(StepCounter(link, faults, first))
+    counter = StepCounter(link, faults, first)
+
+    def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+        handle.remove()
+        counter.before_the_first(optimizer)
+
+    handle = register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(counter)

@@ -262,6 +262,10 @@ class Counted(msgspec.Struct, omit_defaults=True, kw_only=True):
 
     earlier: int = 0
     """Steps of the starts before this one, those that were done again included."""
+    before: int = 0
+    """Of those, the steps of the last one."""
+    asked: bool = False
+    """It was said that the script does not seem to resume."""
     base: int | None = 0
     """The position that this start's count begins at; None: not known (yet)."""
     left_at: int | None = 0

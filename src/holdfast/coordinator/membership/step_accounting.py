@@ -13,6 +13,7 @@ from holdfast.coordinator.kernel import incidents
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.membership import wall_time
+from holdfast.protocol import ledger
 
 NOTHING = -1
 """Stands for the state of a script that found nothing to load."""
@@ -25,10 +26,28 @@ def starts(state: CoreState) -> None:
     """All workers start (again): this start's count begins at zero, from wherever the script goes on."""
     counted = state.membership.counted
     counted.left_at = state.step
-    counted.earlier += state.membership.committed
+    counted.before = state.membership.committed
+    counted.earlier += counted.before
     if state.membership.number > 1:
         counted.known = counted.known and counted.base is not None  # the start before went on from somewhere
         counted.base = None
+
+
+def began_anew(context: Context, generation: int) -> None:
+    """The script's optimizer had no state before its first step. Said once: a script that never resumes is asked no more."""
+    membership = context.state.membership
+    counted = membership.counted
+    tells = counted.gives or counted.loaded_first is not None  # by `holdfast.checkpoint`
+    if (
+        membership.counts_steps
+        or generation != membership.number
+        or tells
+        or counted.asked
+        or not counted.before
+    ):
+        return
+    counted.asked = True
+    context.record(ledger.BeganAnew(generation=generation, steps=counted.before))
 
 
 def exited(state: CoreState, worker: str, steps: int) -> None:

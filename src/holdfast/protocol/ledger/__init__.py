@@ -14,6 +14,7 @@ import msgspec
 
 from holdfast.protocol.ledger.base import LedgerEvent
 from holdfast.protocol.ledger.generations import (
+    BeganAnew,
     Broke,
     Capacity,
     Changed,
@@ -107,6 +108,7 @@ __all__ = [
     "EVENTS",
     "VERSION",
     "Asked",
+    "BeganAnew",
     "BlastLimit",
     "Broke",
     "Capacity",

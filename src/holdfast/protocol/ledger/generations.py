@@ -59,6 +59,21 @@ class Restart(LedgerEvent, frozen=True, kw_only=True):
         return f"restarting all workers: {self.reason}"
 
 
+class BeganAnew(LedgerEvent, frozen=True, kw_only=True):
+    """At level 0, once: after a restart the script's optimizer began without state."""
+
+    generation: int
+    """The start."""
+    steps: int
+    """Optimizer steps of the start before it."""
+
+    def sentence(self) -> str:
+        return (
+            f"the optimizer began this start without state, and the start before made {plural(self.steps, 'step')}: does the "
+            "script resume from its own checkpoint? If not, it computes them again and overwrites what it saved"
+        )
+
+
 _RESTORED_FROM = {"disk": "the checkpoint on disk", "memory": "a snapshot in memory"}
 
 

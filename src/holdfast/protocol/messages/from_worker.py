@@ -363,6 +363,13 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
     """Optimizer steps of this start before that."""
 
 
+# Of an unmodified script nobody knows whether it loads something. But one that does loads its optimizer, too.
+class BeganAnew(msgspec.Struct, frozen=True, tag="began-anew"):
+    """At level 0: rank 0's optimizer keeps state, and had none before the first step of this start."""
+
+    generation: int
+
+
 # Asked of the coordinator, because only it knows which snapshot is complete over all nodes.
 class FindSnapshot(msgspec.Struct, frozen=True, tag="find-snapshot"):
     """A script wants to load: which is the newest complete checkpoint, and who has it?"""
@@ -377,6 +384,7 @@ WorkerMessage = (
     | SlotFilled
     | StateServed
     | Loaded
+    | BeganAnew
     | FindSnapshot
     | Warm
     | Imported
