@@ -9,6 +9,7 @@ import zipfile
 import pytest
 from conftest import processes_of
 
+from holdfast.cli import script_source
 from holdfast.cli import spec as spec_module
 from holdfast.engines.jobs import JobFolder
 
@@ -129,10 +130,10 @@ def test_a_script_without_permission(refused, monkeypatch):
 
 def test_a_compiled_script_is_none_of_the_checks(tmp_path):
     py_compile.compile("/dev/null", cfile=str(tmp_path / "train.pyc"), doraise=True)
-    spec_module._check_source(tmp_path / "train.pyc")
+    script_source._check_source(tmp_path / "train.pyc")
     with zipfile.ZipFile(tmp_path / "train.pyz", "w") as archive:
         archive.writestr("__main__.py", "")
-    spec_module._check_source(tmp_path / "train.pyz")
+    script_source._check_source(tmp_path / "train.pyz")
 
 
 def test_too_little_memory(refused, monkeypatch):

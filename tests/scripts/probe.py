@@ -168,7 +168,7 @@ def of_kernel() -> dict[str, object]:
         "out of memory": (PROC / "oom_score_adj").read_text().strip(),
         "core dumps": (PROC / "coredump_filter").read_text().strip(),
         "name": (PROC / "comm").read_text().strip(),
-        "command line": " ".join((PROC / "cmdline").read_text().strip("\0").split("\0")),
+        "command line": " ".join((PROC / "cmdline").read_text(errors="replace").strip("\0").split("\0")),
         "executable": str((PROC / "exe").readlink()),
         "users": (os.getresuid(), os.getresgid(), os.getgroups()),
     }

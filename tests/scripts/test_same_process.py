@@ -125,6 +125,24 @@ def test_a_name_that_is_no_text_is_printed(tmp_path: Path, monkeypatch: pytest.M
     same(tmp_path, monkeypatch, "odd_names.py")
 
 
+def test_settings_before_the_import_of_torch_are_heeded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, found = same(tmp_path, monkeypatch, "early_settings.py")
+    assert found.lines == {
+        "0": ["2 DebugLevel.DETAIL"],
+        "1": ["2 DebugLevel.DETAIL"],
+    }
+
+
+def test_a_worker_alone_has_the_threads_that_torchrun_leaves_it(tmp_path: Path) -> None:
+    plain = probed(tmp_path, "torchrun", [sys.executable, "-m", "torch.distributed.run", "--standalone"])
+    ours = probed(tmp_path, "holdfast", [*CLI, "run", "--no-ui"])
+    page = explained()
+    different = differences(ours["0-0"], plain["0-0"])
+    assert not [name for name in different if not any(fnmatchcase(name, each) for each in page)]
+
+
 @pytest.mark.parametrize("how", ["os._exit", "return"])
 def test_a_rank_that_leaves_early_is_the_cause(how, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place(tmp_path / "work"))

@@ -490,20 +490,20 @@ def test_a_job_of_one_computes_with_as_many_threads_as_a_worker(monkeypatch):
     try:
         monkeypatch.setenv("OMP_NUM_THREADS", "2")
         torch.set_num_threads(2)
-        assert prepare("exact", True, CPU) == 2
+        assert prepare("exact", CPU) == 2
         monkeypatch.delenv("OMP_NUM_THREADS")
-        assert prepare("fast", True, CPU) is None
+        assert prepare("fast", CPU) is None
         assert torch.get_num_threads() == 2
-        assert prepare("exact", True, CPU) == torch.get_num_threads() == 1
+        assert prepare("exact", CPU) == torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
 
 
 def test_what_cannot_be_exact_is_refused():
     with pytest.raises(UsageError, match='"fast" or "exact"'):
-        prepare("quick", True, CPU)
+        prepare("quick", CPU)
     with pytest.raises(UsageError, match="use_deterministic_algorithms"):
-        prepare("exact", True, torch.device("cuda"))
+        prepare("exact", torch.device("cuda"))
 
 
 @pytest.mark.parametrize("width", [3, 1100])

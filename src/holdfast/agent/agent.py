@@ -97,7 +97,7 @@ class Agent:
         self._token = self._token_file.read_text().strip()
         self._logs = config.job_dir / "logs" / config.node
         self._logs.mkdir(parents=True, exist_ok=True)
-        self._pool = WarmPool(config.slots, config.preload, zygote)
+        self._pool = WarmPool(config.slots, config.preload, zygote, config.shared_machine)
         self._spec = _specs.decode((config.job_dir / "spec.json").read_bytes())
         self._workers: dict[str, WorkerProcess] = {}
         self._leftovers = Leftovers()

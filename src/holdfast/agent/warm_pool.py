@@ -43,11 +43,15 @@ class WarmPool:
     made one at a time and only while nobody starts: training goes on in parallel. `take` never waits for one.
     """
 
-    def __init__(self, size: int, preload: tuple[str, ...], zygote: Zygote | None = None) -> None:
-        """zygote: one that is there already; else `start` makes one that imports `preload`."""
+    def __init__(
+        self, size: int, preload: tuple[str, ...], zygote: Zygote | None = None, shares: bool = False
+    ) -> None:
+        """zygote: one that is there already; else `start` makes one that imports `preload`. shares: other agents' workers run
+        on this machine, too."""
         self._size = size
         self._preload = preload
         self._forked = zygote
+        self._shares = shares
         self._ready: deque[WarmProcess] = deque()
         self._waiting: deque[asyncio.Future[WarmProcess]] = deque()
         self._zygote: asyncio.subprocess.Process | None = None
@@ -132,8 +136,10 @@ class WarmPool:
     async def _spawn(self) -> socket.socket:
         ours, theirs = socket.socketpair()
         env = dict(os.environ)
-        # As torchrun does. It also keeps the zygote free of threads, with which it could not be forked safely.
-        env.setdefault("OMP_NUM_THREADS", "1")
+        if (
+            self._size > 1 or self._shares
+        ):  # as torchrun: each of them would else start a thread for every core
+            env.setdefault("OMP_NUM_THREADS", "1")
         try:
             self._zygote = await asyncio.create_subprocess_exec(
                 *python_for_scripts("holdfast.agent.zygote"),

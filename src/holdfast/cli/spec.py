@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shutil
 import socket
 import sys
-import warnings
-import zipfile
 from pathlib import Path
 
 import msgspec
@@ -22,6 +19,7 @@ from holdfast.cli.options import given_flags
 from holdfast.cli.place_plan import plan_places
 from holdfast.cli.run_options import RunOptions
 from holdfast.cli.save_plan import plan_saving
+from holdfast.cli.script_source import find_script, importable, set_before_import
 from holdfast.cli.ssh_plan import check_ssh, plan_ssh
 from holdfast.data.cache import absolute_cache
 from holdfast.engines import jobs
@@ -52,7 +50,7 @@ def plan(given: RunOptions) -> JobSpec:
     faults = tuple(_fault(text, high, nproc, spares) for text in given.failures.faults)
     for fault in faults:
         check_watched(fault, given.health.watch)
-    script = _find_script(given.script, given.module)
+    script = find_script(given.script, given.module)
     name = jobs.check_name(given.job) if given.job else jobs.default_name(given.script)
     spec = JobSpec(
         name=name,
@@ -65,7 +63,7 @@ def plan(given: RunOptions) -> JobSpec:
         spares=spares,
         wait_for_spare=given.nodes.wait_for_spare,
         engine=given.engine,
-        preload=_modules(given.preload),
+        preload=_preload(given),
         faults=faults,
         max_restarts=given.failures.max_restarts,
         cwd=str(Path.cwd()),
@@ -192,67 +190,24 @@ def _fault(text: str, nodes: int, nproc: int, spares: int) -> FaultSpec:
     return spec
 
 
-def _find_script(script: str, module: bool) -> str:
-    if module:
-        if not _importable(script):
-            raise UsageError(f"there is no module {script!r}; is it on PYTHONPATH?")
-        return script
-    path = Path(script)
-    if path.is_dir():
-        raise UsageError(
-            f"{script!r} is a folder; name the training script in it, for example {script}/train.py"
-        )
-    if not path.is_file():
-        hint = "; for a module use -m" if "/" not in script and not script.endswith(".py") else ""
-        raise UsageError(f"there is no script {script!r} in {Path.cwd()}{hint}")
-    _check_source(path)
-    return script  # as it was given: the script finds it in sys.argv
-
-
-def _check_source(path: Path) -> None:
-    """Refuses what Python cannot compile. Nothing of it is run.
-
-    Found by a worker, it would cost the imports of all nodes first.
-    """
-    try:
-        source = path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"the script {path} cannot be read: {error.strerror}; see its permissions") from None
-    try:
-        with warnings.catch_warnings():
-            # The workers show them. Here they would stand in front of the job's lines.
-            warnings.simplefilter("ignore")
-            compile(source, str(path), "exec", dont_inherit=True)
-    except (SyntaxError, ValueError) as error:
-        # Python runs archives and compiled files, too.
-        if source.startswith(importlib.util.MAGIC_NUMBER) or zipfile.is_zipfile(path):
-            return
-        # A ValueError: Python 3.11 has no SyntaxError for a NUL byte.
-        line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        words = error.msg if isinstance(error, SyntaxError) else str(error)
-        raise UsageError(
-            f"the script {path}{line}: SyntaxError: {words}; correct it, and start again"
-        ) from None
+def _preload(given: RunOptions) -> tuple[str, ...]:
+    names = _modules(given.preload)
+    if not names or given.module or not (early := set_before_import(Path(given.script))):
+        return names
+    name, line = early
+    sys.stderr.write(
+        f"[holdfast] {given.script}, line {line}: {name} is read when torch is imported, so workers start without having it "
+        "imported ahead, some seconds slower; set it where you start the job to have them warm\n"
+    )
+    return ()
 
 
 def _modules(text: str) -> tuple[str, ...]:
     names = tuple(filter(None, (part.strip() for part in text.split(","))))
     for name in names:
-        if not _importable(name):
+        if not importable(name):
             raise UsageError(f"--preload {text!r}: there is no module {name!r} in this environment")
     return names
-
-
-def _importable(module: str) -> bool:
-    """Where workers find it: in the environment, or in this folder; which this process looks into last, and only now."""
-    here = str(Path.cwd())
-    sys.path.append(here)
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
-        return False
-    finally:
-        sys.path.remove(here)
 
 
 def check_report(report: Path | None) -> None:

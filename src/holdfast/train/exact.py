@@ -34,11 +34,11 @@ SMALL = 1 << 14
 """A bucket of so few elements goes to everyone whole: one collective instead of two."""
 
 
-def prepare(reduction: Reduction, alone: bool, device: torch.device) -> int | None:
+def prepare(reduction: Reduction, device: torch.device) -> int | None:
     """Makes the process compute alike in every world; returns its number of threads where that matters.
 
-    A job of one has as many threads as cores if nobody says otherwise, a worker of `holdfast run` has one: sums within
-    a micro-batch (layer norms, convolutions) differ in their last bits between the two.
+    A worker that has its machine to itself has as many threads as cores if nobody says otherwise, one of several has one:
+    sums within a micro-batch (layer norms, convolutions) differ in their last bits between the two.
 
     Raises:
         UsageError: an unknown reduction, or a device whose operations may differ from run to run.
@@ -52,9 +52,9 @@ def prepare(reduction: Reduction, alone: bool, device: torch.device) -> int | No
             'reduction="exact" on CUDA needs torch.use_deterministic_algorithms(True) before run.steps '
             "(and CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment)"
         )
-    # The thread count is not forced on a worker, which has one already, nor on a user who chose. It is
+    # The thread count is not forced on a worker of several, which has one already, nor on a user who chose. It is
     # returned, so that a state made with another number is refused instead of giving other bits.
-    if alone and "OMP_NUM_THREADS" not in os.environ:
+    if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     return torch.get_num_threads()
 

@@ -15,7 +15,6 @@ from typing import Any
 from holdfast.protocol.faults import ArmedFault, FaultKind
 from holdfast.protocol.messages import FaultFired
 from holdfast.protocol.phases import Phase
-from holdfast.train.gloo_group import sockets_here
 from holdfast.train.link import Link
 
 DEFAULT_PHASE = Phase.BACKWARD
@@ -127,6 +126,8 @@ def drop_traffic() -> None:
     A classic BPF program that keeps 0 bytes of every packet is attached to each socket, also to those that
     Python connects from now on; nothing is closed, so the other side sees what a cut cable shows it.
     """
+    from holdfast.train.gloo_group import sockets_here  # and torch with it, which may not have been imported
+
     for fd in sockets_here().values():
         try:
             sock = socket.socket(fileno=os.dup(fd))

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import gc
 import importlib
+import importlib.util
 import os
+import re
 import sys
 import sysconfig
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import FrameType, ModuleType
 
@@ -73,6 +77,42 @@ def _installed() -> tuple[str, ...]:
     )
 
 
+_AT_IMPORT = re.compile(
+    r"(OMP|KMP|GOMP|MKL|OPENBLAS)_.*|ATEN_CPU_CAPABILITY|PYTORCH_JIT.*|TORCH(DYNAMO|INDUCTOR|_COMPILE|_FAKE_TENSOR|_LOGS).*"
+    r"|TORCH_(CPP_LOG_LEVEL|DEVICE_BACKEND_AUTOLOAD|DISTRIBUTED_DEBUG|TRACE|USE_RTLD_GLOBAL)"
+)
+_LATER = frozenset(("TORCHINDUCTOR_CACHE_DIR",))
+
+
+def read_at_import(name: str) -> bool:
+    """Whether torch 2.13, or a library that it loads, reads the variable once, as it is imported: a warm process does not heed a
+    later value. (Those of CUDA, NCCL and the allocators are read when they are first used.)"""
+    return _AT_IMPORT.fullmatch(name) is not None and name not in _LATER
+
+
+def when_imported(name: str, act: Callable[[], None]) -> None:
+    """Calls `act` once, as soon as the module has been imported."""
+
+    class Finder(MetaPathFinder):
+        def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
+            if fullname != name:
+                return None
+            sys.meta_path.remove(self)
+            if (spec := importlib.util.find_spec(name)) is None or spec.loader is None:
+                return None
+            loader, run = spec.loader, spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                del loader.exec_module
+                run(module)
+                act()
+
+            loader.exec_module = exec_module  # type: ignore[method-assign]  # of this one import
+            return spec
+
+    sys.meta_path.insert(0, Finder())
+
+
 def changed(before: dict[str, str]) -> tuple[str, ...]:
     """Names of the environment that have another value now, or are gone, or were not there."""
     now = dict(os.environ)
@@ -87,6 +127,9 @@ def import_ahead(order: m.Preload) -> m.Preloaded:
     knows which device is its own), or that reads a variable which the worker's environment sets. Such a module has read
     another value than the worker would. This process is of no use then; the answer names the packages to leave out.
     """
+    # C code reads it without a trace.
+    if late := next(filter(read_at_import, order.variables), None):
+        return m.Preloaded(tuple(sorted({_package(name) for name in order.modules})), f"torch reads {late}")
     reads = _Reads(order.variables)
     sys.argv = [order.script, *map(word_of, order.args)]
     gc.disable()  # what is imported stays

@@ -362,7 +362,7 @@ class Run:
             raise UsageError("nothing to train: call run.protect(model=model, optimizer=optimizer) first")
         state_image.check_optimizers(self._protected)
         state_image.check_restorable(self._protected)
-        threads = prepare(reduction, self._attachment.alone, self.device)
+        threads = prepare(reduction, self.device)
         token = self._attachment.link.token  # each launch has its own
         batches = DatasetBatches(
             data,

@@ -28,13 +28,15 @@ from holdfast.protocol.sockets import raise_descriptor_limit
 from holdfast.train import script
 from holdfast.train.collectives import CollectivesTeller, last_positions
 from holdfast.train.faults import FaultPlan
-from holdfast.train.imports import changed, import_ahead, imported
+from holdfast.train.imports import changed, import_ahead, imported, read_at_import, when_imported
 from holdfast.train.link import Link
 
 if TYPE_CHECKING:
     from holdfast.train.endpoint import Endpoint
 
 _PR_SET_PDEATHSIG = 1
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -192,8 +194,15 @@ def become(sock: socket.socket) -> int:
             # Of all ranks one is enough for the job; the others only say that their start is over.
             if start.env.get("RANK") != "0":
                 link.send(m.Imported())
-            else:
-                link.send(m.Imported(imported(before), (*start.env, *changed(environment))[: m.MOST_MODULES]))
+                return
+            other = changed(environment)
+            link.send(m.Imported(imported(before), (*start.env, *other)[: m.MOST_MODULES]))
+            if "torch" in before and (late := ", ".join(filter(read_at_import, other))):
+                _log.warning(
+                    "the script has changed %s, which torch read as it was imported, before this process became a worker: it is "
+                    "not heeded. Set it where you start the job, or give --preload ''",
+                    late,
+                )
 
         CollectivesTeller(link)
         _count_steps(link, faults, made_a_step)
@@ -307,7 +316,8 @@ def _report(error: BaseException, link: Link) -> None:
 
 def _count_steps(link: Link, faults: FaultPlan, first: Callable[[], None]) -> None:
     """Level 0: every optimizer step is a sign of progress, read from torch's own global hook."""
-    if "torch" not in sys.modules:
+    if "torch" not in sys.modules:  # it started cold
+        when_imported("torch.optim.optimizer", lambda: _count_steps(link, faults, first))
         return
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 

@@ -99,7 +99,6 @@ def join(given: Joining, note: Callable[[str], None]) -> None:
     ]
     note(f"{given.node} joins the job {spec.name!r} at {given.address}; its log is {log}")
     os.chdir(spec.cwd)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     command = python_module("holdfast.agent", *arguments)
     # In the place of this process: who started it waits for the agent, signals it and gets its exit code.
     os.execv(command[0], command)

@@ -65,8 +65,6 @@ def become_agent(pod: PodPlace, config: Path) -> NoReturn:
         # may take more than a minute to tell of a new job. A pod that gave up would come again and begin to wait anew.
         f"--join-within={spec.timing.wait_s}",
     ]
-    # As torchrun does: workers of one machine would else each start a thread for every core of it.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     command = python_module("holdfast.agent", *arguments)
     # A handler does not survive what follows, and a blocked signal does: the agent unblocks it when it can answer.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

@@ -30,7 +30,7 @@ class LocalEngine:
         self._spec, self._job_dir, self._memory, self._output = spec, job_dir, memory, output
         # As in the launcher: the write end closes with this process, and every agent sees it.
         self._lifeline, self._held = os.pipe()
-        self._fork_server = ForkServer(spec.preload)
+        self._fork_server = ForkServer(spec.preload, spec.target)
         self._agents: dict[str, AgentProcess] = {}
         self._reading: set[asyncio.Task[None]] = set()
         self._leaving: set[asyncio.Task[None]] = set()

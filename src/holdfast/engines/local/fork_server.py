@@ -46,8 +46,10 @@ class AgentProcess:
 class ForkServer:
     """Forks agents. Its process starts with the first one and ends with `close`, or with this process."""
 
-    def __init__(self, preload: tuple[str, ...]) -> None:
+    def __init__(self, preload: tuple[str, ...], workers: int) -> None:
+        """workers: of the job, all of them on this machine."""
         self._preload = preload
+        self._workers = workers
         self._process: AgentProcess | asyncio.subprocess.Process | None = None
         self._channel: socket.socket | None = None
         self._turn = asyncio.Lock()
@@ -92,7 +94,8 @@ class ForkServer:
     async def _spawn(self, channel: socket.socket) -> AgentProcess | asyncio.subprocess.Process:
         """Starts the process with its end of the channel. A method of its own: tests fork this process, too."""
         env = dict(os.environ)
-        env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does; it also keeps the process free of threads
+        if self._workers > 1:  # as torchrun: each of them would else start a thread for every core
+            env.setdefault("OMP_NUM_THREADS", "1")
         return await asyncio.create_subprocess_exec(
             *python_for_scripts("holdfast.agent.fork_server"),
             str(channel.fileno()),

@@ -233,7 +233,7 @@ class Node:
         arguments.append(f"--log-file={logs / order.node}.log")
         if order.shared_machine:
             arguments.append("--shared-machine")
-        env = {"OMP_NUM_THREADS": "1", **os.environ, **order.env}
+        env = {**os.environ, **order.env}
         with (logs / f"{order.node}.out").open("ab") as out:
             self._process = subprocess.Popen(
                 python_module("holdfast.agent", *arguments),

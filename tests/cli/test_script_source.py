@@ -1,0 +1,36 @@
+"""What a script says of itself before it runs."""
+
+import pytest
+
+from holdfast.cli.script_source import set_before_import
+
+SEEN = {
+    "an item": ('os.environ["OMP_NUM_THREADS"] = "4"', ("OMP_NUM_THREADS", 2)),
+    "of another name": ('environ["TORCH_LOGS"] = level', ("TORCH_LOGS", 2)),
+    "a default": ('os.environ.setdefault("TORCHDYNAMO_VERBOSE", "1")', ("TORCHDYNAMO_VERBOSE", 2)),
+    "a dict": ('os.environ.update({"A": "1", "MKL_NUM_THREADS": "4"})', ("MKL_NUM_THREADS", 2)),
+    "words": ('os.environ.update(TORCH_DISTRIBUTED_DEBUG="DETAIL")', ("TORCH_DISTRIBUTED_DEBUG", 2)),
+    "a union": ('os.environ |= {"KMP_AFFINITY": "none"}', ("KMP_AFFINITY", 2)),
+    "putenv": ('os.putenv("ATEN_CPU_CAPABILITY", "default")', ("ATEN_CPU_CAPABILITY", 2)),
+    "in a function": ('def f():\n    os.environ["OMP_NUM_THREADS"] = "4"', ("OMP_NUM_THREADS", 3)),
+    "a default of what is set": ('os.environ.setdefault("OMP_SET_ALREADY", "1")', None),
+    "read": ('n = os.environ["OMP_NUM_THREADS"]', None),
+    "read when it is used": ('os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["NCCL_DEBUG"] = "0"', None),
+    "a folder that is asked for each time": ('os.environ["TORCHINDUCTOR_CACHE_DIR"] = "x"', None),
+    "another dict": ('settings["OMP_NUM_THREADS"] = "4"', None),
+}
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_a_variable_that_torch_reads_at_its_import(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_SET_ALREADY", "1")
+    source, expected = SEEN[name]
+    script = tmp_path / "train.py"
+    script.write_text(f"import os\n{source}\n")
+    assert set_before_import(script) == expected
+
+
+def test_a_file_that_is_no_source(tmp_path):
+    (tmp_path / "train.pyc").write_bytes(b"\xa7\r\r\n\0")
+    assert set_before_import(tmp_path / "train.pyc") is None
+    assert set_before_import(tmp_path / "nothing.py") is None
