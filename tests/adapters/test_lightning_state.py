@@ -42,11 +42,10 @@ def one_folder(home: Path) -> Path:
 @pytest.mark.parametrize(
     ("phase", "rank"),
     [
-        ("vote", 1),
         ("commit", 0),
         *(
             pytest.param(phase, rank, marks=pytest.mark.nightly)
-            for phase, rank in (("forward", 0), ("forward", 1), ("vote", 0), ("commit", 1))
+            for phase, rank in (("forward", 0), ("forward", 1), ("vote", 0), ("vote", 1), ("commit", 1))
         ),
     ],
 )

@@ -289,12 +289,15 @@ def compare(case: Case, folder: Path) -> None:
     [
         Case(),
         Case(accumulate=2, samples=32, clip=0.3, schedule="cosine", evaluations=4, saves=3),
-        Case(accumulate=3, samples=36, smoothing=0.1, evaluations="epoch", saves="epoch"),
-        Case(epochs=6, evaluations="epoch", patience=1),
+        pytest.param(
+            Case(accumulate=3, samples=36, smoothing=0.1, evaluations="epoch", saves="epoch"),
+            marks=pytest.mark.long,
+        ),
+        pytest.param(Case(epochs=6, evaluations="epoch", patience=1), marks=pytest.mark.long),
         Case(model="regression", accumulate=2, clip=0.0, optim="sgd"),
         Case(max_steps=7, accumulate=2, samples=16, evaluations=5, saves=5),
-        Case(stop_at=5, evaluations="epoch"),
-        Case(epochs=1.5, accumulate=2),
+        pytest.param(Case(stop_at=5, evaluations="epoch"), marks=pytest.mark.long),
+        pytest.param(Case(epochs=1.5, accumulate=2), marks=pytest.mark.long),
     ],
     ids=lambda case: (
         " ".join(f"{name}={value}" for name, value in vars(case).items() if value != getattr(Case(), name))
@@ -310,6 +313,7 @@ def test_an_epoch_that_a_callback_ends_early_is_refused(tmp_path):
         train(Case(end_epoch_at=4), adapter.Trainer, tmp_path)
 
 
+@pytest.mark.long
 def test_trainings_one_after_the_other_leave_nothing_open(tmp_path):
     """As in a notebook. The newest has what it needs; those before it have no thread and no descriptor any more."""
     counts = []

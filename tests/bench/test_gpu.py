@@ -32,6 +32,7 @@ def test_copies_run_on_the_cpu(tmp_path, capsys, monkeypatch):
     assert "through two buffers" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_steps_run_on_the_cpu(tmp_path, capsys, monkeypatch):
     small = steps.Size(width=64, layers=1, length=8, vocabulary=64, batch=2, rounds=2, steps=3)
     monkeypatch.setitem(steps.SIZES, "cpu", small)

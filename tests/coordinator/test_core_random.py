@@ -76,8 +76,9 @@ def test_a_seed_is_one_schedule():
 @pytest.mark.parametrize(
     ("first", "count"),
     [
-        (0, 80),
-        pytest.param(80, 160, marks=pytest.mark.long),
+        (0, 40),
+        pytest.param(40, 100, marks=pytest.mark.long),
+        pytest.param(140, 100, marks=pytest.mark.nightly),
         pytest.param(240, 120, marks=pytest.mark.nightly),
     ],
 )

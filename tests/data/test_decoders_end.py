@@ -85,6 +85,7 @@ def test_decoders_that_still_import_end_with_their_worker(tmp_path):
             os.close(fd)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "number",
     [signal.SIGKILL, *(pytest.param(n, marks=pytest.mark.nightly) for n in (signal.SIGINT, signal.SIGTERM))],

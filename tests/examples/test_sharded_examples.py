@@ -29,7 +29,7 @@ def text_losses(tmp_path, parallel, nodes, shards):
     return ran.losses()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_text_example_learns_the_same_in_one_replica_or_two(tmp_path):
     fsdp = text_losses(tmp_path, "fsdp", 2, shards=2)
     assert len(fsdp) == 5

@@ -31,6 +31,7 @@ def average_undisturbed(tmp_path_factory) -> Ran:
     return shared(tmp_path_factory, "average", lambda home: run(home, "--nnodes", 3, AVERAGE, STEPS, "also"))
 
 
+@pytest.mark.long
 def test_what_is_given_to_also_is_done_once_wherever_the_commit_is_made(tmp_path, average_undisturbed):
     faults = [f"kill-worker:rank={i},phase={phase},step={10 + 10 * i}" for i, phase in enumerate(PHASES)]
     given = [part for fault in faults for part in ("--fault", fault)]

@@ -26,7 +26,7 @@ def damage(archive, step):
     flip(path, path.stat().st_size // 2)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_an_older_checkpoint_is_taken_for_one_with_a_flipped_bit(tmp_path, undisturbed):
     archive, options = saved(tmp_path)
     *_, older, newer, newest = archive.steps()

@@ -56,7 +56,7 @@ def warned(home, within_s=None):
     return Counter((worker, text) for worker, text, _ in told)
 
 
-@pytest.mark.nightly  # test_exact_elastic has it by default, among other things
+@pytest.mark.nightly  # test_exact_elastic has it, among other things
 def test_a_job_shrinks_and_grows_between_steps(tmp_path):
     deeds = [Deed(resize(1), 20, 3), Deed(resize(3), 20, 1), Deed(stop(), 20, 3)]
     ran = drive(tmp_path, deeds, "--nnodes", "1:3")
@@ -92,7 +92,7 @@ def test_sigterm_to_an_agent_is_a_drain(tmp_path):
     ]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_less_capacity_than_the_minimum_ends_the_job_with_its_state_saved(tmp_path, undisturbed):
     body = '{"type": "capacity", "nodes": 1, "within_s": 30, "reason": "preempted by job 17"}'
     process = start(tmp_path, "--nnodes", 3, TINY, 150)
@@ -133,7 +133,7 @@ def test_a_library_that_makes_a_process_group_on_sight_finds_a_world_of_one(tmp_
     assert logs.count("library: rank 0 of 1\n") >= 4, logs
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_workers_without_a_micro_batch_are_spares(tmp_path):
     ran = run(tmp_path, "--nnodes", "1:3", "--fault", "kill-worker:rank=1,step=8", TINY, STEPS, "--few")
     assert ran.report["outcome"] == "finished", ran.output[-3000:]

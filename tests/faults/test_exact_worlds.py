@@ -33,7 +33,7 @@ def test_every_world_has_the_curve_of_one_worker(tmp_path, alone, nodes):
     assert (ran.losses(), ran.report["final"]["params_xxh3"]) == alone
 
 
-@pytest.mark.nightly  # test_exact_elastic has it by default, among other things
+@pytest.mark.nightly  # test_exact_elastic has it, among other things
 def test_going_on_smaller_and_growing_again_changes_no_bit(tmp_path, alone):
     ran = run(tmp_path, "--nnodes", "1:3", "--fault", "kill-node:rank=1,step=10", SCRIPT, STEPS)
     assert ran.code == 0, ran.output[-3000:]

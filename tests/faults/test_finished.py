@@ -66,6 +66,7 @@ def test_rank_0_writes_it_where_there_is_no_memory_for_it(tmp_path):
     assert (again.code, again.steps(), again.report["saved"]["step"]) == (0, [], 40), again.output[-3000:]
 
 
+@pytest.mark.long
 def test_the_last_state_survives_the_node_that_writes_it(tmp_path, undisturbed):
     """Killed in the last step's update, the last state comes from the survivors."""
     tier = tmp_path / "saved"

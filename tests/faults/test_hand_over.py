@@ -3,6 +3,7 @@
 import os
 import signal
 
+import pytest
 from conftest import STEPS
 from drive import Deed, Driver
 from harness import TINY, finish, leftovers, start, wait_for
@@ -31,6 +32,7 @@ def asked_meanwhile(job_dir):
     return deed
 
 
+@pytest.mark.long
 def test_a_coordinator_that_hands_over_costs_no_step_and_is_no_incident(tmp_path, undisturbed):
     # Training goes on while there is no coordinator. Its steps take so long that the job is not over before the second one.
     process = start(tmp_path, "--nnodes", 3, TINY, STEPS, "--device-s", 0.01)

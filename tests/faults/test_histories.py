@@ -146,7 +146,7 @@ def test_a_machine_that_was_given_up_is_not_used_by_the_next_job_until_a_person_
     assert known(folder, sick) == Standing()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_job_whose_history_is_out_of_reach_is_told_and_remembers(folder):
     """As on Kubernetes, where it is with the coordinator."""
     elsewhere = ("--node-history", folder / "elsewhere.sqlite")

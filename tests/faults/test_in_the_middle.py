@@ -198,7 +198,7 @@ def test_a_node_is_killed_in_the_middle_of_a_copy(tmp_path, gate_at, tiers_undis
     assert not memory_of(tmp_path)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_disk_that_stands_still_holds_up_nothing_but_itself(tmp_path, gate_at):
     """It is said after a while, later checkpoints are skipped with a word, and snapshots go on in memory."""
     gate, tier = gate_at("write:1"), tmp_path / "saved"

@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 from harness import run
 
 SCRIPT = """
@@ -11,6 +12,7 @@ logging.getLogger("holdfast").debug("seen at debug", extra={"rank": int(os.envir
 """
 
 
+@pytest.mark.long
 def test_every_process_logs_and_no_line_has_the_token(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     ran = run(tmp_path, "--nnodes", 2, "--preload", "json", "--log-level", "debug", tmp_path / "script.py")

@@ -32,7 +32,7 @@ OTHERS = {
 
 KINDS = [k for k in FaultKind if k not in OTHERS]
 STRIDE = len(PHASES) + 1
-BY_DEFAULT, LONG = 3, 5
+BY_DEFAULT, LONG = 1, 5
 
 
 def kinds(row):

@@ -37,7 +37,7 @@ def check(ran):
         ("experts", 2, ()),
         ("context", 2, ()),
         ("tensor", 2, ("--dense",)),
-        ("tensor", 2, ("--dense", "--reduction", "fast")),
+        pytest.param("tensor", 2, ("--dense", "--reduction", "fast"), marks=pytest.mark.nightly),
         pytest.param("experts-fsdp", 4, (), marks=pytest.mark.nightly),
         pytest.param("replicas", 4, (), marks=pytest.mark.nightly),
         pytest.param("nameless", 2, ("--dense",), marks=pytest.mark.nightly),

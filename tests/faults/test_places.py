@@ -3,6 +3,7 @@
 import itertools
 from pathlib import Path
 
+import pytest
 from harness import run
 
 from holdfast.protocol.node_place import PLACE_VARIABLE
@@ -10,6 +11,7 @@ from holdfast.protocol.node_place import PLACE_VARIABLE
 SCRIPT = Path(__file__).with_name("train_logging.py")
 
 
+@pytest.mark.long
 def test_ranks_follow_the_racks(tmp_path, monkeypatch):
     """Places of three nodes from a file; the fourth has its own from the environment."""
     file = tmp_path / "topology"

@@ -112,7 +112,7 @@ def test_the_coordinator_s_machine_is_lost_and_the_ledger_goes_on_in_another_pod
 
 
 @needs_ipv6
-@pytest.mark.long
+@pytest.mark.nightly
 def test_pods_that_have_addresses_of_ipv6_alone(tmp_path):
     faults = ["kill-worker:rank=1,step=40", "kill-coordinator:step=80"]
     job = job_of(TINY, (STEPS, "--device-s", 0.02), tmp_path, nodes=1, procsPerNode=2, faults=faults)

@@ -23,11 +23,11 @@ def left(ran) -> dict[int, set[str]]:
 @pytest.mark.parametrize(
     ("kind", "shard", "fault"),
     [
-        pytest.param("own", 1, "kill-worker:rank=1,step=7", marks=pytest.mark.long),
+        pytest.param("own", 1, "kill-worker:rank=1,step=7", marks=pytest.mark.nightly),
         # Each kind of tensor and each fault once in every run, all pairs at night.
         pytest.param("AdamW8bit", 1, "kill-node:rank=1,step=7", marks=pytest.mark.long),
-        pytest.param("AdamW4bit", 1, "kill-worker:rank=0,step=1", marks=pytest.mark.long),
-        pytest.param("AdamWFp8", 1, "kill-node:rank=1,step=7", marks=pytest.mark.long),
+        pytest.param("AdamW4bit", 1, "kill-worker:rank=0,step=1", marks=pytest.mark.nightly),
+        pytest.param("AdamWFp8", 1, "kill-node:rank=1,step=7", marks=pytest.mark.nightly),
         pytest.param("float8", 2, "kill-node:rank=1,step=7", marks=pytest.mark.long),
         *(
             pytest.param(kind, shard, fault, marks=pytest.mark.nightly)

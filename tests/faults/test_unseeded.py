@@ -9,6 +9,7 @@ RANKS = 4
 ATTEMPTS = 2
 
 
+@pytest.mark.long
 def test_no_two_ranks_and_no_two_attempts_draw_the_same_numbers(tmp_path) -> None:
     told = tmp_path / "told"
     ran = run(tmp_path, "--nnodes", 2, "--nproc-per-node", 2, "--spares", 1, HERE / "draw.py", told)

@@ -134,6 +134,7 @@ def test_every_pair_is_measured_and_the_file_places_the_next_job(tmp_path):
     assert joined == {"node0": "d1", "node1": "d2", "node2": "d1"}
 
 
+@pytest.mark.long
 def test_a_failing_hook_keeps_the_node_out(tmp_path):
     folder = tmp_path / "hooks"
     folder.mkdir()

@@ -65,8 +65,8 @@ def drawn(folder, code: str, *arguments: str) -> list[dict[str, object]]:
     ("preload", "seeds"),
     [
         # A module that imports torch itself, and seeds it before anybody else could look at it.
-        ("seeder", True),
-        pytest.param("sympy.core.random,seeder", False, marks=pytest.mark.long),
+        pytest.param("seeder", True, marks=pytest.mark.long),
+        pytest.param("sympy.core.random,seeder", False, marks=pytest.mark.nightly),
     ],
 )
 def test_a_fork_draws_what_a_new_process_draws(tmp_path, preload: str, seeds: bool) -> None:
