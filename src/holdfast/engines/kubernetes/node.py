@@ -65,6 +65,8 @@ def become_agent(pod: PodPlace, config: Path) -> NoReturn:
         # may take more than a minute to tell of a new job. A pod that gave up would come again and begin to wait anew.
         f"--join-within={spec.timing.wait_s}",
     ]
+    # Also for one worker: pods share a machine, and torch counts all of its cores, not those of the pod's limit.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     command = python_module("holdfast.agent", *arguments)
     # A handler does not survive what follows, and a blocked signal does: the agent unblocks it when it can answer.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
