@@ -5,11 +5,13 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import signal
 import subprocess
 import tempfile
 import termios
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -75,7 +77,7 @@ def start(
     command += ["--report", str(home / f"{job}.json"), *map(str, args)]
     out, take = subprocess.PIPE, None
     if terminal is not None:
-        out, take = terminal, lambda: fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+        out, take = terminal, partial(_take, terminal)
     process = subprocess.Popen(
         command,
         env=env,
@@ -89,6 +91,12 @@ def start(
         os.close(terminal)
     _started.append(process)
     return process
+
+
+def _take(terminal: int) -> None:
+    """In the new process: the terminal is its own, and its end is heard of, also where the tests run under nohup."""
+    fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def wait_for(process: subprocess.Popen[str], *texts: str) -> None:
@@ -112,7 +120,7 @@ def finish(process: subprocess.Popen[str], home: Path, job: str = "job", timeout
         end_leftovers(home)  # one that is stopped would hold the pipe for ever
         output, _ = process.communicate()
         raise AssertionError(f"the job did not end within {timeout} s:\n{output[-6000:]}") from None
-    return ended(process, home, job, output)
+    return ended(process, home, job, output or "")  # None: it had a terminal
 
 
 def ended(process: subprocess.Popen[str], home: Path, job: str, output: str) -> Ran:
