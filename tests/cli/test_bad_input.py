@@ -130,10 +130,10 @@ def test_a_script_without_permission(refused, monkeypatch):
 
 def test_a_compiled_script_is_none_of_the_checks(tmp_path):
     py_compile.compile("/dev/null", cfile=str(tmp_path / "train.pyc"), doraise=True)
-    script_source._check_source(tmp_path / "train.pyc")
+    assert script_source.read_script(str(tmp_path / "train.pyc"), module=False) is None
     with zipfile.ZipFile(tmp_path / "train.pyz", "w") as archive:
         archive.writestr("__main__.py", "")
-    script_source._check_source(tmp_path / "train.pyz")
+    assert script_source.read_script(str(tmp_path / "train.pyz"), module=False) is None
 
 
 def test_too_little_memory(refused, monkeypatch):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from holdfast.cli.script_source import set_before_import
+from holdfast.cli.script_source import read_script, set_before_import
 
 SEEN = {
     "an item": ('os.environ["OMP_NUM_THREADS"] = "4"', ("OMP_NUM_THREADS", 2)),
@@ -17,6 +17,7 @@ SEEN = {
     "read": ('n = os.environ["OMP_NUM_THREADS"]', None),
     "read when it is used": ('os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["NCCL_DEBUG"] = "0"', None),
     "a folder that is asked for each time": ('os.environ["TORCHINDUCTOR_CACHE_DIR"] = "x"', None),
+    "for a runtime that is loaded later": ('os.environ["KMP_DUPLICATE_LIB_OK"] = "TRUE"', None),
     "another dict": ('settings["OMP_NUM_THREADS"] = "4"', None),
 }
 
@@ -27,10 +28,6 @@ def test_a_variable_that_torch_reads_at_its_import(name, tmp_path, monkeypatch):
     source, expected = SEEN[name]
     script = tmp_path / "train.py"
     script.write_text(f"import os\n{source}\n")
-    assert set_before_import(script) == expected
-
-
-def test_a_file_that_is_no_source(tmp_path):
-    (tmp_path / "train.pyc").write_bytes(b"\xa7\r\r\n\0")
-    assert set_before_import(tmp_path / "train.pyc") is None
-    assert set_before_import(tmp_path / "nothing.py") is None
+    tree = read_script(str(script), module=False)
+    assert tree is not None
+    assert set_before_import(tree) == expected

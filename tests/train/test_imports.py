@@ -93,3 +93,13 @@ def test_what_a_script_changes_in_its_environment_is_told(monkeypatch):
     monkeypatch.delenv("GOES")
     monkeypatch.setenv("COMES", "1")
     assert imports.changed(before) == ("COMES", "GOES")
+
+
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "TORCH_DISTRIBUTED_DEBUG"])
+def test_what_torch_reads_in_c_keeps_a_cold_process_cold(ahead, tmp_path, monkeypatch, name):
+    (tmp_path / "plain_nine.py").write_text("")
+    monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
+    assert ahead("plain_nine", variables=(name,)) == m.Preloaded()  # torch is here, and has read it
+    monkeypatch.delitem(sys.modules, "torch")
+    answer = ahead("plain_nine.part", "other", variables=("RANK", name))
+    assert answer == m.Preloaded(("other", "plain_nine"), f"torch reads {name}")

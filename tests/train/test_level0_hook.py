@@ -5,6 +5,7 @@ import threading
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from holdfast.protocol import messages as m
 from holdfast.protocol.faults import ArmedFault, FaultKind
@@ -106,19 +107,6 @@ def test_nan_poisons_this_rank_at_its_step(agent):
     assert weight.isnan().tolist() == [True, False, False]
 
 
-def first_step(
-    counter: StepCounter, kind: type[torch.optim.Optimizer], state: bool, **options: float
-) -> None:
-    weight = torch.nn.Parameter(torch.ones(3))
-    optimizer = kind([weight], lr=0.1, **options)
-    weight.grad = torch.ones(3)
-    if state:
-        optimizer.step()  # as one that a checkpoint was loaded into
-    counter.before_the_first(optimizer)
-    optimizer.step()
-    counter(optimizer, (), {})
-
-
 @pytest.mark.parametrize(
     ("kind", "options", "state", "told"),
     [
@@ -133,7 +121,21 @@ def first_step(
 def test_an_optimizer_that_begins_without_its_state_is_told_of(agent, kind, options, state, told, rank):
     ours, counter, _, _ = agent
     counter._link.start.env["RANK"] = rank
-    first_step(counter, kind, state, **options)
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    optimizer = kind([weight], lr=0.1, **options)
+    if state:
+        optimizer.step()  # as one that a checkpoint was loaded into
+    end = counter.listen()
+    other = register_optimizer_step_pre_hook(
+        lambda optimizer, args, kwargs: None
+    )  # of the script's, behind ours
+    try:
+        optimizer.step()
+        optimizer.step()
+    finally:
+        other.remove()
+        end()
     codec: Codec[m.WorkerMessage] = Codec(m.WorkerMessage)
     expected = m.BeganAnew if told and rank == "0" else m.Progress
     assert isinstance(codec.read(ours), expected)

@@ -136,9 +136,9 @@ class WarmPool:
     async def _spawn(self) -> socket.socket:
         ours, theirs = socket.socketpair()
         env = dict(os.environ)
-        if (
-            self._size > 1 or self._shares
-        ):  # as torchrun: each of them would else start a thread for every core
+        # As torchrun: each of several would else start a thread for every core. Where it is not set, numpy's OpenBLAS has threads
+        # in the zygote, and ends them itself before a fork.
+        if self._size > 1 or self._shares:
             env.setdefault("OMP_NUM_THREADS", "1")
         try:
             self._zygote = await asyncio.create_subprocess_exec(

@@ -15,12 +15,16 @@ from holdfast.errors import UsageError
 from holdfast.train.imports import read_at_import
 
 
-def find_script(script: str, module: bool) -> str:
-    """As it was given. Raises UsageError."""
+def read_script(script: str, module: bool) -> ast.Module | None:
+    """Its syntax; None for a module, and for what is compiled or packed.
+
+    Raises:
+        UsageError: there is no such script, or Python cannot compile it.
+    """
     if module:
         if not importable(script):
             raise UsageError(f"there is no module {script!r}; is it on PYTHONPATH?")
-        return script
+        return None
     path = Path(script)
     if path.is_dir():
         raise UsageError(
@@ -29,15 +33,11 @@ def find_script(script: str, module: bool) -> str:
     if not path.is_file():
         hint = "; for a module use -m" if "/" not in script and not script.endswith(".py") else ""
         raise UsageError(f"there is no script {script!r} in {Path.cwd()}{hint}")
-    _check_source(path)
-    return script  # as it was given: the script finds it in sys.argv
+    return _syntax(path)
 
 
-def _check_source(path: Path) -> None:
-    """Refuses what Python cannot compile. Nothing of it is run.
-
-    Found by a worker, it would cost the imports of all nodes first.
-    """
+def _syntax(path: Path) -> ast.Module | None:
+    # Nothing of it is run. Found by a worker, an error would cost the imports of all nodes first.
     try:
         source = path.read_bytes()
     except OSError as error:
@@ -46,11 +46,13 @@ def _check_source(path: Path) -> None:
         with warnings.catch_warnings():
             # The workers show them. Here they would stand in front of the job's lines.
             warnings.simplefilter("ignore")
-            compile(source, str(path), "exec", dont_inherit=True)
+            tree = ast.parse(source, str(path))
+            compile(tree, str(path), "exec", dont_inherit=True)
+            return tree
     except (SyntaxError, ValueError) as error:
         # Python runs archives and compiled files, too.
         if source.startswith(importlib.util.MAGIC_NUMBER) or zipfile.is_zipfile(path):
-            return
+            return None
         # A ValueError: Python 3.11 has no SyntaxError for a NUL byte.
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         words = error.msg if isinstance(error, SyntaxError) else str(error)
@@ -71,15 +73,9 @@ def importable(module: str) -> bool:
         sys.path.remove(here)
 
 
-def set_before_import(path: Path) -> tuple[str, int] | None:
+def set_before_import(tree: ast.Module) -> tuple[str, int] | None:
     """A variable that torch reads as it is imported, and the line of the script that sets it; None: it sets none. Only what is
     written out is seen, and only in this file."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            tree = ast.parse(path.read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return None  # compiled, or an archive
     for node in ast.walk(tree):
         if isinstance(node, (ast.stmt, ast.expr)):
             for name in filter(read_at_import, _set_by(node)):

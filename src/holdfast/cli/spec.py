@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -19,7 +20,7 @@ from holdfast.cli.options import given_flags
 from holdfast.cli.place_plan import plan_places
 from holdfast.cli.run_options import RunOptions
 from holdfast.cli.save_plan import plan_saving
-from holdfast.cli.script_source import find_script, importable, set_before_import
+from holdfast.cli.script_source import importable, read_script, set_before_import
 from holdfast.cli.ssh_plan import check_ssh, plan_ssh
 from holdfast.data.cache import absolute_cache
 from holdfast.engines import jobs
@@ -50,11 +51,11 @@ def plan(given: RunOptions) -> JobSpec:
     faults = tuple(_fault(text, high, nproc, spares) for text in given.failures.faults)
     for fault in faults:
         check_watched(fault, given.health.watch)
-    script = find_script(given.script, given.module)
+    source = read_script(given.script, given.module)
     name = jobs.check_name(given.job) if given.job else jobs.default_name(given.script)
     spec = JobSpec(
         name=name,
-        script=script,
+        script=given.script,  # as it was given: the script finds it in sys.argv
         args=tuple(map(text_of, given.args)),
         module=given.module,
         min_nodes=low,
@@ -63,7 +64,7 @@ def plan(given: RunOptions) -> JobSpec:
         spares=spares,
         wait_for_spare=given.nodes.wait_for_spare,
         engine=given.engine,
-        preload=_preload(given),
+        preload=_preload(given, source),
         faults=faults,
         max_restarts=given.failures.max_restarts,
         cwd=str(Path.cwd()),
@@ -97,7 +98,7 @@ def check_text(spec: object) -> None:
     except UnicodeEncodeError as error:
         name = os.fsencode(error.object)
         raise UsageError(
-            f"{name!r} is not UTF-8, and names of a job's folders and options must be: rename it"
+            f"{name!r} is not UTF-8, which names of folders and scripts, and options, have to be: rename it"
         ) from error
 
 
@@ -190,14 +191,14 @@ def _fault(text: str, nodes: int, nproc: int, spares: int) -> FaultSpec:
     return spec
 
 
-def _preload(given: RunOptions) -> tuple[str, ...]:
+def _preload(given: RunOptions, source: ast.Module | None) -> tuple[str, ...]:
     names = _modules(given.preload)
-    if not names or given.module or not (early := set_before_import(Path(given.script))):
+    if not names or source is None or not (early := set_before_import(source)):
         return names
     name, line = early
     sys.stderr.write(
-        f"[holdfast] {given.script}, line {line}: {name} is read when torch is imported, so workers start without having it "
-        "imported ahead, some seconds slower; set it where you start the job to have them warm\n"
+        f"[holdfast] {given.script}, line {line}: {name} is read when torch is imported, so torch is not imported ahead, and workers "
+        "start some seconds slower; to avoid that, set it where you start the job and not in the script\n"
     )
     return ()
 

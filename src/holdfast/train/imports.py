@@ -81,7 +81,7 @@ _AT_IMPORT = re.compile(
     r"(OMP|KMP|GOMP|MKL|OPENBLAS)_.*|ATEN_CPU_CAPABILITY|PYTORCH_JIT.*|TORCH(DYNAMO|INDUCTOR|_COMPILE|_FAKE_TENSOR|_LOGS).*"
     r"|TORCH_(CPP_LOG_LEVEL|DEVICE_BACKEND_AUTOLOAD|DISTRIBUTED_DEBUG|TRACE|USE_RTLD_GLOBAL)"
 )
-_LATER = frozenset(("TORCHINDUCTOR_CACHE_DIR",))
+_LATER = frozenset(("TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK"))
 
 
 def read_at_import(name: str) -> bool:
@@ -127,8 +127,8 @@ def import_ahead(order: m.Preload) -> m.Preloaded:
     knows which device is its own), or that reads a variable which the worker's environment sets. Such a module has read
     another value than the worker would. This process is of no use then; the answer names the packages to leave out.
     """
-    # C code reads it without a trace.
-    if late := next(filter(read_at_import, order.variables), None):
+    # C code reads it without a trace. Where torch is here already, this process is as warm as it was meant to be.
+    if "torch" not in sys.modules and (late := next(filter(read_at_import, order.variables), None)):
         return m.Preloaded(tuple(sorted({_package(name) for name in order.modules})), f"torch reads {late}")
     reads = _Reads(order.variables)
     sys.argv = [order.script, *map(word_of, order.args)]

@@ -20,7 +20,7 @@ PROGRESS_EVERY_S = 0.05
 
 
 class StepCounter:
-    """A post-hook of every optimizer. Counts the steps of the first optimizer that it sees."""
+    """A hook of every optimizer, after its steps. Counts the steps of the first optimizer that it sees."""
 
     def __init__(self, link: Link, faults: FaultPlan, first: Callable[[], None] = lambda: None) -> None:
         """first: called after the first step of this process, at any level."""
@@ -28,6 +28,7 @@ class StepCounter:
         self._faults = faults
         self._first: Callable[[], None] | None = first
         self._optimizer: int | None = None
+        self._has_begun: Callable[[], None] = lambda: None
         self._empty: int | None = None  # the first optimizer, if it had no state before its first step
         self._steps = 0
         self._last = time.perf_counter()
@@ -38,14 +39,29 @@ class StepCounter:
         self._generation = int(link.start.env.get("HOLDFAST_GENERATION", "0"))
         self._spent: list[Spent] = []
 
-    def before_the_first(self, optimizer: Any) -> None:
-        """Before the first step of any optimizer."""
+    def listen(self) -> Callable[[], None]:
+        """To all optimizers of torch's, from now on; returns what ends it."""
+        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+        before = register_optimizer_step_pre_hook(self._before_the_first)
+        after = register_optimizer_step_post_hook(self)
+        # Torch goes through the hooks before a step while it calls them, so that one of them must not remove itself.
+        self._has_begun = before.remove
+
+        def end() -> None:
+            before.remove()
+            after.remove()
+
+        return end
+
+    def _before_the_first(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._empty = None if optimizer.state else id(optimizer)
 
     def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """After one optimizer step."""
         if self._first is not None:
             first, self._first = self._first, None
+            self._has_begun()
             first()
         hold_process_groups()
         if self._link.page.generation:

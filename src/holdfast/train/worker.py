@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from holdfast import logs
 from holdfast.checkpoint import agent_link
@@ -197,7 +197,7 @@ def become(sock: socket.socket) -> int:
                 return
             other = changed(environment)
             link.send(m.Imported(imported(before), (*start.env, *other)[: m.MOST_MODULES]))
-            if "torch" in before and (late := ", ".join(filter(read_at_import, other))):
+            if "torch" in before and (late := ", ".join(filter(_unheeded, other))):
                 _log.warning(
                     "the script has changed %s, which torch read as it was imported, before this process became a worker: it is "
                     "not heeded. Set it where you start the job, or give --preload ''",
@@ -314,20 +314,20 @@ def _report(error: BaseException, link: Link) -> None:
     )
 
 
+def _unheeded(name: str) -> bool:
+    """A variable that the script has changed, too late. (Lightning writes the number of threads that it has set.)"""
+    import torch
+
+    return read_at_import(name) and not (
+        name == "OMP_NUM_THREADS" and os.environ.get(name) == str(torch.get_num_threads())
+    )
+
+
 def _count_steps(link: Link, faults: FaultPlan, first: Callable[[], None]) -> None:
     """Level 0: every optimizer step is a sign of progress, read from torch's own global hook."""
     if "torch" not in sys.modules:  # it started cold
         when_imported("torch.optim.optimizer", lambda: _count_steps(link, faults, first))
         return
-    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-
     from holdfast.train.level0_hook import StepCounter
 
-    counter = StepCounter(link, faults, first)
-
-    def before(optimizer: Any, args: Any, kwargs: Any) -> None:
-        handle.remove()
-        counter.before_the_first(optimizer)
-
-    handle = register_optimizer_step_pre_hook(before)
-    register_optimizer_step_post_hook(counter)
+    StepCounter(link, faults, first).listen()

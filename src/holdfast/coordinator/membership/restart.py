@@ -85,16 +85,10 @@ class Restart:
         cause = blame.cause if blame.traceback else failures.cause_of(message)
         # Whoever loses a connection that a peer closed says what it saw, and not who left.
         if message.code != -signal.SIGKILL and (early := _left_early(context, message.groups)):
-            _blame_for_leaving(context, early, causes.LeftEarly(str(cause)), blame)
-            return
-        # The restart is decided before the fault is judged: training goes on in any case, unless the verdict
-        # stops the job.
-        injected = _fault(context, [worker], worker.node, cause, raised=message.code > 0)
-        membership.blame = blame
-        if context.spec.max_restarts == 0:
-            context.request(StopJob("no restarts are allowed", "failed", blame))
-        elif not injected:
-            _judge(context, worker, policy.failure_signature(blame, message))
+            _left(context, early, causes.LeftEarly(str(cause)), blame)
+        else:
+            signature = policy.failure_signature(blame, message)
+            _failed(context, [worker], cause, blame, signature, raised=message.code > 0)
 
     def on_worker_lost(
         self, context: Context, worker: Worker, was: WorkerPhase, cause: Cause, message: m.Exited | None
@@ -137,7 +131,7 @@ class Restart:
             membership.look_again_s = context.now + LOOK_AGAIN * context.timing.detection_s
         elif membership.phase is JobPhase.RUNNING:
             if not culprits and (early := _left_early(context, None)):
-                _blame_for_leaving(context, early, causes.LeftEarly(), None)
+                _left(context, early, causes.LeftEarly(), Blame(cause=cause, log=early[0].log))
             else:
                 _take_out(context, culprits, cause)
 
@@ -329,17 +323,26 @@ def _left_early(context: Context, groups: Groups | None) -> list[Worker]:
     return found
 
 
-def _blame_for_leaving(context: Context, early: list[Worker], cause: Cause, seen: Blame | None) -> None:
-    """seen: how another one ended then, whose last words stay with the blame; None: it stood still."""
-    membership, first = context.state.membership, early[0]
-    injected = _fault(context, early, first.node, cause)
-    rank = membership.generation.rank_of(first.name) if membership.generation else None
-    words = seen or Blame(cause=cause, log=first.log)
-    blame = membership.blame = msgspec.structs.replace(words, cause=cause, rank=rank, node=first.node)
+def _left(context: Context, early: list[Worker], cause: Cause, seen: Blame) -> None:
+    """seen: what is known of how another one ended then, whose last words stay with the blame."""
+    first, generation = early[0], context.state.membership.generation
+    rank = generation.rank_of(first.name) if generation else None
+    blame = msgspec.structs.replace(seen, cause=cause, rank=rank, node=first.node)
+    _failed(context, early, cause, blame, "exit code 0")
+
+
+def _failed(
+    context: Context, workers: list[Worker], cause: Cause, blame: Blame, signature: str, raised: bool = False
+) -> None:
+    """All start again because of these, unless that is not allowed or the script's fault. raised: by an error."""
+    # The restart is decided before the fault is judged: training goes on in any case, unless the verdict
+    # stops the job.
+    injected = _fault(context, workers, workers[0].node, cause, raised)
+    context.state.membership.blame = blame
     if context.spec.max_restarts == 0:
         context.request(StopJob("no restarts are allowed", "failed", blame))
     elif not injected:
-        _judge(context, first, "exit code 0")
+        _judge(context, workers[0], signature)
 
 
 def _explain(context: Context, workers: list[Worker], node: str, cause: Cause) -> Incident | None:
