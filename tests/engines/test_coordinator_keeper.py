@@ -1,6 +1,7 @@
 """One coordinator at a time, for as long as the job lives."""
 
 import asyncio
+import errno
 import signal
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from holdfast.engines.coordinator_keeper import CoordinatorConfig, CoordinatorKeeper, Superseded, listen
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.protocol.job_options import Timing
+from holdfast.protocol.leadership import EXIT_NO_ROOM
 
 
 class Process:
@@ -33,7 +35,7 @@ class Process:
 class Job:
     """Its coordinators end with these codes, one after the other; None: when they are signalled."""
 
-    def __init__(self, tmp_path, monkeypatch, *codes, lifeline=None):
+    def __init__(self, tmp_path, monkeypatch, *codes, lifeline=None, files=None):
         self.processes, self.commands, self.notes = [], [], []
         codes = list(codes)
 
@@ -50,6 +52,7 @@ class Job:
             listener=listen("127.0.0.1", 0),
             term=3,
             lifeline=lifeline,
+            files=files or {},
         )
         self.begun = 0
         self.keeper = CoordinatorKeeper(config, lambda text, **more: self.notes.append(text), self.on_start)
@@ -115,3 +118,63 @@ def test_a_job_may_outlive_its_launcher(tmp_path, monkeypatch):
 def test_a_port_that_is_in_use_is_the_user_s_to_choose(tmp_path):
     with listen("127.0.0.1", 0) as taken, pytest.raises(UsageError, match="choose another --port"):
         listen("127.0.0.1", taken.getsockname()[1])
+
+
+def without_pauses(job):
+    """Its pauses are noted and not made."""
+    job.pauses = []
+
+    async def sleep(seconds):
+        job.pauses.append(seconds)
+
+    job.keeper._sleep = sleep
+    return job
+
+
+def test_a_full_disk_is_waited_for_as_long_as_it_takes_and_told_once(tmp_path, monkeypatch):
+    job = without_pauses(Job(tmp_path, monkeypatch, *[EXIT_NO_ROOM] * 20, 0)).run()
+    assert job.pauses == [1.0, 2.0] + [5.0] * 18
+    (note,) = job.notes
+    assert "the system refuses what it needs" in note
+    # With other ends in between, three in a row are still too many.
+    with pytest.raises(HoldfastError, match="ended 3 times with exit code 1"):
+        without_pauses(Job(tmp_path, monkeypatch, EXIT_NO_ROOM, 1, EXIT_NO_ROOM, 1, 1, 1)).run()
+
+
+def test_no_process_for_it_is_waited_for_too(tmp_path, monkeypatch):
+    job = without_pauses(Job(tmp_path, monkeypatch, -9, 0))
+    start, refusals = asyncio.create_subprocess_exec, [errno.EAGAIN, errno.ENOMEM, errno.EMFILE]
+
+    async def scarce(*command, **more):
+        if job.processes and refusals:
+            raise OSError(refusals.pop(), "not now")
+        return await start(*command, **more)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", scarce)
+    job.run()
+    assert (job.begun, job.pauses) == (2, [1.0, 2.0, 5.0])
+    assert job.notes[1].startswith(
+        "there is no coordinator: the system refuses what it needs (it cannot be started: not now)"
+    )
+
+
+def test_all_of_a_job_have_one_name(tmp_path, monkeypatch):
+    job = Job(tmp_path, monkeypatch, -9, 0).run()
+    names = [[word for word in command if str(word).startswith("--instance=")] for command, _ in job.commands]
+    assert names[0] == names[1] != []
+
+
+def test_a_file_that_is_gone_is_put_back_for_its_owner_alone(tmp_path, monkeypatch):
+    job = Job(tmp_path, monkeypatch, -9, 0, files={"token": b"secret", "spec.json": b"{}"})
+    (tmp_path / "spec.json").write_bytes(b"another")
+    job.run()
+    assert (tmp_path / "token").read_bytes() == b"secret"
+    assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "spec.json").read_bytes() == b"another"
+    assert job.notes[0] == f"{tmp_path / 'token'} was gone, and is put back"
+
+
+def test_what_cannot_be_put_back_is_told(tmp_path, monkeypatch):
+    (tmp_path / "folder").write_text("")
+    job = Job(tmp_path, monkeypatch, 0, files={"folder/token": b"secret"}).run()
+    assert job.notes == [f"{tmp_path / 'folder/token'} is gone, and cannot be put back: File exists"]

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from harness import TINY, finish, start, wait_for
 
 from holdfast.coordinator.service.store import Store
 from holdfast.engines.client import JobClient
+from holdfast.protocol.endpoint import read_endpoint
 
 STEPS = 150
 ROOM = "size=2g"
@@ -32,14 +33,18 @@ class Disk:
 
     def fill(self) -> None:
         """There is no room for another byte."""
-        now = os.statvfs(self.path)
-        self._resize(f"size={(now.f_blocks - now.f_bfree) * now.f_bsize}")
+        for _ in range(100):
+            now = os.statvfs(self.path)
+            with suppress(subprocess.CalledProcessError):  # more was written meanwhile
+                self._resize(f"size={(now.f_blocks - now.f_bfree) * now.f_bsize}")
+                return
+        raise AssertionError("it grows all the time")
 
     def make_room(self) -> None:
         self._resize(ROOM)
 
     def _resize(self, size: str) -> None:
-        subprocess.run(["mount", "-o", f"remount,{size}", str(self.path)], check=True)
+        subprocess.run(["mount", "-o", f"remount,{size}", str(self.path)], check=True, capture_output=True)
 
 
 @pytest.fixture
@@ -88,6 +93,7 @@ def test_a_full_disk_costs_no_step_and_no_node(tmp_path, disk, undisturbed):
     disk.make_room()
     ran = finish(process, tmp_path)
     assert ran.code == 0, ran.output[-3000:]
+    print(ran.output)
     assert ran.losses() == undisturbed.losses()
     assert ran.steps() == list(range(STEPS))
     assert ran.report["final"] == undisturbed.report["final"]
@@ -96,3 +102,31 @@ def test_a_full_disk_costs_no_step_and_no_node(tmp_path, disk, undisturbed):
     kinds = ran.kinds()
     assert (kinds.count("ledger-failed"), kinds.count("ledger-back")) == (1, 1)
     assert "the ledger can be written again" in ran.output
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "handing over"])
+def test_a_coordinator_that_is_replaced_while_the_disk_is_full(tmp_path, disk, number):
+    """The next one starts without room, and decides as soon as there is some. Nothing that trains ends meanwhile."""
+    job_dir = disk.path / "job"
+    process = start(tmp_path, "--nnodes", 3, "--spares", 1, TINY, 1_000_000, "--device-s", 0.02)
+    wait_for(process, "generation 1:")
+    asyncio.run(reaches(job_dir, 20))
+    pid = read_endpoint(job_dir).pid
+    disk.fill()
+    os.kill(pid, number)
+    wait_for(process, "the address cannot be written")
+    assert read_endpoint(job_dir).pid == pid  # the file is that of the one before, and good for this one
+    before = asyncio.run(step_of(job_dir))
+    disk.make_room()
+    wait_for(process, "the address could be written")
+    assert read_endpoint(job_dir).pid != pid
+    asyncio.run(reaches(job_dir, before + 20))
+    process.send_signal(signal.SIGINT)
+    ran = finish(process, tmp_path)
+    assert (ran.code, ran.report["outcome"]) == (0, "stopped"), ran.output[-3000:]
+    assert ran.report["steps"]["committed"] >= before + 20
+    assert ran.report["steps"]["lost"] == 0
+    assert [i["cause"] for i in ran.report["incidents"]] == ["the coordinator was lost"] * (
+        number == signal.SIGKILL
+    )

@@ -108,7 +108,7 @@ def link():
     ours, theirs = socket.socketpair()
     start = m.Start(
         worker="w", script="train.py", args=(), module=False, env={}, cwd=".", log="", page="", stacks="",
-        token_file="", host="127.0.0.1",
+        token="", host="127.0.0.1",
     )  # fmt: skip
     page = ProgressPage()
     link = Link(theirs, start, page, "token")

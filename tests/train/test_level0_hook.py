@@ -34,7 +34,7 @@ def agent():
             log="",
             page="",
             stacks="",
-            token_file="",
+            token="",
             host="127.0.0.1",
         ),
         page,

@@ -112,7 +112,7 @@ def coordinator():
     ours, theirs = socket.socketpair()
     start = m.Start(
         worker="w", script="", args=(), module=False, env={}, cwd="", log="", page="", stacks="",
-        token_file="", host="127.0.0.1",
+        token="", host="127.0.0.1",
     )  # fmt: skip
     page = ProgressPage()
     link = Link(ours, start, page, "token")

@@ -93,8 +93,7 @@ class Agent:
     def __init__(self, config: AgentConfig, zygote: Zygote | None = None) -> None:
         self._config = config
         self._session = uuid.uuid4().hex
-        self._token_file = config.job_dir / "token"
-        self._token = self._token_file.read_text().strip()
+        self._token = (config.job_dir / "token").read_text().strip()
         self._logs = config.job_dir / "logs" / config.node
         self._logs.mkdir(parents=True, exist_ok=True)
         self._pool = WarmPool(config.slots, config.preload, zygote, config.shared_machine)
@@ -443,7 +442,7 @@ class Agent:
                 log=str(worker.log),
                 page=worker.page.path,
                 stacks=str(worker.stacks),
-                token_file=str(self._token_file),
+                token=self._token,
                 host=config.host,
             )
         )

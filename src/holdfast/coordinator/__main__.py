@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import logging
 import os
+import secrets
 import select
 import socket
 import sqlite3
@@ -24,14 +25,15 @@ from holdfast.coordinator.service.store import own_ledger
 from holdfast.health.identity import identity
 from holdfast.protocol.authentication import BACKLOG
 from holdfast.protocol.job import JobSpec, Resume
-from holdfast.protocol.leadership import EXIT_SUPERSEDED
+from holdfast.protocol.leadership import EXIT_NO_ROOM, EXIT_SUPERSEDED
 from holdfast.protocol.sockets import listening, raise_descriptor_limit
 
 _log = logging.getLogger("holdfast.coordinator")
 
 
 def main() -> int:
-    """Serves until the job is over. Exit code 4: another took its place; 75: it hands over, see `server`."""
+    """Serves until the job is over. Exit code 4: another took its place; 74: the system refuses what it needs; 75: it hands over,
+    see `server`."""
     parser = argparse.ArgumentParser(prog="holdfast.coordinator")
     parser.add_argument("--job-dir", type=Path, required=True)
     listening = parser.add_mutually_exclusive_group(required=True)
@@ -49,6 +51,7 @@ def main() -> int:
         default=0,
         help="of the ledger, at agents: where it is on this machine alone, so that a later term can go on from one",
     )
+    parser.add_argument("--instance", default=secrets.token_hex(8), help="its name, see `protocol.endpoint`")
     parser.add_argument("--lifeline", type=int)
     parser.add_argument(
         "--pulse", type=int, help="a non-blocking pipe that tells the launcher that this process is alive"
@@ -56,6 +59,14 @@ def main() -> int:
     given = parser.parse_args()
     os.umask(0o077)
     raise_descriptor_limit()
+    try:
+        return _run(given)
+    except OSError as error:
+        sys.stderr.write(f"holdfast: the coordinator cannot start: {error}\n")
+        return EXIT_NO_ROOM
+
+
+def _run(given: argparse.Namespace) -> int:
     spec = msgspec.json.decode((given.job_dir / "spec.json").read_bytes(), type=JobSpec)
     resume = msgspec.json.decode((given.job_dir / "resume.json").read_bytes(), type=Resume)
     # A file of its own for each term: machines that cannot see each other must not append to the same one.
@@ -72,6 +83,10 @@ def main() -> int:
     except Superseded as error:
         _log.warning("%s; this one ends", error)
         return EXIT_SUPERSEDED
+    except OSError as error:
+        # It says nothing about the next attempt: a disk may have room again, a folder be back.
+        _log.exception("the coordinator cannot go on: %s", error)
+        return EXIT_NO_ROOM
     except Exception:  # noqa: BLE001 - the process ends, and its log is where people look for the reason
         _log.exception("the coordinator broke")
         return 1
@@ -96,6 +111,7 @@ async def _serve(given: argparse.Namespace, spec: JobSpec, resume: Resume) -> No
             token=(given.job_dir / "token").read_text().strip(),
             nodes=spec.max_nodes + spec.spares,
             orphan_s=spec.timing.orphan_s,
+            instance=given.instance,
         )
     coordinator = _take_up(given, spec, resume)
     if coordinator is None:
@@ -105,7 +121,7 @@ async def _serve(given: argparse.Namespace, spec: JobSpec, resume: Resume) -> No
     if given.pulse is not None:
         beat(given.pulse, spec.timing.heartbeat_s / 2)
     with short_searches():
-        await coordinator.serve(listener, given.host, given.lifeline)
+        await coordinator.serve(listener, given.host, given.lifeline, given.instance)
 
 
 def _take_up(given: argparse.Namespace, spec: JobSpec, resume: Resume) -> Coordinator | None:

@@ -6,10 +6,11 @@ import asyncio
 import errno
 import logging
 import os
+import secrets
 import signal
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -17,12 +18,14 @@ from holdfast.engines.pulse import Silence, has_spoken, look
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.protocol.authentication import BACKLOG
 from holdfast.protocol.job_options import Timing
-from holdfast.protocol.leadership import EXIT_HANDED_OVER, EXIT_SUPERSEDED
+from holdfast.protocol.leadership import EXIT_HANDED_OVER, EXIT_NO_ROOM, EXIT_SUPERSEDED
 from holdfast.protocol.python import python_module
 from holdfast.protocol.sockets import host_and_port, listening
 
 _log = logging.getLogger(__name__)
 ATTEMPTS = 3
+PAUSES_S = 1.0, 2.0, 5.0
+"""Before another attempt, where the system refuses what a coordinator needs; the last one again and again."""
 
 
 class Superseded(HoldfastError):
@@ -54,6 +57,11 @@ class CoordinatorConfig:
     """Of the ledger, at agents; 0: it is in a folder that outlives this machine, or the job does not."""
     lifeline: int | None = None
     """A pipe whose end says that the launcher is gone, which ends the job; None: the job outlives its launcher."""
+    files: dict[str, bytes] = field(default_factory=dict)
+    """By name, what a coordinator reads in the job's folder. A file that is gone is put back before one starts."""
+    instance: str = field(default_factory=lambda: secrets.token_hex(8))
+    """The name of all of them: they share an address, so whoever knows the first finds the next, also where the folder cannot be
+    written."""
 
 
 class CoordinatorKeeper:
@@ -65,10 +73,13 @@ class CoordinatorKeeper:
         self._coordinator: asyncio.subprocess.Process | None = None
         self._pulse = -1
         self._leave_by: signal.Signals | None = None
+        self._refusals = 0
+        self._sleep = asyncio.sleep
 
     async def start(self) -> None:
         """Starts one. Call it once: the others follow by themselves."""
         config = self._config
+        self._put_back()
         self._close_pulse()
         self._pulse, pulse = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         lifelines = () if config.lifeline is None else (config.lifeline,)
@@ -80,6 +91,7 @@ class CoordinatorKeeper:
                 f"--listen-fd={config.listener.fileno()}",
                 f"--term={config.term}",
                 f"--copies={config.copies}",
+                f"--instance={config.instance}",
                 *(f"--lifeline={fd}" for fd in lifelines),
                 f"--pulse={pulse}",
                 pass_fds=(*config.inherited, *lifelines, config.listener.fileno(), pulse),
@@ -111,13 +123,58 @@ class CoordinatorKeeper:
                 raise Superseded("another coordinator runs the job")
             # A coordinator that was killed by a signal, or asked to hand over, says nothing about the next one.
             # One that ends by itself three times in a row would do so for ever.
-            handed_over = code == EXIT_HANDED_OVER
-            failures = failures + 1 if code > 0 and not handed_over else 0
+            handed_over, refused = code == EXIT_HANDED_OVER, code == EXIT_NO_ROOM
+            failures = failures + 1 if code > 0 and not handed_over and not refused else 0
             if failures >= ATTEMPTS:
                 raise HoldfastError(f"the coordinator ended {failures} times with exit code {code}")
-            how = "hands over; starting another" if handed_over else "ended; starting it again"
-            self._note(f"the coordinator {how}", code=code)
-            await self.start()
+            if refused:
+                await self._wait_for_room("see the line above, or logs/coordinator.log")
+            else:
+                how = "hands over; starting another" if handed_over else "ended; starting it again"
+                self._note(f"the coordinator {how}", code=code)
+            if not await self._start_again():
+                return
+
+    async def _start_again(self) -> bool:
+        """Starts the next one, as soon as this machine has a process, memory and descriptors for it. False: none is wanted any
+        more."""
+        while self._leave_by is None:
+            try:
+                await self.start()
+            except OSError as error:
+                await self._wait_for_room(f"it cannot be started: {error.strerror}")
+            else:
+                return True
+        return False
+
+    async def _wait_for_room(self, why: str) -> None:
+        # Training goes on meanwhile, and would end with this process. So there is no last attempt.
+        if self._refusals == 0:
+            self._note(
+                f"there is no coordinator: the system refuses what it needs ({why}). What trains goes on; the coordinator is "
+                "started again until it succeeds"
+            )
+        pause_s = PAUSES_S[min(self._refusals, len(PAUSES_S) - 1)]
+        self._refusals += 1
+        await self._sleep(pause_s)
+
+    def _put_back(self) -> None:
+        for name, content in self._config.files.items():
+            path = self._config.job_dir / name
+            if path.exists():
+                continue
+            try:
+                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                work = path.with_name(f".{path.name}.{os.getpid()}")
+                # For its owner alone from the first moment: one of them is the token.
+                fd = os.open(work, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+                with os.fdopen(fd, "wb") as out:
+                    out.write(content)
+                work.replace(path)
+            except OSError as error:
+                self._note(f"{path} is gone, and cannot be put back: {error.strerror}")
+            else:
+                self._note(f"{path} was gone, and is put back")
 
     def hand_over(self) -> None:
         """Asks the coordinator to leave the job to one that somebody else starts; `keep` returns."""
@@ -159,7 +216,9 @@ class CoordinatorKeeper:
         silence = Silence(self._config.timing)
         while (why := silence.verdict()) is None:
             await asyncio.sleep(silence.every_s)  # silence is no event
-            silence.looked(has_spoken(self._pulse), look(coordinator.pid))
+            if spoke := has_spoken(self._pulse):
+                self._refusals = 0
+            silence.looked(spoke, look(coordinator.pid))
         self._note(f"killing the coordinator: {why}", pid=coordinator.pid)
         if coordinator.returncode is None:
             # SIGKILL: a process that is stopped does not act on any other signal. The next coordinator goes

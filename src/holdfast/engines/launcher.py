@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -101,6 +102,7 @@ class Launcher(ABC):
                 term=self.term,
                 inherited=self.inherited,
                 lifeline=self._lifeline,
+                files=self._files(),
             )
             # Before the coordinator starts: it reads the token that is made here.
             self._port = self._listener.getsockname()[1]
@@ -130,6 +132,14 @@ class Launcher(ABC):
         finally:
             await self.close()
         return report
+
+    def _files(self) -> dict[str, bytes]:
+        """Without which no coordinator starts. This process keeps them: the job need not end because somebody deletes one."""
+        found = {}
+        for name in ("spec.json", "resume.json", "token", "identity"):
+            with suppress(FileNotFoundError):
+                found[name] = (self.job_dir / name).read_bytes()
+        return found
 
     def _on_coordinator(self) -> None:
         """Each coordinator is told what it has to know, and what the one before it may have heard and not written."""

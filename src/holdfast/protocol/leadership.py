@@ -16,6 +16,9 @@ FOLDER = "claims"
 
 EXIT_SUPERSEDED = 4
 """Exit code of a coordinator whose place another one has taken: its launcher starts none in its place."""
+EXIT_NO_ROOM = 74
+"""Of one that the system refused something: a disk that is full, a folder that is away, no memory (EX_IOERR of sysexits.h).
+Another is started as soon as there may be room."""
 EXIT_HANDED_OVER = 75
 """Of one that was asked to go (EX_TEMPFAIL of sysexits.h): another is to be started, and the job has not noticed."""
 

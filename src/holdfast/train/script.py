@@ -44,7 +44,7 @@ def settle(log: str) -> None:
     """
     # Straight into the worker's log, so that no last word is lost with a pipe. The streams are those that Python has made
     # at the start of this process's ancestor, by PYTHONIOENCODING and the locale, and they keep nothing back.
-    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    fd = open_log(log)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)
@@ -56,6 +56,21 @@ def settle(log: str) -> None:
     # A fork leaves it at the number of the parent's thread.
     if hasattr(main := threading.main_thread(), "_set_native_id"):
         main._set_native_id()
+
+
+def open_log(path: str) -> int:
+    """A descriptor of a file of this worker's, to append to. Where its folder is gone it is made again; where the file system
+    refuses that, what is written goes nowhere, and the worker trains on."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+    try:
+        Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return os.open(path, flags, 0o600)
+    except OSError as error:
+        with suppress(OSError):
+            sys.stderr.write(
+                f"holdfast: {path} cannot be written, and this worker has no log: {error.strerror}\n"
+            )
+        return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
 
 def run(script: str, args: Sequence[str], module: bool) -> None:

@@ -116,7 +116,7 @@ def alone() -> Attachment:
         log="",
         page=page.path,
         stacks="",
-        token_file="",
+        token="",
         host="127.0.0.1",
     )
     link = Link(ours, start, page, "alone")
@@ -170,10 +170,10 @@ def become(sock: socket.socket) -> int:
     )
     page = ProgressPage(start.page)
     page.enter(Phase.STARTUP)
-    with Path(start.stacks).open("w") as stacks:
+    with os.fdopen(script.open_log(start.stacks), "w") as stacks:
         faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True, chain=False)
         faulthandler.enable()
-        link = Link(sock, start, page, Path(start.token_file).read_text().strip())
+        link = Link(sock, start, page, start.token)
         link.on_stacks = partial(faulthandler.dump_traceback, stacks)
         faults = FaultPlan(link)
         # A data loader's child inherits the socket. Two readers on one connection would each get half of the

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import secrets
 import socket
 import sqlite3
 from contextlib import closing, suppress
@@ -285,11 +284,17 @@ class Restored:
 
 
 async def gather(
-    listener: socket.socket, *, host: str, term: int, job_dir: Path, token: str, nodes: int, orphan_s: float
+    listener: socket.socket,
+    *,
+    host: str,
+    term: int,
+    job_dir: Path,
+    token: str,
+    nodes: int,
+    orphan_s: float,
+    instance: str,
 ) -> bool:
     """See `Gathering.run`. nodes: of the job, with its spares."""
-    where = Endpoint(
-        host=host, port=listener.getsockname()[1], pid=os.getpid(), instance=secrets.token_hex(8), term=term
-    )
+    where = Endpoint(host=host, port=listener.getsockname()[1], pid=os.getpid(), instance=instance, term=term)
     choice = Choice(nodes=nodes, orphan_s=orphan_s, began_s=asyncio.get_running_loop().time())
     return await Gathering(job_dir=job_dir, token=token, where=where, choice=choice).run(listener)

@@ -45,7 +45,7 @@ from holdfast.coordinator.service.step_summary import StepSummary
 from holdfast.coordinator.service.store import KEEPERS, Store, own_ledger
 from holdfast.coordinator.service.watchers import Watchers
 from holdfast.protocol import ledger
-from holdfast.protocol.endpoint import Endpoint, write_endpoint
+from holdfast.protocol.endpoint import Endpoint, read_endpoint, write_endpoint
 from holdfast.protocol.job import JobDescription, JobSpec, Resume
 from holdfast.protocol.leadership import EXIT_HANDED_OVER, EXIT_SUPERSEDED, LOOK_S, newest_term
 from holdfast.protocol.scrape_token import read_scrape_token
@@ -55,6 +55,9 @@ from holdfast.web.sessions import Sessions
 _log = logging.getLogger(__name__)
 LINGER_S = 15.0
 """For whoever looked on and has to find this coordinator anew: by the API server, through its proxy."""
+
+PUBLISH_S = 2.0
+"""How often the address in the job's folder is looked at. A network's file system has no event for what others delete."""
 
 
 class Coordinator:
@@ -146,12 +149,15 @@ class Coordinator:
         """How the job ended; None while it runs."""
         return self._core.state.membership.outcome
 
-    async def serve(self, listener: socket.socket, host: str, lifeline: int | None = None) -> None:
+    async def serve(
+        self, listener: socket.socket, host: str, lifeline: int | None = None, instance: str = ""
+    ) -> None:
         """Serves until the job is over.
 
         Args:
             listener: where others connect already. host: by which they reach it.
             lifeline: a pipe whose end says that the launcher is gone.
+            instance: its name, see `protocol.endpoint`; empty: one is made up.
         """
         # Before anything is answered or written: another machine took over while this process was starting.
         if newest_term(self._job_dir) > self._term:
@@ -161,7 +167,7 @@ class Coordinator:
             host=host,
             port=listener.getsockname()[1],
             pid=os.getpid(),
-            instance=secrets.token_hex(8),
+            instance=instance or secrets.token_hex(8),
             term=self._term,
         )
         scrape_token = read_scrape_token(self._job_dir)
@@ -188,7 +194,7 @@ class Coordinator:
         # where the job stands.
         self._take_over()
         _log.info("serving", extra={"url": where.url, "resumed": self._resumed, "seq": self._loop.seq})
-        write_endpoint(self._job_dir, where)
+        unwritten = self._write_where(where)
         assert runner.server is not None
         entrance = Entrance(
             listener, self._token, where, runner.server, scrape_token=scrape_token, sessions=page.sessions
@@ -201,6 +207,7 @@ class Coordinator:
         loop.add_signal_handler(signal.SIGTERM, self._on_sigterm)
         if lifeline is not None:
             loop.add_reader(lifeline, self._launcher_gone, lifeline)
+        publishing = asyncio.create_task(self._keep_published(where, unwritten))
         watching = asyncio.create_task(self._watch_term()) if self._term else None
         over = asyncio.create_task(self._loop.over.wait())
         leaves = asyncio.create_task(self._leaves.wait())
@@ -212,6 +219,7 @@ class Coordinator:
         if self._leaves.is_set() and not self._loop.over.is_set():
             await self._hand_over(entrance, deciding)
         leaves.cancel()
+        publishing.cancel()
         if watching is not None:
             watching.cancel()
         if self.superseded:
@@ -231,6 +239,32 @@ class Coordinator:
         # Last of all, since everything above may still write an entry.
         if not await self._ledger.close(0.0 if self._loop.unwritten else LAST_S):
             _log.error("the ledger's last entries are lost: %s", self._ledger.why)
+
+    def _write_where(self, where: Endpoint) -> OSError | None:
+        """Puts the address into the job's folder, unless it is there. Returns why it could not."""
+        try:
+            there = read_endpoint(self._job_dir)
+            if there is None or (there != where and there.term <= where.term):
+                write_endpoint(self._job_dir, where)
+        except OSError as error:
+            return error
+        return None
+
+    async def _keep_published(self, where: Endpoint, why: OSError | None) -> None:
+        """A folder that is full or away is tried again, and a file that somebody deleted is put back: commands and agents that come
+        later find the job by it. why: the first attempt failed."""
+        told = False
+        while True:
+            if why is not None and not told:
+                _log.error(
+                    "the address cannot be written, so commands do not find this job: %s; it is tried again",
+                    why,
+                )
+            if why is None and told:
+                _log.warning("the address could be written")
+            told = why is not None
+            await asyncio.sleep(PUBLISH_S)
+            why = await self._folder.do(self._write_where, where)
 
     async def _watch_term(self) -> None:
         """Looks whether another took over: see `protocol.leadership`. The folder may hang without this process doing so."""

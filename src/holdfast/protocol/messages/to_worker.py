@@ -12,7 +12,8 @@ from holdfast.protocol.notices import Notice
 from holdfast.protocol.snapshots import Copy, DurableTier, Holder, Key
 
 
-# The token is passed as a file's name: an argument or a variable could be read by every user of the machine.
+# The token comes by this socket, which only the two processes have: an argument or a variable could be read by every user of
+# the machine, and a file be gone.
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     """What a warm process becomes."""
 
@@ -30,8 +31,8 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     """Path of its progress page."""
     stacks: str
     """Path of the file that its stacks are written to."""
-    token_file: str
-    """Path of the file with the job's token."""
+    token: str
+    """The job's."""
     host: str
     """Where other nodes reach this one."""
 
