@@ -70,11 +70,14 @@ class Reach(Protocol):
 class FolderReach:
     """By the job's folder, which has the coordinator's address and the token."""
 
-    def __init__(self, job_dir: Path) -> None:
+    def __init__(self, job_dir: Path, token: str = "") -> None:
+        """token: of a job that this process runs; empty: it is read in the folder."""
         self._job_dir = job_dir
-        self._token = ""
+        self._token, self._ours = token, bool(token)
 
     async def __aenter__(self) -> FolderReach:
+        if self._ours:
+            return self
         try:
             self._token = read_stored_text(
                 self._job_dir / "token",
@@ -89,13 +92,13 @@ class FolderReach:
 
     async def is_running(self) -> bool:
         """See `Reach`."""
-        return jobs.is_running(self._job_dir)
+        return self._ours or jobs.is_running(self._job_dir)
 
     def _where(self) -> Endpoint | None:
         """None while the coordinator is still starting."""
         # Asked before every attempt. The address in the folder outlives the coordinator, and another program
         # may listen there now.
-        if not jobs.is_running(self._job_dir):
+        if not self._ours and not jobs.is_running(self._job_dir):
             name = self._job_dir.name
             raise NoAnswer(
                 f"the job {name!r} is not running; `holdfast report --job {name}` shows what it did"

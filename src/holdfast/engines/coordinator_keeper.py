@@ -24,6 +24,8 @@ from holdfast.protocol.sockets import host_and_port, listening
 
 _log = logging.getLogger(__name__)
 ATTEMPTS = 3
+GUARD_S = 2.0
+"""How often the files of the job's folder are looked for. A network's file system has no event for what others delete."""
 PAUSES_S = 1.0, 2.0, 5.0
 """Before another attempt, where the system refuses what a coordinator needs; the last one again and again."""
 
@@ -58,7 +60,9 @@ class CoordinatorConfig:
     lifeline: int | None = None
     """A pipe whose end says that the launcher is gone, which ends the job; None: the job outlives its launcher."""
     files: dict[str, bytes] = field(default_factory=dict)
-    """By name, what a coordinator reads in the job's folder. A file that is gone is put back before one starts."""
+    """By name, what others read in the job's folder. A file that is gone is put back."""
+    relock: Callable[[], str] = str
+    """Called together with that: see `JobFolder.relock`."""
     instance: str = field(default_factory=lambda: secrets.token_hex(8))
     """The name of all of them: they share an address, so whoever knows the first finds the next, also where the folder cannot be
     written."""
@@ -74,12 +78,14 @@ class CoordinatorKeeper:
         self._pulse = -1
         self._leave_by: signal.Signals | None = None
         self._refusals = 0
+        self._lost: set[Path] = set()
         self._sleep = asyncio.sleep
 
     async def start(self) -> None:
         """Starts one. Call it once: the others follow by themselves."""
         config = self._config
-        self._put_back()
+        for told in self._put_back():
+            self._note(told)
         self._close_pulse()
         self._pulse, pulse = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         lifelines = () if config.lifeline is None else (config.lifeline,)
@@ -158,7 +164,16 @@ class CoordinatorKeeper:
         self._refusals += 1
         await self._sleep(pause_s)
 
-    def _put_back(self) -> None:
+    async def _guard_files(self) -> None:
+        """Puts back what somebody deletes: also nodes that come later, and commands, read these files."""
+        while True:
+            # On a thread: the folder may hang, and this process must not.
+            for told in await asyncio.to_thread(self._put_back):
+                self._note(told)
+            await asyncio.sleep(GUARD_S)
+
+    def _put_back(self) -> list[str]:
+        told = [done] if (done := self._config.relock()) else []
         for name, content in self._config.files.items():
             path = self._config.job_dir / name
             if path.exists():
@@ -172,9 +187,13 @@ class CoordinatorKeeper:
                     out.write(content)
                 work.replace(path)
             except OSError as error:
-                self._note(f"{path} is gone, and cannot be put back: {error.strerror}")
+                if path not in self._lost:
+                    told.append(f"{path} is gone, and cannot be put back: {error.strerror}")
+                self._lost.add(path)
             else:
-                self._note(f"{path} was gone, and is put back")
+                self._lost.discard(path)
+                told.append(f"{path} was gone, and is put back")
+        return told
 
     def hand_over(self) -> None:
         """Asks the coordinator to leave the job to one that somebody else starts; `keep` returns."""
@@ -201,6 +220,7 @@ class CoordinatorKeeper:
         """Waits for the coordinator's end. One that is stopped or hangs is killed."""
         ended = asyncio.create_task(coordinator.wait())
         watching = asyncio.create_task(self._end_if_hung(coordinator))
+        guarding = asyncio.create_task(self._guard_files())
         try:
             # The watcher may fail, for example where /proc cannot be read. The job does not need it, so its
             # failure is noted and the coordinator is still waited for.
@@ -210,6 +230,7 @@ class CoordinatorKeeper:
             return await ended
         finally:
             watching.cancel()
+            guarding.cancel()
             ended.cancel()
 
     async def _end_if_hung(self, coordinator: asyncio.subprocess.Process) -> None:

@@ -255,6 +255,26 @@ class JobFolder:
                 f"the job's folder cannot be made: {why}; remove it, or set HOLDFAST_HOME"
             ) from None
         self.lock = self._lock(name) if here else -1
+        self._locks = [self.lock]
+
+    def relock(self) -> str:
+        """Locks the job anew where the file of its lock is gone: another launcher of the job would else find it free. Returns what was
+        done; empty: nothing was to be done."""
+        path = self.path / "lock"
+        if not self._locks:
+            return ""
+        try:
+            if os.path.samestat(path.stat(), os.fstat(self._locks[-1])):
+                return ""
+        except FileNotFoundError:
+            pass
+        except OSError:
+            return ""  # the folder is away
+        try:
+            self._locks.append(self._lock(self.path.name))
+        except (OSError, UsageError):
+            return ""
+        return f"{path} was gone, and is put back"
 
     def _lock(self, name: str) -> int:
         # The descriptor is inherited by the coordinator. The job counts as running until the launcher and the
@@ -345,6 +365,7 @@ class JobFolder:
 
     def close(self) -> None:
         """Gives the lock back."""
-        if self.lock >= 0:
-            os.close(self.lock)
-            self.lock = -1
+        while self._locks:
+            if (lock := self._locks.pop()) >= 0:
+                os.close(lock)
+        self.lock = -1

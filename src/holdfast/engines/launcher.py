@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from urllib.parse import urlencode
 import msgspec
 
 from holdfast.engines.base import Engine
-from holdfast.engines.client import Announcement, JobClient
+from holdfast.engines.client import Announcement, FolderReach, JobClient
 from holdfast.engines.coordinator_keeper import CoordinatorConfig, CoordinatorKeeper, Superseded, listen
 from holdfast.engines.scraping import publish, withdraw
 from holdfast.engines.shown import Shown, View
@@ -47,11 +48,13 @@ class Launcher(ABC):
     Attributes:
         host, port: where the coordinator listens. term: see `protocol.leadership`.
         inherited: file descriptors that the coordinator keeps open.
+        relock: see `CoordinatorConfig`.
     """
 
     host = "127.0.0.1"
     term = 0
     inherited: tuple[int, ...] = ()
+    relock: Callable[[], str] = str
 
     def __init__(self, spec: JobSpec, job_dir: Path, view: View, port: int = 0) -> None:
         self.spec, self.job_dir, self.port = spec, job_dir, port
@@ -63,6 +66,7 @@ class Launcher(ABC):
         self._keeper: CoordinatorKeeper | None = None
         self._listener: socket.socket | None = None
         self._port: int | None = None
+        self._token = ""
         # The write end is held by this process alone and nothing is ever written. When the process ends, in
         # whatever way, the kernel closes it, and all that hold the read end know.
         self._lifeline, self._held = os.pipe()
@@ -94,6 +98,8 @@ class Launcher(ABC):
             # First, because a port that is in use is the user's mistake and nothing has been started yet.
             self._listener = listen(self.host, self.port)
             self.engine = await self.open()
+            files = self._files()
+            self._token = files["token"].decode().strip()
             config = CoordinatorConfig(
                 job_dir=self.job_dir,
                 timing=self.spec.timing,
@@ -102,7 +108,8 @@ class Launcher(ABC):
                 term=self.term,
                 inherited=self.inherited,
                 lifeline=self._lifeline,
-                files=self._files(),
+                files=files,
+                relock=self.relock,
             )
             # Before the coordinator starts: it reads the token that is made here.
             self._port = self._listener.getsockname()[1]
@@ -159,7 +166,7 @@ class Launcher(ABC):
             self.view.note(f"page: holdfast ui --job {self.spec.name}")
             return
         try:
-            async with JobClient(self.job_dir) as client:
+            async with self._client() as client:
                 code = (await client.post(f"{CODE_PATH}?role=view", repeat=True))["code"]
         except UsageError as error:
             _log.info("no link to the page: %s", error)
@@ -173,7 +180,7 @@ class Launcher(ABC):
             )
 
     async def _watch(self) -> None:
-        async with JobClient(self.job_dir) as client:
+        async with self._client() as client:
             async for announcement in client.watch():
                 self.on_announcement(announcement)
 
@@ -214,7 +221,7 @@ class Launcher(ABC):
 
     async def _tell_done(self, done: OrderDone) -> None:
         try:
-            async with JobClient(self.job_dir) as client:
+            async with self._client() as client:
                 await client.post("/engine", msgspec.json.encode(done).decode(), repeat=True)
         except UsageError as error:
             # Told again when a coordinator announces the order again. At the end of the job nobody does.
@@ -317,11 +324,15 @@ class Launcher(ABC):
         task.add_done_callback(self._tasks.discard)
 
     async def _ask(self, path: str, body: str = "") -> None:
-        async with JobClient(self.job_dir) as client:
-            try:
+        try:
+            async with self._client() as client:
                 await client.post(path, body, repeat=True)
-            except UsageError as error:
-                self.note(str(error))
+        except UsageError as error:
+            self.note(str(error))
+
+    def _client(self) -> JobClient:
+        """To this job, whatever becomes of the files by which others find it."""
+        return JobClient(self.job_dir, FolderReach(self.job_dir, self._token))
 
     async def abandon(self) -> None:
         """Stops acting for the job at once, because another launcher has it."""

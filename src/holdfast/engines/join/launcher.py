@@ -23,6 +23,7 @@ class JoinLauncher(Launcher):
         super().__init__(spec, folder.path, view, port)
         self._folder, self._markers = folder, ExitStack()
         self.inherited = (folder.lock,)  # as in LocalLauncher
+        self.relock = folder.relock
         self.host = spec.ssh.address or _reachable_address()
 
     async def open(self) -> Engine:

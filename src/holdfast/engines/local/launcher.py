@@ -19,6 +19,7 @@ class LocalLauncher(Launcher):
         # The coordinator holds the lock as well, so that a job whose launcher was killed still counts as
         # running.
         self.inherited = (folder.lock,)
+        self.relock = folder.relock
 
     async def open(self) -> Engine:
         """Prepares the job's folder."""

@@ -29,6 +29,7 @@ class SshLauncher(Launcher):
         self.inherited = (
             folder.lock,
         )  # as in LocalLauncher: a job whose launcher was killed still counts as running
+        self.relock = folder.relock
         options = spec.ssh
         self._problems: dict[str, str] = {}
         self._ssh_engine = SshEngine(
