@@ -236,12 +236,11 @@ def _show(
         path.write_bytes(text)
     if write_as(report, False, output):
         return
-    from rich.console import Console
-
     from holdfast.observe.checks import checks_table
+    from holdfast.observe.tables import PrintableConsole
 
-    usual = min(WIDTH, Console().width) if sys.stdout.isatty() else WIDTH
-    console = Console(width=width_of(output, usual), highlight=False)
+    usual = min(WIDTH, PrintableConsole().width) if sys.stdout.isatty() else WIDTH
+    console = PrintableConsole(width=width_of(output, usual), highlight=False)
     console.print(checks_table(results, conditions))
     for node, condition in conditions.items():
         console.print(f"{node}: {condition.value}", soft_wrap=True)

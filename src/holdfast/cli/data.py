@@ -230,7 +230,6 @@ class _Bar:
 
 
 def _rich_bar() -> Progress:
-    from rich.console import Console
     from rich.progress import (
         BarColumn,
         DownloadColumn,
@@ -240,12 +239,14 @@ def _rich_bar() -> Progress:
         TransferSpeedColumn,
     )
 
+    from holdfast.observe.tables import PrintableConsole
+
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
-        console=Console(stderr=True),
+        console=PrintableConsole(stderr=True),
         transient=True,
     )

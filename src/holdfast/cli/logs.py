@@ -149,6 +149,11 @@ async def _follow(
 
 
 def _write_plain(label: str, lines: bytes) -> None:
+    # On a terminal a log shows what would control it. A file or a pipe gets the bytes.
+    if sys.stdout.isatty():
+        from holdfast.observe.printable import printable
+
+        lines = printable(lines.decode(errors="backslashreplace"), colours=True).encode()
     sys.stdout.buffer.write(lines)
     sys.stdout.buffer.flush()
 

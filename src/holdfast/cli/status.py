@@ -67,12 +67,15 @@ def stored_status(folder: Path) -> dict[str, Any]:
 
 
 def _show(shown: dict[str, Any], output: Format | None) -> None:
-    from rich.console import Console
-
     from holdfast.observe.dashboard import board, headline
+    from holdfast.observe.tables import PrintableConsole
 
     wide = output is Format.WIDE
-    console = Console() if sys.stdout.isatty() and not wide else Console(width=width_of(output, WIDTH))
+    console = (
+        PrintableConsole()
+        if sys.stdout.isatty() and not wide
+        else PrintableConsole(width=width_of(output, WIDTH))
+    )
     if shown["running"]:
         few = console.is_terminal and not wide
         console.print(board(shown, rows=max(8, console.height - 12) if few else 10_000))

@@ -28,6 +28,8 @@ def why(
     folder = jobs.existing(job)
     with ledger(folder) as store:
         entries: list[dict[str, Any]] = [msgspec.structs.asdict(e) for e in store.events()]
+    from holdfast.observe.printable import printable
+
     numbers = [e["fields"]["id"] for e in entries if e["kind"] == "incident-opened"]
     if incident is None:
         _list(entries, unheeded(entries), as_json)
@@ -39,10 +41,11 @@ def why(
     if as_json:
         write_json({"incident": incident, "story": lines})
     else:
-        sys.stdout.write("\n".join(lines) + "\n")
+        sys.stdout.write("\n".join(map(printable, lines)) + "\n")
 
 
 def _list(entries: list[dict[str, Any]], ignored: list[str], as_json: bool) -> None:
+    from holdfast.observe.printable import printable
     from holdfast.protocol.health import remedy_text
 
     causes = {e["fields"]["id"]: e["fields"] for e in entries if e["kind"] == "incident-opened"}
@@ -65,6 +68,6 @@ def _list(entries: list[dict[str, Any]], ignored: list[str], as_json: bool) -> N
     for number, cause in causes.items():
         told = f" -> {remedy_text(decided[number]['does'])}" if number in decided else ""
         where = f"{cause['node']}: " if cause.get("node") else ""
-        sys.stdout.write(f"{number:4}  {where}{cause['cause']}{told}\n")
+        sys.stdout.write(printable(f"{number:4}  {where}{cause['cause']}{told}") + "\n")
     if ignored:
         sys.stdout.write("\nRules on trial:\n" + "\n".join(ignored) + "\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from holdfast.observe.printable import printable
 from holdfast.protocol import ledger
 from holdfast.protocol.ledger.base import LINE_WIDTH
 from holdfast.protocol.units import clip_words
@@ -23,7 +24,7 @@ def event_line(entry: Mapping[str, Any], everything: bool = False, width: int = 
     else:
         line = "" if event.ROUTINE and not everything else event.sentence()
     paths = event.paths() if event is not None else ()
-    return clip_words(line or (_as_written(kind, fields) if everything else ""), width, paths)
+    return printable(clip_words(line or (_as_written(kind, fields) if everything else ""), width, paths))
 
 
 def _is_routine(kind: str) -> bool:

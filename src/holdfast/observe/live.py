@@ -7,14 +7,16 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
 from holdfast.observe.dashboard import board, steps_done
 from holdfast.observe.event_text import event_line
+from holdfast.observe.printable import printable
 from holdfast.observe.progress import progress_line
 from holdfast.observe.rate import Rate
+from holdfast.observe.tables import PrintableConsole
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.units import clock
 
@@ -34,16 +36,16 @@ _EVENT_STYLES = {
 }
 
 
-def terminal(stream: TextIO) -> Console | None:
+def terminal(stream: TextIO) -> PrintableConsole | None:
     """A console that can draw over itself; None when the stream is no such terminal."""
-    console = Console(file=stream)
+    console = PrintableConsole(file=stream)
     return console if console.is_terminal and not console.is_dumb_terminal else None
 
 
 class LiveView:
     """Events and rank 0's output scroll by above a picture of ranks, nodes and incidents."""
 
-    def __init__(self, spec: JobSpec, job_dir: Path, console: Console) -> None:
+    def __init__(self, spec: JobSpec, job_dir: Path, console: PrintableConsole) -> None:
         self._spec, self._job_dir, self._console = spec, job_dir, console
         self._began_s = time.monotonic()
         self._status: dict[str, Any] | None = None
@@ -104,7 +106,7 @@ class LiveView:
             # A progress bar rewrites its line after a carriage return. Only what stood there last is shown:
             # the returns would move the cursor into the picture below.
             text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
-            self._console.print(Text.from_ansi(text), soft_wrap=True)
+            self._console.print(Text.from_ansi(printable(text, colours=True)), soft_wrap=True)
 
     def note(self, text: str) -> None:
         """Something about the launcher itself."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from holdfast.observe.dashboard import steps_done
 from holdfast.observe.event_text import event_line
+from holdfast.observe.printable import PrintableStream, printable
 from holdfast.observe.progress import progress_line
 from holdfast.observe.rate import Rate
 from holdfast.protocol.job import JobSpec
@@ -37,6 +38,7 @@ class PlainView:
         self._status: dict[str, Any] | None = None
         self._rate = Rate()
         self._over = False
+        self._printed = PrintableStream()
 
     def __enter__(self) -> PlainView:
         self._say(f"job {self._spec.name} in {self._job_dir}")
@@ -71,7 +73,11 @@ class PlainView:
 
     def output(self, data: bytes) -> None:
         """What rank 0 printed."""
-        sys.stdout.buffer.write(data)
+        # A file or a pipe gets the bytes as the script wrote them.
+        if sys.stdout.isatty():
+            sys.stdout.write(self._printed.feed(data))
+        else:
+            sys.stdout.buffer.write(data)
         sys.stdout.flush()
         # What the script prints ends a silence, too: a script that logs every step needs no lines about its progress.
         self._last_s = self._clock()
@@ -97,5 +103,5 @@ class PlainView:
     def _say(self, text: str, t_s: float | None = None) -> None:
         self._last_s = self._clock()
         stamp = "" if t_s is None else f"{t_s:8.2f} s  "
-        sys.stderr.write(f"[holdfast] {stamp}{text}\n")
+        sys.stderr.write(f"[holdfast] {stamp}{printable(text)}\n")
         sys.stderr.flush()

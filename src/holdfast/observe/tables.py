@@ -5,17 +5,19 @@ from __future__ import annotations
 import io
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from rich import box
 from rich.console import Console, Group, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from holdfast.observe.blame import closing
 from holdfast.observe.goodput import goodput_table, goodput_words
+from holdfast.observe.printable import printable
 from holdfast.protocol import units
 
 WIDTH = 100
@@ -23,18 +25,25 @@ Report = Mapping[str, Any]
 _OUTCOME_STYLES = {"finished": "bold green", "stopped": "bold yellow"}
 
 
+class PrintableConsole(Console):
+    """Rich's console: what it is given to print controls nothing, and what it says itself to the terminal stays."""
+
+    def _render_buffer(self, buffer: Iterable[Segment]) -> str:
+        return super()._render_buffer(s if s.control else Segment(printable(s.text), s.style) for s in buffer)
+
+
 def print_report(report: Report, job_dir: Path, stream: IO[str], width: int = WIDTH) -> None:
     """Prints the report to a terminal, a file or a pipe. width: characters of a line."""
-    probe = Console(file=stream)
+    probe = PrintableConsole(file=stream)
     if probe.is_terminal:
-        Console(file=stream, width=min(width, probe.width) if width == WIDTH else width).print(
+        PrintableConsole(file=stream, width=min(width, probe.width) if width == WIDTH else width).print(
             report_view(report, job_dir), crop=False
         )
         return
     # Always of this width, and without the blanks that rich fills lines with: the same report is the same
     # text in every file and pipe, whatever the terminal was.
     text = io.StringIO()
-    Console(file=text, width=width).print(report_view(report, job_dir), crop=False)
+    PrintableConsole(file=text, width=width).print(report_view(report, job_dir), crop=False)
     stream.write("".join(line.rstrip() + "\n" for line in text.getvalue().splitlines()))
     stream.flush()
 
@@ -56,13 +65,13 @@ def print_table(
         # them would be taken for styles.
         table.add_row(*map(Text, row))
     text = io.StringIO()
-    Console(file=text, width=width).print(table, crop=False)
+    PrintableConsole(file=text, width=width).print(table, crop=False)
     stream.write("".join(line.rstrip() + "\n" for line in text.getvalue().splitlines()))
 
 
 def draw_report(report: Report, job_dir: Path, path: Path) -> None:
     """Writes the tables as they look in a terminal into an SVG picture."""
-    console = Console(
+    console = PrintableConsole(
         file=io.StringIO(), width=WIDTH, record=True, force_terminal=True, color_system="truecolor"
     )
     console.print(report_view(report, job_dir), crop=False)
