@@ -12,9 +12,10 @@ from holdfast.coordinator.kernel.health_state import KEPT_MACHINES, Act, Checkin
 from holdfast.coordinator.kernel.history import Kind, Remembered
 from holdfast.coordinator.kernel.incident_state import Incident
 from holdfast.coordinator.kernel.membership_state import Node
-from holdfast.coordinator.kernel.requests import PauseRequests, RefuseNode
+from holdfast.coordinator.kernel.requests import PauseRequests, RefuseNode, StopJob
 from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
+from holdfast.protocol import units
 from holdfast.protocol.causes import ChecksFailed
 from holdfast.protocol.engine_orders import MarkNode
 from holdfast.protocol.health import Condition, Remedy
@@ -39,6 +40,24 @@ def refuse(context: Context, hello: m.Hello, reason: str) -> None:
     pause_s = context.timing.heartbeat_s * 2.0 ** min(s.health.refusals - 1, 16)
     context.request(PauseRequests(context.now + min(pause_s, context.timing.wait_s)))
     s.health.turned_away[hello.node] = reason
+    _refused_alike(context, hello, reason)
+
+
+def _refused_alike(context: Context, hello: m.Hello, reason: str) -> None:
+    """As many nodes as the job needs were refused for the same checks, and it never had one: it is its configuration, or the
+    check, and the next nodes would be refused as well."""
+    s = context.state
+    failed = ",".join(sorted({c.name for c in hello.checks if c.condition is Condition.FAULTY}))
+    if not failed or s.membership.nodes:
+        s.health.alike.clear()
+        return
+    alike = s.health.alike.setdefault(failed, [])
+    if hello.node not in alike:
+        alike.append(hello.node)
+    if len(alike) >= max(2, s.wanted_nodes):
+        context.request(
+            StopJob(f"{units.plural(len(alike), 'node')} were refused for the same reason ({reason})", "failed")
+        )
 
 
 def admit(context: Context, node: Node, hello: m.Hello, past: Sequence[Remembered]) -> None:
