@@ -781,3 +781,44 @@ def test_nothing_is_kept_for_other_jobs_under_a_name_that_a_cluster_gives_again(
     finds(desk, "m0")
     assert [a.machine for a in desk.did(e.Remember)] == [identity] * kept
     assert list(desk.state.health.quarantine) == [identity or "m0"]
+
+
+# ---------------------------------------------------------------- the same refusal from all
+
+
+def small(name: str) -> CheckResult:
+    return CheckResult(name=name, condition=Condition.FAULTY, detail="64 MB free in /dev/shm/" + name)
+
+
+def test_nodes_that_are_all_refused_for_the_same_checks_end_the_job():
+    desk = Desk(3, spares=2)
+    for i in range(3):
+        assert desk.state.membership.outcome is None
+        come_back(desk, f"n{i}", checks=(small("shm"),))
+    assert desk.state.membership.outcome == "failed"
+    reason = "3 nodes were refused for the same reason (shm: 64 MB free in /dev/shm/shm)"
+    assert desk.state.membership.stop_reason == reason
+
+
+def test_one_node_that_comes_again_and_again_is_one():
+    desk = Desk(2)
+    for session in "abcd":
+        come_back(desk, "n0", checks=(small("shm"),), session=session)
+    assert desk.state.membership.outcome is None
+
+
+@pytest.mark.parametrize("names", [("shm", "disk", "shm"), ("shm", "files", "disk")])
+def test_nodes_that_are_refused_for_different_checks_are_broken_themselves(names):
+    desk = Desk(3)
+    for i, name in enumerate(names):
+        come_back(desk, f"n{i}", checks=(small(name),))
+    assert desk.state.membership.outcome is None
+
+
+def test_where_one_node_is_well_the_job_waits_for_others():
+    desk = Desk(2)
+    come_back(desk, "n0", checks=(small("shm"),))
+    come_back(desk, "good")
+    for i in (1, 2, 3):
+        come_back(desk, f"n{i}", checks=(small("shm"),))
+    assert desk.state.membership.outcome is None

@@ -93,7 +93,6 @@ def test_a_full_disk_costs_no_step_and_no_node(tmp_path, disk, undisturbed):
     disk.make_room()
     ran = finish(process, tmp_path)
     assert ran.code == 0, ran.output[-3000:]
-    print(ran.output)
     assert ran.losses() == undisturbed.losses()
     assert ran.steps() == list(range(STEPS))
     assert ran.report["final"] == undisturbed.report["final"]
@@ -127,6 +126,5 @@ def test_a_coordinator_that_is_replaced_while_the_disk_is_full(tmp_path, disk, n
     assert (ran.code, ran.report["outcome"]) == (0, "stopped"), ran.output[-3000:]
     assert ran.report["steps"]["committed"] >= before + 20
     assert ran.report["steps"]["lost"] == 0
-    assert [i["cause"] for i in ran.report["incidents"]] == ["the coordinator was lost"] * (
-        number == signal.SIGKILL
-    )
+    # Also of one that handed over: there was no room for the line that says so.
+    assert [i["cause"] for i in ran.report["incidents"]] == ["the coordinator was lost"]
