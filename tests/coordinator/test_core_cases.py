@@ -504,9 +504,8 @@ def test_the_budget_ends_restarts_and_then_the_job():
     desk = running(2, min_nodes=2, max_restarts=1)
     lose_worker_and_park(desk, "n0.0#1", 5)
     desk.ready("n0.0#3")
-    desk.commit(6)
     desk.exits("n0.0#3", -9)
-    desk.parks("n1.0#2", 6)
+    desk.parks("n1.0#2", 5)
     assert desk.state.membership.outcome == "failed"
     assert desk.state.membership.stop_reason == "the restart budget is spent"
     assert len(desk.sent(m.StartWorker)) == 3

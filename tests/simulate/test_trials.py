@@ -105,6 +105,13 @@ def test_a_job_that_gives_up_is_started_again_from_what_it_saved():
     assert found.done == 1.0
 
 
+def test_many_faults_of_a_job_that_comes_further_do_not_end_it():
+    asked = {"nodes": 64, "days": 10, "rate": "0.5%", "max_restarts": 5, "spares": 4, "min_nodes": 50}
+    found = run(read(asked), 1)
+    assert found.incidents > 40
+    assert found.given_up == []
+
+
 def test_all_nodes_at_once_costs_what_was_not_saved():
     classes = [{"name": "power", "scope": "rack", "size": 8, "rate": "0.5%", "lasts": "10m"}]
     asked = {"nodes": 8, "days": 4, "failures": classes, "cloud": False, "replace": 30, "detection": "20s"}

@@ -69,7 +69,7 @@ class FailureOptions:
             names=("--max-restarts", "--max_restarts"),
             metavar="N",
             least=0,
-            help="Give up after this many restarts that a fault caused.",
+            help="Give up after this many restarts in a row without a new step between them; 0: start none again.",
         ),
     ] = 100
     faults: Annotated[

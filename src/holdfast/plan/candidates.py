@@ -243,10 +243,6 @@ def next_commands(inputs: Inputs, best: Candidate) -> list[str]:
     run += f" --spares {best.spares}" if best.spares else ""
     every = f"{best.interval_s:.0f}s" if best.strategy == STORAGE else "30m"
     run += " --snapshot-every 0" if best.strategy == STORAGE else ""
-    # `--max-restarts` is 100 by default. A long run on many nodes has more failures than that, and must not end there:
-    # twice the expected number leaves room for a bad month.
-    failures = best.wall_s / inputs.mtbf_s
-    run += f" --max-restarts {math.ceil(2 * failures)}" if failures > 50 else ""
     run += f" --checkpoint s3://BUCKET/run,every={every} train.py"
     rate = f"{100 * inputs.rate:.4g}%"
     simulate_ = (

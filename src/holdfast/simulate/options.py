@@ -56,7 +56,12 @@ class Work:
     ] = None
     max_restarts: Annotated[
         Text,
-        Option(metavar="N", help="Restarts after which the job gives up.", example="1000", default="1000000"),
+        Option(
+            metavar="N",
+            help="Restarts in a row, without a new step between them, after which the job gives up.",
+            example="1000",
+            default="100",
+        ),
     ] = None
 
 

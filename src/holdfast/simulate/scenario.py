@@ -85,7 +85,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     """Between checkpoints; 0: none."""
     store_s: float = 60.0
     """Until a checkpoint is in the durable tier."""
-    max_restarts: int = 1_000_000
+    max_restarts: int = 100
 
     @property
     def rate(self) -> float:

@@ -13,6 +13,7 @@ from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel import incidents
 from holdfast.coordinator.kernel.deadlines import Watched
 from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
+from holdfast.coordinator.kernel.restart_budget import by_the_day
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.kernel.validate import validate
 from holdfast.coordinator.machine import Core
@@ -201,12 +202,14 @@ class Checks:
                 self.require(worker is not None and worker.node == node, "%s is not on %s", name, node)
             case e.ProvideNode():
                 self._provided += 1
+                wanted = state.wanted_nodes + spec.spares
+                allowed = by_the_day(spec.max_restarts, max(wanted, spec.max_nodes + spec.spares))
+                allowed += state.membership.unpaid
                 self.require(
-                    self._provided
-                    <= spec.max_restarts + state.membership.unpaid + 8 * self.cluster.service.crashes,
+                    self._provided <= allowed + 8 * self.cluster.service.crashes,
                     "%d nodes were asked for, %d are allowed",
                     self._provided,
-                    spec.max_restarts + state.membership.unpaid,
+                    allowed,
                 )
             case e.Record(kind=kind, fields=fields):
                 msgspec.json.encode(fields)
@@ -481,7 +484,9 @@ class Checks:
         extra = sum(n - 1 for n in self._starts.values())
         if self.formed == 0:
             self._early = extra  # all of them at once, for one restart of the budget
-        allowed = spec.max_restarts * (spec.target if self.formed == 0 else 1) + spec.target
+        # All may be lost together, for one of the budget, and each commit renews it.
+        renewed = 1 + (self.newest if self.cluster.plan.level == 2 else 0)
+        allowed = spec.max_restarts * spec.target * renewed + spec.target
         allowed += self._early if self.formed else 0
         allowed += len(self.cluster.plan.changes) * spec.target
         self.require(extra <= allowed, "%d workers were started again, %d may be", extra, allowed)
@@ -691,6 +696,8 @@ class Checks:
             allowed.add("failed")
         if "same error" in reason and self.cluster.faults.made_bad and plan.spec.min_nodes == 1:
             allowed.add("failed")  # on one node alone a bad machine and a bad script look the same
+        if "for the same reason" in reason and not state.membership.number:
+            allowed.add("failed")  # as many as it needs are refused alike, by chance
         return allowed
 
     def _check_finished(self, state: CoreState) -> None:

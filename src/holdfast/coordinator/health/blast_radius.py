@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from holdfast.coordinator.health import escalation
 from holdfast.coordinator.kernel.context import Context
-from holdfast.coordinator.kernel.health_state import KEPT_ACTS, KEPT_RULES, Act, Sighting
+from holdfast.coordinator.kernel.health_state import KEPT_ACTS, KEPT_RULES, Act, Health, Sighting, count
 from holdfast.coordinator.kernel.membership_state import Failure, Node
 from holdfast.coordinator.kernel.script_fault import script_fault
 from holdfast.protocol.health import Remedy, acts_on_node
@@ -59,9 +59,20 @@ def _leaves_window_s(context: Context) -> dict[str, float]:
 
 
 def repairs(context: Context) -> int:
-    """Remedies of this job that took a node out of it."""
-    done = context.state.health.totals.acts
-    return sum(n for remedy, n in done.items() if acts_on_node(Remedy(remedy)))
+    """Remedies of this job that took a node out of it, in the day that runs."""
+    health = context.state.health
+    return health.repaired_daily.used(_ever(health), context.now)
+
+
+def count_act(context: Context, remedy: Remedy) -> None:
+    """A remedy is carried out."""
+    health = context.state.health
+    health.repaired_daily.roll(_ever(health), context.now)
+    count(health.totals.acts, remedy)
+
+
+def _ever(health: Health) -> int:
+    return sum(n for remedy, n in health.totals.acts.items() if acts_on_node(Remedy(remedy)))
 
 
 def entered(context: Context, act: Act) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from holdfast.coordinator.health import blast_radius
 from holdfast.coordinator.kernel.context import Context
-from holdfast.coordinator.kernel.health_state import Act, count
+from holdfast.coordinator.kernel.health_state import Act
 from holdfast.coordinator.kernel.membership_state import Node
 from holdfast.coordinator.kernel.phases import JobPhase, NodePhase, WorkerPhase
 from holdfast.coordinator.kernel.requests import DrainNode, JoinAfter
@@ -37,7 +37,7 @@ def advance(context: Context) -> None:
         done_s=context.now,
     )
     blast_radius.entered(context, act)
-    count(context.state.health.totals.acts, act.remedy)
+    blast_radius.count_act(context, act.remedy)
     context.request(DrainNode(lemon, f"its history: {lemon.lemon}; {instead} takes its place"))
 
 

@@ -228,7 +228,7 @@ def decide(context: Context, incident: Incident) -> None:
             decision = msgspec.structs.replace(decision, does=node.then)  # what was planned, and now
     _verdict(context, node, incident, decision, decision.does)
     incident.does = decision.does
-    count(context.state.health.totals.acts, decision.does)
+    blast_radius.count_act(context, decision.does)
     # Injected faults leave no trace in the machine's history. A test must not make a good machine a lemon.
     if not incident.injected:
         notes.remember(context, node, Kind.INCIDENT, incident)
@@ -356,12 +356,11 @@ def _decision(
     # Repaired five times in a week: whatever the rule asks for, repairing it once more has been tried enough.
     if len(done) >= escalation.NODE_ACTS and does is not Remedy.REPLACE:
         does, why = Remedy.REPLACE, f"{len(done)} repairs of {node.machine} in 7 days did not help"
-    all_done = blast_radius.repairs(context)
-    weighed.append(f"repairs in this job: {all_done} of {context.spec.max_restarts}")
-    # The job's budget, over all nodes. When it is spent a person is asked, because a job that repairs for
-    # ever does not train.
-    if all_done >= context.spec.max_restarts:
-        told = f"the job's budget of {context.spec.max_restarts} repairs is spent"
+    all_done, most = blast_radius.repairs(context), context.spec.max_restarts
+    weighed.append(f"repairs of this job in a day: {all_done} of {most}")
+    # Then a person is asked, because a job that repairs for ever does not train.
+    if all_done >= most:
+        told = f"the job's budget of {most} repairs in a day is spent"
         return Decision(does=does, reason=told, against="budget", weighed=tuple(weighed))
     near = blast_radius.acted_on(context)
     window_s = context.spec.health.blast_window_s

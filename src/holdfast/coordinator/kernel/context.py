@@ -196,8 +196,11 @@ class Context(ABC):
         return g is not None and g.strength >= self.state.target
 
     def budget_spent(self) -> bool:
-        """No worker may be started again."""
-        return self.state.membership.restarts_used > self.spec.max_restarts
+        """No worker may be started again before the job comes further."""
+        membership, most = self.state.membership, self.spec.max_restarts
+        if not most:
+            return membership.restarts_used > 0
+        return membership.in_a_row.since(membership.committed if membership.counts_steps else 0) > most
 
 
 class Mode(Protocol):

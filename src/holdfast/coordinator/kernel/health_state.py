@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from holdfast.coordinator.kernel.restart_budget import Daily
 from holdfast.protocol.availability import EngineTraits
 from holdfast.protocol.health import Remedy, Severity
 
@@ -176,6 +177,8 @@ class Health(msgspec.Struct, omit_defaults=True, kw_only=True):
     turned_away: dict[str, str] = {}
     """Node to why it was refused as it came, while it has not been admitted."""
     totals: HealthTotals = msgspec.field(default_factory=HealthTotals)
+    repaired_daily: Daily = msgspec.field(default_factory=Daily)
+    """Of the remedies, those that took a node out of the job."""
     slow: list[Slow] = []
     """Oldest first, those that are no longer slow among them."""
     engine: EngineTraits = EngineTraits()

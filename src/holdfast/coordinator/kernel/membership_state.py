@@ -6,6 +6,7 @@ import msgspec
 
 from holdfast.coordinator.kernel.health_state import Checking
 from holdfast.coordinator.kernel.phases import JobPhase, NodePhase, WorkerPhase
+from holdfast.coordinator.kernel.restart_budget import Daily, InARow
 from holdfast.protocol.causes import Cause
 from holdfast.protocol.health import CLUSTER_NAME, Remedy
 from holdfast.protocol.job import Durable
@@ -379,11 +380,15 @@ class MembershipState(msgspec.Struct, kw_only=True):
     blame: Blame | None = None
     """What is printed last."""
     restarts_used: int = 0
-    """Workers that were started again, or at level 0 starts of all, against `JobSpec.max_restarts`."""
+    """Workers that were started again, or at level 0 starts of all."""
+    in_a_row: InARow = msgspec.field(default_factory=InARow)
+    """Of those, against `JobSpec.max_restarts`."""
     replacing: int = 0
     """Nodes that the engine was asked for and that have not come."""
     replaced: int = 0
     """Nodes that the engine was ever asked for."""
+    asked_daily: Daily = msgspec.field(default_factory=Daily)
+    """Of those, the ones in the place of others that failed."""
     nodes_joined: int = 0
     """Nodes that ever came."""
     asked_at_s: float = 0.0

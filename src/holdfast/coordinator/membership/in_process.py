@@ -59,7 +59,7 @@ class InProcess:
         # Nobody takes its place in a job that is stopping, and one that is done has nothing left to lose.
         if membership.phase is JobPhase.STOPPING or was is WorkerPhase.DONE:
             return
-        membership.restarts_used += 1
+        processes.count_restart(context, worker)
         # Only a member's loss disturbs training. A spare that dies is started again, and costs the budget but
         # no incident.
         member = was in (WorkerPhase.MEMBER, WorkerPhase.PARKED)

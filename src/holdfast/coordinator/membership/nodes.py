@@ -445,7 +445,10 @@ def ask(context: Context) -> None:
     wanted = s.wanted_nodes + context.spec.spares
     # Counted when asked, not when they come: this runs after every batch, and would otherwise ask again each
     # time until the node is there.
-    for _ in range(queries.missing(context)):
+    missing = queries.missing(context)
+    if missing:
+        s.membership.asked_daily.roll(queries.asked_for_faults(s), context.now)
+    for _ in range(missing):
         s.membership.replacing += 1
         s.membership.replaced += 1
         s.membership.asked_at_s = context.now
@@ -515,6 +518,7 @@ def ask_no_sooner(context: Context, until_s: float) -> None:
 def on_its_way(context: Context) -> None:
     """A machine that was rebooted comes back as a node that was asked for."""
     membership = context.state.membership
+    membership.asked_daily.roll(queries.asked_for_faults(context.state), context.now)
     membership.replacing, membership.replaced, membership.asked_at_s = (
         membership.replacing + 1,
         membership.replaced + 1,

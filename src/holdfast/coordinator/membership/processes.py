@@ -7,6 +7,7 @@ from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.deadlines import Watched
 from holdfast.coordinator.kernel.membership_state import Node, Worker
 from holdfast.coordinator.kernel.phases import WorkerPhase
+from holdfast.coordinator.kernel.restart_budget import TRAINED_S
 from holdfast.coordinator.membership import shard_policy
 from holdfast.protocol import messages as m
 
@@ -52,8 +53,27 @@ def end_worker(context: Context, worker: Worker, counts: bool = True) -> None:
     """Takes a worker out of the job, whatever its process does. counts: it is a restart."""
     worker.told_to_end = True
     transitions.enter(context, worker, WorkerPhase.GONE)
-    context.state.membership.restarts_used += counts
+    if counts:
+        count_restart(context, worker)
     context.send(worker.node, m.KillWorker(worker.name))
+
+
+def count_restart(context: Context, lost: Worker | None = None) -> None:
+    """Against the budget. lost: the worker that another takes the place of; None: all start again."""
+    membership = context.state.membership
+    membership.restarts_used += 1
+    restarts, counted = membership.in_a_row, membership.counted
+    if membership.counts_steps:
+        restarts.further(membership.committed)
+    elif (
+        restarts.at_s is not None
+        and context.now - restarts.at_s >= TRAINED_S
+        # It trained, unless it counts its steps and this start had none. One that always begins anew comes no further.
+        and (membership.committed or not counted.earlier)
+        and not counted.asked
+    ):
+        restarts.count = 0
+    restarts.enter(context.now, membership.number, lost.started_s if lost is not None else None)
 
 
 def ask_all_to_end(context: Context, grace_s: float) -> None:

@@ -8,6 +8,7 @@ from holdfast.coordinator.health import queries as health
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.membership_state import Node, Worker
 from holdfast.coordinator.kernel.phases import NodePhase, WorkerPhase
+from holdfast.coordinator.kernel.restart_budget import by_the_day
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.membership.locality import Standing, path
 from holdfast.plan.division import idle_share
@@ -116,7 +117,13 @@ def missing(context: Context) -> int:
     # engine that gives nothing but lemons is thus asked for one more than is wanted (or as many as there are spares),
     # and not for ever.
     count = min(wanted - staying, room) - coming
-    return max(0, min(count, context.spec.max_restarts + s.membership.unpaid - s.membership.replaced))
+    used = s.membership.asked_daily.used(asked_for_faults(s), context.now)
+    return max(0, min(count, by_the_day(context.spec.max_restarts, wanted) - used))
+
+
+def asked_for_faults(state: CoreState) -> int:
+    """How many nodes the engine was ever asked for in the place of others that failed."""
+    return state.membership.replaced - state.membership.unpaid
 
 
 def count_staying(context: Context) -> int:

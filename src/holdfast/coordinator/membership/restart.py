@@ -411,7 +411,8 @@ def _take_out(context: Context, culprits: list[Worker], cause: Hang) -> None:
 def _restart(context: Context, reason: str, counts: bool = True) -> None:
     """Ends all workers; when they are gone, all start again. counts: against the restart budget."""
     s = context.state
-    s.membership.restarts_used += counts
+    if counts:
+        processes.count_restart(context)
     transitions.enter_job(context, JobPhase.BREAKING)
     wall_time.broke(s, context.now) if counts else wall_time.planned(s, context.now)
     s.deadlines.clear(Timer.LEAVE)
