@@ -200,6 +200,18 @@ def test_two_that_wait_for_each_other_are_a_pair_of_which_one_is_taken():
     assert find_culprits(views, dict.fromkeys(ranks, 3.0), {}, ranks=ranks).workers == ("b", "d")
 
 
+def test_who_fetches_its_state_is_not_the_one_that_does_not_serve():
+    """Rank 2 fetches from rank 0; both donors wait for it to connect."""
+    ranks = {"a": 0, "b": 1, "c": 2}
+    views = [
+        view("a", Phase.JOIN, waits_for=2),
+        view("b", Phase.JOIN, waits_for=2),
+        view("c", Phase.TRANSFER, waits_for=0),
+    ]
+    verdict = find_culprits(views, dict.fromkeys(ranks, 3.0), {}, ranks=ranks)
+    assert (verdict.workers, verdict.again) == (("a",), True)  # and only when it happens again
+
+
 # ---------------------------------------------------------------- the script's fault or the machine's
 
 

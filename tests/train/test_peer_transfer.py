@@ -106,6 +106,22 @@ def test_damaged_bytes_are_fetched_again_from_another_donor(donors, monkeypatch)
     assert state_image.digest({"big": target}) == state_image.digest({"big": source})
 
 
+def test_a_donor_is_waited_for_until_it_has_sent_all(donors, monkeypatch):
+    """Its bytes may be late, and it is not the reader then that stands still."""
+    donors[0].publish(4, state_image.capture({"big": Big(0)}, 7))
+    waits, during = [-1], []
+    monkeypatch.setattr(
+        peer_transfer,
+        "_read_chunk",
+        lambda *chunk, real=peer_transfer._read_chunk: (during.append(waits[-1]), real(*chunk)),
+    )
+    reading = Fetch(generation_of(donors), (0,), TOKEN, lambda *_: None, waits.append)
+    reading.run({"big": Big(1)})
+    assert during
+    assert set(during) == {0}
+    assert waits[-1] == -1
+
+
 def test_nobody_left_says_who_was_asked(donors):
     generation = generation_of(donors)
     for donor in donors:

@@ -75,6 +75,7 @@ class WorkerProcess:
         self._stopped_since: float | None = None
         self._cpu: tuple[float, float] | None = None
         self._busy = False
+        self._standstill = Standstill()
         # Everything below goes by the pidfd. The number of a process that has ended is given to another one,
         # which a late signal would hit.
         self._pidfd = os.pidfd_open(self.pid)
@@ -262,7 +263,7 @@ class WorkerProcess:
             formed=self.formed,
             page=page,
             process=process_state(self.pid),
-            idle_s=time.monotonic() - page.beat_s if page.beat_s else 0.0,
+            idle_s=self._standstill.idle_s(page.beat_s, waited_for_processor_s(self.pid), time.monotonic()),
             ready=self.ready,
             attached=self.attached,
             parked=self.parked,
@@ -375,6 +376,33 @@ def cpu_s(pid: int) -> float:
     fields = text[text.rindex(")") + 2 :].split()
     own = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # utime, stime, and of children that ended
     return own + sum(cpu_s(int(child)) for row in children for child in row)
+
+
+class Standstill:
+    """How long nothing of a worker moved, less what it waited for a processor meanwhile: on a machine with other work a healthy one
+    may wait for a second."""
+
+    def __init__(self) -> None:
+        self._beat_s = self._waited_s = self._waited_before_s = 0.0
+
+    def idle_s(self, beat_s: float, waited_s: float, now: float) -> float:
+        """beat_s: when it last moved; 0: never. waited_s: for a processor, in all its life."""
+        if beat_s != self._beat_s:
+            # Of the look before, which was before it moved: rather a bit too much than a healthy worker ended.
+            self._beat_s, self._waited_before_s = beat_s, self._waited_s
+        self._waited_s = waited_s
+        return max(0.0, now - beat_s - max(0.0, waited_s - self._waited_before_s)) if beat_s else 0.0
+
+
+def waited_for_processor_s(pid: int) -> float:
+    """Seconds for which the main thread of a process could run and had no processor; 0 where the kernel does not count them.
+
+    Source: Documentation/scheduler/sched-stats.rst of Linux, /proc/PID/schedstat.
+    """
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) * 1e-9
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 def process_state(pid: int) -> str:

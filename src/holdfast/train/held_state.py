@@ -144,6 +144,7 @@ class HeldState:
         if isinstance(cursor, DataCursor):
             cursor.from_peer = bool(form.donors)
         restored = self._restorer.restore(form)
+        self._page.beat()
         if isinstance(cursor, DataCursor):
             cursor.adapt(self._protected)
         # The copies are of the buffers before the transfer. Rolling back to them would undo it.

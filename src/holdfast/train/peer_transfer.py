@@ -185,7 +185,7 @@ class Fetch:
         what: Literal["state", "constant"] = "state",
     ) -> None:
         """`seen` is told after every chunk, and of 0 bytes now and then while there are none yet; it may raise to end the
-        transfer. `waits` is told the rank of a donor that was called and has not answered; -1: all have.
+        transfer. `waits` is told the rank of a donor that was called and has not sent all; -1: all have.
         what: the state, or what of it never changes."""
         self._generation = generation.number
         self._members = [generation.members[rank] for rank in donors]
@@ -345,16 +345,15 @@ class Fetch:
         try:
             with self._waiting_for(member.rank):
                 connection.request("GET", path, headers=headers)
-                response = connection.getresponse()
-            with response:
-                # Before one byte of the body is used: it goes straight into the live tensors. Another process
-                # on a reused port must not be able to write into the model.
-                if not question.proves(response.getheader(ANSWER_HEADER, "")):
-                    who = f"{member.host} port {member.data_port}, where {member.worker} listened,"
-                    raise StateError(
-                        f"{who} answered {response.status} and does not prove that it is this worker"
-                    )
-                yield connection, response
+                with connection.getresponse() as response:
+                    # Before one byte of the body is used: it goes straight into the live tensors. Another process
+                    # on a reused port must not be able to write into the model.
+                    if not question.proves(response.getheader(ANSWER_HEADER, "")):
+                        who = f"{member.host} port {member.data_port}, where {member.worker} listened,"
+                        raise StateError(
+                            f"{who} answered {response.status} and does not prove that it is this worker"
+                        )
+                    yield connection, response
         finally:
             with self._lock:
                 self._open.discard(connection)

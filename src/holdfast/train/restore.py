@@ -79,6 +79,7 @@ class StateRestorer:
     def _load(self, form: m.JoinGeneration, image: state_image.Image) -> int:
         # Before the objects are changed: if the generation is over, the next one may start from another step.
         self.link.check(form.generation.number)
+        self._page.beat()
         state_image.load(self._objects, image, self._submesh)
         return image.index.nbytes
 

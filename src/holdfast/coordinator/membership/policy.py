@@ -216,7 +216,7 @@ _CONNECTING = frozenset({Phase.JOIN, Phase.TRANSFER})
 
 
 def _waits(view: WorkerView) -> bool:
-    """For others. A newcomer that fetches its state does so until the donor answers."""
+    """For others. A newcomer that fetches its state does so until the donor has sent all."""
     page = view.page
     return page.phase in WAITING_PHASES or (page.phase == Phase.TRANSFER and page.waits_for >= 0)
 
@@ -228,7 +228,9 @@ def _unreached(connecting: Sequence[WorkerView], ranks: Mapping[str, int]) -> Ve
     that most of them miss is taken, and of a pair one. None: nobody says whom it waits for."""
     worker_of = {rank: worker for worker, rank in ranks.items()}
     misses = {v.worker: worker_of.get(v.page.waits_for, "") for v in connecting}
-    missed = Counter(w for w in misses.values() if w)
+    # Nobody waits for one that fetches its state by its own doing: its donors have not sent it yet.
+    fetching = {v.worker for v in connecting if v.page.phase == Phase.TRANSFER}
+    missed = Counter(w for w in misses.values() if w and w not in fetching)
     if not missed:
         return None
     # Being missed is no proof: a worker that misses others may itself be unreachable. Calling nobody is a
