@@ -106,6 +106,35 @@ def test_one_on_trial_hides_none_that_is_not(tmp_path):
     ]
 
 
+def test_a_pattern_of_a_user_takes_linear_time(tmp_path):
+    """Python's own would try each of 2 ** 2000 ways to divide the letters."""
+    rules = load_rules([write(tmp_path, "[[rule]]\nid = 'ours'\nsource = 'kmsg'\npattern = '^(a+)+$'\n")])
+    assert found(rules, "a" * 1999 + "!") == []
+    assert [f.rule for f in found(rules, "a" * 1999)] == ["ours"]
+
+
+def test_lines_that_are_no_unicode_are_searched(tmp_path):
+    rules = load_rules([write(tmp_path, "[[rule]]\nid = 'ours'\nsource = 'kmsg'\npattern = 'broke: .'\n")])
+    assert [f.rule for f in found(rules, "\ud800", "it broke: \udcff")] == ["ours"]
+
+
+@pytest.mark.parametrize("pattern", ["(?=a)b", r"(a)\1", r"a\Z", "(?x) a", "a{1001}"])
+def test_what_linear_time_excludes_is_refused_with_its_line(tmp_path, pattern):
+    path = write(tmp_path, f"[[rule]]\nid = 'ours'\nsource = 'kmsg'\npattern = '{pattern}'\n")
+    with pytest.raises(UsageError, match=r"line 4: ours: the pattern is no regular expression of RE2"):
+        load_rules([path])
+
+
+def test_a_pattern_of_the_catalogue_stays_its_own_until_a_user_writes_another(tmp_path):
+    changed = write(tmp_path, "[[rule]]\nid = 'xid-79'\nseverity = 'warning'\n")
+    assert load_rules([changed]).get("xid-79").own
+    other = write(tmp_path, "[[rule]]\nid = 'xid-79'\nfamily = ''\npattern = '^NVRM: (?!Xid)'\n")
+    with pytest.raises(UsageError, match="line 4: xid-79: the pattern is no regular expression of RE2"):
+        load_rules([other])
+    with pytest.raises(UsageError, match="'own' is no field of a rule"):
+        load_rules([write(tmp_path, "[[rule]]\nid = 'xid-79'\nown = true\n")])
+
+
 WRONG = {
     "no TOML": ("[[rule]\nid = 1", "line 1"),
     "a misspelt field": (

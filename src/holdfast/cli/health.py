@@ -211,4 +211,5 @@ def _fields(known: RuleSet, rule: Rule) -> dict[str, Any]:
     import msgspec
 
     fields: dict[str, Any] = msgspec.to_builtins(rule)
+    fields.pop("own", None)
     return fields | {"severity": rule.severity, "remedy": rule.remedy, "written_in": known.origin(rule.id)}

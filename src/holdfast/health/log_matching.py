@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
+from holdfast.health.patterns import compiled
 from holdfast.health.rules import Rule
 from holdfast.health.samples import Line
 from holdfast.protocol.health import acts_on_node
@@ -33,14 +34,14 @@ class Matcher:
 
     def __init__(self, rules: list[Rule]) -> None:
         first = rules[0]
-        self.pattern = re.compile(first.pattern)
+        self.pattern = compiled(first.pattern, first.own)
         # What takes a node out of the job must stand where the kernel puts it, at the line's beginning:
         # further on stand names of processes, files and groups, which anybody chooses.
         self._severe = first.source == "kmsg" and any(acts_on_node(r.remedy) for r in rules)
         # Every line of a busy log meets every pattern of the catalogue. Looking for a fixed text first is
         # much cheaper than a search, and almost no line passes.
         self._hints = literals(first.pattern)
-        self._variant = re.compile(first.variant) if first.variant else None
+        self._variant = compiled(first.variant, first.own) if first.variant else None
         self._rules = rules if not first.family else []
         self._codes: dict[str, list[Rule]] = defaultdict(list)
         for rule in rules:
@@ -67,7 +68,7 @@ class Matcher:
         variant = None
         # The process's name is removed before the variant is looked for, for the same reason: a name may
         # contain the words of a more severe variant.
-        rest = _NAMED.sub("", text[match.end("code") :], count=1)
+        rest = _NAMED.sub("", text[match.end(self.pattern.groupindex["code"]) :], count=1)
         if self._variant is not None and (found := self._variant.search(rest)):
             variant = found.lastgroup or next((g for g in found.groups() if g), "").lower()
         # Drivers add codes with every version. A code that the table does not know gets the family's entry
@@ -85,13 +86,13 @@ class Matchers:
     """The matchers of a set of rules, by source."""
 
     def __init__(self, rules: Iterable[Rule]) -> None:
-        groups: dict[tuple[str, str, str], list[Rule]] = defaultdict(list)
+        groups: dict[tuple[str, str, bool, str], list[Rule]] = defaultdict(list)
         for rule in rules:
             if rule.pattern:
                 own = "" if rule.family else rule.id
-                groups[rule.source, rule.pattern, own].append(rule)
+                groups[rule.source, rule.pattern, rule.own, own].append(rule)
         self._by_source: dict[str, list[Matcher]] = defaultdict(list)
-        for (source, _, _), same in groups.items():
+        for (source, *_), same in groups.items():
             # A family is searched for as long as one of its codes is enabled. Disabled codes stay in it:
             # without them their lines would fall to the entry for unknown codes.
             if any(rule.enabled for rule in same):
@@ -100,6 +101,8 @@ class Matchers:
     def find(self, line: Line) -> Iterator[tuple[Rule, re.Match[str]]]:
         """Every enabled rule that the line matches."""
         text = line.text[:MATCHED_CHARS]
+        if not text.isascii():
+            text = text.encode(errors="replace").decode()  # RE2 takes no half of a surrogate pair
         by_name = begins_with_a_name(text)
         for matcher in self._by_source.get(line.source, ()):
             if matcher.may_match(text) and (match := matcher.match(text, by_name)):

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from holdfast.errors import UsageError
+from holdfast.health.patterns import compiled
 from holdfast.protocol.health import Remedy, Severity, acts_on_node
 from holdfast.protocol.times import parse_seconds
 
@@ -99,6 +100,9 @@ class Rule(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
     others: tuple[str, ...] = ()
     """Lines that it must not match."""
 
+    own: bool = False
+    """Its patterns are those of Holdfast's catalogue: see `patterns`. No field of a file."""
+
     @property
     def absence(self) -> bool:
         """The fault is that a line does not come."""
@@ -134,13 +138,13 @@ class RuleError(UsageError):
         self.key = key
 
 
-def make_rule(fields: dict[str, Any]) -> Rule:
-    """A rule from its fields, checked; durations as seconds.
+def make_rule(fields: dict[str, Any], own: bool = False) -> Rule:
+    """A rule from its fields, checked; durations as seconds. own: see `Rule`.
 
     Raises:
         RuleError: something is missing, misspelt, or does not go together.
     """
-    known = set(Rule.__struct_fields__)
+    known = set(Rule.__struct_fields__) - {"own"}
     for key in fields:
         if key not in known:
             raise RuleError(key, f"{key!r} is no field of a rule; there are {', '.join(sorted(known))}")
@@ -155,7 +159,7 @@ def make_rule(fields: dict[str, Any]) -> Rule:
         fields.setdefault("remedy", "restart-worker")
         fields.setdefault("quiet", 1.0)  # each counts: what a log says is acted on when it comes again
     try:
-        rule = msgspec.convert(fields, Rule)
+        rule = msgspec.structs.replace(msgspec.convert(fields, Rule), own=own)
     except msgspec.ValidationError as error:
         # msgspec names the field only in its message; the rule file's line is found by that name.
         text = str(error)
@@ -254,9 +258,9 @@ def _check_line(rule: Rule) -> None:
 
 def _compiled(rule: Rule, key: str) -> re.Pattern[str]:
     try:
-        return re.compile(getattr(rule, key))
-    except re.error as error:
-        raise RuleError(key, f"{rule.id}: the {key} is no regular expression: {error}") from None
+        return compiled(getattr(rule, key), rule.own)
+    except ValueError as error:
+        raise RuleError(key, f"{rule.id}: the {key} {error}") from None
 
 
 def _seconds(key: str, text: str) -> float:

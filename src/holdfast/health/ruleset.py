@@ -26,6 +26,8 @@ class RuleSet:
         self._families: dict[str, Fields] = {}
         self._origins: dict[str, str] = {}
         self._made: dict[str, Rule] = {}
+        self._own: set[str] = set()
+        """Rules and families whose patterns are the catalogue's."""
 
     def __iter__(self) -> Iterator[Rule]:
         return iter(self._made.values())
@@ -37,7 +39,7 @@ class RuleSet:
         """One that can be changed without changing this one."""
         other = RuleSet()
         other._fields, other._families = dict(self._fields), dict(self._families)
-        other._origins, other._made = dict(self._origins), dict(self._made)
+        other._origins, other._made, other._own = dict(self._origins), dict(self._made), set(self._own)
         return other
 
     def get(self, id: str) -> Rule | None:
@@ -48,8 +50,8 @@ class RuleSet:
         """The file that said the last word about a rule."""
         return self._origins[id]
 
-    def read(self, text: str, name: str) -> list[str]:
-        """Takes in one file; returns the ids of the rules that it wrote. name: for messages.
+    def read(self, text: str, name: str, own: bool = False) -> list[str]:
+        """Takes in one file; returns the ids of the rules that it wrote. name: for messages. own: it is of the catalogue.
 
         Raises:
             UsageError: the file or one of its rules is wrong; the line is named, and nothing was taken in.
@@ -68,9 +70,12 @@ class RuleSet:
         # leave half of itself behind.
         written: dict[str, Fields] = {}
         families = dict(self._families)
+        ours = set(self._own)
         for family, table in _tables(tables, "family", name, text).items():
             families[family] = self._merge(family, table, families.get(family), name, text)
-            written |= _expand(family, families[family])
+            expanded = _expand(family, families[family])
+            _mark(ours, f"[{family}]", expanded, own, table)
+            written |= expanded
         rules = tables.get("rule", [])
         if not isinstance(rules, list):
             raise UsageError(f"{name}, line {_line(text, 'rule')}: write [[rule]], with two brackets")
@@ -92,10 +97,11 @@ class RuleSet:
                     k: v for k, v in before.items() if k not in ("examples", "others", "subject", "family")
                 }
             written[id] = before | given
+            _mark(ours, id, (), own, given)
         made = {}
         for id, fields in written.items():
             try:
-                made[id] = make_rule(fields)
+                made[id] = make_rule(fields, id in ours)
             except RuleError as error:
                 # A rule of a family has no table of its own; its code's line in the family's table is the
                 # nearest.
@@ -105,7 +111,7 @@ class RuleSet:
                     else _line(text, fields.get("code", ""))
                 )
                 raise UsageError(f"{name}, line {line}: {error}") from None
-        self._families = families
+        self._families, self._own = families, ours
         self._fields |= written
         self._made |= made
         self._origins |= dict.fromkeys(made, name)
@@ -130,7 +136,7 @@ class RuleSet:
                 self._fields[id] = self._fields[id] | {"dry_run": True}
                 # The fields are changed as well as the rule: a file that is read later and changes the rule
                 # must not take it off trial.
-                self._made[id] = make_rule(self._fields[id])
+                self._made[id] = make_rule(self._fields[id], id in self._own)
 
     def _merge(self, family: str, given: Fields, before: Fields | None, name: str, text: str) -> Fields:
         for key in given:
@@ -156,6 +162,14 @@ class RuleSet:
                         f"{', '.join(merged['class'])}"
                     )
         return merged
+
+
+def _mark(ours: set[str], key: str, members: Iterable[str], own: bool, given: Fields) -> None:
+    """What is the catalogue's stays its own where a user changes another field than a pattern, and adds a code to a family."""
+    if own or (key in ours and not given.keys() & {"pattern", "variant"}):
+        ours.update((key, *members))
+    else:
+        ours.difference_update((key, *members))
 
 
 def _expand(family: str, table: Fields) -> dict[str, Fields]:
@@ -231,7 +245,7 @@ def _catalogue() -> RuleSet:
     folder = resources.files("holdfast.health.catalogue")
     for file in sorted(folder.iterdir(), key=lambda f: f.name):
         if file.name.endswith(".toml"):
-            rules.read(file.read_text(encoding="utf-8"), file.name)
+            rules.read(file.read_text(encoding="utf-8"), file.name, own=True)
     return rules
 
 
