@@ -13,7 +13,7 @@ from holdfast.coordinator.kernel import incidents
 from holdfast.coordinator.kernel.index import Index
 from holdfast.coordinator.kernel.phases import JobPhase, NodePhase, WorkerPhase
 from holdfast.coordinator.kernel.state import CoreState
-from holdfast.coordinator.membership import script_metrics, step_accounting
+from holdfast.coordinator.membership import pace, script_metrics, step_accounting
 from holdfast.coordinator.service import goodput
 from holdfast.coordinator.service.report import is_restoring, saving, shown_blame
 from holdfast.protocol import units
@@ -28,7 +28,7 @@ _WORDS = {"member": "training", "ready": "spare", "parked": "recovering", "attac
 def facts(state: CoreState, index: Index, now: float, recent: Mapping[str, Any]) -> dict[str, Any]:
     """recent: what the ledger says of the newest steps, see `page_reader.recent`."""
     membership = state.membership
-    saved = saving(state, now)
+    saved, paced = saving(state, now), pace.shown(state, now)
     in_service = index.count_nodes(NodePhase.IN_SERVICE)
     usable = (WorkerPhase.READY, WorkerPhase.MEMBER, WorkerPhase.PARKED)
     return {
@@ -48,6 +48,7 @@ def facts(state: CoreState, index: Index, now: float, recent: Mapping[str, Any])
         },
         "step": _newest(state.step, recent),
         "until": membership.until,
+        "pace": paced,
         "samples_folder": membership.samples,
         "steps": step_accounting.shown(state),
         "goodput": goodput.shown(state, now),
@@ -73,10 +74,13 @@ def facts(state: CoreState, index: Index, now: float, recent: Mapping[str, Any])
         "ledger": recent["ledger"],
         "ledger_seq": recent["ledger_seq"],
         "loss": recent["loss"],
-        "step_s": recent["step_s"],
-        "weight_per_s": recent["weight_per_s"],
+        "weight_per_s": _weight_per_s(paced["steps_per_s"], recent["weight"]),
         "last_step_t_s": recent["t_s"],
     }
+
+
+def _weight_per_s(steps_per_s: float | None, weight: float | None) -> float | None:
+    return None if steps_per_s is None or weight is None else round(steps_per_s * weight, 3)
 
 
 def may_leave(state: CoreState, spares: int) -> dict[str, Any] | None:
