@@ -781,3 +781,17 @@ def test_nothing_is_kept_for_other_jobs_under_a_name_that_a_cluster_gives_again(
     finds(desk, "m0")
     assert [a.machine for a in desk.did(e.Remember)] == [identity] * kept
     assert list(desk.state.health.quarantine) == [identity or "m0"]
+
+
+def test_a_kill_of_somebody_else_is_one_line_for_a_machine():
+    """Each node that is a part of a machine sees it, in the kernel's log and as a counter in /proc."""
+    desk = running(3)
+    for name, identity in (("n0", "machine-id:a/n0"), ("n1", "machine-id:a/n1"), ("n2", "machine-id:b/n2")):
+        desk.state.membership.nodes[name].identity = identity
+    for name in ("n0", "n1", "n2"):
+        finds(desk, name, "oom-kill", WARNING, Remedy.WATCH, device="")
+        finds(desk, name, "oom-kills", WARNING, Remedy.WATCH, device="", source="proc")
+    assert [found["node"] for found in desk.records("finding")] == ["n0", "n2"]
+    desk.wait(121.0)
+    finds(desk, "n1", "oom-kills", WARNING, Remedy.WATCH, device="", source="proc")
+    assert [found["node"] for found in desk.records("finding")] == ["n0", "n2", "n1"]

@@ -23,6 +23,9 @@ def test_it_shows_ranks_spares_and_lost_nodes(status):
     assert ["–", "node3", "node3.0#4", "spare,", "warm", "–"] in lines
     assert ["–", "node4", "–", "spare", "–"] in lines
     assert ["–", "node1", "–", "lost", "–"] in lines
+    gone = next(n for n in status["nodes"] if n["node"] == "node1")
+    assert "left" in drawn(board(status | {"nodes": [gone | {"left": True}]}))
+    assert "lost" not in drawn(board(status | {"nodes": [gone | {"left": True}]}))
     order = [line[0] for line in lines if line and line[0] in ("0", "1")]
     assert order[0] == "0"
 

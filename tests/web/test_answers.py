@@ -9,10 +9,12 @@ import msgspec
 import pytest
 
 from holdfast.coordinator.kernel.state import CoreState
+from holdfast.coordinator.service import page_facts
 from holdfast.coordinator.service.launches import differences, launches
 from holdfast.coordinator.service.store import LedgerEntry, Page, Store
 from holdfast.health import stacks
 from holdfast.protocol.job import JobSpec
+from holdfast.protocol.snapshots import DurableTier
 from holdfast.web import views
 from holdfast.web.cost import cost
 from holdfast.web.story import Story
@@ -116,3 +118,14 @@ def test_what_safety_costs() -> None:
     assert found["best"]["every_s"] == pytest.approx(44.0, abs=1.0)
     assert found["best"]["share"] > found["now"]["share"]
     assert "would be" in found["words"]
+
+
+def test_only_checkpoints_that_a_tier_still_has_are_listed() -> None:
+    story = Story()
+    saves = [(10, "a"), (20, "a"), (10, "b"), (30, "a"), (20, "a"), (40, "a"), (20, "b"), (30, "b")]
+    for seq, (step, url) in enumerate(saves, 1):
+        fields = {"step": step, "url": url, "took_s": 1.0, "skipped": 0}
+        story.add(seq, float(seq), UTC, "saved", msgspec.json.encode(fields).decode())
+    tiers = (DurableTier("a", keep=2), DurableTier("b", keep=1, keep_every=20))
+    there = page_facts.kept(story.checkpoints, tiers)
+    assert [(one["step"], one["url"]) for one in there] == [(30, "b"), (20, "b"), (40, "a"), (30, "a")]

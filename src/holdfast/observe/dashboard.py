@@ -186,7 +186,7 @@ def _lines(status: Status) -> Iterable[tuple[str, str, str, str, str]]:
         if node["alive"] and node["node"] not in staffed:
             yield dash, node["node"], dash, "held" if node.get("held") else "spare", dash
     for node in [n for n in status["nodes"] if not n["alive"]][-LOST_SHOWN:]:
-        yield dash, node["node"], dash, "lost", dash
+        yield dash, node["node"], dash, "left" if node.get("left") else "lost", dash
 
 
 def _worker_word(worker: Mapping[str, Any]) -> str:

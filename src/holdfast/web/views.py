@@ -391,14 +391,16 @@ def strip(story: Story, until_s: float, rows: int = ROWS) -> dict[str, Any]:
     }
 
 
-def checkpoints(story: Story, facts: Facts, read_back: ReadBack, count: int = SHOWN) -> dict[str, Any]:
-    """Checkpoints in durable tiers, the newest first, and the snapshot in memory.
+def checkpoints(
+    story: Story, facts: Facts, there: Sequence[Mapping[str, Any]], read_back: ReadBack, count: int = SHOWN
+) -> dict[str, Any]:
+    """Checkpoints that durable tiers have still, the newest first, and the snapshot in memory.
 
-    read_back: the newest look at each, as `holdfast checkpoint verify` kept it. `whole` and `verified_utc` are None where nobody
+    there: of `story.checkpoints`, those that tiers have still, the newest first. read_back: the newest look at each, as `holdfast checkpoint verify` kept it. `whole` and `verified_utc` are None where nobody
     has looked since it was saved.
     """
     shown = []
-    for one in list(reversed(story.checkpoints))[:count]:
+    for one in there[:count]:
         note = read_back.get((one["url"], one["step"]))
         # The step may have been saved again since. Both times are in UTC and of one form, so they compare as text.
         if note is not None and note.utc < one["utc"]:

@@ -63,6 +63,8 @@ class Node(msgspec.Struct, omit_defaults=True, kw_only=True):
     """The name that whoever listens at that port must prove."""
     leaving: str | None = None
     """Why it is to leave; None: it stays."""
+    left: bool = False
+    """It is gone as planned: nothing of the job was on it any more."""
     leaves_since_s: float = 0.0
     """When that was decided."""
     leaves_until_s: float | None = None

@@ -64,8 +64,9 @@ def shown(state: CoreState, now: float) -> dict[str, Any]:
     committed at that rate. Of an ended job nothing is to come.
     """
     rate, until = steps_per_s(state, now), state.membership.until
-    over = not until or state.membership.phase is JobPhase.ENDED
-    left = None if over else max(0, until - (state.step or 0))
+    left = None
+    if until and state.membership.phase is not JobPhase.ENDED:
+        left = max(0, until - (state.step or 0))
     return {
         "steps_per_s": None if rate is None else round(rate, 6),
         "until": until,

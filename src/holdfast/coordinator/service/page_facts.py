@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from holdfast.checkpoint.policy import Retention
 from holdfast.coordinator.health import stragglers
 from holdfast.coordinator.kernel import incidents
 from holdfast.coordinator.kernel.index import Index
@@ -17,6 +18,7 @@ from holdfast.coordinator.membership import pace, script_metrics, step_accountin
 from holdfast.coordinator.service import goodput
 from holdfast.coordinator.service.report import is_restoring, saving, shown_blame
 from holdfast.protocol import units
+from holdfast.protocol.snapshots import DurableTier
 
 OPEN_SHOWN = 8
 SLOW_SHOWN = 20
@@ -103,6 +105,21 @@ def _newest(step: int | None, recent: Mapping[str, Any]) -> int | None:
     """Committed steps: those of the state, which is written when something happens, or those of the ledger."""
     told = None if recent["step"] is None else recent["step"] + 1
     return max((x for x in (step, told) if x is not None), default=None)
+
+
+def kept(saved: Sequence[Mapping[str, Any]], tiers: Iterable[DurableTier]) -> list[Mapping[str, Any]]:
+    """Of checkpoints, oldest first, those that their tiers have not let go of: the newest first."""
+    retentions = {t.url: Retention(t.keep, t.keep_every) for t in tiers}
+    there: dict[str, dict[int, Mapping[str, Any]]] = {}
+    for one in saved:
+        mine = there.setdefault(one["url"], {})
+        # One of the same step is written over: training went back, and came there again.
+        mine[one["step"]] = one
+        if one["url"] in retentions:
+            for step in retentions[one["url"]].superfluous(mine, spare=one["step"]):
+                del mine[step]
+    left = {id(one) for mine in there.values() for one in mine.values()}
+    return [one for one in reversed(saved) if id(one) in left]
 
 
 async def ranks(state: CoreState) -> list[dict[str, Any]]:

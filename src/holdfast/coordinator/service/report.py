@@ -193,6 +193,7 @@ def node_row(node: Node) -> dict[str, Any]:
             "alive": node.alive,
             "failures": node.failures,
         }
+        | ({"left": True} if node.left and not node.alive else {})
         | ({"held": node.held} if node.held else {})
         | ({"identity": node.identity} if node.identity else {})
         | ({"unknown": sorted(node.unknown)} if node.alive and node.unknown else {})
