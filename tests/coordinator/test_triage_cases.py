@@ -273,6 +273,7 @@ def test_at_level_0_an_error_waits_for_the_next_start():
     desk.exits(desk.worker_on("n0"), 1)
     desk.exits(desk.worker_on("n1"), -15)
     assert not desk.state.membership.nodes["n1"].alive
+    assert desk.state.membership.nodes["n1"].left  # and is not shown as lost
     assert {x.node for x in desk.state.membership.generation.members} == {"n0", "n2"}
 
 

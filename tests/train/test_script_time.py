@@ -1,6 +1,7 @@
 """For how long the script has a worker between two steps: measured by the worker, told with each commit."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 
@@ -51,3 +52,16 @@ def test_what_the_script_does_between_steps_and_does_not_announce(monkeypatch):
 
     hf.start(main)
     assert [word.script_s for word in told] == [0.5, 4.0, 7.5, 11.0]
+
+
+def test_another_generation_counts_from_its_beginning(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(phase_report, "time", clock)
+    report = phase_report.PhaseReport(SimpleNamespace(page=None), None)
+    report.leave()
+    clock.now = 3.0
+    report.take()
+    report.take()  # nothing is under way
+    assert report.script_s == 3.0
+    report.forget()
+    assert report.script_s == 0.0
