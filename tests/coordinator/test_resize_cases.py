@@ -7,6 +7,7 @@ from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
 from holdfast.coordinator.membership.queries import GAIN_SHARE
 from holdfast.coordinator.membership.resize import check_drain, check_resize, describe
+from holdfast.coordinator.service.report import build_status
 from holdfast.errors import UsageError
 from holdfast.protocol import messages as m
 
@@ -244,6 +245,9 @@ def test_a_spare_leaves_at_once():
     desk.do(e.NodeGoing("n2", "maintenance"))
     assert left(desk) == ["n2"]
     assert not desk.told("n0.0#1", m.EndAtCommit)
+    desk.lose("n1")
+    shown = {n["node"]: n.get("left", False) for n in build_status(desk.state, desk.now)["nodes"]}
+    assert shown == {"n0": False, "n1": False, "n2": True}  # people look for a node that is lost
 
 
 def test_a_node_that_left_and_missed_it_is_told_again():

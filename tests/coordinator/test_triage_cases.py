@@ -273,6 +273,7 @@ def test_at_level_0_an_error_waits_for_the_next_start():
     desk.exits(desk.worker_on("n0"), 1)
     desk.exits(desk.worker_on("n1"), -15)
     assert not desk.state.membership.nodes["n1"].alive
+    assert desk.state.membership.nodes["n1"].left  # and is not shown as lost
     assert {x.node for x in desk.state.membership.generation.members} == {"n0", "n2"}
 
 
@@ -822,3 +823,17 @@ def test_where_one_node_is_well_the_job_waits_for_others():
     for i in (1, 2, 3):
         come_back(desk, f"n{i}", checks=(small("shm"),))
     assert desk.state.membership.outcome is None
+
+
+def test_a_kill_of_somebody_else_is_one_line_for_a_machine():
+    """Each node that is a part of a machine sees it, in the kernel's log and as a counter in /proc."""
+    desk = running(3)
+    for name, identity in (("n0", "machine-id:a/n0"), ("n1", "machine-id:a/n1"), ("n2", "machine-id:b/n2")):
+        desk.state.membership.nodes[name].identity = identity
+    for name in ("n0", "n1", "n2"):
+        finds(desk, name, "oom-kill", WARNING, Remedy.WATCH, device="")
+        finds(desk, name, "oom-kills", WARNING, Remedy.WATCH, device="", source="proc")
+    assert [found["node"] for found in desk.records("finding")] == ["n0", "n2"]
+    desk.wait(121.0)
+    finds(desk, "n1", "oom-kills", WARNING, Remedy.WATCH, device="", source="proc")
+    assert [found["node"] for found in desk.records("finding")] == ["n0", "n2", "n1"]

@@ -35,6 +35,27 @@ def test_a_loss_that_stays_high_is_the_new_one_and_may_jump_again():
     assert jumps(curve) == [200, 400]
 
 
+@pytest.mark.parametrize("scale", [1e-12, 1e-4])
+def test_the_noise_of_a_converged_net_is_no_jump(scale):
+    """Of losses that fell from one to next to nothing, each may be many times the one before."""
+    rng = random.Random(2)
+    curve = [math.exp(-step / 8) for step in range(80)]
+    curve += [scale * (100.0 if rng.random() < 0.1 else rng.random()) for _ in range(2000)]
+    assert jumps([x if step < 80 else min(x, 3e-4) for step, x in enumerate(curve)]) == []
+
+
+def test_a_loss_that_jumps_again_and_again_is_told_ever_more_seldom():
+    curve = falling(20_000)
+    for step in range(100, 20_000, 70):
+        curve[step] = 12.0
+    assert jumps(curve) == [100, 170]  # it has had no rest of 128 steps since
+    assert jumps([*curve[:300], math.nan, *falling(100)]) == [100, 170, 300]
+    rare = falling(40_000)
+    for step in range(1_000, 40_000, 1_000):
+        rare[step] = 12.0
+    assert jumps(rare) == [1_000, 2_000, 3_000, 4_000, 5_000]
+
+
 def test_a_loss_around_zero_has_a_scatter_too():
     rng = random.Random(3)
     curve = [rng.gauss(0, 1) for _ in range(3000)]

@@ -18,6 +18,7 @@ def report(incident):
         "schema": 1, "job": "demo", "engine": "local", "outcome": "finished", "reason": None,
         "world": {"target": 4, "history": [[1.0, 4], [40.0, 3], [41.0, 4]]},
         "steps": {"committed": 400, "lost": 0, "median_s": 0.21},
+        "pace": {"steps_per_s": 9.91, "until": 400, "left": None, "eta_s": None},
         "incidents": [incident],
         "goodput": {"wall_s": 93.2, "productive_s": 80.0, "share": 0.858},
         "final": {"loss": 2.6190, "params_xxh3": "5df08a9268549ac9", "replicas_equal": True},
@@ -61,6 +62,7 @@ def status(incident):
     return {
         "job": "demo", "phase": "running", "outcome": None, "reason": None, "level": 2, "generation": 2,
         "world": 2, "target": 2, "step": 1234, "loss": 2.619, "median_s": 0.2, "t_s": 61.0,
+        "pace": {"steps_per_s": 5.0, "until": None, "left": None, "eta_s": None},
         "nodes": [
             {"node": name, "host": "127.0.0.1", "alive": alive, "failures": 0}
             for name, alive in (("node0", True), ("node1", False), ("node2", True), ("node3", True), ("node4", True))

@@ -5,9 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
-from holdfast.observe.dashboard import board, headline, saved_line
+from holdfast.observe.dashboard import board, headline, remaining_words, saved_line
 from holdfast.observe.progress import progress_line
-from holdfast.observe.rate import Rate
 from holdfast.protocol.job import JobSpec
 
 
@@ -24,6 +23,9 @@ def test_it_shows_ranks_spares_and_lost_nodes(status):
     assert ["–", "node3", "node3.0#4", "spare,", "warm", "–"] in lines
     assert ["–", "node4", "–", "spare", "–"] in lines
     assert ["–", "node1", "–", "lost", "–"] in lines
+    gone = next(n for n in status["nodes"] if n["node"] == "node1")
+    assert "left" in drawn(board(status | {"nodes": [gone | {"left": True}]}))
+    assert "lost" not in drawn(board(status | {"nodes": [gone | {"left": True}]}))
     order = [line[0] for line in lines if line and line[0] in ("0", "1")]
     assert order[0] == "0"
 
@@ -45,13 +47,27 @@ def test_the_headline_has_the_state_of_training(status):
         "1:01",
     ):
         assert words in text
-    assert "4.20 steps/s" in headline(status, 4.2).plain
 
 
 def test_the_headline_says_how_long_it_takes_while_it_trains(status):
-    assert headline(status | {"until": 2234}).plain.endswith("  3 min 20 s left")
+    to_go = status | {"pace": {"steps_per_s": 5.0, "until": 2234, "left": 1000, "eta_s": 200.0}}
+    assert headline(to_go).plain.endswith("  3 min 20 s left")
     assert "left" not in headline(status).plain
-    assert "left" not in headline(status | {"until": 2234, "phase": "ended", "outcome": "failed"}).plain
+    assert "left" not in headline(to_go | {"phase": "ended", "outcome": "failed"}).plain
+
+
+@pytest.mark.parametrize(
+    ("pace", "words"),
+    [
+        (None, ""),  # a coordinator of another version
+        ({"left": None, "eta_s": None}, ""),
+        ({"left": 5, "eta_s": None}, "5 steps left"),
+        ({"left": 1, "eta_s": 1.0}, "1.00 s left"),
+        ({"left": 0, "eta_s": 0.0}, "all steps are done"),
+    ],
+)
+def test_what_is_left_as_far_as_it_is_known(status, pace, words):
+    assert remaining_words(status | {"pace": pace}) == words
 
 
 def test_an_open_incident_counts_up(status, incident):
@@ -89,7 +105,7 @@ def test_it_says_what_is_saved_and_how_old_it_is(status):
 
 
 def test_unknown_is_a_dash(status):
-    status |= {"loss": None, "median_s": None}
+    status |= {"loss": None, "pace": {"steps_per_s": None}}
     assert "loss –  – steps/s" in headline(status).plain
 
 
@@ -108,17 +124,5 @@ def test_progress_while_workers_start(status):
 
 
 def test_progress_while_it_trains(status):
-    assert progress_line(SPEC, status, 4.9) == (
-        "training: step 1,234, loss 2.6190, 4.90 steps/s, 2 of 2 workers"
-    )
+    assert progress_line(SPEC, status) == "training: step 1,234, loss 2.6190, 5.00 steps/s, 2 of 2 workers"
     assert progress_line(SPEC, status | {"phase": "gathering"}).startswith("waiting for workers: 2 of 2")
-
-
-def test_rate_over_a_window():
-    rate = Rate()
-    assert rate.per_s() is None
-    for second in range(30):
-        rate.add(float(second), second * 4)
-    assert rate.per_s() == pytest.approx(4.0)
-    rate.add(31.0, 50)  # lost work: begins anew
-    assert rate.per_s() is None

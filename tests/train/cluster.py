@@ -85,7 +85,7 @@ class Worker:
             guard=SimpleNamespace(before_update=self.nothing),
             buffer_rules=SimpleNamespace(after_micro=self.nothing, reduce=self.nothing, commit=self.nothing),
         )
-        self.phases = SimpleNamespace(enter=self.nothing)
+        self.phases = SimpleNamespace(enter=self.nothing, take=self.nothing, leave=self.nothing)
 
     def join(self, group):
         count, rank, world = self.micro_batches, group.rank, group.size

@@ -56,7 +56,7 @@ class Replica:
         self.done = self.left = self.error = None
 
     begin_step = check = nothing
-    phases = SimpleNamespace(enter=nothing)
+    phases = SimpleNamespace(enter=nothing, take=nothing, leave=nothing)
 
     def over_shards(self, step, squares):
         return squares

@@ -9,41 +9,17 @@ import msgspec
 import pytest
 
 from holdfast.coordinator.kernel.state import CoreState
+from holdfast.coordinator.service import page_facts
 from holdfast.coordinator.service.launches import differences, launches
 from holdfast.coordinator.service.store import LedgerEntry, Page, Store
 from holdfast.health import stacks
-from holdfast.observe.remaining import remaining, remaining_words
 from holdfast.protocol.job import JobSpec
+from holdfast.protocol.snapshots import DurableTier
 from holdfast.web import views
 from holdfast.web.cost import cost
 from holdfast.web.story import Story
 
 UTC = "2026-01-02T03:04:05.000+00:00"
-
-
-@pytest.mark.parametrize(
-    ("goodput", "expected"),
-    [
-        ({}, (100.0, None, None)),
-        ({"share": 0.5}, (100.0, 200.0, 200.0)),
-        # The last hour was worse than the whole: so may the rest be.
-        ({"share": 0.5, "recent": {"share": 0.25}}, (100.0, 200.0, 400.0)),
-        ({"share": 0.5, "recent": {"share": 0.9}}, (100.0, 200.0, 200.0)),
-    ],
-)
-def test_when_it_is_done(goodput: dict[str, object], expected: tuple[float | None, ...]) -> None:
-    found = remaining(1000, 900, 1.0, goodput)
-    assert found is not None
-    assert (found["left"], found["least_s"], found["eta_s"], found["most_s"]) == (100, *expected)
-
-
-def test_when_it_is_done_is_not_known() -> None:
-    assert remaining(None, 5, 1.0, {}) is None
-    assert remaining_words(None) == ""
-    assert remaining_words(remaining(10, 5, None, {})) == "5 steps left"
-    assert remaining_words(remaining(10, 9, 1.0, {})) == "1.00 s left"
-    # A job that went on from a state beyond its end.
-    assert remaining_words(remaining(10, 12, 1.0, {})) == "all steps are done"
 
 
 STACK = '  File "/x/site-packages/holdfast/train/generation_group.py", line 7 in wait\n  File "/home/a/train.py", line 9 in main\n'
@@ -142,3 +118,14 @@ def test_what_safety_costs() -> None:
     assert found["best"]["every_s"] == pytest.approx(44.0, abs=1.0)
     assert found["best"]["share"] > found["now"]["share"]
     assert "would be" in found["words"]
+
+
+def test_only_checkpoints_that_a_tier_still_has_are_listed() -> None:
+    story = Story()
+    saves = [(10, "a"), (20, "a"), (10, "b"), (30, "a"), (20, "a"), (40, "a"), (20, "b"), (30, "b")]
+    for seq, (step, url) in enumerate(saves, 1):
+        fields = {"step": step, "url": url, "took_s": 1.0, "skipped": 0}
+        story.add(seq, float(seq), UTC, "saved", msgspec.json.encode(fields).decode())
+    tiers = (DurableTier("a", keep=2), DurableTier("b", keep=1, keep_every=20))
+    there = page_facts.kept(story.checkpoints, tiers)
+    assert [(one["step"], one["url"]) for one in there] == [(30, "b"), (20, "b"), (40, "a"), (30, "a")]

@@ -53,7 +53,8 @@ FACTS: dict[str, Any] = {
     "job": "j", "engine": "local", "phase": "running", "outcome": None, "reason": None, "level": 2, "generation": 1,
     "world": 2, "target": 2, "least": {"nodes": 1, "wanted": 2, "most": 2}, "step": 10, "steps": {}, "goodput": {"classes": {}},
     "t_s": 100.0, "nodes": {}, "phases": {}, "spares": 1, "wants_spares": True, "ready": 2, "coming": 0, "asks": [],
-    "tiers": [], "snapshot": None, "incidents": [], "slow": [], "figures": {}, "blame": None, "loss": 1.0, "step_s": 0.5,
+    "tiers": [], "snapshot": None, "incidents": [], "slow": [], "figures": {}, "blame": None, "loss": 1.0,
+    "pace": {"steps_per_s": 2.0, "until": None, "left": None, "eta_s": None},
     "weight_per_s": None, "last_step_t_s": 99.5, "ledger_trouble": None, "ledger": "x", "ledger_seq": 1, "live": True,
 }  # fmt: skip
 

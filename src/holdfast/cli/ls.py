@@ -24,7 +24,7 @@ def ls(
     as_json: AsJson = False,
     output: Output = None,
 ) -> None:
-    """Lists jobs: state, step, goodput, age."""
+    """Lists jobs: state, step, rate, time to go, goodput, age."""
     import asyncio
 
     from holdfast.engines import jobs
@@ -46,6 +46,8 @@ def ls(
             x["job"],
             x["state"],
             units.count(x["step"]),
+            units.rate(x["steps_per_s"]),
+            units.seconds(x["eta_s"]),
             units.share(x["goodput"]),
             units.UNKNOWN if x["age_s"] is None else units.clock(x["age_s"]),
             x["engine"] or "-",
@@ -53,7 +55,17 @@ def ls(
         )
         for x in found
     ]
-    names = ("job", "state", "step", "goodput", "age", "engine", *(["folder"] if wide else []))
+    names = (
+        "job",
+        "state",
+        "step",
+        "rate",
+        "left",
+        "goodput",
+        "age",
+        "engine",
+        *(["folder"] if wide else []),
+    )
     print_table(sys.stdout, names, rows, **({"width": WIDE} if wide else {}))
     for x in found:
         if x["problem"]:
@@ -63,7 +75,7 @@ def ls(
 
 
 async def look_at(folders: list[Path]) -> list[dict[str, Any]]:
-    """What is known of each job: job, state, step, goodput, age_s, engine, problem."""
+    """What is known of each job: job, state, step, steps_per_s, eta_s, goodput, age_s, engine, problem."""
     import asyncio
 
     # All at once would open a connection for each job of a year; one after the other would take two seconds
@@ -87,6 +99,8 @@ async def _entry(folder: Path) -> dict[str, Any]:
         "job": folder.name,
         "state": "unknown",
         "step": None,
+        "steps_per_s": None,
+        "eta_s": None,
         "goodput": None,
         "age_s": None,
         "engine": None,
@@ -117,7 +131,7 @@ async def _running(folder: Path) -> dict[str, Any]:
 
     async with asyncio.timeout(ANSWER_S), client_of(folder) as client:
         status = await client.get("/status")
-    return {"state": job_word(status), "step": status["step"], "goodput": status["goodput"].get("share")}
+    return {"state": job_word(status), "step": status["step"], **_pace(status)}
 
 
 def _ended(folder: Path) -> dict[str, Any]:
@@ -127,5 +141,15 @@ def _ended(folder: Path) -> dict[str, Any]:
     return {
         "state": report["outcome"],
         "step": report.get("steps", {}).get("committed"),
-        "goodput": report["goodput"].get("share"),
+        **_pace(report),
+    }
+
+
+def _pace(told: dict[str, Any]) -> dict[str, Any]:
+    """Of a status or a report."""
+    pace = told.get("pace") or {}
+    return {
+        "steps_per_s": pace.get("steps_per_s"),
+        "eta_s": pace.get("eta_s"),
+        "goodput": told["goodput"].get("share"),
     }

@@ -19,7 +19,14 @@ FEWEST = 16
 SCALES = 8.0
 """A jump is so many times the robust scatter of the window (1.4826 x its median distance from the median), ..."""
 SHARE = 0.5
-"""... and so much of the median."""
+"""... and so much of the median, ..."""
+STARTED = 1e-3
+"""... and so much of the highest median that there was: what a converged net has is noise, however it scatters, ..."""
+LEAST = 1e-6
+"""... and so much in any case: less than the rounding of a loss of one in float32."""
+MOST_REST = 64 * WINDOW
+"""After a jump was told, the next one is told only when no loss has jumped for so many steps: `WINDOW` after the first, and each
+time twice as many, up to this."""
 
 APART_SCALES = 10.0
 TIMES = 3
@@ -43,10 +50,12 @@ class Losses:
     def __init__(self) -> None:
         self._window: deque[float] = deque(maxlen=WINDOW)
         self._last = -1
-        self._high = False
+        self._highest = 0.0
+        self._jumped: dict[bool, tuple[int, int]] = {}
 
     def take(self, step: int, loss: float) -> Jump | None:
-        """The next loss. A jump is told once, until the loss is down again, or the window has risen to it."""
+        """The next loss. A jump is told once: not again before the loss has been down, or the window has risen to it, for a
+        while, see `MOST_REST`. A loss that is no number is another matter than one that is high."""
         # Steps that are repeated after a recovery give the same losses again; counted twice they would make
         # the window narrower than it is.
         if step <= self._last:
@@ -57,16 +66,27 @@ class Losses:
                 self._window.append(loss)
             return None
         usual = statistics.median(self._window)
+        self._highest = max(self._highest, abs(usual))
         scatter = 1.4826 * statistics.median(abs(x - usual) for x in self._window)
         # Written as `not <=`: every comparison with NaN is false, so a loss that is no number jumps. An
         # infinite one does so anyway.
-        jumped = not loss - usual <= max(SCALES * scatter, SHARE * abs(usual))
-        told, self._high = jumped and not self._high, jumped
+        jumped = not loss - usual <= max(SCALES * scatter, SHARE * abs(usual), STARTED * self._highest, LEAST)
+        told = jumped and self._rested(step, math.isfinite(loss))
         # Values above the limit join the window as well. A loss that stays at a new level is the usual one
         # after half a window, and the jump is over; kept out, the report would never end.
         if math.isfinite(loss):
             self._window.append(loss)
         return Jump(step, loss, usual) if told else None
+
+    def _rested(self, step: int, finite: bool) -> bool:
+        """Whether a jump of this kind is told now."""
+        if finite not in self._jumped:
+            self._jumped[finite] = step, WINDOW
+            return True
+        last, rest = self._jumped[finite]
+        told = step - last > rest
+        self._jumped[finite] = step, min(MOST_REST, 2 * rest) if told else rest
+        return told
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from rich.table import Table
 from rich.text import Text
 
 from holdfast.observe.goodput import goodput_line
-from holdfast.observe.remaining import of_status, remaining_words
 from holdfast.protocol import units
 
 Status = Mapping[str, Any]
@@ -45,12 +44,9 @@ _STYLES = {
 }
 
 
-def board(status: Status, rate: float | None = None, rows: int = 40) -> RenderableType:
-    """Header, ranks and nodes, newest incidents. Fits 100 columns; at most `rows` ranks are listed.
-
-    rate: steps per second, where it was measured; else it follows from the median step.
-    """
-    parts: list[RenderableType] = [headline(status, rate), _people(status, rows)]
+def board(status: Status, rows: int = 40) -> RenderableType:
+    """Header, ranks and nodes, newest incidents. Fits 100 columns; at most `rows` ranks are listed."""
+    parts: list[RenderableType] = [headline(status), _people(status, rows)]
     saved = saved_line(status)
     if saved is not None:
         parts.append(saved)
@@ -66,23 +62,18 @@ def board(status: Status, rate: float | None = None, rows: int = 40) -> Renderab
     return Group(*parts)
 
 
-def headline(status: Status, rate: float | None = None) -> Text:
+def headline(status: Status) -> Text:
     """`training  step 80  loss 2.6190  4.9 steps/s  generation 2  2 of 2 workers  0:35`."""
-    median_s = status["median_s"]
-    # From the median step where nothing was measured: a single look has no second one to count against, and a
-    # rate of 0 would be wrong.
-    if rate is None and median_s:
-        rate = 1.0 / median_s
     word = job_word(status)
     text = Text()
     text.append(f"{status['job']} ", style="bold")
     text.append(f" {word}", style=_STYLES.get(word, "yellow"))
     text.append(f"  {step_words(status)}  loss {units.loss(status['loss'])}")
-    text.append(f"  {units.rate(rate)}")
+    text.append(f"  {units.rate(steps_per_s(status))}")
     text.append(f"  generation {status['generation']}")
     text.append(f"  {status['world']} of {status['target']} workers")
     text.append(f"  {units.clock(status['t_s'])}", style="dim")
-    if status["phase"] == "running" and (left := remaining_words(of_status(status, rate))):
+    if status["phase"] == "running" and (left := remaining_words(status)):
         text.append(f"  {left}", style="dim")
     return text
 
@@ -95,10 +86,22 @@ def step_words(status: Status) -> str:
     return f"step {units.count(status['step'])}"
 
 
-def steps_done(status: Status) -> int | None:
-    """A count that grows with every step, for the rate; None while it is not known."""
-    computed: int | None = (status.get("steps") or {}).get("computed")
-    return status["step"] if computed is None else computed
+def steps_per_s(told: Status) -> float | None:
+    """The rate of a status or a report, by wall time; None: not known, or an older version told it."""
+    rate: float | None = (told.get("pace") or {}).get("steps_per_s")
+    return rate
+
+
+def remaining_words(status: Status) -> str:
+    """`3 min 05 s left`, or `1,200 steps left` where nobody knows how long they take; empty where nothing is known. Short: a line
+    of progress has 100 columns."""
+    pace = status.get("pace") or {}
+    left, eta_s = pace.get("left"), pace.get("eta_s")
+    if left is None:
+        return ""
+    if not left:
+        return "all steps are done"
+    return f"{units.plural(left, 'step') if eta_s is None else units.seconds(eta_s)} left"
 
 
 def saved_line(status: Status) -> Text | None:
@@ -183,7 +186,7 @@ def _lines(status: Status) -> Iterable[tuple[str, str, str, str, str]]:
         if node["alive"] and node["node"] not in staffed:
             yield dash, node["node"], dash, "held" if node.get("held") else "spare", dash
     for node in [n for n in status["nodes"] if not n["alive"]][-LOST_SHOWN:]:
-        yield dash, node["node"], dash, "lost", dash
+        yield dash, node["node"], dash, "left" if node.get("left") else "lost", dash
 
 
 def _worker_word(worker: Mapping[str, Any]) -> str:

@@ -178,6 +178,10 @@ def _cost(told: Entry) -> list[str]:
     if lost is not None:
         again = f"{units.plural(lost, 'step')} to be done again"
     lines.append(f"  training stood for {units.seconds(told['stall_s'])}; {again}")
+    if own := told.get("paused_s"):
+        lines.append(
+            f"  beside {units.seconds(own)} of the script's own work between two steps, which no fault costs"
+        )
     if told.get("full_strength_s") is not None:
         lines.append(
             f"  full strength after {units.seconds(told['full_strength_s'])} ({told.get('rung') or 'by itself'})"

@@ -11,11 +11,10 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from holdfast.observe.dashboard import board, steps_done
+from holdfast.observe.dashboard import board
 from holdfast.observe.event_text import event_line
 from holdfast.observe.printable import printable
 from holdfast.observe.progress import progress_line
-from holdfast.observe.rate import Rate
 from holdfast.observe.tables import PrintableConsole
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.units import clock
@@ -49,7 +48,6 @@ class LiveView:
         self._spec, self._job_dir, self._console = spec, job_dir, console
         self._began_s = time.monotonic()
         self._status: dict[str, Any] | None = None
-        self._rate = Rate()
         self._rest = b""
         self._live = Live(
             get_renderable=self._picture,
@@ -86,7 +84,6 @@ class LiveView:
     def status(self, status: dict[str, Any]) -> None:
         """The job as it is now."""
         self._status = status
-        self._rate.add(status["t_s"], steps_done(status))
         self._live.refresh()
 
     def tick(self) -> None:
@@ -128,4 +125,4 @@ class LiveView:
             )
             return Group(rule, line)
         rows = max(4, self._console.height - FIXED_ROWS - min(5, len(status["incidents"])))
-        return Group(rule, board(status, self._rate.per_s(), rows))
+        return Group(rule, board(status, rows))

@@ -8,11 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from holdfast.observe.dashboard import steps_done
 from holdfast.observe.event_text import event_line
 from holdfast.observe.printable import PrintableStream, printable
 from holdfast.observe.progress import progress_line
-from holdfast.observe.rate import Rate
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.ledger.base import LINE_WIDTH
 from holdfast.protocol.units import clip
@@ -36,7 +34,6 @@ class PlainView:
         self._last_s = self._heard_s = clock()
         self._silence_s = SILENCE_S
         self._status: dict[str, Any] | None = None
-        self._rate = Rate()
         self._over = False
         self._printed = PrintableStream()
 
@@ -58,7 +55,6 @@ class PlainView:
     def status(self, status: dict[str, Any]) -> None:
         """The job as it is now."""
         self._status, self._heard_s = status, self._clock()
-        self._rate.add(status["t_s"], steps_done(status))
         self.tick()
 
     def tick(self) -> None:
@@ -66,7 +62,7 @@ class PlainView:
         now = self._clock()
         if now - self._last_s < self._silence_s:
             return
-        line = ENDING if self._over else progress_line(self._spec, self._status, self._rate.per_s())
+        line = ENDING if self._over else progress_line(self._spec, self._status)
         self._say(clip(line, LINE_WIDTH), self._job_time(now))
         # Ever more rarely: a log of a week that has a line each two seconds has nothing else in it.
         self._silence_s = min(2 * self._silence_s, LONGEST_SILENCE_S)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from holdfast.observe.dashboard import step_words, written
-from holdfast.observe.remaining import of_status, remaining_words
+from holdfast.observe.dashboard import remaining_words, step_words, steps_per_s, written
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.units import count, loss, plural, size
 from holdfast.protocol.units import rate as speed
 
 
-def progress_line(spec: JobSpec, status: Mapping[str, Any] | None, rate: float | None = None) -> str:
+def progress_line(spec: JobSpec, status: Mapping[str, Any] | None) -> str:
     """`training: step 80, loss 2.6190, 4.9 steps/s, 2 of 2 workers`; while it starts, what it waits for."""
     if status is None or status["generation"] == 0:
         return _starting(spec, status)
@@ -24,10 +23,10 @@ def progress_line(spec: JobSpec, status: Mapping[str, Any] | None, rate: float |
     if status["phase"] in ("running", "stopping") and not status["workers"]:
         return _last(status)
     words = {"running": "training", "breaking": "recovering"}
-    left = remaining_words(of_status(status, rate))
+    left = remaining_words(status)
     return (
         f"{words.get(status['phase'], status['phase'])}: {step_words(status)}, "
-        f"loss {loss(status['loss'])}, {speed(rate)}, {status['world']} of {status['target']} workers"
+        f"loss {loss(status['loss'])}, {speed(steps_per_s(status))}, {status['world']} of {status['target']} workers"
         + (f", {left}" if left else "")
     )
 

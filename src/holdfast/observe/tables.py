@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from holdfast.observe.blame import closing
+from holdfast.observe.dashboard import steps_per_s
 from holdfast.observe.goodput import goodput_table, goodput_words
 from holdfast.observe.printable import printable
 from holdfast.protocol import units
@@ -113,7 +114,7 @@ def _header(report: Report, job_dir: Path) -> Table:
     table.add_row(
         "steps",
         f"{units.count(steps.get('committed'))} committed, {units.count(steps.get('lost'))} lost{_of(steps)}, "
-        f"median {units.seconds(steps.get('median_s'))}",
+        f"{units.rate(steps_per_s(report))}; a step by itself takes {units.seconds(steps.get('median_s'))} (median)",
     )
     goodput = report.get("goodput") or {}
     table.add_row("goodput", goodput_words(goodput))

@@ -13,7 +13,7 @@ class TimeClass(StrEnum):
     LAUNCH = "launch"
     """From the first start of an unmodified script to its first step. A report counts it as START once there is a step."""
     COMPUTED = "computed"
-    """Steps, and what the script does between them. A report divides it into the classes up to PAUSED, as far as they are
+    """Steps, and at levels 0 and 1 what the script does between them. A report divides it into the classes up to PAUSED, as far as they are
     known."""
     PRODUCTIVE = "productive"
     """Steps that stayed."""
@@ -30,7 +30,8 @@ class TimeClass(StrEnum):
     IDLE_DIVISION = "idle_division"
     """Of steps whose micro-batches do not divide evenly, the share in which workers had none."""
     PAUSED = "paused"
-    """Between two steps in work of the script's own, such as an evaluation: inside of `run.relaxed_watchdog()`."""
+    """Between two steps in work of the script's own, such as an evaluation, on the worker that had most of it. At levels 0 and 1 it
+    is not known, and part of COMPUTED."""
     INTERRUPTED = "interrupted"
     """Work on a step that a fault ended: from the last step to the fault."""
     DETECT = "detect"

@@ -81,8 +81,10 @@ def share(value: float | None) -> str:
 
 
 def loss(value: float | None) -> str:
-    """`2.6190`."""
-    return UNKNOWN if value is None else f"{value:.4f}"
+    """`2.6190`, `0.001312`, `2.191e-14`: at least four significant digits, however small."""
+    if value is None:
+        return UNKNOWN
+    return f"{value:.4g}" if abs(value) < 0.1 else f"{value:.4f}"
 
 
 def figures(logged: Mapping[str, Mapping[str, Any]]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from holdfast.errors import UsageError
 from holdfast.protocol import messages as m
 from holdfast.protocol.phases import Phase
@@ -15,12 +17,31 @@ class PhaseReport:
 
     Attributes:
         timer: where the time of a step goes.
+        script_s: for how long the script had this worker between two steps, in this generation; without what it announced.
     """
 
     def __init__(self, link: Link, faults: FaultPlan) -> None:
         self.timer = StepTimer()
+        self.script_s = 0.0
+        self._leaves_s: float | None = None
+        self._resumes = False
         self._link, self._page, self._faults = link, link.page, faults
         self._before_call = Phase.COMMIT
+
+    def forget(self) -> None:
+        """Another generation begins: what was measured is of no use in it."""
+        self.timer.forget()
+        self.script_s = 0.0
+
+    def leave(self) -> None:
+        """The script has this worker now, between two steps."""
+        self._leaves_s = time.perf_counter()
+
+    def take(self) -> None:
+        """The script has given it back."""
+        if self._leaves_s is not None:
+            self.script_s += time.perf_counter() - self._leaves_s
+            self._leaves_s = None
 
     def begin_step(self) -> None:
         """A step begins: it waits for its data."""
@@ -61,5 +82,11 @@ class PhaseReport:
             return
         if on and self._page.phase not in (Phase.COMMIT, Phase.JOIN):
             raise UsageError("run.relaxed_watchdog() is for work between two steps; leave `with step` first")
+        # The coordinator takes the time of what is announced by itself, as it comes.
+        if on:
+            self._resumes = self._leaves_s is not None
+            self.take()
+        elif self._resumes:
+            self.leave()
         self._link.send(m.OffStep(on))
         self._page.enter(Phase.ASIDE if on else Phase.COMMIT)

@@ -34,6 +34,7 @@ class ProgressReport:
         self._losses: deque[m.StepTold] = deque(maxlen=KEPT_LOSSES)
         self._unsent: list[m.StepTold] = []
         self._spent: list[Spent] = []
+        self._script_s = 0.0
         self._sent_at = 0.0
         self._first_in_generation = True
         self._figures: dict[int, dict[str, float]] = {}
@@ -41,6 +42,7 @@ class ProgressReport:
 
     def joined(self) -> None:
         """A generation begins."""
+        self._script_s = 0.0
         self._first_in_generation = True
 
     @property
@@ -48,8 +50,12 @@ class ProgressReport:
         """Of the newest steps."""
         return tuple(self._losses)
 
-    def note(self, step: CommittedStep, spent: Spent | None, settled: bool = False) -> None:
-        """A step was committed. spent: a block of steps that it completed. settled: the commit was decided after a fault."""
+    def note(
+        self, step: CommittedStep, spent: Spent | None, settled: bool = False, script_s: float = 0.0
+    ) -> None:
+        """A step was committed. spent: a block of steps that it completed. settled: the commit was decided after a fault.
+        script_s: see `m.Progress`."""
+        self._script_s = script_s
         self.last_loss = step.loss
         self._durations.append(step.took_s)
         entry = step.told
@@ -85,6 +91,7 @@ class ProgressReport:
                 losses=losses,
                 figures=figures,
                 spent=spent,
+                script_s=round(self._script_s, 6),
             )
         )
 

@@ -199,7 +199,7 @@ class Replica:
 
     def _join(self, form: m.JoinGeneration) -> None:
         began = time.monotonic()
-        self.phases.timer.forget()
+        self.phases.forget()
         generation = form.generation
         replica = generation.members[form.rank].replica
         # Connections of a replica that came through the break intact are kept. Closing and making them again
@@ -404,7 +404,7 @@ class Replica:
             # After the update that ended the block, which all members made before any of them can make another.
             block = spent.first // BLOCK_STEPS
             spent = msgspec.structs.replace(spent, state=self.state.sums.after(block))
-        self._progress.note(step, spent, settled)
+        self._progress.note(step, spent, settled, self.phases.script_s)
         self.state.guard.note(step.index + 1)
 
     def disagree(self, step: int, micro: int, digests: dict[str, int]) -> None:

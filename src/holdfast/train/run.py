@@ -397,6 +397,7 @@ class Run:
                     loss_before=loss,
                     warns_of_means=self._step is None and not replica.place.rank,
                 )
+                replica.phases.leave()
                 try:
                     yield self._step
                 # Without this a script that leaves the loop by `break` would look like a worker that is lost,
@@ -404,6 +405,7 @@ class Run:
                 except GeneratorExit:  # the script left the loop early: on purpose, or by an error
                     replica.done(stopped=replica.stopped)
                     raise
+                replica.phases.take()
                 loss = self._step.loss
                 # Before a generation ends here: those who leave with it run no further code of the script's.
                 self._warn(replica)

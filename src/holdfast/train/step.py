@@ -127,6 +127,8 @@ class Step:
         return self._stage is Stage.COMMITTED
 
     def __enter__(self) -> Step:
+        self._replica.phases.take()
+        self._began_s = time.perf_counter()
         self._replica.begin_step()
         self._entered = True
         return self
@@ -592,6 +594,13 @@ class Step:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
+        try:
+            return self._judge(error)
+        finally:
+            self._replica.phases.leave()
+
+    def _judge(self, error: BaseException | None) -> bool:
+        """What `__exit__` returns."""
         if error is None:
             if not self.committed:
                 raise UsageError(

@@ -12,7 +12,6 @@ from typing import Any
 from holdfast.observe.dashboard import job_word
 from holdfast.observe.event_text import event_line
 from holdfast.observe.goodput import WORDS, goodput_words
-from holdfast.observe.remaining import remaining
 from holdfast.protocol import units
 from holdfast.protocol.health import remedy_text
 from holdfast.protocol.ledger.incidents import PHASES
@@ -150,7 +149,7 @@ def now(facts: Facts, story: Story) -> dict[str, Any]:
         },
         **{
             k: facts[k]
-            for k in ("t_s", "loss", "step_s", "weight_per_s", "last_step_t_s", "ledger_seq", "live")
+            for k in ("t_s", "loss", "pace", "weight_per_s", "last_step_t_s", "ledger_seq", "live")
         },
         "ledger": facts["ledger"],
         "headline": headline(facts),
@@ -167,16 +166,13 @@ def now(facts: Facts, story: Story) -> dict[str, Any]:
         "figures": facts["figures"],
         "slow": facts["slow"],
         "leave": facts["leave"],
-        "remaining": None
-        if facts["phase"] == "ended"
-        else remaining(facts["until"], facts["step"], facts["step_s"], facts["goodput"]),
     }
 
 
 def tiers(facts: Facts, story: Story) -> list[dict[str, Any]]:
     """Where the state is, the nearest first: what is lost if all that is nearer is lost with it."""
     rows: list[dict[str, Any]] = []
-    step, rate, ended = facts["step"], facts["step_s"], facts["phase"] == "ended"
+    step, rate, ended = facts["step"], facts["pace"]["steps_per_s"], facts["phase"] == "ended"
     # The last state is saved when the core has decided everything, so only the ledger has it. Until then both have the same.
     saved = {one["url"]: one for one in story.checkpoints} if ended else {}
     # The agents of a job that has ended gave their memory back.
@@ -217,7 +213,7 @@ def tiers(facts: Facts, story: Story) -> list[dict[str, Any]]:
         # A job that went back may be behind its own save. A lag below zero would read like an error.
         lag = None if step is None or row["step"] is None else max(0, step - row["step"])
         row["lag_steps"] = lag
-        row["lag_s"] = None if lag is None or rate is None else round(lag * rate, 3)
+        row["lag_s"] = None if lag is None or not rate else round(lag / rate, 3)
     return rows
 
 
@@ -395,14 +391,16 @@ def strip(story: Story, until_s: float, rows: int = ROWS) -> dict[str, Any]:
     }
 
 
-def checkpoints(story: Story, facts: Facts, read_back: ReadBack, count: int = SHOWN) -> dict[str, Any]:
-    """Checkpoints in durable tiers, the newest first, and the snapshot in memory.
+def checkpoints(
+    story: Story, facts: Facts, there: Sequence[Mapping[str, Any]], read_back: ReadBack, count: int = SHOWN
+) -> dict[str, Any]:
+    """Checkpoints that durable tiers have still, the newest first, and the snapshot in memory.
 
-    read_back: the newest look at each, as `holdfast checkpoint verify` kept it. `whole` and `verified_utc` are None where nobody
+    there: of `story.checkpoints`, those that tiers have still, the newest first. read_back: the newest look at each, as `holdfast checkpoint verify` kept it. `whole` and `verified_utc` are None where nobody
     has looked since it was saved.
     """
     shown = []
-    for one in list(reversed(story.checkpoints))[:count]:
+    for one in there[:count]:
         note = read_back.get((one["url"], one["step"]))
         # The step may have been saved again since. Both times are in UTC and of one form, so they compare as text.
         if note is not None and note.utc < one["utc"]:

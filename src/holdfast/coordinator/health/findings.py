@@ -29,6 +29,13 @@ UNKNOWN_S = 600.0
 
 UNKNOWN_KEPT = 16
 
+MACHINE_S = 120.0
+"""Within so long, what several watchers of a machine tell is one event of it: they look at the slowest reading every minute."""
+
+_OF_THE_MACHINE = {"oom-kill": "oom-kill", "oom-kills": "oom-kill"}
+"""Rules about what the kernel did to a process of anybody on the machine. One event matches the line in its log and the counter in
+/proc, on each node that is a part of the machine."""
+
 COMPARED = "peers"
 """The source of what was found by comparing how fast workers compute."""
 
@@ -70,8 +77,10 @@ def _hear(context: Context, node: Node, finding: Finding) -> None:
         if trial and _counts(finding) and node.alive:
             _write(context, node, finding, None)
             triage.on_trial(context, node, finding)
-        else:
-            _write(context, node, finding, _explain(context, node, finding) if not trial else None)
+            return
+        explained = _explain(context, node, finding) if not trial else None
+        if explained is not None or trial or not _told(context, node, finding):
+            _write(context, node, finding, explained)
         return
     incident = _incident(context, node, finding)
     new = incidents.witnessed(incident, finding.rule, finding.source, finding.evidence, context.now)
@@ -87,6 +96,30 @@ def _hear(context: Context, node: Node, finding: Finding) -> None:
     # Last, when the incident has all that this finding adds: the decision weighs the incident, and not single
     # findings.
     triage.consider(context, node, incident, finding)
+
+
+def _told(context: Context, node: Node, finding: Finding) -> bool:
+    """The ledger has this event of the machine already."""
+    event = _OF_THE_MACHINE.get(finding.rule)
+    if event is None or finding.worker:
+        return False
+    earlier = context.state.health.sightings[:-1]  # the last one is this
+    for seen in reversed(earlier):
+        if context.now - seen.at_s > MACHINE_S:
+            return False
+        other = context.state.membership.nodes.get(seen.node)
+        if (
+            _OF_THE_MACHINE.get(seen.rule) == event
+            and other is not None
+            and _machine(other) == _machine(node)
+        ):
+            return True
+    return False
+
+
+def _machine(node: Node) -> str:
+    """What nodes that are parts of one machine have in common."""
+    return node.identity.removesuffix(f"/{node.name}") or node.host
 
 
 def _counts(finding: Finding) -> bool:

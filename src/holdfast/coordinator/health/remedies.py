@@ -224,6 +224,7 @@ def left(context: Context, node: Node) -> None:
     context.record(ledger.NodeLeft(node=node.name, reason=reason))
     context.send(node.name, m.Shutdown(reason))
     transitions.lose_node(context, node)
+    node.left = True
     context.request(DropCopies(node))
     if remedy is Remedy.REBOOT:
         context.order(ReleaseNode(node=node.name, reason=reason))

@@ -94,6 +94,10 @@ class Incident(msgspec.Struct, omit_defaults=True, kw_only=True):
     """Stalls of training before the newest one."""
     earlier_stall_s: float = 0.0
     """How long they lasted together."""
+    paused_s: float = 0.0
+    """Of the newest stall, in which the script did work of its own between two steps."""
+    paused_first_s: float = 0.0
+    """Of that, before it was decided how the job goes on."""
 
     @property
     def began_s(self) -> float:

@@ -149,6 +149,7 @@ def _disturb(
     # incident of a job that runs below it on purpose would never close.
     incident.world = len(state.membership.generation.members) if state.membership.generation else 1
     incident.decided_at_s = incident.first_commit_at_s = incident.replaced_at_s = incident.rung = None
+    incident.paused_s = incident.paused_first_s = 0.0
     incident.joined_at_s = incident.join_s = incident.restore_s = None
     # Must follow the new times: `open_ones` starts at `closed`, and an incident below it would never be
     # closed again.
@@ -332,8 +333,15 @@ def decided(state: CoreState, now: float, rung: str) -> None:
     """A generation was formed: every open incident without a decision has one now."""
     for incident in open_ones(state):
         if incident.decided_at_s is None:
-            incident.decided_at_s = now
+            incident.decided_at_s, incident.paused_first_s = now, incident.paused_s
             incident.rung = incident.rung or rung
+
+
+def paused(state: CoreState, since_s: float, until_s: float) -> None:
+    """The script did work of its own for so long: it would have done it without a fault, and no fault has cost it."""
+    for incident in open_ones(state):
+        if incident.first_commit_at_s is None:
+            incident.paused_s += max(0.0, until_s - max(since_s, incident.began_s))
 
 
 def replaced(state: CoreState, now: float) -> None:
@@ -400,12 +408,17 @@ def describe(state: CoreState, incident: Incident, event: type[F]) -> F:
         at_step=incident.at_step,
         t_s=_gap(state.began_s, began),
         detect_s=None if incident.fault_at_s is None else _gap(began, incident.detected_at_s),
-        decide_s=_gap(incident.detected_at_s, incident.decided_at_s),
+        decide_s=_gap(incident.detected_at_s, incident.decided_at_s, incident.paused_first_s),
         replace_s=_gap(incident.detected_at_s, incident.replaced_at_s),
         join_s=incident.join_s,
         restore_s=incident.restore_s,
-        first_step_s=_gap(incident.joined_at_s, incident.full_at_s or incident.first_commit_at_s),
+        first_step_s=_gap(
+            incident.joined_at_s,
+            incident.full_at_s or incident.first_commit_at_s,
+            incident.paused_s - incident.paused_first_s,
+        ),
         stall_s=stall_s(incident),
+        paused_s=round(incident.paused_s, 4),
         earlier_stalls=incident.earlier_stalls,
         earlier_stall_s=round(incident.earlier_stall_s, 4),
         full_strength_s=_gap(began, incident.full_at_s),
@@ -430,8 +443,8 @@ def shown(state: CoreState, incident: Incident) -> dict[str, Any]:
 
 
 def stall_s(incident: Incident) -> float | None:
-    """From its (last) strike to the next commit by anyone."""
-    return _gap(incident.began_s, incident.first_commit_at_s)
+    """From its (last) strike to the next commit by anyone, without what the script did meanwhile of its own."""
+    return _gap(incident.began_s, incident.first_commit_at_s, incident.paused_s)
 
 
 def kind_of(incident: Incident) -> str:
@@ -439,8 +452,8 @@ def kind_of(incident: Incident) -> str:
     return counted_as(incident.fault, incident.rule, incident.cause.kind)
 
 
-def _gap(since: float | None, until: float | None) -> float | None:
-    return None if since is None or until is None else round(max(0.0, until - since), 4)
+def _gap(since: float | None, until: float | None, without_s: float = 0.0) -> float | None:
+    return None if since is None or until is None else round(max(0.0, until - since - without_s), 4)
 
 
 def most(a: float | None, b: float | None) -> float | None:

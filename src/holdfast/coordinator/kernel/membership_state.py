@@ -64,6 +64,8 @@ class Node(msgspec.Struct, omit_defaults=True, kw_only=True):
     """The name that whoever listens at that port must prove."""
     leaving: str | None = None
     """Why it is to leave; None: it stays."""
+    left: bool = False
+    """It is gone as planned: nothing of the job was on it any more."""
     leaves_since_s: float = 0.0
     """When that was decided."""
     leaves_until_s: float | None = None
@@ -317,6 +319,16 @@ class TimeAccount(msgspec.Struct, omit_defaults=True, kw_only=True):
     """Of the steps that stayed, the seconds that were lost in them, by class."""
     away: set[str] = set()
     """Workers that do work of the script's own between two steps."""
+    resumes: TimeClass = TimeClass.COMPUTED
+    """While `doing` is PAUSED: what goes on after it."""
+    script_s: float = 0.0
+    """In the newest generation, the most that a member has told of `Progress.script_s`."""
+    settled_s: float = 0.0
+    """How much of that is in its class, or cannot be any more."""
+    open_s: float = 0.0
+    """COMPUTED since the newest step."""
+    step_s: float = 0.0
+    """COMPUTED that led to the newest step: what late words of it may still move to PAUSED."""
     told: list[tuple[int, float]] = msgspec.field(default_factory=lambda: [(0, 0.0)])
     """Of some positions (committed steps), rising, the seconds of the steps before it that stayed; thinner the older they are."""
     marks: list[TimeMark] = []
@@ -368,6 +380,8 @@ class MembershipState(msgspec.Struct, kw_only=True):
     """Steps that the newest generation was seen to have committed; its start while it has committed none."""
     counted: Counted = msgspec.field(default_factory=Counted)
     wall: TimeAccount = msgspec.field(default_factory=TimeAccount)
+    pace: list[tuple[float, int]] = []
+    """When the job stood at which position, oldest first: what its rate is counted from. Written by `pace`."""
     lost_steps: int = 0
     """Steps that were committed and had to be done again, at level 2."""
     last_step: int | None = None

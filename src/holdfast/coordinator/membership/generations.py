@@ -118,6 +118,7 @@ def parked(context: Context, worker: Worker, message: m.Parked) -> None:
     if worker.phase is not WorkerPhase.MEMBER:
         return
     transitions.enter(context, worker, WorkerPhase.PARKED)
+    wall_time.aside(s, worker, context.now, False)
     worker.aside = False
     # What the worker holds now, in its own words, and the only input of `settle`. Progress that was reported
     # before may be older than this or (after a torn update) newer than what is usable.

@@ -446,6 +446,7 @@ def _release(context: Context, node: Node) -> None:
     # As for a node that is lost, but planned: it is told to end, its copies no longer count, and the engine
     # gets it back.
     transitions.lose_node(context, node)
+    node.left = True
     context.record(ledger.NodeLeft(node=node.name, reason=reason))
     context.send(node.name, m.Shutdown(reason))
     context.request(DropCopies(node))

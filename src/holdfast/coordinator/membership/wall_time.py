@@ -2,7 +2,8 @@
 
 There is one open stretch of time. Whoever changes what the job does ends it here, and the next one begins at the same
 moment, so the classes add up to the wall time whatever happens. What is learned later only moves seconds from one class to
-another: at which moment a fault struck, and which steps a restart rolled back.
+another: at which moment a fault struck, which steps a restart rolled back, and for how long the script had a worker between
+two steps.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from holdfast.coordinator.kernel import incidents
 from holdfast.coordinator.kernel.membership_state import TimeAccount, TimeMark, Worker
 from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
 from holdfast.coordinator.kernel.state import CoreState
-from holdfast.coordinator.membership import queries
+from holdfast.coordinator.membership import pace, queries
 from holdfast.protocol import messages as m
 from holdfast.protocol.time_classes import TimeClass
 
@@ -28,6 +29,13 @@ MARK_EVERY_S = 300.0
 _SILENT = (TimeClass.LAUNCH, TimeClass.RESTART)
 """What an unmodified script does until it makes a step. One that never tells of any may have trained all the while."""
 
+_PAUSABLE = {
+    TimeClass.COMPUTED: TimeClass.COMPUTED,
+    TimeClass.JOIN: TimeClass.FIRST_STEP,
+    TimeClass.FIRST_STEP: TimeClass.FIRST_STEP,
+}
+"""What a pause of the script may come into, and what goes on after it."""
+
 
 # ---------------------------------------------------------------- what happens
 
@@ -37,18 +45,37 @@ def begins(state: CoreState, now: float) -> None:
     state.membership.wall.doing, state.membership.wall.since_s = TimeClass.START, now
 
 
-def stepped(state: CoreState, at_s: float) -> None:
-    """A step was committed, or at levels 0 and 1 made."""
+def stepped(state: CoreState, at_s: float, script_s: float = 0.0) -> None:
+    """A step was committed, or at levels 0 and 1 made. script_s: as in `Progress`, of the worker that says so."""
     wall = state.membership.wall
     # A late word of a generation that has ended. What follows the end is counted already, and a step in the
     # middle of it would turn the rest of a recovery into training.
     if state.membership.phase not in (JobPhase.RUNNING, JobPhase.STOPPING):
         return
+    # What a worker told of steps before this one, and what was more than these took, was told too late.
+    wall.settled_s = wall.script_s
+    wall.script_s = max(wall.script_s, script_s)
+    _split_first_step(state, at_s)
     _close(state, at_s)
+    wall.step_s, wall.open_s = wall.open_s, 0.0
+    _settle_script(state)
     # Late words of steps before arrive while somebody is away.
     wall.doing = TimeClass.PAUSED if wall.away else TimeClass.COMPUTED
+    wall.resumes = TimeClass.COMPUTED
     if state.step is not None:
         _note(wall, state.step)
+    pace.stepped(state, at_s)
+
+
+def scripted(state: CoreState, script_s: float) -> None:
+    """A member tells of the newest step, which another one told before. script_s: as in `Progress`."""
+    wall = state.membership.wall
+    if script_s > wall.script_s:
+        wall.script_s = script_s
+        moved_s = _settle_script(state)
+        # The position was noted with these seconds: left in it, they would be rolled back as steps.
+        if moved_s and wall.told[-1][0] == state.step:
+            wall.told[-1] = (wall.told[-1][0], wall.told[-1][1] - moved_s)
 
 
 def aside(state: CoreState, worker: Worker, at_s: float, on: bool) -> None:
@@ -58,10 +85,11 @@ def aside(state: CoreState, worker: Worker, at_s: float, on: bool) -> None:
         wall.away.add(worker.name)
     elif not on:
         wall.away.discard(worker.name)
-    if wall.doing is TimeClass.COMPUTED and wall.away:
+    if wall.doing in _PAUSABLE and wall.away:
+        wall.resumes = _PAUSABLE[wall.doing]
         _change(state, at_s, TimeClass.PAUSED)
     elif wall.doing is TimeClass.PAUSED and not wall.away:
-        _change(state, at_s, TimeClass.COMPUTED)
+        _change(state, at_s, wall.resumes)
 
 
 def waited(state: CoreState, data_s: float, slow_s: float) -> None:
@@ -73,18 +101,25 @@ def waited(state: CoreState, data_s: float, slow_s: float) -> None:
 def broke(state: CoreState, now: float) -> None:
     """Training stands because of a fault."""
     wall = state.membership.wall
-    wall.away = set()
+    # Whoever is at work of the script's own leaves only after that: until then it is no fault that takes the time.
+    workers = state.membership.workers
+    wall.away = {name for name in wall.away if name in workers and workers[name].phase is WorkerPhase.MEMBER}
     _mark(state, now)  # while nothing waits to be divided
     if wall.doing is TimeClass.COMPUTED:
         wall.torn = (_since(state), now)
         wall.doing = TimeClass.INTERRUPTED
-    _change(state, now, TimeClass.DECIDE)
+    wall.resumes = TimeClass.DECIDE
+    _change(state, now, TimeClass.PAUSED if wall.away else TimeClass.DECIDE)
 
 
 def gathered(state: CoreState, now: float) -> None:
     """All workers have left what was ended."""
     _divide_torn(state)
-    if state.membership.wall.doing is TimeClass.DECIDE:
+    wall = state.membership.wall
+    wall.away = set()
+    if wall.doing is TimeClass.DECIDE or (
+        wall.doing is TimeClass.PAUSED and wall.resumes is TimeClass.DECIDE
+    ):
         _change(state, now, TimeClass.REPLACE)
 
 
@@ -124,6 +159,9 @@ def formed(state: CoreState, now: float) -> None:
     """A generation of level 2 begins."""
     wall = state.membership.wall
     wall.join_s, wall.restore_s = None, 0.0
+    # Each member counts from here on.
+    wall.script_s = wall.settled_s = wall.open_s = wall.step_s = 0.0
+    wall.away = set()
     _note_strength(state)
     if wall.doing not in (TimeClass.START, TimeClass.PLANNED):
         _change(state, now, TimeClass.JOIN)
@@ -138,6 +176,7 @@ def joined(state: CoreState, message: m.Joined) -> None:
 
 def went_back(state: CoreState, start: int) -> None:
     """Training goes on at `start`: the steps after it are done again."""
+    pace.went_back(state)
     wall = state.membership.wall
     there_s, now_s = _seconds_at(wall, start), _stayed_s(wall)
     back_s = max(0.0, now_s - there_s)
@@ -293,8 +332,38 @@ def _close(state: CoreState, at_s: float) -> None:
     for kind, seconds in _open(state, at_s):
         wall.spent_s[kind] = wall.spent_s.get(kind, 0.0) + seconds
         if kind is TimeClass.COMPUTED:
+            wall.open_s += seconds
             _note_size(state, seconds)
+        elif kind is TimeClass.PAUSED:
+            incidents.paused(state, at_s - seconds, at_s)
     wall.since_s = at_s
+
+
+def _settle_script(state: CoreState) -> float:
+    """Moves what the script had of the newest step's time to its class; no more than there was of it. Returns the seconds."""
+    wall = state.membership.wall
+    moved_s = min(wall.script_s - wall.settled_s, wall.step_s)
+    if moved_s <= 0.0:
+        return 0.0
+    wall.settled_s += moved_s
+    wall.step_s -= moved_s
+    wall.spent_s[TimeClass.COMPUTED] -= moved_s
+    wall.spent_s[TimeClass.PAUSED] = wall.spent_s.get(TimeClass.PAUSED, 0.0) + moved_s
+    _note_size(state, -moved_s)
+    return moved_s
+
+
+def _split_first_step(state: CoreState, at_s: float) -> None:
+    """A generation's first step is committed, and before it the script had a worker for itself: after the step in flight had been
+    committed in spite of the fault, for example."""
+    wall = state.membership.wall
+    if wall.doing not in (TimeClass.JOIN, TimeClass.FIRST_STEP):
+        return
+    pause_s = min(wall.script_s - wall.settled_s, dict(_open(state, at_s)).get(TimeClass.FIRST_STEP, 0.0))
+    wall.settled_s = wall.script_s
+    if pause_s <= 0.0:
+        return
+    _change(state, at_s - pause_s, TimeClass.PAUSED)
 
 
 def _mark(state: CoreState, until_s: float) -> None:
@@ -334,8 +403,8 @@ def _note_size(state: CoreState, computed_s: float) -> None:
 
 
 def _within(wall: TimeAccount, kind: TimeClass, seconds: float) -> None:
-    if seconds > 0:
-        wall.within_s[kind] = wall.within_s.get(kind, 0.0) + seconds
+    if seconds:
+        wall.within_s[kind] = max(0.0, wall.within_s.get(kind, 0.0) + seconds)
 
 
 def _change(state: CoreState, now: float, doing: TimeClass) -> None:

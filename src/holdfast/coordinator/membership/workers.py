@@ -84,11 +84,12 @@ def progress(context: Context, worker: Worker, message: m.Progress, age_s: float
         context.request(CompareSteps(worker, message))
     s.membership.committed = max(s.membership.committed, message.committed)
     if message.committed <= s.membership.generation_committed:
+        wall_time.scripted(s, message.script_s)
         return
     s.membership.generation_committed = message.committed
     s.membership.stall_rounds = s.membership.fruitless = 0
     s.deadlines.clear(Timer.SPARE_AFTER)
-    wall_time.stepped(s, context.now - age_s)
+    wall_time.stepped(s, context.now - age_s, message.script_s)
     for record in incidents.committed(s, context.now - age_s):
         context.act(record)
     resize.committed(context, context.now - age_s)

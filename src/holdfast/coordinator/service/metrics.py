@@ -21,7 +21,7 @@ from holdfast.coordinator.kernel.incidents import kind_of
 from holdfast.coordinator.kernel.index import Index
 from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
 from holdfast.coordinator.kernel.state import CoreState
-from holdfast.coordinator.membership import step_accounting
+from holdfast.coordinator.membership import pace, step_accounting
 from holdfast.coordinator.service import goodput, metrics_health, metrics_storage
 from holdfast.coordinator.service.metric_families import counter, gauge, histogram, with_unit
 from holdfast.coordinator.service.metrics_rows import Rows
@@ -156,6 +156,14 @@ def _steps(state: CoreState, tally: Tally, now: float) -> Iterator[Metric]:
     if tally.weight is not None:
         text = "Weight (samples, tokens) of all commits, those of repeated steps included."
         yield counter("holdfast_weight", text, tally.weight)
+    paced = pace.shown(state, now)
+    texts = {
+        "step_rate": "Steps that stayed per second of wall time, lately.",
+        "remaining_seconds": "Time until all steps are committed at that rate.",
+    }
+    for (name, text), value in zip(texts.items(), (paced["steps_per_s"], paced["eta_s"]), strict=True):
+        if value is not None:
+            yield gauge(f"holdfast_{name}", text, value)
     if tally.newest is not None:
         age_s = max(0.0, now - state.began_s - tally.newest.t_s)
         yield gauge("holdfast_step_age_seconds", "Time since the newest commit.", age_s)

@@ -177,7 +177,8 @@ class PageSource:
                     "worlds": list(story.worlds),
                 }
             case "checkpoints":
-                return views.checkpoints(story, facts, verified(self._job_dir))
+                there = page_facts.kept(list(story.checkpoints), self._state.spec.saving.tiers)
+                return views.checkpoints(story, facts, there, verified(self._job_dir))
             case "samples":
                 # Only the note of the newest check: the record itself may have gigabytes.
                 return samples_shown(self._job_dir, facts["samples_folder"]) | {"step": facts["step"]}

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from holdfast.checkpoint.policy import Retention
 from holdfast.coordinator.health import stragglers
 from holdfast.coordinator.kernel import incidents
 from holdfast.coordinator.kernel.index import Index
 from holdfast.coordinator.kernel.phases import JobPhase, NodePhase, WorkerPhase
 from holdfast.coordinator.kernel.state import CoreState
-from holdfast.coordinator.membership import script_metrics, step_accounting
+from holdfast.coordinator.membership import pace, script_metrics, step_accounting
 from holdfast.coordinator.service import goodput
 from holdfast.coordinator.service.report import is_restoring, saving, shown_blame
 from holdfast.protocol import units
+from holdfast.protocol.snapshots import DurableTier
 
 OPEN_SHOWN = 8
 SLOW_SHOWN = 20
@@ -28,7 +30,7 @@ _WORDS = {"member": "training", "ready": "spare", "parked": "recovering", "attac
 def facts(state: CoreState, index: Index, now: float, recent: Mapping[str, Any]) -> dict[str, Any]:
     """recent: what the ledger says of the newest steps, see `page_reader.recent`."""
     membership = state.membership
-    saved = saving(state, now)
+    saved, paced = saving(state, now), pace.shown(state, now)
     in_service = index.count_nodes(NodePhase.IN_SERVICE)
     usable = (WorkerPhase.READY, WorkerPhase.MEMBER, WorkerPhase.PARKED)
     return {
@@ -48,6 +50,7 @@ def facts(state: CoreState, index: Index, now: float, recent: Mapping[str, Any])
         },
         "step": _newest(state.step, recent),
         "until": membership.until,
+        "pace": paced,
         "samples_folder": membership.samples,
         "steps": step_accounting.shown(state),
         "goodput": goodput.shown(state, now),
@@ -73,10 +76,13 @@ def facts(state: CoreState, index: Index, now: float, recent: Mapping[str, Any])
         "ledger": recent["ledger"],
         "ledger_seq": recent["ledger_seq"],
         "loss": recent["loss"],
-        "step_s": recent["step_s"],
-        "weight_per_s": recent["weight_per_s"],
+        "weight_per_s": _weight_per_s(paced["steps_per_s"], recent["weight"]),
         "last_step_t_s": recent["t_s"],
     }
+
+
+def _weight_per_s(steps_per_s: float | None, weight: float | None) -> float | None:
+    return None if steps_per_s is None or weight is None else round(steps_per_s * weight, 3)
 
 
 def may_leave(state: CoreState, spares: int) -> dict[str, Any] | None:
@@ -99,6 +105,21 @@ def _newest(step: int | None, recent: Mapping[str, Any]) -> int | None:
     """Committed steps: those of the state, which is written when something happens, or those of the ledger."""
     told = None if recent["step"] is None else recent["step"] + 1
     return max((x for x in (step, told) if x is not None), default=None)
+
+
+def kept(saved: Sequence[Mapping[str, Any]], tiers: Iterable[DurableTier]) -> list[Mapping[str, Any]]:
+    """Of checkpoints, oldest first, those that their tiers have not let go of: the newest first."""
+    retentions = {t.url: Retention(t.keep, t.keep_every) for t in tiers}
+    there: dict[str, dict[int, Mapping[str, Any]]] = {}
+    for one in saved:
+        mine = there.setdefault(one["url"], {})
+        # One of the same step is written over: training went back, and came there again.
+        mine[one["step"]] = one
+        if one["url"] in retentions:
+            for step in retentions[one["url"]].superfluous(mine, spare=one["step"]):
+                del mine[step]
+    left = {id(one) for mine in there.values() for one in mine.values()}
+    return [one for one in reversed(saved) if id(one) in left]
 
 
 async def ranks(state: CoreState) -> list[dict[str, Any]]:

@@ -47,13 +47,10 @@ def frames_after(store: Store, after: int, count: int) -> list[tuple[int, bytes]
 
 
 def recent(store: Store) -> dict[str, Any]:
-    """Of the newest steps: number, loss, when, the median time of a step, and weight (tokens, samples) per second. Of the
+    """Of the newest steps: number, loss, when, and the mean weight (tokens, samples). Of the
     ledger: when its first entry was written, by which it is known, and the number of its newest."""
     rows = store.newest_steps(RECENT)
-    took = [r.took_s for r in rows if r.took_s is not None]
-    # A step without a time counts in neither sum: its weight alone would raise the rate.
-    weighed = [(r.weight, r.took_s) for r in rows if r.weight is not None and r.took_s]
-    seconds = sum(t for _, t in weighed)
+    weights = [r.weight for r in rows if r.weight is not None]
     first = store.raw_entries(0, 1)
     return {
         "ledger": first[0][2] if first else "",
@@ -61,8 +58,7 @@ def recent(store: Store) -> dict[str, Any]:
         "step": rows[-1].step if rows else None,
         "loss": rows[-1].loss if rows else None,
         "t_s": max((r.t_s for r in rows), default=None),
-        "step_s": round(statistics.median(took), 5) if took else None,
-        "weight_per_s": round(sum(w for w, _ in weighed) / seconds, 3) if seconds else None,
+        "weight": statistics.fmean(weights) if weights else None,
     }
 
 

@@ -12,7 +12,7 @@ from holdfast.coordinator.kernel import incidents
 from holdfast.coordinator.kernel.membership_state import Blame, Node, Worker
 from holdfast.coordinator.kernel.phases import WorkerPhase
 from holdfast.coordinator.kernel.state import CoreState
-from holdfast.coordinator.membership import queries, resize, script_metrics, step_accounting
+from holdfast.coordinator.membership import pace, queries, resize, script_metrics, step_accounting
 from holdfast.coordinator.service import goodput
 from holdfast.coordinator.service.step_summary import StepSummary
 from holdfast.coordinator.storage.queries import has_all, how_far
@@ -47,6 +47,7 @@ def build_report(
             "median_s": _median_s(state, steps.median_s),
             "skipped": steps.skipped,
         },
+        "pace": pace.shown(state, now),
         "dropped": steps.dropped,
         "incidents": [incidents.shown(state, i) for i in state.incidents] if shown is None else shown,
         "changes": [msgspec.structs.asdict(resize.describe(state, c)) for c in state.membership.changes],
@@ -163,6 +164,7 @@ def status_head(state: CoreState, now: float, loss: float | None, median_s: floa
         "target": state.target,
         "step": state.step,
         "until": state.membership.until,
+        "pace": pace.shown(state, now),
         "steps": step_accounting.shown(state),
         "goodput": goodput.shown(state, now),
         "loss": loss,
@@ -191,6 +193,7 @@ def node_row(node: Node) -> dict[str, Any]:
             "alive": node.alive,
             "failures": node.failures,
         }
+        | ({"left": True} if node.left and not node.alive else {})
         | ({"held": node.held} if node.held else {})
         | ({"identity": node.identity} if node.identity else {})
         | ({"unknown": sorted(node.unknown)} if node.alive and node.unknown else {})

@@ -253,7 +253,7 @@ def job() -> dict[str, Any]:
         ),
         lines(
             "Step time",
-            "The median, on the slowest rank.",
+            "The median of steps by themselves, on the slowest rank.",
             "s",
             (f"holdfast_step_median_seconds{JOB}", "{{holdfast_job}}"),
         ),

@@ -64,7 +64,10 @@ class IncidentFacts(LedgerEvent, frozen=True, kw_only=True):
     first_step_s: float | None
     """From connecting to the first commit."""
     stall_s: float | None
-    """From the fault to the next commit by anyone."""
+    """From the fault to the next commit by anyone, without `paused_s`."""
+    paused_s: float = 0.0
+    """Between them, work of the script's own between two steps, such as an evaluation: it is no part of the stall, of `decide_s`
+    and of `first_step_s`."""
     earlier_stalls: int
     """How often it stopped training before."""
     earlier_stall_s: float

@@ -146,6 +146,9 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
     """What the script logged since the last message: (step, name to value), likewise."""
     spent: tuple[Spent, ...] = ()
     """Blocks of steps that were completed since the last message."""
+    script_s: float = 0.0
+    """For how long the script had this worker between two steps, of all steps that it committed in this generation; without
+    what it announced by OffStep. At level 0 and 1 not known."""
 
 
 # The only input of the vote. `committed` is what the worker holds for certain: None after an update that was

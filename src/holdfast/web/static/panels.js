@@ -38,7 +38,8 @@ function ready(found, draw) {
 export function Headline({ data }) {
   const now = data.now, line = now.headline;
   const age = now.last_step_t_s === null ? null : data.time() - now.last_step_t_s;
-  const rate = now.step_s ? `${figure(1 / now.step_s, 3)} steps/s` : null;
+  const pace = now.pace ?? {}; // a coordinator of another version has none
+  const rate = pace.steps_per_s ? `${figure(pace.steps_per_s, 3)} steps/s` : null;
   const links = { live: "", file: "a file", ended: "", connecting: "connecting", away: "no connection: trying again", "signed out": "signed out: open a new link of holdfast ui" };
   return html`<section class=${`headline ${line.tone}`} aria-label="State of the job">
     <h1><${Shape} tone=${line.tone} /> <span aria-live="polite">${line.word}</span><span class="after">, ${line.text}</span></h1>
@@ -49,19 +50,17 @@ export function Headline({ data }) {
       <span>${rate ? html`<b>${rate}</b>` : "rate not known"}</span>
       <span>goodput <b>${share(now.goodput.share)}</b></span>
       <span>${now.live ? "running for" : "ran for"} <b>${clock(data.time())}</b></span>
-      ${now.live && now.remaining && html`<span><${Remaining} found=${now.remaining} /></span>`}
+      ${now.live && (pace.left ?? null) !== null && html`<span><${Remaining} found=${pace} /></span>`}
       ${now.live && html`<span>${plural(now.spares, "spare")}</span>`}
       ${links[data.link] && html`<span class="link">${links[data.link]}</span>`}
     </p>
   </section>`;
 }
 
-// When it will be done: at the goodput so far, and between nothing that fails and the worse of all and of the last hour.
+// When it will be done, at the rate beside it.
 function Remaining({ found }) {
   if (found.left === 0) return html`all steps are done`;
-  const range = found.most_s === null ? "" : `between ${seconds(found.least_s)} if nothing fails and ${seconds(found.most_s)}`;
-  const at = found.eta_s === null ? found.least_s : found.eta_s;
-  return html`<span title=${range}>done in <b>${at === null ? UNKNOWN : seconds(at)}</b>${found.most_s === null ? "" : ` (${seconds(found.least_s)} to ${seconds(found.most_s)})`}, ${plural(found.left, "step")} to go</span>`;
+  return html`<span>done in <b>${seconds(found.eta_s)}</b>, ${plural(found.left, "step")} to go</span>`;
 }
 
 export function Todo({ data }) {
@@ -233,7 +232,7 @@ function drawn(columns) {
   const found = [["loss", "Loss", "", "", { band: wide }]];
   if (known("grad_norm")) found.push(["grad_norm", "Gradient norm", "before clipping", "", { band: wide, log: true }]);
   if (known("lr")) found.push(["lr", "Learning rate", "", "", {}]);
-  if (known("weight_per_s")) found.push(["weight_per_s", "Throughput", "tokens or samples per second", "/s", {}]);
+  if (known("weight_per_s")) found.push(["weight_per_s", "Throughput of steps", "tokens or samples per second inside of steps, without what comes between them", "/s", {}]);
   if (known("step_s")) found.push(["step_s", "Step time", "", "s", { band: wide }]);
   found.push(["world", "Workers", "that compute", "", {}]);
   return found;
