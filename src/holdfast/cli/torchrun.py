@@ -36,6 +36,7 @@ _NEEDLESS = (
     "--tee",
     "-t",
     "--local-ranks-filter",
+    "--log-line-prefix-template",
     "--duplicate-stdout-filters",
     "--duplicate-stderr-filters",
     "--signals-to-handle",
@@ -51,6 +52,7 @@ _REFUSED = {
     "--numa-binding": "Holdfast binds no worker to processors; leave it out, and bind in the script by LOCAL_RANK "
     "(os.sched_setaffinity)",
     "--virtual-local-rank": "every worker sees all devices of its node; leave it out, and let the script take device LOCAL_RANK",
+    "--print-completion": "`holdfast --show-completion` prints Holdfast's own",
 }
 _SHARED = ("--nnodes", "--nproc-per-node", "--max-restarts", "-m", "--module")
 """Options that Holdfast has, too."""
@@ -60,7 +62,7 @@ _LONG = sorted(name for name in (*_NEEDLESS, *_NEEDLESS_FLAGS, *_REFUSED, *_SHAR
 OPTIONS = frozenset((*_NEEDLESS, *_NEEDLESS_FLAGS, *_REFUSED, *_SHARED))
 """All of torchrun's, spelled with dashes."""
 
-_NOT_IN_THE_ENVIRONMENT = ("--logs-specs", "--numa-binding")
+_NOT_IN_THE_ENVIRONMENT = ("--logs-specs", "--numa-binding", "--print-completion")
 """Options for which torchrun reads no variable."""
 
 
