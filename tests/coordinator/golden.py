@@ -90,6 +90,9 @@ PROSE = frozenset(
 )
 """Fields that hold words for people. What they say may change; what is decided may not."""
 
+SAID = "repairs of this job in a day", "repairs in this job"
+"""Words of today within a list of reasons, and those that were recorded."""
+
 RECORDED_PROTOCOL = 5
 """What agents said in their Hello when the digests were recorded. The names of messages have changed since."""
 
@@ -152,7 +155,7 @@ def canonical(value: Any) -> Any:
     if isinstance(value, float):
         return round(value, 6)
     if isinstance(value, str):
-        return _recorded(value)
+        return _recorded(value.replace(*SAID))
     return value
 
 
