@@ -13,9 +13,8 @@ from holdfast.coordinator.kernel.history import Kind, Remembered
 from holdfast.coordinator.kernel.incident_state import Incident
 from holdfast.coordinator.kernel.membership_state import Node
 from holdfast.coordinator.kernel.requests import PauseRequests, RefuseNode, StopJob
-from holdfast.protocol import ledger
+from holdfast.protocol import ledger, units
 from holdfast.protocol import messages as m
-from holdfast.protocol import units
 from holdfast.protocol.causes import ChecksFailed
 from holdfast.protocol.engine_orders import MarkNode
 from holdfast.protocol.health import Condition, Remedy
@@ -56,7 +55,9 @@ def _refused_alike(context: Context, hello: m.Hello, reason: str) -> None:
         alike.append(hello.node)
     if len(alike) >= max(2, s.wanted_nodes):
         context.request(
-            StopJob(f"{units.plural(len(alike), 'node')} were refused for the same reason ({reason})", "failed")
+            StopJob(
+                f"{units.plural(len(alike), 'node')} were refused for the same reason ({reason})", "failed"
+            )
         )
 
 
