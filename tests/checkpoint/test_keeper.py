@@ -658,3 +658,33 @@ def test_nothing_is_looked_through_while_there_is_work():
             assert a.last(m.SnapshotCorrupt).key == copy.key
 
     run(scenario())
+
+
+@pytest.mark.parametrize("frees", ["complete", "forget"])
+def test_a_worker_that_waits_has_its_slot_when_the_snapshots_before_need_theirs_no_more(monkeypatch, frees):
+    async def scenario():
+        async with nodes("a") as (a,):
+            for step in (10, 20):
+                await a.held(key_of(step))
+            refused = await a.keeper.slot_wanted("w0", m.SlotWanted(key_of(30), 100_000, paced=True))
+            said = a.last(m.SnapshotRejected)
+            assert [refused.path, refused.paced, said.lack, said.paced] == [None, True, "slot", True]
+            begin, tried = a.keeper.pool.begin, threading.Event()
+
+            def refuses(*args):
+                try:
+                    return begin(*args)
+                finally:
+                    tried.set()
+
+            monkeypatch.setattr(a.keeper.pool, "begin", refuses)
+            wish = m.SlotWanted(key_of(30), 100_000, waits=True)
+            waits = asyncio.create_task(a.keeper.slot_wanted("w0", wish))
+            assert await asyncio.to_thread(tried.wait, 30)
+            if frees == "complete":
+                a.keeper.complete(20, None)
+            else:
+                a.keeper.forget(10, None)
+            assert (await waits).path is not None
+
+    run(scenario())

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 import torch
 
+from holdfast.checkpoint import api
 from holdfast.checkpoint.layout import decode_manifest, encode_manifest
 from holdfast.checkpoint.policy import Retention
 from holdfast.engines.jobs import JobFolder
@@ -47,6 +48,22 @@ def test_ls(holdfast, saved):
     ]
     told = json.loads(holdfast("checkpoint", "ls", str(saved), "--json").out)
     assert [(r["step"], r["bytes"]) for r in told] == [(4, 32), (8, 32)]
+
+
+def test_a_state_that_is_small_is_shown_and_has_a_size(holdfast, tmp_path, monkeypatch):
+    monkeypatch.setattr(api, "_backends", {})
+    monkeypatch.setenv("HOLDFAST_MEMORY", str(tmp_path / "memory"))
+    place = str(tmp_path / "saved")
+    api.save({"net": torch.nn.Linear(3, 2), "n": 1 << 70}, 5, to=place)
+    for backend in api._backends.values():
+        backend.close()
+    said = holdfast("checkpoint", "show", place)
+    assert "step 5: 2 tensors of 1 rank, 32 B" in said.out
+    assert [line.split()[1:4] for line in said.out.splitlines()[2:]] == [
+        ["net.weight", "float32", "2x3"],
+        ["net.bias", "float32", "2"],
+    ]
+    assert json.loads(holdfast("checkpoint", "ls", place, "--json").out)[0]["bytes"] >= 32
 
 
 def test_show(holdfast, saved):

@@ -689,6 +689,29 @@ def test_work_of_the_scripts_own_is_no_hang_however_its_stack_differs():
     assert not desk.killed()
 
 
+def evaluating(desk, idle_s, busy):
+    """Rank 0 is between two steps, and has not said that this takes long."""
+    view = msgspec.structs.replace(at(desk, "n0.0#1", Phase.COMMIT, idle_s=idle_s), busy=busy)
+    others = {n: at(desk, w, Phase.REDUCE, idle_s=idle_s) for n, w in (("n1", "n1.0#2"), ("n2", "n2.0#3"))}
+    stall(desk, "n1.0#2", n0=view, **others)
+
+
+def test_a_script_that_computes_between_two_steps_is_waited_for_as_long_as_a_start_may_take():
+    desk = running(3)
+    for idle_s in (60.0, 120.0, 0.9 * desk.core.timing.start_s):
+        evaluating(desk, idle_s, busy=True)
+        assert (desk.state.membership.phase, desk.killed(), desk.incidents()) == (JobPhase.RUNNING, set(), [])
+    evaluating(desk, desk.core.timing.start_s + 1.0, busy=True)
+    assert desk.killed() == {"n0.0#1"}
+
+
+def test_a_script_that_stands_still_between_two_steps_is_told_what_to_write():
+    desk = running(3)
+    evaluating(desk, 60.0, busy=False)
+    assert desk.killed() == {"n0.0#1"}
+    assert "put it into `with run.relaxed_watchdog():`" in str(desk.incidents()[0].cause)
+
+
 def test_work_of_the_scripts_own_may_last_after_a_break_but_not_for_ever():
     desk = running(3)
     desk.wait(1000.0)

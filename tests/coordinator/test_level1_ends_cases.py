@@ -11,7 +11,7 @@ from holdfast.coordinator.service.step_summary import StepSummary
 from holdfast.protocol import messages as m
 from holdfast.protocol.availability import Capacity, EngineTraits
 from holdfast.protocol.job import Durable
-from holdfast.protocol.snapshots import DurableTier, Saving
+from holdfast.protocol.snapshots import DurableTier, Lack, Saving
 
 FAR = "s3://bucket/run"
 BOTH = Saving(tiers=(DurableTier(TIER.url, "0"), DurableTier(FAR, "0")))
@@ -165,7 +165,8 @@ def test_what_no_tier_takes_stays_in_memory_and_it_is_said():
     assert {s.keeps for _, s in desk.sent(m.Shutdown)} == {True}
     assert {r["url"] for r in desk.records("tier-failed")} == {TIER.url, FAR}
     assert desk.records("only-in-memory") == [{"step": 5, "kept": True, "saved": None}]
-    assert build_report(desk.state, StepSummary(), desk.now)["in_memory"] == {"step": 5}
+    report = build_report(desk.state, StepSummary(), desk.now)
+    assert [report["in_memory"], report["unsaved"]] == [{"step": 5}, 5]
 
 
 def test_where_nodes_are_others_after_the_job_it_is_said_that_it_is_lost():
@@ -191,3 +192,58 @@ def test_a_whole_state_of_a_run_that_was_killed_is_saved_too():
     end_workers(desk)
     desk.stores()
     assert (ended(desk), desk.state.storage.durable) == ("stopped", Durable(9, TIER.url))
+
+
+def test_a_last_state_that_no_rank_could_keep_is_said():
+    desk = saved_twice()
+    for rank in (0, 1):
+        desk.refuses(f"n{rank}", copy_of(12, 1, rank, 2, "a"))
+    end_workers(desk, 0)
+    desk.stores()
+    desk.stores(tier=FAR)
+    assert ended(desk) == "finished"
+    assert desk.records("last-not-saved") == [{"step": 12, "saved": 5}]
+    assert build_report(desk.state, StepSummary(), desk.now)["unsaved"] == 12
+
+
+def test_a_last_state_that_is_in_a_tier_is_saved():
+    desk = saved_twice()
+    gave(desk, 9, 1)
+    end_workers(desk, 0)
+    desk.stores()
+    desk.stores("no answer", tier=FAR)
+    assert ended(desk) == "finished"
+    assert build_report(desk.state, StepSummary(), desk.now)["unsaved"] is None
+
+
+def test_a_script_that_is_stopped_may_have_given_more_than_was_due():
+    desk = saved_twice()
+    desk.refuses("n0", copy_of(12, 1, 0, 2, "a"))
+    desk.do(e.StopRequested("interrupted"))
+    end_workers(desk)
+    desk.stores()
+    desk.stores(tier=FAR)
+    assert ended(desk) == "stopped"
+    assert build_report(desk.state, StepSummary(), desk.now)["unsaved"] is None
+
+
+def test_that_a_script_saves_faster_than_can_be_kept_is_said_once_and_counted():
+    desk = at_level_0(2, saving=Saving(copies=0))
+    for step in (3, 4, 5, 6):
+        gave(desk, step, 0, 1)
+        late = copy_of(step + 10, 1, 0, 2, "a").key
+        desk.do(e.NodeSays("n0", m.SnapshotRejected(late, "still being copied", Lack.SLOT, paced=True)))
+    assert [r["step"] for r in desk.records("snapshot-skipped")] == [13]
+    assert build_report(desk.state, StepSummary(), desk.now)["snapshots"] == {"complete": 4, "skipped": 4}
+
+
+@pytest.mark.parametrize("quicker", [0, 1])
+def test_a_last_state_that_was_skipped_at_first_is_complete_when_all_ranks_bring_it_after_all(quicker):
+    desk = at_level_0(2, saving=Saving(copies=0, tiers=BOTH.tiers))
+    skips = m.SnapshotRejected(copy_of(9, 1, 0, 2, "a").key, "still being copied", Lack.SLOT, paced=True)
+    if quicker:
+        gave(desk, 9, 1)
+    desk.do(e.NodeSays("n0", skips))
+    gave(desk, 9, *({0, 1} - {quicker}), *({quicker} if not quicker else ()))
+    end_workers(desk, 0)
+    assert {r["step"] for r in desk.records("saving-last")} == {9}

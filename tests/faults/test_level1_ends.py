@@ -12,6 +12,7 @@ from test_snapshots import begins, kill_all, memory_of
 from holdfast.checkpoint.archive import Archive
 
 ENDS = HERE / "train_ends.py"
+OFTEN = HERE / "train_often.py"
 LAST = 7
 NIGHTLY = pytest.mark.nightly
 WAYS = [
@@ -57,9 +58,9 @@ def stop(process, home, how):
         process.send_signal(how)
 
 
-def goes_on_at(home, tiers, *args):
+def goes_on_at(home, tiers, *args, script=ENDS):
     """Where the ranks of the next start begin."""
-    ran = run(home, *options(tiers), ENDS, *args)
+    ran = run(home, *options(tiers), script, *args)
     assert ran.code == 0, ran.output[-3000:]
     return begins(ran)
 
@@ -90,6 +91,22 @@ def test_start_after_start_goes_on_with_the_newest_state(tmp_path, tiers, writer
         assert ran.output.count(f"saving the last state, step {last}, to") == 2
         assert ran.report["in_memory"] is None
         assert not memory_of(tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "every", ["4", pytest.param("auto", marks=NIGHTLY), pytest.param("0", marks=NIGHTLY)]
+)
+def test_of_a_script_that_saves_in_every_step_what_is_due_is_kept_and_the_last_state(tmp_path, tiers, every):
+    ran = run(tmp_path, *options(tiers), "--snapshot-every", every, OFTEN, 30)
+    there = [f["step"] for f in ran.fields("snapshot")]
+    assert ran.code == 0, ran.output
+    assert [Archive(str(t)).verify(30).step for t in tiers] == [30, 30], ran.output
+    # One that finds no room is taken a step later.
+    assert len(there) <= {"4": 8, "auto": 30, "0": 1}[every]
+    assert there[-1] == 30
+    assert ran.report["snapshots"]["complete"] == len(there)
+    assert goes_on_at(tmp_path, tiers, 31, script=OFTEN) == [30]
 
 
 @NIGHTLY
@@ -136,6 +153,8 @@ def test_a_state_that_no_tier_takes_stays_in_memory_for_the_next_start(tmp_path,
     assert first.report["in_memory"] == {"step": LAST}, first.output
     assert {f["url"] for f in first.fields("tier-failed")} == {str(t) for t in tiers}
     assert f"step {LAST} is only in memory" in first.output
+    last = first.output.splitlines()[-1]
+    assert (first.code, f"step {LAST}, the last state, is in no durable tier" in last) == (3, True)
     assert memory_of(tmp_path)
     for tier in tiers:
         tier.unlink()

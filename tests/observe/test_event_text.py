@@ -59,6 +59,7 @@ SAMPLES = {
     "stall-judged": {"workers": ["node1.0#1"], "reason": "its process is stopped", "where": ""},
     "saved": {"step": 120, "url": LONG, "worker": "node1.0#1"},
     "saving-last": {"step": 120, "url": LONG, "there": 80},
+    "last-not-saved": {"step": 120, "saved": 100},
     "only-in-memory": {"step": 120, "kept": True, "saved": None},
     "snapshot-skipped": {"step": 120, "node": "node1", "rank": 0, "reason": "no memory for a snapshot of 90 MiB"},
     "few-copies": {"nodes": 1, "wanted": 2},

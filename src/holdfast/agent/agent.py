@@ -344,9 +344,9 @@ class Agent:
             case m.Publish() if self._keeper:
                 self._spawn(self._keeper.publish(order), order)
             case m.SnapshotComplete(step, kept) if self._keeper:
-                self._keeper.pool.snapshot_complete(step, kept)
+                self._keeper.complete(step, kept)
             case m.ForgetSnapshots(step, until) if self._keeper:
-                self._keeper.pool.forget(step, until)
+                self._keeper.forget(step, until)
             case m.Fence(reason):
                 _log.warning("fenced, ending all workers: %s", reason, extra={"workers": len(self._workers)})
                 self._fence()

@@ -17,7 +17,14 @@ from holdfast.protocol import free_memory
 from holdfast.protocol import messages as m
 from holdfast.protocol.frames import Codec, pack
 from holdfast.protocol.job_options import Timing
-from holdfast.protocol.phases import SLOW_PHASES, WAITING_PHASES, Groups, PageReading, Phase
+from holdfast.protocol.phases import (
+    OUTSIDE_PHASES,
+    SLOW_PHASES,
+    WAITING_PHASES,
+    Groups,
+    PageReading,
+    Phase,
+)
 from holdfast.protocol.processes import catches, stat_of
 from holdfast.protocol.progress_page import STACKS_SIGNAL, ProgressPage
 
@@ -26,6 +33,9 @@ _codec: Codec[m.WorkerMessage] = Codec(m.WorkerMessage)
 TAIL_LINES = 20
 BUSY_SHARE = 0.03
 """Share of a core. A rank that only waits in gloo stays below it."""
+
+LOOK_S = 0.1
+"""Processor time is counted in hundredths of a second: between two looks that are closer it says nothing."""
 
 
 class WorkerProcess:
@@ -256,6 +266,10 @@ class WorkerProcess:
     def view(self, groups: Groups | None = None) -> m.WorkerView:
         """What is known of the worker now. groups: what it has just answered."""
         page = self.page.read() if not self.gone else PageReading()
+        # Whoever waits for this one asks a little before its own time is over.
+        outside = self.attached and page.phase in OUTSIDE_PHASES
+        if outside and self._cpu is not None and time.monotonic() - self._cpu[0] >= LOOK_S:
+            self._sample_cpu()
         return m.WorkerView(
             worker=self.name,
             slot=self.slot,
@@ -306,14 +320,15 @@ class WorkerProcess:
             # Progress makes the old sample of processor time worthless: the next stall must be judged by what
             # the worker did since.
             self._cpu, self._busy = None, False
-        wait = self._timing.stall_s(self.median_s) if delay_s is None else delay_s
-        self._timer = self._loop.call_later(wait, self._maybe_stalled)
+            # Looked at once before it may be over: processor time is what was used between two looks.
+            delay_s = self._timing.stall_s(self.median_s) / (2 if self.attached else 1)
+        self._timer = self._loop.call_later(delay_s, self._maybe_stalled)
 
     def _maybe_stalled(self) -> None:
         self._timer = None
         if self.gone or self.parked is not None or self.done is not None:
             return
-        if not self.attached:
+        if not self.attached or self.page.read().phase in OUTSIDE_PHASES:
             self._sample_cpu()
         view = self.view()
         allowed = self._allowed_s(view)
@@ -330,8 +345,8 @@ class WorkerProcess:
     def _sample_cpu(self) -> None:
         """Notes whether the worker used the processor since the last sample, some seconds ago."""
         # At level 0 nothing but the processor tells a long computation from a collective that hangs. In-
-        # process workers report their phase, so they are not sampled: reading /proc for every descendant is
-        # not free.
+        # process workers report their phase, so they are not sampled within a step: reading /proc for every
+        # descendant is not free.
         now, used_s = time.monotonic(), cpu_s(self.pid)
         if self._cpu is not None and now > self._cpu[0]:
             self._busy = (used_s - self._cpu[1]) / (now - self._cpu[0]) >= BUSY_SHARE
@@ -352,7 +367,7 @@ class WorkerProcess:
             # Steps of an unmodified script may include an evaluation or a checkpoint, which take many step
             # times. A false restart costs more than a late one.
             return max(20 * self._timing.detection_s, 4 * self._timing.stall_s(self.median_s))
-        if page.phase in SLOW_PHASES:
+        if page.phase in SLOW_PHASES or (view.busy and page.phase in OUTSIDE_PHASES):
             return self._timing.start_s
         if self.median_s is not None:
             return self._timing.stall_s(self.median_s)

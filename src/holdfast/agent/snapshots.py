@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,6 +40,9 @@ answer must not hold up a snapshot."""
 
 LEAVE_S = 3.0
 """For a write to a durable tier to end when the job is over."""
+
+TURN_S = 10.0
+"""For the snapshots before to become complete: a worker waits for the slot of one that the other ranks keep as well."""
 
 LOOK_EVERY_S = 600.0
 """So often the agent reads what lies in its memory."""
@@ -95,6 +98,7 @@ class SnapshotKeeper:
         self._sizes: dict[int, int] = {}
         self._archives: dict[str, Archive] = {}
         self._stores = 0
+        self._paced = False
         self._freed = asyncio.Event()
 
     @property
@@ -170,14 +174,17 @@ class SnapshotKeeper:
         self.gone(worker)  # it gave up what it had begun
         # Before the first await. Whatever becomes of this worker in between can then see which copy it was
         # at.
+        self._paced = message.paced
         self._asked[worker] = message.key
         self._begun[worker] = asyncio.Event()
         try:
             slot = await self._begin(message)
         except TierError as error:
             self._copied(worker, message.key)
-            self._send(m.SnapshotRejected(message.key, str(error), _lack(error)))
-            return m.SlotGiven(message.key, None, str(error))
+            lack = _lack(error)
+            paced = message.paced and lack is Lack.SLOT
+            self._send(m.SnapshotRejected(message.key, str(error), lack, paced))
+            return m.SlotGiven(message.key, None, str(error), paced)
         if self._asked.get(worker) != message.key:
             self.pool.drop(slot)  # the worker ended meanwhile
             self._send(m.SnapshotRejected(message.key, "the worker ended before it got a memory slot"))
@@ -187,18 +194,40 @@ class SnapshotKeeper:
         return m.SlotGiven(message.key, str(slot.path))
 
     async def _begin(self, message: m.SlotWanted) -> Slot:
-        """A slot; a worker that waits for one has it when older snapshots have reached their tiers."""
+        """A slot; a worker that waits for one has it when older snapshots are complete, or have reached their tiers."""
+        last_s = time.monotonic() + TURN_S
         while True:
             # Taken before the attempt. If a store ends between the refusal and the wait, this very event is
             # set, and nothing is missed.
             freed = self._freed
             try:
                 return await self._run(self._own, self.pool.begin, message.key, message.nbytes)
-            except TierError:
-                if not message.waits or not (self._stores or freed.is_set()):
+            except TierError as error:
+                comes = self._stores or freed.is_set()
+                left_s = last_s - time.monotonic()
+                soon = isinstance(error, SlotsTaken) and left_s > 0
+                if not message.waits or not (comes or soon):
                     raise
                 _log.info("a snapshot waits for room in memory", extra={"step": message.key.step})
-            await freed.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(None if comes else left_s):
+                    await freed.wait()
+
+    def complete(self, step: int, kept: int | None) -> None:
+        """A snapshot is complete: there may be room for those who wait."""
+        self.pool.snapshot_complete(step, kept)
+        self._has_freed()
+
+    def forget(self, above_step: int, until: int | None) -> None:
+        """See `SlotPool.forget`; there may be room for those who wait."""
+        self.pool.forget(above_step, until)
+        self._has_freed()
+
+    def _has_freed(self) -> None:
+        """Whoever waits for room looks again."""
+        # A new event each time: whoever waits holds the old one, and nobody can miss the change in between.
+        self._freed.set()
+        self._freed = asyncio.Event()
 
     async def slot_filled(self, worker: str, message: m.SlotFilled) -> None:
         """The copy is complete: from now on it counts, whatever becomes of the worker."""
@@ -275,7 +304,9 @@ class SnapshotKeeper:
                 error,
                 extra={"step": key.step, "rank": key.rank},
             )
-            self._send(m.SnapshotRejected(key, str(error), _lack(error)))
+            # Where scripts save as often as they like, copies come as often.
+            lack = _lack(error)
+            self._send(m.SnapshotRejected(key, str(error), lack, self._paced and lack is Lack.SLOT))
         else:
             self._send(m.SnapshotStored(_copy_of(slot), 0.0, time.monotonic() - began_s))
             self._prepare(key.rank, slot.blob_bytes)
@@ -327,11 +358,8 @@ class SnapshotKeeper:
         try:
             yield
         finally:
-            # A new event for every store that ends: whoever waits holds the old one and looks again, and
-            # nobody can miss the change in between.
             self._stores -= 1
-            self._freed.set()
-            self._freed = asyncio.Event()
+            self._has_freed()
 
     def _store(self, order: m.StoreShard, slot: Slot, loop: asyncio.AbstractEventLoop) -> Shard:
         archive, key = self._archive(order.tier), order.key

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import logging
 import os
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,9 +18,9 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from holdfast.checkpoint import agent_link
-from holdfast.checkpoint.backends import AgentBackend, Backend, StandaloneBackend
+from holdfast.checkpoint.backends import AgentBackend, Backend, PassedOver, StandaloneBackend
 from holdfast.checkpoint.expectation import Expectation
-from holdfast.checkpoint.flatten import flatten
+from holdfast.checkpoint.flatten import Flat, flatten
 from holdfast.checkpoint.loading import Loaded, check, give, read
 from holdfast.checkpoint.located import Located
 from holdfast.checkpoint.tier import parse_tier
@@ -57,7 +59,8 @@ def save(state: Mapping[str, Any], step: int, *, to: str | None = None, overlap:
             the snapshot is given up, with a warning.
 
     Returns:
-        False when the snapshot was skipped, because memory is short or the one before is still on its way.
+        False when it was skipped: memory is short, or the ones before are still on their way. Where none is due
+        (`--snapshot-every` of the job; without a job, `every` of the tier) it is true, and nothing is copied.
 
     Raises:
         UsageError: a value that cannot be saved, or nowhere to save to.
@@ -70,16 +73,21 @@ def save(state: Mapping[str, Any], step: int, *, to: str | None = None, overlap:
     # Recorded before anything else is queued on the device: the copy waits for exactly the work that the
     # script has issued so far, and sees the state of this step.
     ready = staging.now(flat.tensors)
+    _passed_over.clear()
+    # Asked for in the script's thread. From here on the agent knows that a copy is under way, and will not
+    # end this process before it is complete.
+    fill = backend.begin(flat.index)
+    if isinstance(fill, PassedOver):
+        if backend.keeps_newest(fill):
+            _pass_over(backend, flat)
+        return fill is PassedOver.NOT_DUE
     if not overlap:
-        return backend.put(flat.index, lambda blob: copy_tensors(blob, flat.tensors, ready))
+        return fill(lambda blob: copy_tensors(blob, flat.tensors, ready))
     _hook_optimizers()
     held = _held(state)
     owned = {t.data_ptr(): t for t in held}
     tensors = [t if _is_part(t, owned) else t.to("cpu", copy=True) for t in flat.tensors]
     versions = [(t, t._version) for t in held if not t.is_inference()]
-    # Asked for in the script's thread. From here on the agent knows that a copy is under way, and will not
-    # end this process before it is complete.
-    fill = backend.begin(flat.index)
 
     def copy_unchanged(blob: memoryview) -> None:
         copy_tensors(blob, tensors, ready)
@@ -224,10 +232,55 @@ def _agreed(
 
 
 def flush() -> None:
-    """Waits until what was saved is where it is to be."""
+    """Waits until what was saved is where it is to be. The newest state that was given is kept, too, where it was skipped, or,
+    under `holdfast run`, where none was due, and nothing has changed it since. At the end of a script this happens by itself."""
     wait_for_copy()
     for backend in _backends.values():
         backend.flush()
+    _keep_passed_over()
+    for backend in _backends.values():
+        backend.flush()
+
+
+@dataclass(frozen=True)
+class _PassedOver:
+    """The newest state that the script gave, of which nothing was copied."""
+
+    backend: Backend
+    flat: Flat
+    versions: list[int]
+    """Of its tensors: a state that has changed is that of no step."""
+    process: int
+    """A child that the script forks has its parent's."""
+
+
+_passed_over: list[_PassedOver] = []
+"""At most one."""
+
+
+def _pass_over(backend: Backend, flat: Flat) -> None:
+    """Remembers a state for when the script ends with it. What is small, and what is no tensor, is in the index already."""
+    _hook_optimizers()
+    if not _at_exit:
+        _at_exit.append(True)
+        atexit.register(flush)
+    if any(t.is_inference() for t in flat.tensors):
+        return  # nobody counts their changes
+    _passed_over[:] = [_PassedOver(backend, flat, [t._version for t in flat.tensors], os.getpid())]
+
+
+def _keep_passed_over() -> None:
+    while _passed_over:
+        given = _passed_over.pop()
+        now = [t._version for t in given.flat.tensors]
+        if given.process != os.getpid() or now != given.versions:
+            continue
+        fill = given.backend.begin(given.flat.index, wanted=True)
+        if not isinstance(fill, PassedOver):
+            fill(lambda blob, flat=given.flat: copy_tensors(blob, flat.tensors, staging.now(flat.tensors)))  # type: ignore[misc]
+
+
+_at_exit: list[bool] = []
 
 
 def wait_for_copy() -> None:
@@ -315,6 +368,9 @@ def _hook_optimizers() -> None:
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     wait_for_copy()
     _stepped.add(optimizer)
+    # An optimizer may write through `.data`, which no version counts.
+    if _passed_over and _passed_over[0].flat.tensors:
+        _passed_over.clear()
 
 
 def _held(state: Mapping[str, Any]) -> list[torch.Tensor]:

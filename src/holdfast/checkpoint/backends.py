@@ -13,8 +13,9 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -36,7 +37,7 @@ from holdfast.checkpoint.memory import (
     remove_memory,
 )
 from holdfast.checkpoint.pages import SlotMaps
-from holdfast.checkpoint.policy import Retention, parse_cadence
+from holdfast.checkpoint.policy import Cadence, Retention, parse_cadence
 from holdfast.checkpoint.rank_exchange import RankExchange
 from holdfast.errors import HoldfastError, StateError, TierError
 from holdfast.observe.transfer_progress import ByteCount, HowFar
@@ -49,7 +50,25 @@ SLOT_WAIT_S = 60.0
 """The first slot of a large shard takes its time: the agent brings its pages in."""
 
 ASK_S = 30.0
+TURN_S = 5.0
+"""For the first rank to say whether it keeps a state: it is at the same place of the script."""
+
+TURNS_KEPT = 256
+"""Of its answers: ranks of a process group are not so many saves apart."""
+
 Copy = Callable[[memoryview], None]
+Fill = Callable[[Copy], bool]
+"""Calls its argument with the blob to fill, and keeps what that is filled with. False: it could not, and said why."""
+
+
+class PassedOver(Enum):
+    """Why nothing is kept of a state that a script gave."""
+
+    NOT_DUE = "not due"
+    SKIPPED = "skipped"
+    """Memory is short, or the ones before are still on their way."""
+
+
 Count = Callable[[int], None]
 """Told of bytes as they are read, from several threads."""
 
@@ -64,11 +83,11 @@ class Backend(Protocol):
     exchange: RankExchange
     """How they agree on what to load."""
 
-    def begin(self, index: Index) -> Callable[[Copy], bool]:
-        """Asks for room, so that the state counts from now on; returns `put` without its first argument."""
+    def begin(self, index: Index, *, wanted: bool = False) -> Fill | PassedOver:
+        """Asks for room, so that the state counts from now on. wanted: whatever is due, and as soon as there is room."""
 
-    def put(self, index: Index, copy: Copy) -> bool:
-        """Calls `copy` with the blob to fill, and keeps what it is filled with. False: skipped, and said why."""
+    def keeps_newest(self, why: PassedOver) -> bool:
+        """Whether a state that was passed over is to be kept after all where the script ends with it."""
 
     def candidates(self, on_skip: Callable[[str], None]) -> Iterator[Located]:
         """Complete checkpoints, the newest first, of one step the nearest first."""
@@ -112,6 +131,82 @@ def in_archives(urls: list[str], on_skip: Callable[[str], None], ranks: RankExch
             on_skip(str(error))
 
 
+class Turns:
+    """Which of the states that a script gives are kept: rank 0 decides, and the others do as it does."""
+
+    def __init__(self, cadence: Cadence, ranks: RankExchange, world: int) -> None:
+        """world: ranks that save. Without a process group each decides alone, and then they differ."""
+        self._cadence, self._ranks = cadence, ranks
+        self.agree = ranks.share[1] == world
+        self._step = 0
+        self._at_s = time.monotonic()
+        self._asked: tuple[int, int] = (-1, 0)
+        self._told: list[str] = []
+        self._patience_s = TURN_S
+
+    @property
+    def decides(self) -> bool:
+        """Whether this rank hears no other: it is the first, or alone."""
+        return self._ranks.share[0] == 0
+
+    @property
+    def why_not(self) -> PassedOver:
+        """Why the first rank does not keep a state that others ask about."""
+        return PassedOver.NOT_DUE if self._cadence.seconds else PassedOver.SKIPPED
+
+    def begins_at(self, step: int) -> None:
+        """The script goes on from this step."""
+        self._step, self._at_s = step, time.monotonic()
+
+    def is_due(self, step: int) -> bool:
+        """Whether one is due, or is to be asked for. A script that does not give every step may pass over the very one that
+        the cadence names."""
+        if step < self._step:
+            self._step = 0  # it has gone back
+        if self._cadence.steps:
+            return step // self._cadence.steps > self._step // self._cadence.steps
+        # Clocks differ between ranks, so of time the first is the judge.
+        if self._cadence.seconds and self.decides:
+            due = self._cadence.due(step, time.monotonic() - self._at_s)
+            if not due:
+                self.tell(step, False)
+            return due
+        return not self._cadence.never
+
+    def tell(self, step: int, taken: bool) -> None:
+        """What this rank does with a state, for the others."""
+        self._note(step, taken)
+        if self._ranks.share[1] == 1:
+            return
+        about = self._about(step)
+        with suppress(TierError):  # they wait for a while, and keep it
+            self._ranks.from_first(about, taken)
+        # Old ones go, or a run of weeks would fill the store. Whoever is so far behind does not wait for them for long.
+        self._told.append(about)
+        if len(self._told) > TURNS_KEPT:
+            self._ranks.forget(self._told.pop(0))
+
+    def taken(self, step: int) -> bool:
+        """What the first rank does. Where it does not say, because it gives no such state, this one is kept alone: a job that is
+        stopped may have the others' parts."""
+        try:
+            taken = bool(self._ranks.from_first(self._about(step), None, self._patience_s))
+            self._patience_s = TURN_S
+        except TierError:
+            taken, self._patience_s = True, 0.1
+        self._note(step, taken)
+        return taken
+
+    def _note(self, step: int, taken: bool) -> None:
+        if taken:
+            self._step, self._at_s = step, time.monotonic()
+
+    def _about(self, step: int) -> str:
+        """By the step and not by the number of the call: a rank that gave one more must not take the word on another."""
+        self._asked = (step, self._asked[1] + 1 if self._asked[0] == step else 0)
+        return f"{step}/{self._asked[1]}"
+
+
 _requests = itertools.count(1)
 
 
@@ -132,37 +227,61 @@ class AgentBackend:
         self._tiers = [tier.url for tier in tiers_of(env)]
         self._link = link
         self._maps = SlotMaps()
+        self._turns = Turns(
+            parse_cadence(env.get("HOLDFAST_SNAPSHOT_EVERY", "auto")),
+            RankExchange("turns", self.rank, self.exchange.world, store),
+            self.world,
+        )
         self._skipping = False
+        self._waited_s = 0.0
 
-    def begin(self, index: Index) -> Callable[[Copy], bool]:
+    def begin(self, index: Index, *, wanted: bool = False) -> Fill | PassedOver:
         """The agent ends this process only when the copy is complete: it knows of it before the script goes on."""
         key = Key(index.step, self._generation, self.rank, self.world)
-        # Sent before this returns, hence before the script goes on to change the state. The agent counts the
-        # copy from this message on, and a stop waits for it.
-        self._link.send(m.SlotWanted(key, index.nbytes))
+        if wanted:
+            given = self._slot(key, index.nbytes, waits=True)
+        elif not self._turns.is_due(index.step):
+            return PassedOver.NOT_DUE
+        # One rank decides for all. Where each skipped by itself, hardly a snapshot would have the shards of all ranks.
+        elif self._turns.decides:
+            given = self._slot(key, index.nbytes)
+            self._turns.tell(index.step, given is not None)
+        elif self._turns.taken(index.step):
+            given = self._slot(key, index.nbytes, waits=True)
+        else:
+            return self._turns.why_not
+        if given is None:
+            return PassedOver.SKIPPED
         if self.rank == 0:
             self._link.send(m.StateServed(self._generation, index.step, self._link.page.committed))
-        return partial(self._fill, key, index)
+        return partial(self._fill, key, index, given)
 
-    def put(self, index: Index, copy: Copy) -> bool:
-        """Copies into a slot of the agent's."""
-        return self.begin(index)(copy)
+    def keeps_newest(self, why: PassedOver) -> bool:
+        """The agent brings it to the durable tiers at the job's end."""
+        return True
 
-    def _fill(self, key: Key, index: Index, copy: Copy) -> bool:
+    def _slot(self, key: Key, nbytes: int, waits: bool = False) -> str | None:
+        """The path of a slot of the agent's. From its request on the agent counts the copy, and a stop waits for it."""
         began_s = time.perf_counter()
+        self._link.send(m.SlotWanted(key, nbytes, waits, paced=self._turns.agree))
         given = self._link.wait_slot(key, SLOT_WAIT_S)
-        if given is None or given.path is None:
-            reason = given.reason if given else f"the agent gave no memory within {SLOT_WAIT_S:g} s"
-            # Said once for a series of skipped snapshots: a script that saves in every step would fill its
-            # log with the same line.
-            if not self._skipping:
-                _log.warning(f"rank {self.rank}: no snapshot of step {index.step}: {reason}")
+        self._waited_s = time.perf_counter() - began_s
+        if given is not None and given.path is not None:
+            self._skipping = False
+            return given.path
+        reason = given.reason if given else f"the agent gave no memory within {SLOT_WAIT_S:g} s"
+        # Said once for a series of skipped snapshots: a script that saves in every step would fill its
+        # log with the same line.
+        if not self._skipping and not (given is not None and given.paced):
             self._skipping = True
-            return False
-        self._skipping = False
+            _log.warning(f"rank {self.rank}: no snapshot of step {key.step}: {reason}")
+        return None
+
+    def _fill(self, key: Key, index: Index, path: str, copy: Copy) -> bool:
+        began_s = time.perf_counter() - self._waited_s
         done: bytes | None = None
         try:
-            with self._maps.blob(given.path, index.nbytes) as blob:
+            with self._maps.blob(path, index.nbytes) as blob:
                 copy(blob)
             done = msgspec.msgpack.encode(index)
         except TierError as error:
@@ -214,6 +333,7 @@ class AgentBackend:
 
     def loaded(self, step: int | None) -> None:
         """The coordinator counts what is done again."""
+        self._turns.begins_at(step or 0)
         if self.rank == 0:
             self._link.send(m.Loaded(self._generation, step, self._link.page.committed))
 
@@ -282,37 +402,41 @@ class StandaloneBackend:
         atexit.register(self.close)
         Finalize(None, self.close, exitpriority=10)  # processes of multiprocessing end without atexit
 
-    def begin(self, index: Index) -> Callable[[Copy], bool]:
-        """Room is made as the copy begins."""
-        return partial(self.put, index)
-
-    def put(self, index: Index, copy: Copy) -> bool:
-        """Copies into a slot of this process's; durable tiers whose time has come follow behind."""
-        # Every rank queues a job for every call, even if its copy failed. The saving threads exchange words
-        # about each number, and a rank that left one out would leave all the others waiting.
+    def begin(self, index: Index, *, wanted: bool = False) -> Fill | PassedOver:
+        """Where no durable tier is to have it, nothing is copied: this memory ends with the process."""
+        # Every rank takes a number for every call, and queues a job for every one that is due, even if its copy failed. The
+        # saving threads exchange words about each number, and a rank that left one out would leave the others waiting.
         job = _Job(number=next(self._numbers), index=index, tiers=[])
-        job.tiers = self._due(job)
-        slot = None
+        job.tiers = list(self._tiers) if wanted else self._due(job)
+        if not job.tiers:
+            return PassedOver.NOT_DUE
+        with self._lock:
+            self._pending += 1
         try:
-            slot = self._pool.begin(Key(index.step, 1, self.rank, self.world), index.nbytes)
-            with slot.blob as blob:
-                copy(blob)
+            job.slot = self._pool.begin(Key(index.step, 1, self.rank, self.world), index.nbytes)
         except TierError as error:
             _log.warning(f"rank {self.rank}: no snapshot of step {index.step}: {error}")
             job.why_not = str(error)
-            return False
-        except BaseException as error:
-            if slot is not None:
-                self._pool.drop(slot)
-            job.why_not = f"copying the state failed: {error!r}"
-            raise
-        else:
-            job.slot = slot
-            return True
-        finally:
-            with self._lock:
-                self._pending += 1
             self._todo.put(job)
+            return PassedOver.SKIPPED
+        return partial(self._fill, job, job.slot)
+
+    def keeps_newest(self, why: PassedOver) -> bool:
+        """What is due is said by the tiers. Of several ranks none can save one more than the others, who wait for its part."""
+        return why is PassedOver.SKIPPED and self.world == 1
+
+    def _fill(self, job: _Job, slot: Slot, copy: Copy) -> bool:
+        """Durable tiers follow behind."""
+        try:
+            with slot.blob as blob:
+                copy(blob)
+        except BaseException as error:
+            self._pool.drop(slot)
+            job.slot, job.why_not = None, f"copying the state failed: {error!r}"
+            raise
+        finally:
+            self._todo.put(job)
+        return True
 
     def _due(self, job: _Job) -> list[DurableTier]:
         """Steps are the same on all ranks; of time rank 0 is the judge, so that all save the same."""

@@ -25,8 +25,8 @@ from holdfast.checkpoint.located import Located
 from holdfast.checkpoint.regions import Region, read_regions
 from holdfast.errors import StateError, UsageError
 from holdfast.tensors.dtensor_shards import Leaf
-from holdfast.tensors.index import TensorSpec
-from holdfast.tensors.tree import Apart, dtype_of, leaves, pack
+from holdfast.tensors.index import TensorSpec, leaves
+from holdfast.tensors.tree import Apart, dtype_of, pack
 
 RANK_NAME = re.compile(r"rank-(\d+)")
 Plain = bool | int | float | str | None

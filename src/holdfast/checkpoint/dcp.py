@@ -35,13 +35,14 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from holdfast.checkpoint.api import backend_for, copy_tensors, expect_as, wait_for_copy
+from holdfast.checkpoint.backends import PassedOver
 from holdfast.checkpoint.flatten import inlined
 from holdfast.checkpoint.located import Located
 from holdfast.checkpoint.regions import Region, read_regions
 from holdfast.errors import StateError, TierError, UnreadError, UsageError
 from holdfast.tensors import staging, writable
-from holdfast.tensors.index import Index, TensorSpec
-from holdfast.tensors.tree import dtype_of, leaves, unpack
+from holdfast.tensors.index import Index, TensorSpec, leaves
+from holdfast.tensors.tree import dtype_of, unpack
 from holdfast.tensors.wrappers import inside_of, is_wrapper
 
 _log = logging.getLogger(__name__)
@@ -111,7 +112,9 @@ class TieredWriter(StorageWriter):
         index = Index(step, {}, tuple(specs), offset)
         backend = backend_for(self._to)
         ready = staging.now(tensors)
-        if not backend.put(index, lambda blob: copy_tensors(blob, tensors, ready)):
+        # Whoever saves with dcp is told that it is saved, or gets an error: it is never passed over.
+        fill = backend.begin(index, wanted=True)
+        if isinstance(fill, PassedOver) or not fill(lambda blob: copy_tensors(blob, tensors, ready)):
             raise TierError(f"step {step} was not saved: see the message before")
         self._saved = step
         done: Future[list[WriteResult]] = Future()

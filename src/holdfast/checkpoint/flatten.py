@@ -13,17 +13,13 @@ from torch.distributed.tensor import DTensor
 from holdfast.errors import UsageError
 from holdfast.tensors import writable
 from holdfast.tensors.dtensor_shards import Leaf, piece_of
-from holdfast.tensors.index import Index, TensorSpec
+from holdfast.tensors.index import LARGE, Index, TensorSpec
 from holdfast.tensors.loaded import check_restorable
 from holdfast.tensors.tree import Placing, no_mesh, pack, unpack
 
 SMALL_BYTES = 8 << 10
 """Smaller tensors (states of random generators and the like) go with the plain values, so that ranks that differ in
 nothing else have equal blobs, which are stored once."""
-
-
-LARGE = "int"
-"""Stands where a dtype would: a whole number of more than 64 bits, as NumPy's generators have, in decimal digits."""
 
 
 @dataclass

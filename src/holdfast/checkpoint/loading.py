@@ -17,16 +17,16 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.tensor import DTensor
 
 from holdfast.checkpoint.backends import Backend
-from holdfast.checkpoint.flatten import LARGE, plain, rebuild
+from holdfast.checkpoint.flatten import plain, rebuild
 from holdfast.checkpoint.located import Located
 from holdfast.checkpoint.regions import Region, read_regions
 from holdfast.errors import StateError, TierError, UnreadError, UsageError
 from holdfast.tensors import writable
 from holdfast.tensors.dtensor_shards import Leaf, like, piece_of
-from holdfast.tensors.index import Index, TensorSpec
+from holdfast.tensors.index import LARGE, Index, TensorSpec, leaves
 from holdfast.tensors.loaded import check_fits, overwrite, tensors_of
 from holdfast.tensors.loaded import load as load_into
-from holdfast.tensors.tree import dtype_of, leaves, pack, shards_of_wrappers, within_wrappers, wrapped
+from holdfast.tensors.tree import dtype_of, pack, shards_of_wrappers, within_wrappers, wrapped
 from holdfast.tensors.wrappers import shard_of
 
 MOST_DIFFERENCES = 20

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import msgspec
@@ -65,22 +67,32 @@ class RankExchange:
             ) from error
         return [msgspec.msgpack.decode(part) for part in msgspec.msgpack.decode(together)]
 
-    def from_first(self, about: str, value: Any) -> Any:
+    def from_first(self, about: str, value: Any, patience_s: float | None = None) -> Any:
         """What rank 0 says; the values of the others do not matter.
 
+        Args:
+            patience_s: for rank 0 to say it; None: the store's time-out.
+
         Raises:
-            TierError: it did not say it within the store's time-out.
+            TierError: it did not say it in time.
         """
         if self.world == 1:
             return value
         name = f"{self._name}/{about}"
         try:
             if self.rank:
+                if patience_s is not None:
+                    self._store.wait([name], timedelta(seconds=patience_s))
                 return msgspec.msgpack.decode(self._store.get(name))
             self._answer(name, msgspec.msgpack.encode(value))
         except RuntimeError as error:
             raise TierError(f"rank {self.rank}: rank 0 did not answer: {_first_line(error)}") from error
         return value
+
+    def forget(self, about: str) -> None:
+        """What was said about it goes. Who asks for it later waits as for what was never said."""
+        with suppress(RuntimeError):  # the store is gone, and all that was in it
+            self._store.delete_key(f"{self._name}/{about}")
 
     def _answer(self, name: str, data: bytes) -> None:
         """Rank 0 may hold the store, and end as soon as this returns: the others must be able to have it by then."""

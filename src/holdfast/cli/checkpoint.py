@@ -13,6 +13,7 @@ from holdfast.cli.common import WIDE, AsJson, Format, JobName, Output, width_of,
 if TYPE_CHECKING:
     from holdfast.checkpoint.archive import Archive
     from holdfast.protocol.verified import Verified
+    from holdfast.tensors.index import SmallTensor, TensorSpec
 
 app = typer.Typer(no_args_is_help=True, help="Checkpoints: list, show, verify, remove and convert them.")
 PLACE_WIDTH = 40
@@ -40,7 +41,9 @@ def ls(place: Place = None, job: JobName = None, as_json: AsJson = False, output
         row["place"] = archive.where(step)
         try:
             manifest = archive.manifest(step)
-            row |= {"bytes": manifest.nbytes, "world": manifest.world, "saved_at": manifest.saved_at}
+            # A state that is small lies in the shards' heads.
+            nbytes = manifest.nbytes or sum(s.head.nbytes for s in manifest.shards)
+            row |= {"bytes": nbytes, "world": manifest.world, "saved_at": manifest.saved_at}
         except StateError as error:
             row["trouble"] = str(error)
         # A step that was saved again since is another checkpoint.
@@ -91,6 +94,7 @@ def show(place: Place = None, job: JobName = None, as_json: AsJson = False, outp
 
     from holdfast.observe.tables import WIDTH, print_table
     from holdfast.protocol import units
+    from holdfast.tensors.index import SmallTensor, small_tensors
 
     archive, step = _newest(find(place, job))
     manifest = archive.manifest(step)
@@ -98,19 +102,23 @@ def show(place: Place = None, job: JobName = None, as_json: AsJson = False, outp
     shards = [{"rank": rank, "index": msgspec.to_builtins(h.index)} for rank, h in enumerate(heads)]
     if write_as({"manifest": msgspec.to_builtins(manifest), "shards": shards}, as_json, output):
         return
-    count = sum(len(h.index.tensors) for h in heads)
-    size, ranks = units.size(manifest.nbytes), units.plural(manifest.world, "rank")
-    sys.stdout.write(f"step {step}: {count} tensors of {ranks}, {size} in {archive.where(step)}\n")
+    there: list[list[TensorSpec | SmallTensor]] = [[*h.index.tensors, *small_tensors(h.index)] for h in heads]
+    count = units.plural(sum(map(len, there)), "tensor")
+    # Ranks may share what is not small.
+    small_bytes = sum(t.nbytes for tensors in there for t in tensors if isinstance(t, SmallTensor))
+    size = units.size(manifest.nbytes + small_bytes)
+    ranks = units.plural(manifest.world, "rank")
+    sys.stdout.write(f"step {step}: {count} of {ranks}, {size} in {archive.where(step)}\n")
     cells = [
         (str(rank), t.path, t.dtype, "x".join(map(str, t.shape)), _piece(t), units.size(t.nbytes))
-        for rank, head in enumerate(heads)
-        for t in head.index.tensors
+        for rank, tensors in enumerate(there)
+        for t in tensors
     ]
     names = ("rank", "tensor", "dtype", "shape", "piece of", "size")
     print_table(sys.stdout, names, cells, right=1, width=width_of(output, WIDTH))
 
 
-def _piece(spec: Any) -> str:
+def _piece(spec: TensorSpec | SmallTensor) -> str:
     if not spec.global_shape:
         return ""
     return "x".join(map(str, spec.global_shape)) + " at " + ",".join(map(str, spec.start))

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 # be taken for Holdfast's.
 CONTEXT = {"allow_interspersed_args": False, "ignore_unknown_options": False}
 EXIT_FAILED = 1
+EXIT_UNSAVED = 3
+"""Training came to its end, or was stopped; its last state is in no durable tier."""
 
 
 @command
@@ -40,9 +42,17 @@ def run(options: RunOptions) -> None:
     from holdfast.cli import followers
 
     followers.check(options.track, options.notify)
-    outcome = _run(spec, options)
-    if outcome not in ("finished", "stopped"):
+    ended = _run(spec, options)
+    if ended.get("outcome") not in ("finished", "stopped"):
         sys.exit(EXIT_FAILED)
+    if (step := ended.get("unsaved")) is not None:
+        saved = ended.get("saved")
+        there = f"step {saved['step']} is the newest there" if saved else "nothing is there"
+        here = "; `holdfast run` with this --job goes on from memory" if ended.get("in_memory") else ""
+        sys.stderr.write(
+            f"[holdfast] step {step}, the last state, is in no durable tier: {there}{here} (exit code {EXIT_UNSAVED})\n"
+        )
+        sys.exit(EXIT_UNSAVED)
 
 
 def _show(spec: JobSpec) -> None:
@@ -59,8 +69,8 @@ def _show(spec: JobSpec) -> None:
     sys.stdout.write(yaml_text([msgspec.to_builtins(spec)]))
 
 
-def _run(spec: JobSpec, options: RunOptions) -> str | None:
-    """Runs the job to its end, shows it and writes its report; returns its outcome."""
+def _run(spec: JobSpec, options: RunOptions) -> dict[str, Any]:
+    """Runs the job to its end, shows it and writes its report; returns that."""
     import asyncio
 
     from holdfast.engines.jobs import JobFolder
@@ -86,7 +96,7 @@ def _run(spec: JobSpec, options: RunOptions) -> str | None:
         write_report(ended, options.report)
     with unread():
         view.ended(ended)
-    return ended.get("outcome")
+    return ended
 
 
 async def _launch(

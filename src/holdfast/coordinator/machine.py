@@ -398,8 +398,8 @@ class Core(Context):
                 admission.checked(self, node, message)
             case m.SnapshotStored():
                 memory_snapshots.held(self, node, message)
-            case m.SnapshotRejected(key, reason, lack):
-                memory_snapshots.not_held(self, node, key, reason, lack)
+            case m.SnapshotRejected(key, reason, lack, paced):
+                memory_snapshots.not_held(self, node, key, reason, lack, paced)
             case m.SnapshotCorrupt(key, reason):
                 memory_snapshots.spoiled(self, node, key, reason)
             case m.Stored():

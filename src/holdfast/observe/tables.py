@@ -137,6 +137,8 @@ def _header(report: Report, job_dir: Path) -> Table:
     table.add_row("parameters", _parameters(final))
     if saved := report.get("saved"):
         table.add_row("saved", Text(f"step {units.count(saved['step'])} in {saved['url']}"))
+    if (taken := report.get("snapshots")) and (taken["complete"] or taken["skipped"]):
+        table.add_row("snapshots", _taken(taken))
     if memory := report.get("in_memory"):
         table.add_row("memory", Text(_kept(memory, report.get("job", job_dir.name))))
     table.add_row("incidents", _summary(report.get("incidents") or []))
@@ -156,6 +158,14 @@ def _of(steps: Report) -> str:
     if steps.get("committed") is not None or steps.get("computed") is None:
         return ""
     return f" of {units.count(steps['computed'])} computed"
+
+
+def _taken(snapshots: Report) -> str:
+    complete = f"{units.count(snapshots['complete'])} in memory"
+    if not snapshots["skipped"]:
+        return complete
+    skipped = units.plural(snapshots["skipped"], "shard")
+    return f"{complete}; {skipped} skipped, as memory was short or those before were still on their way"
 
 
 def _kept(memory: Report, job: str) -> str:

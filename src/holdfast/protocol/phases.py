@@ -39,6 +39,10 @@ SLOW_PHASES = frozenset({Phase.ASIDE, Phase.TIER})
 """Phases in which a worker may stand still for as long as a start may take."""
 
 
+OUTSIDE_PHASES = frozenset({Phase.COMMIT})
+"""Phases in which a worker is between two steps, in whatever code the script has there."""
+
+
 class PageReading(msgspec.Struct, frozen=True, kw_only=True):
     """What the progress page said at one moment. Times are CLOCK_MONOTONIC seconds of the worker's node."""
 

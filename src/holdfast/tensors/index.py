@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -44,6 +45,46 @@ class Index(msgspec.Struct, frozen=True):
     """In the order of their bytes, without gaps."""
     nbytes: int
     """Of all tensors together."""
+
+
+def leaves(
+    tree: Any, path: str, undivided: Callable[[Any], bool] = lambda tree: False
+) -> Iterator[tuple[str, str, Any]]:
+    """Every leaf of a packed tree: its dotted path, kind and value. undivided: subtrees that count as one leaf."""
+    kind, value = tree
+    if kind in ("d", "l", "t", "w") and not undivided(tree):
+        for key, part in value if kind == "d" else value[1] if kind == "w" else enumerate(value):
+            yield from leaves(part, f"{path}.{key}", undivided)
+    elif kind == "p":
+        yield from leaves(value[1], path, undivided)
+    else:
+        yield path, kind, value
+
+
+LARGE = "int"
+"""Stands where a dtype would: a whole number of more than 64 bits, as NumPy's generators have, in decimal digits."""
+
+
+class SmallTensor(NamedTuple):
+    """One that lies with the plain values, see `holdfast.checkpoint.flatten`."""
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    global_shape: tuple[int, ...] = ()
+    """Never a piece of another."""
+    start: tuple[int, ...] = ()
+
+
+def small_tensors(index: Index) -> list[SmallTensor]:
+    """Those that are not among the bytes of the state."""
+    found = []
+    for name, tree in index.tree.items():
+        for path, kind, value in leaves(tree, name):
+            if kind == "b" and value[0] != LARGE:
+                found.append(SmallTensor(path, value[0], tuple(value[1]), len(value[2])))
+    return found
 
 
 # Made once, and not by whoever reads first: msgspec 0.22 crashes where two threads are the first to decode a type.

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.errors import StateError, UsageError
 from holdfast.tensors import staging, wrappers
-from holdfast.tensors.index import Index, TensorSpec
+from holdfast.tensors.index import Index, TensorSpec, leaves
 
 Placing = Callable[[dict[str, Any], torch.Tensor], torch.Tensor]
 """Makes a DTensor of a wrapper that is a shard of it, and of what `wrappers.shard_of` has noted."""
@@ -29,20 +29,6 @@ class Apart:
     about: dict[str, Any]
     value: Any
     """Of "w": what stands for the tensors that it is made of, by their attributes; of "p": the shard."""
-
-
-def leaves(
-    tree: Any, path: str, undivided: Callable[[Any], bool] = lambda tree: False
-) -> Iterator[tuple[str, str, Any]]:
-    """Every leaf of a packed tree: its dotted path, kind and value. undivided: subtrees that count as one leaf."""
-    kind, value = tree
-    if kind in ("d", "l", "t", "w") and not undivided(tree):
-        for key, part in value if kind == "d" else value[1] if kind == "w" else enumerate(value):
-            yield from leaves(part, f"{path}.{key}", undivided)
-    elif kind == "p":
-        yield from leaves(value[1], path, undivided)
-    else:
-        yield path, kind, value
 
 
 def wrapped(tree: Any, path: str) -> Iterator[tuple[str, Any]]:

@@ -147,7 +147,11 @@ class Link:
         with self._news:
             self._news.wait_for(lambda: self._slot is not None and self._slot.key == key, timeout_s)
             given = self._slot
-            return given if given is not None and given.key == key else None
+            if given is None or given.key != key:
+                return None
+            # Taken: a slot may be asked for again, for the same shard, and that has an answer of its own.
+            self._slot = None
+            return given
 
     def wait_found(self, request: int, timeout_s: float) -> m.SnapshotFound | None:
         """The coordinator's answer to FindSnapshot; None when it does not come in time."""

@@ -207,6 +207,9 @@ def become(sock: socket.socket) -> int:
         CollectivesTeller(link)
         _count_steps(link, faults, made_a_step)
         code = _run_script(start, link)
+        # While the agent still listens. A script that failed says no more to it.
+        if not code and (saving := sys.modules.get("holdfast.checkpoint.api")) is not None:
+            saving.flush()
         link.send(m.ScriptEnded(last_positions()))
         return code
 

@@ -388,6 +388,8 @@ class MembershipState(msgspec.Struct, kw_only=True):
     """Where the job stops, once that is decided; 0: its state is not complete there."""
     keeps_memory: bool = False
     """The job ended, and the nodes' memory has a state that no durable tier has."""
+    unsaved: int | None = None
+    """The job ended with the state of this step, and no durable tier has it."""
     failures: list[Failure] = []
     blames: dict[str, Blame] = {}
     """By worker."""

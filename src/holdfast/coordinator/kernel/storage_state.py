@@ -172,6 +172,8 @@ class StorageState(msgspec.Struct, kw_only=True):
     """The newest complete snapshot has fewer copies than were asked for, and the ledger says so."""
     skipped: int = 0
     """Shards that no node could keep since the last complete snapshot."""
+    given: tuple[int, int] = (0, 0)
+    """Generation and step of the newest state that a script gave by itself, whatever became of it."""
     storing: list[Storing] = []
     stored: dict[str, Storing] = {}
     """Tier to the last checkpoint that came there, or was tried."""

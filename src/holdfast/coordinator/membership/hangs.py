@@ -13,7 +13,7 @@ from holdfast.coordinator.membership import failures, policy, positions
 from holdfast.health import stacks
 from holdfast.protocol import causes, ledger, units
 from holdfast.protocol import messages as m
-from holdfast.protocol.phases import SLOW_PHASES, WAITING_PHASES, Phase
+from holdfast.protocol.phases import OUTSIDE_PHASES, SLOW_PHASES, WAITING_PHASES, Phase
 
 RETRIES = 2
 """A hang in which nobody differs is met so often by a new generation of the same workers."""
@@ -175,6 +175,9 @@ def _allowed_s(context: Context, view: m.WorkerView) -> float:
     # A worker that waits for a tier or a script's own work is limited by the time of a start. Shorter limits
     # ended evaluations that were healthy.
     if view.page.phase in SLOW_PHASES:
+        return context.timing.start_s
+    # Between two steps a script may evaluate without having said so: while it uses the processor that is no hang.
+    if view.busy and view.page.phase in OUTSIDE_PHASES:
         return context.timing.start_s
     # The first step has no median to go by, and compiling takes minutes, during which the page does not move.
     if view.median_s is None and view.page.phase in _COMPILING:

@@ -13,7 +13,7 @@ from holdfast.coordinator.kernel.script_fault import ScriptFault
 from holdfast.coordinator.membership import locality
 from holdfast.health import stacks as health_stacks
 from holdfast.protocol.messages import Exited, Generation, WorkerView
-from holdfast.protocol.phases import WAITING_PHASES, Phase
+from holdfast.protocol.phases import OUTSIDE_PHASES, WAITING_PHASES, Phase
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -161,6 +161,8 @@ def find_culprits(
     busy = [v for v in still if not _waits(v)]
     # One computes while others wait for it. Waiting itself is never a fault: everyone who waits has told the
     # page for whom, so the chain ends at somebody who does not wait.
+    if busy and waiting and all(v.page.phase in OUTSIDE_PHASES for v in busy):
+        return Verdict(workers=tuple(v.worker for v in busy), reason=_OUTSIDE)
     if busy and waiting:
         names = ", ".join(sorted({Phase(v.page.phase).name.lower() for v in busy}))
         return Verdict(
@@ -209,6 +211,12 @@ def find_culprits(
     if len(still) < len(views):  # they may have gone on while they were looked at, each with another stack
         return Verdict(workers=(), reason="not every worker stands still")
     return odd_stack(views, stacks)
+
+
+_OUTSIDE = (
+    "stands still between two steps, in code of the script's own, while others wait for it; if that is work which takes "
+    "long, put it into `with run.relaxed_watchdog():`"
+)
 
 
 _CONNECTING = frozenset({Phase.JOIN, Phase.TRANSFER})

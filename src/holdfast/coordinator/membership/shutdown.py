@@ -336,6 +336,14 @@ def end(context: Context) -> None:
                 step=step, kept=ours, saved=s.storage.durable.step if s.storage.durable else None
             )
         )
+    s.membership.unsaved = storage.unsaved(context)
+    # What is in memory has been said. This one is nowhere.
+    if s.membership.unsaved is not None and s.membership.unsaved != step:
+        context.record(
+            ledger.LastNotSaved(
+                step=s.membership.unsaved, saved=s.storage.durable.step if s.storage.durable else None
+            )
+        )
     context.record(ledger.Ended(outcome=s.membership.outcome, reason=s.membership.stop_reason, step=s.step))
     for node in context.alive_nodes():
         context.send(node.name, m.Shutdown(s.membership.outcome, s.membership.keeps_memory))

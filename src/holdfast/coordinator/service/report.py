@@ -68,6 +68,11 @@ def build_report(
         },
         "saved": msgspec.to_builtins(state.storage.durable) if state.storage.durable else None,
         "in_memory": _in_memory(state),
+        "unsaved": state.membership.unsaved,
+        "snapshots": {
+            "complete": state.storage.totals.snapshots,
+            "skipped": state.storage.totals.skipped,
+        },
         "samples_folder": state.membership.samples,
     }
 

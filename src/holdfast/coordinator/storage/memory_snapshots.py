@@ -37,6 +37,7 @@ def held(context: Context, node: Node, message: m.SnapshotStored) -> None:
     """A node has a shard in its memory."""
     copy = message.copy
     durable_checkpoints.summed(context, node, copy.key)
+    _given(context, copy.key)
     snapshot = _take(context, node, copy)
     if snapshot is not None:
         # The longest, not the sum: workers copy in parallel, and training waited for the slowest.
@@ -81,15 +82,20 @@ def _take(context: Context, node: Node, copy: Copy) -> Snapshot | None:
     return snapshot
 
 
-def not_held(context: Context, node: Node, key: Key, reason: str, lack: Lack | None = None) -> None:
-    """A node could not keep a shard. Said once, until a snapshot is complete again."""
+def not_held(
+    context: Context, node: Node, key: Key, reason: str, lack: Lack | None = None, paced: bool = False
+) -> None:
+    """A node could not keep a shard. Said once, until a snapshot is complete again; paced: once in the job."""
     durable_checkpoints.summed(context, node, key)
+    _given(context, key)
     # One line, and then a count: a node without memory would otherwise write one line for every snapshot,
-    # every few seconds.
-    if not context.state.storage.skipped:
+    # every few seconds. A script may save in every step: that the ones before are still on their way is said once.
+    totals = context.state.storage.totals
+    said = totals.skipped if paced else context.state.storage.skipped
+    if not said:
         context.record(ledger.SnapshotSkipped(node=node.name, step=key.step, rank=key.rank, reason=reason))
     context.state.storage.skipped += 1
-    context.state.storage.totals.skipped += 1
+    totals.skipped += 1
     node.refused_steps[key.rank] = max(node.refused_steps.get(key.rank, -1), key.step)
     # The copy that took a slot has failed, so that slot is free again. With Lack.SLOT nothing was freed:
     # asking again at once would be refused again, in a loop.
@@ -127,10 +133,19 @@ def not_held(context: Context, node: Node, key: Key, reason: str, lack: Lack | N
     # At level 0 a rank saves on its own, when its script does. If its copy failed, nobody else has these
     # bytes, so the snapshot cannot become complete and the other ranks' memory is freed.
     held_by_any = any(h.copy.key.rank == key.rank for h in snapshot.shards)
-    if not context.mode.saves_together and not held_by_any and not snapshot.complete:
+    # Paced, no rank has saved it, and if the script ends with this state all of them do so after all.
+    if not (paced or context.mode.saves_together or held_by_any or snapshot.complete):
         _give_up(context, snapshot)
     else:
         spread(context)
+
+
+def _given(context: Context, key: Key) -> None:
+    """A script gave a state, whatever became of it. Of a start before this one nothing counts: the script goes on from what
+    was saved."""
+    storage = context.state.storage
+    if not context.mode.saves_together and key.generation == context.state.membership.number:
+        storage.given = max(storage.given, (key.generation, key.step))
 
 
 def _note(places: list[tuple[str, int]], place: tuple[str, int]) -> None:

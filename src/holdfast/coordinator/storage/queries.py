@@ -154,6 +154,19 @@ def only_in_memory(context: Context) -> int | None:
     return snapshot.step if snapshot is not None and snapshot.step > newest else None
 
 
+def unsaved(context: Context) -> int | None:
+    """The step of the state that a job ended with, where no durable tier has it. A script that was ended by others may have given
+    one that it would have saved later."""
+    s = context.state
+    newest = s.storage.durable.step if s.storage.durable is not None else 0
+    last = [only_in_memory(context) or 0]
+    if s.storage.last_failed:
+        last.append(last_step(context))
+    if not context.mode.saves_together and s.membership.outcome == "finished":
+        last.append(s.storage.given[1])
+    return max(last) if max(last) > newest else None
+
+
 def may_be_in_memory(context: Context) -> bool:
     """The job ended before all nodes had said what a killed run left in their memory: it may be newer than any tier's."""
     s = context.state

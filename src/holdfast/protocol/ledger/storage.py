@@ -234,3 +234,16 @@ class OnlyInMemory(LedgerEvent, frozen=True, kw_only=True):
             return f"step {self.step} is only in memory and stays there for the next start of this job"
         saved = "nothing is saved" if self.saved is None else f"step {self.saved} is the newest that is saved"
         return f"step {self.step} was only in memory, which ends with the job: {saved}"
+
+
+class LastNotSaved(LedgerEvent, frozen=True, kw_only=True):
+    """The job ends, and neither a tier nor memory has the newest state that its script gave."""
+
+    step: int
+    """Its step."""
+    saved: int | None
+    """The newest step in a tier."""
+
+    def sentence(self) -> str:
+        saved = "nothing is saved" if self.saved is None else f"step {self.saved} is the newest that is saved"
+        return f"step {self.step}, the last that the script gave, was not saved: {saved}"

@@ -196,6 +196,8 @@ class SnapshotRejected(msgspec.Struct, frozen=True, tag="snapshot-rejected"):
     reason: str
     lack: Lack | None = None
     """Of what the node has too little; None: the reason is another one."""
+    paced: bool = False
+    """The ones before are still on their way, and all ranks of the script skip it: no trouble."""
 
 
 # Reported at once, so that another copy is made while a good one still exists.

@@ -317,7 +317,9 @@ class SlotWanted(msgspec.Struct, frozen=True, tag="slot-wanted"):
     nbytes: int
     """Of the copy."""
     waits: bool = False
-    """Until there is room, when older snapshots are still on their way to durable tiers."""
+    """Until there is room, when older snapshots are still on their way."""
+    paced: bool = False
+    """Where older snapshots are still on their way all ranks of the script skip this one."""
 
 
 # Memory that nobody has touched takes ten times as long as the copy into it. The agent needs the size to bring

@@ -170,6 +170,8 @@ class SlotGiven(msgspec.Struct, frozen=True, tag="slot-given"):
     """In shared memory; None: there is no slot."""
     reason: str = ""
     """Why not; else empty."""
+    paced: bool = False
+    """It was skipped, as older ones are still on their way: the coordinator says so, and counts it."""
 
 
 # Every shard with all its holders: the worker chooses the nearest, and goes on to the next if one is gone by
