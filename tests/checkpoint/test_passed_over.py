@@ -191,8 +191,23 @@ def through_data(weight):
     Old([weight], {}).step()
 
 
-@pytest.mark.parametrize("change", [lambda weight: weight.add_(1), by_an_optimizer, through_data])
-def test_a_state_that_has_changed_is_not_kept_under_the_number_of_its_step(agent, change):
+CHANGES = [lambda weight: weight.add_(1), by_an_optimizer, through_data]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_state_that_found_no_room_is_kept_as_it_was(agent, change):
+    agent.room = False
+    weight = torch.zeros(LARGE)
+    assert not api.save({"weight": weight}, 1)
+    change(weight)
+    api.flush()
+    (_, blob) = agent.there[1]
+    assert blob == bytes(4 * LARGE)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_state_that_has_changed_is_not_kept_under_the_number_of_its_step(agent, monkeypatch, change):
+    monkeypatch.setattr(api, "COPIED_BYTES", 0)  # it is too large for a copy
     agent.room = False
     weight = torch.zeros(LARGE)
     assert not api.save({"weight": weight}, 1)

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,12 +27,15 @@ from holdfast.checkpoint.located import Located
 from holdfast.checkpoint.tier import parse_tier
 from holdfast.errors import HoldfastError, StateError, UnreadError, UsageError
 from holdfast.tensors import staging
+from holdfast.tensors.index import Index
 from holdfast.tensors.loaded import tensors_of
 from holdfast.tensors.wrappers import inside_of, is_wrapper, with_parts
 from holdfast.tensors.writable import has_bytes
 
 _log = logging.getLogger(__name__)
 COPY_BYTES = 16 << 20
+COPIED_BYTES = 64 << 20
+"""A state for which there was no room is copied, up to this size, in case that the script ends with it."""
 
 _backends: dict[tuple[str, int, int, int], Backend] = {}
 """By where to, rank, world and store: a script may load before it makes its process group, and make another."""
@@ -79,7 +83,7 @@ def save(state: Mapping[str, Any], step: int, *, to: str | None = None, overlap:
     fill = backend.begin(flat.index)
     if isinstance(fill, PassedOver):
         if backend.keeps_newest(fill):
-            _pass_over(backend, flat)
+            _pass_over(backend, flat, fill)
         return fill is PassedOver.NOT_DUE
     if not overlap:
         return fill(lambda blob: copy_tensors(blob, flat.tensors, ready))
@@ -247,9 +251,11 @@ class _PassedOver:
     """The newest state that the script gave, of which nothing was copied."""
 
     backend: Backend
-    flat: Flat
-    versions: list[int]
-    """Of its tensors: a state that has changed is that of no step."""
+    index: Index
+    tensors: list[torch.Tensor]
+    """The script's, or copies of them."""
+    versions: list[int] | None
+    """Of the script's tensors: a state that has changed is that of no step. None: these are copies."""
     process: int
     """A child that the script forks has its parent's."""
 
@@ -258,26 +264,36 @@ _passed_over: list[_PassedOver] = []
 """At most one."""
 
 
-def _pass_over(backend: Backend, flat: Flat) -> None:
+def _pass_over(backend: Backend, flat: Flat, why: PassedOver) -> None:
     """Remembers a state for when the script ends with it. What is small, and what is no tensor, is in the index already."""
     _hook_optimizers()
     if not _at_exit:
         _at_exit.append(True)
         atexit.register(flush)
-    if any(t.is_inference() for t in flat.tensors):
+    tensors, versions = list(flat.tensors), None
+    if why is PassedOver.SKIPPED and flat.index.nbytes <= COPIED_BYTES:
+        # The script may change it before its end: it would have been saved, had there been room.
+        tensors = [t.detach().to("cpu", copy=True) for t in tensors]
+    elif any(t.is_inference() for t in tensors):
         return  # nobody counts their changes
-    _passed_over[:] = [_PassedOver(backend, flat, [t._version for t in flat.tensors], os.getpid())]
+    else:
+        versions = [t._version for t in tensors]
+    _passed_over[:] = [_PassedOver(backend, flat.index, tensors, versions, os.getpid())]
 
 
 def _keep_passed_over() -> None:
     while _passed_over:
         given = _passed_over.pop()
-        now = [t._version for t in given.flat.tensors]
-        if given.process != os.getpid() or now != given.versions:
+        changed = given.versions is not None and [t._version for t in given.tensors] != given.versions
+        if changed or given.process != os.getpid():
             continue
-        fill = given.backend.begin(given.flat.index, wanted=True)
+        fill = given.backend.begin(given.index, wanted=True)
         if not isinstance(fill, PassedOver):
-            fill(lambda blob, flat=given.flat: copy_tensors(blob, flat.tensors, staging.now(flat.tensors)))  # type: ignore[misc]
+            fill(partial(_copy, given.tensors))
+
+
+def _copy(tensors: list[torch.Tensor], blob: memoryview) -> None:
+    copy_tensors(blob, tensors, staging.now(tensors))
 
 
 _at_exit: list[bool] = []
@@ -369,7 +385,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     wait_for_copy()
     _stepped.add(optimizer)
     # An optimizer may write through `.data`, which no version counts.
-    if _passed_over and _passed_over[0].flat.tensors:
+    if _passed_over and _passed_over[0].tensors and _passed_over[0].versions is not None:
         _passed_over.clear()
 
 
