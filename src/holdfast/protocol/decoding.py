@@ -1,14 +1,14 @@
-"""Reading what did not come from this process's own memory: files, answers, messages, arguments.
+"""Reading what did not come from this process's own memory.
 
-Bytes may be cut short, flipped by a disk, or made by a stranger. All of it is read through `decode`, which
-`tests/structure/test_decoding.py` makes sure of, so that every failure is one exception and none is forgotten.
+Bytes may be cut short, flipped by a disk, or made by a stranger. Of what is read through `decode`, every failure is one
+exception and none is forgotten.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -68,8 +68,3 @@ def _why(reason: BaseException) -> str:
     if isinstance(reason, msgspec.MsgspecError | ValueError):
         return str(reason)
     return f"{type(reason).__name__}: {reason}"
-
-
-def converter(kind: Any, *, strict: bool = True) -> Callable[[Any], Any]:
-    """A reader that gives plain values their types."""
-    return lambda value: msgspec.convert(value, kind, strict=strict)
