@@ -3,6 +3,7 @@
 HoldfastError
 ├── UsageError            bad input: refused before anything starts; the message says what to do
 │   └── StateChanged      the script changes protected state outside of a commit; a restart does not help
+├── Damaged               bytes of a file or of somebody else that cannot be read; most callers raise what they promise
 ├── ProtocolError         a frame or message that this version does not understand
 ├── StateError            training state that cannot be captured, sent or loaded
 │   ├── ChecksumError     received bytes differ from the bytes that were sent
@@ -33,6 +34,10 @@ class UsageError(HoldfastError):
 
 class StateChanged(UsageError):
     """Protected state changed outside of a step's commit. Give what changes it to `step.apply(..., also=...)`."""
+
+
+class Damaged(HoldfastError):
+    """Bytes that this process did not make cannot be read; the message names them. See `protocol.decoding`."""
 
 
 class ProtocolError(HoldfastError):

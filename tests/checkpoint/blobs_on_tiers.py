@@ -28,7 +28,7 @@ def head_of(step: int, data: bytes) -> tuple[bytes, bytes]:
         ),
     )
     sums = sums_of(memoryview(data))
-    return encode_head(Index(step, [], tensors, len(data)), sums), sums
+    return encode_head(Index(step, {}, tensors, len(data)), sums), sums
 
 
 def in_buffers(data: bytes, nbytes: int = 30_001) -> Iterator[memoryview]:

@@ -1,6 +1,7 @@
 """Whole or not there: what is wrong with a checkpoint is said, wherever it is. See also `test_tiers`."""
 
 import json
+import tracemalloc
 import uuid
 
 import msgspec
@@ -16,12 +17,16 @@ from holdfast.checkpoint.layout import (
     Shard,
     decode_head,
     digest,
+    encode_head,
     encode_manifest,
     folder_of,
 )
 from holdfast.checkpoint.located import find_in_archive
 from holdfast.checkpoint.policy import Retention
-from holdfast.errors import ChecksumError, StateError, UnreadError
+from holdfast.errors import ChecksumError, StateError, UnreadError, UsageError
+from holdfast.protocol.snapshots import Part
+from holdfast.tensors.index import MOST_DEPTH, Index, TensorSpec, decode_index
+from holdfast.tensors.tree import pack, unpack
 
 NAME = f"{folder_of(3)}/{MANIFEST}"
 
@@ -163,3 +168,108 @@ def test_readers_that_tell_each_other_fetch_the_heads_once(archive, monkeypatch)
 
 def test_nothing_there(archive):
     assert [archive.steps(), newest_complete(archive), archive.prune(Retention())] == [[], None, []]
+
+
+def test_every_flipped_bit_of_the_newest_manifest_leads_to_the_one_before(archive):
+    save(archive, 2)
+    save(archive, 3)
+    manifest, whole = archive.manifest(3), archive.tier.read(NAME)
+    for bit in range(8 * len(whole)):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        replaced(archive.tier, NAME, bytes(damaged))
+        why = []
+        if archive.candidates(why.append) == [2]:
+            assert [f"{archive.where(3)}/{MANIFEST}" in reason for reason in why] == [True], (bit, why)
+        else:  # a blank that became another one; nothing else may pass
+            assert [archive.manifest(3), why] == [manifest, []], bit
+            assert chr(damaged[bit // 8]) in " \t\n\r", bit
+
+
+@pytest.mark.parametrize("world", [30_000_000, 2**63, 2**64 - 1, 2**64, -1])
+def test_a_number_of_ranks_costs_no_memory(archive, world):
+    manifest = msgspec.structs.replace(save(archive, 3), world=world)
+    replaced(archive.tier, NAME, encode_manifest(manifest) if world < 2**64 else _with_world(manifest, world))
+    tracemalloc.start()
+    try:
+        with pytest.raises(StateError):
+            archive.manifest(3)
+        assert tracemalloc.get_traced_memory()[1] < 10 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def _with_world(manifest, world):
+    raw = msgspec.json.encode(msgspec.structs.replace(manifest, world=1)).replace(
+        b'"world":1,', b'"world":%d,' % world
+    )
+    return b'{"xxh3":"%s","manifest":%s}' % (digest(raw).encode(), raw)
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        b"[" * 10_000,
+        b'{"xxh3":"',
+        b"\xff",
+        b'{"xxh3":"","manifest":' + b"[" * 5000 + b"]" * 5000 + b"}",
+        b"",
+        b" " * (33 << 20),
+    ],
+)
+def test_what_is_no_manifest(archive, manifest):
+    save(archive, 2)
+    save(archive, 3)
+    replaced(archive.tier, NAME, manifest)
+    why = []
+    assert archive.candidates(why.append) == [2]
+    assert ["is not the manifest of a checkpoint" in reason for reason in why] == [True]
+
+
+TENSORS = (TensorSpec(path="a", dtype="float32", shape=(1,), offset=0, nbytes=4),)
+DEEP = ["x", 1]
+for _ in range(2 * MOST_DEPTH):
+    DEEP = ["l", [DEEP]]
+
+
+@pytest.mark.parametrize(
+    ("tree", "why"),
+    [
+        ([], "no names"),
+        ({"a": DEEP}, "nested more than"),
+        ({"a": ["T", 1]}, "there is no tensor 1"),
+        ({"a": ["T", -1]}, "there is no tensor -1"),
+        ({"a": ["T", "0"]}, "there is no tensor '0'"),
+        ({"a": "d"}, r"is no \[kind, value\]"),
+        ({"a": ["d", 5]}, "is no list"),
+        ({"a": ["d", [["k"]]]}, "is no list of keys"),
+        ({"a": ["d", [[["k"], ["x", 1]]]]}, "is no list of keys"),
+        ({"a": ["w", [1, 2]]}, "says nothing about itself"),
+    ],
+)
+def test_a_tree_of_a_peer_or_head_that_nobody_could_load(tree, why):
+    index = Index(1, tree, TENSORS, 4)
+    with pytest.raises(StateError, match=why):
+        decode_index(msgspec.msgpack.encode(index))
+    head = encode_head(index, b"12345678")
+    with pytest.raises(StateError, match=why):
+        decode_head(head, Part("x", len(head), digest(head)), "x")
+
+
+@pytest.mark.parametrize(
+    "change", [{"offset": 1}, {"offset": -4}, {"nbytes": -1}, {"shape": (-1,)}, {"start": (-1,)}]
+)
+def test_a_tensor_outside_of_the_bytes(change):
+    index = Index(1, {"a": ["T", 0]}, (msgspec.structs.replace(TENSORS[0], **change),), 4)
+    with pytest.raises(StateError, match=r"a has a negative size|a ends after the last of 4 bytes"):
+        decode_index(msgspec.msgpack.encode(index))
+
+
+def test_what_can_be_saved_can_be_loaded_at_any_depth():
+    state = 1
+    for _ in range(MOST_DEPTH):
+        state = [state]
+    index = Index(1, {"a": pack(state, "a", [])}, (), 0)
+    assert unpack(decode_index(msgspec.msgpack.encode(index)).tree["a"], []) == state
+    with pytest.raises(UsageError, match=f"nested more than {MOST_DEPTH} deep"):
+        pack([state], "a", [])

@@ -713,3 +713,15 @@ def test_a_memory_file_system_bounds_what_is_free_by_its_size_if_it_has_one(
     size = SimpleNamespace(f_blocks=blocks, f_bavail=blocks and 700, f_frsize=1024)
     monkeypatch.setattr(os, "statvfs", lambda folder: size)
     assert memory.free_bytes(tmp_path) == free
+
+
+@pytest.mark.parametrize(("blob_bytes", "head_bytes"), [(2**50, 100), (100_000, 2**35), (100_000, 2**63 - 1)])
+def test_a_slot_that_says_more_than_its_file_has_is_given_back(pool, folder, blob_bytes, head_bytes):
+    slot = save(pool, key_of(10))
+    fields = list(memory._HEADER.unpack(memory._fields(slot)[: memory._HEADER.size]))
+    fields[7:9] = blob_bytes, head_bytes
+    checked = memory._HEADER.pack(*fields)
+    with slot.path.open("r+b") as file:
+        file.write(checked + memory.xxhash.xxh3_64_digest(checked))
+    assert SlotPool(folder, BUDGET).held() == []
+    assert slot_files(folder) == 0

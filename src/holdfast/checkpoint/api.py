@@ -246,7 +246,7 @@ def flush() -> None:
         backend.flush()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _PassedOver:
     """The newest state that the script gave, of which nothing was copied."""
 
@@ -278,7 +278,11 @@ def _pass_over(backend: Backend, flat: Flat, why: PassedOver) -> None:
         return  # nobody counts their changes
     else:
         versions = [t._version for t in tensors]
-    _passed_over[:] = [_PassedOver(backend, flat.index, tensors, versions, os.getpid())]
+    _passed_over[:] = [
+        _PassedOver(
+            backend=backend, index=flat.index, tensors=tensors, versions=versions, process=os.getpid()
+        )
+    ]
 
 
 def _keep_passed_over() -> None:

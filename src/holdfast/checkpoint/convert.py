@@ -46,6 +46,7 @@ from holdfast.checkpoint.layout import encode_head, folder_of, parts_of, step_of
 from holdfast.checkpoint.located import find_in_archive
 from holdfast.errors import HoldfastError, StateError, TierError, UsageError
 from holdfast.protocol import units
+from holdfast.protocol.decoding import decode
 from holdfast.protocol.snapshots import Shard
 from holdfast.tensors.tree import Apart, buffer_of
 
@@ -493,7 +494,7 @@ def _with_values(tensors: dict[str, torch.Tensor], source: Path) -> list[dict[st
     if not path.exists():
         return [dict(tensors)]
     try:
-        document = json.loads(path.read_bytes())
+        document = decode(json.loads, path.read_bytes(), f"{path} is damaged", error=StateError)
         version, values, nesting = document["format"], document["values"], document["nesting"]
         if version > VALUES_FORMAT:
             raise UsageError(

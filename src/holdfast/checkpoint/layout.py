@@ -15,8 +15,9 @@ import msgspec
 import xxhash
 
 from holdfast.errors import ChecksumError, StateError
+from holdfast.protocol.decoding import decode
 from holdfast.protocol.snapshots import Part, Shard
-from holdfast.tensors.index import Index
+from holdfast.tensors.index import Index, checked
 
 FORMAT = 1
 CHUNK_BYTES = 32 << 10
@@ -25,6 +26,10 @@ of 0.9 MB (1 GiB of each of 2 ranks, read by 8) that is 3% (`bench.checkpoint`),
 much. Smaller ones make hashing slower."""
 
 MANIFEST = "manifest.json"
+MANIFEST_BYTES = 32 << 20
+"""Of a manifest that is read. A shard takes 300 to 400 bytes of it, so this is one of 80,000 ranks."""
+HEAD_BYTES = 1 << 30
+"""Of a head that is read. Its checksums take 8 bytes for each CHUNK_BYTES, so this is one of a blob of 4 TiB."""
 BEING_REMOVED = "being-removed"
 """The tombstone: a pruner is about to remove this folder, because it takes the checkpoint for abandoned."""
 
@@ -112,31 +117,46 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         StateError: it is none, or of a later version.
         ChecksumError: it was changed.
     """
-    try:
-        # The checksum is over a canonical encoding, not over the bytes of the file. So a manifest that
-        # somebody pretty-printed is still valid, while any change of a value is found.
-        signed = _signed.decode(data)
-        raw = msgspec.json.encode(msgspec.json.decode(signed.manifest))
-        manifest = _manifests.decode(raw)
-    except msgspec.MsgspecError as error:
-        raise StateError(f"{where} is not the manifest of a checkpoint: {error}") from error
+    xxh3, raw, manifest = decode(
+        _read_manifest,
+        data,
+        f"{where} is not the manifest of a checkpoint",
+        error=StateError,
+        most=MANIFEST_BYTES,
+    )
     # Checked after the decoding because `raw` is rebuilt from the decoded values. Nothing of the manifest is
     # used before this line.
-    if digest(raw) != signed.xxh3:
+    if digest(raw) != xxh3:
         raise ChecksumError(f"{where} is damaged: its checksum does not match")
     # Newer formats are refused. Older ones must be read for ever: checkpoints outlive versions.
     if manifest.format > FORMAT:
         raise StateError(
             f"{where} has format {manifest.format}; this version reads up to {FORMAT}: update it"
         )
-    if sorted(s.rank for s in manifest.shards) != list(range(manifest.world)):
+    # Their number first: `world` is only a number, and a list of so many ranks would be made of it.
+    complete = len(manifest.shards) == manifest.world
+    if not complete or sorted(s.rank for s in manifest.shards) != list(range(manifest.world)):
         raise StateError(f"{where} does not name all {manifest.world} shards")
     return manifest
+
+
+def _read_manifest(data: bytes) -> tuple[str, bytes, Manifest]:
+    # The checksum is over a canonical encoding, not over the bytes of the file. So a manifest that somebody
+    # pretty-printed is still valid, while any change of a value is found.
+    signed = _signed.decode(data)
+    raw = msgspec.json.encode(msgspec.json.decode(signed.manifest))
+    return signed.xxh3, raw, _manifests.decode(raw)
 
 
 def encode_head(index: Index, sums: bytes) -> bytes:
     """msgpack."""
     return msgspec.msgpack.encode(Head(index, sums))
+
+
+def _read_head(data: bytes | memoryview) -> Head:
+    head = _heads.decode(data)
+    checked(head.index)
+    return head
 
 
 def decode_head(data: bytes | memoryview, part: Part, where: str) -> Head:
@@ -150,10 +170,7 @@ def decode_head(data: bytes | memoryview, part: Part, where: str) -> Head:
     # decoder sees the bytes, so what a damaged disk or a stranger sends is never parsed.
     if len(data) != part.nbytes or digest(data) != part.xxh3:
         raise ChecksumError(f"{where} is damaged: its checksum does not match")
-    try:
-        head = _heads.decode(data)
-    except msgspec.MsgspecError as error:
-        raise StateError(f"{where} is not the head of a shard: {error}") from error
+    head = decode(_read_head, data, f"{where} is not the head of a shard", error=StateError, most=HEAD_BYTES)
     # Later code slices `sums` by chunk number without looking at its length. Too few sums would make the
     # slices empty, and an empty slice must not compare equal to anything.
     if len(head.sums) != 8 * -(-head.index.nbytes // CHUNK_BYTES):

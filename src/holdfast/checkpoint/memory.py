@@ -674,6 +674,10 @@ def _read_slot(path: Path, ours: int) -> Slot | None:
             )
             if (magic, version, state) != (_MAGIC, _VERSION, SlotState.SEALED):
                 return None
+            # The checksum is over what the agent wrote, and a seal says nothing about the file behind it: it
+            # may have been cut short. What is to be read has to be there before memory is taken for it.
+            if _head_at(blob_bytes) + head_bytes > os.fstat(file.fileno()).st_size:
+                return None
             file.seek(_head_at(blob_bytes))
             data = file.read(head_bytes)
         part = Part(path.name, head_bytes, head_digest.hex())

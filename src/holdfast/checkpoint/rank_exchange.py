@@ -9,6 +9,11 @@ from typing import Any
 import msgspec
 
 from holdfast.errors import TierError
+from holdfast.protocol.decoding import decode
+
+# Made once, and not by whoever reads first: msgspec 0.22 crashes where two threads are the first to decode a type.
+_lists = msgspec.msgpack.Decoder(list[bytes])
+_values = msgspec.msgpack.Decoder()
 
 
 class RankExchange:
@@ -65,7 +70,9 @@ class RankExchange:
             raise TierError(
                 f"rank {self.rank}: the other ranks did not answer: {_first_line(error)}"
             ) from error
-        return [msgspec.msgpack.decode(part) for part in msgspec.msgpack.decode(together)]
+        what = f"{self._name}/{about}: what the ranks told each other is damaged"
+        parts: list[bytes] = decode(_lists.decode, together, what, error=TierError)
+        return [decode(_values.decode, part, what, error=TierError) for part in parts]
 
     def from_first(self, about: str, value: Any, patience_s: float | None = None) -> Any:
         """What rank 0 says; the values of the others do not matter.
@@ -83,7 +90,12 @@ class RankExchange:
             if self.rank:
                 if patience_s is not None:
                     self._store.wait([name], timedelta(seconds=patience_s))
-                return msgspec.msgpack.decode(self._store.get(name))
+                return decode(
+                    _values.decode,
+                    self._store.get(name),
+                    f"{name}: what rank 0 says is damaged",
+                    error=TierError,
+                )
             self._answer(name, msgspec.msgpack.encode(value))
         except RuntimeError as error:
             raise TierError(f"rank {self.rank}: rank 0 did not answer: {_first_line(error)}") from error

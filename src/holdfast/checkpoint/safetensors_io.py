@@ -16,10 +16,12 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from holdfast.checkpoint.consolidate import MergedTensor
 from holdfast.errors import UsageError
+from holdfast.protocol.decoding import decode
 from holdfast.tensors.tree import buffer_of
 
 SUFFIX = ".safetensors"
@@ -51,6 +53,15 @@ _ORDER = {dtype: number for number, dtype in enumerate(DTYPES)}
 _METADATA = "__metadata__"
 WRITE_BYTES = 8 << 20
 MOST_NAMED = 3
+
+
+class _WeightMap(msgspec.Struct):
+    """What is read of an index."""
+
+    weight_map: dict[str, str]
+
+
+_weight_maps = msgspec.json.Decoder(_WeightMap)
 
 
 def check_names(tensors: Iterable[MergedTensor]) -> None:
@@ -230,13 +241,14 @@ def _by_index(index: Path) -> dict[str, torch.Tensor]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
+    what = f"{index} is not an index of safetensors files"
     try:
-        weight_map = json.loads(index.read_bytes())["weight_map"]
-        # Names of files and no paths: an index comes from somewhere else, and could otherwise have any file
-        # of this machine read.
-        fits = all(isinstance(f, str) and Path(f).name == f for f in weight_map.values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{index} is not an index of safetensors files: {error}") from error
-    if not fits:
+        data = index.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{what}: {error}") from error
+    weight_map: dict[str, str] = decode(_weight_maps.decode, data, what, error=UsageError).weight_map
+    # Names of files and no paths: an index comes from somewhere else, and could otherwise have any file of
+    # this machine read.
+    if not all(Path(f).name == f for f in weight_map.values()):
         raise UsageError(f"{index} names files outside its own folder: correct its weight_map")
-    return dict(weight_map)
+    return weight_map

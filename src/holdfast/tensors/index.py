@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from holdfast.errors import StateError
+from holdfast.protocol.decoding import decode
+
 
 class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One tensor, or one piece of a sharded one, and where its bytes begin."""
@@ -45,6 +48,10 @@ class Index(msgspec.Struct, frozen=True):
     """In the order of their bytes, without gaps."""
     nbytes: int
     """Of all tensors together."""
+
+
+MOST_DEPTH = 200
+"""Of the containers in each other. Those who walk a tree call themselves, at most twice for each."""
 
 
 def leaves(
@@ -92,6 +99,58 @@ _indexes = msgspec.msgpack.Decoder(Index)
 
 
 def decode_index(data: bytes | memoryview) -> Index:
-    """Reads an index, as workers give it to their agents and to each other (msgpack; JSON would make None of infinities). Raises
-    msgspec.MsgspecError."""
-    return _indexes.decode(data)
+    """Reads an index, as workers give it to their agents and to each other (msgpack; JSON would make None of infinities).
+
+    Raises:
+        StateError: it is none, or says what cannot be.
+    """
+    return decode(
+        lambda read: checked(_indexes.decode(read)), data, "the index of a state is damaged", error=StateError
+    )
+
+
+def checked(index: Index) -> Index:
+    """The same index, if it is one that a state can be made of: those who read it walk its tree without looking.
+
+    Raises:
+        ValueError: a tree is none, or too deep; a tensor lies outside of the bytes.
+    """
+    if not isinstance(index.tree, dict):
+        raise ValueError("its tree has no names")
+    for spec in index.tensors:
+        if min(spec.offset, spec.nbytes, *spec.shape, *spec.global_shape, *spec.start, 0) < 0:
+            raise ValueError(f"{spec.path} has a negative size")
+        if spec.offset + spec.nbytes > index.nbytes:
+            raise ValueError(f"{spec.path} ends after the last of {index.nbytes} bytes")
+    # Not recursive: this is what finds a tree that is too deep for those that are.
+    open_ = [(tree, str(name), 0) for name, tree in index.tree.items()]
+    while open_:
+        tree, path, depth = open_.pop()
+        if depth > MOST_DEPTH:
+            raise ValueError(f"{path[:60]} is nested more than {MOST_DEPTH} deep")
+        if not isinstance(tree, list) or len(tree) != 2:
+            raise ValueError(f"{path}: {str(tree)[:60]} is no [kind, value]")
+        kind, value = tree
+        if kind == "T" and not (isinstance(value, int) and 0 <= value < len(index.tensors)):
+            raise ValueError(f"{path}: there is no tensor {value!r}")
+        if kind in ("d", "l", "t", "w", "p"):
+            open_ += [(part, f"{path}.{key}", depth + 1) for key, part in _parts(kind, value, path)]
+    return index
+
+
+def _parts(kind: str, value: Any, path: str) -> list[tuple[Any, Any]]:
+    """The trees in a tree, with their keys. A kind of a later version has none here; it is refused where it is loaded."""
+    if not isinstance(value, list):
+        raise ValueError(f"{path}: {str(value)[:60]} is no list")
+    if kind in ("l", "t"):
+        return list(enumerate(value))
+    if kind in ("w", "p"):
+        if len(value) != 2 or not isinstance(value[0], dict):
+            raise ValueError(f"{path}: a tensor of other tensors says nothing about itself")
+        if kind == "p":
+            return [("", value[1])]
+        value = value[1]
+    pairs = isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in value)
+    if not pairs or not all(isinstance(key, str | int) for key, _ in value):
+        raise ValueError(f"{path}: {str(value)[:60]} is no list of keys and values")
+    return [(key, part) for key, part in value]

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.errors import StateError, UsageError
 from holdfast.tensors import staging, wrappers
-from holdfast.tensors.index import Index, TensorSpec, leaves
+from holdfast.tensors.index import MOST_DEPTH, Index, TensorSpec, leaves
 
 Placing = Callable[[dict[str, Any], torch.Tensor], torch.Tensor]
 """Makes a DTensor of a wrapper that is a shard of it, and of what `wrappers.shard_of` has noted."""
@@ -62,20 +62,26 @@ def dtype_of(spec: TensorSpec) -> torch.dtype:
     return dtype
 
 
-def pack(value: Any, path: str, tensors: list[tuple[str, torch.Tensor]]) -> Any:
+def pack(value: Any, path: str, tensors: list[tuple[str, torch.Tensor]], depth: int = 0) -> Any:
     """A tree of ["x", plain], ["T", tensor number], ["d", [[key, tree]]], ["l", [tree]], ["t", [tree]].
 
     A tensor that is made of other tensors is ["w", [about, [[attribute, tree]]]], see `wrappers.Parts`; one of a DTensor's
     shard is within ["p", [how it lies, tree]].
 
+    depth: of containers around it.
+
     Raises:
-        UsageError: a value that is neither plain nor a tensor.
+        UsageError: a value that is neither plain nor a tensor, or that is too deep within others to be loaded again.
     """
+    if depth > MOST_DEPTH:
+        raise UsageError(f"cannot protect {path[:60]}...: it is nested more than {MOST_DEPTH} deep")
     if isinstance(value, torch.Tensor):
         inside = wrappers.inside_of(value)
         if wrappers.is_wrapper(inside):
             apart = wrappers.taken_apart(path, inside)
-            parts = [[name, pack(part, f"{path}.{name}", tensors)] for name, part in apart.inner.items()]
+            parts = [
+                [name, pack(part, f"{path}.{name}", tensors, depth + 2)] for name, part in apart.inner.items()
+            ]
             made = ["w", [apart.about, parts]]
             return ["p", [wrappers.shard_of(path, value), made]] if isinstance(value, DTensor) else made
         tensors.append((path, value))
@@ -84,18 +90,20 @@ def pack(value: Any, path: str, tensors: list[tuple[str, torch.Tensor]]) -> Any:
         return ["T", len(tensors) - 1]
     if isinstance(value, Apart):
         if value.kind == "p":
-            return ["p", [value.about | {"path": path}, pack(value.value, path, tensors)]]
-        parts = [[name, pack(part, f"{path}.{name}", tensors)] for name, part in value.value.items()]
+            return ["p", [value.about | {"path": path}, pack(value.value, path, tensors, depth + 1)]]
+        parts = [
+            [name, pack(part, f"{path}.{name}", tensors, depth + 2)] for name, part in value.value.items()
+        ]
         return ["w", [value.about, parts]]
     # A short list on purpose. Anything else would need pickle to come back, which runs code from whoever
     # wrote the file.
     if value is None or isinstance(value, bool | int | float | str):
         return ["x", value]
     if isinstance(value, Mapping):
-        return ["d", [[_key(k, path), pack(v, f"{path}.{k}", tensors)] for k, v in value.items()]]
+        return ["d", [[_key(k, path), pack(v, f"{path}.{k}", tensors, depth + 1)] for k, v in value.items()]]
     if isinstance(value, list | tuple):
         kind = "l" if isinstance(value, list) else "t"
-        return [kind, [pack(v, f"{path}.{i}", tensors) for i, v in enumerate(value)]]
+        return [kind, [pack(v, f"{path}.{i}", tensors, depth + 1) for i, v in enumerate(value)]]
     raise UsageError(
         f"cannot protect {path}: a {type(value).__name__} is neither a tensor nor a plain value; "
         "keep None, bool, int, float, str, list, tuple, dict and tensors in the state"

@@ -250,7 +250,7 @@ class Fetch:
                         return decode_index(response.read())
                 except _NotYetError:
                     to_come = True
-                except (OSError, http.client.HTTPException, StateError, msgspec.MsgspecError) as error:
+                except (OSError, http.client.HTTPException, StateError) as error:
                     reasons.append(f"rank {member.rank} on {member.node}: {error}")
             if not to_come:
                 raise StateError(f"no donor could send its state: {'; '.join(reasons)}")
