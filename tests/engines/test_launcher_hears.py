@@ -173,7 +173,7 @@ def test_every_coordinator_hears_what_the_engine_says_of_itself(tmp_path):
 
 def test_the_link_to_the_page_is_printed(tmp_path, monkeypatch):
     class Answers:
-        def __init__(self, folder):
+        def __init__(self, folder, reach):
             assert folder == tmp_path
 
         async def __aenter__(self):

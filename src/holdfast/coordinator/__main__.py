@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import logging
 import os
 import secrets
@@ -29,6 +30,9 @@ from holdfast.protocol.leadership import EXIT_NO_ROOM, EXIT_SUPERSEDED
 from holdfast.protocol.sockets import listening, raise_descriptor_limit
 
 _log = logging.getLogger("holdfast.coordinator")
+
+OUR_MISTAKES = frozenset((errno.EBADF, errno.ENOTSOCK, errno.EINVAL))
+"""What the system refuses because it was asked for nonsense: the next attempt would be refused, too."""
 
 
 def main() -> int:
@@ -83,11 +87,11 @@ def _run(given: argparse.Namespace) -> int:
     except Superseded as error:
         _log.warning("%s; this one ends", error)
         return EXIT_SUPERSEDED
-    except OSError as error:
-        # It says nothing about the next attempt: a disk may have room again, a folder be back.
-        _log.exception("the coordinator cannot go on: %s", error)
-        return EXIT_NO_ROOM
-    except Exception:  # noqa: BLE001 - the process ends, and its log is where people look for the reason
+    except Exception as error:  # noqa: BLE001 - the process ends, and its log is where people look for the reason
+        if isinstance(error, OSError) and error.errno not in OUR_MISTAKES:
+            # It says nothing about the next attempt: a disk may have room again, a folder be back.
+            _log.exception("the coordinator cannot go on: %s", error)
+            return EXIT_NO_ROOM
         _log.exception("the coordinator broke")
         return 1
     finally:
