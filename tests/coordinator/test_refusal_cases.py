@@ -95,6 +95,24 @@ def replaced(desk: Desk, lost: str) -> str:
     return newcomer
 
 
+@pytest.mark.parametrize("committed", [0, 1])
+def test_a_member_that_refuses_the_checkpoint_ends_the_job_without_an_incident(committed):
+    """It is of another model. Once a step was made there is an incident, as for any failure."""
+    desk = attached(2)
+    for worker in desk.workers():
+        desk.gets_ready(worker, (1, 1))
+    if committed:
+        desk.commit(1)
+    first, other = desk.members()
+    refuses(desk, first)
+    desk.exits(first, 1)
+    desk.parks(other, committed)
+    desk.exits(other, 1 if not committed else -9)
+    assert (desk.state.membership.stop_reason == REASON) is not committed
+    assert bool(desk.incidents()) is bool(committed)
+    assert (ended(desk) == "failed") is not committed
+
+
 def test_a_newcomer_with_other_data_is_its_nodes_affair_and_the_next_node_is_tried():
     desk = running(2, spares=2)
     first = replaced(desk, desk.members()[1])

@@ -86,13 +86,36 @@ def test_unequal_replicas_are_loud(report):
 
 def test_the_closing_error_comes_last_and_whole(failed):
     end = shown(failed).partition("the job failed")[2]
-    order = ["the same error at step 12", "first failing rank", "node1", "ValueError: a bad sample in forward",
+    order = ["ValueError: a bad sample in forward", "the same error at step 12", "first failing rank", "node1",
              "Traceback", "last lines", "epoch 1", "/logs/node1.0-1.log", "what now"]  # fmt: skip
     at = [end.index(words) for words in order]
     assert at == sorted(at)
     assert end.count("Traceback") == 1
     assert end.count('raise ValueError("a bad sample")') == 1
     assert " ".join(end.split()).endswith("fix the script.")
+
+
+def test_the_cause_and_its_line_come_first(failed):
+    failed["blame"]["traceback"] = """Traceback (most recent call last):
+  File "/home/a/train.py", line 67, in main
+    loss = compute(batch)
+  File "/home/a/losses.py", line 4, in compute
+    return functional.cross_entropy(batch["labels"])
+  File "/usr/lib/python3.11/site-packages/torch/nn/functional.py", line 3, in cross_entropy
+    raise KeyError
+KeyError: 'labels'"""
+    first, second, *_ = shown(failed).partition("the job failed")[2].splitlines()[1:]
+    assert first.split()[0] == "cause"
+    assert second.split(maxsplit=1) == ["at", "/home/a/losses.py, line 4, in compute"]
+
+
+@pytest.mark.parametrize("committed", [0, None])
+def test_a_job_that_failed_before_its_first_step_has_no_tables(report, committed):
+    tables = {"Incidents", "Where the time went"}
+    report["outcome"] = "failed"
+    assert tables <= set(map(str.strip, shown(report).splitlines()))
+    report["steps"]["committed"] = committed
+    assert not tables & set(map(str.strip, shown(report).splitlines()))
 
 
 def test_a_saved_job_is_told_how_to_go_on(failed):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -49,6 +50,10 @@ _ADVICE = (
         "Give the job more nodes or --spares, or let it go on smaller with --nnodes MIN:MAX.",
     ),
 )
+_FRAME = re.compile(r'\s*File "[^"]+", line \d+(?:, in .*)?$')
+_LIBRARY = re.compile(
+    r'"<|/(?:site|dist)-packages/|/lib/python3\.\d+/|' + re.escape(str(Path(__file__).parents[1])) + "/"
+)
 _DEFAULT_ADVICE = "Look at the log; `holdfast events` shows all that happened."
 _GO_ON = "The same command with --job {job} goes on from the newest saved step."
 
@@ -60,16 +65,19 @@ def closing(report: Mapping[str, Any], saved: bool) -> RenderableType:
     facts = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     facts.add_column(style="dim")
     facts.add_column(overflow="fold")
+    if blame.get("cause"):
+        facts.add_row("cause", Text(units.text(blame["cause"])))
+    traceback = (blame.get("traceback") or "").rstrip()
+    if place := line_of_the_script(traceback):
+        facts.add_row("at", Text(place))
     facts.add_row("reason", Text(reason))
     facts.add_row("first failing rank", units.text(blame.get("rank")))
     facts.add_row("node", units.text(blame.get("node")))
     facts.add_row("step", units.text(blame.get("step")))
-    facts.add_row("cause", Text(units.text(blame.get("cause"))))
     parts: list[RenderableType] = [
         Rule(Text(f"the job {report.get('outcome')}", style="bold red"), style="red"),
         facts,
     ]
-    traceback = (blame.get("traceback") or "").rstrip()
     if traceback:
         parts += [Text(), _as_is(traceback)]
     tail = last_lines(blame.get("tail") or [], traceback)
@@ -79,6 +87,13 @@ def closing(report: Mapping[str, Any], saved: bool) -> RenderableType:
     go_on = f" {_GO_ON.format(job=report.get('job'))}" if saved else ""
     parts.append(Text(f"what now {advice(reason, blame)}{go_on}"))
     return Group(*parts)
+
+
+def line_of_the_script(traceback: str) -> str:
+    """The innermost line that is neither a library's nor ours, as `/home/a/train.py, line 12, in main`; empty: there is none."""
+    frames = [found[0] for line in traceback.splitlines() if (found := _FRAME.match(line))]
+    theirs = [f for f in frames if not _LIBRARY.search(f)]
+    return theirs[-1].strip().removeprefix("File ").replace('"', "") if theirs else ""
 
 
 def _as_is(text: str) -> Text:

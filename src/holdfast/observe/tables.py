@@ -86,10 +86,12 @@ def draw_report(report: Report, job_dir: Path, path: Path) -> None:
 def report_view(report: Report, job_dir: Path) -> RenderableType:
     """Header, the wall time, incidents, where their time went, planned changes, slow ranks; the closing error last."""
     parts: list[RenderableType] = [_header(report, job_dir)]
-    if (goodput := report.get("goodput") or {}).get("classes"):
+    # A job that failed before its first step has nothing to show but why.
+    trained = report.get("outcome") != "failed" or (report.get("steps") or {}).get("committed")
+    if trained and (goodput := report.get("goodput") or {}).get("classes"):
         parts += [Text(), goodput_table(goodput)]
     incidents = report.get("incidents") or []
-    if incidents:
+    if trained and incidents:
         parts += [Text(), _incidents(incidents), Text(), _durations(incidents)]
     changes = report.get("changes") or []
     if changes:

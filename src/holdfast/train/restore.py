@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.checkpoint.located import find_in_memory
 from holdfast.checkpoint.replicate import Pull
-from holdfast.errors import CollectiveFailed, StateError, StateLost, TierError, UnreadError
+from holdfast.errors import CollectiveFailed, StateError, StateLost, TierError, UnreadError, UsageError
 from holdfast.observe.transfer_progress import HowFar, Seen
 from holdfast.protocol import messages as m
 from holdfast.protocol.phases import Phase
@@ -38,6 +38,7 @@ class StateRestorer:
 
         Raises:
             CollectiveFailed: it could not be had from there; another generation tries again.
+            UsageError: a durable tier has it, and it is of other objects.
             StateLost: that checkpoint is damaged.
             GenerationBroken: the generation broke meanwhile.
         """
@@ -129,6 +130,12 @@ class StateRestorer:
             raise StateLost(str(error)) from error
         except TierError as error:
             raise CollectiveFailed(str(error)) from error
+        except StateError as error:
+            # Its bytes were whole. Whoever changed the model is told so at the first attempt: the others would say the same.
+            raise UsageError(
+                f"the checkpoint of step {form.durable.step} in {form.durable.url} is of other objects than the script protects; "
+                f"put them back as they were, or name another checkpoint and another --job: {error}"
+            ) from error
 
     def _seen(self, form: m.JoinGeneration) -> Seen:
         """A sign of life for all that comes in, and an end to it when the generation has ended."""

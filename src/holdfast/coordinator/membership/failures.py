@@ -86,6 +86,10 @@ def failed(context: Context, worker: Worker, message: m.Failed) -> None:
     if policy.refuses_the_job(message.refused, worker.told_to_end, queries.has_trained(context), phases):
         # Asked for before the process ends. So its end is one that was asked for: no incident, no worker in its
         # place, and at level 0 no restart.
+        if context.mode.replaces_one and worker.phase is WorkerPhase.MEMBER:
+            # The others wait for it, and what they would say of that is no news.
+            worker.told_to_end = True
+            context.request(EndGeneration(cause))
         context.request(
             StopJob("refused before the first step, as another attempt would be", "failed", blame)
         )

@@ -47,6 +47,8 @@ class InProcess:
                 message.code > 0 and membership.outcome is None
             ):  # a signal is the machine's fault, and its steps are done
                 context.request(StopJob("the script failed after its last step", "failed", blame))
+        elif worker.told_to_end:  # it refused the job, which ends for that
+            transitions.enter(context, worker, WorkerPhase.GONE)
         else:
             cause = blame.cause if blame.traceback else failures.cause_of(message)
             failures.lose_worker(context, worker, cause, message)

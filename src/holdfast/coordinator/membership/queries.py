@@ -98,11 +98,13 @@ def free_slots(context: Context) -> list[tuple[Node, int]]:
 
 
 def has_trained(context: Context) -> bool:
-    """Whether this start of the job has trained: at level 2 whether a generation was formed, else whether a step was counted."""
+    """Whether this start of the job has trained: at level 2 whether its first generation committed a step or another was formed,
+    else whether a step was counted."""
     membership = context.state.membership
     # At level 0 and 1 every start of all workers has a number, also one of which no worker reached its first step.
     if context.mode.replaces_one:
-        return membership.number > 0
+        first = membership.generation
+        return membership.number > 1 or (first is not None and membership.generation_committed > first.start)
     return membership.counted.earlier + membership.committed > 0
 
 
