@@ -1,6 +1,8 @@
 """A command line of torchrun can be pasted."""
 
+import json
 import socket
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,9 @@ from holdfast.errors import UsageError
 
 VALUED = ("--nnodes", "--job", "--nproc-per-node", "--nproc_per_node", "--max-restarts")
 OURS = dict.fromkeys(VALUED, True) | dict.fromkeys(("--no-ui", "-m", "--module"), False)
+
+RELEASES = json.loads(Path(__file__).with_name("torchrun_options.json").read_text())
+"""What torchrun's parser has in the oldest and the newest release that Holdfast knows: options, and whether a value follows."""
 
 NEWEST = (2, 15)
 """Older releases have fewer options."""
@@ -30,6 +35,22 @@ def test_every_option_of_torchruns_is_known():
     assert theirs - {"-h", "--help"} <= OPTIONS
     if tuple(map(int, torch.__version__.split(".")[:2])) >= NEWEST:
         assert theirs - {"-h", "--help"} == OPTIONS
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_options_of_the_oldest_and_the_newest_release(release):
+    """Each is left out, shared with Holdfast, or answered; and its value is not taken for SCRIPT."""
+    options = RELEASES[release]
+    assert options.keys() <= OPTIONS
+    for name, valued in options.items():
+        try:
+            pasted = take(name, *(["1"] if valued else []), "train.py")
+        except UsageError as error:
+            assert str(error).startswith(name)  # noqa: PT017 - either way is right
+        else:
+            assert pasted.kept[-1] == "train.py"
+            assert pasted.left_out.keys() | set(pasted.kept[:-1]) >= {name}
+    assert set(RELEASES["2.15.0"]) == OPTIONS
 
 
 def test_a_beginning_of_a_name_is_taken_as_torchrun_takes_it():
