@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import sqlite3
 import subprocess
@@ -11,14 +12,16 @@ import threading
 import urllib.request
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 from fakeagents import FENCES, Agent, Plane, serving
 
+from holdfast.coordinator.__main__ import _take_up as take_up
 from holdfast.coordinator.kernel import events as ev
 from holdfast.coordinator.service import decision_loop, ledger, server
-from holdfast.coordinator.service.store import LedgerEntry, Page, ReportedSteps, Store
+from holdfast.coordinator.service.store import SNAPSHOT, LedgerEntry, Page, ReportedSteps, Store, own_ledger
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import Finding, Remedy, Severity
 from holdfast.protocol.job import JobSpec, Resume
@@ -288,3 +291,24 @@ def test_a_coordinator_whose_ledger_cannot_be_opened_waits(tmp_path):
                     assert answer.status == 200
             assert process.wait(60) == 0
             assert process.stderr.read() == ""
+
+
+@pytest.mark.parametrize("damage", ["no database", "no state"])
+def test_a_coordinator_whose_ledger_is_damaged_waits_for_another(tmp_path, caplog, damage):
+    """The job trains on, and would not where its coordinator ended."""
+    (tmp_path / "token").write_text("secret")
+    path = own_ledger(tmp_path, 0)
+    if damage == "no database":
+        path.write_bytes(b"nothing that SQLite knows" * 1000)
+    else:
+        with closing(Store(path)) as store:
+            store.begin()
+            store.keep(SNAPSHOT, b"\xc1")
+            store.commit()
+    launcher, lifeline = os.pipe()
+    os.close(lifeline)  # it is gone: the second attempt is not made
+    given = SimpleNamespace(job_dir=tmp_path, term=0, copies=0, lifeline=launcher)
+    spec = JobSpec(name="job", script="train.py")
+    assert take_up(given, spec, Resume()) is None
+    os.close(launcher)
+    assert f"the ledger {path} is damaged" in caplog.text

@@ -129,19 +129,26 @@ async def _serve(given: argparse.Namespace, spec: JobSpec, resume: Resume) -> No
 
 
 def _take_up(given: argparse.Namespace, spec: JobSpec, resume: Resume) -> Coordinator | None:
-    """The job as its ledger has it. While that cannot be opened (the disk is full, somebody holds it) this waits: training
-    goes on without a coordinator, and would not without its state. None: the launcher is gone."""
+    """The job as its ledger has it. While that cannot be opened (the disk is full, somebody holds it) or read (it is damaged) this
+    waits: training goes on without a coordinator, and would not without its state. None: the launcher is gone."""
     logged = False
     machine = identity(Path("/"), environ=os.environ) if given.copies else ""
     while True:
         try:
             return Coordinator(given.job_dir, spec, resume, given.term, given.copies, machine)
-        except sqlite3.OperationalError as error:
-            if not logged:
+        except sqlite3.DatabaseError as error:
+            if not logged and isinstance(error, sqlite3.OperationalError):
                 _log.error(
                     "the ledger in %s cannot be opened (%s); make room there, or make it writable: opening it "
                     "is retried until it succeeds",
                     given.job_dir,
+                    error,
+                )
+            elif not logged:
+                _log.error(
+                    "the ledger %s is damaged (%s), so there is no coordinator; what trains goes on. Put a whole copy of the file "
+                    "there: opening it is retried until it succeeds",
+                    own_ledger(given.job_dir, given.term),
                     error,
                 )
             logged = True
