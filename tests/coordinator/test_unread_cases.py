@@ -4,6 +4,8 @@ from desk import TIER, Desk, running
 
 from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
+from holdfast.coordinator.service.report import build_report
+from holdfast.coordinator.service.step_summary import StepSummary
 from holdfast.coordinator.storage import durable_checkpoints
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import Durable
@@ -82,6 +84,11 @@ def test_without_another_one_the_job_stops_and_begins_nothing_anew():
     assert desk.state.membership.stop_reason is not None
     assert "near/step-9: bytes 0 to 9 do not match their checksums" in desk.state.membership.stop_reason
     assert desk.state.membership.number == 1, "no generation began from nothing"
+
+
+def test_the_report_says_why_an_older_one_was_taken():
+    desk = started(OLD, passed_over=("step-9/manifest.json was changed",))
+    assert build_report(desk.state, StepSummary(), desk.now)["unread"] == ["step-9/manifest.json was changed"]
 
 
 def test_checkpoints_of_which_none_is_whole_stop_the_job_before_it_trains():

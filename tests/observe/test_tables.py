@@ -95,6 +95,17 @@ def test_the_closing_error_comes_last_and_whole(failed):
     assert " ".join(end.split()).endswith("fix the script.")
 
 
+def test_checkpoints_that_will_not_do_are_said(report):
+    assert "not loaded" not in shown(report)
+    report["unread"] = [
+        "step 20 in /data: the manifest is damaged",
+        "step 10 in /data: the manifest is damaged",
+    ]
+    first, second = (line for line in shown(report).splitlines() if "is damaged" in line)
+    assert first.split(maxsplit=2) == ["not", "loaded", "step 20 in /data: the manifest is damaged"]
+    assert second.strip() == "step 10 in /data: the manifest is damaged"
+
+
 def test_the_cause_and_its_line_come_first(failed):
     failed["blame"]["traceback"] = """Traceback (most recent call last):
   File "/home/a/train.py", line 67, in main

@@ -139,6 +139,8 @@ def _header(report: Report, job_dir: Path) -> Table:
     table.add_row("parameters", _parameters(final))
     if saved := report.get("saved"):
         table.add_row("saved", Text(f"step {units.count(saved['step'])} in {saved['url']}"))
+    for at, why in enumerate(report.get("unread") or []):
+        table.add_row("" if at else "not loaded", Text(why))
     if (taken := report.get("snapshots")) and (taken["complete"] or taken["skipped"]):
         table.add_row("snapshots", _taken(taken))
     if memory := report.get("in_memory"):

@@ -19,6 +19,7 @@ from holdfast.coordinator.storage.queries import has_all, how_far
 
 SCHEMA = 1
 INCIDENTS_SHOWN = 20
+UNREAD_SHOWN = 8
 
 
 def build_report(
@@ -67,6 +68,7 @@ def build_report(
             "left_out": list(ended[0].left_out) if ended and ended[0].covered else None,
         },
         "saved": msgspec.to_builtins(state.storage.durable) if state.storage.durable else None,
+        "unread": state.storage.unread[:UNREAD_SHOWN],
         "in_memory": _in_memory(state),
         "unsaved": state.membership.unsaved,
         "snapshots": {
