@@ -190,3 +190,19 @@ def test_where_another_worker_got_ready_it_is_the_nodes_failure():
 def test_who_was_to_end_anyway_decides_nothing():
     assert refuses_the_job(True, False, False, [WorkerPhase.ATTACHED, WorkerPhase.GONE])
     assert not refuses_the_job(True, True, False, [WorkerPhase.ATTACHED])
+
+
+def test_a_spare_that_refuses_beside_the_first_step_ends_nothing():
+    """It may compile for minutes, and the members are well."""
+    desk = attached(2, spares=1)
+    for worker in desk.workers():
+        desk.gets_ready(worker, (1, 1))
+    members = desk.members()
+    assert desk.state.membership.committed == 0
+    desk.node("n2")
+    (spare,) = set(desk.workers()) - set(members)
+    desk.started(spare)
+    refuses(desk, spare)
+    desk.exits(spare, 1)
+    assert desk.state.membership.stop_reason is None
+    assert desk.members() == members

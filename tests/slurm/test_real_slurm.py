@@ -93,7 +93,7 @@ def test_a_job_that_makes_room_is_queued_again_and_goes_on(home: Path, undisturb
 
 
 def test_the_time_limit_is_an_end_in_order(home: Path) -> None:
-    args = ["--partition", "short", "--time", 1, "--stop-before", 15, TRAIN, *paced(home, "limit")]
+    args = ["--partition", "short", "--time", 1, "--stop-before", 25, TRAIN, *paced(home, "limit")]
     with Job(home, "limit", "--nnodes", 2, *args) as job:
         job.training(2)
         assert job.wait(100) == 0

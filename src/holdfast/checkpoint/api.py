@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -34,8 +34,9 @@ from holdfast.tensors.writable import has_bytes
 
 _log = logging.getLogger(__name__)
 COPY_BYTES = 16 << 20
-COPIED_BYTES = 64 << 20
-"""A state for which there was no room is copied, up to this size, in case that the script ends with it."""
+COPIED_BYTES = 4 << 20
+"""A state for which there was no room is copied, up to this size, in case that the script ends with it: it may be skipped in every
+step, so this must cost no more than a millisecond."""
 
 _backends: dict[tuple[str, int, int, int], Backend] = {}
 """By where to, rank, world and store: a script may load before it makes its process group, and make another."""
@@ -267,13 +268,12 @@ _passed_over: list[_PassedOver] = []
 def _pass_over(backend: Backend, flat: Flat, why: PassedOver) -> None:
     """Remembers a state for when the script ends with it. What is small, and what is no tensor, is in the index already."""
     _hook_optimizers()
-    if not _at_exit:
-        _at_exit.append(True)
-        atexit.register(flush)
+    _flush_at_exit()
     tensors, versions = list(flat.tensors), None
     if why is PassedOver.SKIPPED and flat.index.nbytes <= COPIED_BYTES:
-        # The script may change it before its end: it would have been saved, had there been room.
-        tensors = [t.detach().to("cpu", copy=True) for t in tensors]
+        # The script may change it before its end: it would have been saved, had there been room. On their own device, where
+        # nothing waits for the copy.
+        tensors = [t.detach().clone() for t in tensors]
     elif any(t.is_inference() for t in tensors):
         return  # nobody counts their changes
     else:
@@ -300,7 +300,9 @@ def _copy(tensors: list[torch.Tensor], blob: memoryview) -> None:
     copy_tensors(blob, tensors, staging.now(tensors))
 
 
-_at_exit: list[bool] = []
+@cache
+def _flush_at_exit() -> None:
+    atexit.register(flush)
 
 
 def wait_for_copy() -> None:

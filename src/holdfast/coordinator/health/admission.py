@@ -50,9 +50,8 @@ def _refused_alike(context: Context, hello: m.Hello, reason: str) -> None:
     if not failed or s.membership.nodes:
         s.health.alike.clear()
         return
-    alike = s.health.alike.setdefault(failed, [])
-    if hello.node not in alike:
-        alike.append(hello.node)
+    alike = s.health.alike.setdefault(failed, set())
+    alike.add(hello.node)
     if len(alike) >= max(2, s.wanted_nodes):
         context.request(
             StopJob(

@@ -32,9 +32,9 @@ UNKNOWN_KEPT = 16
 MACHINE_S = 120.0
 """Within so long, what several watchers of a machine tell is one event of it: they look at the slowest reading every minute."""
 
-_OF_THE_MACHINE = {"oom-kill": "oom-kill", "oom-kills": "oom-kill"}
-"""Rules about what the kernel did to a process of anybody on the machine. One event matches the line in its log and the counter in
-/proc, on each node that is a part of the machine."""
+_OF_THE_MACHINE = frozenset(("oom-kill", "oom-kills"))
+"""What the kernel did to a process of anybody on the machine: the line in its log, and the counter in /proc. One event matches
+both, on each node that is a part of the machine."""
 
 COMPARED = "peers"
 """The source of what was found by comparing how fast workers compute."""
@@ -100,19 +100,14 @@ def _hear(context: Context, node: Node, finding: Finding) -> None:
 
 def _told(context: Context, node: Node, finding: Finding) -> bool:
     """The ledger has this event of the machine already."""
-    event = _OF_THE_MACHINE.get(finding.rule)
-    if event is None or finding.worker:
+    if finding.rule not in _OF_THE_MACHINE or finding.worker:
         return False
     earlier = context.state.health.sightings[:-1]  # the last one is this
     for seen in reversed(earlier):
         if context.now - seen.at_s > MACHINE_S:
             return False
         other = context.state.membership.nodes.get(seen.node)
-        if (
-            _OF_THE_MACHINE.get(seen.rule) == event
-            and other is not None
-            and _machine(other) == _machine(node)
-        ):
+        if seen.rule in _OF_THE_MACHINE and other is not None and _machine(other) == _machine(node):
             return True
     return False
 

@@ -172,7 +172,7 @@ class Health(msgspec.Struct, omit_defaults=True, kw_only=True):
     """Orders to agents so far: numbers them."""
     refusals: int = 0
     """Nodes that were refused as they came."""
-    alike: dict[str, list[str]] = {}
+    alike: dict[str, set[str]] = {}
     """Names of checks to the nodes that were refused for them, while the job never had a node."""
     turned_away: dict[str, str] = {}
     """Node to why it was refused as it came, while it has not been admitted."""

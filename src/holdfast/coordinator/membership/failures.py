@@ -83,7 +83,9 @@ def failed(context: Context, worker: Worker, message: m.Failed) -> None:
         context.request(StopJob("the script changes protected state outside of the commit", "failed", blame))
         return
     phases = [w.phase for w in membership.workers.values()]
-    if policy.refuses_the_job(message.refused, worker.told_to_end, queries.has_trained(context), phases):
+    if policy.refuses_the_job(
+        message.refused, worker.told_to_end, queries.has_trained(context, worker), phases
+    ):
         # Asked for before the process ends. So its end is one that was asked for: no incident, no worker in its
         # place, and at level 0 no restart.
         if context.mode.replaces_one and worker.phase is WorkerPhase.MEMBER:

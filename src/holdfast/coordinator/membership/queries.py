@@ -97,14 +97,17 @@ def free_slots(context: Context) -> list[tuple[Node, int]]:
     return free
 
 
-def has_trained(context: Context) -> bool:
-    """Whether this start of the job has trained: at level 2 whether its first generation committed a step or another was formed,
-    else whether a step was counted."""
+def has_trained(context: Context, worker: Worker) -> bool:
+    """Whether this start of the job has trained, or does so without this worker: at level 2 whether a generation was formed, and
+    if it is a member of the first one, whether that has committed a step; else whether a step was counted."""
     membership = context.state.membership
     # At level 0 and 1 every start of all workers has a number, also one of which no worker reached its first step.
     if context.mode.replaces_one:
         first = membership.generation
-        return membership.number > 1 or (first is not None and membership.generation_committed > first.start)
+        # The others' first step may compile for minutes. A spare that cannot train with them must not end it.
+        if worker.phase is not WorkerPhase.MEMBER or first is None:
+            return membership.number > 0
+        return membership.number > 1 or membership.generation_committed > first.start
     return membership.counted.earlier + membership.committed > 0
 
 
