@@ -165,7 +165,8 @@ def test_the_newest_state_is_kept_at_the_end_though_it_was_passed_over(agent, ov
         weight.fill_(step)
         agent.room = step < 2
         saved = api.save({"weight": weight, "n": step}, step, overlap=overlap)
-    assert saved is (agent.start.env["HOLDFAST_SNAPSHOT_EVERY"] == "10")
+    assert saved is (overlap or agent.start.env["HOLDFAST_SNAPSHOT_EVERY"] == "10")
+    api.wait_for_copy()
     assert 2 not in agent.there
     api.flush()
     _, blob = agent.there[2]

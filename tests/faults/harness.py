@@ -132,7 +132,7 @@ def ended(process: subprocess.Popen[str], home: Path, job: str, output: str) -> 
         end_leftovers(home)
     assert not left, f"left behind: {left}\n{output[-3000:]}"
     ran = Ran(process.returncode, output, json.loads(report.read_text()) if report.exists() else {}, job_dir)
-    if ran.report:
+    if ran.report and ran.report["outcome"] != "killed":  # then the launcher writes it, who counted nothing
         adds_up(ran.report["goodput"])
     return ran
 

@@ -9,6 +9,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -19,9 +20,9 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from holdfast.checkpoint import agent_link
-from holdfast.checkpoint.backends import AgentBackend, Backend, PassedOver, StandaloneBackend
+from holdfast.checkpoint.backends import AgentBackend, Backend, Copy, PassedOver, StandaloneBackend
 from holdfast.checkpoint.expectation import Expectation
-from holdfast.checkpoint.flatten import Flat, flatten
+from holdfast.checkpoint.flatten import flatten
 from holdfast.checkpoint.loading import Loaded, check, give, read
 from holdfast.checkpoint.located import Located
 from holdfast.checkpoint.tier import parse_tier
@@ -64,8 +65,9 @@ def save(state: Mapping[str, Any], step: int, *, to: str | None = None, overlap:
             the snapshot is given up, with a warning.
 
     Returns:
-        False when it was skipped: memory is short, or the ones before are still on their way. Where none is due
-        (`--snapshot-every` of the job; without a job, `every` of the tier) it is true, and nothing is copied.
+        False when it was skipped: memory is short, or the ones before are still on their way. With `overlap` that is not known
+        yet, and it is true. Where none is due (`--snapshot-every` of the job; without a job, `every` of the tier) it is true, and
+        nothing is copied.
 
     Raises:
         UsageError: a value that cannot be saved, or nowhere to save to.
@@ -79,20 +81,30 @@ def save(state: Mapping[str, Any], step: int, *, to: str | None = None, overlap:
     # script has issued so far, and sees the state of this step.
     ready = staging.now(flat.tensors)
     _passed_over.clear()
-    # Asked for in the script's thread. From here on the agent knows that a copy is under way, and will not
-    # end this process before it is complete.
     fill = backend.begin(flat.index)
     if isinstance(fill, PassedOver):
-        if backend.keeps_newest(fill):
-            _pass_over(backend, flat, fill)
-        return fill is PassedOver.NOT_DUE
+        _pass_over(backend, flat.index, flat.tensors, fill)
+        return True
+
+    def keep(copy: Copy, tensors: Sequence[torch.Tensor], was: list[int] | None = None) -> bool:
+        done = fill(copy)
+        if isinstance(done, PassedOver):
+            _pass_over(backend, flat.index, tensors, done, was)
+        return done is True or done is PassedOver.NOT_DUE
+
     if not overlap:
-        return fill(lambda blob: copy_tensors(blob, flat.tensors, ready))
-    _hook_optimizers()
-    held = _held(state)
-    owned = {t.data_ptr(): t for t in held}
-    tensors = [t if _is_part(t, owned) else t.to("cpu", copy=True) for t in flat.tensors]
-    versions = [(t, t._version) for t in held if not t.is_inference()]
+        return keep(lambda blob: copy_tensors(blob, flat.tensors, ready), flat.tensors)
+    try:
+        _hook_optimizers()
+        held = _held(state)
+        owned = {t.data_ptr(): t for t in held}
+        tensors = [t if _is_part(t, owned) else t.to("cpu", copy=True) for t in flat.tensors]
+        versions = [(t, t._version) for t in held if not t.is_inference()]
+    except BaseException as error:
+        # What was begun is given back: other ranks, and the agent, wait for its end.
+        with suppress(type(error)):
+            fill(partial(_raise, error))
+        raise
 
     def copy_unchanged(blob: memoryview) -> None:
         copy_tensors(blob, tensors, ready)
@@ -102,9 +114,11 @@ def save(state: Mapping[str, Any], step: int, *, to: str | None = None, overlap:
                 "optimizer's step; save with overlap=False, or change it before the save"
             )
 
+    was = _versions(tensors)
+
     def copy_beside() -> None:
         try:
-            fill(copy_unchanged)
+            keep(copy_unchanged, tensors, was)
         except Exception as error:  # noqa: BLE001 - nobody waits for this thread's errors; training goes on
             _log.warning(f"rank {backend.rank}: no snapshot of step {step}: {error!r}")
 
@@ -265,30 +279,45 @@ _passed_over: list[_PassedOver] = []
 """At most one."""
 
 
-def _pass_over(backend: Backend, flat: Flat, why: PassedOver) -> None:
-    """Remembers a state for when the script ends with it. What is small, and what is no tensor, is in the index already."""
+def _pass_over(
+    backend: Backend,
+    index: Index,
+    tensors: Sequence[torch.Tensor],
+    why: PassedOver,
+    was: list[int] | None = None,
+) -> None:
+    """Remembers a state for when the script ends with it. What is small, and what is no tensor, is in the index already. was: the
+    tensors' versions when the script gave it; None: it gives it now."""
+    if not backend.keeps_newest(why):
+        return
     _hook_optimizers()
     _flush_at_exit()
-    tensors, versions = list(flat.tensors), None
-    if why is PassedOver.SKIPPED and flat.index.nbytes <= COPIED_BYTES:
+    was = _versions(tensors) if was is None else was
+    versions: list[int] | None = was
+    if why is PassedOver.SKIPPED and index.nbytes <= COPIED_BYTES:
         # The script may change it before its end: it would have been saved, had there been room. On their own device, where
         # nothing waits for the copy.
-        tensors = [t.detach().clone() for t in tensors]
+        copies = [t.detach().clone() for t in tensors]
+        if _versions(tensors) != was:
+            return
+        tensors, versions = copies, None
     elif any(t.is_inference() for t in tensors):
         return  # nobody counts their changes
-    else:
-        versions = [t._version for t in tensors]
     _passed_over[:] = [
         _PassedOver(
-            backend=backend, index=flat.index, tensors=tensors, versions=versions, process=os.getpid()
+            backend=backend, index=index, tensors=list(tensors), versions=versions, process=os.getpid()
         )
     ]
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [0 if t.is_inference() else t._version for t in tensors]
 
 
 def _keep_passed_over() -> None:
     while _passed_over:
         given = _passed_over.pop()
-        changed = given.versions is not None and [t._version for t in given.tensors] != given.versions
+        changed = given.versions is not None and _versions(given.tensors) != given.versions
         if changed or given.process != os.getpid():
             continue
         fill = given.backend.begin(given.index, wanted=True)
@@ -298,6 +327,10 @@ def _keep_passed_over() -> None:
 
 def _copy(tensors: list[torch.Tensor], blob: memoryview) -> None:
     copy_tensors(blob, tensors, staging.now(tensors))
+
+
+def _raise(error: BaseException, blob: memoryview) -> None:
+    raise error
 
 
 @cache

@@ -57,8 +57,6 @@ TURNS_KEPT = 256
 """Of its answers: ranks of a process group are not so many saves apart."""
 
 Copy = Callable[[memoryview], None]
-Fill = Callable[[Copy], bool]
-"""Calls its argument with the blob to fill, and keeps what that is filled with. False: it could not, and said why."""
 
 
 class PassedOver(Enum):
@@ -68,6 +66,10 @@ class PassedOver(Enum):
     SKIPPED = "skipped"
     """Memory is short, or the ones before are still on their way."""
 
+
+Fill = Callable[[Copy], bool | PassedOver]
+"""Waits until there is room, calls its argument with the blob to fill, and keeps what that is filled with. False: it could not, and
+said why."""
 
 Count = Callable[[int], None]
 """Told of bytes as they are read, from several threads."""
@@ -233,39 +235,27 @@ class AgentBackend:
             self.world,
         )
         self._skipping = False
-        self._waited_s = 0.0
 
     def begin(self, index: Index, *, wanted: bool = False) -> Fill | PassedOver:
-        """The agent ends this process only when the copy is complete: it knows of it before the script goes on."""
+        """The agent ends this process only when the copy is complete: of the first rank's it knows before the script goes on."""
         key = Key(index.step, self._generation, self.rank, self.world)
-        if wanted:
-            given = self._slot(key, index.nbytes, waits=True)
-        elif not self._turns.is_due(index.step):
+        if not wanted and not self._turns.is_due(index.step):
             return PassedOver.NOT_DUE
-        # One rank decides for all. Where each skipped by itself, hardly a snapshot would have the shards of all ranks.
-        elif self._turns.decides:
-            given = self._slot(key, index.nbytes)
-            self._turns.tell(index.step, given is not None)
-        elif self._turns.taken(index.step):
-            given = self._slot(key, index.nbytes, waits=True)
-        else:
-            return self._turns.why_not
-        if given is None:
-            return PassedOver.SKIPPED
-        if self.rank == 0:
-            self._link.send(m.StateServed(self._generation, index.step, self._link.page.committed))
-        return partial(self._fill, key, index, given)
+        if wanted or self._turns.decides:
+            self._want(key, index.nbytes, waits=wanted)
+        return partial(self._fill, key, index, wanted, self._link.page.committed)
 
     def keeps_newest(self, why: PassedOver) -> bool:
         """The agent brings it to the durable tiers at the job's end."""
         return True
 
-    def _slot(self, key: Key, nbytes: int, waits: bool = False) -> str | None:
-        """The path of a slot of the agent's. From its request on the agent counts the copy, and a stop waits for it."""
-        began_s = time.perf_counter()
+    def _want(self, key: Key, nbytes: int, waits: bool) -> None:
+        # From here on the agent counts the copy, and a stop waits for it.
         self._link.send(m.SlotWanted(key, nbytes, waits, paced=self._turns.agree))
+
+    def _slot(self, key: Key) -> str | None:
+        """The path of the slot that was asked for."""
         given = self._link.wait_slot(key, SLOT_WAIT_S)
-        self._waited_s = time.perf_counter() - began_s
         if given is not None and given.path is not None:
             self._skipping = False
             return given.path
@@ -277,8 +267,23 @@ class AgentBackend:
             _log.warning(f"rank {self.rank}: no snapshot of step {key.step}: {reason}")
         return None
 
-    def _fill(self, key: Key, index: Index, path: str, copy: Copy) -> bool:
-        began_s = time.perf_counter() - self._waited_s
+    def _fill(self, key: Key, index: Index, wanted: bool, steps: int, copy: Copy) -> bool | PassedOver:
+        """steps: that this start had made when the script gave the state."""
+        began_s = time.perf_counter()
+        # One rank decides for all. Where each skipped by itself, hardly a snapshot would have the shards of all ranks.
+        if wanted or self._turns.decides:
+            path = self._slot(key)
+            if not wanted:
+                self._turns.tell(key.step, path is not None)
+        elif self._turns.taken(key.step):
+            self._want(key, index.nbytes, waits=True)
+            path = self._slot(key)
+        else:
+            return self._turns.why_not
+        if path is None:
+            return PassedOver.SKIPPED
+        if self.rank == 0:
+            self._link.send(m.StateServed(self._generation, index.step, steps))
         done: bytes | None = None
         try:
             with self._maps.blob(path, index.nbytes) as blob:
@@ -408,35 +413,35 @@ class StandaloneBackend:
         # saving threads exchange words about each number, and a rank that left one out would leave the others waiting.
         job = _Job(number=next(self._numbers), index=index, tiers=[])
         job.tiers = list(self._tiers) if wanted else self._due(job)
-        if not job.tiers:
-            return PassedOver.NOT_DUE
-        with self._lock:
-            self._pending += 1
-        try:
-            job.slot = self._pool.begin(Key(index.step, 1, self.rank, self.world), index.nbytes)
-        except TierError as error:
-            _log.warning(f"rank {self.rank}: no snapshot of step {index.step}: {error}")
-            job.why_not = str(error)
-            self._todo.put(job)
-            return PassedOver.SKIPPED
-        return partial(self._fill, job, job.slot)
+        return partial(self._fill, job) if job.tiers else PassedOver.NOT_DUE
 
     def keeps_newest(self, why: PassedOver) -> bool:
         """What is due is said by the tiers. Of several ranks none can save one more than the others, who wait for its part."""
         return why is PassedOver.SKIPPED and self.world == 1
 
-    def _fill(self, job: _Job, slot: Slot, copy: Copy) -> bool:
+    def _fill(self, job: _Job, copy: Copy) -> bool | PassedOver:
         """Durable tiers follow behind."""
+        slot = None
         try:
+            slot = self._pool.begin(Key(job.index.step, 1, self.rank, self.world), job.index.nbytes)
             with slot.blob as blob:
                 copy(blob)
+        except TierError as error:
+            _log.warning(f"rank {self.rank}: no snapshot of step {job.index.step}: {error}")
+            job.why_not = str(error)
+            return PassedOver.SKIPPED
         except BaseException as error:
-            self._pool.drop(slot)
-            job.slot, job.why_not = None, f"copying the state failed: {error!r}"
+            if slot is not None:
+                self._pool.drop(slot)
+            job.why_not = f"copying the state failed: {error!r}"
             raise
+        else:
+            job.slot = slot
+            return True
         finally:
+            with self._lock:
+                self._pending += 1
             self._todo.put(job)
-        return True
 
     def _due(self, job: _Job) -> list[DurableTier]:
         """Steps are the same on all ranks; of time rank 0 is the judge, so that all save the same."""

@@ -114,7 +114,7 @@ class TieredWriter(StorageWriter):
         ready = staging.now(tensors)
         # Whoever saves with dcp is told that it is saved, or gets an error: it is never passed over.
         fill = backend.begin(index, wanted=True)
-        if isinstance(fill, PassedOver) or not fill(lambda blob: copy_tensors(blob, tensors, ready)):
+        if isinstance(fill, PassedOver) or fill(lambda blob: copy_tensors(blob, tensors, ready)) is not True:
             raise TierError(f"step {step} was not saved: see the message before")
         self._saved = step
         done: Future[list[WriteResult]] = Future()
