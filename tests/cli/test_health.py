@@ -103,3 +103,56 @@ def test_faults_of_a_machine_that_cannot_be(holdfast, words, said):
     refused = holdfast("fault", *words)
     assert refused.code == 2
     assert said in " ".join(refused.err.split())
+
+
+# ---------------------------------------------------------------- judging lines
+
+DEAD_CARD = "[   17.982092] mlx5_core 0000:41:00.0: poll_health:852:(pid 0): device's health compromised - reached miss count"
+LOST_GPU = """\
+[ 1843.308145] NVRM: The NVIDIA GPU 0000:b3:00.0
+               NVRM: (PCI ID: 10de:26b5) installed in this system has
+               NVRM: fallen off the bus and is not responding to commands.
+[ 1843.439669] NVRM: loading NVIDIA UNIX Open Kernel Module for x86_64  570.158.01
+"""
+
+
+def test_a_line_is_judged(holdfast):
+    said = holdfast("health", "judge", DEAD_CARD)
+    assert said.code == 0
+    for words in (
+        "mlx5-dead, about network card 0000:41:00.0",
+        "the node: it is replaced, now",
+        "kernel.toml",
+    ):
+        assert words in said.out
+    assert "no rule is about it" in holdfast("health", "judge", "eth0: link becomes ready").out
+    assert max(map(len, said.out.splitlines())) <= 100
+
+
+def test_a_log_is_judged_by_record(holdfast, tmp_path):
+    (tmp_path / "dmesg.txt").write_text(LOST_GPU)
+    said = holdfast("health", "judge", str(tmp_path / "dmesg.txt"))
+    assert "gpu-off-the-bus, about gpu 0000:b3:00" in said.out
+    assert said.out.endswith("2 records, 1 of them with a rule\n")
+    told = json.loads(holdfast("health", "judge", str(tmp_path / "dmesg.txt"), "--json").out)
+    assert [[rule["id"] for rule in record["rules"]] for record in told] == [["gpu-off-the-bus"], []]
+    assert told[0]["rules"][0]["done"] == "the node: it is replaced, now"
+
+
+def test_a_line_is_judged_by_own_rules_and_as_a_workers_log(holdfast, tmp_path):
+    (tmp_path / "ours.toml").write_text(
+        '[[rule]]\nid = "ours"\nsource = "log"\npattern = "wedged"\nfault_on_match = true\n'
+    )
+    said = holdfast(
+        "health", "judge", "it is wedged", "--source", "log", "--rules", str(tmp_path / "ours.toml")
+    )
+    assert "ours" in said.out
+    assert "its workers are restarted, now" in said.out
+    said = holdfast("health", "judge", "it is wedged", "--source", "moon")
+    assert said.code == 2
+    assert "--source 'moon'" in said.err
+
+
+def test_what_a_line_holds_does_not_reach_the_terminal(holdfast):
+    said = holdfast("health", "judge", "a \x1b]0;title\x07 b")
+    assert "\x1b" not in said.out

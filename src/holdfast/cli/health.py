@@ -1,4 +1,4 @@
-"""`holdfast health`: lists and explains the health rules, and checks a file of rules."""
+"""`holdfast health`: lists and explains the health rules, judges lines by them, and checks a file of rules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ if TYPE_CHECKING:
     from holdfast.health.rules import Rule
     from holdfast.health.ruleset import RuleSet
 
-app = typer.Typer(no_args_is_help=True, help="Health rules: list, explain and check them.")
+app = typer.Typer(
+    no_args_is_help=True, help="Health rules: list and explain them, judge lines by them, check your own."
+)
+PATH_BYTES = 255
+"""No name of a file is longer (NAME_MAX); of a line that is, the system says so where a file is looked for."""
 SXID_DIGITS = 5
 """SXids have this many digits, Xids fewer."""
 RuleFiles = Annotated[
@@ -75,6 +79,123 @@ def explain(
         write_json([_fields(known, r) for r in found])
         return
     sys.stdout.write("\n".join(_told(known, r) for r in found))
+
+
+@app.command("judge")
+def judge(
+    line: Annotated[
+        str,
+        typer.Argument(
+            help="A line as the kernel's log, dmesg, syslog or the journal shows it; a file of such lines; or - for "
+            "standard input."
+        ),
+    ],
+    source: Annotated[
+        str,
+        typer.Option("--source", metavar="SOURCE", help="kmsg: the kernel's log. log: a worker's log."),
+    ] = "kmsg",
+    files: RuleFiles = None,
+    as_json: AsJson = False,
+    output: Output = None,
+) -> None:
+    """Says which rule a line matches, why, and what would be done."""
+    from holdfast.errors import UsageError
+    from holdfast.health.kmsg import printed_lines
+    from holdfast.health.log_matching import Matchers
+    from holdfast.health.rule_engine import subject_of
+    from holdfast.health.rules import LINE_SOURCES
+    from holdfast.health.ruleset import load_rules
+    from holdfast.health.samples import Line
+
+    if source not in LINE_SOURCES:
+        raise UsageError(f"--source {source!r}: lines come from {' and '.join(LINE_SOURCES)}")
+    known = load_rules(files or ())
+    matchers = Matchers(known)
+    text = _lines_of(line)
+    records = printed_lines(text) if source == "kmsg" else text.splitlines()
+    judged = [
+        (record, [(rule, subject_of(rule, match, "")) for rule, match in matchers.find(Line(source, record))])
+        for record in records
+    ]
+    told = [
+        {
+            "line": record,
+            "rules": [_fields(known, r) | {"about": about, "done": _done(r)} for r, about in found],
+        }
+        for record, found in judged
+    ]
+    if write_as(told, as_json, output):
+        return
+    for record, found in judged:
+        # Of a whole log only what a rule is about is worth reading; of one line the answer "none" is, too.
+        if found or len(judged) == 1:
+            sys.stdout.write(_judged(known, record, found))
+    if len(judged) != 1:
+        hit = sum(bool(found) for _, found in judged)
+        sys.stdout.write(f"{len(judged)} records, {hit} of them with a rule\n")
+
+
+def _lines_of(given: str) -> str:
+    """The lines that an argument stands for.
+
+    Raises:
+        UsageError: it names a file that cannot be read.
+    """
+    from holdfast.errors import UsageError
+
+    if given == "-":
+        return sys.stdin.buffer.read().decode(errors="replace")
+    try:
+        file = Path(given)
+        return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else given
+    except ValueError:
+        return given  # a line may hold what no name of a file may
+    except OSError as error:
+        if len(given.encode(errors="replace")) > PATH_BYTES or "\n" in given:
+            return given
+        raise UsageError(f"{given} cannot be read: {error.strerror}") from None
+
+
+def _judged(known: RuleSet, record: str, found: list[tuple[Rule, str]]) -> str:
+    from holdfast.observe.printable import printable
+    from holdfast.observe.tables import WIDTH
+
+    lines = [printable(part) for part in record.split("\n")]
+    if not found:
+        lines.append("  no rule is about it")
+    for rule, about in found:
+        rows = [
+            ("rule", rule.id + (f", about {printable(about)}" if about.strip() else "")),
+            ("meaning", rule.wording),
+            ("done", _done(rule)),
+            ("because", f"severity {rule.severity.value}, asks for {rule.remedy.value}"),
+            ("from", rule.reference),
+            ("written in", known.origin(rule.id)),
+        ]
+        for head, words in rows:
+            lines += _folded(head, words, WIDTH) if words else []
+    return "\n".join(lines) + "\n\n"
+
+
+def _done(rule: Rule) -> str:
+    """What the coordinator would do about a match."""
+    from holdfast.protocol.health import Remedy, Severity, remedy_text
+
+    when = _when(rule)
+    if not rule.enabled:
+        return "nothing: the rule is switched off"
+    if rule.dry_run:
+        return "recorded only: the rule is on trial"
+    if rule.remedy is Remedy.ASK:
+        words = "a person is asked"
+    elif rule.remedy is Remedy.WATCH or rule.severity in (Severity.INFO, Severity.WARNING):
+        words = "it is recorded, nothing else"
+    else:
+        subject = "the node: " if rule.remedy in (Remedy.REBOOT, Remedy.REPLACE) else ""
+        words = subject + remedy_text(rule.remedy)
+        at_once = rule.severity is Severity.FATAL or rule.remedy is Remedy.RESTART_WORKER
+        words += ", now" if at_once else ", at the next step's edge"
+    return words + (f" ({when})" if when else "")
 
 
 @app.command("check")

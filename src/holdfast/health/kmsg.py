@@ -27,6 +27,8 @@ JOURNAL_BYTES = 1 << 16
 """An entry of the journal is at most this long; of a longer one nothing is judged."""
 KERNEL_FACILITY = 0
 """Syslog's number for the kernel. A line that a program writes into /dev/kmsg never has it."""
+SPEAKER = re.compile(r"[A-Za-z][\w.-]*(?: \S+)?: ")
+"""Who speaks in a line of the kernel's: a subsystem or a driver, in some with its device (`NVRM: `, `nvme nvme0: `)."""
 _RECORD = re.compile(r"(\d+),(\d+),(\d+),[^;]*;")
 
 
@@ -54,13 +56,17 @@ def parse_record(data: bytes) -> Record | None:
 
 def format_record(sequence: int, text: str, priority: int = 3) -> bytes:
     """A record as the kernel would show it, stamped now. priority: 3 is `err`."""
-    return f"{priority},{sequence},{int(time.monotonic() * 1e6)},-;{text}\n".encode()
+    shown = re.sub(r"[^ -~]|\\", lambda m: "".join(f"\\x{b:02x}" for b in m[0].encode()), text)
+    return f"{priority},{sequence},{int(time.monotonic() * 1e6)},-;{shown}\n".encode()
 
 
 def _unescape(text: str) -> str:
-    # The kernel writes control characters and bytes above 126 as \xNN. Undone, so that patterns may match
-    # names of devices as they are.
-    return re.sub(r"\\x([0-9a-f]{2})", lambda m: chr(int(m[1], 16)), text) if "\\x" in text else text
+    # The kernel writes control characters, backslashes and bytes above 126 as \xNN. Undone, so that patterns may
+    # match names of devices as they are; a newline within a record comes back, and `log_matching` splits there.
+    if "\\x" not in text:
+        return text
+    data = re.sub(rb"\\x([0-9a-f]{2})", lambda m: bytes([int(m[1], 16)]), text.encode(errors="replace"))
+    return data.decode(errors="replace")
 
 
 def _line(record: Record) -> Line:
@@ -242,6 +248,41 @@ def journal_text(entry: bytes) -> str | None:
     if isinstance(message, list) and all(isinstance(b, int) and 0 <= b < 256 for b in message):
         return bytes(message).decode(errors="replace")
     return message if isinstance(message, str) else None
+
+
+_STAMP = re.compile(
+    r"""(?x)
+    (?:<\d+>)?                                               # a level, as pstore and serial consoles keep it
+    (?:
+        [A-Z][a-z]{2}\ +\d{1,2}\ \d\d:\d\d:\d\d(?:\.\d+)?\ (?:\S+\ )?kernel:\ ?      # syslog, journalctl
+      | \d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[\d.,:+Z-]*\ (?:\S+\ )?kernel:\ ?           # the same with ISO dates
+      | kernel:\ ?
+    )?
+    (?:\[\ *\d+\.\d{3,9}\](?:\[\ *[TC]\d+\])?\ ?            # seconds since the boot, of which thread or processor
+      | \[[A-Z][a-z]{2}\ [A-Z][a-z]{2}\ +\d{1,2}\ \d\d:\d\d:\d\d\ \d{4}\]\ ?  # dmesg -T
+      | \[[A-Z][a-z]{2}\ *\d{1,2}\ \d\d:\d\d\]\ ?|\[\ *\+\d+\.\d+\]\ ?)?  # dmesg -H
+    """
+)
+_CONTAINER = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+(?:Z|[+-]\d\d:\d\d) (?:stdout|stderr) [FP] ")
+"""What a container runtime writes before each line (Kubernetes' CRI log format)."""
+
+
+def printed_lines(text: str) -> list[str]:
+    """The kernel's messages in what a person copied: of `dmesg` (also `-T`), syslog, `journalctl` (also `-o json`), of
+    /dev/kmsg itself, of a container's log, or bare. One string a record; lines that belong to one have newlines."""
+    found: list[str] = []
+    for line in text.splitlines():
+        line = _CONTAINER.sub("", line, count=1)
+        if line.startswith("{") and (message := journal_text(line.encode())) is not None:
+            found.append(message)
+        elif (record := parse_record(line.encode())) is not None:
+            found.append(record.text)
+        # dmesg puts the later lines of a record under the first one's text, and its time stamp nowhere.
+        elif found and line.startswith("  ") and (rest := line.strip()) and SPEAKER.match(rest):
+            found[-1] += "\n" + rest
+        elif stripped := _STAMP.sub("", line.strip(), count=1).rstrip():
+            found.append(stripped)
+    return found
 
 
 def open_kernel_log(left: Path | None) -> Kmsg | Journal:

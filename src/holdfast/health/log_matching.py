@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
+from holdfast.health.kmsg import SPEAKER
 from holdfast.health.patterns import compiled
 from holdfast.health.rules import Rule
 from holdfast.health.samples import Line
@@ -24,6 +25,9 @@ _BY_NAME = re.compile(
 """How the kernel's lines go on that begin with the name of a process (`NAME[12]: segfault at ...`)."""
 _NAMED = re.compile(rf"\bname=.{{0,{NAME_CHARS}}}, ")
 """The process in an Xid's line; the name may hold anything, also what tells one variant of a code from another."""
+_QUOTES = re.compile(r"NVRM: API mismatch: ")
+"""Lines that quote a text of a user's which may be longer than a process's name. (The driver repeats the version that a
+client gave, up to 63 characters.)"""
 _SET = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 _COUNT = re.compile(r"\{(?:\d+(?:,\d*)?|,\d*)\}")
 """A set of characters; a repetition. A brace that begins none is a character."""
@@ -104,11 +108,34 @@ class Matchers:
         if not text.isascii():
             text = text.encode(errors="replace").decode()  # RE2 takes no half of a surrogate pair
         by_name = begins_with_a_name(text)
+        whole: set[str] = set()
         for matcher in self._by_source.get(line.source, ()):
             if matcher.may_match(text) and (match := matcher.match(text, by_name)):
                 for rule in matcher.rules(text, match):
                     if rule.enabled:
+                        whole.add(rule.id)
                         yield rule, match
+        if "\n" in text:
+            yield from self._later_lines(line.source, text, by_name, whole)
+
+    def _later_lines(
+        self, source: str, text: str, by_name: bool, said: set[str]
+    ) -> Iterator[tuple[Rule, re.Match[str]]]:
+        """The matches in the lines of a record after its first, of other rules than the record as a whole matched."""
+        first, *later = text.split("\n")
+        speaker = SPEAKER.match(first)
+        # Names of files, labels and options may hold newlines, and the kernel prints some of them as they are. So a
+        # later line is the kernel's own only where the record begins with the same driver's words, all its lines do,
+        # and none of them quotes a text that somebody else chose.
+        severe = speaker is not None and not by_name and _QUOTES.match(first) is None
+        for part in later:
+            part = part.lstrip(" ")
+            severe = severe and speaker is not None and part.startswith(speaker[0])
+            for matcher in self._by_source.get(source, ()):
+                if matcher.may_match(part) and (match := matcher.match(part, by_name=not severe)):
+                    for rule in matcher.rules(part, match):
+                        if rule.enabled and rule.id not in said:
+                            yield rule, match
 
 
 def begins_with_a_name(text: str) -> bool:
