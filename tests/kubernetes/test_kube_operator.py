@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ import pytest
 from aiohttp import web
 from fakeagents import serving as coordinating
 from fakeapi import serving as api_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jsonpatch import Refused, patched
 from kubejobs import job
 from liveapi import LiveApi
 from operating import JOB, PODS, operated
@@ -25,7 +29,7 @@ from holdfast.engines.kubernetes.job_pods import JobPods
 from holdfast.engines.kubernetes.link import CoordinatorLink, RefusedByCoordinator, Silent
 from holdfast.engines.kubernetes.observed import Observed
 from holdfast.engines.kubernetes.reconcile import reconcile
-from holdfast.engines.kubernetes.status import CoordinatorSeen, JobStatus, SavedState
+from holdfast.engines.kubernetes.status import ConditionType, CoordinatorSeen, JobStatus, SavedState
 from holdfast.engines.kubernetes.status_patch import status_patch, written
 from holdfast.protocol.availability import OrderDone
 from holdfast.protocol.engine_orders import ReleaseNode
@@ -288,9 +292,50 @@ def test_a_condition_of_somebody_else_stays_and_causes_no_writes() -> None:
     raw["status"] = {"state": "Running", "conditions": [theirs]}
     known = msgspec.convert(raw["status"], JobStatus)
     assert written(known) == written(JobStatus(state="Running"))
-    *tests, change = status_patch(raw, JobStatus(state="Stopping"))
-    assert change["value"] == {"state": "Stopping", "conditions": [theirs]}
-    assert [one["path"] for one in tests] == ["/metadata/uid", "/metadata/generation", "/status"]
+    patch = status_patch(raw, JobStatus(state="Stopping"))
+    after = patched(raw, json.dumps(patch))["status"]
+    assert after == {"state": "Stopping", "revision": 1, "conditions": [theirs]}
+
+
+TEXTS = st.text(st.sampled_from('ab<>&\u2028é\\"\n'), max_size=8)
+CONDITIONS = st.lists(
+    st.tuples(st.sampled_from([*ConditionType, "Theirs", "Other"]), TEXTS), unique_by=lambda one: one[0]
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(CONDITIONS, CONDITIONS, TEXTS, TEXTS, st.sampled_from([None, 0, 7]))
+def test_whatever_a_status_says_the_next_one_can_be_written(before, after, reason, next_reason, revision):
+    """Bytes are compared as the API server does; what is somebody else's stays, in its place."""
+    moment = "2026-11-25T09:00:00Z"
+
+    def conditions(of):
+        return [
+            {"type": str(t), "status": "True", "reason": "So", "message": m, "lastTransitionTime": moment}
+            for t, m in of
+        ]
+
+    raw = job(metadata__resourceVersion="7")
+    raw["status"] = {"state": "Running", "reason": reason, "conditions": conditions(before)}
+    if revision is not None:
+        raw["status"]["revision"] = revision
+    ours = msgspec.convert({"reason": next_reason, "conditions": conditions(after)}, JobStatus)
+    said = patched(raw, json.dumps(status_patch(raw, ours)))["status"]
+    names = {str(one) for one in ConditionType}
+    by_type = lambda found: sorted((c["type"], c["message"]) for c in found)  # noqa: E731
+    assert by_type(c for c in said["conditions"] if c["type"] in names) == by_type(
+        c for c in conditions(after) if c["type"] in names
+    )
+    assert [c for c in said["conditions"] if c["type"] not in names] == [
+        c for c in raw["status"]["conditions"] if c["type"] not in names
+    ]
+    assert said.get("reason") == next_reason
+    assert "state" not in said
+    assert said["revision"] == (revision or 0) + 1
+    # Whoever decided from the same status comes too late.
+    late = raw | {"status": said, "metadata": raw["metadata"] | {"resourceVersion": "8"}}
+    with pytest.raises(Refused):
+        patched(late, json.dumps(status_patch(raw, ours)))
 
 
 class LateWatch(LiveApi):

@@ -115,6 +115,8 @@ class JobStatus(_Struct, frozen=True, kw_only=True):
     """The whole of it."""
 
     observed_generation: int | None = None
+    revision: int | None = None
+    """Counts writes of the status; an operator's write is refused where another one has written since."""
     state: str | None = None
     """One word, for people; programs read conditions."""
     reason: str | None = None
