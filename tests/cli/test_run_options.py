@@ -7,6 +7,7 @@ import pytest
 
 from holdfast.cli.run_options import FailureOptions, NodeOptions, RunOptions
 from holdfast.cli.spec import parse_nnodes, parse_nproc, parse_replay, plan
+from holdfast.engines.jobs import exit_code
 from holdfast.errors import UsageError
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.snapshots import Saving
@@ -73,3 +74,34 @@ def test_a_share_of_steps_to_compute_twice():
 def test_a_share_that_means_nothing_is_refused(text, workers):
     with pytest.raises(UsageError, match="--replay"):
         parse_replay(text, workers)
+
+
+def test_srun_around_the_command_is_refused(holdfast, monkeypatch, tmp_path):
+    (tmp_path / "train.py").write_text("")
+    for name, value in (("SLURM_PROCID", "0"), ("SLURM_STEP_NUM_TASKS", "4")):
+        monkeypatch.setenv(name, value)
+    said = holdfast("run", "--dry-run", "--nnodes", "4", str(tmp_path / "train.py"))
+    assert said.code == 2
+    assert "srun starts this command 4 times" in said.err
+    assert "--engine slurm" in said.err
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    assert holdfast("run", "--dry-run", str(tmp_path / "train.py")).code == 0
+
+
+@pytest.mark.parametrize(
+    ("report", "code"),
+    [
+        ({"outcome": "finished"}, 0),
+        ({"outcome": "failed"}, 1),
+        ({"outcome": "killed"}, 1),
+        ({"outcome": None}, 1),
+        ({}, 1),
+        ({"outcome": "finished", "unsaved": 0}, 3),
+        ({"outcome": "stopped", "unsaved": 7}, 3),
+        ({"outcome": "stopped"}, 75),
+        ({"outcome": "stopped", "unsaved": None}, 75),
+        ({"outcome": "left"}, 130),
+    ],
+)
+def test_exit_codes(report, code):
+    assert exit_code(report) == code

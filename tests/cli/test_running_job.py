@@ -141,7 +141,7 @@ def test_attach_shows_the_job_and_leaves_it_running(job, home):
         assert any("waiting for nodes" in line for line in shown.stderr)
         shown.send_signal(signal.SIGINT)
         said = shown.stderr.read()
-    assert shown.returncode == 0, said
+    assert shown.returncode == 130, said
     assert "the job live goes on without this command" in said
 
 

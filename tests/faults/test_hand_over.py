@@ -63,7 +63,7 @@ def test_sigterm_to_all_of_a_job_stops_it_with_its_state_saved(tmp_path):
 
     with Driver(job_dir, [Deed(sigterm(job_dir, all_others), 10)]):
         ran = finish(process, tmp_path)
-    assert ran.code == 0, ran.output[-3000:]
+    assert ran.code == 75, ran.output[-3000:]
     assert ran.report["outcome"] == "stopped"
     assert ran.report["reason"] == "interrupted"
     assert ran.report["saved"]["step"] == ran.report["steps"]["committed"]

@@ -39,7 +39,7 @@ def test_a_terminal_that_is_closed_stops_the_job_in_order(tmp_path):
     with suppress(ProcessLookupError):
         process.send_signal(signal.SIGHUP)
     ran = finish(process, tmp_path)
-    assert (ran.code, ran.report["outcome"]) == (0, "stopped")
+    assert (ran.code, ran.report["outcome"]) == (75, "stopped")
     assert list((tmp_path / "jobs" / "job" / "checkpoint").glob("step-*"))
 
 

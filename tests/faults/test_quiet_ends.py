@@ -53,4 +53,4 @@ def test_a_launcher_whose_reader_went_away_obeys_a_stop(tmp_path):
     ran = ended(process, tmp_path, "job", "")
     assert ran.report["outcome"] == "stopped"
     assert ran.report["reason"] == "interrupted"
-    assert ran.code == 0
+    assert ran.code == 75

@@ -19,6 +19,7 @@ import yaml
 
 from holdfast.coordinator.service.store import Store
 from holdfast.engines.client import Announcement, JobClient
+from holdfast.engines.jobs import EXIT_STOPPED
 from holdfast.engines.kubernetes.api import Api, ApiError, NoAnswer
 from holdfast.engines.kubernetes.cluster import connect
 from holdfast.engines.kubernetes.names import NOTE_FAULT, TAINT_UNHEALTHY
@@ -448,7 +449,7 @@ class Job:
         await self.stop()
         code = await self.wait()
         told = self.log.read_text()
-        assert code == 0, told
+        assert code == EXIT_STOPPED, told
         mine = self.losses()
         assert len(mine) > 5
         assert mine == await asyncio.to_thread(undisturbed.losses, len(mine))

@@ -35,6 +35,7 @@ from realkube import (
 )
 from realtrials import drain_every_machine, lose_node_without_api_server
 
+from holdfast.engines.jobs import EXIT_LEFT
 from holdfast.engines.kubernetes.api import Api, ApiError
 from holdfast.engines.kubernetes.reach import job_path
 
@@ -173,7 +174,7 @@ def test_a_job_is_left_attached_suspended_resumed_and_deleted(play: Callable[[Sc
     async def scene(api: Api) -> None:
         async with Job(api, home, "life", "--nnodes", 2, steps=100_000, pace_s=PACE_S) as job:
             await job.training(2, beyond=1)
-            assert await asyncio.to_thread(job.detach) == 0
+            assert await asyncio.to_thread(job.detach) == EXIT_LEFT
             assert "holdfast attach --job life" in job.log.read_text()
             shown = await asyncio.to_thread(holdfast, home, "logs", "--job", "life", "--rank", "0")
             assert shown.returncode == 0, shown.stderr

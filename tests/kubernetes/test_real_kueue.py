@@ -36,6 +36,7 @@ from realkube import (
 )
 from realkueue import RACK, apply, is_there, kueue, local_queue, queue_objects, rack_objects, urgent_job
 
+from holdfast.engines.jobs import EXIT_STOPPED
 from holdfast.engines.kubernetes.api import Api
 from holdfast.engines.kubernetes.kueue import API_VERSION, domains_of
 from holdfast.engines.kubernetes.reach import job_path
@@ -172,7 +173,7 @@ async def scenes(tmp_path: Path) -> None:
             await api.merge(f"{WORKLOADS}/queued-base", {"spec": {"active": True}})
             await job.training(2)
             await job.stop()
-            assert await job.wait() == 0
+            assert await job.wait() == EXIT_STOPPED
 
             async def finished() -> bool:
                 return is_true(await api.get(f"{WORKLOADS}/queued-base"), "Finished")
@@ -318,7 +319,7 @@ def test_a_rack_that_has_no_other_machine(play: Callable[[Scene], None], home: P
                 await job.training(2, beyond=status["step"] + 4, spares=1)
                 assert (await job.object())["status"]["run"] == 2
                 await job.stop()
-                assert await job.wait() == 0
+                assert await job.wait() == EXIT_STOPPED
 
     play(scene)
 

@@ -31,6 +31,7 @@ from realkube import (
     until,
 )
 
+from holdfast.engines.jobs import EXIT_STOPPED
 from holdfast.engines.kubernetes.api import SILENT_S, Api
 from holdfast.engines.kubernetes.reach import job_path
 from holdfast.engines.kubernetes.times import from_timestamp
@@ -117,7 +118,7 @@ async def changed_unheard(
             await job.succeeds(before, within_s)
             await other.training(1, beyond=3, within_s=within_s)
             await other.stop()
-            assert await other.wait() == 0
+            assert await other.wait() == EXIT_STOPPED
 
         yield answered
 

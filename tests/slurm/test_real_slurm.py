@@ -32,6 +32,8 @@ from realslurm import (
     until,
 )
 
+from holdfast.engines.jobs import EXIT_STOPPED
+
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
 
 
@@ -96,7 +98,8 @@ def test_the_time_limit_is_an_end_in_order(home: Path) -> None:
     args = ["--partition", "short", "--time", 1, "--stop-before", 25, TRAIN, *paced(home, "limit")]
     with Job(home, "limit", "--nnodes", 2, *args) as job:
         job.training(2)
-        assert job.wait(100) == 0
+        # What follows it by `&&`, or by Slurm's `afterok`, must not take half a training for a whole one.
+        assert job.wait(100) == EXIT_STOPPED
     report = job.report()
     assert report["outcome"] == "stopped"
     assert "time limit" in report["reason"]

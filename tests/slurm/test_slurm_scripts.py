@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -55,3 +56,38 @@ def test_a_time_limit_must_leave_time_to_stop() -> None:
         check_options(spec(SlurmOptions(time_limit="3")))
     with pytest.raises(UsageError, match=r"--time 'soon': write it as Slurm does"):
         check_options(spec(SlurmOptions(time_limit="soon")))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("--array=0-3", "give each run a --job of its own"),
+        ("--arr=0-3", "give each run a --job of its own"),
+        ("-a0-3", "give each run a --job of its own"),
+        ("-N 4", "write --nnodes and --spares"),
+        ("--time=10", "write --time"),
+        ("--ntasks-per-node=8", "write --nproc-per-node"),
+        ("--no-requeue", "leave out --requeue"),
+        ("--wait", "waits for the job's end"),
+    ],
+)
+def test_an_option_of_sbatch_that_says_otherwise_than_the_script_is_refused(given: str, said: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(said)) as told:
+        check_options(spec(SlurmOptions(sbatch_args=(given,))))
+    assert f"--sbatch-arg {given!r}" in str(told.value)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "--qos=high",
+        "--nodelist=n1",
+        "--time-min=10",
+        "--wait-all-nodes=1",
+        "--mem=100G",
+        "-C h200",
+        "--exclude=n7",
+    ],
+)
+def test_other_options_of_sbatch_are_passed_on(given: str) -> None:
+    check_options(spec(SlurmOptions(sbatch_args=(given,))))

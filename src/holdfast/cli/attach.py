@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,21 +43,17 @@ def attach(
         sys.stdout.write(
             f"the job {folder.name} is not running; `holdfast report --job {folder.name}` shows what it did\n"
         )
-        return
+        sys.exit(jobs.exit_code(_known_end(folder)))
     allocation = jobs.read_allocation(folder)
     if allocation is not None and allocation.engine == "kubernetes":
         from holdfast.cli.kubernetes import follow
 
-        outcome = follow(folder, no_ui)
-    else:
-        outcome = _look_on(folder, no_ui)
-    # Leaving is no failure, and scripts decide by the exit code.
-    if outcome not in ("finished", "stopped", "left"):
-        sys.exit(1)
+        sys.exit(follow(folder, no_ui))
+    sys.exit(jobs.exit_code(_look_on(folder, no_ui)))
 
 
-def _look_on(folder: Path, no_ui: bool) -> str | None:
-    """At a job that another command runs here, or that Slurm runs."""
+def _look_on(folder: Path, no_ui: bool) -> Mapping[str, Any]:
+    """At a job that another command runs here, or that Slurm runs; returns its report."""
     import asyncio
     import signal
 
@@ -90,10 +87,20 @@ def _look_on(folder: Path, no_ui: bool) -> str | None:
             ended = asyncio.run(watch())
     except (KeyboardInterrupt, asyncio.CancelledError):
         sys.stderr.write(f"[holdfast] the job {folder.name} goes on without this command\n")
-        return "left"
+        return {"outcome": jobs.LEFT}
     if ended is None:
         sys.stderr.write(f"[holdfast] the job {folder.name} does not run any more\n")
-        return "stopped"
+        return _known_end(folder)
     view.ended(ended)
-    outcome: str | None = ended["outcome"]
-    return outcome
+    return ended
+
+
+def _known_end(folder: Path) -> Mapping[str, Any]:
+    """The report of a job that does not run; without an outcome where nothing here tells how it ended."""
+    from holdfast.cli.report import read_report
+    from holdfast.errors import HoldfastError
+
+    try:
+        return read_report(folder)
+    except HoldfastError:
+        return {"outcome": None}

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from holdfast.engines.kubernetes.submission import Submission
 
 
-def run_on_kubernetes(options: RunOptions) -> str | None:
-    """Returns the job's outcome; `left` where the person left it."""
+def run_on_kubernetes(options: RunOptions) -> int:
+    """Returns the exit code, see `jobs.exit_code`."""
     from holdfast.cli.kube_plan import plan_submission
     from holdfast.cli.spec import check_engine, check_report, check_text
     from holdfast.engines.kubernetes.submission import refuse_wrong
@@ -27,18 +27,18 @@ def run_on_kubernetes(options: RunOptions) -> str | None:
         # Without a cluster only our own checks can speak, and what is printed has passed them.
         refuse_wrong(submission)
         sys.stdout.write(yaml_text([_without_empty(one) for one in submission.objects()]))
-        return "finished"
+        return 0
     folder = _submit(submission)
     return follow(folder, options.no_ui, options.report)
 
 
-def follow(folder: Path, no_ui: bool, report: Path | None = None) -> str | None:
-    """Shows the job of this folder until it is over or the person leaves; returns its outcome."""
+def follow(folder: Path, no_ui: bool, report: Path | None = None) -> int:
+    """Shows the job of this folder until it is over or the person leaves; returns the exit code, see `jobs.exit_code`."""
     import asyncio
 
     from holdfast.cli.view import keep_ticking, view_of, write_report
     from holdfast.engines import jobs
-    from holdfast.engines.kubernetes.follow import LEFT, Follower
+    from holdfast.engines.kubernetes.follow import Follower
     from holdfast.engines.shown import Shown, unread
 
     view = view_of(jobs.read_spec(folder), folder, no_ui)
@@ -53,8 +53,8 @@ def follow(folder: Path, no_ui: bool, report: Path | None = None) -> str | None:
     with view:
         ended = asyncio.run(show())
     outcome: str | None = ended.get("outcome")
-    if outcome == LEFT:
-        return LEFT
+    if outcome == jobs.LEFT:
+        return jobs.EXIT_LEFT
     if report is not None:
         write_report(ended, report)
     if "steps" in ended:  # a coordinator's own report
@@ -62,7 +62,7 @@ def follow(folder: Path, no_ui: bool, report: Path | None = None) -> str | None:
             view.ended(ended)
     elif outcome not in ("finished", "stopped"):
         sys.stderr.write(f"[holdfast] the job {folder.name} {outcome}: {ended['reason']}\n")
-    return outcome
+    return jobs.exit_code(ended)
 
 
 def _submit(submission: Submission) -> Path:

@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 # Options behind SCRIPT belong to the script. With interspersed options its own `--report` or `--port` would
 # be taken for Holdfast's.
 CONTEXT = {"allow_interspersed_args": False, "ignore_unknown_options": False}
-EXIT_FAILED = 1
-EXIT_UNSAVED = 3
-"""Training came to its end, or was stopped; its last state is in no durable tier."""
 
 
 @command
@@ -29,10 +26,7 @@ def run(options: RunOptions) -> None:
     if options.engine == "kubernetes":
         from holdfast.cli.kubernetes import run_on_kubernetes
 
-        outcome = run_on_kubernetes(options)
-        if outcome not in ("finished", "stopped", "left"):
-            sys.exit(EXIT_FAILED)
-        return
+        sys.exit(run_on_kubernetes(options))
     from holdfast.cli.spec import plan
 
     spec = plan(options)
@@ -42,17 +36,19 @@ def run(options: RunOptions) -> None:
     from holdfast.cli import followers
 
     followers.check(options.track, options.notify)
+    from holdfast.engines.jobs import EXIT_UNSAVED, exit_code
+
     ended = _run(spec, options)
-    if ended.get("outcome") not in ("finished", "stopped"):
-        sys.exit(EXIT_FAILED)
-    if (step := ended.get("unsaved")) is not None:
+    code = exit_code(ended)
+    if code == EXIT_UNSAVED:
         saved = ended.get("saved")
         there = f"step {saved['step']} is the newest there" if saved else "nothing is there"
         here = "; `holdfast run` with this --job goes on from memory" if ended.get("in_memory") else ""
         sys.stderr.write(
-            f"[holdfast] step {step}, the last state, is in no durable tier: {there}{here} (exit code {EXIT_UNSAVED})\n"
+            f"[holdfast] step {ended['unsaved']}, the last state, is in no durable tier: {there}{here} "
+            f"(exit code {EXIT_UNSAVED})\n"
         )
-        sys.exit(EXIT_UNSAVED)
+    sys.exit(code)
 
 
 def _show(spec: JobSpec) -> None:

@@ -158,6 +158,8 @@ def parse_nproc(text: str, gpus_per_node: int = 0) -> int:
 
 def check_engine(given: RunOptions) -> None:
     """An option that the engine would ignore is refused: whoever gives it expects something of it. Raises UsageError."""
+    if given.engine == "local":
+        _check_slurm_step()
     # Compared with the defaults, so an option that is added to a dataclass is checked here without a line of its own.
     if given.engine != "slurm":
         _refuse(given_flags(given.slurm, SlurmOptions()), "for Slurm: give --engine slurm too")
@@ -170,6 +172,16 @@ def check_engine(given: RunOptions) -> None:
     if given.engine == "join" and not given.nodes.nproc_per_node.isdecimal():
         raise UsageError(
             f"--nproc-per-node {given.nodes.nproc_per_node}: this machine's devices say nothing about the nodes'; give a number"
+        )
+
+
+def _check_slurm_step() -> None:
+    """`srun holdfast run` would start one job as often as there are tasks, each on its own machine."""
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "")
+    if "SLURM_PROCID" in os.environ and tasks.isdecimal() and int(tasks) > 1:
+        raise UsageError(
+            f"srun starts this command {tasks} times, and each would be a job on its own machine: write `holdfast run "
+            "--engine slurm ...` without srun, which asks Slurm for the nodes, or `srun --ntasks 1` for one machine"
         )
 
 

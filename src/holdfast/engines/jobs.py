@@ -7,7 +7,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,31 @@ def existing(name: str | None) -> Path:
         there = f"; the newest are {', '.join(names)}" if names else ""
         raise UsageError(f"there is no job {chosen!r} in {home() / 'jobs'}{there}")
     return folder
+
+
+EXIT_FINISHED, EXIT_FAILED = 0, 1
+EXIT_UNSAVED = 3
+"""Training came to its end, or was stopped; its last state is in no durable tier."""
+EXIT_STOPPED = 75
+"""Stopped before its end, with its state saved: started again under its name, the job goes on. (`EX_TEMPFAIL` of sysexits.h: "the
+user is invited to retry".) Not 0: `holdfast run ... && python eval.py` must not evaluate half a training."""
+EXIT_LEFT = 130
+"""The command was left by Ctrl-C, and the job goes on: 128 + SIGINT, as shells have it."""
+LEFT = "left"
+"""Instead of a job's outcome: the command was left while the job runs."""
+
+
+def exit_code(report: Mapping[str, Any]) -> int:
+    """The exit code of a command that ran or followed a job, from the job's report: `outcome`, and `unsaved` where the newest
+    state is in no durable tier."""
+    outcome = report.get("outcome")
+    if outcome == LEFT:
+        return EXIT_LEFT
+    if outcome not in ("finished", "stopped"):
+        return EXIT_FAILED
+    if report.get("unsaved") is not None:
+        return EXIT_UNSAVED
+    return EXIT_FINISHED if outcome == "finished" else EXIT_STOPPED
 
 
 class Allocation(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):

@@ -27,7 +27,6 @@ from holdfast.errors import UsageError
 LAST_WORDS_S = 5.0
 """Between the operator's word that the job is over and the coordinator's own report of it."""
 AGAIN_S = 1.0
-LEFT = "left"
 
 
 class Follower:
@@ -60,7 +59,7 @@ class Follower:
                     f"the job goes on without this command: `holdfast attach --job {name}` shows it again, "
                     f"`holdfast stop --job {name}` ends it"
                 )
-                return {"outcome": LEFT, "reason": "", "incidents": []}
+                return {"outcome": jobs.LEFT, "reason": "", "incidents": []}
             # A refusal, for example. Whoever waited for the operator's word instead would never see it.
             if watching.done() and watching.exception() is not None:
                 watching.result()

@@ -34,7 +34,8 @@ async def _run(spec: JobSpec, job_dir: Path) -> int:
             raise
     view.ended(report)
     await launcher.conclude(report)
-    return 0 if report.get("outcome") in ("finished", "stopped") else 1
+    # Slurm's own word for the job follows from it: what depends on the job by `afterok` begins only if it finished.
+    return jobs.exit_code(report)
 
 
 if __name__ == "__main__":
