@@ -516,6 +516,23 @@ def test_a_new_size_is_asked_for_once() -> None:
     assert (reconcile(heard).status.asked_nodes, reconcile(heard).status.asking_nodes) == (1, None)
 
 
+def test_a_size_that_is_refused_is_not_accepted_and_says_what_can_be_had() -> None:
+    began = accept(asked(spec__nodes=2, spec__spares=1))
+    more = accept(asked(spec__nodes=5, spec__spares=1))
+    seen = observed(job=more, accepted=began, refused_resize="words about --nnodes")
+    status = reconcile(seen).status
+    said_ = status.condition(ConditionType.ACCEPTED)
+    assert said_ is not None
+    assert (said_.status, said_.reason) == ("False", "ResizeRefused")
+    assert "spec.nodes 5 is refused, and the run goes on" in said_.message
+    assert "no spec.minNodes, so its size is fixed" in said_.message
+    assert "--nnodes" not in said_.message
+    full = status.condition(ConditionType.FULL_STRENGTH)
+    assert full is not None
+    assert (full.status, full.message) == ("True", "2 of 2 nodes train")
+    assert (status.reason or "").startswith("ResizeRefused: ")
+
+
 def test_an_operator_that_died_while_it_asked_for_a_size_leaves_no_doubt() -> None:
     """The object was changed back meanwhile: the coordinator may have the size that nobody wants any more."""
     begun = reconcile(observed(job=accept(asked(spec__nodes=1, spec__spares=1)))).status

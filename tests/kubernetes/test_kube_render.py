@@ -163,6 +163,43 @@ def test_a_coordinator_needs_no_gpu_and_sees_the_checkpoints() -> None:
     assert "data" not in {one["name"] for one in spec["volumes"]}
 
 
+def test_a_coordinator_starts_where_all_machines_are_tainted() -> None:
+    tolerated = render.coordinator_pod(full(), 1)["spec"]["tolerations"]
+    assert {"key": "nvidia.com/gpu", "operator": "Exists"} in tolerated
+    own = job()
+    put(own, "spec.coordinator.tolerations", [{"key": "infra", "operator": "Exists"}])
+    tolerated = render.coordinator_pod(accept(own), 1)["spec"]["tolerations"]
+    assert [one["key"] for one in tolerated] == [
+        *("infra", "node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
+    ]
+
+
+def test_what_a_site_sets_of_a_coordinator_s_pod() -> None:
+    asked = job()
+    zone = {"matchExpressions": [{"key": "zone", "operator": "In", "values": ["a"]}]}
+    preferred = "preferredDuringSchedulingIgnoredDuringExecution"
+    given = {
+        "labels": {"team": "research"},
+        "annotations": {"sidecar.istio.io/inject": "false"},
+        "nodeSelector": {"pool": "infra"},
+        "affinity": {"nodeAffinity": {preferred: [{"weight": 1, "preference": zone}]}},
+        "resources": {"requests": {"memory": "128Mi"}, "limits": {"memory": "1Gi"}},
+        "imagePullSecrets": [{"name": "mirror"}],
+    }
+    put(asked, "spec.coordinator", given)
+    pod = render.coordinator_pod(accept(asked), 2, avoid={"m1"})
+    assert pod["metadata"]["labels"]["team"] == "research"
+    assert pod["metadata"]["annotations"]["sidecar.istio.io/inject"] == "false"
+    spec = pod["spec"]
+    assert spec["nodeSelector"] == {"pool": "infra"}
+    assert spec["imagePullSecrets"] == [{"name": "mirror"}]
+    assert spec["containers"][0]["resources"] == given["resources"]
+    assert [one["weight"] for one in spec["affinity"]["nodeAffinity"][preferred]] == [1, 100]
+    # The next one's wishes are not those of the one before.
+    again = render.coordinator_pod(accept(asked), 3)["spec"]["affinity"]["nodeAffinity"][preferred]
+    assert [one["weight"] for one in again] == [1]
+
+
 def test_a_coordinator_that_looks_into_folders_is_the_user_who_wrote_them() -> None:
     """Agents write for their user alone."""
 

@@ -190,17 +190,15 @@ def _of_queue(job: HoldfastJob) -> Iterator[Problem]:
 
 def _of_template(spec: HoldfastJobSpec) -> Iterator[Problem]:
     pod, at = spec.template.spec, "spec.template.spec"
-    for kind, given in (
-        ("labels", spec.template.metadata.labels),
-        ("annotations", spec.template.metadata.annotations),
+    for at_, given in (
+        ("spec.template.metadata.labels", spec.template.metadata.labels),
+        ("spec.template.metadata.annotations", spec.template.metadata.annotations),
+        ("spec.coordinator.labels", spec.coordinator.labels or {}),
+        ("spec.coordinator.annotations", spec.coordinator.annotations or {}),
     ):
         for name in given:
             if name.startswith(OWN_LABELS):
-                yield Problem(
-                    f"spec.template.metadata.{kind}.{name}",
-                    given[name],
-                    f"none that begins with {OWN_LABELS}",
-                )
+                yield Problem(f"{at_}.{name}", given[name], f"none that begins with {OWN_LABELS}")
     for name, why in _NOT_IN_POD.items():
         if name in pod:
             yield Problem(f"{at}.{name}", pod[name], why)

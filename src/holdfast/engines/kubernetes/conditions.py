@@ -180,8 +180,26 @@ def _accepted(seen: Observed) -> _Word:
             True, "SpecChanged", f"{changed} changed: it applies after spec.runPolicy.suspend and back"
         )
     if seen.refused_resize is not None:
-        return _Word(True, "ResizeRefused", seen.refused_resize)
+        return _Word(False, "ResizeRefused", _refused_size(seen))
     return _Word(True, "Valid")
+
+
+def _refused_size(seen: Observed) -> str:
+    """In the words of those who wrote the object: the coordinator's own are about options of the command line."""
+    if seen.accepted is None or seen.job is None:
+        return seen.refused_resize or ""
+    low, high, asked = seen.accepted.spec.fewest, seen.accepted.spec.nodes, seen.job.spec.nodes
+    if low <= asked <= high:
+        return f"spec.nodes {asked}: {seen.refused_resize}"
+    bounds = (
+        f"{high} nodes and no spec.minNodes, so its size is fixed"
+        if low == high
+        else f"spec.minNodes {low} and spec.nodes {high}, so it can have {low} to {high} nodes"
+    )
+    return (
+        f"spec.nodes {asked} is refused, and the run goes on: it was started with {bounds}; set spec.nodes back, or apply other "
+        "bounds by spec.runPolicy.suspend and back"
+    )
 
 
 def _quota_reserved(seen: Observed, job: HoldfastJob) -> _Word:
@@ -287,10 +305,11 @@ def _full_strength(seen: Observed, job: HoldfastJob) -> _Word:
     if seen.said is None:
         return _Word(None, "Unreachable")
     training = _number(seen.said, trains=True)
-    told = f"{training} of {job.spec.nodes} nodes train"
-    return _Word(
-        training >= job.spec.nodes, "AllNodesTrain" if training >= job.spec.nodes else "Shrunk", told
-    )
+    wanted = job.spec.nodes
+    if seen.refused_resize is not None and seen.accepted is not None:
+        wanted = seen.accepted.spec.nodes  # the size that is asked for is not the run's
+    told = f"{training} of {wanted} nodes train"
+    return _Word(training >= wanted, "AllNodesTrain" if training >= wanted else "Shrunk", told)
 
 
 def _spares_ready(seen: Observed, job: HoldfastJob) -> _Word:

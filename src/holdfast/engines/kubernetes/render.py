@@ -180,9 +180,9 @@ def coordinator_pod(
     job: HoldfastJob, term: int, run: int = 1, setting: Setting = DEFAULT, avoid: Collection[str] = ()
 ) -> Object:
     """The coordinator of a term. avoid: machines that are better not used."""
-    template = job.spec.template.spec
+    template, policy = job.spec.template.spec, job.spec.coordinator
     worker = next(one for one in template["containers"] if one["name"] == WORKER)
-    image = job.spec.coordinator.image or setting.coordinator_image or worker["image"]
+    image = policy.image or setting.coordinator_image or worker["image"]
     container: Object = {
         "name": COORDINATOR,
         "image": image,
@@ -197,7 +197,7 @@ def coordinator_pod(
             {"name": "HOME", "value": STATE_FOLDER},
         ],
         "ports": [{"name": "control", "containerPort": COORDINATOR_PORT}],
-        "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "2Gi"}},
+        "resources": copy.deepcopy(policy.resources or _COORDINATOR_RESOURCES),
         "securityContext": _container_security(),
         **_LAST_WORDS,
         "readinessProbe": {"tcpSocket": {"port": "control"}, "periodSeconds": 2},
@@ -210,7 +210,7 @@ def coordinator_pod(
     }
     if "imagePullPolicy" in worker and image == worker["image"]:
         container["imagePullPolicy"] = worker["imagePullPolicy"]
-    priority = job.spec.coordinator.priority_class_name or setting.coordinator_priority_class
+    priority = policy.priority_class_name or setting.coordinator_priority_class
     # Only volumes that the coordinator mounts: a claim that one machine can mount at a time would keep it
     # from the machine where it should run.
     taken = {one["name"] for one in container["volumeMounts"]}
@@ -220,7 +220,8 @@ def coordinator_pod(
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": _pod_security(COORDINATOR_USER_ID) | _owner_of_folders(job, template, worker),
-        "tolerations": list(_FOR_EVER),
+        # Where all machines are tainted, a coordinator without the template's tolerations could never start.
+        "tolerations": [*copy.deepcopy(policy.tolerations or template.get("tolerations", ())), *_FOR_EVER],
         "containers": [container],
         "volumes": [
             {"name": "holdfast-state", "emptyDir": {}},
@@ -233,19 +234,29 @@ def coordinator_pod(
     # the machines with the GPUs, of which a coordinator needs none.
     pod |= {key: template[key] for key in ("imagePullSecrets", "runtimeClassName") if key in template}
     pod |= {"priorityClassName": priority} if priority else {}
+    if policy.image_pull_secrets:
+        pod["imagePullSecrets"] = copy.deepcopy(list(policy.image_pull_secrets))
+    if policy.node_selector:
+        pod["nodeSelector"] = dict(policy.node_selector)
+    if policy.affinity:
+        pod["affinity"] = copy.deepcopy(policy.affinity)
     if avoid:
         # Where its predecessor was lost it may be lost again. But it may be the only machine that there is.
         elsewhere = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": sorted(avoid)}
         preferred = {"weight": 100, "preference": {"matchExpressions": [elsewhere]}}
-        pod["affinity"] = {"nodeAffinity": {_PREFERRED: [preferred]}}
+        machines = pod.setdefault("affinity", {}).setdefault("nodeAffinity", {})
+        machines[_PREFERRED] = [*machines.get(_PREFERRED, ()), preferred]
     metadata = _metadata(
         job,
         names.coordinator_name(job.id.name, term),
         COORDINATOR_ROLE,
-        labels={LABEL_TERM: str(term), LABEL_RUN: str(run)},
-        annotations={NOTE_SPEC: spec_hash(job)},
+        labels={**(policy.labels or {}), LABEL_TERM: str(term), LABEL_RUN: str(run)},
+        annotations={**(policy.annotations or {}), NOTE_SPEC: spec_hash(job)},
     )
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod}
+
+
+_COORDINATOR_RESOURCES = {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "2Gi"}}
 
 
 def _owner_of_folders(job: HoldfastJob, template: Object, worker: Object) -> Object:

@@ -171,19 +171,39 @@ class Scheduling(_Struct, frozen=True, kw_only=True):
     later; 0: it keeps them."""
 
 
+class TemplateMetadata(_Struct, frozen=True, kw_only=True):
+    """What the pods get beside the operator's own."""
+
+    labels: dict[str, str] = {}
+    annotations: dict[str, str] = {}
+
+
+ValueOfLabel = Annotated[str, Meta(max_length=4096)]
+_AS_IN_A_POD: dict[str, Any] = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+"""A part of a PodSpec, which the API server checks when the pod is made."""
+
+
 class CoordinatorPolicy(_Struct, frozen=True, kw_only=True):
     """The pod that decides. It runs no code of the user's."""
 
     image: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
     """Absent: the operator's choice, or else the worker's."""
     priority_class_name: Annotated[str, NAME_OF_OBJECT] | None = None
-
-
-class TemplateMetadata(_Struct, frozen=True, kw_only=True):
-    """What the pods get beside the operator's own."""
-
-    labels: dict[str, str] = {}
-    annotations: dict[str, str] = {}
+    labels: dict[str, ValueOfLabel] | None = None
+    annotations: dict[str, ValueOfLabel] | None = None
+    node_selector: dict[str, ValueOfLabel] | None = None
+    """Absent: any machine."""
+    tolerations: Annotated[
+        tuple[dict[str, Any], ...], Meta(max_length=64, extra_json_schema={"items": _AS_IN_A_POD})
+    ] = ()
+    """Absent: the template's."""
+    affinity: Annotated[dict[str, Any], Meta(extra_json_schema=_AS_IN_A_POD)] | None = None
+    resources: Annotated[dict[str, Any], Meta(extra_json_schema=_AS_IN_A_POD)] | None = None
+    """Absent: requests of 100m and 256Mi, limit 2Gi."""
+    image_pull_secrets: Annotated[
+        tuple[dict[str, Any], ...], Meta(max_length=64, extra_json_schema={"items": _AS_IN_A_POD})
+    ] = ()
+    """Absent: the template's."""
 
 
 POD_SPEC = {

@@ -37,7 +37,7 @@ COLUMNS = (
     ("Incidents", "integer", ".status.incidents.total", 0),
     ("Goodput", "string", ".status.progress.goodput", 1),
     ("Checkpoint", "string", ".status.saved.checkpoint", 1),
-    ("Reason", "string", ".status.reason", 1),
+    ("Reason", "string", ".status.reason", 0),
     ("Age", "date", ".metadata.creationTimestamp", 0),
 )
 """What `kubectl get hj` shows: heading, type, path; priority 1: only with `-o wide`."""
@@ -146,7 +146,7 @@ def _of_type(kind: kinds.Type, documented: bool) -> dict[str, Any]:
             most = {} if kind.max_length is None else {"maxItems": kind.max_length}
             return {"type": "array", **most, "items": _of_type(kind.item_type, documented)}
         case kinds.DictType(value_type=kinds.StrType()):
-            return {"type": "object", "additionalProperties": {"type": "string"}}
+            return {"type": "object", "additionalProperties": _of_type(kind.value_type, documented)}
         case kinds.DictType():  # what it holds is said by the field's own schema
             return {"type": "object"}
         case kinds.LiteralType():
