@@ -33,6 +33,8 @@ LEVELS = {
 }
 PENDING_LINES = 10_000
 """Lines that may wait for a file that does not take them. What comes after them is dropped: memory is bounded."""
+FILE_BYTES = 64 << 20
+"""A file that has so many moves to `.1`, in the place of the one that was there: with it a process has twice as many at most."""
 CLOSE_S = 1.0
 """How long the end of a process waits for its last lines to reach the file."""
 
@@ -235,6 +237,9 @@ class _Writer(QueueListener):
                 # For its owner alone: lines quote commands, paths and errors of the user's script.
                 self._file = os.open(self._path, flags, 0o600)
             os.write(self._file, f"{record.getMessage()}\n".encode(errors="backslashreplace"))
+            # After the line: whoever opens the file next begins a new one.
+            if os.fstat(self._file).st_size >= FILE_BYTES:
+                self._path.replace(f"{self._path}.1")
         except OSError:
             # Nobody is told: a traceback on stderr for each line would help nobody.
             return

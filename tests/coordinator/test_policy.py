@@ -246,7 +246,17 @@ def test_another_step_or_error_is_another_failure(other):
 def test_a_signal_must_repeat_three_times():
     deaths = [failure(f"n{i}.0#{i}", i, error="signal 11") for i in range(3)]
     assert script_fault(deaths[:2]) is None
-    assert script_fault(deaths) is not None
+    fault = script_fault(deaths)
+    assert fault is not None
+    assert fault.reason == (
+        "step 7 ended a worker in 3 attempts, on n0, n1 and n2, which have nothing in common but the script and the samples of "
+        "that step"
+    )
+
+
+def test_deaths_on_one_node_say_nothing_about_the_samples():
+    deaths = [failure(f"n0.0#{i}", i, error="signal 9") for i in range(3)]
+    assert script_fault(deaths) == ScriptFault("the same error at step 7 in 3 attempts on 3 workers")
 
 
 def test_before_the_first_step_two_nodes_must_agree():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -164,6 +165,15 @@ def leftovers(home: Path) -> dict[int, str]:
                         found[int(entry.name)] = command
             except OSError:
                 continue
+    return found
+
+
+def agents(home: Path) -> dict[str, int]:
+    """The processes of the nodes, by name."""
+    found = {}
+    for pid, command in leftovers(home).items():
+        if node := re.search(r"holdfast\.agent .*--node=(\w+) ", command):
+            found[node[1]] = pid
     return found
 
 

@@ -2,7 +2,6 @@
 Whatever was reported saved is there, and training goes on from it with the same bits."""
 
 import os
-import re
 import select
 import shutil
 import signal
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import LENGTH, SAVES
-from harness import HERE, TIERS, TINY, finish, leftovers, run, start, wait_for
+from harness import HERE, TIERS, TINY, agents, finish, run, start, wait_for
 from s3server import S3Server
 from test_snapshots import begins, ends, kill_all, memory_of, remove_memory_of
 
@@ -62,15 +61,6 @@ def gate_at(tmp_path, monkeypatch):
     yield make
     for gate in made:
         gate.close()
-
-
-def agents(home: Path) -> dict[str, int]:
-    """The processes of the nodes, by name."""
-    found = {}
-    for pid, command in leftovers(home).items():
-        if node := re.search(r"holdfast\.agent .*--node=(\w+) ", command):
-            found[node[1]] = pid
-    return found
 
 
 def events(home: Path) -> list[tuple[str, dict]]:

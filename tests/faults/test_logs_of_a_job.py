@@ -1,6 +1,9 @@
 """Every process of a job writes its own log, at the level that was asked for, and none of them the job's token."""
 
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 from harness import run
@@ -42,3 +45,41 @@ def test_a_level_that_does_not_exist_is_refused_before_anything_starts(tmp_path)
         in ran.output
     )
     assert not ran.job_dir.exists()
+
+
+TALKS = """
+import os, sys
+BYTES = 100 << 20
+block = b"".join(b"line of a flood\\n" for _ in range(1 << 16))
+written = 0
+while written < BYTES:
+    written += os.write(1, block)
+print("flooded", flush=True)
+while os.fstat(1).st_blocks * 512 > 16 << 20:  # until its agent has looked
+    os.sched_yield()
+size = os.fstat(1).st_size
+assert size >= BYTES, "bytes are gone from the disk, and no offset moves"
+print("held to the limit at", size, flush=True)
+"""
+
+
+@pytest.mark.long
+def test_a_worker_that_prints_without_end_fills_no_disk(tmp_path):
+    (tmp_path / "script.py").write_text(TALKS)
+    ran = run(tmp_path, "--log-limit", "16M", tmp_path / "script.py", preload="json")
+    assert ran.code == 0, ran.output[-3000:]
+    assert "held to the limit at" in ran.output[-100_000:]
+    env = dict(os.environ, HOLDFAST_HOME=str(tmp_path))
+    command = [sys.executable, "-m", "holdfast.cli", "logs", "--job", "job", "--rank", "0", "-n", "0"]
+    shown = subprocess.run(command, env=env, capture_output=True, check=True)
+    assert b"were given back (--log-limit)" in shown.stderr
+    assert b"\0" not in shown.stdout
+    assert len(shown.stdout) < 16 << 20
+    assert b"held to the limit at" in shown.stdout
+
+
+def test_a_limit_that_readers_could_not_live_with_is_refused(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    ran = run(tmp_path, "--log-limit", "1M", tmp_path / "script.py")
+    assert ran.code == 2
+    assert "give 16M or more" in ran.output

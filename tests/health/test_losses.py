@@ -99,3 +99,15 @@ def test_most_workers_off_is_the_scripts():
     for _ in range(40):
         assert watch.look({f"w{n}": math.nan if n else 2.0 for n in range(4)}) is None
     assert watch.look({"a": 1.0, "b": 100.0}) is None
+
+
+def test_a_hard_sample_in_a_converged_net_is_nobodys_fault():
+    """As the random faults found it: a median of 1e-5, and thrice a part of 1.5e-3 in the same worker."""
+    watch, found = WorkerLosses(), []
+    for number in range(300):
+        usual = max(1e-5, 2.0 * math.exp(-number / 10))
+        own = {f"w{n}": usual * (1 + 0.1 * n) for n in range(4)}
+        if number in (200, 230, 260):
+            own["w3"] = 1.5e-3
+        found.append(watch.look(own))
+    assert set(found) == {None}

@@ -3,20 +3,25 @@
 import asyncio
 import io
 
-from holdfast.observe.log_tail import NOTHING, Tail, last_lines
+from holdfast.agent.log_limit import LogLimit
+from holdfast.observe.log_tail import LAST_BYTES, NOTHING, Tail, WholeLines, first_data, last_lines
+
+
+def joined(file, lines):
+    return b"".join(last_lines(file, lines))
 
 
 def test_last_lines_of_a_long_file():
     text = b"".join(b"line %d\n" % i for i in range(50_000))
-    assert last_lines(io.BytesIO(text), 2) == b"line 49998\nline 49999\n"
-    assert last_lines(io.BytesIO(text), 0) == text
-    assert last_lines(io.BytesIO(text + b"half"), 1) == b"half"
-    assert last_lines(io.BytesIO(b""), 5) == b""
+    assert joined(io.BytesIO(text), 2) == b"line 49998\nline 49999\n"
+    assert joined(io.BytesIO(text), 0) == text
+    assert joined(io.BytesIO(text + b"half"), 1) == b"half"
+    assert joined(io.BytesIO(b""), 5) == b""
 
 
 def test_the_file_is_left_where_it_was_read_to():
     file = io.BytesIO(b"a\nb\nc\n")
-    last_lines(file, 1)
+    joined(file, 1)
     assert file.read() == b""
 
 
@@ -54,3 +59,61 @@ def test_tail_follows_files_that_grow_and_files_that_come(tmp_path):
         assert heard.empty()
 
     asyncio.run(asyncio.wait_for(follow(), 10))
+
+
+MB = 1 << 20
+
+
+def with_a_hole(path, lines, limit_bytes):
+    """A log of so many lines, whose oldest part an agent gave back."""
+    path.write_bytes(b"".join(b"line %07d\n" % i for i in range(lines)))
+    limit = LogLimit(limit_bytes)
+    limit.add(path)
+    limit.look()
+    return path
+
+
+def test_what_was_given_back_is_skipped_and_nothing_else(tmp_path):
+    path = with_a_hole(tmp_path / "log", 500_000, 4 * MB)
+    with path.open("rb") as file:
+        assert 0 < first_data(file, 0) < path.stat().st_size
+        read = joined(file, 0)
+        assert file.tell() == path.stat().st_size
+        assert read == path.read_bytes()[-len(read) :]
+        assert b"\0" not in read
+        assert 2 * MB < len(read) <= 4 * MB
+        assert joined(file, 2) == b"line 0499998\nline 0499999\n"
+
+
+def test_last_lines_are_bounded_in_a_log_without_lines(tmp_path):
+    path = tmp_path / "log"
+    path.write_bytes(b"x" * (LAST_BYTES + 1000))
+    with path.open("rb") as file:
+        assert len(joined(file, 3)) == LAST_BYTES
+        assert max(map(len, last_lines(file, 0))) < MB
+
+
+def test_who_follows_a_log_and_falls_behind_passes_over_the_hole(tmp_path):
+    async def follow():
+        heard: list[bytes] = []
+        tail = Tail(lambda label, lines: heard.append(lines))
+        path = tmp_path / "log"
+        path.write_bytes(b"first\n")
+        tail.add(path, "1", 0)
+        with_a_hole(path, 500_000, 4 * MB)
+        tail.look()
+        tail.close()
+        return heard
+
+    first, *rest = asyncio.run(follow())
+    assert first == b"first\n"
+    assert b"".join(rest).endswith(b"line 0499999\n")
+    assert b"\0" not in b"".join(rest)
+    assert all(lines.endswith(b"\n") for lines in rest)
+
+
+def test_a_line_that_never_ends_is_not_kept_in_memory():
+    cut = WholeLines()
+    taken = [cut.take(b"x" * MB) for _ in range(LAST_BYTES // MB + 1)]
+    assert b"".join(taken) == b"x" * (LAST_BYTES + MB)
+    assert cut.rest == b""

@@ -163,6 +163,11 @@ def test_long_lines_of_code_are_not_broken(failed):
         ("too few workers for 300 s", None, "--spares"),
         ("no restarts are allowed", "killed by signal 9 (SIGKILL)", "memory"),
         ("no restarts are allowed", str(KilledForMemory(1 << 30)), "--node-memory"),
+        (
+            "step 41 ended a worker in 3 attempts, on a and b, which",
+            "killed by signal 9 (SIGKILL)",
+            "the samples of that step",
+        ),
         ("something new", "exit code 3", "holdfast events"),
     ],
 )

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -199,3 +200,16 @@ def test_logs_that_are_put_away_go_on_in_a_new_file(configured, tmp_path):
 def test_an_unknown_level_is_refused(text):
     with pytest.raises(UsageError, match=f"--log-level '{text}': write one of debug, info, warning, error"):
         logs.parse_settings(text, "--log-level")
+
+
+def test_a_full_file_moves_aside_and_takes_the_place_of_the_one_before(configured, tmp_path, monkeypatch):
+    monkeypatch.setattr(logs, "FILE_BYTES", 2000)
+    path = tmp_path / "coordinator.log"
+    close = configured("", {}, file=path)
+    for number in range(100):
+        log.info("line", extra={"number": number})
+    close()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["coordinator.log", "coordinator.log.1"]
+    numbers = [int(line.split("number=")[1]) for name in (f"{path}.1", path) for line in lines(Path(name))]
+    assert numbers == list(range(numbers[0], 100))  # none of the newest is lost between the two
+    assert max(Path(f"{path}.1").stat().st_size, path.stat().st_size) < 2100

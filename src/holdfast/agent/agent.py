@@ -22,6 +22,7 @@ from holdfast.agent.health import Watcher
 from holdfast.agent.hooks import HookRun, Hooks
 from holdfast.agent.ledger_copy import LedgerCopy
 from holdfast.agent.leftovers import Leftovers
+from holdfast.agent.log_limit import LogLimit
 from holdfast.agent.log_tailer import LogFollower
 from holdfast.agent.process import WorkerProcess
 from holdfast.agent.ready import show_ready
@@ -107,6 +108,7 @@ class Agent:
         self._tasks: set[asyncio.Task[None]] = set()
         self._ports = _free_ports(config.host, PORTS_OFFERED)
         self._follower = LogFollower(self._on_files_changed)
+        self._log_limit = LogLimit(self._spec.log_limit)
         self._keeper: SnapshotKeeper | None = None
         self._ledger_copy = LedgerCopy(config.job_dir / "nodes" / config.node)
         self._sending_ledger: asyncio.Task[None] | None = None
@@ -188,6 +190,7 @@ class Agent:
         conversation = asyncio.create_task(self._link.run())
         conversation.add_done_callback(self._on_link_ended)
         self._spawn(self._ledger_copy.run())
+        self._log_limit.start()
         if self._config.ready_port is not None:
             self._spawn(self._show_ready(self._config.ready_port))
         if self._keeper is not None:
@@ -209,6 +212,7 @@ class Agent:
             await self._keeper.close(self._gives_back)
         await self._pool.close()
         self._follower.close()
+        self._log_limit.close()
         self._watcher.close()
         return self._code
 
@@ -422,6 +426,7 @@ class Agent:
         )
         self._leftovers.began(warm.pid)
         self._workers[order.worker] = worker
+        self._log_limit.add(worker.log)
         env = dict(order.env)
         env["HOLDFAST_JOB_DIR"] = str(config.job_dir)
         env["HOLDFAST_WORKER"] = order.worker
@@ -545,6 +550,7 @@ class Agent:
         # name may be a new one.
         if self._workers.get(worker.name) is worker:
             del self._workers[worker.name]
+        self._log_limit.remove(worker.log)
         try:
             if self._keeper is not None:
                 self._keeper.gone(worker.name)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.observe.inotify import Inotify
+from holdfast.observe.log_tail import appended
 
 
 class LogFollower:
@@ -62,14 +63,12 @@ class LogFollower:
         try:
             with self._path.open("rb") as log:
                 log.seek(self._offsets.get(self._path, 0))
-                data = log.read()
+                for block in appended(log):
+                    sys.stdout.buffer.write(block)
+                sys.stdout.buffer.flush()
+                self._offsets[self._path] = log.tell()
         except FileNotFoundError:
             self._path = None  # somebody removed it
-            return
-        self._offsets[self._path] = self._offsets.get(self._path, 0) + len(data)
-        try:
-            sys.stdout.buffer.write(data)
-            sys.stdout.buffer.flush()
         except BrokenPipeError:
             self._path = None  # the launcher is gone: nobody looks any more
 

@@ -87,6 +87,8 @@ def _refuse_others(given: RunOptions) -> None:
         raise UsageError(
             f"{option} is not for --engine kubernetes, where this command may be left; run `holdfast {option[2:]}` beside it"
         )
+    for option in _set(given, "log_limit"):
+        raise UsageError(f"{option} is not for --engine kubernetes: there each worker's log may have 1 GiB")
     for option in _set(given, "port"):
         raise UsageError(f"{option} is not for --engine kubernetes: the coordinator has a pod of its own")
 

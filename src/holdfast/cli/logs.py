@@ -110,16 +110,23 @@ def _chosen(sources: LogSources, folder: Path) -> dict[Path, str]:
 
 def _print(path: Path, label: str, lines: int, write: Write) -> bool:
     """Whether there was anything to print."""
-    from holdfast.observe.log_tail import last_lines
+    from holdfast.observe.log_tail import WholeLines, first_data, last_lines
+    from holdfast.protocol import units
 
+    cut, some = WholeLines(), False
     try:
         with path.open("rb") as file:
-            data = last_lines(file, lines)
+            if lines <= 0 and (gone := first_data(file, 0)):
+                sys.stderr.write(f"{label}: the first {units.size(gone)} were given back (--log-limit)\n")
+            for block in last_lines(file, lines):
+                if whole := cut.take(block):
+                    write(label, whole)
+                    some = True
     except FileNotFoundError:
         return False
-    if data:
-        write(label, data if data.endswith(b"\n") else data + b"\n")
-    return bool(data)
+    if cut.rest:
+        write(label, cut.rest + b"\n")
+    return some or bool(cut.rest)
 
 
 async def _follow(

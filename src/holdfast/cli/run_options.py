@@ -262,6 +262,14 @@ class RunOptions:
             "Without it HOLDFAST_LOG applies.",
         ),
     ] = ""
+    log_limit: Annotated[
+        str,
+        Option(
+            metavar="SIZE",
+            example="1G",
+            help="Disk for the log of each worker, 16M or more. Beyond it the oldest output is given back.",
+        ),
+    ] = "1G"
     nodes: Annotated[NodeOptions, Group("Nodes")] = NodeOptions()
     failures: Annotated[FailureOptions, Group("Failures")] = FailureOptions()
     save: Annotated[SaveOptions, Group("Snapshots, checkpoints and data")] = SaveOptions()

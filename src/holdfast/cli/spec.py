@@ -30,8 +30,10 @@ from holdfast.protocol.free_memory import available_bytes
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.job_options import SlurmOptions, SshOptions
 from holdfast.protocol.processes import text_of
+from holdfast.protocol.sizes import parse_size
 
 MIN_FREE_BYTES = 256 << 20
+LEAST_LOG_LIMIT = 16 << 20
 HOST = "127.0.0.1"
 
 
@@ -77,6 +79,7 @@ def plan(given: RunOptions) -> JobSpec:
         ssh=ssh,
         health=plan_health(given.health),
         replay_every=parse_replay(given.health.replay, low * nproc),
+        log_limit=parse_log_limit(given.log_limit),
         log=_log(given.log_level),
     )
     check_text(spec)
@@ -107,6 +110,16 @@ def _log(given: str) -> str:
     text = given or os.environ.get(logs.VARIABLE, "")
     logs.parse_settings(text, "--log-level" if given else logs.VARIABLE)
     return text
+
+
+def parse_log_limit(text: str) -> int:
+    """`1G` in bytes. Raises UsageError."""
+    limit = parse_size("--log-limit", text)
+    if limit < LEAST_LOG_LIMIT:
+        raise UsageError(
+            f"--log-limit {text!r}: readers of a log need its newest megabytes; give {LEAST_LOG_LIMIT >> 20}M or more"
+        )
+    return limit
 
 
 def parse_nnodes(text: str) -> tuple[int, int]:

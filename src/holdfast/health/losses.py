@@ -105,6 +105,7 @@ class WorkerLosses:
     def __init__(self) -> None:
         self._scatter: deque[float] = deque(maxlen=WINDOW)
         self._recent: deque[str | None] = deque(maxlen=RECENT)
+        self._highest = 0.0
 
     def look(self, own: Mapping[str, float]) -> Outlier | None:
         """One block: per worker, its mean loss that was furthest from the job's. Of fewer than three nobody stands out."""
@@ -115,6 +116,7 @@ class WorkerLosses:
         usual = statistics.median(x if math.isfinite(x) else math.inf for x in own.values())
         if not math.isfinite(usual):
             return None  # most of them: it is the script's
+        self._highest = max(self._highest, abs(usual))
         off = {name: abs(x - usual) if math.isfinite(x) else math.inf for name, x in own.items()}
         # Before this block is added: a block in which one worker stands out must not widen the measure that
         # it is judged by.
@@ -122,7 +124,8 @@ class WorkerLosses:
         self._scatter.append(1.4826 * statistics.median(off.values()))
         if common is None:
             return None
-        limit = max(APART_SCALES * common, SHARE * abs(usual))
+        # The last two as for jumps: in a converged net one hard sample is far from all others, wherever it is computed.
+        limit = max(APART_SCALES * common, SHARE * abs(usual), STARTED * self._highest, LEAST)
         apart = [name for name, far in off.items() if far > limit]
         # Two at once are the data's or the script's. A processor that computes wrongly is one machine, and
         # alone.

@@ -38,6 +38,11 @@ _ADVICE = (
         "(--snapshot-memory).",
     ),
     (
+        r"^step \d+ ended a worker",
+        "Look at the samples of that step: `--nnodes 1` goes on from the newest saved step and computes all of them in one worker, "
+        "so let the data set print the numbers that it is asked for. After SIGKILL see `dmesg | grep -i oom` first.",
+    ),
+    (
         r"SIGKILL|out of memory",
         "Was it short of memory? See `dmesg | grep -i oom`; use fewer workers or a smaller batch.",
     ),

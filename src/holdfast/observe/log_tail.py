@@ -3,33 +3,83 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
 from holdfast.observe.inotify import CREATED, MODIFIED, Inotify
 
 _BLOCK_BYTES = 1 << 16
+LAST_BYTES = 8 << 20
+"""Of the last lines, and of one line: a log without line feeds may have gigabytes."""
 Write = Callable[[str, bytes], None]
 """Takes a file's label and complete lines of it."""
 NOTHING = -1
 """Instead of a number of lines: of what a file has, none."""
 
 
-def last_lines(file: BinaryIO, lines: int) -> bytes:
-    """The last lines of a file (0: all of it)."""
+def first_data(file: BinaryIO, at: int) -> int:
+    """The offset of the first byte at or after `at` that is on disk. Agents punch a hole over the oldest part of a log that is
+    larger than `--log-limit`, and a hole reads as zeros. Moves nothing."""
+    try:
+        number = file.fileno()
+        before = os.lseek(number, 0, os.SEEK_CUR)
+        try:
+            return os.lseek(number, at, os.SEEK_DATA)
+        finally:
+            os.lseek(number, before, os.SEEK_SET)  # the file's buffer counts on it
+    except OSError:
+        return at  # nothing follows, or it is no file of a disk
+
+
+def last_lines(file: BinaryIO, lines: int) -> Iterator[bytes]:
+    """The last lines of a file (0: all of it), in blocks: never more than LAST_BYTES in memory, nor of so many lines."""
     # Backward in blocks, because a log may have gigabytes. The file is left at the end that was seen at the start, and not at
     # its end now: what a worker appends meanwhile is read next, neither lost nor shown twice.
     end = at = file.seek(0, os.SEEK_END)
+    if lines <= 0:
+        yield from _between(file, 0, end)
+        return
     found = b""
-    while at > 0 and (lines <= 0 or found.count(b"\n") <= lines):
-        step = min(_BLOCK_BYTES, at)
+    least = first_data(file, max(0, end - LAST_BYTES))
+    while at > least and found.count(b"\n") <= lines:
+        step = min(_BLOCK_BYTES, at - least)
         at -= step
         file.seek(at)
         found = file.read(step) + found
     file.seek(end)
-    return found if lines <= 0 else b"".join(found.splitlines(keepends=True)[-lines:])
+    yield b"".join(found.splitlines(keepends=True)[-lines:])
+
+
+def _between(file: BinaryIO, at: int, end: int) -> Iterator[bytes]:
+    """What is on disk between two offsets. The file is left at the second one."""
+    at = file.seek(first_data(file, at))
+    while at < end and (block := file.read(min(_BLOCK_BYTES, end - at))):
+        at += len(block)
+        yield block
+    file.seek(end)
+
+
+def appended(file: BinaryIO) -> Iterator[bytes]:
+    """What the file has after its position, in blocks, to the end that it has now. What a hole covers is passed over."""
+    end = os.fstat(file.fileno()).st_size
+    return _between(file, file.tell(), end) if end > file.tell() else iter(())
+
+
+class WholeLines:
+    """Cuts blocks at the ends of lines."""
+
+    def __init__(self) -> None:
+        self.rest = b""
+        """The line that has no end yet."""
+
+    def take(self, block: bytes) -> bytes:
+        """The lines that are complete with this block, maybe none. One that is longer than LAST_BYTES is not waited for."""
+        whole, newline, self.rest = (self.rest + block).rpartition(b"\n")
+        if not newline and len(self.rest) > LAST_BYTES:
+            whole, self.rest = self.rest, b""
+        return whole + newline
 
 
 @dataclass
@@ -37,7 +87,7 @@ class _Followed:
     label: str
     lines: int
     file: BinaryIO | None = None
-    rest: bytes = b""
+    cut: WholeLines = field(default_factory=WholeLines)
 
 
 class Tail:
@@ -75,21 +125,21 @@ class Tail:
             if one.lines == NOTHING:
                 one.file.seek(0, os.SEEK_END)
                 return
-            data = last_lines(one.file, one.lines)
+            blocks = last_lines(one.file, one.lines)
         else:
-            data = one.file.read()
+            blocks = appended(one.file)
         # Complete lines only. Half a line would be labelled as a line of its own, and the lines of other workers would come
         # between its halves.
-        whole, newline, one.rest = (one.rest + data).rpartition(b"\n")
-        if newline:
-            self._write(one.label, whole + newline)
+        for block in blocks:
+            if whole := one.cut.take(block):
+                self._write(one.label, whole)
 
     def close(self) -> None:
         """Passes on the rest, including unfinished lines, and closes everything."""
         for path, one in self._followed.items():
             self._copy(path)
-            if one.rest:
-                self._write(one.label, one.rest + b"\n")
+            if one.cut.rest:
+                self._write(one.label, one.cut.rest + b"\n")
             if one.file is not None:
                 one.file.close()
         self._inotify.close()

@@ -13,6 +13,11 @@ from holdfast.protocol.snapshots import Saving
 CACHE_VARIABLE = "HOLDFAST_DATA_CACHE"
 """The environment variable that tells a worker its node's cache of remote data files."""
 
+DEFAULT_LOG_LIMIT = 1 << 30
+"""Bytes of a worker's log."""
+LOG_KEPT_SHARE = 0.75
+"""Of the limit: what is kept for certain. The rest is given back at once and not with every line."""
+
 REPLAY_VARIABLE = "HOLDFAST_REPLAY_EVERY"
 """The environment variable that tells a worker in how many steps one micro-batch is computed twice."""
 
@@ -60,6 +65,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     health: HealthSpec = HealthSpec()
     slurm: SlurmOptions = SlurmOptions()
     ssh: SshOptions = SshOptions()
+    log_limit: int = DEFAULT_LOG_LIMIT
+    """Bytes that the log of one worker may take on its node's disk; the oldest part is given back."""
     log: str = ""
     """`LEVEL[,json]` of the logs of all its processes; empty: each has its default. See `holdfast.logs`."""
 

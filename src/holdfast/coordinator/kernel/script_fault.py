@@ -8,6 +8,9 @@ import msgspec
 
 from holdfast.coordinator.kernel.membership_state import Failure
 
+SIGNAL, EXIT = "signal", "exit code"
+"""How the signature of a process that just ended begins; others are of exceptions."""
+
 
 class ScriptFault(msgspec.Struct, frozen=True):
     """A fault that the script would show on any machine."""
@@ -36,7 +39,7 @@ def script_fault(failures: Sequence[Failure], trained: bool = False, nodes: int 
     workers, attempts = {f.worker for f in same}, {f.generation for f in same}
     # A Python exception names a line of the script. A signal may be a flipped bit, a bad driver or the OOM
     # killer, so it takes one more witness before a person's job is stopped for it.
-    needed = 3 if last.signature.startswith("signal") else 2
+    needed = 3 if last.signature.startswith(SIGNAL) else 2
     # Two nodes, where there are two: a wrong path or a missing package on one node looks the same as a broken
     # script, except that the other node starts.
     if last.step is None:
@@ -46,6 +49,14 @@ def script_fault(failures: Sequence[Failure], trained: bool = False, nodes: int 
     # Both counts, because several workers of one attempt prove nothing: one NaN is reduced into every rank,
     # and all of them raise at once.
     if len(workers) >= needed and len(attempts) >= needed:
+        first, *others = dict.fromkeys(f.node for f in same)
+        # An exception names a line of the script, which says more than where it was raised.
+        if others and last.signature.startswith((SIGNAL, EXIT)):
+            named = f"{', '.join([first, *others[:-1]])} and {others[-1]}"
+            return ScriptFault(
+                f"step {last.step} ended a worker in {len(attempts)} attempts, on {named}, which have nothing in common but "
+                "the script and the samples of that step"
+            )
         return ScriptFault(
             f"the same error at step {last.step} in {len(attempts)} attempts on {len(workers)} workers"
         )

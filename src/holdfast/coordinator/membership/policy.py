@@ -9,7 +9,7 @@ import msgspec
 
 from holdfast.coordinator.kernel.membership_state import Blame, Failure
 from holdfast.coordinator.kernel.phases import WorkerPhase
-from holdfast.coordinator.kernel.script_fault import ScriptFault
+from holdfast.coordinator.kernel.script_fault import EXIT, SIGNAL, ScriptFault
 from holdfast.coordinator.membership import locality
 from holdfast.health import stacks as health_stacks
 from holdfast.protocol.messages import Exited, Generation, WorkerView
@@ -312,7 +312,7 @@ def gang_fault(failures: Sequence[Failure], nodes: int = 1) -> ScriptFault | Nod
         return None
     # An exit code or a signal may be the machine's, see `script_fault`; so one attempt more is needed before
     # a person is told that the script is broken.
-    exception = not run[0].signature.startswith(("signal", "exit code"))
+    exception = not run[0].signature.startswith((SIGNAL, EXIT))
     everywhere = len({f.node for f in run}) >= min(2, nodes)
     if everywhere and len(run) >= (2 if exception else 3):
         return ScriptFault(f"the same error in {len(run)} attempts in a row")
@@ -341,4 +341,4 @@ def failure_signature(blame: Blame, exited: Exited) -> str:
     """What makes two deaths the same: the exception if one was reported, else how the process ended."""
     if blame.traceback:
         return blame.traceback.strip().splitlines()[-1]
-    return f"signal {-exited.code}" if exited.code < 0 else f"exit code {exited.code}"
+    return f"{SIGNAL} {-exited.code}" if exited.code < 0 else f"{EXIT} {exited.code}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +12,6 @@ import msgspec
 
 from holdfast.coordinator.service.store import Store
 from holdfast.observe.incident_report import AROUND_S, story
-from holdfast.observe.log_tail import last_lines
 from holdfast.web.sources import Refused, frame, whole
 from holdfast.web.story import Story
 
@@ -100,13 +100,9 @@ def log(job_dir: Path, path: str) -> dict[str, Any]:
     if not real.is_relative_to(home) or not real.is_file():
         return {"path": path, "lines": [], "note": "the log is on its node, under this path"}
     with real.open("rb") as file:
-        size = file.seek(0, 2)
-        if size > LOG_BYTES:
-            # Only the end is read: a worker's log may have many gigabytes.
-            file.seek(size - LOG_BYTES)
-            text = file.read(LOG_BYTES)
-        else:
-            text = last_lines(file, 0)
+        # Only the end is read: a worker's log may have many gigabytes.
+        file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
+        text = file.read(LOG_BYTES)
     lines = text.decode(errors="replace").splitlines()[-LOG_LINES:]
     # A progress bar writes over its own line: a terminal shows what is behind the last return.
     return {"path": path, "lines": [line.rpartition("\r")[2][:2000] for line in lines], "note": ""}

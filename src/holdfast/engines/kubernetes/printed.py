@@ -17,12 +17,15 @@ from holdfast.engines.jobs import read_allocation
 from holdfast.engines.kubernetes.reach import KubernetesReach
 from holdfast.engines.kubernetes.resource import WORKER
 from holdfast.errors import UsageError
+from holdfast.protocol.job import DEFAULT_LOG_LIMIT, LOG_KEPT_SHARE
 
 
 def tail_command(path: Path, lines: int, follow: bool) -> list[str]:
     """lines: the last so many; 0: all."""
-    # By its name (-F): a log that is not there yet, or is replaced, is still found.
-    return ["tail", *(["-F"] if follow else []), "-n", str(lines) if lines else "+1", str(path)]
+    # By its name (-F): a log that is not there yet, or is replaced, is still found. All: what its agent keeps for certain, since
+    # a hole over the oldest part would come as zeros.
+    part = ["-n", str(lines)] if lines else ["-c", str(int(LOG_KEPT_SHARE * DEFAULT_LOG_LIMIT))]
+    return ["tail", *(["-F"] if follow else []), *part, str(path)]
 
 
 class Printed:
