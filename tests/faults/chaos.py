@@ -60,11 +60,15 @@ from test_snapshots import flip, memory_of, newest_slots, remove_memory_of
 from holdfast.checkpoint.archive import Archive
 from holdfast.coordinator.service.store import Store
 from holdfast.engines.client import JobClient
+from holdfast.engines.jobs import EXIT_STOPPED
 from holdfast.protocol.endpoint import read_endpoint
 from holdfast.protocol.faults import MACHINE_FAULTS, PHASES, FaultKind
+from holdfast.protocol.job_options import Timing
 
 EVERY = 10
 """Steps between two snapshots; there is a checkpoint for every second one."""
+JOB_S = 150
+"""A start of a job takes at most so long, besides what a worker may stand still for."""
 ROOT = os.getuid() == 0
 
 
@@ -563,10 +567,12 @@ def keep_if_failed(job: Job, error: type[BaseException] | None, *rest: object) -
         (job.home / "kept" / "output").write_text("\n======== next start\n".join(job.outputs))
 
 
-def disturb(job: Job, ends: list[tuple[str, str]], count: int, timeout: float = 240) -> Ran:
+def disturb(job: Job, ends: list[tuple[str, str]], count: int) -> Ran:
     """Runs a job to its end through faults that are drawn. ends: how each start before the last one ends, and what is damaged
     then; count: faults in each start."""
     detection = job.rng.choice((1, 2))
+    # A worker that stands still in its first step, which may compile, is given as long as a start may take.
+    timeout = Timing(detection_s=detection).start_s + JOB_S
     options = [*job.script.options(), "--detection", detection, "--snapshot-every", EVERY]
     options += ["--checkpoint", f"{job.tier},every={2 * EVERY},keep=5"]
     used: set[str] = set()
@@ -589,19 +595,20 @@ def disturb(job: Job, ends: list[tuple[str, str]], count: int, timeout: float = 
             check(job, ran)
             steps = ran.steps()
             assert not steps or steps[0] >= at_least, f"it went on from step {steps[0]}, not {at_least}"
-            if how and all_done and ran.code != 0:
+            if how and all_done and ran.code not in (0, EXIT_STOPPED):
                 assert ran.code == -signal.SIGKILL, f"exit code {ran.code}"
                 at_least = damage(job, what if how == ENDS[0] else "nothing")
                 unreadable = int(how == ENDS[0] and what in DAMAGED)
                 continue
-            assert ran.code == 0, f"exit code {ran.code}: {ran.report.get('reason')}"
+            stopped = ran.report.get("outcome") == "stopped"
+            assert ran.code == (EXIT_STOPPED if stopped else 0), f"exit code {ran.code}: {ran.report.get('reason')}"
             struck = job.done[before:]
             allowed = unreadable + sum(KINDS[name].incidents for name in struck if name in KINDS)
             causes = [incident["cause"] for incident in ran.report["incidents"]]
             assert len(causes) <= allowed, f"{len(causes)} incidents, where {allowed} may be: {causes}"
             lost = 0 if job.script.world else 2 * EVERY * len(struck)
             assert ran.report["steps"]["lost"] <= lost, f"{ran.report['steps']['lost']} steps lost"
-            if ran.report["outcome"] == "stopped":
+            if stopped:
                 assert how == "Ctrl-C", ran.report["reason"]
                 at_least, unreadable = ran.report["steps"]["committed"], 0
                 continue
