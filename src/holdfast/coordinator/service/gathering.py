@@ -23,6 +23,7 @@ from holdfast.coordinator.service.drain import FAREWELL_S
 from holdfast.coordinator.service.store import FIRST, Page, Store
 from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.protocol import messages as m
+from holdfast.protocol.decoding import decode
 from holdfast.protocol.endpoint import Endpoint
 from holdfast.protocol.frames import Codec, encode
 from holdfast.protocol.ledger_mark import LedgerMark
@@ -249,10 +250,7 @@ class Restored:
     def _write(self, number: int) -> None:
         if self._store is None:
             raise Unusable("it has pages and no base")
-        try:
-            page = _pages.decode(self._page)
-        except msgspec.MsgspecError as error:
-            raise Unusable(f"page {number} is of another version ({error})") from None
+        page = decode(_pages.decode, self._page, f"page {number} is of another version", error=Unusable)
         self._page.clear()
         there = self._store.pages()
         if number <= there:
