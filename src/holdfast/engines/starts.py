@@ -12,7 +12,8 @@ import msgspec
 
 from holdfast.coordinator.service.all_starts import Account, Start, forget, summed
 from holdfast.coordinator.service.store import Store, newest_ledger
-from holdfast.errors import HoldfastError
+from holdfast.errors import Damaged, HoldfastError
+from holdfast.protocol.stored import decode_file
 
 EARLIER = "earlier.json"
 """In `runs/`: the account of starts whose folders were removed."""
@@ -71,12 +72,15 @@ def keep_newest(job_dir: Path, count: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+_accounts = msgspec.json.Decoder(Account)
+
+
 def _earlier(runs: Path) -> Account:
     try:
-        return msgspec.json.decode((runs / EARLIER).read_bytes(), type=Account)
+        return decode_file(_accounts.decode, runs / EARLIER)
     except FileNotFoundError:
         return Account()
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, Damaged):
         # Damaged is unknown and not empty: goodput without those starts would look too good.
         return Account(starts=1, known=False)
 
@@ -96,7 +100,7 @@ def _start(store: Store) -> Start | None:
             began_at=began_at,
             began_utc_s=_began_utc_s(store),
         )
-    except (sqlite3.Error, HoldfastError, msgspec.MsgspecError, AttributeError):
+    except (sqlite3.Error, HoldfastError, AttributeError):
         return None
 
 
