@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import UsageError
+from holdfast.protocol.stored import decode_file
 
 
 def read_yaml(option: str, path: Path) -> dict[str, Any]:
@@ -18,12 +19,17 @@ def read_yaml(option: str, path: Path) -> dict[str, Any]:
         import yaml
     except ModuleNotFoundError:
         raise UsageError(f"{option} {path}: PyYAML is not installed: pip install pyyaml") from None
+
+    def mapping(data: bytes) -> Any:
+        try:
+            return yaml.safe_load(data.decode())
+        except yaml.YAMLError as error:
+            raise ValueError(" ".join(str(error).split())) from None
+
     try:
-        read = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{option} {path}: {getattr(error, 'strerror', None) or 'no text'}") from None
-    except yaml.YAMLError as error:
-        raise UsageError(f"{option} {path}: no YAML: {' '.join(str(error).split())}") from None
+        read = decode_file(mapping, path, f"{option} {path}: no YAML", error=UsageError)
+    except OSError as error:
+        raise UsageError(f"{option} {path}: {error.strerror}") from None
     if not isinstance(read, dict) or not all(isinstance(key, str) for key in read):
         raise UsageError(f"{option} {path}: a mapping of names to values is expected")
     return read

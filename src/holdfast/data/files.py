@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -18,6 +18,7 @@ import xxhash
 
 from holdfast.data.cache import local_tokens
 from holdfast.data.megatron import Index
+from holdfast.protocol.decoding import decode
 
 TOKEN_DTYPES = ("uint8", "uint16", "uint32", "int8", "int16", "int32", "int64")
 
@@ -171,13 +172,10 @@ def _map_indexed(path: Path, index: Index, dtype: np.dtype[Any] | None) -> Mappe
 
 
 def _map_npy(path: Path, dtype: np.dtype[Any] | None) -> Mapped:
-    try:
-        # Unlike np.load, this never falls back to zip or pickle, and it refuses object arrays.
-        tokens: Mapped = np.lib.format.open_memmap(path, mode="r")
-    except ValueError as error:
-        raise ValueError(
-            f"{path} is not a readable .npy file of integers ({error}); write it again"
-        ) from error
+    # Unlike np.load, this never falls back to zip or pickle, and it refuses object arrays.
+    read = partial(np.lib.format.open_memmap, mode="r")
+    what = f"{path} is not a readable .npy file of integers; write it again"
+    tokens: Mapped = decode(read, path, what, error=ValueError)
     if tokens.ndim != 1:
         raise ValueError(
             f"{path} holds an array of shape {tokens.shape}; tokens must be 1-D, so flatten it first"
