@@ -144,7 +144,8 @@ async def _ask(folder: Path, options: CheckOptions) -> CheckNews:
     from holdfast.protocol.checking import CheckNews
     from holdfast.protocol.decoding import decode
 
-    read, what = partial(msgspec.convert, type=CheckNews), "what the coordinator says cannot be read"
+    read = partial(msgspec.convert, type=CheckNews)
+    what = "what the coordinator says cannot be read"
     async with client_of(folder) as client:
         with _Doing() as doing:
             said = await client.post("/check", msgspec.json.encode(options).decode())

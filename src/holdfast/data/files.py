@@ -173,9 +173,9 @@ def _map_indexed(path: Path, index: Index, dtype: np.dtype[Any] | None) -> Mappe
 
 def _map_npy(path: Path, dtype: np.dtype[Any] | None) -> Mapped:
     # Unlike np.load, this never falls back to zip or pickle, and it refuses object arrays.
-    read = partial(np.lib.format.open_memmap, mode="r")
+    as_memory = partial(np.lib.format.open_memmap, mode="r")
     what = f"{path} is not a readable .npy file of integers; write it again"
-    tokens: Mapped = decode(read, path, what, error=ValueError)
+    tokens: Mapped = decode(as_memory, path, what, error=ValueError)
     if tokens.ndim != 1:
         raise ValueError(
             f"{path} holds an array of shape {tokens.shape}; tokens must be 1-D, so flatten it first"

@@ -13,6 +13,7 @@ import msgspec
 from holdfast.coordinator.service.all_starts import Account, Start, forget, summed
 from holdfast.coordinator.service.store import Store, newest_ledger
 from holdfast.errors import Damaged, HoldfastError
+from holdfast.protocol.decoding import decode
 from holdfast.protocol.stored import decode_file
 
 EARLIER = "earlier.json"
@@ -108,8 +109,12 @@ def _began_utc_s(store: Store) -> float | None:
     first = next(iter(store.raw_entries(0, 1)), None)
     if first is None:
         return None
-    _, t_s, utc, _, _ = first
     try:
-        return datetime.fromisoformat(utc).timestamp() - t_s
-    except ValueError:
+        return decode(_zero_s, first, "the first event")
+    except Damaged:
         return None
+
+
+def _zero_s(first: tuple[int, float, str, str, str]) -> float:
+    _, t_s, utc, _, _ = first
+    return datetime.fromisoformat(utc).timestamp() - t_s

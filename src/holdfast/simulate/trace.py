@@ -77,7 +77,7 @@ def _events_csv(name: str, text: str) -> Trace:
 def _json(name: str, text: str) -> Trace:
     found: Any = decode(msgspec.json.decode, text, f"trace {name} is no JSON", error=UsageError)
     if isinstance(found, list):
-        what = f'trace {name} has not only such changes as {{"t_s": 60, "node": "a", "up": true}}'
+        what = f'trace {name} is no list of changes; for example {{"t_s": 60, "node": "a", "up": true}}'
         read = partial(msgspec.convert, type=list[NodeChange])
         return _ordered(name, decode(read, found, what, error=UsageError))
     try:

@@ -566,8 +566,8 @@ def _entry(seq: int, t_s: float, utc: str, kind: str, fields: str) -> LedgerEntr
 
 
 def _step_row(row: dict[str, Any]) -> StepRow:
-    read = partial(msgspec.convert, type=StepRow, strict=False)
-    made: StepRow = decode(read, row, _DAMAGED, error=sqlite3.DatabaseError)
+    as_row = partial(msgspec.convert, type=StepRow, strict=False)
+    made: StepRow = decode(as_row, row, _DAMAGED, error=sqlite3.DatabaseError)
     return made
 
 

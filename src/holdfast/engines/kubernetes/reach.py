@@ -196,7 +196,7 @@ class KubernetesReach:
     async def _read_token(self) -> str:
         path = f"/api/v1/namespaces/{self._namespace}/secrets/{names.config_name(self._name)}"
         secret = await self._get(path, "its Secret is not there yet")
-        return decode(_token, secret, "the job's Secret is damaged", error=UsageError)
+        return decode(_token_in, secret, "the job's Secret is damaged", error=UsageError)
 
     async def _get(self, path: str, gone: str) -> dict[str, Any]:
         try:
@@ -222,7 +222,7 @@ class KubernetesReach:
             jobs.write_allocation(self._folder, msgspec.structs.replace(self._allocation, over=True))
 
 
-def _token(secret: dict[str, Any]) -> str:
+def _token_in(secret: dict[str, Any]) -> str:
     token: str = secret["data"][names.TOKEN_FILE]
     return base64.b64decode(token).decode()
 
