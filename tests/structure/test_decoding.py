@@ -54,6 +54,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("holdfast.checkpoint.consolidate", "torch.load"): TORCH,
     ("holdfast.checkpoint.convert", "torch.load"): TORCH,
     ("holdfast.checkpoint.dcp", "torch.load"): TORCH,
+    ("holdfast.cli.events", "datetime.datetime.fromisoformat"): "an argument of a command, refused by name",
     ("holdfast.cli.logs", "datetime.datetime.fromisoformat"): OWN,
     ("holdfast.cli.plan", "msgspec.json.decode"): "a file of the package",
     ("holdfast.coordinator.service.compaction", "Decoder.decode"): OWN,
@@ -240,10 +241,18 @@ class Reading:
         return False
 
     def _used_there(self, name: str, seen: set[str]) -> bool:
-        if name in seen:  # it calls itself
-            return True
-        loads = self._loads.get(name, [])
-        return bool(loads) and all(self._handed_over(node, seen | {name}) for node in loads)
+        if name in seen:
+            return False
+        seen = seen | {name}
+        # Where it calls itself tells nothing of how it is used.
+        loads = [node for node in self._loads.get(name, []) if not self._within(node, seen)]
+        return bool(loads) and all(self._handed_over(node, seen) for node in loads)
+
+    def _within(self, node: ast.AST, functions: set[str]) -> bool:
+        above = self._parents.get(node)
+        while above is not None and not (isinstance(above, ast.FunctionDef) and above.name in functions):
+            above = self._parents.get(above)
+        return above is not None
 
 
 def last(node: ast.AST) -> str:
@@ -299,6 +308,8 @@ def test_one_place_decodes_what_others_made():
         "from holdfast.protocol.decoding import decode\nimport json\ndecode(len, json.loads(data), 'x')",
         "from holdfast.protocol.decoding import decode\nimport json\ndef f(x):\n return json.loads(x)\ndecode(f, d, 'x')\nf(d)",
         "from elsewhere import decode\nimport json\ndecode(json.loads, data, 'x')",
+        "import json\nclass A:\n def add(self, x):\n  self._all.add(json.loads(x))",
+        "import json\ndef f(x):\n return g(x)\ndef g(x):\n f(json.loads(x))",
     ],
 )
 def test_a_decoding_elsewhere_is_found(source):
