@@ -10,7 +10,7 @@ from holdfast.engines.ssh.addresses import Seen, bind_address, choose_address, p
 from holdfast.engines.ssh.connection import OPTIONS, Reach, ssh_command
 from holdfast.engines.ssh.explain import failure, mismatch
 from holdfast.engines.ssh.words import PREFIX, Ended, Greeting, from_host, read_answer
-from holdfast.errors import UsageError
+from holdfast.errors import ProtocolError, UsageError
 from holdfast.protocol.job_options import SshOptions
 
 OURS = Greeting(version="1", python="3.11", torch="2.13.0", boot="x", client="", server="")
@@ -63,7 +63,7 @@ def test_another_environment_is_refused(field, value) -> None:
 def test_what_a_shell_prints_is_passed_over() -> None:
     assert read_answer(b"Welcome to b!\n") is None
     assert read_answer(from_host(Ended(1))) == Ended(1)
-    with pytest.raises(msgspec.MsgspecError):
+    with pytest.raises(ProtocolError):
         read_answer(PREFIX + b'{"type": "nothing"}\n')
 
 

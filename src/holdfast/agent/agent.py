@@ -44,6 +44,7 @@ from holdfast.protocol.node_place import NodePlace
 from holdfast.protocol.notice_board import NoticeBoard
 from holdfast.protocol.processes import kernel_id
 from holdfast.protocol.sockets import listening
+from holdfast.protocol.stored import decode_file
 
 _log = logging.getLogger(__name__)
 _PR_SET_CHILD_SUBREAPER = 36
@@ -98,7 +99,7 @@ class Agent:
         self._logs = config.job_dir / "logs" / config.node
         self._logs.mkdir(parents=True, exist_ok=True)
         self._pool = WarmPool(config.slots, config.preload, zygote, config.shared_machine)
-        self._spec = _specs.decode((config.job_dir / "spec.json").read_bytes())
+        self._spec = decode_file(_specs.decode, config.job_dir / "spec.json")
         self._workers: dict[str, WorkerProcess] = {}
         self._leftovers = Leftovers()
         self._unwanted: set[str] = set()

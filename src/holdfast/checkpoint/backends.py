@@ -42,6 +42,7 @@ from holdfast.checkpoint.rank_exchange import RankExchange
 from holdfast.errors import HoldfastError, StateError, TierError
 from holdfast.observe.transfer_progress import ByteCount, HowFar
 from holdfast.protocol import messages as m
+from holdfast.protocol.decoding import decode
 from holdfast.protocol.snapshots import DurableTier, Key, Shard, tiers_of
 from holdfast.tensors.index import Index
 
@@ -566,7 +567,7 @@ class StandaloneBackend:
         if self.rank:
             return ""
         try:
-            archive.commit(step, [msgspec.convert(x["shard"], Shard) for x in answers])
+            archive.commit(step, decode(_shards, answers, "what the ranks answered", error=TierError))
         except HoldfastError as error:
             return str(error)
         try:
@@ -580,6 +581,10 @@ class StandaloneBackend:
 
 AUTO_S = 60.0
 """What `auto` means where nobody measures failures."""
+
+
+def _shards(answers: list[dict[str, Any]]) -> list[Shard]:
+    return [msgspec.convert(x["shard"], Shard) for x in answers]
 
 
 def _own_memory() -> tuple[int, Path]:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from holdfast.errors import UsageError
+from holdfast.errors import StateError, UsageError
+from holdfast.protocol.decoding import decode
 from holdfast.tensors import writable
 from holdfast.tensors.dtensor_shards import Leaf, piece_of
 from holdfast.tensors.index import LARGE, Index, TensorSpec
@@ -99,14 +100,25 @@ def leaf_of(path: str, tensor: torch.Tensor) -> Leaf:
 
 
 def inlined(leaf: list[Any]) -> Any:
-    """The tensor, or the large whole number, of a leaf that went with the plain values."""
+    """The tensor, or the large whole number, of a leaf that went with the plain values.
+
+    Raises:
+        StateError: its bytes are none of its dtype and shape.
+    """
+    return decode(_inlined, leaf, "a small tensor of the state is damaged", error=StateError)
+
+
+def _inlined(leaf: list[Any]) -> Any:
     dtype, shape, data = leaf
     if dtype == LARGE:
         return int(data)
     value = (
         torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
     )
-    return value.view(getattr(torch, dtype)).reshape(tuple(shape))
+    try:
+        return value.view(getattr(torch, dtype)).reshape(tuple(shape))
+    except RuntimeError as error:  # torch's own word for a shape that does not fit
+        raise ValueError(str(error).partition("\n")[0]) from None
 
 
 def rebuild(tree: Any, tensors: list[Any], placing: Placing = no_mesh) -> Any:

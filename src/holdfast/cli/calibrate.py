@@ -126,16 +126,13 @@ def _read(name: str, per_node: int) -> list[Run]:
     from holdfast.engines import jobs, starts
     from holdfast.errors import UsageError
     from holdfast.plan.calibration import Run
+    from holdfast.protocol.stored import decode_file
 
     path = Path(name)
     # A coordinator that took over on another machine has a ledger of its own, job-2.sqlite.
     if path.is_file() and not path.match("job*.sqlite"):
-        try:
-            found = msgspec.json.decode(path.read_bytes())
-        except msgspec.DecodeError as error:
-            raise UsageError(
-                f"{path} is neither a report (JSON) nor a ledger named job.sqlite: {error}"
-            ) from error
+        what = f"{path} is neither a report (JSON) nor a ledger named job.sqlite"
+        found: object = decode_file(msgspec.json.decode, path, what, error=UsageError)
         if not isinstance(found, dict) or "incidents" not in found:
             raise UsageError(f"{path} is no report of a job: it has no incidents")
         return [Run(found, per_node)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -139,19 +140,22 @@ async def _ask(folder: Path, options: CheckOptions) -> CheckNews:
     import msgspec
 
     from holdfast.engines.reach import client_of
+    from holdfast.errors import UsageError
     from holdfast.protocol.checking import CheckNews
+    from holdfast.protocol.decoding import decode
 
+    read = partial(msgspec.convert, type=CheckNews)
+    what = "what the coordinator says cannot be read"
     async with client_of(folder) as client:
         with _Doing() as doing:
-            news = msgspec.convert(
-                await client.post("/check", msgspec.json.encode(options).decode()), CheckNews
-            )
+            said = await client.post("/check", msgspec.json.encode(options).decode())
+            news: CheckNews = decode(read, said, what, error=UsageError)
             while not news.over:
                 doing.now(_told(news))
                 # The answer comes when there is something newer than `version`, so this waits at the
                 # coordinator and does not poll it.
                 page = f"/check?id={news.id}&after={news.version}"
-                news = msgspec.convert(await client.get(page), CheckNews)
+                news = decode(read, await client.get(page), what, error=UsageError)
             return news
 
 

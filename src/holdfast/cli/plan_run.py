@@ -12,6 +12,7 @@ from holdfast.cli.common import AsJson, Output, width_of, write_as
 from holdfast.cli.options import command
 from holdfast.plan.options import PlanOptions
 from holdfast.protocol.options import given
+from holdfast.protocol.stored import decode_file
 
 if TYPE_CHECKING:
     from holdfast.plan.candidates import Candidate
@@ -127,11 +128,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
     from holdfast.errors import UsageError
 
     try:
-        found = msgspec.yaml.decode(path.read_bytes())
+        found: Any = decode_file(msgspec.yaml.decode, path, f"{path} is no YAML", error=UsageError)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
-    except (msgspec.DecodeError, ValueError) as error:
-        raise UsageError(f"{path} is no YAML: {error}") from error
     except ImportError:
         raise UsageError("reading YAML needs PyYAML: pip install pyyaml") from None
     if not isinstance(found, dict):
@@ -147,11 +146,9 @@ def _report(path: Path | None) -> dict[str, Any] | None:
     from holdfast.errors import UsageError
 
     try:
-        found = msgspec.json.decode(path.read_bytes())
+        found: Any = decode_file(msgspec.json.decode, path, f"--report {path} is no report", error=UsageError)
     except OSError as error:
         raise UsageError(f"--report {path} cannot be read: {error.strerror}") from error
-    except msgspec.DecodeError as error:
-        raise UsageError(f"--report {path} is no report: {error}") from error
     # A ledger's or another program's JSON has none. Read as a report it would give times of no incidents,
     # which are those of the preset, and look measured.
     if not isinstance(found, dict) or "incidents" not in found:

@@ -78,11 +78,13 @@ def simulate(
 
 def _trace(path: Path) -> Trace:
     from holdfast.errors import UsageError
+    from holdfast.protocol.stored import decode_file
     from holdfast.simulate.trace import parse
 
     try:
-        return parse(path.name, path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
+        text = decode_file(bytes.decode, path, f"--trace {path} cannot be read", error=UsageError)
+        return parse(path.name, text)
+    except OSError as error:
         raise UsageError(f"--trace {path} cannot be read: {error}") from error
 
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 from holdfast.errors import UsageError
+from holdfast.protocol.stored import decode_file
+
+MOST_BYTES = 1 << 20
+MOST_DEPTH = 100
+"""Brackets that are open at a time, those in texts included."""
 
 
 def read_yaml(option: str, path: Path) -> dict[str, Any]:
@@ -18,15 +24,31 @@ def read_yaml(option: str, path: Path) -> dict[str, Any]:
         import yaml
     except ModuleNotFoundError:
         raise UsageError(f"{option} {path}: PyYAML is not installed: pip install pyyaml") from None
+
+    def mapping(data: bytes) -> Any:
+        text = data.decode()
+        _check_depth(text)
+        try:
+            return yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ValueError(" ".join(str(error).split())) from None
+
     try:
-        read = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{option} {path}: {getattr(error, 'strerror', None) or 'no text'}") from None
-    except yaml.YAMLError as error:
-        raise UsageError(f"{option} {path}: no YAML: {' '.join(str(error).split())}") from None
+        read = decode_file(mapping, path, f"{option} {path}: no YAML", error=UsageError, most=MOST_BYTES)
+    except OSError as error:
+        raise UsageError(f"{option} {path}: {error.strerror}") from None
     if not isinstance(read, dict) or not all(isinstance(key, str) for key in read):
         raise UsageError(f"{option} {path}: a mapping of names to values is expected")
     return read
+
+
+def _check_depth(text: str) -> None:
+    """PyYAML's time grows with the square of the number of open brackets. Raises ValueError."""
+    depth = 0
+    for bracket in re.findall(r"[\[\]{}]", text):
+        depth += 1 if bracket in "[{" else -1
+        if depth > MOST_DEPTH:
+            raise ValueError("it is nested too deep")
 
 
 def yaml_text(values: list[dict[str, Any]]) -> str:

@@ -23,11 +23,13 @@ from holdfast.coordinator.service.ledger import RETRY_S
 from holdfast.coordinator.service.pulse import beat
 from holdfast.coordinator.service.server import Coordinator
 from holdfast.coordinator.service.store import own_ledger
+from holdfast.errors import Damaged
 from holdfast.health.identity import identity
 from holdfast.protocol.authentication import BACKLOG
 from holdfast.protocol.job import JobSpec, Resume
 from holdfast.protocol.leadership import EXIT_NO_ROOM, EXIT_SUPERSEDED
 from holdfast.protocol.sockets import listening, raise_descriptor_limit
+from holdfast.protocol.stored import decode_file
 
 _log = logging.getLogger("holdfast.coordinator")
 
@@ -68,11 +70,18 @@ def main() -> int:
     except OSError as error:
         sys.stderr.write(f"holdfast: the coordinator cannot start: {error}\n")
         return EXIT_NO_ROOM
+    except Damaged as error:
+        sys.stderr.write(f"holdfast: the coordinator cannot start: {error}\n")
+        return 1
+
+
+_specs = msgspec.json.Decoder(JobSpec)
+_resumes = msgspec.json.Decoder(Resume)
 
 
 def _run(given: argparse.Namespace) -> int:
-    spec = msgspec.json.decode((given.job_dir / "spec.json").read_bytes(), type=JobSpec)
-    resume = msgspec.json.decode((given.job_dir / "resume.json").read_bytes(), type=Resume)
+    spec = decode_file(_specs.decode, given.job_dir / "spec.json")
+    resume = decode_file(_resumes.decode, given.job_dir / "resume.json")
     # A file of its own for each term: machines that cannot see each other must not append to the same one.
     name = f"coordinator-{given.term}.log" if given.term else "coordinator.log"
     close_log = logs.configure(

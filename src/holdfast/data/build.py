@@ -33,7 +33,8 @@ from holdfast.data.encoding import Encoder, load_encoder
 from holdfast.data.inputs import Unit, find_files, plan_units
 from holdfast.data.megatron import CODES, write_index
 from holdfast.data.options import BuildOptions, Format
-from holdfast.errors import DataError, UsageError
+from holdfast.errors import Damaged, DataError, UsageError
+from holdfast.protocol.stored import decode_file
 
 UNIT_BYTES = 4 << 20
 MOST_UNIT_BYTES = 32 << 20
@@ -137,8 +138,8 @@ def build(
 def describe(prefix: Path) -> Description | None:
     """What PREFIX.build.json says; None where there is none, or it is not ours."""
     try:
-        return _descriptions.decode(_with(prefix, ".build.json").read_bytes())
-    except (OSError, msgspec.MsgspecError):
+        return decode_file(_descriptions.decode, _with(prefix, ".build.json"))
+    except (OSError, Damaged):
         return None
 
 

@@ -28,10 +28,11 @@ import msgspec
 import xxhash
 
 from holdfast.data.version import Changed, Version
-from holdfast.errors import DataError, UsageError
+from holdfast.errors import Damaged, DataError, UsageError
 from holdfast.observe.transfer_progress import ByteCount
 from holdfast.protocol.job import CACHE_VARIABLE
 from holdfast.protocol.sizes import parse_size
+from holdfast.protocol.stored import decode_file
 
 if TYPE_CHECKING:
     from holdfast.data.fetching import Remote
@@ -207,8 +208,8 @@ class Cache:
 
     def _entry(self, key: str) -> Entry | None:
         try:
-            return _entries.decode((self._entries / key).read_bytes())
-        except (FileNotFoundError, msgspec.DecodeError):
+            return decode_file(_entries.decode, self._entries / key)
+        except (FileNotFoundError, Damaged):
             return None
 
     def _sound(self, entry: Entry | None, key: str) -> Entry | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import tokenize
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -18,6 +19,7 @@ import xxhash
 
 from holdfast.data.cache import local_tokens
 from holdfast.data.megatron import Index
+from holdfast.protocol.decoding import decode
 
 TOKEN_DTYPES = ("uint8", "uint16", "uint32", "int8", "int16", "int32", "int64")
 
@@ -171,13 +173,9 @@ def _map_indexed(path: Path, index: Index, dtype: np.dtype[Any] | None) -> Mappe
 
 
 def _map_npy(path: Path, dtype: np.dtype[Any] | None) -> Mapped:
-    try:
-        # Unlike np.load, this never falls back to zip or pickle, and it refuses object arrays.
-        tokens: Mapped = np.lib.format.open_memmap(path, mode="r")
-    except ValueError as error:
-        raise ValueError(
-            f"{path} is not a readable .npy file of integers ({error}); write it again"
-        ) from error
+    # Unlike np.load, this never falls back to zip or pickle, and it refuses object arrays.
+    what = f"{path} is not a readable .npy file of integers; write it again"
+    tokens: Mapped = decode(_as_memory, path, what, error=ValueError)
     if tokens.ndim != 1:
         raise ValueError(
             f"{path} holds an array of shape {tokens.shape}; tokens must be 1-D, so flatten it first"
@@ -188,6 +186,14 @@ def _map_npy(path: Path, dtype: np.dtype[Any] | None) -> Mapped:
             f"{path} holds {tokens.dtype}, not {dtype}; leave dtype out, a .npy file states its own"
         )
     return tokens
+
+
+def _as_memory(path: Path) -> Mapped:
+    try:
+        return np.lib.format.open_memmap(path, mode="r")
+    # The head is read as an expression of Python's, which fails in its own ways; MemoryError: it is nested too deep.
+    except (tokenize.TokenError, SyntaxError, MemoryError) as error:
+        raise ValueError(str(error) or "its head cannot be read") from None
 
 
 def _map_raw(path: Path, dtype: np.dtype[Any] | None) -> Mapped:

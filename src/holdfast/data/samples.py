@@ -38,7 +38,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.errors import DataError, UsageError
+from holdfast.errors import Damaged, DataError, UsageError
+from holdfast.protocol.decoding import decode
 
 _log = logging.getLogger(__name__)
 SUFFIX = ".samples"
@@ -248,9 +249,9 @@ def _read(path: Path, size: int, seen: Callable[[int], None]) -> tuple[_Head, li
     decoded: _Head | None = None
     lines: list[_Line] = []
     try:
-        decoded = _heads.decode(head)
-        lines.extend(map(_lines.decode, following))
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        decoded = decode(_heads.decode, head, "the head")
+        lines.extend(decode(_lines.decode, line, "a line") for line in following)
+    except Damaged as error:
         number = 1 if decoded is None else len(lines) + 2
         raise DataError(
             f"{path}, line {number}, is damaged ({error}): what this worker did is not known"

@@ -14,6 +14,7 @@ import msgspec
 
 from holdfast.engines import jobs
 from holdfast.errors import UsageError
+from holdfast.protocol.decoding import decode
 from holdfast.protocol.endpoint import Endpoint, read_endpoint
 from holdfast.protocol.http_client import Answer, Unproven, proven_session, request
 from holdfast.protocol.status_change import CHANGED, WHOLE, Status
@@ -130,6 +131,13 @@ class FolderReach:
             return
 
 
+_announcements = msgspec.json.Decoder(Announcement)
+
+
+def _seq(value: Any) -> int:
+    return int(value["seq"])
+
+
 class JobClient:
     """HTTP to the coordinator of one job, with the job's token. An async context manager."""
 
@@ -147,7 +155,7 @@ class JobClient:
 
     async def get(self, path: str) -> Any:
         """A JSON page. Raises NoAnswer when nobody answers."""
-        return msgspec.json.decode(await self.get_bytes(path))
+        return self._read(await self.get_bytes(path))
 
     async def get_bytes(self, path: str) -> bytes:
         """Any page. Raises NoAnswer when nobody answers."""
@@ -160,7 +168,14 @@ class JobClient:
             UsageError: the coordinator's words when it refuses.
             NoAnswer: nobody answers.
         """
-        return msgspec.json.decode(await self._request("POST", path, body, repeat))
+        return self._read(await self._request("POST", path, body, repeat))
+
+    def _read(self, answer: bytes) -> Any:
+        return decode(msgspec.json.decode, answer, self._unreadable, error=UsageError)
+
+    @property
+    def _unreadable(self) -> str:
+        return f"what the coordinator of the job {self._name!r} answers cannot be read"
 
     async def _request(self, method: str, path: str, body: str = "", repeat: bool = False) -> bytes:
         deadline = time.monotonic() + PATIENCE_S
@@ -203,15 +218,18 @@ class JobClient:
             # believes to be there.
             async with aclosing(self._reach.listen(after)) as heard:
                 async for text in heard:
-                    announcement = msgspec.json.decode(text, type=Announcement)
+                    announcement = decode(_announcements.decode, text, self._unreadable, error=UsageError)
                     if announcement.kind == "event":
                         # A new coordinator is asked for everything after this number, so that no event is
                         # shown twice and none is missed.
-                        after = max(after, int(announcement.value["seq"]))
+                        seq = decode(_seq, announcement.value, self._unreadable, error=UsageError)
+                        after = max(after, seq)
                     elif announcement.kind == WHOLE:
-                        announcement = Announcement(WHOLE, status.whole(announcement.value))
+                        whole = decode(status.whole, announcement.value, self._unreadable, error=UsageError)
+                        announcement = Announcement(WHOLE, whole)
                     elif announcement.kind == CHANGED:
-                        if (now := status.changed(announcement.value)) is None:
+                        now = decode(status.changed, announcement.value, self._unreadable, error=UsageError)
+                        if now is None:
                             continue
                         announcement = Announcement(WHOLE, now)
                     yield announcement

@@ -19,10 +19,10 @@ from holdfast.checkpoint.archive import Archive
 from holdfast.checkpoint.memory import memory_base, remove_memory
 from holdfast.coordinator.service.store import FIRST
 from holdfast.engines import starts
-from holdfast.errors import HoldfastError, UsageError
+from holdfast.errors import Damaged, HoldfastError, UsageError
 from holdfast.observe.transfer_progress import ByteCount
 from holdfast.protocol.job import Durable, JobSpec, Resume
-from holdfast.protocol.stored import read_stored
+from holdfast.protocol.stored import decode_file, read_stored
 
 KEEP_LEDGERS = 5
 
@@ -359,8 +359,8 @@ class JobFolder:
     def _report(self) -> dict[str, object]:
         """Of the run before; empty where there was none, or it was killed."""
         try:
-            return msgspec.json.decode((self.path / "report.json").read_bytes(), type=dict[str, object])
-        except (OSError, msgspec.MsgspecError):
+            return decode_file(reports.decode, self.path / "report.json")
+        except (OSError, Damaged):
             return {}
 
     def put_away(self) -> None:

@@ -16,12 +16,13 @@ from urllib.parse import urlencode
 
 import msgspec
 
+from holdfast.engines import jobs
 from holdfast.engines.base import Engine
 from holdfast.engines.client import Announcement, FolderReach, JobClient
 from holdfast.engines.coordinator_keeper import CoordinatorConfig, CoordinatorKeeper, Superseded, listen
 from holdfast.engines.scraping import publish, withdraw
 from holdfast.engines.shown import Shown, View
-from holdfast.errors import HoldfastError, UsageError
+from holdfast.errors import Damaged, HoldfastError, UsageError
 from holdfast.protocol.availability import Availability, OrderDone
 from holdfast.protocol.endpoint import read_endpoint
 from holdfast.protocol.engine_orders import (
@@ -35,6 +36,7 @@ from holdfast.protocol.engine_orders import (
 )
 from holdfast.protocol.job import JobSpec, Resume
 from holdfast.protocol.notices import NoticeCause
+from holdfast.protocol.stored import decode_file
 from holdfast.web.sources import CODE_PATH
 
 _log = logging.getLogger(__name__)
@@ -354,8 +356,8 @@ class Launcher(ABC):
 
     def _report(self) -> dict[str, Any]:
         try:
-            report: dict[str, Any] = msgspec.json.decode((self.job_dir / "report.json").read_bytes())
-        except (OSError, msgspec.MsgspecError):
+            report = decode_file(jobs.reports.decode, self.job_dir / "report.json")
+        except (OSError, Damaged):
             if self._told is not None:  # it could not be written
                 return self._told
             return {"outcome": KILLED, "reason": "stopped at once", "incidents": []}

@@ -12,7 +12,9 @@ import msgspec
 
 from holdfast.coordinator.service.all_starts import Account, Start, forget, summed
 from holdfast.coordinator.service.store import Store, newest_ledger
-from holdfast.errors import HoldfastError
+from holdfast.errors import Damaged, HoldfastError
+from holdfast.protocol.decoding import decode
+from holdfast.protocol.stored import decode_file
 
 EARLIER = "earlier.json"
 """In `runs/`: the account of starts whose folders were removed."""
@@ -71,12 +73,15 @@ def keep_newest(job_dir: Path, count: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+_accounts = msgspec.json.Decoder(Account)
+
+
 def _earlier(runs: Path) -> Account:
     try:
-        return msgspec.json.decode((runs / EARLIER).read_bytes(), type=Account)
+        return decode_file(_accounts.decode, runs / EARLIER)
     except FileNotFoundError:
         return Account()
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, Damaged):
         # Damaged is unknown and not empty: goodput without those starts would look too good.
         return Account(starts=1, known=False)
 
@@ -96,7 +101,7 @@ def _start(store: Store) -> Start | None:
             began_at=began_at,
             began_utc_s=_began_utc_s(store),
         )
-    except (sqlite3.Error, HoldfastError, msgspec.MsgspecError, AttributeError):
+    except (sqlite3.Error, HoldfastError, AttributeError):
         return None
 
 
@@ -104,8 +109,12 @@ def _began_utc_s(store: Store) -> float | None:
     first = next(iter(store.raw_entries(0, 1)), None)
     if first is None:
         return None
-    _, t_s, utc, _, _ = first
     try:
-        return datetime.fromisoformat(utc).timestamp() - t_s
-    except ValueError:
+        return decode(_zero_s, first, "the first event")
+    except Damaged:
         return None
+
+
+def _zero_s(first: tuple[int, float, str, str, str]) -> float:
+    _, t_s, utc, _, _ = first
+    return datetime.fromisoformat(utc).timestamp() - t_s

@@ -16,7 +16,9 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from holdfast.errors import Damaged
 from holdfast.health.samples import Line
+from holdfast.protocol.decoding import decode
 
 SOURCE = "kmsg"
 RECORD_BYTES = 8192
@@ -235,8 +237,8 @@ def journal_text(entry: bytes) -> str | None:
     line of its own. A message that is not plain text comes as a list of its bytes.
     """
     try:
-        fields = json.loads(entry)
-    except (ValueError, RecursionError):
+        fields = decode(json.loads, entry, "an entry of the journal")
+    except Damaged:
         return None
     # Fields that begin with an underscore are journald's own and cannot be set by a program. Both are asked
     # for: `--dmesg` selects the transport, and a user's line in /dev/kmsg has it too, but another facility.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import msgspec
 
-from holdfast.errors import UsageError
+from holdfast.errors import Damaged, UsageError
 from holdfast.health.patterns import compiled
+from holdfast.protocol.decoding import decode
 from holdfast.protocol.health import Remedy, Severity, acts_on_node
 from holdfast.protocol.times import parse_seconds
 
@@ -159,10 +161,11 @@ def make_rule(fields: dict[str, Any], own: bool = False) -> Rule:
         fields.setdefault("remedy", "restart-worker")
         fields.setdefault("quiet", 1.0)  # each counts: what a log says is acted on when it comes again
     try:
-        rule = msgspec.structs.replace(msgspec.convert(fields, Rule), own=own)
-    except msgspec.ValidationError as error:
+        made: Rule = decode(partial(msgspec.convert, type=Rule), fields, "")
+        rule = msgspec.structs.replace(made, own=own)
+    except Damaged as error:
         # msgspec names the field only in its message; the rule file's line is found by that name.
-        text = str(error)
+        text = str(error).removeprefix(": ")
         at = re.search(r"`\$\.(\w+)", text)
         raise RuleError(at[1] if at else "id", text.replace(" - at `$.", " - at `")) from None
     _check(rule)

@@ -12,8 +12,12 @@ from typing import Any
 
 from holdfast.errors import UsageError
 from holdfast.health.rules import Rule, RuleError, make_rule
+from holdfast.protocol.decoding import decode
 
 Fields = dict[str, Any]
+MOST_BYTES = 1 << 20
+"""Of a rule file. Reading names with many dots takes time that grows with their square."""
+
 _FAMILY_KEYS = ("source", "pattern", "subject", "variant", "quiet", "reference", "examples", "others")
 _TABLES = ("class", "code")
 
@@ -56,10 +60,11 @@ class RuleSet:
         Raises:
             UsageError: the file or one of its rules is wrong; the line is named, and nothing was taken in.
         """
-        try:
-            tables = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise UsageError(f"{name}: {error}") from None
+        # All of it is the reading of somebody's file: a table where a text belongs is found wherever it is looked at.
+        return decode(lambda text: self._read(text, name, own), text, name, error=UsageError, most=MOST_BYTES)
+
+    def _read(self, text: str, name: str, own: bool) -> list[str]:
+        tables = tomllib.loads(text)
         unknown = set(tables) - {"rule", "family"}
         if unknown:
             key = min(unknown)

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
-from holdfast.errors import Damaged, HoldfastError
+from holdfast.errors import Damaged
 
 MOST_BYTES = 64 << 20
 """Far above all that is read by whole documents, and little enough for untyped JSON of it to fit into memory."""
@@ -38,7 +38,7 @@ def decode(
     data: Given,
     what: str,
     *,
-    error: type[HoldfastError] = Damaged,
+    error: type[Exception] = Damaged,
     most: int = MOST_BYTES,
 ) -> T:
     """What `reader` makes of bytes or text of somebody else.

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import msgspec
 
+from holdfast.errors import Damaged
 from holdfast.protocol.sockets import host_and_port
+from holdfast.protocol.stored import decode_file
 
 FILE_NAME = "coordinator.json"
 NAME_PATH = "/name"
@@ -60,13 +62,16 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
         return self.name, msgspec.structs.replace(self, dialled=self.address).name
 
 
+_endpoints = msgspec.json.Decoder(Endpoint)
+
+
 def read_endpoint(job_dir: Path) -> Endpoint | None:
     """What the newest coordinator wrote; None while there is none."""
     try:
-        return msgspec.json.decode((job_dir / FILE_NAME).read_bytes(), type=Endpoint)
+        return decode_file(_endpoints.decode, job_dir / FILE_NAME)
     # Not there yet, or not readable on this machine yet: both mean the same to whoever waits for a
     # coordinator.
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, Damaged):
         return None
 
 

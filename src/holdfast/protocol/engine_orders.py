@@ -15,6 +15,9 @@ from typing import Any
 
 import msgspec
 
+from holdfast.errors import ProtocolError
+from holdfast.protocol.decoding import decode
+
 
 class ProvideNode(msgspec.Struct, frozen=True, tag="provide-node"):
     """Provide one more node."""
@@ -79,10 +82,15 @@ def as_announced(order: EngineOrder) -> dict[str, Any]:
 
 
 def of_announcement(kind: str, value: dict[str, Any]) -> EngineOrder | None:
-    """The order that was announced; None: the announcement is of something else."""
+    """The order that was announced; None: the announcement is of something else. Raises ProtocolError where it cannot be read."""
     if kind not in _KINDS:
         return None
-    order: EngineOrder = msgspec.convert({**value, "type": kind}, type=EngineOrder)
+    order: EngineOrder = decode(
+        lambda given: msgspec.convert({**given, "type": kind}, type=EngineOrder),
+        value,
+        "an order of the coordinator cannot be read",
+        error=ProtocolError,
+    )
     return order
 
 

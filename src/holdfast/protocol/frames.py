@@ -14,9 +14,11 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from holdfast.errors import ProtocolError
+from holdfast.protocol.decoding import decode
 
 MAX_FRAME_BYTES = 16 << 20
 _HEADER = struct.Struct(">I")
+_CANNOT = "cannot read a message; run one version on all nodes"
 # One for all: an encoder holds no state between calls, and making one costs more than encoding a heartbeat.
 _encoder = msgspec.msgpack.Encoder()
 
@@ -42,13 +44,9 @@ class Codec(Generic[T]):
 
     def decode(self, body: bytes | bytearray | memoryview) -> T:
         """One message from its bytes."""
-        try:
-            return self._decoder.decode(body)
         # Everything that bytes of a stranger can bring about becomes one exception, so callers close one
         # connection instead of ending a thread.
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            # msgspec lets two of Python's own through: for text that is not UTF-8, and for what is nested too deep.
-            raise ProtocolError(f"cannot read a message ({error}); run one version on all nodes") from error
+        return decode(self._decoder.decode, body, _CANNOT, error=ProtocolError)
 
     def read(self, sock: socket.socket) -> T | None:
         """The next message of a blocking socket; None at its end."""

@@ -11,7 +11,8 @@ from typing import Protocol
 import aiohttp
 import msgspec
 
-from holdfast.errors import UsageError
+from holdfast.errors import Damaged, UsageError
+from holdfast.protocol.decoding import decode
 from holdfast.protocol.endpoint import NAME_PATH, CoordinatorName, Endpoint, read_endpoint
 from holdfast.protocol.hearing import Whereabouts
 from holdfast.protocol.sockets import host_and_port
@@ -117,7 +118,7 @@ class AddressLookup:
     async def _ask(self, host: str) -> Endpoint | None:
         where = host_and_port(host, self._port)
         limit = aiohttp.ClientTimeout(total=ASK_S)
-        with suppress(aiohttp.ClientError, OSError, TimeoutError, msgspec.MsgspecError):
+        with suppress(aiohttp.ClientError, OSError, TimeoutError, Damaged):
             async with (
                 aiohttp.ClientSession(timeout=limit) as session,
                 session.get(f"http://{where}{NAME_PATH}", allow_redirects=False) as answer,
@@ -125,7 +126,7 @@ class AddressLookup:
                 # Whoever says no length could go on for ever.
                 if not 0 < (answer.content_length or 0) <= _MAX_ANSWER_BYTES:
                     return None
-                said = _names.decode(await answer.read())
+                said = decode(_names.decode, await answer.read(), "its name")
                 # The address is in the name, so whoever listens here can only have said its own: see `Endpoint.dialled`.
                 return Endpoint(
                     host=host,

@@ -12,6 +12,9 @@ from typing import Any
 
 import msgspec
 
+from holdfast.errors import Damaged
+from holdfast.protocol.stored import decode_file
+
 NOTE = "samples-checked.json"
 EPOCHS_KEPT = 100
 """Of a record with more epochs: those that something is wrong with, and the newest."""
@@ -87,7 +90,6 @@ def samples_shown(job_dir: Path, recorded: str | None) -> dict[str, Any]:
 def _read(job_dir: Path) -> SamplesChecked | None:
     # A note that is damaged is as good as none: the record is still there, and the check can be done again.
     try:
-        with (job_dir / NOTE).open("rb") as file:
-            return _notes.decode(file.read(NOTE_BYTES))
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return decode_file(_notes.decode, job_dir / NOTE, most=NOTE_BYTES)
+    except (OSError, Damaged):
         return None

@@ -7,6 +7,9 @@ from enum import StrEnum
 
 import msgspec
 
+from holdfast.errors import UsageError
+from holdfast.protocol.decoding import decode
+
 TIERS_VARIABLE = "HOLDFAST_TIERS"
 """The environment variable that tells a worker the job's durable tiers."""
 
@@ -98,7 +101,7 @@ _tiers = msgspec.json.Decoder(list[DurableTier])
 def tiers_of(environment: Mapping[str, str]) -> list[DurableTier]:
     """The job's durable tiers, as a worker is told of them."""
     # By the environment and not by a message: a script may ask before it is a member of anything.
-    return _tiers.decode(environment.get(TIERS_VARIABLE, "[]"))
+    return decode(_tiers.decode, environment.get(TIERS_VARIABLE, "[]"), TIERS_VARIABLE, error=UsageError)
 
 
 class Saving(msgspec.Struct, frozen=True):

@@ -6,9 +6,13 @@ one number that all members share. So a row of a worker leaves its `step` out wh
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import msgspec
+
+from holdfast.errors import ProtocolError
+from holdfast.protocol.decoding import decode
 
 WHOLE, CHANGED = "status", "status-changed"
 """Kinds of announcements."""
@@ -52,7 +56,7 @@ class Status:
         """Takes in what changed; None: there is nothing that it could be a change of."""
         if self._head is None:
             return None
-        change = msgspec.convert(told, StatusChange)
+        change = decode(partial(msgspec.convert, type=StatusChange), told, "a status", error=ProtocolError)
         self._head |= change.head
         self._common = change.common
         self._nodes |= {row["node"]: row for row in change.nodes}

@@ -1,15 +1,48 @@
-"""Files of a job as commands read them: what is damaged is named, and what to do about it."""
+"""Files that others may have written or damaged: read whole, and no more of them than is expected."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from holdfast.errors import UsageError
+from holdfast.errors import Damaged, UsageError
+from holdfast.protocol.decoding import MOST_BYTES, decode
 
 T = TypeVar("T")
+
+_PIECE_BYTES = 1 << 20
+
+
+def decode_file(
+    reader: Callable[[bytes], T],
+    path: Path,
+    what: str = "",
+    *,
+    error: type[Exception] = Damaged,
+    most: int = MOST_BYTES,
+) -> T:
+    """What `reader` makes of a whole file; arguments as of `decode`.
+
+    Args:
+        what: empty: "PATH is damaged".
+
+    Raises:
+        OSError: it cannot be read.
+        Damaged: or `error`: what is in it cannot be.
+    """
+    what = what or f"{path} is damaged"
+    pieces, left = [], most
+    # In pieces and without a look at its size: a pipe has none, and a file may grow while it is read.
+    with path.open("rb", buffering=0) as file:
+        while piece := file.read(_PIECE_BYTES):
+            pieces.append(piece)
+            left -= len(piece)
+            if left < 0:
+                raise error(f"{what}: it has more than the {most} bytes that are read")
+    return decode(reader, b"".join(pieces), what, error=error, most=most)
 
 
 def read_stored(path: Path, decoder: msgspec.json.Decoder[T], advice: str) -> T:
@@ -24,22 +57,22 @@ def read_stored(path: Path, decoder: msgspec.json.Decoder[T], advice: str) -> T:
         UsageError: it cannot be read, or has something else.
     """
     try:
-        return decoder.decode(path.read_bytes())
+        return decode_file(decoder.decode, path)
     except FileNotFoundError:
         raise
     except OSError as error:
         raise UsageError(f"{path} cannot be read ({error.strerror}): {advice}") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is damaged ({error}): {advice}") from None
+    except Damaged as error:
+        raise UsageError(f"{error}; {advice}") from None
 
 
 def read_stored_text(path: Path, advice: str) -> str:
     """Reads a file of one short text, as `read_stored`."""
     try:
-        return path.read_text().strip()
+        return decode_file(bytes.decode, path).strip()
     except FileNotFoundError:
         raise
     except OSError as error:
         raise UsageError(f"{path} cannot be read ({error.strerror}): {advice}") from None
-    except UnicodeDecodeError:
+    except Damaged:
         raise UsageError(f"{path} is damaged (it is no text): {advice}") from None

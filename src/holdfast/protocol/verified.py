@@ -11,6 +11,9 @@ from pathlib import Path
 
 import msgspec
 
+from holdfast.errors import Damaged
+from holdfast.protocol.decoding import decode
+
 NOTES = "verified.jsonl"
 MOST_BYTES = 1 << 20
 """Of the file; of a longer one the newest line of each checkpoint stays."""
@@ -64,8 +67,8 @@ def verified(job_dir: Path) -> dict[tuple[str, int], Verified]:
     found: dict[tuple[str, int], Verified] = {}
     for line in content.split(b"\n"):
         try:
-            one = _lines.decode(line)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+            one = decode(_lines.decode, line, "a line")
+        except Damaged:
             continue
         found[one.url, one.step] = one
     return found

@@ -13,11 +13,13 @@ import csv
 import io
 from collections.abc import Iterable
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from holdfast.errors import UsageError
+from holdfast.protocol.decoding import decode
 
 
 class NodeChange(msgspec.Struct, frozen=True):
@@ -73,21 +75,15 @@ def _events_csv(name: str, text: str) -> Trace:
 
 
 def _json(name: str, text: str) -> Trace:
-    try:
-        found: Any = msgspec.json.decode(text)
-    except msgspec.DecodeError as error:
-        raise UsageError(f"trace {name} is no JSON: {error}") from error
+    found: Any = decode(msgspec.json.decode, text, f"trace {name} is no JSON", error=UsageError)
     if isinstance(found, list):
-        try:
-            return _ordered(name, msgspec.convert(found, list[NodeChange]))
-        except msgspec.ValidationError as error:
-            raise UsageError(
-                f'trace {name}: {error}; for example {{"t_s": 60, "node": "a", "up": true}}'
-            ) from error
+        what = f'trace {name} is no list of changes; for example {{"t_s": 60, "node": "a", "up": true}}'
+        read = partial(msgspec.convert, type=list[NodeChange])
+        return _ordered(name, decode(read, found, what, error=UsageError))
     try:
         gap_s = float(found["metadata"]["gap_seconds"])
         counts = [int(x) for x in found["data"]]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise UsageError(f"trace {name}: metadata.gap_seconds and data are missing, or no numbers") from error
     if gap_s <= 0:
         raise UsageError(f"trace {name}: metadata.gap_seconds: {gap_s:g} is not positive; for example 300")

@@ -133,9 +133,20 @@ def checked(index: Index) -> Index:
         kind, value = tree
         if kind == "T" and not (isinstance(value, int) and 0 <= value < len(index.tensors)):
             raise ValueError(f"{path}: there is no tensor {value!r}")
+        if kind == "b" and not _is_small(value):
+            raise ValueError(f"{path}: {str(value)[:60]} is no small tensor")
         if kind in ("d", "l", "t", "w", "p"):
             open_ += [(part, f"{path}.{key}", depth + 1) for key, part in _parts(kind, value, path)]
     return index
+
+
+def _is_small(value: Any) -> bool:
+    """Whether it has dtype, shape and bytes."""
+    if not isinstance(value, list) or len(value) != 3:
+        return False
+    dtype, shape, data = value
+    whole = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
+    return isinstance(dtype, str) and whole and isinstance(data, bytes)
 
 
 def _parts(kind: str, value: Any, path: str) -> list[tuple[Any, Any]]:

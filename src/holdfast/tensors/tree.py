@@ -124,7 +124,9 @@ def no_mesh(lies: dict[str, Any], shard: torch.Tensor) -> torch.Tensor:
     Raises:
         StateError: always.
     """
-    raise StateError(f"{lies['path']} is a shard of a DTensor, and nothing here says on which mesh it lies")
+    raise StateError(
+        f"{lies.get('path', 'a tensor')} is a shard of a DTensor, and nothing here says on which mesh it lies"
+    )
 
 
 def unpack(

@@ -94,6 +94,7 @@ def put_together(about: Mapping[str, Any], inner: Mapping[str, torch.Tensor]) ->
         StateError: this process has no such class, or the class refuses it.
     """
     try:
+        module, _, name = about["class"].partition(":")
         found = _classes(about["class"])
         if found:
             devices = [t.device for t in inner.values()]
@@ -115,7 +116,6 @@ def put_together(about: Mapping[str, Any], inner: Mapping[str, torch.Tensor]) ->
             f"a tensor that is made of others cannot be made of what was saved: {error!r}"
         ) from error
     if not found:
-        module, _, name = about["class"].partition(":")
         raise StateError(
             f"the state holds a {name} of {module}, and nothing here has imported such a tensor: import {module} before the "
             "state is loaded"

@@ -15,6 +15,7 @@ from holdfast.engines import jobs
 from holdfast.engines.client import JobClient, NoAnswer
 from holdfast.engines.reach import client_of
 from holdfast.errors import UsageError
+from holdfast.protocol.decoding import decode
 from holdfast.tracking.base import Tracker
 from holdfast.tracking.jsonl import JsonLines
 from holdfast.tracking.position import Batch, take_in
@@ -98,7 +99,8 @@ async def _follow_running(folder: Path, client: JobClient, to: Tracker, open_led
     while jobs.is_running(folder) and not ended:
         at = to.position
         try:
-            news = _news.decode(await client.get_bytes(f"/news?seq={at.seq}&place={at.place}"))
+            told = await client.get_bytes(f"/news?seq={at.seq}&place={at.place}")
+            news = decode(_news.decode, told, "what the coordinator tells cannot be read", error=UsageError)
         except NoAnswer:
             continue  # it was asked for several seconds
         if news.ledger and news.ledger != at.ledger:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
 
 from holdfast.coordinator.service.store import LedgerEntry, NewStep
+from holdfast.errors import UsageError
 from holdfast.observe.event_text import event_line
+from holdfast.protocol.decoding import decode
 from holdfast.tracking.base import FileTracker, Kept
 from holdfast.tracking.position import Batch, WentBack
 
@@ -63,9 +66,13 @@ class JsonLines(FileTracker):
         first = min(part.step for part in batch.parts if isinstance(part, WentBack))
         with self._path.open("rb") as lines:
             for line in lines:
-                known = msgspec.json.decode(line)
-                if known["kind"] != "step" or known["step"] < first:
+                if decode(partial(_is_kept, first), line, f"{self._path} is damaged", error=UsageError):
                     out.write(line)
+
+
+def _is_kept(first: int, line: bytes) -> bool:
+    known = msgspec.json.decode(line)
+    return bool(known["kind"] != "step" or known["step"] < first)
 
 
 def _what_counts(batch: Batch) -> list[NewStep | LedgerEntry | WentBack]:

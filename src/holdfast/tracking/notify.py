@@ -27,6 +27,7 @@ import msgspec
 
 from holdfast.coordinator.service.store import LedgerEntry
 from holdfast.errors import UsageError
+from holdfast.protocol.decoding import decode
 from holdfast.protocol.units import plural
 from holdfast.tracking import matters
 from holdfast.tracking.base import FileTracker, Matter, Notes
@@ -101,7 +102,7 @@ class Notifier(FileTracker):
         events = [part for part in batch.parts if isinstance(part, LedgerEntry)]
         found = [m for x in events if (m := matters.matter_of(x, batch.position.ledger, self._job))]
         if self._is_new:
-            found = [m for m in found if datetime.fromisoformat(m.utc).timestamp() > self._first_s - OLD_S]
+            found = [m for m in found if _utc_s(m) > self._first_s - OLD_S]
         # Kept before it is sent. Killed in between, the next follower has it; in the other order nobody would.
         self._keep(matters.take_in(self._notes, found, time.time()), batch)
         ended = any(entry.kind == "ended" for entry in events)
@@ -192,6 +193,11 @@ def sender(target: str) -> Send:
 def _harmless(target: str) -> str:
     """Without what may be a secret that was written here by mistake."""
     return target.partition(":")[0] + ":..." if "//" in target else target
+
+
+def _utc_s(matter: Matter) -> float:
+    at: datetime = decode(datetime.fromisoformat, matter.utc, "a time in the ledger", error=UsageError)
+    return at.timestamp()
 
 
 def _secret_url(kind: str, where: str) -> str:

@@ -12,6 +12,7 @@ import msgspec
 
 from holdfast.engines import jobs
 from holdfast.errors import UsageError
+from holdfast.protocol.decoding import decode
 from holdfast.protocol.endpoint import Endpoint, read_endpoint
 from holdfast.protocol.http_client import Unproven, proven_session
 from holdfast.protocol.stored import read_stored_text
@@ -24,6 +25,10 @@ RETRY_S = 0.1
 QUIET_S = 60.0
 """A stream without a byte for so long is broken: the coordinator sends a comment four times in this time."""
 CHUNK_BYTES = 1 << 16
+
+
+def _code(body: bytes) -> str:
+    return str(msgspec.json.decode(body)["code"])
 
 
 class RunningJob:
@@ -44,7 +49,7 @@ class RunningJob:
     async def code(self, role: str) -> str:
         """A code for the coordinator's own page."""
         found = await self._ask("POST", f"{CODE_PATH}?role={role}", b"", again=True)
-        return str(msgspec.json.decode(found.body)["code"])
+        return decode(_code, found.body, "the coordinator's answer cannot be read", error=Refused)
 
     async def where(self) -> Endpoint:
         """The coordinator's address now. Raises Refused."""

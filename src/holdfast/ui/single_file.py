@@ -7,8 +7,9 @@ from typing import Any
 
 import msgspec
 
+from holdfast.protocol.decoding import decode
 from holdfast.web.application import IMPORTS, STYLES, UPLOT, file_of
-from holdfast.web.sources import Refused, Source
+from holdfast.web.sources import Answer, Refused, Source
 
 INCIDENTS = 200
 """Incidents of the list, the newest; a file of all would grow with the job."""
@@ -40,7 +41,7 @@ async def single_file(source: Source) -> str:
     """HTML with everything in it. Raises Refused."""
     data: dict[str, Any] = {}
     for name, query in _PANELS:
-        data[name] = msgspec.json.decode((await source.panel(name, query)).body)
+        data[name] = _read(await source.panel(name, query))
     for incident in data["incidents"]["incidents"][:STORIES]:
         number = str(incident["id"])
         try:
@@ -48,8 +49,14 @@ async def single_file(source: Source) -> str:
         except Refused:
             # A story that cannot be told must not cost the whole file.
             continue
-        data[f"incident?id={number}"] = msgspec.json.decode(found.body)
+        data[f"incident?id={number}"] = _read(found)
     return _page(data)
+
+
+def _read(answer: Answer) -> Any:
+    return decode(
+        msgspec.json.decode, answer.body, "what the coordinator answers cannot be read", error=Refused
+    )
 
 
 def _page(data: dict[str, Any]) -> str:

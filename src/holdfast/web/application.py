@@ -16,6 +16,8 @@ from typing import Any, Protocol
 import msgspec
 from aiohttp import web
 
+from holdfast.errors import Damaged
+from holdfast.protocol.decoding import decode
 from holdfast.web.sessions import ENTER, PREFIXES, QUERY_CHARS, Role, Sessions
 from holdfast.web.sources import ACTIONS, GZIP_BYTES, PANELS, Answer, Refused, Source, whole
 
@@ -29,6 +31,7 @@ SEND_S = 60.0
 # Arguments are a few short names. A larger body is refused unparsed, so no viewer
 # fills this process's memory.
 BODY_BYTES = 4096
+_arguments = msgspec.json.Decoder(dict[str, str])
 # Newer versions of aiohttp warn of a text as the key of a request; older ones have nothing else.
 ROLE: Any = getattr(web, "RequestKey", lambda name, kind: name)("role", str)
 # Every module of the page needs its line here: the import map and the single file both find
@@ -267,10 +270,10 @@ class _Page:
             text = await request.content.read(BODY_BYTES + 1)
             if len(text) > BODY_BYTES:
                 raise Refused(f"more than {BODY_BYTES} bytes", 413)
-            arguments = msgspec.json.decode(text or b"{}", type=dict[str, str])
+            arguments = decode(_arguments.decode, text or b"{}", "the body", most=BODY_BYTES)
             source = await self._host.source(request.query.get("job", ""))
             return _json(request, await source.act(name, arguments, request.query.get("dry") == "1"))
-        except msgspec.MsgspecError:
+        except Damaged:
             return web.Response(status=400, text="send a JSON object of texts\n")
         except Refused as error:
             return web.Response(status=error.status, text=f"{error}\n")

@@ -11,6 +11,9 @@ from typing import Any
 
 import msgspec
 
+from holdfast.errors import Damaged
+from holdfast.protocol.decoding import decode
+
 DECISIONS_KEPT = 2000
 CHECKPOINTS_KEPT = 500
 RUNS_KEPT = 200
@@ -61,6 +64,9 @@ _WORKERS = '"workers":['
 _UNNAMED = '"unnamed":true'
 
 
+_fields: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, Any])
+
+
 class Story:
     """What the page shows of a ledger. `add` takes entries in their order, each once."""
 
@@ -109,7 +115,10 @@ class Story:
         if kind in ("formed", "started"):
             text, came, left = self._members.changed(text)
             self._formed(t_s, came, left)
-        fields = msgspec.json.decode(text)
+        try:
+            fields = decode(_fields.decode, text, kind)
+        except Damaged:
+            return  # of a damaged row the story says nothing, and of all others what they say
         if kind in _INCIDENT:
             self._incident(seq, kind, fields)
         elif kind in ("incident-joined", "incident-explained"):

@@ -25,7 +25,8 @@ from holdfast.adapters.huggingface import arguments, sharded
 from holdfast.adapters.huggingface.progress import Progress
 from holdfast.adapters.versions import PEFT, TRANSFORMERS, TRL
 from holdfast.data.mapstyle import shuffled
-from holdfast.errors import UsageError
+from holdfast.errors import Damaged, UsageError
+from holdfast.protocol.stored import decode_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -450,8 +451,8 @@ class _Numbers(Dataset[int]):
 def _job_of(folder: str) -> str | None:
     """The job that has written a checkpoint of the Trainer's; None: it was no job, or another program."""
     try:
-        content = json.loads((Path(folder) / JOB_FILE).read_text())
-    except (OSError, ValueError):
+        content = decode_file(json.loads, Path(folder) / JOB_FILE)
+    except (OSError, Damaged):
         return None
     job = content.get("job") if isinstance(content, dict) else None
     return job if isinstance(job, str) else None

@@ -19,7 +19,8 @@ from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.checkpointer.base import DATALOADER, MODEL, ModelWrapper
 from torchtitan.tools.logging import logger
 
-from holdfast.errors import UsageError
+from holdfast.errors import Damaged, UsageError
+from holdfast.protocol.stored import decode_file
 from holdfast.tensors.dtensor_shards import local_of, start_of
 
 OWNER = "job.json"
@@ -274,13 +275,16 @@ def _cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+_owners = msgspec.json.Decoder(Owner)
+
+
 def _owner(folder: Path) -> str | None:
     """The job whose checkpoints these are; None: nobody has said so. A file that cannot be read is of a job without a name."""
     try:
-        return msgspec.json.decode((folder / OWNER).read_bytes(), type=Owner).job
+        return decode_file(_owners.decode, folder / OWNER).job
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, Damaged):
         return ""
 
 

@@ -23,6 +23,7 @@ from holdfast.health.checks.network import measured_of
 from holdfast.protocol import messages as m
 from holdfast.protocol.check_options import CheckOptions
 from holdfast.protocol.checking import CheckNews, PairFigures
+from holdfast.protocol.decoding import decode
 from holdfast.protocol.health import CheckResult, Condition, Finding, Remedy, Severity
 
 ANSWER_S = 1800.0
@@ -170,14 +171,17 @@ class CheckRuns:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
+_wishes = msgspec.json.Decoder(CheckOptions)
+
+
 def check_routes(runs: CheckRuns, state: Callable[[], CoreState]) -> list[web.RouteDef]:
     """`POST /check`: a CheckOptions as JSON begins a run. `GET /check?id=&after=`: its news, as soon as there are some."""
 
     async def begin(request: web.Request) -> web.StreamResponse:
         try:
-            wish = msgspec.json.decode(await request.read(), type=CheckOptions)
+            wish = decode(_wishes.decode, await request.read(), "CheckOptions are wanted", error=UsageError)
             id = runs.begin(wish, state())
-        except (msgspec.MsgspecError, UsageError) as error:
+        except UsageError as error:
             return web.Response(status=400, text=str(error))
         return _json(await runs.news(id, 0, NEWS_S))
 

@@ -14,6 +14,7 @@ import sqlite3
 import msgspec
 
 from holdfast.coordinator.service import figure_rollups, rollups
+from holdfast.protocol.decoding import decode
 
 STEPS_KEPT = 1_000_000
 """About 80 MB of rows, and 40 bytes for each value that the script logs in a step."""
@@ -53,13 +54,18 @@ class Dropped(msgspec.Struct, kw_only=True):
     """For each level of summaries, 0 for the steps themselves: the first step of which it has everything."""
 
 
+_dropped = msgspec.msgpack.Decoder(Dropped)
+
+
 def dropped(db: sqlite3.Connection) -> Dropped:
     """What went so far."""
     # A file of before, or an empty one, has no such table.
     if not db.execute("select 1 from sqlite_master where name = 'kept'").fetchone():
         return Dropped()
     row = db.execute("select value from kept where name = ?", (DROPPED,)).fetchone()
-    return Dropped() if row is None else msgspec.msgpack.decode(row[0], type=Dropped)
+    if row is None:
+        return Dropped()
+    return decode(_dropped.decode, row[0], "what went from it is damaged", error=sqlite3.DatabaseError)
 
 
 def compact(db: sqlite3.Connection, before: Dropped, newest: int | None, generations: bool) -> Dropped:
@@ -70,7 +76,7 @@ def compact(db: sqlite3.Connection, before: Dropped, newest: int | None, generat
     due = _due(before, newest) if newest is not None else []
     if not due and not generations:
         return before
-    after = msgspec.msgpack.decode(msgspec.msgpack.encode(before), type=Dropped)
+    after = _dropped.decode(msgspec.msgpack.encode(before))
     for level in due:
         _drop_level(db, after, level, newest or 0)
     if generations:

@@ -23,6 +23,7 @@ from holdfast.coordinator.service.drain import FAREWELL_S
 from holdfast.coordinator.service.store import FIRST, Page, Store
 from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.protocol import messages as m
+from holdfast.protocol.decoding import MOST_BYTES, decode
 from holdfast.protocol.endpoint import Endpoint
 from holdfast.protocol.frames import Codec, encode
 from holdfast.protocol.ledger_mark import LedgerMark
@@ -242,6 +243,8 @@ class Restored:
             if not part.more:
                 self._store = Store(self._work)
         elif part.data:
+            if len(self._page) + len(part.data) > MOST_BYTES:
+                raise Unusable("it has a page that is too long")
             self._page += part.data
             if not part.more:
                 self._write(part.mark.page)
@@ -249,10 +252,7 @@ class Restored:
     def _write(self, number: int) -> None:
         if self._store is None:
             raise Unusable("it has pages and no base")
-        try:
-            page = _pages.decode(self._page)
-        except msgspec.MsgspecError as error:
-            raise Unusable(f"page {number} is of another version ({error})") from None
+        page = decode(_pages.decode, self._page, f"page {number} is of another version", error=Unusable)
         self._page.clear()
         there = self._store.pages()
         if number <= there:

@@ -79,7 +79,7 @@ def _earlier(folder: Path) -> dict[str, Any] | None:
         with closing(Store(newest_ledger(folder), read_only=True)) as store:
             state = store.load()
             first = store.raw_entries(0, 1)
-    except (sqlite3.Error, HoldfastError, msgspec.MsgspecError):
+    except (sqlite3.Error, HoldfastError):
         return None
     if state is None:
         return None

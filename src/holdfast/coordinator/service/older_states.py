@@ -13,6 +13,7 @@ from holdfast.coordinator.kernel.phases import NodePhase
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.kernel.storage_state import StorageState
 from holdfast.protocol import causes
+from holdfast.protocol.decoding import decode
 
 _PARTS: dict[str, type[msgspec.Struct]] = {
     "membership": MembershipState,
@@ -32,7 +33,11 @@ _TIMERS = {
 
 
 def state_of(snapshot: bytes) -> CoreState:
-    """A snapshot of this or of an older version. Raises msgspec.ValidationError for anything else."""
+    """A snapshot of this or of an older version. Raises Damaged for anything else."""
+    return decode(_read, snapshot, "the state in it is damaged")
+
+
+def _read(snapshot: bytes) -> CoreState:
     written = msgspec.msgpack.decode(snapshot)
     if isinstance(written, dict):
         _rename(written)

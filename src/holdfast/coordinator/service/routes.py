@@ -22,8 +22,9 @@ from holdfast.coordinator.service.report import build_report
 from holdfast.coordinator.service.store import KEEPERS, News, Page, Store
 from holdfast.coordinator.service.tally import Tally
 from holdfast.coordinator.service.watchers import Watcher, Watchers, announcement
-from holdfast.errors import UsageError
+from holdfast.errors import Damaged, UsageError
 from holdfast.protocol.availability import Availability, NodeGoing
+from holdfast.protocol.decoding import decode
 from holdfast.protocol.engine_orders import EngineOrders, as_announced, kind_of
 from holdfast.protocol.faults import check_watched, node_name, parse_fault
 from holdfast.protocol.health import Remedy
@@ -41,6 +42,7 @@ SETTLED_S = 2.0
 """So long after a commit what its script logged for it has been told. A killed rank 0 loses its last 50 ms for good."""
 
 _engine_says = msgspec.json.Decoder(Availability)
+_going = msgspec.json.Decoder(NodeGoing)
 
 
 class Routes:
@@ -297,9 +299,9 @@ class Routes:
     async def _drain(self, request: web.Request) -> web.StreamResponse:
         """A NodeGoing as JSON, of a node that must be there."""
         try:
-            going = msgspec.json.decode(await request.read(), type=NodeGoing)
+            going = decode(_going.decode, await request.read(), "a NodeGoing is wanted", error=UsageError)
             resize.check_drain(self._loop.core.state, going.node)
-        except (msgspec.MsgspecError, UsageError) as error:
+        except UsageError as error:
             return web.Response(status=400, text=str(error))
         if refusal := self._refusal():
             return refusal
@@ -339,8 +341,8 @@ class Routes:
     async def _engine(self, request: web.Request) -> web.StreamResponse:
         """What the engine knows of capacity: one of `protocol.availability`, as JSON."""
         try:
-            event = _engine_says.decode(await request.read())
-        except msgspec.MsgspecError as error:
+            event = decode(_engine_says.decode, await request.read(), "an Availability is wanted")
+        except Damaged as error:
             return web.Response(status=400, text=str(error))
         # What an engine reports about capacity is a fact, and not a wish. It is taken in, and decided when it
         # can be written.

@@ -53,6 +53,11 @@ from holdfast.web.application import API, headers_of_page
 from holdfast.web.sessions import Sessions
 
 _log = logging.getLogger(__name__)
+_anchors = msgspec.msgpack.Decoder(Anchor)
+_names = msgspec.msgpack.Decoder(list[str])
+_plans = msgspec.msgpack.Decoder(dict[str, Planned])
+_hand_overs = msgspec.msgpack.Decoder(HandedOver)
+
 LINGER_S = 15.0
 """For whoever looked on and has to find this coordinator anew: by the API server, through its proxy."""
 
@@ -93,12 +98,13 @@ class Coordinator:
         )
         store = self._ledger.store
         saved = store.load()
-        kept = store.kept("clock")
-        self._clock = CoreClock(msgspec.msgpack.decode(kept, type=Anchor) if kept else None)
+        self._clock = CoreClock(store.kept_as("clock", _anchors))
         self._core = Core(spec, saved)
-        kept = store.kept(KEEPERS)
-        keepers = msgspec.msgpack.decode(kept, type=list[str]) if kept else []
+        keepers = store.kept_as(KEEPERS, _names) or []
         self._watchers = Watchers(StatusFeed(self._core.state, self._clock), keepers)
+        # Read with the rest: of a damaged ledger nothing may be used, and whoever makes this coordinator waits then.
+        self._plans = store.kept_as("injector", _plans)
+        self._told = store.kept_as(HANDED_OVER, _hand_overs)
         self._resumed = saved is not None
         self._resume = resume
         where = self._core.spec.health.history or str(job_dir.absolute().parents[1] / FILE_NAME)
@@ -380,17 +386,14 @@ class Coordinator:
 
     def _take_over(self) -> None:
         if self._resumed:
-            kept = self._ledger.store.kept("injector")
-            if kept:
-                plans = msgspec.msgpack.decode(kept, type=dict[str, Planned])
-                self._loop.injector.plans = plans
+            if self._plans is not None:
+                self._loop.injector.plans = self._plans
                 self._loop.injector.mark_running()
             state = self._core.state
             # The time when the old coordinator was last known to live, from the ledger: the incident of its
             # loss begins there and not now.
             last_s, by_intent = state.began_s + self._ledger.store.last_t_s(), False
-            kept = self._ledger.store.kept(HANDED_OVER)
-            told = msgspec.msgpack.decode(kept, type=HandedOver) if kept else None
+            told = self._told
             if told is not None and told.seq == self._loop.seq:
                 # Only if nothing was written since: a hand-over that was followed by another coordinator is
                 # not the reason why this one begins.

@@ -14,8 +14,9 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -25,8 +26,12 @@ from holdfast.coordinator.service import compaction, figure_rollups, rollups
 from holdfast.coordinator.service.older_states import state_of
 from holdfast.coordinator.service.step_summary import StepSummary, read_summary
 from holdfast.coordinator.service.tally import Tally, read_tally
+from holdfast.errors import Damaged
 from holdfast.protocol import ledger
+from holdfast.protocol.decoding import decode
 from holdfast.protocol.messages import StepTold
+
+T = TypeVar("T")
 
 _SCHEMA = """
 create table if not exists kept (name text primary key, value blob not null);
@@ -286,23 +291,33 @@ class Store:
             return None
         try:
             return state_of(value)
-        # The others: a dictionary of another shape is looked through for names of older versions.
-        except (msgspec.MsgspecError, AttributeError, KeyError, TypeError) as error:
-            raise sqlite3.DatabaseError(f"the state in it is damaged ({error})") from error
+        except Damaged as error:
+            raise sqlite3.DatabaseError(str(error)) from error
 
     def keep(self, name: str, value: bytes) -> None:
         """A small named value."""
         self._db.execute("insert or replace into kept values (?, ?)", (name, value))
 
     def kept(self, name: str) -> bytes | None:
-        """A small named value; None when it was never kept."""
+        """A small named value; None when it was never kept. Raises sqlite3.DatabaseError: it is damaged."""
         row = self._db.execute("select value from kept where name = ?", (name,)).fetchone()
-        return None if row is None else bytes(row[0])
+        if row is None:
+            return None
+        # Not `bytes(...)`: of a number, which a damaged row may have, that would be so many bytes.
+        if not isinstance(row[0], bytes):
+            raise sqlite3.DatabaseError(f"{name!r} in it is damaged")
+        return row[0]
 
     def pages(self) -> int:
         """Number of the newest page; 0: there is none, or it is of a version that did not number them."""
-        value = self.kept(PAGES)
-        return 0 if value is None else msgspec.msgpack.decode(value, type=int)
+        return self.kept_as(PAGES, _numbers) or 0
+
+    def kept_as(self, name: str, decoder: msgspec.msgpack.Decoder[T]) -> T | None:
+        """A small named value that was kept as msgpack; None when it was never kept. Raises sqlite3.DatabaseError: it is damaged."""
+        value = self.kept(name)
+        if not value:
+            return None
+        return decode(decoder.decode, value, f"{name!r} in it is damaged", error=sqlite3.DatabaseError)
 
     def add_event(self, t_s: float, utc: str, kind: str, fields: Any) -> LedgerEntry:
         """Appends to the ledger."""
@@ -315,7 +330,7 @@ class Store:
         """The ledger from `after` on, oldest first."""
         query = "select seq, t_s, utc, kind, fields from events where seq > ? order by seq"
         for seq, t_s, utc, kind, fields in self._db.execute(query, (after,)):
-            yield LedgerEntry(seq=seq, t_s=t_s, utc=utc, kind=kind, fields=msgspec.json.decode(fields))
+            yield _entry(seq, t_s, utc, kind, fields)
 
     def last_seq(self) -> int:
         """Number of the newest event; 0 when there is none."""
@@ -398,10 +413,7 @@ class Store:
 
     def entries(self, after: int, limit: int) -> list[LedgerEntry]:
         """At most `limit` events after a number, oldest first."""
-        return [
-            LedgerEntry(seq=seq, t_s=t_s, utc=utc, kind=kind, fields=msgspec.json.decode(fields))
-            for seq, t_s, utc, kind, fields in self.raw_entries(after, limit)
-        ]
+        return [_entry(*row) for row in self.raw_entries(after, limit)]
 
     def raw_entries(self, after: int, limit: int) -> list[tuple[int, float, str, str, str]]:
         """As `entries`: (seq, t_s, utc, kind, the fields as JSON)."""
@@ -466,7 +478,7 @@ class Store:
         order = "step, made_in, generation" if "made_in" in there and not tail else "step"
         query = f"select {', '.join(names)} from {table} order by {order} {tail}"
         rows = [dict(zip(names, row, strict=True)) for row in self._db.execute(query)]
-        return [msgspec.convert(row, StepRow, strict=False) for row in rows]
+        return [_step_row(row) for row in rows]
 
     def news(self, seq: int, place: int, until_s: float = math.inf, limit: int = 500) -> News:
         """What a follower has not read yet, oldest first: at most `limit` events and as many commits.
@@ -481,7 +493,7 @@ class Store:
         steps = self._new_steps(place, until_s, limit)
         return News(
             ledger=first[0] if first else "",
-            began_utc_s=datetime.fromisoformat(first[0]).timestamp() - first[1] if first else 0.0,
+            began_utc_s=decode(_began_utc_s, first, _DAMAGED, error=sqlite3.DatabaseError) if first else 0.0,
             events=events,
             steps=steps,
             more=limit in (len(events), len(steps)),
@@ -506,7 +518,7 @@ class Store:
             NewStep(
                 place=at,
                 made_in=made or 0,
-                row=msgspec.convert(row, StepRow, strict=False),
+                row=_step_row(row),
                 figures=figures.get(row["step"], {}),
             )
             for (at, made, *_), row in zip(found, rows, strict=True)
@@ -541,6 +553,27 @@ class Store:
     def close(self) -> None:
         """Closes the file."""
         self._db.close()
+
+
+_DAMAGED = "a row of it is damaged"
+_numbers = msgspec.msgpack.Decoder(int)
+_fields = msgspec.json.Decoder()
+
+
+def _entry(seq: int, t_s: float, utc: str, kind: str, fields: str) -> LedgerEntry:
+    read = decode(_fields.decode, fields, _DAMAGED, error=sqlite3.DatabaseError)
+    return LedgerEntry(seq=seq, t_s=t_s, utc=utc, kind=kind, fields=read)
+
+
+def _step_row(row: dict[str, Any]) -> StepRow:
+    as_row = partial(msgspec.convert, type=StepRow, strict=False)
+    made: StepRow = decode(as_row, row, _DAMAGED, error=sqlite3.DatabaseError)
+    return made
+
+
+def _began_utc_s(first: tuple[str, float]) -> float:
+    utc, t_s = first
+    return datetime.fromisoformat(utc).timestamp() - t_s
 
 
 def _text(fields: Any) -> str:

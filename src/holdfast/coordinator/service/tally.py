@@ -9,11 +9,13 @@ from __future__ import annotations
 import sqlite3
 from bisect import bisect_left
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from holdfast.coordinator.service.compaction import dropped
+from holdfast.protocol.decoding import decode
 from holdfast.protocol.ledger.incidents import counted_as
 
 BOUNDS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
@@ -158,7 +160,12 @@ def _read_events(db: sqlite3.Connection, tally: Tally) -> None:
     for seq, utc, kind, fields in db.execute(query, (tally.seq,)):
         tally.seq = seq
         if kind in READ:
-            happened(tally, kind, msgspec.json.decode(fields), datetime.fromisoformat(utc).timestamp())
+            read = partial(_happened, tally, kind, utc)
+            decode(read, fields, "a row of it is damaged", error=sqlite3.DatabaseError)
+
+
+def _happened(tally: Tally, kind: str, utc: str, fields: str) -> None:
+    happened(tally, kind, msgspec.json.decode(fields), datetime.fromisoformat(utc).timestamp())
 
 
 def happened(tally: Tally, kind: str, fields: dict[str, Any], utc_s: float) -> None:

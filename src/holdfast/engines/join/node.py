@@ -25,6 +25,7 @@ from holdfast.engines.folders import (
     prepare_folder,
 )
 from holdfast.errors import HoldfastError, UsageError
+from holdfast.protocol.decoding import decode
 from holdfast.protocol.endpoint import Endpoint
 from holdfast.protocol.http_client import Unproven, request
 from holdfast.protocol.job import JobDescription
@@ -151,12 +152,11 @@ async def _ask(where: Endpoint, token: str) -> JobDescription:
     answer = await request(token, where, "GET", DESCRIPTION_PATH, limit_s=ANSWER_S)
     if answer.status >= 400:
         raise aiohttp.ClientError(f"it answers {answer.status}: {answer.words}")
-    try:
-        return msgspec.json.decode(answer.body, type=JobDescription)
-    except msgspec.MsgspecError as error:
-        raise UsageError(
-            f"the job at {where.address} is of another version of Holdfast ({error}); install the same here"
-        ) from None
+    what = f"the job at {where.address} is of another version of Holdfast; install the same here"
+    return decode(_descriptions.decode, answer.body, what, error=UsageError)
+
+
+_descriptions = msgspec.json.Decoder(JobDescription)
 
 
 def _own_address(where: Endpoint) -> str:

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import aiohttp
 import msgspec
 
-from holdfast.errors import HoldfastError
+from holdfast.errors import Damaged, HoldfastError
+from holdfast.protocol.decoding import decode
 
 ANSWER_S = 10.0
 """How long a request may take. It may have been carried out all the same."""
@@ -57,6 +58,15 @@ class ApiError(HoldfastError):
 
 class NoAnswer(HoldfastError):
     """Nobody knows whether the request was carried out."""
+
+
+class _Event(msgspec.Struct, frozen=True):
+    type: str
+    object: Object
+
+
+_objects = msgspec.json.Decoder(Object)
+_events = msgspec.json.Decoder(_Event)
 
 
 class Transport(Protocol):
@@ -113,8 +123,7 @@ class Api:
             raise NoAnswer(f"{method} {path}: {error or type(error).__name__}") from error
         if response.status >= 400:
             raise _refusal(response, data)
-        answer: Object = msgspec.json.decode(data) if data else {}
-        return answer
+        return decode(_objects.decode, data or b"{}", f"{method} {path}: the answer", error=NoAnswer)
 
     async def get(self, path: str) -> Object:
         """One object."""
@@ -187,13 +196,13 @@ class Api:
                 if response.status >= 400:
                     raise _refusal(response, await response.read())
                 async for line in _lines(response.content):
-                    event = msgspec.json.decode(line)
+                    event = decode(_events.decode, line, f"the watch of {path}", error=NoAnswer)
                     # The server ends a watch by an event and not by a status: its HTTP status was sent when
                     # the watch began.
-                    if event["type"] == "ERROR":
-                        told = event["object"]
+                    if event.type == "ERROR":
+                        told = event.object
                         raise ApiError(told.get("code", 500), told.get("reason", ""), told.get("message", ""))
-                    yield event
+                    yield {"type": event.type, "object": event.object}
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise NoAnswer(f"the watch of {path} was cut: {error or type(error).__name__}") from error
 
@@ -231,9 +240,9 @@ async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
 def _refusal(response: aiohttp.ClientResponse, data: bytes) -> ApiError:
     reason, message = response.reason or "", data.decode(errors="replace").strip()
     try:
-        told = msgspec.json.decode(data)
+        told = decode(_objects.decode, data, "the refusal")
         reason, message = str(told.get("reason", reason)), str(told.get("message", message))
-    except (msgspec.MsgspecError, AttributeError):  # a proxy on the way answers as it likes
+    except Damaged:  # a proxy on the way answers as it likes
         pass
     after = response.headers.get("Retry-After", "")
     return ApiError(response.status, reason, message[:2000], float(after) if after.isdecimal() else None)

@@ -6,6 +6,9 @@ from __future__ import annotations
 import signal
 import sys
 
+from holdfast.errors import Damaged
+from holdfast.protocol.stored import decode_file
+
 if __name__ == "__main__":
     # Before the other imports, which take a while: the kernel drops a SIGTERM that the first process of a container has no
     # handler for, and the pod would stay for its whole grace.
@@ -129,8 +132,8 @@ class CoordinatorPod:
     def _say_farewell(self) -> int:
         """0 where the job is over: Kubernetes does not start the container again. Else 75."""
         try:
-            report: dict[str, Any] = jobs.reports.decode((self._pod.folder / "report.json").read_bytes())
-        except (OSError, msgspec.MsgspecError):
+            report = decode_file(jobs.reports.decode, self._pod.folder / "report.json")
+        except (OSError, Damaged):
             return EXIT_HANDED_OVER
         word = farewell(report)
         self._farewell.write_bytes(msgspec.json.encode(word))

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
 
 from holdfast.engines import jobs
 from holdfast.engines.client import JobClient
@@ -20,7 +19,7 @@ from holdfast.engines.kubernetes.printed import Printed
 from holdfast.engines.kubernetes.queues import TAKEN_BACK
 from holdfast.engines.kubernetes.reach import KubernetesReach, has_ended
 from holdfast.engines.kubernetes.resource import GROUP, PLURAL, VERSION
-from holdfast.engines.kubernetes.status import ConditionType, JobStatus
+from holdfast.engines.kubernetes.status import ConditionType, JobStatus, status_of
 from holdfast.engines.shown import View
 from holdfast.errors import UsageError
 
@@ -147,7 +146,7 @@ class Follower:
 
     def _saw(self, raw: dict[str, Any]) -> JobStatus | None:
         """Tells what is new. Returns a status that will not change any more."""
-        status = msgspec.convert(raw.get("status", {}), JobStatus)
+        status = status_of(raw, UsageError)
         # While the coordinator answers, its own events say more.
         if not status.holds(ConditionType.TRAINING) and status.state:
             self._note(f"{status.state}: {status.reason}" if status.reason else status.state)

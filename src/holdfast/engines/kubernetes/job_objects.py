@@ -16,6 +16,7 @@ from holdfast.engines.kubernetes.check import check, convert
 from holdfast.engines.kubernetes.names import LABEL_QUEUE
 from holdfast.engines.kubernetes.render import Setting
 from holdfast.engines.kubernetes.resource import HoldfastJob
+from holdfast.protocol.decoding import decode
 
 ACCEPTED_KEY = "accepted.json"
 """In the job's ConfigMap: the object's spec, as the run was started with it."""
@@ -28,6 +29,11 @@ FOLDERS = {
     "PodDisruptionBudget": ("/apis/policy/v1", "poddisruptionbudgets"),
     "NetworkPolicy": ("/apis/networking.k8s.io/v1", "networkpolicies"),
 }
+
+
+def _token(secret: Object) -> str:
+    token: str = secret["data"][names.TOKEN_FILE]
+    return base64.b64decode(token).decode()
 
 
 class JobObjects:
@@ -58,7 +64,7 @@ class JobObjects:
         """The job's; None: there is no Secret."""
         if "Secret" not in self._there:
             return None
-        return base64.b64decode(self._there["Secret"]["data"][names.TOKEN_FILE]).decode()
+        return decode(_token, self._there["Secret"], "the job's Secret is damaged", error=NoAnswer)
 
     @property
     def service_term(self) -> int | None:
@@ -81,7 +87,12 @@ class JobObjects:
         # Its queue as well: quota that is held cannot be moved to another one.
         labels = {LABEL_QUEUE: self._there["ConfigMap"]["data"].get(QUEUE_KEY, "")}
         metadata = {**raw["metadata"], "labels": labels}
-        return convert({**raw, "metadata": metadata, "spec": msgspec.json.decode(text)})
+        return decode(
+            lambda spec: convert({**raw, "metadata": metadata, "spec": msgspec.json.decode(spec)}),
+            text,
+            f"{ACCEPTED_KEY} in the job's ConfigMap is damaged",
+            error=NoAnswer,
+        )
 
     def doubt(self) -> None:
         """Pods come next, and they need what is beside them: somebody may have deleted some of it meanwhile."""

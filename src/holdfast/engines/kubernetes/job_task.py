@@ -60,7 +60,7 @@ from holdfast.engines.kubernetes.resource import (
     HoldfastJob,
     TimingSpec,
 )
-from holdfast.engines.kubernetes.status import JobStatus
+from holdfast.engines.kubernetes.status import JobStatus, status_of
 from holdfast.engines.kubernetes.status_patch import decided_from, status_patch, written
 from holdfast.engines.kubernetes.times import from_timestamp
 from holdfast.protocol.hearing import Hearing
@@ -226,7 +226,7 @@ class JobTask:
     async def _observe(self) -> Observed:
         metadata = self._raw["metadata"]
         problems = check(self._raw)
-        status = msgspec.convert(self._raw.get("status", {}), JobStatus)
+        status = status_of(self._raw, NoAnswer)
         job = None if problems else convert(self._raw)
         said = await self._ask(status, job)
         hearings = {} if said is not None else await self._ask_nodes(status)
@@ -392,7 +392,7 @@ class JobTask:
     async def _say(self, plan: Plan) -> list[float]:
         """Writes the status: at once where a condition changed, and else now and then. Returns when it is due again."""
         now_s = time.monotonic()
-        before = msgspec.convert(self._raw.get("status", {}), JobStatus)
+        before = status_of(self._raw, NoAnswer)
         if written(plan.status) == written(before):
             return []
         if self._written is not None and _conditions(plan.status) == _conditions(before):

@@ -16,6 +16,7 @@ from holdfast.agent.coordinator_link import give_up_when_gone
 from holdfast.engines.kubernetes.observed import NodeSaid, Said
 from holdfast.errors import HoldfastError
 from holdfast.protocol.availability import Availability
+from holdfast.protocol.decoding import decode
 from holdfast.protocol.endpoint import Endpoint
 from holdfast.protocol.engine_orders import EngineOrders
 from holdfast.protocol.health import CLUSTER_NAME
@@ -115,9 +116,14 @@ class CoordinatorLink:
 
     async def ask(self) -> Said:
         """Raises Silent."""
-        status = msgspec.json.decode(await self._request("GET", "/status"))
-        orders = msgspec.json.decode(await self._request("GET", "/orders"), type=EngineOrders)
-        return said_of(status, orders, self.term)
+        status, orders = await self._request("GET", "/status"), await self._request("GET", "/orders")
+        return decode(
+            self._said, (status, orders), "what the coordinator answers cannot be read", error=Silent
+        )
+
+    def _said(self, answers: tuple[bytes, bytes]) -> Said:
+        status, orders = answers
+        return said_of(msgspec.json.decode(status), msgspec.json.decode(orders, type=EngineOrders), self.term)
 
     async def tell(self, news: Availability) -> None:
         """Raises Silent."""

@@ -20,6 +20,8 @@ import msgspec
 
 from holdfast.engines.kubernetes.names import NOTE_WATCH
 from holdfast.engines.kubernetes.times import timestamp
+from holdfast.errors import Damaged
+from holdfast.protocol.decoding import decode
 from holdfast.protocol.health import Condition, Finding, Severity, acts_on_node
 
 CONDITION = "HoldfastHealth"
@@ -59,14 +61,17 @@ def note_of(finding: Finding, boot: str, now_s: float) -> HealthNote:
     return HealthNote(rule=finding.rule, reason=reason, boot=boot, at=timestamp(now_s))
 
 
+_notes = msgspec.json.Decoder(HealthNote)
+
+
 def note_on(node: Mapping[str, Any]) -> HealthNote | None:
     """As the Node has it."""
     text = node["metadata"].get("annotations", {}).get(NOTE_WATCH)
     if text is None:
         return None
     try:
-        return msgspec.json.decode(text, type=HealthNote)
-    except msgspec.MsgspecError:
+        return decode(_notes.decode, text, NOTE_WATCH)
+    except Damaged:
         # A person's own words. Who wrote them removes them.
         return HealthNote(rule="", reason=text[:WORDS], boot="", at="")
 

@@ -19,6 +19,8 @@ import msgspec
 
 from holdfast.engines.kubernetes.names import NOTE_FAULT, TAINT_UNHEALTHY
 from holdfast.engines.kubernetes.times import timestamp
+from holdfast.errors import Damaged
+from holdfast.protocol.decoding import decode
 
 Marking = Literal["none", "condition", "taint"]
 CONDITION = "HoldfastFault"
@@ -108,10 +110,13 @@ def marks_of(node: Mapping[str, Any]) -> MachineMarks:
     )
 
 
+_marks = msgspec.json.Decoder(Mark)
+
+
 def _read(text: str) -> Mark:
     try:
-        return msgspec.json.decode(text, type=Mark)
-    except msgspec.MsgspecError:
+        return decode(_marks.decode, text, NOTE_FAULT)
+    except Damaged:
         # A person's own words. It is a mark all the same, and no job's, so no job takes it back.
         return Mark(uid="", job="", run=0, term=0, quarantined=True, reason=text[:WORDS])
 

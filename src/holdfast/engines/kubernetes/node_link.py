@@ -12,6 +12,8 @@ import msgspec
 from holdfast.engines.kubernetes.coordinator_loss import VOTERS
 from holdfast.engines.kubernetes.names import AGENT_PORT
 from holdfast.engines.kubernetes.observed import PodSeen
+from holdfast.errors import Damaged
+from holdfast.protocol.decoding import decode
 from holdfast.protocol.hearing import MAX_ANSWER_BYTES, PATH, Hearing, Whereabouts, agent_name
 from holdfast.protocol.http_client import proving_to
 from holdfast.protocol.sockets import host_and_port
@@ -78,7 +80,7 @@ async def _ask(pod: PodSeen, token: str, path: str, port: int, limit_s: float) -
         ):
             if answer.status != 200 or not 0 < (answer.content_length or 0) <= MAX_ANSWER_BYTES:
                 return None
-            return _hearings.decode(await answer.read())
+            return decode(_hearings.decode, await answer.read(), "its hearing")
     # An agent of an earlier version takes the connection and closes it.
-    except (aiohttp.ClientError, OSError, TimeoutError, msgspec.MsgspecError):
+    except (aiohttp.ClientError, OSError, TimeoutError, Damaged):
         return None

@@ -26,6 +26,8 @@ from holdfast.engines.kubernetes.replacement import (
     RunCommand,
     SetLabel,
 )
+from holdfast.errors import Damaged
+from holdfast.protocol.decoding import decode
 
 _log = logging.getLogger(__name__)
 RECORD = "holdfast-replacements"
@@ -173,10 +175,13 @@ def _end_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
+_written = msgspec.json.Decoder(tuple[Record, ...])
+
+
 def _records(there: Object | None) -> tuple[Record, ...]:
     text = ((there or {}).get("data") or {}).get(KEY, "[]")
     try:
-        return msgspec.json.decode(text, type=tuple[Record, ...])
-    except msgspec.MsgspecError as error:
+        return decode(_written.decode, text, f"the ConfigMap {RECORD} cannot be read")
+    except Damaged as error:
         # A person's edit. As if there were none, the brake would be lifted.
-        raise Held(f"the ConfigMap {RECORD} cannot be read ({error}): mend or delete it", None) from None
+        raise Held(f"{error}; mend or delete it", None) from None

@@ -21,9 +21,10 @@ from holdfast.engines.kubernetes.names import (
     SPEC_FILE,
     TOKEN_FILE,
 )
-from holdfast.errors import UsageError
+from holdfast.errors import Damaged, UsageError
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.node_place import NodePlace, parse_place
+from holdfast.protocol.stored import decode_file
 
 IDENTITY = "pod"
 """Of the snapshot memory. It is a pod's own and ends with it, so what a restarted container finds there is its job's."""
@@ -85,15 +86,15 @@ def read_pod(environ: Mapping[str, str] = os.environ, config: Path = Path(CONFIG
         raise UsageError(f"{' and '.join(missing)} not set: this program is for the pods of a HoldfastJob")
     try:
         token = (config / TOKEN_FILE).read_text().strip()
-        spec = _specs.decode((config / SPEC_FILE).read_bytes())
+        spec = decode_file(
+            _specs.decode, config / SPEC_FILE, f"{config / SPEC_FILE} is of another version of Holdfast"
+        )
     except OSError as error:
         raise UsageError(
             f"{error.filename}: {error.strerror}; the job's Secret and ConfigMap are to be mounted at {config}"
         ) from None
-    except msgspec.MsgspecError as error:
-        raise UsageError(
-            f"{config / SPEC_FILE} is of another version of Holdfast ({error}); use the operator's version in the image"
-        ) from None
+    except Damaged as error:
+        raise UsageError(f"{error}; use the operator's version in the image") from None
     return PodPlace(
         name=environ[NODE_VARIABLE],
         host=environ[HOST_VARIABLE],

@@ -25,9 +25,10 @@ from holdfast.engines.kubernetes import api, names
 from holdfast.engines.kubernetes.api import Api, ApiError
 from holdfast.engines.kubernetes.cluster import open_client
 from holdfast.engines.kubernetes.resource import GROUP, PLURAL, VERSION
-from holdfast.engines.kubernetes.status import QUEUED, ConditionType, JobStatus
+from holdfast.engines.kubernetes.status import QUEUED, ConditionType, JobStatus, status_of
 from holdfast.engines.kubernetes.tunnel import Tunnel
-from holdfast.errors import UsageError
+from holdfast.errors import Damaged, UsageError
+from holdfast.protocol.decoding import decode
 from holdfast.protocol.endpoint import NAME_PATH, CoordinatorName, Endpoint
 from holdfast.protocol.http_client import Answer, Unproven
 from holdfast.protocol.sockets import host_and_port
@@ -125,7 +126,8 @@ class KubernetesReach:
         with suppress(aiohttp.ClientError, OSError, TimeoutError):
             follows = await socket.receive(PATIENCE_S)
             if follows.type is aiohttp.WSMsgType.BINARY:
-                await asyncio.to_thread(self._write, follows.data, msgspec.json.decode(ended)["value"])
+                report = decode(_report, ended, "the report", error=NoAnswer)
+                await asyncio.to_thread(self._write, follows.data, report)
                 # The coordinator waits for this word, so that the ledger does not end with its pod.
                 await socket.send_str(LEDGER_KEPT)
 
@@ -158,7 +160,7 @@ class KubernetesReach:
         # read as a coordinator's name.
         if answer.status != 200:
             raise NotHeard(f"{pod} is not reached: {_words(answer)}")
-        said = _names.decode(answer.body)
+        said = decode(_names.decode, answer.body, f"the name of the coordinator in {pod}", error=NotHeard)
         # By its own address, as whoever asks within the cluster: see `Endpoint.dialled`. That it is this pod's is the API
         # server's word.
         return Endpoint(
@@ -172,7 +174,7 @@ class KubernetesReach:
 
     async def _status(self) -> JobStatus:
         there = await self._get(job_path(self._namespace, self._name), "the job is deleted")
-        status = msgspec.convert(there.get("status", {}), JobStatus)
+        status = status_of(there, NoAnswer)
         if has_ended(status):
             self._is_over()
             raise NoAnswer(
@@ -194,7 +196,7 @@ class KubernetesReach:
     async def _read_token(self) -> str:
         path = f"/api/v1/namespaces/{self._namespace}/secrets/{names.config_name(self._name)}"
         secret = await self._get(path, "its Secret is not there yet")
-        return base64.b64decode(secret["data"][names.TOKEN_FILE]).decode()
+        return decode(_token_in, secret, "the job's Secret is damaged", error=UsageError)
 
     async def _get(self, path: str, gone: str) -> dict[str, Any]:
         try:
@@ -220,9 +222,22 @@ class KubernetesReach:
             jobs.write_allocation(self._folder, msgspec.structs.replace(self._allocation, over=True))
 
 
+def _token_in(secret: dict[str, Any]) -> str:
+    token: str = secret["data"][names.TOKEN_FILE]
+    return base64.b64decode(token).decode()
+
+
+def _report(ended: str) -> Any:
+    return msgspec.json.decode(ended)["value"]
+
+
+def _message(body: bytes) -> str:
+    return str(msgspec.json.decode(body)["message"])
+
+
 def _words(answer: Answer) -> str:
     """Of the API server's own answer."""
     try:
-        return str(msgspec.json.decode(answer.body)["message"])
-    except (msgspec.MsgspecError, KeyError, TypeError):
+        return decode(_message, answer.body, "the answer")
+    except Damaged:
         return answer.words[:200]

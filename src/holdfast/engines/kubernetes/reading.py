@@ -22,6 +22,8 @@ from holdfast.engines.kubernetes.names import (
 from holdfast.engines.kubernetes.observed import Farewell, MachineSeen, PodPhase, PodSeen
 from holdfast.engines.kubernetes.resource import COORDINATOR, WORKER
 from holdfast.engines.kubernetes.times import from_timestamp
+from holdfast.errors import Damaged
+from holdfast.protocol.decoding import decode
 from holdfast.protocol.leadership import EXIT_HANDED_OVER
 from holdfast.protocol.node_place import MOST_LEVELS
 
@@ -217,6 +219,9 @@ def _out_of_memory_s(containers: Any) -> float | None:
     return None
 
 
+_farewells = msgspec.json.Decoder(Farewell)
+
+
 def _farewell(phase: Any, containers: Any) -> Farewell | None:
     # Only of a pod that is over: a container that ends with a handing over is started again in its place.
     if phase != "Succeeded":
@@ -225,8 +230,8 @@ def _farewell(phase: Any, containers: Any) -> Farewell | None:
         ended = one.get("state", {}).get("terminated")
         if ended is not None:
             try:
-                return msgspec.json.decode(str(ended.get("message", "")), type=Farewell)
-            except msgspec.MsgspecError:
+                return decode(_farewells.decode, str(ended.get("message", "")), "its last words")
+            except Damaged:
                 continue
     return None
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, Literal
+from functools import partial
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
+
+from holdfast.protocol.decoding import decode
 
 Moment = Annotated[str, Meta(extra_json_schema={"format": "date-time"})]
 """UTC, as Kubernetes writes it."""
@@ -157,3 +161,10 @@ class JobStatus(_Struct, frozen=True, kw_only=True):
         """Whether it is known to hold."""
         found = self.condition(type_)
         return found is not None and found.status == "True"
+
+
+def status_of(raw: Mapping[str, Any], error: type[Exception]) -> JobStatus:
+    """That of an object as the API server has it. Raises `error`: it cannot be read."""
+    read = partial(msgspec.convert, type=JobStatus)
+    status: JobStatus = decode(read, raw.get("status", {}), "the status of the HoldfastJob", error=error)
+    return status

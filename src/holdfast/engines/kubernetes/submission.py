@@ -14,7 +14,7 @@ from holdfast.engines.kubernetes.api import Api, ApiError, Backoff
 from holdfast.engines.kubernetes.check import check, convert
 from holdfast.engines.kubernetes.reach import has_ended, job_path
 from holdfast.engines.kubernetes.resource import API_VERSION, GROUP, KIND, VERSION
-from holdfast.engines.kubernetes.status import JobStatus
+from holdfast.engines.kubernetes.status import status_of
 from holdfast.errors import UsageError
 
 MANAGER = "holdfast"
@@ -133,7 +133,7 @@ async def _refuse_taken(client: Api, submission: Submission) -> None:
         if error.status == 404:
             return
         raise
-    status = msgspec.convert(there.get("status", {}), JobStatus)
+    status = status_of(there, UsageError)
     where = f"--job {submission.name}: the namespace {submission.namespace!r} has a job of this name"
     if has_ended(status):
         raise UsageError(

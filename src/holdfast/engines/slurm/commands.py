@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from holdfast.engines.slurm import parse
 from holdfast.engines.slurm.parse import JobLine, NodeLine
 from holdfast.errors import HoldfastError, UsageError
+from holdfast.protocol.decoding import decode
 
 ANSWER_S = 15.0
 JSON_SINCE = (23, 2)
@@ -35,6 +38,13 @@ def clean_environment() -> dict[str, str]:
     # A step started from within a step would inherit its node list, its memory and its task count as options.
     keep = ("SLURM_CONF",)
     return {k: v for k, v in os.environ.items() if not k.startswith("SLURM_") or k in keep}
+
+
+T = TypeVar("T")
+
+
+def _read(reader: Callable[[str], T], output: str) -> T:
+    return decode(reader, output, "what Slurm prints cannot be read", error=SlurmError)
 
 
 class Slurm:
@@ -99,14 +109,14 @@ class Slurm:
             if "invalid job id" in str(error).lower():
                 return {}
             raise
-        return {job.id: job for job in parse.parse_jobs(output)}
+        return {job.id: job for job in _read(parse.parse_jobs, output)}
 
     async def named(self, name: str) -> dict[str, JobLine]:
         """This user's jobs of a name, by their ids."""
         output = await self.run(
             "squeue", "--noheader", f"--format={parse.JOB_FORMAT}", f"--name={name}", f"--user={os.getuid()}"
         )
-        return {job.id: job for job in parse.parse_jobs(output)}
+        return {job.id: job for job in _read(parse.parse_jobs, output)}
 
     async def job(self, id: str) -> JobLine | None:
         """None when it is not in the queue any more."""
@@ -125,18 +135,18 @@ class Slurm:
         output = await self.run(
             "scontrol", "show", "node", ",".join(names), "--json" if json else "--oneliner"
         )
-        return {node.name: node for node in parse.parse_nodes(output)}
+        return {node.name: node for node in _read(parse.parse_nodes, output)}
 
     async def steps(self, job: str) -> dict[str, str]:
         """The steps of a job by their names."""
         output = await self.run(
             "squeue", "--noheader", "--steps", f"--format={parse.STEP_FORMAT}", "--jobs", job
         )
-        return parse.parse_steps(output)
+        return _read(parse.parse_steps, output)
 
     async def config(self) -> dict[str, str]:
         """Slurm's settings."""
-        return parse.parse_config(await self.run("scontrol", "show", "config"))
+        return _read(parse.parse_config, await self.run("scontrol", "show", "config"))
 
     async def cancel(self, *what: str, within_s: float = ANSWER_S) -> None:
         """Jobs (`17`), steps (`17.2`) or options."""

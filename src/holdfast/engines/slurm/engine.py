@@ -31,6 +31,7 @@ from holdfast.protocol.availability import (
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.notices import NoticeCause
 from holdfast.protocol.python import python_module
+from holdfast.protocol.stored import decode_file
 
 POLL_S = 3.0
 """Slurm tells nobody that an administrator drains a node or that a job is to make room (its triggers are for
@@ -59,6 +60,9 @@ class Known(msgspec.Struct):
     """Those of the bad ones that Slurm keeps out, until the site lets them in again."""
     going: set[str] = set()
     """Nodes that left as planned."""
+
+
+_knowns = msgspec.json.Decoder(Known)
 
 
 class SlurmEngine:
@@ -114,7 +118,7 @@ class SlurmEngine:
 
     def _recall(self) -> None:
         try:
-            self._known = msgspec.json.decode((self._job_dir / KNOWN).read_bytes(), type=Known)
+            self._known = decode_file(_knowns.decode, self._job_dir / KNOWN)
         except FileNotFoundError:
             return
 

@@ -14,8 +14,12 @@ import msgspec
 from holdfast import logs
 from holdfast.errors import HoldfastError
 from holdfast.protocol.job import JobSpec
+from holdfast.protocol.stored import decode_file
 
 _log = logging.getLogger(__name__)
+
+
+_specs = msgspec.json.Decoder(JobSpec)
 
 
 def enter(module: str, run: Callable[[JobSpec, Path], Coroutine[None, None, int]], log_file: str = "") -> int:
@@ -30,7 +34,7 @@ def enter(module: str, run: Callable[[JobSpec, Path], Coroutine[None, None, int]
     job_dir: Path = parser.parse_args().job_dir
     # Before any file is made: logs and the state of the job are for its user alone.
     os.umask(0o077)
-    spec = msgspec.json.decode((job_dir / "spec.json").read_bytes(), type=JobSpec)
+    spec = decode_file(_specs.decode, job_dir / "spec.json")
     close_log = logs.configure(
         spec.log,
         # The launcher's own lines are about any node, so its own is no field of theirs.

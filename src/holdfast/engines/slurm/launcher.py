@@ -20,9 +20,11 @@ from holdfast.engines.slurm.commands import SlurmError
 from holdfast.engines.slurm.engine import KNOWN, SlurmEngine
 from holdfast.engines.slurm.locate import ThisNode
 from holdfast.engines.slurm.parse import JobLine
+from holdfast.errors import Damaged
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.leadership import claim_term, newest_term
 from holdfast.protocol.notices import NoticeCause
+from holdfast.protocol.stored import decode_file
 
 ROSTER = "roster.json"
 ENDED_BY_SLURM = "Slurm ends the job"
@@ -135,9 +137,12 @@ def write_roster(job_dir: Path, nodes: set[str]) -> None:
     work.replace(job_dir / ROSTER)
 
 
+_rosters = msgspec.json.Decoder(list[str])
+
+
 def read_roster(job_dir: Path) -> list[str]:
     """See `write_roster`; empty when nothing is known."""
     try:
-        return msgspec.json.decode((job_dir / ROSTER).read_bytes(), type=list[str])
-    except (OSError, msgspec.MsgspecError):
+        return decode_file(_rosters.decode, job_dir / ROSTER)
+    except (OSError, Damaged):
         return []

@@ -16,9 +16,10 @@ from holdfast.engines.shown import View
 from holdfast.engines.slurm import parse
 from holdfast.engines.slurm.commands import Slurm, SlurmError, check_installed
 from holdfast.engines.slurm.script import job_script
-from holdfast.errors import HoldfastError, UsageError
+from holdfast.errors import Damaged, HoldfastError, UsageError
 from holdfast.protocol.endpoint import read_endpoint
 from holdfast.protocol.job import JobSpec
+from holdfast.protocol.stored import decode_file
 
 LOOK_S = 1.0
 """Slurm has no event for a job that begins."""
@@ -253,8 +254,8 @@ class Submitter:
         self._mark_over()
         path: Path = self._folder.path / "report.json"
         try:
-            report: dict[str, Any] = msgspec.json.decode(path.read_bytes())
-        except (OSError, msgspec.MsgspecError):
+            report = decode_file(jobs.reports.decode, path)
+        except (OSError, Damaged):
             if self._interrupts:
                 return {"outcome": "killed", "reason": "stopped at once", "incidents": []}
             raise HoldfastError(self._why_gone()) from None

@@ -14,8 +14,6 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-import msgspec
-
 from holdfast.engines.ssh.explain import failure
 from holdfast.engines.ssh.words import (
     LINE_BYTES,
@@ -26,7 +24,7 @@ from holdfast.engines.ssh.words import (
     read_answer,
     to_host,
 )
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, ProtocolError
 
 CONNECT_S = 10
 GREETING_S = 60.0
@@ -197,7 +195,7 @@ class Connection:
     def _read(self, line: bytes) -> FromHost | None:
         try:
             return read_answer(line)
-        except msgspec.MsgspecError:
+        except ProtocolError:
             raise HostError(
                 f"{self.host}: it sends a message that cannot be decoded; install the same Holdfast there"
             ) from None

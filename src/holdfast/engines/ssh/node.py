@@ -39,11 +39,12 @@ from holdfast.engines.ssh.words import (
     from_host,
     read_order,
 )
-from holdfast.errors import HoldfastError
+from holdfast.errors import Damaged, HoldfastError
 from holdfast.protocol.endpoint import write_endpoint
 from holdfast.protocol.processes import kernel_id
 from holdfast.protocol.python import python_module
 from holdfast.protocol.sockets import host_and_port
+from holdfast.protocol.stored import decode_file
 
 REACH_S = 5.0
 
@@ -95,6 +96,9 @@ def find_problems(asked: Check, shared: bool) -> list[str]:
             "address that it reaches with --address"
         )
     return found
+
+
+_running = msgspec.json.Decoder(Running)
 
 
 class Node:
@@ -258,10 +262,9 @@ class Node:
     def _find(self, node: str) -> Running | None:
         """The agent of this node that runs here, held by its pidfd; None: none does."""
         try:
-            data = (self._folder / "hosts" / f"{node}.json").read_bytes()
-            known = msgspec.json.decode(data, type=Running)
+            known = decode_file(_running.decode, self._folder / "hosts" / f"{node}.json")
             fd = os.pidfd_open(known.pid)
-        except (OSError, msgspec.MsgspecError):
+        except (OSError, Damaged, OverflowError):
             return None
         # After the pidfd is open, so that the number cannot be given to another process between look and use.
         if known.kernel != kernel_id() or _began(known.pid) != known.began:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
+from holdfast.errors import ProtocolError
+from holdfast.protocol.decoding import decode
 from holdfast.protocol.endpoint import Endpoint
 from holdfast.protocol.job import JobSpec
 
@@ -151,12 +153,15 @@ def from_host(message: FromHost) -> bytes:
 
 
 def read_order(line: bytes) -> ToHost:
-    """Raises msgspec.MsgspecError for a line that is none."""
-    return _to_host.decode(line)
+    """Raises ProtocolError for a line that is none."""
+    return decode(_to_host.decode, line, "what the launcher says", error=ProtocolError, most=LINE_BYTES)
 
 
 def read_answer(line: bytes) -> FromHost | None:
-    """None for a line that somebody else printed there. Raises msgspec.MsgspecError for one that is damaged."""
+    """None for a line that somebody else printed there. Raises ProtocolError for one that is damaged."""
     # Lines of others are passed over and not refused: a shell's start-up file is none of ours to mend, and a
     # host that greets its users can be used.
-    return _from_host.decode(line[len(PREFIX) :]) if line.startswith(PREFIX) else None
+    if not line.startswith(PREFIX):
+        return None
+    word = line[len(PREFIX) :]
+    return decode(_from_host.decode, word, "what the host says", error=ProtocolError, most=LINE_BYTES)

@@ -11,8 +11,10 @@ from collections.abc import Callable
 
 import msgspec
 
+from holdfast.errors import Damaged
 from holdfast.health.checks.check import Task, is_of, unknown
 from holdfast.health.checks.suite import CheckProgress, chosen
+from holdfast.protocol.decoding import decode
 from holdfast.protocol.health import CheckResult, Condition
 from holdfast.protocol.python import python_module
 
@@ -93,7 +95,10 @@ async def _listen(
             return f"it did not end within {limit:g} s"
         if not line:
             return ""
-        progress = _progress.decode(line)
+        try:
+            progress = decode(_progress.decode, line, "what it says cannot be read")
+        except Damaged as error:
+            return str(error)
         if progress.result is not None:
             results.append(progress.result)
         until_s = time.monotonic() + (TURN_S if progress == CheckProgress() else limit)

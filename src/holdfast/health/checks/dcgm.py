@@ -9,7 +9,9 @@ from typing import Any
 
 import msgspec
 
+from holdfast.errors import Damaged
 from holdfast.health.checks.check import CannotCheck, Task
+from holdfast.protocol.decoding import decode
 from holdfast.protocol.health import CheckResult, Condition
 
 LEVELS = ((30.0, 1), (180.0, 2), (1200.0, 3))
@@ -52,8 +54,8 @@ def parse_diag(text: str, error: str = "") -> list[CheckResult]:
     # Warnings of the host engine may come before the JSON.
     begin = text.find("{")
     try:
-        parsed = msgspec.json.decode(text[begin:].encode()) if begin >= 0 else None
-    except msgspec.DecodeError:
+        parsed = decode(msgspec.json.decode, text[begin:], "its report") if begin >= 0 else None
+    except Damaged:
         parsed = None
     if not isinstance(parsed, dict):
         why = next(

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.errors import UsageError
+from holdfast.protocol.decoding import decode
 from holdfast.protocol.health import CheckResult, Condition
 
 
@@ -39,10 +40,14 @@ def read_floors(path: Path | None = None) -> tuple[Floor, ...]:
     """
     name = path or resources.files("holdfast.health.checks") / "floors.toml"
     try:
-        text = name.read_text()
-        return msgspec.convert(tomllib.loads(text), _File).floor
-    except (OSError, tomllib.TOMLDecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+        data = name.read_bytes()
+    except OSError as error:
         raise UsageError(f"the floors in {name} cannot be read: {error}") from error
+    return decode(_read, data, f"the floors in {name} cannot be read", error=UsageError)
+
+
+def _read(data: bytes) -> tuple[Floor, ...]:
+    return msgspec.convert(tomllib.loads(data.decode()), _File).floor
 
 
 def floor_of(result: CheckResult, floors: Sequence[Floor]) -> Floor | None:

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -21,6 +22,7 @@ import msgspec
 from holdfast.health.checks.check import CannotCheck, Task
 from holdfast.health.checks.network import MEET_S, RETRY_S, accept, connect
 from holdfast.health.checks.rdma import Port, gid_index, read_ports
+from holdfast.protocol.decoding import decode
 from holdfast.protocol.health import CheckResult, Condition
 from holdfast.protocol.sockets import host_and_port, listening
 
@@ -250,7 +252,9 @@ class _End:
         line = self._file.readline(LONGEST_BYTES)
         if not line.endswith(b"\n"):
             raise ConnectionError("it closed the connection")
-        return msgspec.json.decode(line, type=kind)
+        read = partial(msgspec.json.decode, type=kind)
+        heard: T = decode(read, line, "what it says cannot be read", error=ConnectionError)
+        return heard
 
 
 def read_outcome(code: int, text: str) -> Outcome:

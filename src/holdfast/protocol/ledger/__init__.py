@@ -7,11 +7,13 @@ begins. A field that gets a better name is read under its old one too (`LedgerEv
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any, get_args
 
 import msgspec
 
+from holdfast.errors import Damaged
+from holdfast.protocol.decoding import decode
 from holdfast.protocol.ledger.base import LedgerEvent
 from holdfast.protocol.ledger.generations import (
     BeganAnew,
@@ -219,10 +221,15 @@ def read(kind: str, fields: Mapping[str, Any]) -> LedgerEvent | None:
     try:
         # Strict about types and lenient about what is missing: an older version did not know a field, so it
         # reads as None if it may be None. Everything else that does not fit is shown raw instead of wrongly.
-        named = {event.RENAMED.get(name, name): value for name, value in fields.items()}
-        return msgspec.convert({**_unknown(event), **named}, event)
-    except msgspec.ValidationError:
+        known: LedgerEvent = decode(partial(_known, event), fields, kind)
+    except Damaged:
         return None
+    return known
+
+
+def _known(event: type[LedgerEvent], fields: Mapping[str, Any]) -> LedgerEvent:
+    named = {event.RENAMED.get(name, name): value for name, value in fields.items()}
+    return msgspec.convert({**_unknown(event), **named}, event)
 
 
 @cache
