@@ -601,7 +601,9 @@ def disturb(job: Job, ends: list[tuple[str, str]], count: int) -> Ran:
                 unreadable = int(how == ENDS[0] and what in DAMAGED)
                 continue
             stopped = ran.report.get("outcome") == "stopped"
-            assert ran.code == (EXIT_STOPPED if stopped else 0), f"exit code {ran.code}: {ran.report.get('reason')}"
+            assert ran.code == (EXIT_STOPPED if stopped else 0), (
+                f"exit code {ran.code}: {ran.report.get('reason')}"
+            )
             struck = job.done[before:]
             allowed = unreadable + sum(KINDS[name].incidents for name in struck if name in KINDS)
             causes = [incident["cause"] for incident in ran.report["incidents"]]
