@@ -24,6 +24,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torchao.optim
 from cluster import Cluster, Worker, compute
 from hypothesis import HealthCheck, example, given, seed, settings
 from hypothesis import strategies as st
@@ -288,6 +289,10 @@ MODELS = {
     "attention": Attention,
     "complex": Complex,
     "frozen": frozen,
+    # Torchao quantizes moments of 4096 elements and more.
+    "wide": lambda: torch.nn.Sequential(
+        torch.nn.Linear(WIDTH, 1024), torch.nn.Dropout(0.3), torch.nn.GELU(), torch.nn.Linear(1024, 4)
+    ),
 }
 optim = torch.optim
 OPTIMIZERS = {
@@ -309,9 +314,18 @@ OPTIMIZERS = {
     "asgd": lambda p: optim.ASGD(p, lr=0.05),
     "adafactor": lambda p: optim.Adafactor(p, lr=0.01),
 }
+QUANTIZED = {
+    "adamw 8 bit": lambda p: torchao.optim.AdamW8bit(p, lr=0.01, weight_decay=0.1),
+    "adam 4 bit": lambda p: torchao.optim.Adam4bit(p, lr=0.01, weight_decay=0.1),
+    "adamw float8": lambda p: torchao.optim.AdamWFp8(p, lr=0.01),
+    # Rounds weights in half precision up or down by chance.
+    "adamw rounding": lambda p: torchao.optim.AdamW8bit(p, lr=0.01, bf16_stochastic_round=True),
+}
+"""Torchao's, which keep moments in codes of few bits."""
+OPTIMIZERS |= QUANTIZED
 MUON = "muon, and adamw for the others"
 """Two optimizers that make one step together."""
-NO_COMPLEX = {"adamw fused", "adafactor", "rprop", MUON}
+NO_COMPLEX = {"adamw fused", "adafactor", "rprop", MUON, *QUANTIZED}
 SCHEDULERS = {
     "none": lambda o: None,
     "step": lambda o: StepLR(o, 2, 0.5),
@@ -377,7 +391,9 @@ def clamp(optimizer, args, kwargs):
 class Program:
     """A drawn training, built anew for each side."""
 
-    def __init__(self, model, optimizer, scheduler, groups, average, autocast, dtype, loss, hooked):
+    def __init__(
+        self, model, optimizer, scheduler, groups, average, autocast, dtype, loss, hooked, compiled=None
+    ):
         torch.manual_seed(0)
         self.model = MODELS[model]()
         if model != "complex":
@@ -395,6 +411,10 @@ class Program:
             else None
         )
         self.autocast, self.dtype, self.loss_of = autocast, self.parameters[0].dtype, LOSSES[loss]
+        self.called = self.model
+        if compiled is not None:
+            torch.compiler.reset()  # it compiles the same code for a few models only
+            self.called = torch.compile(self.model, backend=compiled)
         self.without, self.rates, self.norms, self.losses, self.grads = [], [], [], [], []
         self.optimizers[0].register_step_pre_hook(self.before_step)
         if hooked == "the whole gradient":
@@ -426,12 +446,12 @@ class Program:
         self.model.step = index
         x = x if self.dtype.is_complex else x.to(self.dtype)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.autocast):
-            out = self.model(x)
+            out = self.called(x)
         return self.loss_of(out.float() if out.dtype is torch.bfloat16 else out, y, weights)
 
     @property
     def things(self):
-        named = {"model": self.model, "scheduler": self.scheduler, "average": self.average}
+        named = {"model": self.called, "scheduler": self.scheduler, "average": self.average}
         named |= {f"optimizer {number}": each for number, each in enumerate(self.optimizers)}
         return {name: thing for name, thing in named.items() if thing is not None}
 
@@ -585,10 +605,11 @@ def as_a_job(program, micros, clip, chance, reduction):
 class Trained(Worker):
     """A worker that trains a drawn program."""
 
-    def __init__(self, program, micros, reduction):
+    def __init__(self, program, micros, reduction, committing):
+        """committing: a lock, since an optimizer may draw from the process's generator."""
         kind = ExactSum if reduction == "exact" else GradientSum
         super().__init__(program.model, program.optimizers[0], kind, micros)
-        self.program = program
+        self.program, self.committing = program, committing
         exact = reduction == "exact"
         self.state.buffer_rules = BufferRules({"model": program.model}, (), sharded=False, exact=exact)
 
@@ -600,15 +621,16 @@ class Trained(Worker):
         pass
 
     def commit(self, prepared):
-        super().commit(prepared)
+        with self.committing:
+            super().commit(prepared)
         self.state.buffer_rules.keep()
 
 
 def by_workers(programs, micros, clip, chance, reduction):
     """The same by as many workers as there are programs: threads with real groups, and the real step and reduction."""
     cluster = Cluster(len(programs))
-    workers = [Trained(program, micros, reduction) for program in programs]
     computing = threading.Lock()
+    workers = [Trained(program, micros, reduction, computing) for program in programs]
     order = SampleOrder(SAMPLES, chance)
     batches = SimpleNamespace(
         count=lambda: micros,
@@ -651,7 +673,12 @@ def assert_alike(found, expected, path, close):
     if isinstance(found, torch.Tensor):
         assert found.dtype == expected.dtype, path
         assert found.shape == expected.shape, path
-        if not close or not (found.is_floating_point() or found.is_complex()):
+        if hasattr(found, "__tensor_flatten__"):
+            (ours, _), (theirs, _) = found.__tensor_flatten__(), expected.__tensor_flatten__()
+            assert ours == theirs, path
+            for name in ours:
+                assert_alike(getattr(found, name), getattr(expected, name), f"{path}.{name}", close)
+        elif not close or not (found.is_floating_point() or found.is_complex()):
             assert torch.equal(found, expected), (path, (found - expected).abs().max())
         else:
             torch.testing.assert_close(found, expected, rtol=close, atol=close, msg=lambda m: f"{path}: {m}")
@@ -704,16 +731,23 @@ PROGRAMS = st.fixed_dictionaries(
         "dtype": st.sampled_from([torch.float32, torch.float32, torch.float64, torch.bfloat16]),
         "loss": st.sampled_from(list(LOSSES)),
         "hooked": st.sampled_from([None, None, "each gradient", "the whole gradient"]),
+        "compiled": st.sampled_from([*[None] * 9, "aot_eager"]),
     }
 )
 
 
 def possible(program):
     """The program that torch can train which is nearest to the one that was drawn."""
+    if program["optimizer"] in QUANTIZED:
+        # Else none of its moments is large enough for a code. Torchao's update is compiled, which takes minutes on a processor.
+        program = program | {"model": "wide", "compiled": None}
     if program["model"] == "complex":
         program = program | {"autocast": False, "dtype": torch.float32}
         if program["optimizer"] in NO_COMPLEX:
             program = program | {"optimizer": "adamw"}
+    # Torch differentiates through no gradient of a compiled pass.
+    if program["model"] == "penalized":
+        program = program | {"compiled": None}
     # Torch's Adafactor divides by the size of a parameter, and that of an empty one is 0.
     if (program["model"], program["optimizer"]) == ("odd", "adafactor"):
         program = program | {"optimizer": "adamw"}
@@ -733,6 +767,7 @@ def check(program, micros, clip, chance, reduction, worlds=()):
     how = (micros, clip, chance, reduction)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    torch.compiler.set_stance("force_eager" if program["optimizer"] in QUANTIZED else "default")
     try:
         job, plain = Program(**program), Program(**program)
         as_a_job(job, *how)
@@ -756,6 +791,7 @@ def check(program, micros, clip, chance, reduction, worlds=()):
                 assert_same_training(first, plain, running)
     finally:
         torch.set_num_threads(threads)
+        torch.compiler.set_stance("default")
 
 
 QUIETLY = {
@@ -780,6 +816,7 @@ PLAIN = {
     "dtype": torch.float32,
     "loss": "cross entropy",
     "hooked": None,
+    "compiled": None,
 }
 
 
