@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from dealt import dealing, execute
 from harness import run
 from test_real_scripts import HERE, LONG_S, by_rank, by_torchrun, place

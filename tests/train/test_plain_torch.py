@@ -49,6 +49,7 @@ from torch.utils.checkpoint import checkpoint
 import holdfast as hf
 from holdfast.data.order import SampleOrder
 from holdfast.data.seeds import micro_seed, seed_generators
+from holdfast.errors import UsageError
 from holdfast.train.buffer_rules import BufferRules
 from holdfast.train.data_cursor import DataCursor
 from holdfast.train.exact import ExactSum
@@ -805,6 +806,8 @@ DRAWN = {
     "chance": st.integers(0, 1000),
     "reduction": st.sampled_from(["fast", "exact"]),
 }
+BY_DEFAULT = DRAWN | {"program": PROGRAMS.map(lambda program: program | {"compiled": None})}
+"""It takes seconds to compile a model."""
 WORLDS = st.sampled_from([(2,), (3,), (4,)])
 PLAIN = {
     "model": "mlp",
@@ -820,7 +823,7 @@ PLAIN = {
 }
 
 
-@given(**DRAWN)
+@given(**BY_DEFAULT)
 @settings(max_examples=30, **QUIETLY)
 @example(PLAIN | {"model": "branches"}, 2, None, 0, "fast")
 @example(PLAIN | {"model": "branches", "optimizer": "adamw"}, 4, 0.1, 0, "exact")
@@ -830,18 +833,57 @@ PLAIN = {
 @example(PLAIN | {"model": "thawed"}, 1, None, 0, "fast")
 @example(PLAIN | {"model": "channels last"}, 3, None, 0, "fast")
 @example(PLAIN | {"model": "thawed", "optimizer": "adamw"}, 3, 0.1, 0, "exact")
+@example(PLAIN | {"optimizer": "adamw 8 bit"}, 2, None, 0, "fast")
+@example(PLAIN | {"optimizer": "adamw rounding", "dtype": torch.bfloat16}, 1, None, 0, "exact")
+@example(PLAIN | {"model": "batch norm", "compiled": "eager"}, 3, None, 0, "fast")
 def test_a_job_of_one_trains_what_plain_torch_does(program, micros, clip, chance, reduction):
     check(program, micros, clip, chance, reduction)
 
 
-@given(**DRAWN | {"micros": st.sampled_from([4, 5, 6])}, worlds=WORLDS)
+@given(**BY_DEFAULT | {"micros": st.sampled_from([4, 5, 6])}, worlds=WORLDS)
 @settings(max_examples=8, **QUIETLY)
 @example(PLAIN | {"model": "branches", "optimizer": MUON}, 5, 0.1, 0, "exact", (2, 3, 4))
 @example(PLAIN | {"model": "thawed"}, 5, None, 0, "exact", (2, 3))
 @example(PLAIN | {"model": "images"}, 6, None, 0, "exact", (2, 3, 4))
 @example(PLAIN | {"model": "tokens", "dtype": torch.float64}, 6, None, 0, "fast", (2, 3, 4))
+@example(PLAIN | {"optimizer": "adam 4 bit"}, 4, 0.1, 0, "exact", (2,))
 def test_several_workers_train_what_a_job_of_one_does(program, micros, clip, chance, reduction, worlds):
     check(program, micros, clip, chance, reduction, worlds)
+
+
+def sparse_rows():
+    return torch.nn.Embedding(8, 4, sparse=True)
+
+
+class SparseCall(torch.nn.Module):
+    """As that, where no module says it."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = torch.nn.Parameter(torch.randn(8, 4))
+
+    def forward(self, y):
+        return F.embedding(y, self.rows, sparse=True)
+
+
+@pytest.mark.parametrize("make", [sparse_rows, SparseCall])
+@pytest.mark.parametrize("kind", [optim.SparseAdam, optim.Adagrad])
+def test_what_trains_sparse_gradients_is_refused_before_an_update(make, kind):
+    model = make()
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def main(run):
+        optimizer = kind(model.parameters(), lr=0.1)
+        run.protect(model=model, optimizer=optimizer)
+        for step in run.steps(Points(), global_batch=6, micro_batch=3, until=2):
+            with step:
+                for _, y, _ in step:
+                    step.backward(model(y).sum(), weight=len(y))
+                step.apply(optimizer)
+
+    with pytest.raises(UsageError, match="sparse=True"):
+        hf.start(main)
+    assert all(torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True))
 
 
 def draw(count, chosen):
