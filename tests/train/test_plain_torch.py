@@ -56,6 +56,11 @@ from holdfast.train.exact import ExactSum
 from holdfast.train.reduction import GradientSum
 from holdfast.train.step import Step
 
+# Torch hides it by itself where it compiles what follows a break in a forward pass, but not if warnings are errors.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)
+
 SAMPLES, MICRO, STEPS, WIDTH = 60, 3, 4, 6
 
 
@@ -836,6 +841,7 @@ PLAIN = {
 @example(PLAIN | {"optimizer": "adamw 8 bit"}, 2, None, 0, "fast")
 @example(PLAIN | {"optimizer": "adamw rounding", "dtype": torch.bfloat16}, 1, None, 0, "exact")
 @example(PLAIN | {"model": "batch norm", "compiled": "eager"}, 3, None, 0, "fast")
+@example(PLAIN | {"model": "branches", "compiled": "eager"}, 1, None, 0, "fast")
 def test_a_job_of_one_trains_what_plain_torch_does(program, micros, clip, chance, reduction):
     check(program, micros, clip, chance, reduction)
 
