@@ -141,6 +141,7 @@ def test_a_loop_of_the_scripts_own_is_led_to_steps(accelerator):
         (DataLoader(torch.zeros(4, 2), batch_size=2), "SequentialSampler"),
         (DataLoader(Stream()), "_InfiniteConstantSampler"),
         (DataLoader(torch.zeros(4, 2), sampler=RandomSampler(range(4), replacement=True)), "RandomSampler"),
+        (DataLoader(torch.zeros(4, 2), sampler=RandomSampler(range(4), num_samples=2)), "num_samples=2"),
         ([torch.zeros(2)], "NoneType"),
     ],
 )

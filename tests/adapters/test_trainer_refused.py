@@ -10,7 +10,14 @@ import pytest
 import torch
 import transformers
 from bodies import digest
-from torch.utils.data import Dataset, IterableDataset, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    WeightedRandomSampler,
+)
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
@@ -208,14 +215,57 @@ def test_a_scheduler_of_the_scripts_own_that_looks_at_a_metric_is_refused(tmp_pa
         trainer.train()
 
 
-def test_a_sampler_of_the_scripts_own_is_refused(tmp_path):
-    class Weighted(adapter.Trainer):
-        def _get_train_sampler(self, train_dataset=None):
-            return WeightedRandomSampler([1.0] * 4, 4)
+class Twice(BatchSampler):
+    """Batches of the script's own, which has a shuffling sampler as well."""
 
-    trainer = Weighted(model=Line(), args=args(tmp_path), train_dataset=Four())
-    with pytest.raises(UsageError, match="WeightedRandomSampler"):
+    def __iter__(self):
+        for batch in super().__iter__():
+            yield batch
+            yield batch
+
+
+SHUFFLED = RandomSampler(range(4))
+LOADERS = {
+    "WeightedRandomSampler": lambda: DataLoader(Four(), sampler=WeightedRandomSampler([1.0] * 4, 4)),
+    "SequentialSampler": lambda: DataLoader(Four()),
+    r"RandomSampler\(replacement=True\)": lambda: DataLoader(Four(), sampler=RandomSampler(range(4), True)),
+    r"RandomSampler\(num_samples=2\) of 4": lambda: DataLoader(
+        Four(), sampler=RandomSampler(range(4), num_samples=2)
+    ),
+    "Skewed": lambda: DataLoader(Four(), sampler=type("Skewed", (RandomSampler,), {})(range(4))),
+    "Twice": lambda: DataLoader(Four(), batch_sampler=Twice(SHUFFLED, 2, False)),
+    "batches of 4 samples, and a micro-batch has 2: set per_device_train_batch_size=4": lambda: DataLoader(
+        Four(), batch_size=4, shuffle=True
+    ),
+}
+
+
+@pytest.mark.parametrize("what", LOADERS)
+def test_samples_of_the_scripts_own_choice_are_refused(tmp_path, what):
+    class Own(transformers.Trainer):
+        def get_train_dataloader(self):
+            return LOADERS[what]()
+
+    own = args(tmp_path, per_device_train_batch_size=2)
+    trainer = adapter.wrap(Own)(model=Line(), args=own, train_dataset=Four())
+    with pytest.raises(UsageError, match=what):
         trainer.train()
+
+
+def test_a_loader_of_the_scripts_own_that_shuffles_trains(tmp_path):
+    class Own(transformers.Trainer):
+        def get_train_dataloader(self):
+            return DataLoader(Four(), batch_size=2, shuffle=True)
+
+    own = args(tmp_path, per_device_train_batch_size=2)
+    assert adapter.wrap(Own)(model=Line(), args=own, train_dataset=Four()).train().global_step == 1
+
+
+def test_means_of_each_device_are_refused_where_there_are_several(tmp_path):
+    own = args(tmp_path, average_tokens_across_devices=False)
+    arguments.refuse(own, Four())
+    with pytest.raises(UsageError, match=r"average_tokens_across_devices=False: .*; leave it out"):
+        arguments.refuse(own, Four(), workers=2)
 
 
 def test_the_gpu_of_another_worker_is_refused(tmp_path):

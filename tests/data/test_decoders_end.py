@@ -5,8 +5,10 @@ import select
 import signal
 import subprocess
 import sys
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from holdfast.data.collate import Maker
@@ -62,6 +64,20 @@ def test_processes_that_are_still_starting_are_not_waited_for(tmp_path):
     processes = list(decoders._pool._processes.values())
     decoders.close()
     assert [process.exitcode for process in processes] == [-signal.SIGKILL] * 2
+
+
+def test_a_process_that_dies_fails_what_comes_after_a_cancelled_micro_batch(tmp_path):
+    """Nobody waits for ever for what a dead process was to make."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    decoders = Decoders(Maker(ComesLate(str(pipe)), None, seed=0), workers=1)
+    ids = np.array([0])
+    futures = [decoders.make(0, micro, ids) for micro in range(4)]
+    assert futures[2].cancel()
+    for process in decoders._pool._processes.values():
+        process.kill()
+    assert isinstance(futures[3].exception(timeout=60), BrokenProcessPool)
+    decoders.close()
 
 
 def test_decoders_that_still_import_end_with_their_worker(tmp_path):

@@ -12,6 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, default_data_collator, get
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--output_dir", default="clm")
+parser.add_argument("--rows", type=int, default=60)
 parser.add_argument("--checkpointing_steps", type=int, default=3)
 parser.add_argument("--resume_from_checkpoint")
 parser.add_argument("--max_train_steps", type=int, default=6)
@@ -23,7 +24,7 @@ set_seed(4)
 if accelerator.is_main_process:
     os.makedirs(args.output_dir, exist_ok=True)
 accelerator.wait_for_everyone()
-tokens = torch.randint(0, 50, (70, 8), generator=torch.Generator().manual_seed(3))
+tokens = torch.randint(0, 50, (args.rows + 10, 8), generator=torch.Generator().manual_seed(3))
 rows = [{"input_ids": row, "labels": row} for row in tokens]
 train = DataLoader(rows[:-10], shuffle=True, collate_fn=default_data_collator, batch_size=4)
 held_out = DataLoader(rows[-10:], collate_fn=default_data_collator, batch_size=4)
@@ -31,7 +32,8 @@ model = GPT2LMHeadModel(
     GPT2Config(vocab_size=50, n_positions=8, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
 )
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-schedule = get_scheduler("cosine", optimizer, 1, args.max_train_steps * accelerator.num_processes)
+processes = accelerator.num_processes
+schedule = get_scheduler("cosine", optimizer, processes, args.max_train_steps * processes)
 model, optimizer, train, held_out, schedule = accelerator.prepare(model, optimizer, train, held_out, schedule)
 
 completed, first = 0, 0

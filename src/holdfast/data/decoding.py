@@ -15,8 +15,9 @@ import os
 import pickle
 import signal
 import traceback
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from multiprocessing import popen_spawn_posix, spawn
 from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Any
@@ -61,7 +62,9 @@ class Decoders:
     def make(self, step: int, micro: int, ids: Ids) -> Future[bytes]:
         """Begins to make a micro-batch."""
         try:
-            return self._pool.submit(_make, step, micro, ids)
+            future = self._pool.submit(_make, step, micro, ids)
+            future.__class__ = _Cancellable
+            return future
         except BrokenProcessPool as error:
             failed: Future[bytes] = Future()
             failed.set_exception(error)
@@ -91,6 +94,15 @@ class Decoders:
         # One greeting for each process makes the pool start all of them now. Otherwise they would start one
         # after the other with the first steps, each with seconds of imports.
         self._greetings = [self._pool.submit(_greet) for _ in range(self._workers)]
+
+
+class _Cancellable(Future[bytes]):
+    """May be cancelled before its pool breaks. In Python 3.11 the pool's thread raises at such a future: it prints a
+    traceback, and no future after it ever ends, so that a worker waits for its micro-batch for ever."""
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        with suppress(InvalidStateError):
+            super().set_exception(exception)
 
 
 class _Popen(popen_spawn_posix.Popen):

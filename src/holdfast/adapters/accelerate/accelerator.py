@@ -10,10 +10,10 @@ import accelerate
 import torch
 from accelerate.state import PartialState
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
-from torch.utils.data import RandomSampler
 
 from holdfast.adapters import world
 from holdfast.adapters.accelerate import backend
+from holdfast.adapters.accelerate.loaders import own_order
 from holdfast.adapters.advice import LoopAdvice
 from holdfast.adapters.buffers import Buffers
 from holdfast.adapters.versions import ACCELERATE
@@ -203,12 +203,9 @@ def _named(kind: str, objects: list[Any]) -> dict[str, Any]:
 
 
 def _micro_batch(loader: Any) -> int:
-    batches = getattr(loader, "batch_sampler", None)
-    # Accelerate puts the samplers of a loader into a new one, whose own `sampler` says nothing.
-    sampler = getattr(batches, "sampler", None)
-    if not isinstance(sampler, RandomSampler) or sampler.replacement:
+    if (own := own_order(loader)) is not None:
         raise UsageError(
-            f"accelerator.steps(): the loader has {type(sampler or batches).__name__}, and the order of samples is the job's; "
+            f"accelerator.steps(): the loader has {own}, and the order of samples is the job's; "
             "give a DataLoader(dataset, batch_size=..., shuffle=True) of a map-style dataset"
         )
-    return int(batches.batch_size)  # type: ignore[union-attr]
+    return int(loader.batch_sampler.batch_size)

@@ -6,13 +6,13 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import RandomSampler
 from transformers import TrainingArguments
 from transformers.optimization import GreedyLR
 from transformers.trainer_utils import SchedulerType
 from transformers.training_args import OptimizerNames
 
 from holdfast.adapters import world
+from holdfast.adapters.accelerate.loaders import own_order
 from holdfast.errors import UsageError
 
 if TYPE_CHECKING:
@@ -61,33 +61,36 @@ def of_ddp(args: TrainingArguments) -> dict[str, Any]:
     }
 
 
-def refuse(args: TrainingArguments, dataset: Any, scheduler: Any = None) -> None:
-    """Refuses what cannot work, before anything is trained. scheduler: the script's own.
+def refuse(args: TrainingArguments, dataset: Any, scheduler: Any = None, workers: int = 1) -> None:
+    """Refuses what cannot work, before anything is trained. scheduler: the script's own. workers: of the full job.
 
     Raises:
         UsageError: with every option that cannot work, and what to write instead.
     """
-    wrong = [text for found, text in _checks(args, dataset, scheduler) if found]
+    wrong = [text for found, text in _checks(args, dataset, scheduler, workers) if found]
     if wrong:
         raise UsageError("holdfast.transformers.Trainer cannot train so:\n  " + "\n  ".join(wrong))
 
 
-def refuse_sampler(loader: Any) -> None:
-    """Refuses a sampler of the script's own: the job deals the samples.
+def refuse_loader(loader: Any, micro_batch: int) -> None:
+    """Refuses a choice of samples of the script's own, and batches of its own: the job deals the samples.
 
     Raises:
-        UsageError: the training data does not come in a random order.
+        UsageError: the training data does not come in a random order, or in batches of another size.
     """
-    # Accelerate puts the samplers of a loader into a new one, whose own `sampler` says nothing.
-    sampler = getattr(loader.batch_sampler, "sampler", None)
-    if not isinstance(sampler, RandomSampler):
+    if (own := own_order(loader)) is not None:
         raise UsageError(
-            f"holdfast.transformers.Trainer cannot train with {type(sampler or loader.batch_sampler).__name__}: the order "
+            f"holdfast.transformers.Trainer cannot train with {own}: the order "
             "of samples is the job's; put the choice of samples into the dataset"
+        )
+    if (size := loader.batch_sampler.batch_size) != micro_batch:
+        raise UsageError(
+            f"get_train_dataloader() returns batches of {size} samples, and a micro-batch has {micro_batch}: set "
+            f"per_device_train_batch_size={size}"
         )
 
 
-def _checks(args: TrainingArguments, dataset: Any, scheduler: Any) -> list[tuple[bool, str]]:
+def _checks(args: TrainingArguments, dataset: Any, scheduler: Any, workers: int) -> list[tuple[bool, str]]:
     optimizer = OptimizerNames(args.optim).value
     schedule = SchedulerType(args.lr_scheduler_type).value
     return [
@@ -117,8 +120,13 @@ def _checks(args: TrainingArguments, dataset: Any, scheduler: Any) -> list[tuple
         ),
         (
             args.load_best_model_at_end,
-            "load_best_model_at_end=True: ranks change, so no worker knows all files; load state.best_model_checkpoint "
-            "after the job",
+            "load_best_model_at_end=True: a worker on another node may not have the best checkpoint's folder; leave it out, keep "
+            "metric_for_best_model, and load the folder trainer.state.best_model_checkpoint on rank 0 after train()",
+        ),
+        (
+            workers > 1 and not args.average_tokens_across_devices,
+            "average_tokens_across_devices=False: the loss is the mean over all tokens of a step, whose weights would otherwise "
+            "depend on which worker has which samples; leave it out",
         ),
         (
             "lomo" in optimizer or "layerwise" in optimizer,

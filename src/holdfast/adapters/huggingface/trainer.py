@@ -124,9 +124,10 @@ class HoldfastMixin:
     def get_train_dataloader(self: Any) -> DataLoader[Any]:
         """A loader over the numbers of samples, as long as that of one worker of the full job. The Trainer asks it for
         lengths alone: what a step's samples are, the run decides."""
-        arguments.refuse(self.args, self.train_dataset, self.lr_scheduler)
+        workers = self._holdfast_run.full_world_size
+        arguments.refuse(self.args, self.train_dataset, self.lr_scheduler, workers)
         own = super().get_train_dataloader()  # type: ignore[misc]
-        arguments.refuse_sampler(own)
+        arguments.refuse_loader(own, self._holdfast_micro_batch)
         self._holdfast_collate, self._holdfast_samples = own.collate_fn, own.dataset
         self._holdfast_lengths = DataLoader(
             _Numbers(len(own.dataset)),
