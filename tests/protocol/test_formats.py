@@ -1,0 +1,128 @@
+"""What outlives a process or goes between two versions, against golden files: every field of every type.
+
+A golden file is of one format and version, and holds a value of each type with all fields set. Where today's writer makes
+another one, whoever has older files or runs older processes may not be able to read it. Then either:
+
+- the change is read by both (a field with a default): remove the golden file and run this module as a program;
+- it is not: raise the format's version, keep the old file, and run this module as a program.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from filled import filled
+
+from holdfast.checkpoint import layout, memory
+from holdfast.coordinator.kernel.state import CoreState
+from holdfast.coordinator.service.older_states import state_of
+from holdfast.protocol import ledger, messages
+from holdfast.protocol.endpoint import Endpoint
+from holdfast.protocol.job import JobSpec, Resume
+from holdfast.protocol.sample_check import SamplesChecked
+from holdfast.protocol.verified import Verified
+
+GOLDEN = Path(__file__).parent / "golden"
+FOLDER_VERSION = 1
+"""Of the files in a job's folder. They have no number of their own: a job is resumed by any later version."""
+
+
+def _structs(module: Any) -> list[type[msgspec.Struct]]:
+    found = [one for _, one in inspect.getmembers(module, inspect.isclass) if issubclass(one, msgspec.Struct)]
+    return [one for one in found if one.__module__.startswith(module.__name__)]
+
+
+FORMATS: dict[str, tuple[int, list[type[msgspec.Struct]]]] = {
+    "messages": (messages.PROTOCOL_VERSION, _structs(messages)),
+    "ledger": (ledger.VERSION, list(ledger.EVENTS.values())),
+    "state": (ledger.VERSION, [CoreState]),
+    "checkpoint": (layout.FORMAT, [layout.Manifest, layout.Head]),
+    "folder": (FOLDER_VERSION, [JobSpec, Resume, Endpoint, Verified, SamplesChecked]),
+}
+
+
+def written(types: list[type[msgspec.Struct]]) -> dict[str, Any]:
+    """By the types' names, what today's writer makes of a value with all fields."""
+    made: dict[str, Any] = json.loads(msgspec.json.encode({one.__name__: filled(one) for one in types}))
+    return dict(sorted(made.items()))
+
+
+def golden(name: str, version: int) -> Path:
+    return GOLDEN / f"{name}-{version}.json"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_today_s_writer_makes_what_the_newest_golden_file_has(name: str) -> None:
+    version, types = FORMATS[name]
+    there = json.loads(golden(name, version).read_text())
+    made = written(types)
+    changed = sorted(one for one in made.keys() | there.keys() if made.get(one) != there.get(one))
+    assert not changed, f"{', '.join(changed)} of {name} {version}: see the head of this module"
+
+
+@pytest.mark.parametrize("path", sorted(GOLDEN.glob("ledger-*.json")), ids=lambda path: path.stem)
+def test_events_of_every_version_are_read(path: Path) -> None:
+    kinds = {event.__name__: kind for kind, event in ledger.EVENTS.items()}
+    for name, fields in json.loads(path.read_text()).items():
+        event = ledger.read(kinds[name], fields)
+        assert event is not None, name
+        assert event.kind == kinds[name]
+
+
+@pytest.mark.parametrize("path", sorted(GOLDEN.glob("state-*.json")), ids=lambda path: path.stem)
+def test_states_of_every_version_are_read(path: Path) -> None:
+    (plain,) = json.loads(path.read_text()).values()
+    # As the store has it: not JSON, in which keys of numbers are texts, but what the types make of it.
+    value = msgspec.convert(plain, CoreState, strict=False)
+    assert state_of(msgspec.msgpack.encode(value)) == value
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted([*GOLDEN.glob("checkpoint-*.json"), *GOLDEN.glob("folder-*.json")]),
+    ids=lambda path: path.stem,
+)
+def test_files_of_every_version_are_read(path: Path) -> None:
+    types = {one.__name__: one for _, types in FORMATS.values() for one in types}
+    for name, plain in json.loads(path.read_text()).items():
+        read = msgspec.json.decode(json.dumps(plain).encode(), type=types[name])
+        assert read == filled(types[name])
+
+
+def test_a_slot_s_header_is_that_of_its_version() -> None:
+    assert (memory._VERSION, memory._HEADER.format, memory._HEADER.size) == (2, "<8sIIqqiiQQ16sQ", 80)
+
+
+def test_a_field_that_goes_or_changes_its_name_is_seen() -> None:
+    class Sample(msgspec.Struct):
+        step: int = 0
+        name: str = ""
+
+    class Renamed(msgspec.Struct):
+        steps: int = 0
+        name: str = ""
+
+    assert written([Sample])["Sample"] == {"step": 7, "name": "name"}
+    assert written([Renamed])["Renamed"].keys() == {"steps", "name"}
+
+
+def main() -> int:
+    GOLDEN.mkdir(exist_ok=True)
+    for name, (version, types) in FORMATS.items():
+        path = golden(name, version)
+        if path.exists():
+            sys.stdout.write(f"{path} stays as it is\n")
+            continue
+        path.write_text(json.dumps(written(types), indent=1, sort_keys=True) + "\n")
+        sys.stdout.write(f"{path} is written\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
