@@ -692,9 +692,10 @@ class Checks:
                 self.fail("step %d cannot be committed", plan.bug_step)
         if plan.budget_is_small and any(x in reason for x in ("budget", "restarts", "may be")):
             allowed.add("failed")
-        if "same error" in reason and len(self.cluster.faults.untold) >= 3:
+        same = "same error" in reason or "ended a worker in" in reason
+        if same and len(self.cluster.faults.untold) >= 3:
             allowed.add("failed")
-        if "same error" in reason and self.cluster.faults.made_bad and plan.spec.min_nodes == 1:
+        if same and self.cluster.faults.made_bad and plan.spec.min_nodes == 1:
             allowed.add("failed")  # on one node alone a bad machine and a bad script look the same
         if "for the same reason" in reason and not state.membership.number:
             allowed.add("failed")  # as many as it needs are refused alike, by chance
