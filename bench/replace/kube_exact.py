@@ -11,6 +11,7 @@ from typing import Any
 
 from bench.progress import Progress
 from bench.replace.figures import Failed
+from holdfast.engines.jobs import EXIT_STOPPED
 
 
 @dataclass
@@ -67,7 +68,7 @@ async def _measure(api: Any, home: Path, outage_s: float, progress: Progress, fo
 async def _ended(job: Any, undisturbed: Any, what: str, kind: str) -> Exact:
     """Stops the job, and compares. kind: what of its report has the stalls."""
     await job.stop()
-    if code := await job.wait():
+    if (code := await job.wait()) != EXIT_STOPPED:
         raise Failed(f"the job {job.name} ended with exit code {code}: {job.log.read_text()[-2000:]}")
     report, mine = json.loads((job.dir / "report.json").read_text()), job.losses()
     return Exact(

@@ -12,7 +12,6 @@ from holdfast.cli.common import AsJson, Output, width_of, write_as
 from holdfast.cli.options import command
 from holdfast.plan.options import PlanOptions
 from holdfast.protocol.options import given
-from holdfast.protocol.stored import decode_file
 
 if TYPE_CHECKING:
     from holdfast.plan.candidates import Candidate
@@ -126,6 +125,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     import msgspec
 
     from holdfast.errors import UsageError
+    from holdfast.protocol.stored import decode_file
 
     try:
         found: Any = decode_file(msgspec.yaml.decode, path, f"{path} is no YAML", error=UsageError)
@@ -144,6 +144,7 @@ def _report(path: Path | None) -> dict[str, Any] | None:
     import msgspec
 
     from holdfast.errors import UsageError
+    from holdfast.protocol.stored import decode_file
 
     try:
         found: Any = decode_file(msgspec.json.decode, path, f"--report {path} is no report", error=UsageError)
