@@ -62,7 +62,8 @@ def follow(folder: Path, no_ui: bool, report: Path | None = None) -> int:
             view.ended(ended)
     elif outcome not in ("finished", "stopped"):
         sys.stderr.write(f"[holdfast] the job {folder.name} {outcome}: {ended['reason']}\n")
-    return jobs.exit_code(ended)
+    # Without its word on what is saved: many jobs here have no durable tier, and a script that saves its model by itself is done.
+    return jobs.exit_code({"outcome": outcome})
 
 
 def _submit(submission: Submission) -> Path:
