@@ -19,7 +19,7 @@ import yaml
 
 from holdfast.coordinator.service.store import Store
 from holdfast.engines.client import Announcement, JobClient
-from holdfast.engines.jobs import EXIT_STOPPED
+from holdfast.engines.jobs import EXIT_LEFT, EXIT_STOPPED
 from holdfast.engines.kubernetes.api import Api, ApiError, NoAnswer
 from holdfast.engines.kubernetes.cluster import connect
 from holdfast.engines.kubernetes.names import NOTE_FAULT, TAINT_UNHEALTHY
@@ -399,7 +399,7 @@ class Job:
         raise AssertionError("the job has ended")
 
     async def _is_known(self) -> bool:
-        assert self.process.poll() in (None, 0), self.log.read_text()
+        assert self.process.poll() in (None, 0, EXIT_LEFT), self.log.read_text()
         return (self.dir / "allocation.json").exists()
 
     async def training(
