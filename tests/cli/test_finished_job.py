@@ -296,6 +296,14 @@ def test_a_stop_of_a_job_that_has_ended_is_no_error(holdfast, job):
     assert (said.code, said.out) == (0, "the job done is not running\n")
 
 
+@pytest.mark.parametrize(("outcome", "code"), [("finished", 0), ("stopped", 75), ("failed", 1), (None, 1)])
+def test_attach_ends_as_the_job_did_that_does_not_run(holdfast, home, outcome, code):
+    write_job("ended", outcome)
+    said = holdfast("attach", "--job", "ended")
+    assert said.code == code
+    assert "the job ended is not running" in said.out
+
+
 def test_version(holdfast):
     assert [line.split()[0] for line in holdfast("version").out.splitlines()] == [
         "holdfast",

@@ -121,7 +121,7 @@ def test_a_line_is_judged(holdfast):
     assert said.code == 0
     for words in (
         "mlx5-dead, about network card 0000:41:00.0",
-        "the node: it is replaced, now",
+        "the node is replaced at once",
         "kernel.toml",
     ):
         assert words in said.out
@@ -136,7 +136,7 @@ def test_a_log_is_judged_by_record(holdfast, tmp_path):
     assert said.out.endswith("2 records, 1 of them with a rule\n")
     told = json.loads(holdfast("health", "judge", str(tmp_path / "dmesg.txt"), "--json").out)
     assert [[rule["id"] for rule in record["rules"]] for record in told] == [["gpu-off-the-bus"], []]
-    assert told[0]["rules"][0]["done"] == "the node: it is replaced, now"
+    assert told[0]["rules"][0]["done"] == "the node is replaced at once"
 
 
 def test_a_line_is_judged_by_own_rules_and_as_a_workers_log(holdfast, tmp_path):
@@ -147,7 +147,7 @@ def test_a_line_is_judged_by_own_rules_and_as_a_workers_log(holdfast, tmp_path):
         "health", "judge", "it is wedged", "--source", "log", "--rules", str(tmp_path / "ours.toml")
     )
     assert "ours" in said.out
-    assert "its workers are restarted, now" in said.out
+    assert "its workers are restarted at once" in said.out
     said = holdfast("health", "judge", "it is wedged", "--source", "moon")
     assert said.code == 2
     assert "--source 'moon'" in said.err

@@ -50,7 +50,7 @@ def test_a_line_gets_its_verdict(action, rule, text):
 
 def test_there_are_enough_of_them_and_harmless_ones_too():
     assert len(set(LINES)) == len(LINES) >= LEAST
-    assert sum(action == "none" for action, _, _ in LINES) > LEAST / 4
+    assert sum(action == "none" for action, _, _ in LINES) > len(LINES) / 4
 
 
 @pytest.mark.parametrize(

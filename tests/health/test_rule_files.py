@@ -219,3 +219,35 @@ def test_an_error_names_its_line(name, tmp_path):
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(UsageError, match=r"the rule file .*nowhere.toml cannot be read: .*No such file"):
         load_rules([str(tmp_path / "nowhere.toml")])
+
+
+def test_a_rule_that_says_more_where_it_comes_again(tmp_path):
+    text = GOOD.split("[[rule]]")[1]
+    text = "[[rule]]" + text.replace('count = 2\nwindow = "1m"\n', "").replace('"fatal"', '"warning"')
+    text = (
+        text.replace('"replace"', '"watch"')
+        + '[rule.repeat]\ncount = 3\nwindow = "1m"\nremedy = "reboot"\nseverity = "error"\n'
+    )
+    rules = load_rules([write(tmp_path, text)])
+    said = found(rules, *["ourdrv 3: wedged"] * 3)
+    assert [(f.rule, f.remedy) for f in said] == [
+        ("our-driver", Remedy.WATCH),
+        ("our-driver-repeated", Remedy.REBOOT),
+    ]
+    # Of a rule that is there already: it inherits that one's fields.
+    text = '[[rule]]\nid = "nvme-no-path"\n[rule.repeat]\ncount = 2\nwindow = "1h"\nseverity = "fatal"\n'
+    again = load_rules([write(tmp_path, text)]).get("nvme-no-path-repeated")
+    assert (again.pattern, again.count) == (catalogue().get("nvme-no-path").pattern, 2)
+
+
+@pytest.mark.parametrize(
+    ("repeat", "said"),
+    [
+        ("repeat = 3", "'repeat' is no field of a rule"),
+        ("repeat = {counts = 3}", "'counts' is no field of a rule"),
+    ],
+)
+def test_a_repeat_that_cannot_be_is_refused_with_its_line(tmp_path, repeat, said):
+    text = f'[[rule]]\nid = "nvme-no-path"\n{repeat}\n'
+    with pytest.raises(UsageError, match=rf"ours.toml, line \d: {said}"):
+        load_rules([write(tmp_path, text)])

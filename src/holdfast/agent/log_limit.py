@@ -23,7 +23,8 @@ _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 """Of include/uapi/linux/falloc.h."""
 
 LOOK_S = 1.0
-"""A worker exceeds its limit by at most what it writes in this time."""
+"""A worker exceeds its limit by at most what it writes in this time. (inotify would wake the agent for every line that is written,
+and tells nothing of a network file system's other clients.)"""
 ALIGN_BYTES = 1 << 20
 """A hole ends at a multiple of this, which is one of the block size of every file system: a part of a block would not be
 given back, but filled with zeros that readers take for data."""

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True, help="Health rules: list and explain them, judge lines by them, check your own."
 )
-PATH_BYTES = 255
-"""No name of a file is longer (NAME_MAX); of a line that is, the system says so where a file is looked for."""
 SXID_DIGITS = 5
 """SXids have this many digits, Xids fewer."""
 RuleFiles = Annotated[
@@ -141,6 +139,8 @@ def _lines_of(given: str) -> str:
     Raises:
         UsageError: it names a file that cannot be read.
     """
+    import errno
+
     from holdfast.errors import UsageError
 
     if given == "-":
@@ -151,7 +151,7 @@ def _lines_of(given: str) -> str:
     except ValueError:
         return given  # a line may hold what no name of a file may
     except OSError as error:
-        if len(given.encode(errors="replace")) > PATH_BYTES or "\n" in given:
+        if error.errno == errno.ENAMETOOLONG:
             return given
         raise UsageError(f"{given} cannot be read: {error.strerror}") from None
 
@@ -191,10 +191,9 @@ def _done(rule: Rule) -> str:
     elif rule.remedy is Remedy.WATCH or rule.severity in (Severity.INFO, Severity.WARNING):
         words = "it is recorded, nothing else"
     else:
-        subject = "the node: " if rule.remedy in (Remedy.REBOOT, Remedy.REPLACE) else ""
-        words = subject + remedy_text(rule.remedy)
+        words = re.sub("^it ", "the node ", remedy_text(rule.remedy))
         at_once = rule.severity is Severity.FATAL or rule.remedy is Remedy.RESTART_WORKER
-        words += ", now" if at_once else ", at the next step's edge"
+        words += " at once" if at_once else " at the next step's edge"
     return words + (f" ({when})" if when else "")
 
 

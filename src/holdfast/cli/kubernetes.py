@@ -62,7 +62,8 @@ def follow(folder: Path, no_ui: bool, report: Path | None = None) -> int:
             view.ended(ended)
     elif outcome not in ("finished", "stopped"):
         sys.stderr.write(f"[holdfast] the job {folder.name} {outcome}: {ended['reason']}\n")
-    # Without its word on what is saved: many jobs here have no durable tier, and a script that saves its model by itself is done.
+    # `unsaved` of the report is left out: many jobs on Kubernetes have no durable tier, and a script that saved its own model has
+    # finished.
     return jobs.exit_code({"outcome": outcome})
 
 

@@ -117,7 +117,7 @@ def parse_log_limit(text: str) -> int:
     limit = parse_size("--log-limit", text)
     if limit < LEAST_LOG_LIMIT:
         raise UsageError(
-            f"--log-limit {text!r}: readers of a log need its newest megabytes; give {LEAST_LOG_LIMIT >> 20}M or more"
+            f"--log-limit {text!r}: a log is given back in pieces of megabytes; give {LEAST_LOG_LIMIT >> 20}M or more"
         )
     return limit
 

@@ -109,7 +109,7 @@ EXIT_FINISHED, EXIT_FAILED = 0, 1
 EXIT_UNSAVED = 3
 """Training came to its end, or was stopped; its last state is in no durable tier."""
 EXIT_STOPPED = 75
-"""Stopped before its end, with its state saved: started again under its name, the job goes on. (`EX_TEMPFAIL` of sysexits.h: "the
+"""Stopped before its end: started again under its name, the job goes on from what was saved. (`EX_TEMPFAIL` of sysexits.h: "the
 user is invited to retry".) Not 0: `holdfast run ... && python eval.py` must not evaluate half a training."""
 EXIT_LEFT = 130
 """The command was left by Ctrl-C, and the job goes on: 128 + SIGINT, as shells have it."""

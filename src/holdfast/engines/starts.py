@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from holdfast.coordinator.service.all_starts import Account, Start, forget, summed
-from holdfast.coordinator.service.store import Store, newest_ledger
+from holdfast.coordinator.service.store import Store, began_utc_s, newest_ledger
 from holdfast.errors import Damaged, HoldfastError
 from holdfast.protocol.decoding import decode
 from holdfast.protocol.stored import decode_file
@@ -110,11 +109,6 @@ def _began_utc_s(store: Store) -> float | None:
     if first is None:
         return None
     try:
-        return decode(_zero_s, first, "the first event")
+        return decode(began_utc_s, (first[2], first[1]), "the first event")
     except Damaged:
         return None
-
-
-def _zero_s(first: tuple[int, float, str, str, str]) -> float:
-    _, t_s, utc, _, _ = first
-    return datetime.fromisoformat(utc).timestamp() - t_s

@@ -108,34 +108,35 @@ class Matchers:
         if not text.isascii():
             text = text.encode(errors="replace").decode()  # RE2 takes no half of a surrogate pair
         by_name = begins_with_a_name(text)
-        whole: set[str] = set()
-        for matcher in self._by_source.get(line.source, ()):
+        whole = list(self._matches(line.source, text, by_name))
+        yield from whole
+        if "\n" in text:
+            said = {rule.id for rule, _ in whole}
+            for part, is_named in _later_lines(text, by_name):
+                yield from (
+                    one for one in self._matches(line.source, part, is_named) if one[0].id not in said
+                )
+
+    def _matches(self, source: str, text: str, by_name: bool) -> Iterator[tuple[Rule, re.Match[str]]]:
+        for matcher in self._by_source.get(source, ()):
             if matcher.may_match(text) and (match := matcher.match(text, by_name)):
                 for rule in matcher.rules(text, match):
                     if rule.enabled:
-                        whole.add(rule.id)
                         yield rule, match
-        if "\n" in text:
-            yield from self._later_lines(line.source, text, by_name, whole)
 
-    def _later_lines(
-        self, source: str, text: str, by_name: bool, said: set[str]
-    ) -> Iterator[tuple[Rule, re.Match[str]]]:
-        """The matches in the lines of a record after its first, of other rules than the record as a whole matched."""
-        first, *later = text.split("\n")
-        speaker = SPEAKER.match(first)
-        # Names of files, labels and options may hold newlines, and the kernel prints some of them as they are. So a
-        # later line is the kernel's own only where the record begins with the same driver's words, all its lines do,
-        # and none of them quotes a text that somebody else chose.
-        severe = speaker is not None and not by_name and _QUOTES.match(first) is None
-        for part in later:
-            part = part.lstrip(" ")
-            severe = severe and speaker is not None and part.startswith(speaker[0])
-            for matcher in self._by_source.get(source, ()):
-                if matcher.may_match(part) and (match := matcher.match(part, by_name=not severe)):
-                    for rule in matcher.rules(part, match):
-                        if rule.enabled and rule.id not in said:
-                            yield rule, match
+
+def _later_lines(text: str, by_name: bool) -> Iterator[tuple[str, bool]]:
+    """The lines of a record after its first one; and whether a line may be somebody else's words, as one that begins with a
+    process's name."""
+    first, *later = text.split("\n")
+    speaker = SPEAKER.match(first)
+    # Names of files, labels and options may hold newlines, and the kernel prints some of them as they are. So a later line
+    # is the kernel's own only where the record begins with a driver's words, all its lines do, and none of them quotes a
+    # text that somebody else chose.
+    by_name = by_name or speaker is None or _QUOTES.match(first) is not None
+    for part in (part.lstrip(" ") for part in later):
+        by_name = by_name or speaker is None or not part.startswith(speaker[0])
+        yield part, by_name
 
 
 def begins_with_a_name(text: str) -> bool:

@@ -103,6 +103,11 @@ class RuleSet:
                 }
             written[id] = before | given
             _mark(ours, id, (), own, given)
+            if isinstance(repeat := written[id].get("repeat"), dict):
+                del written[id]["repeat"]
+                again = f"{id}-repeated"
+                written[again], lines[again] = {**written[id], "id": again, **repeat}, lines[id]
+                _mark(ours, again, (), own, given)
         made = {}
         for id, fields in written.items():
             try:

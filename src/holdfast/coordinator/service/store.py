@@ -493,7 +493,7 @@ class Store:
         steps = self._new_steps(place, until_s, limit)
         return News(
             ledger=first[0] if first else "",
-            began_utc_s=decode(_began_utc_s, first, _DAMAGED, error=sqlite3.DatabaseError) if first else 0.0,
+            began_utc_s=decode(began_utc_s, first, _DAMAGED, error=sqlite3.DatabaseError) if first else 0.0,
             events=events,
             steps=steps,
             more=limit in (len(events), len(steps)),
@@ -571,7 +571,8 @@ def _step_row(row: dict[str, Any]) -> StepRow:
     return made
 
 
-def _began_utc_s(first: tuple[str, float]) -> float:
+def began_utc_s(first: tuple[str, float]) -> float:
+    """When a ledger's clock began, from the `utc` and `t_s` of one of its rows. Raises ValueError."""
     utc, t_s = first
     return datetime.fromisoformat(utc).timestamp() - t_s
 

@@ -48,35 +48,34 @@ def check_options(spec: JobSpec) -> None:
         )
 
 
+_WORKERS = "Slurm starts one agent on each node, and the agent the workers: write --nproc-per-node"
+_LOGS = "what the job writes is in its folder; `holdfast logs` shows it"
 _NOT_FOR_SBATCH = {
-    ("array", "a"): "all its jobs would be one job of one folder; give each run a --job of its own",
-    ("nodes", "N"): "write --nnodes and --spares",
-    ("ntasks", "n"): "Slurm starts one agent on each node, and the agent the workers: write --nproc-per-node",
-    (
-        "ntasks-per-node",
-        "",
-    ): "Slurm starts one agent on each node, and the agent the workers: write --nproc-per-node",
-    ("job-name", "J"): "write --job",
-    ("time", "t"): "write --time, by which the job also knows when to save its state",
-    ("chdir", "D"): "start the command in that folder",
-    ("output", "o"): "what the job writes is in its folder; `holdfast logs` shows it",
-    ("error", "e"): "what the job writes is in its folder; `holdfast logs` shows it",
-    ("requeue", ""): "write --requeue",
-    ("no-requeue", ""): "leave out --requeue",
-    ("signal", ""): "write --stop-before",
-    ("kill-on-bad-exit", "K"): "the job outlives the loss of a node, and Holdfast ends what is to end",
-    ("wrap", ""): "the script is the one that `holdfast run` was given",
-    ("test-only", ""): "`holdfast run --dry-run` prints the script, which `sbatch --test-only` takes",
-    ("wait", "W"): "`holdfast run` waits for the job's end",
+    "array": ("a", "all its jobs would be one job of one folder; give each run a --job of its own"),
+    "nodes": ("N", "write --nnodes and --spares"),
+    "ntasks": ("n", _WORKERS),
+    "ntasks-per-node": ("", _WORKERS),
+    "job-name": ("J", "write --job"),
+    "time": ("t", "write --time, by which the job also knows when to save its state"),
+    "chdir": ("D", "start the command in that folder"),
+    "output": ("o", _LOGS),
+    "error": ("e", _LOGS),
+    "requeue": ("", "write --requeue"),
+    "no-requeue": ("", "leave out --requeue"),
+    "no-kill": ("k", "the submitted script has it, for the job outlives the loss of a node"),
+    "signal": ("", "write --stop-before"),
+    "wrap": ("", "the script is the one that `holdfast run` was given"),
+    "test-only": ("", "`holdfast run --dry-run` prints the script, which `sbatch --test-only` takes"),
+    "wait": ("W", "`holdfast run` waits for the job's end"),
 }
-"""Options of sbatch that say otherwise than the script that is submitted, or make several jobs of it; and what to do."""
+"""Options of sbatch that contradict the submitted script, or make several jobs of it: the short form, and what to do."""
 
 
 def _check_sbatch_arg(given: str) -> None:
     name = given.partition("=")[0].split(" ", 1)[0]
     # sbatch takes any beginning of a name that begins no other (`--arr`), and of a letter the value at once (`-a0-3`).
-    begun = [long for long, _ in _NOT_FOR_SBATCH if len(name) > len("--n") and f"--{long}".startswith(name)]
-    for (long, short), instead in _NOT_FOR_SBATCH.items():
+    begun = [long for long in _NOT_FOR_SBATCH if len(name) > len("--n") and f"--{long}".startswith(name)]
+    for long, (short, instead) in _NOT_FOR_SBATCH.items():
         is_short = bool(short) and not name.startswith("--") and name.startswith(f"-{short}")
         if name == f"--{long}" or begun == [long] or is_short:
             raise UsageError(f"--sbatch-arg {given!r}: {instead}")
