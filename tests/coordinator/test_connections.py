@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 from holdfast.coordinator.kernel.history import Remembered
 from holdfast.coordinator.service import server
 from holdfast.coordinator.service.server import Coordinator
+from holdfast.protocol import causes
 from holdfast.protocol import messages as m
 from holdfast.protocol.endpoint import Endpoint
 from holdfast.protocol.frames import Codec, encode
@@ -36,7 +38,7 @@ class Service:
         self.events: list[dict[str, Any]] = []
         self._news = asyncio.Condition()
 
-    async def agent(self, session: str, node: str = "n0") -> Socket:
+    async def agent(self, session: str, node: str = "n0", snapshot_port: int = 0) -> Socket:
         link = await self._session.ws_connect(f"{self._url}/agent")
         await link.send_bytes(
             encode(
@@ -48,6 +50,7 @@ class Service:
                     slots=1,
                     pid=1,
                     ports=(1, 2),
+                    snapshot_port=snapshot_port,
                 )
             )
         )
@@ -77,7 +80,9 @@ class Service:
 @asynccontextmanager
 async def serving(job_dir: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Service]:
     listens: asyncio.Future[Endpoint] = asyncio.get_running_loop().create_future()
-    monkeypatch.setattr(server, "write_endpoint", lambda _, endpoint: listens.set_result(endpoint))
+    monkeypatch.setattr(
+        server, "write_endpoint", lambda _, endpoint: listens.done() or listens.set_result(endpoint)
+    )
     coordinator = Coordinator(job_dir, SPEC, Resume())
     running = asyncio.create_task(coordinator.serve(socket.create_server(("127.0.0.1", 0)), "127.0.0.1"))
     url = (await listens).url
@@ -147,6 +152,69 @@ def test_an_agent_that_connects_again_is_neither_lost_nor_ended(tmp_path, monkey
         assert there.kinds("node-lost") == ["node-lost"]  # A, which says itself that it is B now
         await new.close()
         await there.until("node-lost", 2)
+
+    with_service(tmp_path, monkeypatch, act)
+
+
+def tear(link: Socket) -> None:
+    """The connection is reset, without a word of either side."""
+    raw = link.get_extra_info("socket")
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    link._response.connection.transport.abort()
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_torn_connection_is_a_lost_node_only_where_nobody_listens_any_more(tmp_path, monkeypatch, ended):
+    """A kernel closes what a process that ended has left; but connections also break under agents that live."""
+
+    async def act(there: Service) -> None:
+        looked_at = asyncio.Event()
+
+        async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            looked_at.set()
+            await reader.read()
+            writer.close()
+
+        memory = await asyncio.start_server(listen, "127.0.0.1", 0)
+        port = memory.sockets[0].getsockname()[1]
+        links = [await there.agent(node, node, port) for node in ("n0", "n1")]
+        await there.until("node-joined", 2)
+        if ended:
+            memory.close()
+            await memory.wait_closed()
+        for link in links:
+            tear(link)
+        if ended:
+            await there.until("node-lost", 2)
+            return
+        await looked_at.wait()
+        back = [await there.agent(node, node, port) for node in ("n0", "n1")]
+        # The end of a third, which is told after whatever the two would have caused.
+        await (await there.agent("C", "n2")).close()
+        await there.until("node-lost", 1)
+        nodes = there.coordinator._core.state.membership.nodes
+        assert (nodes["n0"].alive, nodes["n1"].alive) == (True, True)
+        for link in back:
+            await link.close()
+        memory.close()
+
+    with_service(tmp_path, monkeypatch, act)
+
+
+def test_a_live_agent_that_does_not_come_back_is_lost_like_one_that_is_silent(tmp_path, monkeypatch):
+    async def act(there: Service) -> None:
+        async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read()
+            writer.close()
+
+        memory = await asyncio.start_server(listen, "127.0.0.1", 0)
+        link = await there.agent("A", "n0", memory.sockets[0].getsockname()[1])
+        await there.until("node-joined", 1)
+        tear(link)
+        await there.until("node-lost", 1)
+        (lost,) = [event for event in there.events if event["kind"] == "node-lost"]
+        assert lost["fields"]["cause"] == str(causes.NodeSilent(2.0))
+        memory.close()
 
     with_service(tmp_path, monkeypatch, act)
 

@@ -312,7 +312,9 @@ def no_descriptors(who: str) -> Make:
 
 
 def cut(job: Job) -> list[Deed]:
-    """The connection of one agent to the coordinator is torn, which is all that a lost node looks like."""
+    """The connections of one agent, or of all, to the coordinator are torn. All processes live, so nothing is lost."""
+    of_all = job.rng.random() < 0.5
+    drawn = job.rng.random()
 
     @sync
     def act(client: JobClient, status: dict[str, Any]) -> None:
@@ -322,23 +324,14 @@ def cut(job: Job) -> list[Deed]:
         told = subprocess.run(
             ["ss", "-tnpH", "dport", "=", str(where.port)], capture_output=True, check=True, text=True
         )
-        ports = [
+        ports = sorted(
             line.split()[3].rpartition(":")[2]
             for line in told.stdout.splitlines()
             if ours & {int(pid) for pid in re.findall(r"pid=(\d+)", line)}
-        ]
+        )
         if ports:
-            tear = [
-                "ss",
-                "-K",
-                "-tn",
-                "sport",
-                "=",
-                job.rng.choice(sorted(ports)),
-                "dport",
-                "=",
-                str(where.port),
-            ]
+            torn = [] if of_all else ["sport", "=", ports[int(drawn * len(ports))]]
+            tear = ["ss", "-K", "-tn", *torn, "dport", "=", str(where.port)]
             subprocess.run(tear, capture_output=True, check=True)
 
     return [Deed(act)]
@@ -416,7 +409,7 @@ KINDS: dict[str, Kind] = {
     "coordinator without descriptors": Kind(no_descriptors("coordinator"), 0),
     "agent without descriptors": Kind(no_descriptors("agent"), 0),
     "launcher without descriptors": Kind(no_descriptors("launcher"), 0),
-    "torn connection": Kind(cut, 1),
+    "torn connection": Kind(cut, 0),
     "flood": Kind(flooded, 0, once=True),
     "damaged ledger": Kind(ledger_damaged, 1),
     "drain": Kind(drained, 0),

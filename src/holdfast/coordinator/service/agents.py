@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import closing, suppress
 
 from aiohttp import WSCloseCode, WSMsgType, web
 
@@ -22,6 +23,7 @@ from holdfast.protocol.frames import Codec, encode
 
 _codec: Codec[m.AgentMessage] = Codec(m.AgentMessage)
 _log = logging.getLogger(__name__)
+_ENDS = (WSMsgType.CLOSE, WSMsgType.CLOSING, WSMsgType.CLOSED, WSMsgType.ERROR)
 
 
 class AgentConnections:
@@ -69,15 +71,19 @@ class AgentConnections:
             await socket.close(code=WSCloseCode.POLICY_VIOLATION)
             return socket
         line = Line(hello.node, hello.session, request.transport)
+        ended = False
         sender = asyncio.create_task(drain(line, socket, code=lambda: self.closes_with))
         try:
             await self._on_hello(line, hello)
-            async for frame in socket:
+            # `async for` would hide whether the agent closed the connection, or only its kernel did.
+            while (frame := await socket.receive()).type not in _ENDS:
                 # Checked for every frame. A connection that was replaced may have frames in its buffer, and
                 # they are of a past that the new agent has reported otherwise.
                 if frame.type is WSMsgType.BINARY and self._lines.by_node.get(line.node) is line:
                     await self._on_frame(line, frame.data)
+            ended = frame.type is WSMsgType.CLOSE
         except ProtocolError as error:
+            ended = True
             self._watchers.say(f"{line.node}: {error}")
         finally:
             sender.cancel()
@@ -89,8 +95,36 @@ class AgentConnections:
                 self.readings.pop(line.node, None)
                 self._gone.set()
                 self._checks.lost(line.node)
-                self._loop.handle(ev.NodeLost(line.node, line.known))
+                # For as long as it is looked after, the node counts as there: it is silent, and no longer than any other may.
+                if (ended or await self._is_gone(hello)) and line.node not in self._lines.by_node:
+                    self._loop.handle(ev.NodeLost(line.node, line.known))
         return socket
+
+    async def _is_gone(self, hello: m.Hello) -> bool:
+        """Whether the agent has ended, whose connection broke without a word.
+
+        The kernel closes the connections of a process that ends. But connections also break under agents that live: a
+        firewall forgets them, an administrator resets them, and then all of a job's at the same moment. Such an agent is
+        back within milliseconds, and it still listens for those that fetch snapshots; where nobody listens any more, it has
+        ended. A machine that gives no answer at all has as long as one sign of life may take.
+        """
+        listens = False
+        try:
+            async with asyncio.timeout(self._loop.core.timing.heartbeat_s):
+                if not hello.snapshot_port:
+                    await asyncio.Event().wait()
+                try:
+                    reader, writer = await asyncio.open_connection(hello.host, hello.snapshot_port)
+                except OSError:
+                    return True
+                listens = True
+                # The kernel closes what a process has left one after the other, and may have come to the listener only now.
+                # It then resets the connection. An agent that lives waits for a request.
+                with closing(writer), suppress(ConnectionError):
+                    await reader.read(1)
+                return True
+        except TimeoutError:
+            return not listens
 
     async def _first(self, socket: web.WebSocketResponse) -> m.Hello | None:
         frame = await socket.receive()
