@@ -32,7 +32,7 @@ KINDS = {
     "ProcessEnded": "process", "LeftEarly": "process", "KilledForMemory": "process", "ProcessVanished": "process", "NeverStarted": "process",
     "Hang": "hang", "ProcessStopped": "hang", "LeftBehind": "hang", "NotReady": "timeout", "NotSaved": "timeout",
     "CollectiveFailed": "collective", "MemberLeft": "collective", "CoordinatorLost": "coordinator",
-    "NobodyHasState": "state", "LastStateIncomplete": "state", "Stopping": "stop", "RuleMatched": "health",
+    "StateUnread": "state", "NobodyHasState": "state", "LastStateIncomplete": "state", "Stopping": "stop", "RuleMatched": "health",
     "ScriptRaised": "script", "ShapesDiffer": "script", "NotFinite": "nan", "Recorded": "other",
     "StatesDiffer": "corruption",
     "GradientsDiffer": "corruption",
@@ -177,6 +177,7 @@ def test_the_words_of_a_cause_tell_a_reader_of_older_ledgers_its_kind(name):
         "ScriptRaised": ("ValueError", "bad"),
         "NotFinite": ("NonFiniteGradient", "bad"),
         "MemberLeft": ("n0.0#1",),
+        "StateUnread": ("file:///tier/step-9", "bad"),
     }
     if name in real:
         cause = CAUSES[name](*real[name])

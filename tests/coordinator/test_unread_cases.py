@@ -4,9 +4,11 @@ from desk import TIER, Desk, running
 
 from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
+from holdfast.coordinator.membership.generations import MAX_ATTEMPTS
 from holdfast.coordinator.service.report import build_report
 from holdfast.coordinator.service.step_summary import StepSummary
 from holdfast.coordinator.storage import durable_checkpoints
+from holdfast.protocol import causes
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import Durable
 
@@ -50,6 +52,20 @@ def test_a_damaged_one_is_not_tried_again():
         ("near", 9, "far/step-9"),
         ("far", 9, "near/step-5"),
     ]
+
+
+def test_as_many_damaged_ones_as_there_are_are_passed_over_and_the_incidents_name_them():
+    """However many: each attempt gives one up, so it is none that leads nowhere."""
+    many = [Durable(step, "near") for step in range(100, 100 - MAX_ATTEMPTS, -1)]
+    desk = started(*many, OLD)
+    for _ in many:
+        cannot_load(desk, lost=True)
+    assert desk.state.membership.phase is JobPhase.RUNNING
+    assert newest_form(desk).durable == OLD
+    assert [str(i.cause) for i in desk.state.incidents][:1] == [
+        "near/step-100 could not be read: bytes 0 to 9 do not match their checksums"
+    ]
+    assert not [i for i in desk.state.incidents if i.cause == causes.CollectiveFailed()]
 
 
 def test_one_in_a_tier_that_does_not_answer_is_tried_again():

@@ -349,6 +349,23 @@ class CoordinatorLost(_Cause, frozen=True):
         return "the coordinator was lost"
 
 
+class StateUnread(_Cause, frozen=True):
+    """A worker could not read the state that training was to go on from. Nothing was lost by it: the state of before is read
+    again, or an older one."""
+
+    KIND = CauseKind.STATE
+
+    where: str
+    """The checkpoint, or the step of the snapshot."""
+    detail: str
+    """Why, in the worker's words."""
+    damaged: bool = False
+    """Another try would find the same, so this one is given up."""
+
+    def __str__(self) -> str:
+        return f"{self.where} could not be read: {self.detail}"
+
+
 class NobodyHasState(_Cause, frozen=True):
     """No live worker holds the complete state, and nothing is saved."""
 
@@ -521,6 +538,7 @@ Cause = (
     | CollectiveFailed
     | MemberLeft
     | CoordinatorLost
+    | StateUnread
     | NobodyHasState
     | LastStateIncomplete
     | Stopping
@@ -551,7 +569,7 @@ _WRITTEN = (
     (r"a collective failed|\S+ left (it|the generation)$", CauseKind.COLLECTIVE),
     (r"the coordinator was lost", CauseKind.COORDINATOR),
     (
-        r"no worker holds the state|nobody holds the rest of the last state|the last state is incomplete",
+        r"(\S+/step-\d+|the snapshot of step \d+) could not be read: |no worker holds the state|nobody holds the rest of the last state|the last state is incomplete",
         CauseKind.STATE,
     ),
     (r"NonFiniteGradient\b", CauseKind.NAN),

@@ -102,12 +102,15 @@ def collective_error(context: Context, worker: Worker, message: m.CollectiveErro
         seat = membership.seats[worker.name]
         # Step -1: it failed while it fetched its state. That may mean that the source is damaged, which the
         # storage part has to count; otherwise the next generation would be sent to the same source for ever.
+        cause: causes.Cause = causes.CollectiveFailed()
         if seat.restore and message.step < 0 and membership.phase is JobPhase.RUNNING:
             if seat.copy is not None:
                 context.request(ReportUnreadable(seat.copy, message))
+                cause = causes.StateUnread(f"the snapshot of step {seat.copy.key.step}", message.detail)
             elif seat.durable is not None:
                 context.request(ReportUnreadable(seat.durable, message))
-        break_generation(context, causes.CollectiveFailed())
+                cause = causes.StateUnread(seat.durable.where, message.detail, message.lost)
+        break_generation(context, cause)
 
 
 def parked(context: Context, worker: Worker, message: m.Parked) -> None:
@@ -164,6 +167,8 @@ def gather(context: Context) -> None:
     )
     if s.membership.generation is None or s.membership.generation_committed > s.membership.generation.start:
         return
+    if isinstance(cause, causes.StateUnread) and cause.damaged:
+        return  # an older one is next, so there are only so many of these attempts
     # Counted only where no incident has a culprit and nothing was committed. A job that commits one step
     # between two faults makes progress, however often it breaks.
     s.membership.fruitless += 1
