@@ -105,7 +105,8 @@ def read_report(folder: Path) -> dict[str, Any]:
         return written
     with ledger(folder) as store:
         state = kept_state(store, folder)
-        shown = build_report(state, store.summary(), state.began_s + store.last_t_s())
+        told = store.incidents(state.forgotten)
+        shown = build_report(state, store.summary(), state.began_s + store.last_t_s(), told)
     if shown["outcome"] is None:
         shown["outcome"] = "running" if jobs.is_running(folder) else "killed"
     return shown

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from holdfast.coordinator.kernel import events as e
+from holdfast.coordinator.kernel import incidents
 from holdfast.coordinator.kernel.deadlines import Watched
 from holdfast.coordinator.kernel.membership_state import MembershipState
 from holdfast.coordinator.kernel.phases import JobPhase
@@ -25,7 +26,8 @@ from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.machine import Core
 from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
-from holdfast.protocol.engine_orders import ProvideNode, RebootNode, ReleaseNode
+from holdfast.protocol.availability import OrderDone
+from holdfast.protocol.engine_orders import EngineOrder, ProvideNode, RebootNode, ReleaseNode
 from holdfast.protocol.health import HealthSpec
 from holdfast.protocol.job import Durable, JobSpec
 from holdfast.protocol.job_options import Timing
@@ -301,10 +303,13 @@ class Cluster:
                 if self.note is not None:
                     self.note(self.now - BEGIN_S, action.event)
             elif type(action) is ProvideNode:
-                pass  # see _order_nodes: a request that the core repeats is one that is still on its way
+                # The rest is in `order_nodes`: a request that the core repeats is one that is still on its way.
+                self.acknowledge(action)
             elif type(action) is ReleaseNode:
+                self.acknowledge(action)
                 self.released(action.node)
             elif type(action) is RebootNode:
+                self.acknowledge(action)
                 self.at(self.now + self.scenario.start_s, self.come_back, self.machines[action.node])
             elif type(action) is e.End:
                 self.ended(action.outcome)
@@ -320,6 +325,14 @@ class Cluster:
         if stops:
             self.at(self.now + 2 * HOP_S, self.stopped, stops)
         self.order_nodes()
+
+    def acknowledge(self, order: EngineOrder) -> None:
+        """The engine has taken the order: it is not announced again."""
+        self.at(self.now + 2 * HOP_S, self.acknowledged, self.core, order.order_id)
+
+    def acknowledged(self, core: Core, order_id: int) -> None:
+        if self.core is core and self.finished_s is None:
+            self.tell([OrderDone(order_id)])
 
     def obey(self, machine: Machine, message: m.ToAgent) -> None:
         match message:
@@ -609,7 +622,7 @@ class Cluster:
     def finish(self, outcome: str) -> None:
         self.count(0)
         self.finished_s = self.now - BEGIN_S
-        self.incidents += len(self.core.state.incidents)
+        self.incidents += incidents.count(self.core.state)
         if self.note is not None:
             ended = ledger.Ended(outcome=outcome, reason=None, step=self.steps.committed)
             self.note(self.finished_s, ended)
@@ -659,7 +672,7 @@ class Cluster:
         """The job gave up: somebody starts it again after a while."""
         state = self.core.state
         self.given_up.append(state.membership.stop_reason or outcome)
-        self.incidents += len(state.incidents)
+        self.incidents += incidents.count(state)
         self.halt("given_up")
         self.steps.halted_for = "given_up"
         self.at(self.now + self.scenario.resubmit_s, self.resubmit, state.storage.durable)

@@ -52,9 +52,10 @@ def replay(scenario: Scenario, seed: int, folder: Path, trace: Trace | None = No
             store.add_event(round(t_s, 4), utc, event.kind, event)
         store.save(state)
         store.commit()
+        told = store.incidents(state.forgotten)
     finally:
         store.close()
-    report = build_report(state, StepSummary(), BEGIN_S + trial.wall_s)
+    report = build_report(state, StepSummary(), BEGIN_S + trial.wall_s, told)
     report["goodput"] = {
         "wall_s": round(trial.wall_s, 3),
         "productive_s": round(trial.spent.training, 3),

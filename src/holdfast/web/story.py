@@ -13,13 +13,13 @@ import msgspec
 
 from holdfast.errors import Damaged
 from holdfast.protocol.decoding import decode
+from holdfast.protocol.ledger.incidents import FACTS, add_facts
 
 DECISIONS_KEPT = 2000
 CHECKPOINTS_KEPT = 500
 RUNS_KEPT = 200
 """Of one node; the oldest are forgotten."""
 LINES_KEPT = 200
-_INCIDENT = frozenset(f"incident-{what}" for what in ("opened", "resumed", "closed", "settled"))
 _DECISION = frozenset(
     {
         "verdict",
@@ -119,7 +119,7 @@ class Story:
             fields = decode(_fields.decode, text, kind)
         except Damaged:
             return  # of a damaged row the story says nothing, and of all others what they say
-        if kind in _INCIDENT:
+        if kind in FACTS:
             self._incident(seq, kind, fields)
         elif kind in ("incident-joined", "incident-explained"):
             self._more_of_incident(seq, kind, fields)
@@ -151,10 +151,8 @@ class Story:
         known = self.incidents.setdefault(fields["id"], {"seqs": [seq, seq], "also": []})
         # A kind that comes later knows more. `first_t_s` stays: an incident that strikes again has a later time.
         known.setdefault("first_t_s", fields.get("t_s"))
-        # An explanation that was found knows more than the closing event, which repeats the first cause.
-        cause = known.get("explained") or fields.get("cause")
-        known |= fields
-        known["cause"], known["seqs"][1] = cause, seq
+        add_facts(known, kind, fields)
+        known["seqs"][1] = seq
         known["open"] = kind in ("incident-opened", "incident-resumed")
         # Counted as it opens and only then: later events tell of the same incident.
         if kind == "incident-opened" and fields.get("node"):
@@ -168,9 +166,7 @@ class Story:
         if kind == "incident-joined":
             known["also"] = [*known["also"][-7:], fields["cause"]]
             return
-        known["explained"] = known["cause"] = fields["cause"]
-        # An explanation that names no node must not take away the one that the first sign had.
-        known |= {k: v for k, v in fields.items() if k in ("node", "ranks") and v}
+        add_facts(known, kind, fields)
 
     def _storage(self, t_s: float, utc: str, kind: str, fields: dict[str, Any]) -> None:
         if kind == "snapshot":

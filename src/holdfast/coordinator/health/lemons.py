@@ -6,6 +6,7 @@ At level 2 only, at a step's edge. At level 0 every change is a restart of all, 
 from __future__ import annotations
 
 from holdfast.coordinator.health import blast_radius
+from holdfast.coordinator.kernel import incidents
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.health_state import Act
 from holdfast.coordinator.kernel.membership_state import Node
@@ -75,7 +76,7 @@ def _trains(context: Context) -> Node | None:
 def _better(context: Context, lemon: Node) -> list[Node]:
     """Nodes that are ready to take its place, and of which less is known that speaks against them."""
     s = context.state
-    doubted = {s.incidents[number - 1].node for number in s.health.undecided}
+    doubted = {incidents.numbered(s, number).node for number in s.health.undecided}
     ready = [s.membership.nodes[w.node] for w in context.workers_in(WorkerPhase.READY)]
     good = [
         n

@@ -43,7 +43,7 @@ def begin(context: Context, node: Node, incident: Incident, remedy: Remedy, plan
             # one meaningless.
             before.done_s = context.now  # what was under way there is overtaken
             if before.incident != incident.id:
-                settle(context, context.state.incidents[before.incident - 1])
+                settle(context, incidents.numbered(context.state, before.incident))
     act = Act(
         at_s=context.now,
         machine=node.machine,
@@ -189,7 +189,7 @@ def _stays_away(context: Context, node: Node) -> None:
     """A machine did not come back from its boot: the next rung. It has left the job already."""
     node.boots_until_s = None
     told = f"it did not come back within {context.spec.health.reboot_s:g} s of its reboot"
-    incident = context.state.incidents[node.boots_for - 1] if node.boots_for else None
+    incident = incidents.numbered(context.state, node.boots_for) if node.boots_for else None
     if incident is not None:
         context.request(Escalate(node, incident, Remedy.REPLACE, told))
     _replace(context, node, incident, told)
@@ -210,7 +210,7 @@ def left(context: Context, node: Node) -> None:
     s = context.state
     remedy, node.then = node.then, None
     act = next((a for a in reversed(s.health.acts) if a.node == node.name and not a.done), None)
-    incident = s.incidents[act.incident - 1] if act and act.incident else None
+    incident = incidents.numbered(s, act.incident) if act and act.incident else None
     cause = str(incident.cause) if incident else node.leaving or ""
     if remedy is Remedy.RESET_DEVICE and act is not None:
         node.then, node.leaves_until_s, node.excess = remedy, None, False
@@ -292,7 +292,7 @@ def repaired(context: Context, node: Node, request: int, error: str | None) -> N
     context.record(
         ledger.Repaired(node=node.name, remedy=act.remedy, error=error, incident=act.incident, took_s=took_s)
     )
-    incident = context.state.incidents[act.incident - 1]
+    incident = incidents.numbered(context.state, act.incident)
     if error is None:
         transitions.use(context, node)
         settle(context, incident)
@@ -312,7 +312,7 @@ def lost(context: Context, node: Node) -> None:
     for act in context.state.health.acts:
         if act.node == node.name and not act.done:
             act.done_s, act.error = context.now, "the node was lost meanwhile"
-            incident = context.state.incidents[act.incident - 1]
+            incident = incidents.numbered(context.state, act.incident)
             # It was to be replaced and is gone: the engine must still know that it is bad, or the same
             # machine comes back as new.
             if act.remedy is Remedy.REPLACE:

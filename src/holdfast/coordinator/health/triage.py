@@ -11,6 +11,7 @@ import msgspec
 
 from holdfast.coordinator.health import blast_radius, escalation, notes, remedies
 from holdfast.coordinator.health.escalation import Decision
+from holdfast.coordinator.kernel import incidents
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.health_state import (
     KEPT_ASKS,
@@ -76,7 +77,7 @@ def _is_storm(context: Context, node: Node, incident: Incident) -> bool:
     # What was planned for earlier findings of the same rule is called off, too: they were the first drops of
     # this storm.
     for number in sorted({*health.undecided, *(a.incident for a in health.acts if not a.done)}):
-        other = context.state.incidents[number - 1]
+        other = incidents.numbered(context.state, number)
         there = context.state.membership.nodes.get(other.node or "")
         if other.rule != incident.rule or there is None:
             continue
@@ -101,7 +102,7 @@ def deadlines(context: Context) -> list[float]:
 
 
 def _undecided(context: Context) -> list[Incident]:
-    return [context.state.incidents[number - 1] for number in context.state.health.undecided]
+    return [incidents.numbered(context.state, number) for number in context.state.health.undecided]
 
 
 def _later(context: Context, incident: Incident, at_s: float) -> None:
@@ -112,7 +113,7 @@ def _later(context: Context, incident: Incident, at_s: float) -> None:
         undecided.append(incident.id)
     # Bounded, with room for one per node. The oldest is dropped from the list, not from the ledger.
     while len(undecided) > max(KEPT_SIGHTINGS, blast_radius.size(context)):
-        context.state.incidents[undecided.pop(0) - 1].due_s = None
+        incidents.numbered(context.state, undecided.pop(0)).due_s = None
 
 
 def due(context: Context) -> None:
@@ -132,7 +133,7 @@ def due(context: Context) -> None:
             incident.verdict = ""  # whatever is decided is said once more
         decide(context, incident)
     health = context.state.health
-    health.undecided = [n for n in health.undecided if context.state.incidents[n - 1].due_s is not None]
+    health.undecided = [n for n in health.undecided if incidents.numbered(context.state, n).due_s is not None]
     remedies.late(context)
 
 

@@ -14,7 +14,7 @@ class Incident(msgspec.Struct, omit_defaults=True, kw_only=True):
     """One fault, from its first sign to the first commit at full strength."""
 
     id: int
-    """Counts from 1 on: its place in the list of incidents, plus one."""
+    """Counts from 1 on."""
     cause: Cause
     node: str | None
     """None: nobody says which one."""

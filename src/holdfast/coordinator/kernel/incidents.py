@@ -9,6 +9,7 @@ import msgspec
 
 from holdfast.coordinator.kernel.events import Record
 from holdfast.coordinator.kernel.health_state import KEPT_EVIDENCE, TEXT_CHARS, Evidence, Sighting, graver
+from holdfast.coordinator.kernel.health_state import count as tally
 from holdfast.coordinator.kernel.incident_state import Incident, Injection
 from holdfast.coordinator.kernel.membership_state import Blame
 from holdfast.coordinator.kernel.state import CoreState
@@ -35,6 +36,10 @@ take 40 s to be found."""
 
 LOOKED_AT = 64
 """So many of the newest incidents may be what something new belongs to."""
+
+KEPT = 64
+"""So many closed ones are kept at least, and twice as many at most: the whole state is written with each decision, and a job may
+have ten thousand. Not fewer than are looked at."""
 
 STANDSTILLS = ("deadlock", "hold-gil", "stop-worker", "stop-node")
 """Injected faults that show as a hang; of two workers at level 0 nobody can say which one it is."""
@@ -77,8 +82,7 @@ def open_incident(
         return known
     injection = _claim(state, now, node, names, kind, unnamed_hang)
     incident = Incident(
-        # Numbers rise from 1 and incidents are never removed, so the list is its own index.
-        id=len(state.incidents) + 1,
+        id=count(state) + 1,
         cause=cause,
         node=node,
         ranks=ranks,
@@ -95,9 +99,37 @@ def open_incident(
         raised=raised,
     )
     state.incidents.append(incident)
+    _forget(state)
     if not quiet and node is not None:
         _explain_by_sighting(state, incident, now, names)
     return incident
+
+
+def count(state: CoreState) -> int:
+    """Of all incidents of the job."""
+    return state.forgotten + len(state.incidents)
+
+
+def numbered(state: CoreState, number: int) -> Incident:
+    """The incident of this number, which something that is still to be done refers to."""
+    return state.incidents[number - 1 - state.forgotten]
+
+
+def _forget(state: CoreState) -> None:
+    """Lets go of the oldest, if there are many of them."""
+    there = state.incidents
+    while state.closed < count(state) and not there[state.closed - state.forgotten].open:
+        state.closed += 1
+    if state.closed - state.forgotten <= 2 * KEPT:
+        return
+    health = state.health
+    needed = {*health.undecided, *(a.incident for a in health.acts if a.incident and not a.done)}
+    needed |= {node.boots_for for node in state.membership.nodes.values() if node.boots_for}
+    most = min([state.closed - KEPT, *(number - 1 for number in needed)]) - state.forgotten
+    for incident in there[: max(0, most)]:
+        tally(state.forgotten_kinds, kind_of(incident))
+        state.forgotten += 1
+    del there[: max(0, most)]
 
 
 # ---------------------------------------------------------------- what was found, and what happened to the job
@@ -309,7 +341,7 @@ def _ranks(state: CoreState, workers: Iterable[str]) -> list[int]:
 
 def open_ones(state: CoreState) -> list[Incident]:
     """Incidents that disturb training and are not closed yet, oldest first; however many there were before them."""
-    return [i for i in state.incidents[state.closed :] if i.open and not i.quiet]
+    return [i for i in state.incidents[state.closed - state.forgotten :] if i.open and not i.quiet]
 
 
 def last_blame(state: CoreState) -> Blame | None:
@@ -378,8 +410,7 @@ def committed(state: CoreState, now: float) -> list[Record]:
             incident.full_at_s = now
             records.append(Record(describe(state, incident, ledger.IncidentClosed)))
     # After each commit, so the search for open incidents stays short however many faults a long job survives.
-    while state.closed < len(state.incidents) and not state.incidents[state.closed].open:
-        state.closed += 1
+    _forget(state)
     return records
 
 

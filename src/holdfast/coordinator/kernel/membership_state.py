@@ -17,6 +17,9 @@ from holdfast.protocol.phases import Groups
 from holdfast.protocol.snapshots import Copy, Holder
 from holdfast.protocol.time_classes import TimeClass
 
+SIZES_KEPT = 512
+"""Changes of the world's size that a report can tell of."""
+
 
 class Standing(msgspec.Struct, frozen=True):
     """A notice that the scripts were told and that was not withdrawn."""
@@ -423,7 +426,7 @@ class MembershipState(msgspec.Struct, kw_only=True):
     outcome: str | None = None
     """"finished", "stopped" or "failed"; None: that is not decided."""
     history: list[tuple[float, int]] = []
-    """World sizes, and when they began: seconds since the job's start."""
+    """World sizes, and when they began, in seconds since the job's start: the newest, and of a long past every so many."""
     formed_at_s: float = 0.0
     broke_cause: Cause | None = None
     """Why the newest generation broke, until an incident explains it."""
@@ -470,6 +473,15 @@ class MembershipState(msgspec.Struct, kw_only=True):
     """Hangs in a row that were met by another attempt."""
     figures: dict[str, tuple[int, float]] = {}
     """What the script logs: name to step and value."""
+
+    def resized(self, t_s: float, world: int) -> None:
+        """The job trains with so many workers from now on."""
+        if self.history and self.history[-1][1] == world:
+            return
+        self.history.append((t_s, world))
+        # The state is written with each decision, and a report tells how the size went, not each of a thousand changes.
+        if len(self.history) > SIZES_KEPT:
+            del self.history[1 : SIZES_KEPT // 2 : 2]
 
     @property
     def counts_steps(self) -> bool:

@@ -32,9 +32,13 @@ class CoreState(msgspec.Struct, kw_only=True):
     began_s: float = 0.0
     """When the first event came. Written by the machine."""
     incidents: list[Incident] = []
-    """All of the job, numbered from 1 on. Written by `kernel.incidents`, as are the next two."""
+    """The newest of the job, in the order of their numbers. Written by `kernel.incidents`, as are the next three."""
     closed: int = 0
-    """So many of the oldest incidents are closed."""
+    """So many of the job's oldest incidents are closed."""
+    forgotten: int = 0
+    """So many of the job's oldest are not in `incidents` any more. What a report tells of them is in the ledger."""
+    forgotten_kinds: dict[str, int] = {}
+    """Of these, how many of each kind."""
     injections: list[Injection] = []
     """Injected faults that no incident has claimed yet, oldest first."""
 

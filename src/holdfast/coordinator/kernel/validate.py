@@ -120,11 +120,12 @@ def _nodes(s: CoreState) -> Iterator[str]:
 
 
 def _incidents(s: CoreState) -> Iterator[str]:
-    # Incidents are looked up by `incidents[id - 1]` everywhere; a gap would give a remedy to another fault's
-    # node.
-    if [i.id for i in s.incidents] != list(range(1, len(s.incidents) + 1)):
-        yield "incidents are not numbered from 1 on"
-    if not 0 <= s.closed <= len(s.incidents) or any(i.open for i in s.incidents[: s.closed]):
+    # Incidents are looked up by their number less those that are forgotten; a gap would give a remedy to another
+    # fault's node.
+    if [i.id for i in s.incidents] != list(range(s.forgotten + 1, s.forgotten + len(s.incidents) + 1)):
+        yield "incidents are not numbered one after the other"
+    closed = s.closed - s.forgotten
+    if not 0 <= closed <= len(s.incidents) or any(i.open for i in s.incidents[:closed]):
         yield f"not all of the first {s.closed} incidents are closed"
 
 

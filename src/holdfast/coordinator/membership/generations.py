@@ -346,7 +346,7 @@ def _form(context: Context, survivors: list[Worker], kept: list[Worker], fresh: 
     s.membership.waiting = False
     s.membership.formed_at_s = context.now
     wall_time.formed(s, context.now)
-    s.membership.history.append((round(context.now - s.began_s, 4), complete))
+    s.membership.resized(round(context.now - s.began_s, 4), complete)
     resize.formed(context, before, complete, len(fresh))
     for _ in fresh:
         incidents.replaced(s, context.now)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from holdfast.coordinator.kernel import incidents
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.deadlines import Timer
 from holdfast.coordinator.kernel.membership_state import Worker
@@ -141,10 +142,11 @@ def judge(context: Context) -> None:
         culprits = sorted(culprits, key=lambda w: w.started_s)[:1]
     # Where all ranks stood is written into the incident that this verdict opens, since the stacks are in no
     # state and would be gone when somebody asks.
-    before = len(s.incidents)
+    before = incidents.count(s)
     context.mode.on_stall(context, culprits, cause, allowed)
-    for incident in s.incidents[before:]:
-        incident.where = where
+    for incident in s.incidents:
+        if incident.id > before:
+            incident.where = where
 
 
 def _waiting(views: list[m.WorkerView], ranks: dict[str, int]) -> list[str]:

@@ -35,7 +35,7 @@ from holdfast.protocol.engine_orders import ReleaseNode
 from holdfast.protocol.health import Remedy
 from holdfast.protocol.notices import NoticeCause
 
-KEPT = 1000
+KEPT = 100
 """Changes that are remembered for the report."""
 
 # ---------------------------------------------------------------- what is asked

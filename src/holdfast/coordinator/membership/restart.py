@@ -282,7 +282,7 @@ def _start_all(context: Context, chosen: list[Node]) -> None:
     s.membership.committed = 0
     wall_time.launched(s, context.now)
     transitions.enter_job(context, JobPhase.RUNNING)
-    s.membership.history.append((round(context.now - s.began_s, 4), world))
+    s.membership.resized(round(context.now - s.began_s, 4), world)
     incidents.decided(s, context.now, "restart of all workers")
     context.record(
         ledger.Started(generation=s.membership.number, world=world, workers=[x.worker for x in members])

@@ -138,6 +138,11 @@ class Ledger:
         left = Page(steps=self.unwritten().steps)
         return await self.read(lambda store: store.summary(left))
 
+    async def incidents(self, until: int) -> list[dict[str, Any]]:
+        """See `Store.incidents`; with those that the file could not take yet. Raises Unreadable."""
+        left = self.unwritten()
+        return await self.read(lambda store: store.incidents(until, left))
+
     async def close(self, within_s: float) -> bool:
         """Ends it; whether everything was written."""
         done = await self.written(within_s)

@@ -50,9 +50,10 @@ class Figures(Collector):
         self._families.append(
             gauge("holdfast_ledger_writable", "1 while the ledger can be written, else 0.", float(writable))
         )
+        self._incidents = Counter(state.forgotten_kinds)
+        self._incidents.update(map(kind_of, state.incidents))
         # Of these there may be ten thousand. Copied here and made into families by `collect`, in another thread:
         # the loop must answer heartbeats meanwhile.
-        self._incidents = list(state.incidents)
         self._rows = Rows(state, index.count_workers(WorkerPhase.READY))
         self._readings = dict(readings or {})
 
@@ -67,7 +68,7 @@ class Figures(Collector):
         incidents = CounterMetricFamily(
             "holdfast_incidents", "Incidents by the kind of cause.", labels=["kind"]
         )
-        for kind, number in sorted(Counter(map(kind_of, self._incidents)).items()):
+        for kind, number in sorted(self._incidents.items()):
             incidents.add_metric([kind], number)
         yield incidents
         yield from self._rows.families()
@@ -219,8 +220,7 @@ def _incidents(state: CoreState, tally: Tally) -> Iterator[Metric]:
     for by, number in sorted(tally.recovered.items()):
         recoveries.add_metric([by], number)
     yield recoveries
-    # All before are closed, however many they are.
-    is_open = sum(i.open for i in state.incidents[state.closed :])
+    is_open = sum(i.open for i in state.incidents)
     yield gauge("holdfast_open_incidents", "Incidents not yet back at full strength.", is_open)
     yield counter(
         "holdfast_restarts",

@@ -23,11 +23,11 @@ UNREAD_SHOWN = 8
 
 
 def build_report(
-    state: CoreState, steps: StepSummary, now: float, shown: Sequence[Any] | None = None
+    state: CoreState, steps: StepSummary, now: float, told: Sequence[dict[str, Any]] = ()
 ) -> dict[str, Any]:
     """The report as `--report` writes it. Unknown is None, never 0. Durations in seconds.
 
-    shown: the incidents, as whoever has no time for all of them at once made them, see `incidents.shown`.
+    told: incidents as the ledger has them, see `Store.incidents`; those are taken that the state has no more.
     """
     ended = [w for w in state.membership.workers.values() if w.digest is not None]
     digests, states = _by_shard(state, ended)
@@ -50,7 +50,10 @@ def build_report(
         },
         "pace": pace.shown(state, now),
         "dropped": steps.dropped,
-        "incidents": [incidents.shown(state, i) for i in state.incidents] if shown is None else shown,
+        "incidents": [
+            *(x for x in told if x["id"] <= state.forgotten),
+            *(incidents.shown(state, i) for i in state.incidents),
+        ],
         "changes": [msgspec.structs.asdict(resize.describe(state, c)) for c in state.membership.changes],
         "slow": [stragglers.shown(x) for x in state.health.slow],
         "figures": script_metrics.shown(state),

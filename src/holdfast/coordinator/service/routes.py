@@ -34,8 +34,6 @@ from holdfast.protocol.status_change import LEDGER_KEPT
 
 MOST_KEEPERS = 64
 """Of whom each is waited for at the end. Who comes after them is given the ledger as well."""
-PIECE = 20
-"""Incidents of a report that are put in words at once."""
 BODY_PIECE = 1 << 18
 """Bytes of a large answer that are sent at once."""
 SETTLED_S = 2.0
@@ -158,15 +156,10 @@ class Routes:
 
     async def _report_page(self, request: web.Request) -> web.StreamResponse:
         try:
-            steps = await self._ledger.summary()
+            state = self._loop.core.state
+            steps, told = await self._ledger.summary(), await self._ledger.incidents(incidents.count(state))
         except Unreadable as error:
             return web.Response(status=503, text=str(error))
-        state, told = self._loop.core.state, []
-        # In pieces, each encoded as it is made: of a job with thousands of incidents nobody else would have a turn.
-        for number, incident in enumerate(list(state.incidents)):
-            if number % PIECE == PIECE - 1:
-                await asyncio.sleep(0)
-            told.append(msgspec.Raw(msgspec.json.encode(incidents.shown(state, incident))))
         return _json(build_report(state, steps, self._loop.clock(), told))
 
     async def _metrics_page(self, request: web.Request) -> web.StreamResponse:

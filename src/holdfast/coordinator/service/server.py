@@ -24,6 +24,7 @@ from aiohttp import WSCloseCode, web
 
 from holdfast import logs
 from holdfast.coordinator.kernel import events as ev
+from holdfast.coordinator.kernel import incidents
 from holdfast.coordinator.machine import Core
 from holdfast.coordinator.service.agent_lines import AgentLines
 from holdfast.coordinator.service.agents import AgentConnections
@@ -427,11 +428,13 @@ class Coordinator:
     async def _write_report(self) -> None:
         state = self._core.state
         try:
-            steps = await self._ledger.summary()
+            steps, told = await self._ledger.summary(), await self._ledger.incidents(incidents.count(state))
         except Unreadable as error:
-            self._watchers.say(f"the report has no steps, because they cannot be read: {error}")
-            steps = StepSummary()
-        report = build_report(state, steps, self._clock())
+            self._watchers.say(
+                f"the report has no steps and no old incidents, because they cannot be read: {error}"
+            )
+            steps, told = StepSummary(), []
+        report = build_report(state, steps, self._clock(), told)
         # Of faults that the job has survived the incidents tell; what is printed last is why it failed.
         # For a job that ended well the last failure that it survived is no news, and would be read as the
         # reason of its end.

@@ -7,6 +7,7 @@ Write-ahead logging keeps every committed row through the death of the process.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import sqlite3
@@ -29,6 +30,7 @@ from holdfast.coordinator.service.tally import Tally, read_tally
 from holdfast.errors import Damaged
 from holdfast.protocol import ledger
 from holdfast.protocol.decoding import decode
+from holdfast.protocol.ledger.incidents import ABOUT_INCIDENTS, FACTS, IncidentFacts, add_facts
 from holdfast.protocol.messages import StepTold
 
 T = TypeVar("T")
@@ -428,6 +430,25 @@ class Store:
             "select seq, t_s, utc, kind, fields from events where seq > ? order by seq", (after,)
         )
 
+    def incidents(self, until: int, left: Page | None = None) -> list[dict[str, Any]]:
+        """What the events tell of incidents up to a number, in their order: the fields of `IncidentFacts`. left: as for `steps`."""
+        kinds = ", ".join(f"'{kind}'" for kind in sorted(ABOUT_INCIDENTS))
+        rows = self._db.execute(f"select kind, fields from events where kind in ({kinds}) order by seq")
+        told = [
+            (e.kind, _text(e.fields)) for e in (left.entries if left else []) if e.kind in ABOUT_INCIDENTS
+        ]
+        found: dict[int, dict[str, Any]] = {}
+        for kind, text in itertools.chain(rows, told):
+            fields = decode(_fields.decode, text, _DAMAGED, error=sqlite3.DatabaseError)
+            if kind in FACTS:
+                facts = decode(_as_facts, fields, _DAMAGED, error=sqlite3.DatabaseError)
+                fields = msgspec.structs.asdict(facts)
+            if fields["id"] <= until:
+                add_facts(found.setdefault(fields["id"], {}), kind, fields)
+        for known in found.values():
+            known.pop("explained", None)
+        return list(found.values())
+
     def newest_steps(self, count: int) -> list[StepRow]:
         """The last committed steps, ascending."""
         return self._rows("steps", f"desc limit {count}")[::-1]
@@ -558,6 +579,7 @@ class Store:
 _DAMAGED = "a row of it is damaged"
 _numbers = msgspec.msgpack.Decoder(int)
 _fields = msgspec.json.Decoder()
+_as_facts = partial(msgspec.convert, type=IncidentFacts)
 
 
 def _entry(seq: int, t_s: float, utc: str, kind: str, fields: str) -> LedgerEntry:

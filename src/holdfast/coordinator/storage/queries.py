@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from holdfast.checkpoint.policy import mtbf_s
+from holdfast.coordinator.kernel import incidents
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.membership_state import Node
 from holdfast.coordinator.kernel.phases import JobPhase
@@ -72,7 +73,7 @@ def nearest(context: Context, name: str, others: list[str]) -> int:
 def mean_time_between_failures_s(context: Context) -> float:
     """What `auto` goes by: the job's own incidents, and a prior."""
     s = context.state
-    return mtbf_s(len(s.incidents), context.now - s.began_s)
+    return mtbf_s(incidents.count(s), context.now - s.began_s)
 
 
 def writes(context: Context, node: Node) -> bool:

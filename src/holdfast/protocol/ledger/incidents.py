@@ -104,6 +104,22 @@ class IncidentFacts(LedgerEvent, frozen=True, kw_only=True):
         return f" ({known})" if known else ""
 
 
+FACTS = frozenset(f"incident-{what}" for what in ("opened", "resumed", "closed", "settled"))
+"""Kinds of events that have all facts of an incident."""
+ABOUT_INCIDENTS = FACTS | {"incident-explained"}
+
+
+def add_facts(known: dict[str, Any], kind: str, fields: Mapping[str, Any]) -> None:
+    """Adds what an event of `ABOUT_INCIDENTS` tells of an incident to what those before it told."""
+    if kind in FACTS:
+        # An explanation that was found knows more than the closing event, which repeats the first cause.
+        known.update(fields, cause=known.get("explained") or fields.get("cause"))
+        return
+    known["explained"] = known["cause"] = fields["cause"]
+    # An explanation that names no node must not take away the one that the first sign had.
+    known.update({name: fields[name] for name in ("node", "ranks") if fields.get(name)})
+
+
 class IncidentOpened(IncidentFacts, frozen=True, kw_only=True):
     """A fault was noticed."""
 
