@@ -2,14 +2,17 @@
 
 import asyncio
 import errno
+import os
 import signal
 
 import pytest
 
+import holdfast
+from holdfast.engines import coordinator_keeper
 from holdfast.engines.coordinator_keeper import CoordinatorConfig, CoordinatorKeeper, Superseded, listen
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.protocol.job_options import Timing
-from holdfast.protocol.leadership import EXIT_NO_ROOM
+from holdfast.protocol.leadership import EXIT_NO_ROOM, EXIT_OTHER_VERSION
 
 
 class Process:
@@ -178,3 +181,84 @@ def test_what_cannot_be_put_back_is_told(tmp_path, monkeypatch):
     (tmp_path / "folder").write_text("")
     job = Job(tmp_path, monkeypatch, 0, files={"folder/token": b"secret"}).run()
     assert job.notes == [f"{tmp_path / 'folder/token'} is gone, and cannot be put back: File exists"]
+
+
+class Waits:
+    """Coordinators of which one serves and the next one waits: real pipes, and no processes."""
+
+    def __init__(self, job, monkeypatch):
+        self.job, self.gates, self.came = job, {}, asyncio.Event()
+        start = asyncio.create_subprocess_exec
+        monkeypatch.setattr(coordinator_keeper, "STANDBY_S", 0)
+
+        async def started(*command, **more):
+            process = await start(*command, **more)
+            for word in command:
+                if word.startswith("--gate="):
+                    # As its own, for the keeper closes its copy.
+                    self.gates[process] = os.dup(int(word.partition("=")[2]))
+                    self.came.set()
+            return process
+
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", started)
+
+    async def until(self, count):
+        while len(self.gates) < count:
+            self.came.clear()
+            await self.came.wait()
+
+
+def test_the_next_one_waits_beside_it_and_is_let_in_when_it_is_lost(tmp_path, monkeypatch):
+    job = Job(tmp_path, monkeypatch, None, None, None)
+    waits = Waits(job, monkeypatch)
+
+    async def keep():
+        await job.keeper.start()
+        keeping = asyncio.create_task(job.keeper.keep())
+        await waits.until(1)
+        (second,) = waits.gates
+        os.set_blocking(waits.gates[second], False)
+        with pytest.raises(BlockingIOError):
+            os.read(waits.gates[second], 1)
+        job.processes[0].send_signal(signal.SIGKILL)
+        await waits.until(2)
+        assert os.read(waits.gates[second], 1) == b"!"
+        third = job.processes[2]
+        assert job.begun == 2
+        # The end of the job, while the third one waits: it is told to end, and did not serve.
+        job.keeper.hand_over()
+        await keeping
+        third.send_signal(signal.SIGTERM)
+        await job.keeper.close()
+        assert os.read(waits.gates[third], 1) == b""
+        for gate in waits.gates.values():
+            os.close(gate)
+
+    asyncio.run(keep())
+    assert (job.begun, len(job.processes)) == (2, 3)
+
+
+def test_one_of_another_version_waits_for_nothing_and_a_person_is_told_once(tmp_path, monkeypatch):
+    job = Job(tmp_path, monkeypatch, None, *[EXIT_OTHER_VERSION] * 3, None)
+    waits = Waits(job, monkeypatch)
+
+    async def keep():
+        await job.keeper.start()
+        keeping = asyncio.create_task(job.keeper.keep())
+        await waits.until(4)
+        job.keeper.end_now()
+        await keeping
+        job.processes[-1].send_signal(signal.SIGTERM)
+        await job.keeper.close()
+
+    asyncio.run(keep())
+    (note,) = job.notes
+    assert note.startswith("the Holdfast that is installed here now is another version")
+    assert f"put version {holdfast.__version__} back" in note
+
+
+def test_without_one_that_waits_another_version_is_waited_for_like_a_full_disk(tmp_path, monkeypatch):
+    job = without_pauses(Job(tmp_path, monkeypatch, -9, *[EXIT_OTHER_VERSION] * 9, 0)).run()
+    assert job.pauses == [1.0, 2.0] + [5.0] * 7
+    assert len(job.notes) == 2
+    assert "What trains goes on for 60 s" in job.notes[1]

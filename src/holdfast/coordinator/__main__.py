@@ -22,12 +22,13 @@ from holdfast.coordinator.service.gathering import Superseded, gather
 from holdfast.coordinator.service.ledger import RETRY_S
 from holdfast.coordinator.service.pulse import beat
 from holdfast.coordinator.service.server import Coordinator
-from holdfast.coordinator.service.store import own_ledger
+from holdfast.coordinator.service.store import own_ledger, spoken
 from holdfast.errors import Damaged
 from holdfast.health.identity import identity
 from holdfast.protocol.authentication import BACKLOG
 from holdfast.protocol.job import JobSpec, Resume
-from holdfast.protocol.leadership import EXIT_NO_ROOM, EXIT_SUPERSEDED
+from holdfast.protocol.leadership import EXIT_NO_ROOM, EXIT_OTHER_VERSION, EXIT_SUPERSEDED
+from holdfast.protocol.messages import PROTOCOL_VERSION
 from holdfast.protocol.sockets import listening, raise_descriptor_limit
 from holdfast.protocol.stored import decode_file
 
@@ -39,7 +40,7 @@ OUR_MISTAKES = frozenset((errno.EBADF, errno.ENOTSOCK, errno.EINVAL))
 
 def main() -> int:
     """Serves until the job is over. Exit code 4: another took its place; 74: the system refuses what it needs; 75: it hands over,
-    see `server`."""
+    see `server`; 78: the job's processes speak another version."""
     parser = argparse.ArgumentParser(prog="holdfast.coordinator")
     parser.add_argument("--job-dir", type=Path, required=True)
     listening = parser.add_mutually_exclusive_group(required=True)
@@ -62,9 +63,20 @@ def main() -> int:
     parser.add_argument(
         "--pulse", type=int, help="a non-blocking pipe that tells the launcher that this process is alive"
     )
+    parser.add_argument(
+        "--gate",
+        type=int,
+        help="a pipe: this process waits, ready to serve, until something is written into it",
+    )
     given = parser.parse_args()
     os.umask(0o077)
     raise_descriptor_limit()
+    # Nothing of the job may be touched by a version that it was not started with: its agents would be refused, and end
+    # their workers. They train on without a coordinator.
+    if spoken(own_ledger(given.job_dir, given.term)) not in (None, PROTOCOL_VERSION):
+        return EXIT_OTHER_VERSION
+    if given.gate is not None and not os.read(given.gate, 1):
+        return 0  # the launcher is gone
     try:
         return _run(given)
     except OSError as error:

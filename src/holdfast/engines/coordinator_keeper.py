@@ -10,15 +10,17 @@ import secrets
 import signal
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from holdfast import __version__
 from holdfast.engines.pulse import Silence, has_spoken, look
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.protocol.authentication import BACKLOG
 from holdfast.protocol.job_options import Timing
-from holdfast.protocol.leadership import EXIT_HANDED_OVER, EXIT_NO_ROOM, EXIT_SUPERSEDED
+from holdfast.protocol.leadership import EXIT_HANDED_OVER, EXIT_NO_ROOM, EXIT_OTHER_VERSION, EXIT_SUPERSEDED
 from holdfast.protocol.python import python_module
 from holdfast.protocol.sockets import host_and_port, listening
 
@@ -26,8 +28,22 @@ _log = logging.getLogger(__name__)
 ATTEMPTS = 3
 GUARD_S = 2.0
 """How often the files of the job's folder are looked for. A network's file system has no event for what others delete."""
+STANDBY_S = 15.0
+"""So old is a job before another coordinator waits beside the one that serves: a short job needs none, and at its start the processor
+has better things to do."""
+STANDBY_MOST_S = 600.0
+"""Between two attempts to have one."""
 PAUSES_S = 1.0, 2.0, 5.0
 """Before another attempt, where the system refuses what a coordinator needs; the last one again and again."""
+
+
+OTHER_VERSION = (
+    "the Holdfast that is installed here now is another version than the one that this job was started with"
+)
+
+
+def _way_back() -> str:
+    return f"put version {__version__} back, or end the job and start it again, which resumes it"
 
 
 class Superseded(HoldfastError):
@@ -68,14 +84,45 @@ class CoordinatorConfig:
     written."""
 
 
+@dataclass
+class _Started:
+    """A coordinator's process."""
+
+    process: asyncio.subprocess.Process
+    pulse: int
+    gate: int = -1
+    """A pipe into which is written when it is its turn; -1: it has begun."""
+    taken: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def take(self) -> None:
+        """It is its turn."""
+        self.taken.set()
+        if self.gate >= 0:
+            with suppress(BrokenPipeError):  # it has ended just now, as any coordinator may
+                os.write(self.gate, b"!")
+        self.close_gate()
+
+    def close_gate(self) -> None:
+        """One that still waits ends."""
+        if self.gate >= 0:
+            os.close(self.gate)
+        self.gate = -1
+
+
 class CoordinatorKeeper:
-    """One coordinator at a time, until the job is over. `close` ends what is left."""
+    """One coordinator at a time, until the job is over. `close` ends what is left.
+
+    The next one waits beside it, with everything imported: it serves a second sooner than a process that is started then, and it
+    needs nothing that may be missing by then (a process, memory, the files of the installation, which may be of another version).
+    """
 
     def __init__(self, config: CoordinatorConfig, note: Note, started: Callable[[], None]) -> None:
         """started: called for each coordinator that was started."""
         self._config, self._note, self._started = config, note, started
         self._coordinator: asyncio.subprocess.Process | None = None
         self._pulse = -1
+        self._next: _Started | None = None
+        self._standing_by: asyncio.Task[None] | None = None
         self._leave_by: signal.Signals | None = None
         self._refusals = 0
         self._lost: set[Path] = set()
@@ -87,10 +134,25 @@ class CoordinatorKeeper:
         for told in self._put_back():
             self._note(told)
         self._close_pulse()
-        self._pulse, pulse = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        started, self._next = self._next, None
+        if started is None or started.process.returncode is not None:
+            started = await self._spawn()
+        started.take()
+        self._coordinator, self._pulse = started.process, started.pulse
+        if self._standing_by is None:
+            self._standing_by = asyncio.create_task(self._stand_by())
+        _log.info("started a coordinator", extra={"pid": self._coordinator.pid, "term": config.term})
+        if self._leave_by is not None:  # it was asked for while this one was being started
+            self._coordinator.send_signal(self._leave_by)
+        self._started()
+
+    async def _spawn(self, gate: int | None = None) -> _Started:
+        config = self._config
+        reads, pulse = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         lifelines = () if config.lifeline is None else (config.lifeline,)
+        gates = () if gate is None else (gate,)
         try:
-            self._coordinator = await asyncio.create_subprocess_exec(
+            process = await asyncio.create_subprocess_exec(
                 *python_module("holdfast.coordinator"),
                 f"--job-dir={config.job_dir}",
                 f"--host={config.host}",
@@ -100,17 +162,52 @@ class CoordinatorKeeper:
                 f"--instance={config.instance}",
                 *(f"--lifeline={fd}" for fd in lifelines),
                 f"--pulse={pulse}",
-                pass_fds=(*config.inherited, *lifelines, config.listener.fileno(), pulse),
+                *(f"--gate={fd}" for fd in gates),
+                pass_fds=(*config.inherited, *lifelines, *gates, config.listener.fileno(), pulse),
                 stdin=asyncio.subprocess.DEVNULL,
                 # Ctrl-C in the terminal must not reach the coordinator: it has to end the job in order first.
                 start_new_session=True,
             )
+        except BaseException:
+            os.close(reads)
+            raise
         finally:
             os.close(pulse)
-        _log.info("started a coordinator", extra={"pid": self._coordinator.pid, "term": config.term})
-        if self._leave_by is not None:  # it was asked for while this one was being started
-            self._coordinator.send_signal(self._leave_by)
-        self._started()
+        return _Started(process, reads)
+
+    async def _stand_by(self) -> None:
+        """Has one wait for its turn, and another when that has come. Until cancelled."""
+        pause_s, told = STANDBY_S, False
+        while True:
+            await asyncio.sleep(pause_s)
+            gate, opens = os.pipe2(os.O_CLOEXEC)
+            try:
+                standby = await self._spawn(gate)
+            except OSError:  # nothing depends on it
+                os.close(opens)
+                pause_s = min(2 * pause_s, STANDBY_MOST_S)
+                continue
+            finally:
+                os.close(gate)
+            standby.gate, self._next = opens, standby
+            ended, taken = (asyncio.ensure_future(x) for x in (standby.process.wait(), standby.taken.wait()))
+            try:
+                await asyncio.wait({ended, taken}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                ended.cancel()
+                taken.cancel()
+            if standby.taken.is_set():
+                pause_s = STANDBY_S
+                continue
+            self._next = None
+            standby.close_gate()
+            os.close(standby.pulse)
+            pause_s = min(2 * pause_s, STANDBY_MOST_S)
+            if standby.process.returncode == EXIT_OTHER_VERSION and not told:
+                told = True
+                self._note(
+                    f"{OTHER_VERSION}. If the coordinator of this job is lost, none can take its place: {_way_back()}"
+                )
 
     async def keep(self) -> None:
         """Waits until the job is over, or this process is not to keep it any more: see `hand_over` and `end_now`.
@@ -129,11 +226,15 @@ class CoordinatorKeeper:
                 raise Superseded("another coordinator runs the job")
             # A coordinator that was killed by a signal, or asked to hand over, says nothing about the next one.
             # One that ends by itself three times in a row would do so for ever.
-            handed_over, refused = code == EXIT_HANDED_OVER, code == EXIT_NO_ROOM
+            handed_over, refused = code == EXIT_HANDED_OVER, code in (EXIT_NO_ROOM, EXIT_OTHER_VERSION)
             failures = failures + 1 if code > 0 and not handed_over and not refused else 0
             if failures >= ATTEMPTS:
                 raise HoldfastError(f"the coordinator ended {failures} times with exit code {code}")
-            if refused:
+            if code == EXIT_OTHER_VERSION:
+                await self._wait(
+                    f"there is no coordinator: {OTHER_VERSION}. What trains goes on for {self._config.timing.orphan_s:g} s; {_way_back()}"
+                )
+            elif refused:
                 await self._wait_for_room("see the line above, or logs/coordinator.log")
             else:
                 how = "hands over; starting another" if handed_over else "ended; starting it again"
@@ -155,11 +256,14 @@ class CoordinatorKeeper:
 
     async def _wait_for_room(self, why: str) -> None:
         # Training goes on meanwhile, and would end with this process. So there is no last attempt.
+        await self._wait(
+            f"there is no coordinator: the system refuses what it needs ({why}). What trains goes on; the coordinator is "
+            "started again until it succeeds"
+        )
+
+    async def _wait(self, told: str) -> None:
         if self._refusals == 0:
-            self._note(
-                f"there is no coordinator: the system refuses what it needs ({why}). What trains goes on; the coordinator is "
-                "started again until it succeeds"
-            )
+            self._note(told)
         pause_s = PAUSES_S[min(self._refusals, len(PAUSES_S) - 1)]
         self._refusals += 1
         await self._sleep(pause_s)
@@ -209,7 +313,13 @@ class CoordinatorKeeper:
             self._coordinator.send_signal(number)
 
     async def close(self) -> None:
-        """Ends the coordinator, if it is still there."""
+        """Ends the coordinator, if it is still there, and the one that waits."""
+        if self._standing_by is not None:
+            self._standing_by.cancel()
+        if self._next is not None:
+            self._next.close_gate()
+            await self._next.process.wait()
+            os.close(self._next.pulse)
         self.end_now()
         if self._coordinator is not None:
             await self._coordinator.wait()

@@ -19,6 +19,9 @@ EXIT_SUPERSEDED = 4
 EXIT_NO_ROOM = 74
 """Of one that the system refused something: a disk that is full, a folder that is away, no memory (EX_IOERR of sysexits.h).
 Another is started as soon as there may be room."""
+EXIT_OTHER_VERSION = 78
+"""Of one whose version the job's processes would not understand (EX_CONFIG of sysexits.h): Holdfast was installed anew while the job
+runs."""
 EXIT_HANDED_OVER = 75
 """Of one that was asked to go (EX_TEMPFAIL of sysexits.h): another is to be started, and the job has not noticed."""
 

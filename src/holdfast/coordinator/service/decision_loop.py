@@ -30,7 +30,7 @@ from holdfast.coordinator.service.injector import Injector, Strike
 from holdfast.coordinator.service.ledger import Ledger
 from holdfast.coordinator.service.ledger_copies import LedgerCopies
 from holdfast.coordinator.service.starvation import Starving
-from holdfast.coordinator.service.store import SNAPSHOT, LedgerEntry, Page, ReportedSteps
+from holdfast.coordinator.service.store import SNAPSHOT, SPOKEN, LedgerEntry, Page, ReportedSteps
 from holdfast.coordinator.service.watchers import Watchers
 from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
@@ -254,6 +254,7 @@ class DecisionLoop:
     def _state_kept(self) -> dict[str, bytes]:
         """What the next coordinator goes on from."""
         return {
+            SPOKEN: msgspec.msgpack.encode(m.PROTOCOL_VERSION),
             SNAPSHOT: msgspec.msgpack.encode(self.core.state),
             "clock": msgspec.msgpack.encode(self.clock.mark()),
             "injector": msgspec.msgpack.encode(self.injector.plans),

@@ -79,6 +79,8 @@ SNAPSHOT = "core"
 """Under which name the core's state is kept."""
 PAGES = "pages"
 """Under which name the number of the newest page is kept."""
+SPOKEN = "protocol"
+"""Under which name the version of the protocol is kept that the job's processes speak."""
 KEEPERS = "keepers"
 """Under which name `Watchers.keepers` is kept."""
 
@@ -601,6 +603,15 @@ def began_utc_s(first: tuple[str, float]) -> float:
 
 def _text(fields: Any) -> str:
     return msgspec.json.encode(fields).decode()
+
+
+def spoken(ledger: Path) -> int | None:
+    """The version of the protocol that a job's processes speak, of its ledger; None: it does not tell now."""
+    try:
+        with closing(Store(ledger, read_only=True)) as store:
+            return store.kept_as(SPOKEN, _numbers)
+    except (OSError, sqlite3.Error):
+        return None
 
 
 FIRST = "job.sqlite"
