@@ -67,7 +67,7 @@ def check(home: Path, ran: Ran, wanted: Ran) -> None:
 
 @pytest.mark.long
 @pytest.mark.capability("sharded", "kill")
-@pytest.mark.parametrize("kind", ["dense", EXPERTS, *TENSOR])
+@pytest.mark.parametrize("kind", [pytest.param("dense", marks=pytest.mark.nightly), EXPERTS, *TENSOR])
 def test_a_killed_worker_and_a_newcomer_change_nothing(tmp_path, undisturbed, kind):
     fault = ("--fault", "kill-worker:rank=1,step=8,phase=backward")
     nodes = ("--nnodes", 2 * REPLICA.get(kind, 2), "--spares", 1)

@@ -138,7 +138,7 @@ def test_schedules_of_sharded_replicas_hold_and_are_eventful(first, count):
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(bool(REPLAY), reason="one schedule was asked for")
 @pytest.mark.parametrize(
-    ("first", "count"), [(PLACED, 10), pytest.param(PLACED + 10, 20, marks=pytest.mark.long)]
+    ("first", "count"), [(PLACED, 10), pytest.param(PLACED + 10, 20, marks=pytest.mark.nightly)]
 )
 def test_schedules_of_nodes_in_racks_hold_and_are_eventful(first, count):
     told = ran(range(first, first + count))

@@ -51,7 +51,7 @@ def check(home, parts: list[dict[int, float]], last: Ran) -> int:
     return steps
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_ten_events_and_a_whole_job_kill_change_no_bit(tmp_path):
     first = [

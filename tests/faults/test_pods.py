@@ -41,7 +41,7 @@ def ends(pods, coordinator) -> Ran:
     return Ran(code, coordinator.out(), json.loads(report.read_text()), folder)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_node_and_a_coordinator_are_lost_and_nothing_of_the_training_is(tmp_path, pods, undisturbed):
     coordinator = pods.coordinator(1)
     coordinator.until("started a coordinator")

@@ -92,7 +92,7 @@ def both(tmp_path, command):
         ("llama3-8b-pretrain/tiny.toml", "llama"),
         pytest.param("qwen3-30b-a3b-sft/tiny.toml", "qwen3_moe", marks=pytest.mark.nightly),
         pytest.param("qwen3-30b-a3b-sft/tiny-deepseek.toml", "deepseek_v3", marks=pytest.mark.nightly),
-        ("gpt-oss-20b-finetune/tiny.toml", "gpt_oss"),
+        pytest.param("gpt-oss-20b-finetune/tiny.toml", "gpt_oss", marks=pytest.mark.nightly),
         pytest.param("gpt-oss-20b-finetune/tiny-lora.toml", "gpt_oss", marks=pytest.mark.nightly),
         pytest.param("mathstral-7b/tiny.toml", "mistral", marks=pytest.mark.nightly),
     ],
