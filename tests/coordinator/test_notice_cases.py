@@ -6,7 +6,10 @@ from test_memory_snapshot_cases import at_level_0
 
 from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel.deadlines import Timer
+from holdfast.coordinator.kernel.phases import JobPhase
 from holdfast.coordinator.kernel.requests import StopJob
+from holdfast.coordinator.service.report import build_report
+from holdfast.coordinator.service.step_summary import StepSummary
 from holdfast.protocol import messages as m
 from holdfast.protocol.notices import Going, Notice, NoticeCause
 
@@ -201,3 +204,46 @@ def test_a_coordinator_that_takes_over_knows_what_was_told():
     desk.do(e.StopRequested("ctrl-c"))
     assert [n.number for n in newest(desk, "n1") or ()] == [1, 2]
     assert [n.number for n in newest(desk, "n0") or ()] == [2]
+
+
+# ---------------------------------------------------------------- the same for programs
+
+
+def ends_by(desk, event):
+    desk.do(event)
+    return desk.state.membership.stop_cause
+
+
+@pytest.mark.parametrize(
+    ("event", "cause"),
+    [
+        (e.StopRequested("the time limit: too few workers"), NoticeCause.STOP),
+        (e.StopRequested("any words", NoticeCause.TIME_LIMIT), NoticeCause.TIME_LIMIT),
+        (e.Capacity(0, "any words", 30.0, NoticeCause.TIME_LIMIT), NoticeCause.TIME_LIMIT),
+        (e.Capacity(0, "any words", 8.0), NoticeCause.PREEMPTION),
+    ],
+)
+def test_the_end_of_a_job_has_its_cause_as_a_value_whatever_the_words_are(event, cause):
+    desk = running(2)
+    assert ends_by(desk, event) is cause
+    # The first one counts.
+    assert ends_by(desk, e.StopRequested("ctrl-c", NoticeCause.HEALTH)) is cause
+    for worker in desk.members():
+        desk.parks(worker, 5)
+    for worker in desk.workers():
+        desk.exits(worker, 0)
+    assert desk.state.membership.phase is JobPhase.ENDED
+    assert build_report(desk.state, StepSummary(), desk.now)["cause"] is cause
+    assert [ended["cause"] for ended in desk.records("ended")] == [cause]
+
+
+def test_a_job_that_gives_up_for_want_of_nodes_says_so():
+    desk = running(2, min_nodes=2)
+    desk.lose("n1")
+    desk.parks("n0.0#1", 5)
+    desk.wait(desk.core.timing.wait_s + 1)
+    desk.wait(desk.core.timing.wait_s)
+    assert (desk.state.membership.outcome, desk.state.membership.stop_cause) == ("failed", NoticeCause.NODES)
+    given_up = running(2)
+    given_up.core.request(StopJob("too few workers for 300 s", "failed"))
+    assert given_up.state.membership.stop_cause is NoticeCause.FAILURE

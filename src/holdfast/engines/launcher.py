@@ -259,7 +259,7 @@ class Launcher(ABC):
             case ProvideNode():
                 await engine.provide()
             case ReleaseNode():
-                await engine.release(order.node, order.reason, planned=order.planned)
+                await engine.release(order)
             case MarkNode(node, reason):
                 await engine.mark(node, reason)
             case RebootNode(node, reason):

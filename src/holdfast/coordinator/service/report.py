@@ -37,6 +37,7 @@ def build_report(
         "engine": state.spec.engine,
         "outcome": state.membership.outcome,
         "reason": state.membership.stop_reason,
+        "cause": state.membership.stop_cause,
         "world": {
             "target": state.target,
             "history": [list(h) for h in state.membership.history],
@@ -165,6 +166,7 @@ def status_head(state: CoreState, now: float, loss: float | None, median_s: floa
         "phase": state.membership.phase.value,
         "outcome": state.membership.outcome,
         "reason": state.membership.stop_reason,
+        "cause": state.membership.stop_cause,
         "level": state.membership.level,
         "generation": state.membership.number,
         "world": state.membership.generation.strength if state.membership.generation else 0,

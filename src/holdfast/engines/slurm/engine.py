@@ -28,6 +28,7 @@ from holdfast.protocol.availability import (
     NodeTaken,
     NodeUnavailable,
 )
+from holdfast.protocol.engine_orders import ReleaseNode
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.notices import NoticeCause
 from holdfast.protocol.python import python_module
@@ -236,17 +237,18 @@ class SlurmEngine:
         if self._spec.slurm.replace_command:
             await self._run_site_command(node, reason)
 
-    async def release(self, node: str, reason: str, planned: bool) -> None:
+    async def release(self, order: ReleaseNode) -> None:
         """Ends the node's step. One that cannot be reached, or fails again and again, is Slurm's to know of."""
+        node = order.node
         self.alive.discard(node)
-        if planned:
+        if order.planned:
             self._known.going.add(node)
         elif node not in self._known.bad:
             # Judged later, in a task. Nothing that trains waits for Slurm.
             self._lost_at[node] = time.monotonic()
-            self._spawn(self._lost(node, reason))
+            self._spawn(self._lost(node, order.reason))
             return
-        self._left(node, reason)
+        self._left(node, order.reason)
 
     async def _lost(self, node: str, reason: str) -> None:
         """Nothing that trains waits for this. Many at once are a network's doing, this node's perhaps: then nothing is
@@ -426,7 +428,7 @@ class SlurmEngine:
             self._terminated.discard(node)
         elif kind in ("node-lost", "node-left", "node-taken"):
             self.alive.discard(node)
-        elif kind == "node-leaving" and fields.get("reason") == "SIGTERM":
+        elif kind == "node-leaving" and fields.get("cause") == NoticeCause.PREEMPTION:
             # Slurm sends SIGTERM to every node of an allocation that it takes away, but to each at its own
             # moment. When the last living node has it, the whole job has to stop and not to shrink.
             self._terminated.add(node)
