@@ -120,13 +120,25 @@ KeyError: 'labels'"""
     assert second.split(maxsplit=1) == ["at", "/home/a/losses.py, line 4, in compute"]
 
 
-@pytest.mark.parametrize("committed", [0, None])
+@pytest.mark.parametrize("committed", [0, None, 4], ids=["none", "not known", "of an earlier start"])
 def test_a_job_that_failed_before_its_first_step_has_no_tables(report, committed):
     tables = {"Incidents", "Where the time went"}
     report["outcome"] = "failed"
     assert tables <= set(map(str.strip, shown(report).splitlines()))
-    report["steps"]["committed"] = committed
-    assert not tables & set(map(str.strip, shown(report).splitlines()))
+    report["steps"] |= {"committed": committed, "median_s": None}
+    report["final"]["loss"] = None
+    told = shown(report)
+    assert not tables & set(map(str.strip, told.splitlines()))
+    heads = [line.split()[0] for line in told.splitlines() if line and not line[0].isspace()]
+    assert heads[: heads.index("logs") + 1] == ["job", "outcome", "incidents", "logs"]
+
+
+def test_the_closing_error_says_nothing_of_what_is_not_known(failed):
+    failed["blame"] |= {"rank": None, "step": None}
+    end = shown(failed).partition("the job failed")[2]
+    assert "node1" in end
+    assert "rank" not in end
+    assert "step   " not in end
 
 
 def test_a_saved_job_is_told_how_to_go_on(failed):

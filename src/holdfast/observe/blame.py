@@ -76,9 +76,9 @@ def closing(report: Mapping[str, Any], saved: bool) -> RenderableType:
     if place := line_of_the_script(traceback):
         facts.add_row("at", Text(place))
     facts.add_row("reason", Text(reason))
-    facts.add_row("first failing rank", units.text(blame.get("rank")))
-    facts.add_row("node", units.text(blame.get("node")))
-    facts.add_row("step", units.text(blame.get("step")))
+    for name, key in (("first failing rank", "rank"), ("node", "node"), ("step", "step")):
+        if blame.get(key) is not None:
+            facts.add_row(name, units.text(blame[key]))
     parts: list[RenderableType] = [
         Rule(Text(f"the job {report.get('outcome')}", style="bold red"), style="red"),
         facts,
