@@ -235,8 +235,12 @@ def is_restoring(state: CoreState, worker: Worker) -> bool:
         return False
     if not state.membership.counts_steps:
         return worker.restored is not None and worker.restored[0] < worker.restored[1]
-    seat = state.membership.seats.get(worker.name)
-    return worker.joined_generation < state.membership.number and seat is not None and seat.restore
+    generation, seat = state.membership.generation, state.membership.seats.get(worker.name)
+    if generation is None or seat is None or not seat.restore:
+        return False
+    # What it says when it has the state is lost with a coordinator that is replaced just then; a step is not.
+    trains = worker.committed is not None and worker.committed > generation.start
+    return worker.joined_generation < state.membership.number and not trains
 
 
 def saving(state: CoreState, now: float) -> dict[str, Any]:
