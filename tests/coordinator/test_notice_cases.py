@@ -6,11 +6,13 @@ from test_memory_snapshot_cases import at_level_0
 
 from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel.deadlines import Timer
+from holdfast.coordinator.kernel.history import Kind
 from holdfast.coordinator.kernel.phases import JobPhase
 from holdfast.coordinator.kernel.requests import StopJob
-from holdfast.coordinator.service.report import build_report
+from holdfast.coordinator.service.report import build_report, build_status
 from holdfast.coordinator.service.step_summary import StepSummary
 from holdfast.protocol import messages as m
+from holdfast.protocol.causes import CauseKind, NodeReclaimed
 from holdfast.protocol.notices import Going, Notice, NoticeCause
 
 
@@ -247,3 +249,59 @@ def test_a_job_that_gives_up_for_want_of_nodes_says_so():
     given_up = running(2)
     given_up.core.request(StopJob("too few workers for 300 s", "failed"))
     assert given_up.state.membership.stop_cause is NoticeCause.FAILURE
+
+
+# ---------------------------------------------------------------- a node that goes as it was said
+
+
+def went(desk):
+    """Kinds of the entries that say that a node is gone."""
+    return [a.kind for a in desk.did(e.Record) if a.kind in ("node-lost", "node-left")]
+
+
+def test_a_node_that_goes_before_the_job_lets_it_go_has_left_if_it_was_announced():
+    desk = running(3)
+    desk.do(e.NodeSays("n1", m.Leaving("SIGTERM", 3.0)))
+    desk.lose("n1")
+    assert went(desk) == ["node-left"]
+    (row,) = [row for row in build_status(desk.state, desk.now)["nodes"] if row["node"] == "n1"]
+    assert row["left"]
+    # Its worker was in a step, and that step is not free. The machine is not to blame.
+    assert [(i.cause, i.cause.kind) for i in desk.state.incidents] == [
+        (NodeReclaimed("SIGTERM"), CauseKind.RECLAIMED)
+    ]
+    assert not [r for r in desk.did(e.Remember) if r.kind is Kind.LOST]
+    (release,) = desk.did(e.ReleaseNode)
+    assert release.planned
+
+
+def test_a_node_that_was_to_wait_for_another_and_breaks_is_lost():
+    desk = running(3)
+    desk.do(e.NodeGoing("n1", "maintenance"))
+    desk.lose("n1")
+    assert went(desk) == ["node-lost"]
+
+
+def test_machines_of_one_place_that_are_taken_back_together_are_no_lost_place():
+    desk = running(3)
+    for name in ("n1", "n2"):
+        desk.state.membership.nodes[name].place = ("rack",)
+        desk.do(e.NodeSays(name, m.Leaving("SIGTERM", 3.0)))
+    for name in ("n1", "n2"):
+        desk.lose(name)
+    assert went(desk) == ["node-left"] * 2
+    assert {type(i.cause) for i in desk.state.incidents} == {NodeReclaimed}
+
+
+def test_an_agent_that_ends_when_the_job_is_being_stopped_is_not_lost():
+    desk = running(2)
+    desk.do(e.StopRequested("the time limit of the Slurm job", NoticeCause.TIME_LIMIT))
+    for worker in desk.members():
+        desk.parks(worker, 5)
+    first = desk.workers()[0]
+    desk.exits(first, 0)
+    desk.lose(desk.known(first).node)
+    assert went(desk) == ["node-left"]
+    # One that still holds the state is another matter.
+    desk.lose(desk.known(desk.workers()[0]).node)
+    assert went(desk) == ["node-left", "node-lost"]
