@@ -248,11 +248,11 @@ def test_the_time_limit_is_foretold_as_long_before_the_stop_as_that_is_before_th
     tmp_path: Path,
 ) -> None:
     stop_s = 120  # --stop-before
-    foretold = JobGoing("the time limit", 239.0 - stop_s, NoticeCause.TIME_LIMIT)
+    foretold = JobGoing(module.TIME_LIMIT, 239.0 - stop_s, NoticeCause.TIME_LIMIT)
     assert posts_of_a_job_that_has(tmp_path, 239.0) == [foretold]
     assert posts_of_a_job_that_has(tmp_path, 239.0, 119.0) == [
         foretold,
-        Capacity(0, "the time limit", 119.0, NoticeCause.TIME_LIMIT),
+        Capacity(0, module.TIME_LIMIT, 119.0, NoticeCause.TIME_LIMIT),
     ]
 
 

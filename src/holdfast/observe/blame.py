@@ -94,6 +94,27 @@ def closing(report: Mapping[str, Any], saved: bool) -> RenderableType:
     return Group(*parts)
 
 
+def going_on(report: Mapping[str, Any]) -> str:
+    """Of a job that was stopped before its last step: what of it is there, and how it goes on."""
+    again = f"the same command with --job {report.get('job')}"
+    saved, unsaved, memory = report.get("saved"), report.get("unsaved"), report.get("in_memory")
+    if unsaved is not None and memory:
+        return (
+            f"Step {units.count(unsaved)} is saved nowhere but in the memory of the nodes: {again} goes on from it, on the same "
+            "machines and before they are restarted."
+        )
+    if unsaved is not None:
+        older = f"goes on from step {units.count(saved['step'])}" if saved else "begins anew"
+        return f"Step {units.count(unsaved)} could not be saved: {again} {older}."
+    if saved is None and (report.get("steps") or {}).get("computed") == 0:
+        return f"No step was done: {again} begins anew."
+    if saved is None:
+        return f"Holdfast saved no state: {again} begins anew, unless the script goes on from what it saved itself."
+    if report.get("queued_again"):
+        return f"Step {units.count(saved['step'])} is saved. The job is queued again and goes on from it by itself."
+    return f"Step {units.count(saved['step'])} is saved: {again} goes on from it."
+
+
 def line_of_the_script(traceback: str) -> str:
     """The innermost line that is neither a library's nor ours, as `/home/a/train.py, line 12, in main`; empty: there is none."""
     frames = [found[0] for line in traceback.splitlines() if (found := _FRAME.match(line))]

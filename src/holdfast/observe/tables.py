@@ -15,7 +15,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from holdfast.observe.blame import closing
+from holdfast.observe.blame import closing, going_on
 from holdfast.observe.dashboard import steps_per_s
 from holdfast.observe.goodput import goodput_table, goodput_words
 from holdfast.observe.printable import printable
@@ -100,12 +100,18 @@ def report_view(report: Report, job_dir: Path) -> RenderableType:
         parts += [Text(), _slow(slow)]
     if report.get("outcome") == "failed":
         parts += [Text(), closing(report, saved=bool(report.get("saved")))]
+    if report.get("outcome") == "stopped":
+        # The outcome above says why.
+        parts += [Text(), Text(f"what now {going_on(report)}")]
     return Group(*parts)
 
 
 def _has_trained(report: Report) -> bool:
-    """A job that failed before the first step of this start has nothing to show but why."""
-    return report.get("outcome") != "failed" or (report.get("steps") or {}).get("median_s") is not None
+    """A job that failed, or was stopped, before the first step of this start has nothing to show but why."""
+    return (
+        report.get("outcome") not in ("failed", "stopped")
+        or (report.get("steps") or {}).get("median_s") is not None
+    )
 
 
 def _header(report: Report, job_dir: Path) -> Table:

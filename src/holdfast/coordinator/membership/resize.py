@@ -92,7 +92,8 @@ def capacity(context: Context, event: Capacity) -> None:
     # nodes whatever the core decides.
     least = max(s.spec.min_nodes, s.least_nodes)
     if s.wanted_nodes < least:
-        told = f"{reason}: {s.wanted_nodes} of at least {least} nodes are left"
+        # Of no nodes at all the engine's own reason says everything.
+        told = f"{reason}: {s.wanted_nodes} of at least {least} nodes are left" if event.nodes else reason
         shutdown.request(context, told, "stopped", cause=cause, within_s=within_s)
         return
     _resized(context, before, reason, within_s, cause)

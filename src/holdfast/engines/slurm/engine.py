@@ -46,6 +46,8 @@ TOGETHER_S = 5.0
 LEAVE_S = 30.0
 SLURMD_PORT = 6818
 KNOWN = "slurm.json"
+TIME_LIMIT = "the time limit of the Slurm job"
+"""Why a job ends, in words."""
 FAILURES = 2
 """So often an agent may be lost on a node that Slurm can reach before the node is drained."""
 
@@ -485,7 +487,7 @@ class SlurmEngine:
             # Posted with every poll. The coordinator acts on the first, and a new coordinator has to learn it
             # as well.
             if ours.left_s is not None and ours.left_s < self._spec.slurm.warn_s:
-                self._post(Capacity(0, "the time limit", ours.left_s, NoticeCause.TIME_LIMIT))
+                self._post(Capacity(0, TIME_LIMIT, ours.left_s, NoticeCause.TIME_LIMIT))
             else:
                 self._foretell(ours.left_s)
 
@@ -494,7 +496,7 @@ class SlurmEngine:
         warn_s = self._spec.slurm.warn_s
         soon = left_s is not None and left_s < 2 * warn_s
         if left_s is not None and soon:
-            self._post(JobGoing("the time limit", left_s - warn_s, NoticeCause.TIME_LIMIT))
+            self._post(JobGoing(TIME_LIMIT, left_s - warn_s, NoticeCause.TIME_LIMIT))
         elif self._foretold:
             self._post(JobGoing("Slurm gives the job more time", None, NoticeCause.TIME_LIMIT))
         self._foretold = soon

@@ -18,7 +18,7 @@ from holdfast.engines.jobs import Allocation, JobFolder
 from holdfast.engines.launcher import Launcher
 from holdfast.engines.shown import View
 from holdfast.engines.slurm.commands import SlurmError
-from holdfast.engines.slurm.engine import KNOWN, SlurmEngine
+from holdfast.engines.slurm.engine import KNOWN, TIME_LIMIT, SlurmEngine
 from holdfast.engines.slurm.locate import ThisNode
 from holdfast.engines.slurm.parse import JobLine
 from holdfast.errors import Damaged
@@ -66,7 +66,7 @@ class SlurmLauncher(Launcher):
             self.note_resume(resume)
             loop.add_signal_handler(signal.SIGTERM, self.on_sigterm)
             # Slurm sends it before the time limit (`--signal`), early enough to save the state.
-            loop.add_signal_handler(signal.SIGUSR1, self.stop, "the time limit", NoticeCause.TIME_LIMIT)
+            loop.add_signal_handler(signal.SIGUSR1, self.stop, TIME_LIMIT, NoticeCause.TIME_LIMIT)
         loop.add_signal_handler(signal.SIGINT, lambda: None)
         return self._slurm_engine
 
@@ -97,11 +97,16 @@ class SlurmLauncher(Launcher):
 
     # ------------------------------------------------------------ the end
 
+    async def run(self) -> dict[str, Any]:
+        """See `Launcher.run`. `queued_again` in the report: the job goes on by itself, unless Slurm has decided otherwise."""
+        report = await super().run()
+        return report | {"queued_again": self.spec.slurm.requeue and wants_requeue(report)}
+
     async def conclude(self, report: dict[str, Any]) -> None:
         """What becomes of the allocation: it ends, or is queued again with what the job still has to do, unless Slurm has
         decided already."""
         id, slurm = self.allocation, self._slurm_engine.slurm
-        again = self.spec.slurm.requeue and wants_requeue(report)
+        again = bool(report["queued_again"])
         try:
             job = await slurm.job(id)
             # Slurm has decided already where the job is in another state: cancelled by a person, or requeued
