@@ -22,6 +22,7 @@ from holdfast.engines import starts
 from holdfast.errors import Damaged, HoldfastError, UsageError
 from holdfast.observe.transfer_progress import ByteCount
 from holdfast.protocol.job import Durable, JobSpec, Resume
+from holdfast.protocol.ownership import refuse_open_to_others
 from holdfast.protocol.stored import decode_file, read_stored
 
 KEEP_LEDGERS = 5
@@ -257,6 +258,14 @@ def read_spec(folder: Path) -> JobSpec:
     )
 
 
+def check_own(folder: Path) -> None:
+    """Raises UsageError for a job's folder in which others could change what the job runs, or read its token."""
+    try:
+        refuse_open_to_others(folder, "the job's folder")
+    except OSError as error:
+        raise UsageError(f"the job's folder {folder} cannot be looked at: {error.strerror}") from None
+
+
 class JobFolder:
     """A job's folder, locked for as long as launcher or coordinator live."""
 
@@ -264,7 +273,7 @@ class JobFolder:
         """here: False within an allocation, which has the job: it is not locked.
 
         Raises:
-            UsageError: a job of this name is running.
+            UsageError: a job of this name is running, or others can write to the folder.
         """
         self.path = job_dir(name)
         self._new = not self.path.exists()
@@ -279,6 +288,7 @@ class JobFolder:
             raise UsageError(
                 f"the job's folder cannot be made: {why}; remove it, or set HOLDFAST_HOME"
             ) from None
+        check_own(self.path)
         self.lock = self._lock(name) if here else -1
         self._locks = [self.lock]
 
