@@ -23,6 +23,7 @@ from holdfast.protocol.endpoint import read_endpoint
 from holdfast.protocol.engine_orders import ReleaseNode
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.notices import NoticeCause
+from holdfast.protocol.stored import read_stored_word
 
 CLOSE_S = 5.0
 KILLED_S = 2.0
@@ -210,7 +211,7 @@ class SshEngine:
         answer = await link.ask(
             Begin(
                 spec=self._spec,
-                token=(self._job_dir / "token").read_text().strip(),
+                token=read_stored_word(self._job_dir / "token"),
                 identity=self._identity,
                 start=self._start,
                 node=name,
