@@ -1114,6 +1114,27 @@ def test_all_done_is_finished():
     assert desk.state.membership.restarts_used == 0
 
 
+@pytest.mark.parametrize(
+    ("committed", "reason"),
+    [
+        (9, "the script failed after its last step"),
+        # The loop was left by an error between two steps, or by `break`.
+        (3, "the script failed outside of a step, after 3 of 9 steps"),
+        (0, "the script failed outside of a step, after 0 of 9 steps"),
+    ],
+)
+def test_a_script_that_fails_outside_of_a_step_is_said_to_have_failed_where_it_did(committed, reason):
+    desk = running(2)
+    desk.state.membership.until = 9
+    for worker in desk.members():
+        desk.says(worker, m.Done(committed=committed, params_xxh3="bits", loss=0.5))
+    for worker in desk.members():
+        desk.exits(worker, 1)
+    membership = desk.state.membership
+    assert (membership.outcome, membership.stop_reason) == ("failed", reason)
+    assert desk.incidents() == []
+
+
 def test_one_is_done_and_the_others_only_prepared():
     desk = running(3)
     desk.says("n0.0#1", m.Done(committed=6, params_xxh3="bits", loss=0.5))

@@ -6,8 +6,13 @@ from test_memory_snapshot_cases import at_level_0
 
 from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel.deadlines import Timer
+from holdfast.coordinator.kernel.history import Kind
+from holdfast.coordinator.kernel.phases import JobPhase
 from holdfast.coordinator.kernel.requests import StopJob
+from holdfast.coordinator.service.report import build_report, build_status
+from holdfast.coordinator.service.step_summary import StepSummary
 from holdfast.protocol import messages as m
+from holdfast.protocol.causes import CauseKind, NodeReclaimed
 from holdfast.protocol.notices import Going, Notice, NoticeCause
 
 
@@ -201,3 +206,102 @@ def test_a_coordinator_that_takes_over_knows_what_was_told():
     desk.do(e.StopRequested("ctrl-c"))
     assert [n.number for n in newest(desk, "n1") or ()] == [1, 2]
     assert [n.number for n in newest(desk, "n0") or ()] == [2]
+
+
+# ---------------------------------------------------------------- the same for programs
+
+
+def ends_by(desk, event):
+    desk.do(event)
+    return desk.state.membership.stop_cause
+
+
+@pytest.mark.parametrize(
+    ("event", "cause"),
+    [
+        (e.StopRequested("the time limit: too few workers"), NoticeCause.STOP),
+        (e.StopRequested("any words", NoticeCause.TIME_LIMIT), NoticeCause.TIME_LIMIT),
+        (e.Capacity(0, "any words", 30.0, NoticeCause.TIME_LIMIT), NoticeCause.TIME_LIMIT),
+        (e.Capacity(0, "any words", 8.0), NoticeCause.PREEMPTION),
+    ],
+)
+def test_the_end_of_a_job_has_its_cause_as_a_value_whatever_the_words_are(event, cause):
+    desk = running(2)
+    assert ends_by(desk, event) is cause
+    # The first one counts.
+    assert ends_by(desk, e.StopRequested("ctrl-c", NoticeCause.HEALTH)) is cause
+    for worker in desk.members():
+        desk.parks(worker, 5)
+    for worker in desk.workers():
+        desk.exits(worker, 0)
+    assert desk.state.membership.phase is JobPhase.ENDED
+    assert build_report(desk.state, StepSummary(), desk.now)["cause"] is cause
+    assert [ended["cause"] for ended in desk.records("ended")] == [cause]
+
+
+def test_a_job_that_gives_up_for_want_of_nodes_says_so():
+    desk = running(2, min_nodes=2)
+    desk.lose("n1")
+    desk.parks("n0.0#1", 5)
+    desk.wait(desk.core.timing.wait_s + 1)
+    desk.wait(desk.core.timing.wait_s)
+    assert (desk.state.membership.outcome, desk.state.membership.stop_cause) == ("failed", NoticeCause.NODES)
+    given_up = running(2)
+    given_up.core.request(StopJob("too few workers for 300 s", "failed"))
+    assert given_up.state.membership.stop_cause is NoticeCause.FAILURE
+
+
+# ---------------------------------------------------------------- a node that goes as it was said
+
+
+def went(desk):
+    """Kinds of the entries that say that a node is gone."""
+    return [a.kind for a in desk.did(e.Record) if a.kind in ("node-lost", "node-left")]
+
+
+def test_a_node_that_goes_before_the_job_lets_it_go_has_left_if_it_was_announced():
+    desk = running(3)
+    desk.do(e.NodeSays("n1", m.Leaving("SIGTERM", 3.0)))
+    desk.lose("n1")
+    assert went(desk) == ["node-left"]
+    (row,) = [row for row in build_status(desk.state, desk.now)["nodes"] if row["node"] == "n1"]
+    assert row["left"]
+    # Its worker was in a step, and that step is not free. The machine is not to blame.
+    assert [(i.cause, i.cause.kind) for i in desk.state.incidents] == [
+        (NodeReclaimed("SIGTERM"), CauseKind.RECLAIMED)
+    ]
+    assert not [r for r in desk.did(e.Remember) if r.kind is Kind.LOST]
+    (release,) = desk.did(e.ReleaseNode)
+    assert release.planned
+
+
+def test_a_node_that_was_to_wait_for_another_and_breaks_is_lost():
+    desk = running(3)
+    desk.do(e.NodeGoing("n1", "maintenance"))
+    desk.lose("n1")
+    assert went(desk) == ["node-lost"]
+
+
+def test_machines_of_one_place_that_are_taken_back_together_are_no_lost_place():
+    desk = running(3)
+    for name in ("n1", "n2"):
+        desk.state.membership.nodes[name].place = ("rack",)
+        desk.do(e.NodeSays(name, m.Leaving("SIGTERM", 3.0)))
+    for name in ("n1", "n2"):
+        desk.lose(name)
+    assert went(desk) == ["node-left"] * 2
+    assert {type(i.cause) for i in desk.state.incidents} == {NodeReclaimed}
+
+
+def test_an_agent_that_ends_when_the_job_is_being_stopped_is_not_lost():
+    desk = running(2)
+    desk.do(e.StopRequested("the time limit of the Slurm job", NoticeCause.TIME_LIMIT))
+    for worker in desk.members():
+        desk.parks(worker, 5)
+    first = desk.workers()[0]
+    desk.exits(first, 0)
+    desk.lose(desk.known(first).node)
+    assert went(desk) == ["node-left"]
+    # One that still holds the state is another matter.
+    desk.lose(desk.known(desk.workers()[0]).node)
+    assert went(desk) == ["node-left", "node-lost"]

@@ -10,6 +10,7 @@ from holdfast.coordinator.membership.resize import check_drain, check_resize, de
 from holdfast.coordinator.service.report import build_status
 from holdfast.errors import UsageError
 from holdfast.protocol import messages as m
+from holdfast.protocol.notices import NoticeCause
 
 # ---------------------------------------------------------------- a resize
 
@@ -380,3 +381,19 @@ def test_a_replica_of_several_workers_counts_its_own_micro_batches():
     desk.started(late)
     desk.gets_ready(late, (2, 1), micro_batches=2)  # each of two shards computes one
     assert desk.state.target == 2
+
+
+def test_the_engine_hears_why_a_node_left():
+    """One that became too many may be used again when the job grows; one that was drained is its owner's. Words of either do
+    not count."""
+    causes = {}
+    for name, event in (
+        ("n3", e.ResizeRequested(3, "maintenance")),
+        ("n0", e.NodeGoing("n0", "holdfast resize", None, NoticeCause.DRAIN)),
+    ):
+        desk = running(4, spares=int(name == "n0"))
+        desk.do(event)
+        park_all(desk, 6)
+        desk.commit(7)
+        causes |= {order.node: order.cause for order in desk.did(e.ReleaseNode)}
+    assert causes == {"n0": NoticeCause.DRAIN, "n3": NoticeCause.RESIZE}

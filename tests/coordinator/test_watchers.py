@@ -13,10 +13,10 @@ import msgspec
 import pytest
 from aiohttp import WSCloseCode, WSMsgType, web
 
-from holdfast.coordinator.kernel.membership_state import Node, Worker
+from holdfast.coordinator.kernel.membership_state import Node, Seat, Worker
 from holdfast.coordinator.kernel.phases import WorkerPhase
 from holdfast.coordinator.kernel.state import CoreState
-from holdfast.coordinator.service import routes, status_feed
+from holdfast.coordinator.service import page_facts, routes, status_feed
 from holdfast.coordinator.service.report import build_status
 from holdfast.coordinator.service.status_feed import StatusFeed
 from holdfast.coordinator.service.store import LedgerEntry, Page, Store
@@ -91,6 +91,35 @@ def test_changes_put_together_are_the_status() -> None:
             assert there == msgspec.json.decode(await feed.page())
 
     asyncio.run(look_often())
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["they say so", "their word was lost"])
+def test_who_has_the_state_of_a_checkpoint_does_not_fetch_it_any_more(told: bool) -> None:
+    """As after a requeue: all read it from disk, say no bytes of it, and go on in step."""
+
+    async def go_on() -> None:
+        state = job()
+        state.membership.level = 2
+        generation = state.membership.generation
+        assert generation is not None
+        state.membership.generation = msgspec.structs.replace(generation, start=5)
+        for member in generation.members:
+            state.membership.seats[member.worker] = Seat(rank=member.rank, restore=True)
+        feed, heard = StatusFeed(state, lambda: NOW), Status()
+        await feed.look()
+        said = heard.whole(msgspec.json.decode((await feed.whole())[1])["value"])
+        assert {row["state"] for row in said["workers"]} == {"restoring"}
+        for worker in state.membership.workers.values():
+            worker.committed = 6
+            if told:
+                worker.joined_generation = state.membership.number
+                worker.committed = 5
+        await feed.look()
+        said = heard.changed(msgspec.json.decode(feed.change)["value"])
+        assert {row["state"] for row in said["workers"]} == {"member"}
+        assert {row["state"] for row in await page_facts.ranks(state)} == {"training"}
+
+    asyncio.run(go_on())
 
 
 def test_a_step_of_all_members_costs_no_row() -> None:

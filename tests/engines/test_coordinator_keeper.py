@@ -169,12 +169,30 @@ def test_all_of_a_job_have_one_name(tmp_path, monkeypatch):
 
 def test_a_file_that_is_gone_is_put_back_for_its_owner_alone(tmp_path, monkeypatch):
     job = Job(tmp_path, monkeypatch, -9, 0, files={"token": b"secret", "spec.json": b"{}"})
-    (tmp_path / "spec.json").write_bytes(b"another")
+    (tmp_path / "spec.json").write_bytes(b'"another"')
     job.run()
     assert (tmp_path / "token").read_bytes() == b"secret"
     assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
-    assert (tmp_path / "spec.json").read_bytes() == b"another"
+    assert (tmp_path / "spec.json").read_bytes() == b'"another"'
     assert job.notes[0] == f"{tmp_path / 'token'} was gone, and is put back"
+
+
+@pytest.mark.parametrize("name", ["token", "identity", "spec.json", "resume.json"])
+@pytest.mark.parametrize("there", [b"", b"\xff\xfe\x00", b"\0" * 32, b"{ torn"])
+def test_a_file_that_is_damaged_is_put_back(tmp_path, monkeypatch, name, there):
+    known = b"{}" if name.endswith("json") else b"secret"
+    job = Job(tmp_path, monkeypatch, -9, 0, files={name: known})
+    (tmp_path / name).write_bytes(there)
+    job.run()
+    assert (tmp_path / name).read_bytes() == known
+    assert job.notes[0] == f"{tmp_path / name} was damaged, and is put back"
+
+
+def test_a_token_that_is_another_is_one_of_a_later_start(tmp_path, monkeypatch):
+    job = Job(tmp_path, monkeypatch, -9, 0, files={"token": b"secret"})
+    (tmp_path / "token").write_bytes(b"another")
+    job.run()
+    assert (tmp_path / "token").read_bytes() == b"another"
 
 
 def test_what_cannot_be_put_back_is_told(tmp_path, monkeypatch):

@@ -160,13 +160,21 @@ def test_a_node_whose_agent_ended_is_not_waited_for_when_its_quota_is_taken_back
         assert deleted == ["llm-n2"] * is_deleted
 
 
-def test_the_whole_job_is_saved_when_its_base_is_taken_back() -> None:
+@pytest.mark.parametrize(
+    "farewell",
+    [
+        Farewell("stopped", "in whatever words", "preemption"),
+        Farewell("stopped", f"{queues.TAKEN_BACK}: Preempted: by job 7"),
+    ],
+    ids=["by its cause", "from an older coordinator"],
+)
+def test_the_whole_job_is_saved_when_its_base_is_taken_back(farewell: Farewell) -> None:
     evicted = workload(evicted="Preempted: by job 7")
     (asked_,) = actions(trains(evicted, workload(1)))
     assert isinstance(asked_, AskStop)
-    assert asked_.reason == f"{queues.TAKEN_BACK}: Preempted: by job 7"
+    assert asked_ == AskStop(f"{queues.TAKEN_BACK}: Preempted: by job 7", NoticeCause.PREEMPTION)
     # It was stopped for that, so it is not over, whatever Kueue says by now.
-    ended = pod("c1", phase="Succeeded", farewell=Farewell("stopped", asked_.reason))
+    ended = pod("c1", phase="Succeeded", farewell=farewell)
     for there in (workload(), evicted):
         plan = reconcile(trains(there, workload(1), pods=(ended,), said=None))
         assert [type(one) for one in plan.actions] == [DeletePod]

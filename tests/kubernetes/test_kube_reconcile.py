@@ -40,6 +40,7 @@ from holdfast.engines.kubernetes.status import ConditionType, JobStatus, Progres
 from holdfast.engines.kubernetes.times import timestamp
 from holdfast.protocol.availability import NodeGoing, NodeOutOfMemory, NodeTaken, OrderDone
 from holdfast.protocol.engine_orders import MarkNode, ProvideNode, ReleaseNode
+from holdfast.protocol.notices import NoticeCause
 
 NOW_S = 1_000_000.0
 BEGUN = begun(JobStatus(), run=1, term=1, next_number=3, now_s=NOW_S - 60)
@@ -576,7 +577,7 @@ def test_what_cannot_work_is_said_and_nothing_is_made() -> None:
         (Farewell("failed", "ValueError"), ConditionType.FAILED, "ScriptFailed"),
         (Farewell("stopped", "asked for"), ConditionType.FAILED, "Stopped"),
         (
-            Farewell("stopped", "spec.runPolicy.activeDeadlineSeconds is over"),
+            Farewell("stopped", "in whatever words", "time-limit"),
             ConditionType.FAILED,
             "ActiveDeadline",
         ),
@@ -631,7 +632,7 @@ def test_a_job_that_never_starts_fails_with_what_is_in_the_way() -> None:
 
 def test_a_deadline_asks_for_the_end() -> None:
     seen = observed(spec={"spec__runPolicy": {"activeDeadlineSeconds": 30}})
-    assert actions(seen) == (AskStop("spec.runPolicy.activeDeadlineSeconds is over"),)
+    assert actions(seen) == (AskStop("spec.runPolicy.activeDeadlineSeconds is over", NoticeCause.TIME_LIMIT),)
 
 
 def test_a_job_is_saved_before_it_is_suspended() -> None:

@@ -120,13 +120,26 @@ KeyError: 'labels'"""
     assert second.split(maxsplit=1) == ["at", "/home/a/losses.py, line 4, in compute"]
 
 
-@pytest.mark.parametrize("committed", [0, None])
-def test_a_job_that_failed_before_its_first_step_has_no_tables(report, committed):
+@pytest.mark.parametrize("outcome", ["failed", "stopped"])
+@pytest.mark.parametrize("committed", [0, None, 4], ids=["none", "not known", "of an earlier start"])
+def test_a_job_that_ended_before_its_first_step_has_no_tables(report, committed, outcome):
     tables = {"Incidents", "Where the time went"}
-    report["outcome"] = "failed"
+    report["outcome"] = outcome
     assert tables <= set(map(str.strip, shown(report).splitlines()))
-    report["steps"]["committed"] = committed
-    assert not tables & set(map(str.strip, shown(report).splitlines()))
+    report["steps"] |= {"committed": committed, "median_s": None}
+    report["final"]["loss"] = None
+    told = shown(report)
+    assert not tables & set(map(str.strip, told.splitlines()))
+    heads = [line.split()[0] for line in told.splitlines() if line and not line[0].isspace()]
+    assert heads[: heads.index("logs") + 1] == ["job", "outcome", "incidents", "logs"]
+
+
+def test_the_closing_error_says_nothing_of_what_is_not_known(failed):
+    failed["blame"] |= {"rank": None, "step": None}
+    end = shown(failed).partition("the job failed")[2]
+    assert "node1" in end
+    assert "rank" not in end
+    assert "step   " not in end
 
 
 def test_a_saved_job_is_told_how_to_go_on(failed):
@@ -173,3 +186,45 @@ def test_long_lines_of_code_are_not_broken(failed):
 )
 def test_advice(reason, cause, words):
     assert words in advice(reason, {"cause": cause})
+
+
+SAVED = {"step": 50, "url": "/data/run"}
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"saved": SAVED}, "Step 50 is saved: the same command with --job demo goes on from it."),
+        (
+            {"saved": SAVED, "queued_again": True},
+            "Step 50 is saved. The job is queued again and goes on from it by itself.",
+        ),
+        (
+            {"saved": SAVED, "unsaved": 70},
+            "Step 70 could not be saved: the same command with --job demo goes on from step 50.",
+        ),
+        (
+            {"saved": None, "unsaved": 70},
+            "Step 70 could not be saved: the same command with --job demo begins anew.",
+        ),
+        (
+            {"saved": SAVED, "unsaved": 70, "in_memory": {"step": 70}},
+            "Step 70 is saved nowhere but in the memory of the nodes: the same command with --job demo goes on from it, on the "
+            "same machines and before they are restarted.",
+        ),
+        (
+            {"saved": None, "steps": {"computed": 0}},
+            "No step was done: the same command with --job demo begins anew.",
+        ),
+        (
+            {"saved": None},
+            "Holdfast saved no state: the same command with --job demo begins anew, unless the script goes on from what it saved "
+            "itself.",
+        ),
+    ],
+)
+def test_a_job_that_was_stopped_says_last_what_is_saved_and_how_it_goes_on(report, told, words):
+    text = shown(report | {"outcome": "stopped", "reason": "the time limit of the Slurm job"} | told)
+    assert "stopped (the time limit of the Slurm job)" in text
+    assert " ".join(text.split()).endswith(f"what now {words}")
+    assert "what now" not in shown(report | told)

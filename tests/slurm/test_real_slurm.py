@@ -33,6 +33,7 @@ from realslurm import (
 )
 
 from holdfast.engines.jobs import EXIT_STOPPED
+from holdfast.engines.slurm.engine import TIME_LIMIT
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
 
@@ -83,10 +84,12 @@ def test_a_job_that_makes_room_is_queued_again_and_goes_on(home: Path, undisturb
         until(lambda: (job.dir / "report.json").exists(), "it stopped")
         stopped = job.report()
         assert stopped["outcome"] == "stopped"
-        assert "Slurm ends the whole allocation" in stopped["reason"]
+        assert (stopped["cause"], stopped["reason"]) == ("preemption", "Slurm ends the whole allocation")
         assert stopped["saved"]["step"] >= before["step"]
         until(lambda: (job.dir / "runs" / "1" / "report.json").exists(), "it begins again")
-        job.training(3, beyond=stopped["steps"]["committed"])
+        status = job.training(3, beyond=stopped["steps"]["committed"])
+        # They read their state from disk, and have it.
+        assert {row["state"] for row in status["workers"]} == {"member"}
         hurry(job)
         assert job.wait(100) == 0
     assert job.report()["outcome"] == "finished"
@@ -102,8 +105,13 @@ def test_the_time_limit_is_an_end_in_order(home: Path) -> None:
         assert job.wait(100) == EXIT_STOPPED
     report = job.report()
     assert report["outcome"] == "stopped"
-    assert "time limit" in report["reason"]
+    assert (report["cause"], report["reason"]) == ("time-limit", TIME_LIMIT)
     assert report["saved"]["step"] == report["steps"]["committed"]
+    said = " ".join(job.log.read_text().split())
+    saved = f"Step {report['saved']['step']} is saved: the same command with --job limit goes on from it."
+    assert said.endswith(f"what now {saved}")
+    # Its nodes have done what they were to do.
+    assert "is lost" not in said
 
 
 def test_a_node_cut_off_fences_itself(home: Path, undisturbed: list[float]) -> None:

@@ -22,7 +22,9 @@ from holdfast.protocol.availability import (
     NodeTaken,
     NodeUnavailable,
 )
+from holdfast.protocol.engine_orders import ReleaseNode
 from holdfast.protocol.job import JobSpec
+from holdfast.protocol.ledger import NodeLeaving
 from holdfast.protocol.notices import NoticeCause
 
 
@@ -109,7 +111,7 @@ def test_a_bad_node_is_drained_and_turned_away(tmp_path: Path) -> None:
 
     async def bad() -> None:
         await engine.mark("n2", "xid 79: fell off")
-        await engine.release("n2", "xid 79: fell off", planned=False)
+        await engine.release(ReleaseNode(node="n2", reason="xid 79: fell off"))
         await engine.settle()
 
     asyncio.run(bad())
@@ -128,7 +130,7 @@ def test_a_node_is_booted_and_another_asked_for(tmp_path: Path, planned: bool, a
         engine.slurm.states["n2"] = NodeLine("n2", "127.0.0.1", states, "holdfast")
 
     async def boot() -> None:
-        await engine.release("n2", "xid 154", planned)
+        await engine.release(ReleaseNode(node="n2", reason="xid 154", planned=planned))
         await engine.reboot("n2", "xid 154")
         await engine.settle()
 
@@ -151,8 +153,8 @@ def test_many_lost_at_once_are_nobodys_fault(tmp_path: Path) -> None:
     engine = Engine(tmp_path, admin=True)
 
     async def lost() -> None:
-        await engine.release("n2", "silent for 2 s", planned=False)
-        await engine.release("n3", "silent for 2 s", planned=False)
+        await engine.release(ReleaseNode(node="n2", reason="silent for 2 s"))
+        await engine.release(ReleaseNode(node="n3", reason="silent for 2 s"))
         await engine.settle()
 
     asyncio.run(lost())
@@ -210,7 +212,7 @@ def test_a_node_that_the_site_lets_in_again_may_be_used(tmp_path: Path) -> None:
 
     async def mark_and_look() -> None:
         await engine.mark("n2", "xid 79")
-        await engine.release("n2", "xid 79", planned=False)
+        await engine.release(ReleaseNode(node="n2", reason="xid 79"))
         await engine.settle()
         assert await engine.provide()
         engine.slurm.lines["8"] = line("8", "PENDING", "Resources", "", None, "")
@@ -246,11 +248,11 @@ def test_the_time_limit_is_foretold_as_long_before_the_stop_as_that_is_before_th
     tmp_path: Path,
 ) -> None:
     stop_s = 120  # --stop-before
-    foretold = JobGoing("the time limit", 239.0 - stop_s, NoticeCause.TIME_LIMIT)
+    foretold = JobGoing(module.TIME_LIMIT, 239.0 - stop_s, NoticeCause.TIME_LIMIT)
     assert posts_of_a_job_that_has(tmp_path, 239.0) == [foretold]
     assert posts_of_a_job_that_has(tmp_path, 239.0, 119.0) == [
         foretold,
-        Capacity(0, "the time limit", 119.0, NoticeCause.TIME_LIMIT),
+        Capacity(0, module.TIME_LIMIT, 119.0, NoticeCause.TIME_LIMIT),
     ]
 
 
@@ -268,12 +270,19 @@ def posts_of_a_job_that_has(folder: Path, *left_s: float | None) -> list[Availab
     return engine.posts
 
 
+def leaving(node: str, cause: NoticeCause) -> dict[str, object]:
+    event = NodeLeaving(node=node, reason="SIGTERM", within_s=8.0, cause=cause)
+    return dict(msgspec.to_builtins(event))
+
+
 def test_sigterm_to_all_nodes_is_the_end_of_the_allocation(tmp_path: Path) -> None:
     engine = Engine(tmp_path)
     for node in ("n1", "n2"):
-        engine.on_event("node-leaving", {"node": node, "reason": "SIGTERM", "within_s": 8.0})
+        engine.on_event("node-leaving", leaving(node, NoticeCause.PREEMPTION))
+    # A person takes the last one out, and has said SIGTERM: it is no end of the allocation.
+    engine.on_event("node-leaving", leaving("n3", NoticeCause.DRAIN))
     assert not engine.posts
-    engine.on_event("node-leaving", {"node": "n3", "reason": "SIGTERM", "within_s": 8.0})
+    engine.on_event("node-leaving", leaving("n3", NoticeCause.PREEMPTION))
     assert engine.posts == [Capacity(0, "Slurm ends the whole allocation", 8.0)]
 
 

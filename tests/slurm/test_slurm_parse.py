@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.engines.slurm import parse
-from holdfast.engines.slurm.launcher import ENDED_BY_SLURM, wants_requeue
+from holdfast.engines.slurm.launcher import wants_requeue
+from holdfast.protocol.notices import NoticeCause
 
 SAID = Path(__file__).parent / "said"
 
@@ -91,9 +92,19 @@ def test_errors_without_their_frame() -> None:
 
 
 def test_what_is_queued_again() -> None:
-    assert wants_requeue("stopped", "the time limit: 0 of at least 3 nodes are left")
-    assert wants_requeue("stopped", ENDED_BY_SLURM)
-    assert wants_requeue("failed", "too few workers for 300 s")
-    assert not wants_requeue("stopped", "holdfast stop")
-    assert not wants_requeue("failed", "the script failed twice at step 7")
-    assert not wants_requeue("finished", "")
+    def again(outcome: str, cause: NoticeCause | None) -> bool:
+        return wants_requeue({"outcome": outcome, "cause": cause, "reason": "in whatever words"})
+
+    assert again("stopped", NoticeCause.TIME_LIMIT)
+    assert again("stopped", NoticeCause.PREEMPTION)
+    assert again("failed", NoticeCause.NODES)
+    assert not again("stopped", NoticeCause.STOP)
+    assert not again("stopped", NoticeCause.RESIZE)
+    assert not again("failed", NoticeCause.FAILURE)
+    # All steps were done as the time ran out.
+    assert not again("finished", NoticeCause.TIME_LIMIT)
+    # Nobody wrote a report; and words alone are no reason.
+    assert not wants_requeue({"outcome": "killed", "reason": "stopped at once"})
+    assert not again("failed", None)
+    person = "Slurm ends the job: the time limit: the whole allocation: too few workers"
+    assert not wants_requeue({"outcome": "stopped", "cause": "stop", "reason": person})

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from holdfast.protocol import ledger
 from holdfast.web import views
 from holdfast.web.story import STATES, Story, _Members
 
@@ -47,6 +50,52 @@ class Told:
         self.say(t_s, "incident-opened", **facts)
         done = {"stall_s": stall_s, "full_strength_s": stall_s, "lost_steps": 0, "rung": "spare"}
         return self.say(t_s + stall_s, "incident-closed", **(facts | done))
+
+
+GOLDEN = json.loads(
+    (Path(__file__).parents[1] / "protocol" / "golden" / f"ledger-{ledger.VERSION}.json").read_text()
+)
+"""By the names of their types, entries with all fields."""
+
+
+@pytest.mark.parametrize("kind", ledger.EVENTS)
+def test_an_entry_with_other_fields_than_its_kind_has_costs_no_page(kind: str) -> None:
+    """A ledger may be damaged so that it is JSON still."""
+    whole = GOLDEN[ledger.EVENTS[kind].__name__]
+    wrong: list[dict[str, Any]] = [{}, *({k: v for k, v in whole.items() if k != name} for name in whole)]
+    for name in whole:
+        wrong += [
+            whole | {name: value} for value in (None, 7, -1.5, "x", "", [], [[]], [7], {}, {"a": []}, True)
+        ]
+    told = Told().formed(1.0, 1, "node0").incident(1, 2.0)
+    for at, fields in enumerate(wrong):
+        told.seq += 1
+        told.story.add(
+            told.seq, 3.0 + at, "2026-01-01T00:00:00", kind, json.dumps(fields, separators=(",", ":"))
+        )
+        if at % 7 == 0:
+            look_at(told.story)
+    look_at(told.story)
+    assert told.story.worlds[0][0] == 1.0
+
+
+def look_at(story: Story) -> None:
+    """Everything that the page shows of it, as it is sent."""
+    shown = [
+        views.todo(FACTS, story),
+        views.now(FACTS | {"leave": {"yes": True, "text": ""}}, story),
+        views.tiers(FACTS, story),
+        views.typical(story),
+        views.incidents(story),
+        views.timeline(story, story.t_s),
+        views.decisions(story),
+        views.lines(story),
+        views.strip(story, story.t_s),
+        views.checkpoints(story, FACTS, list(reversed(story.checkpoints)), {}),
+        views.stall(story),
+        views.marks(story),
+    ]
+    msgspec.json.encode(shown)
 
 
 FACTS: dict[str, Any] = {

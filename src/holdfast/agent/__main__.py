@@ -13,10 +13,12 @@ from pathlib import Path
 from holdfast import logs
 from holdfast.agent.agent import Agent, AgentConfig
 from holdfast.agent.zygote import Zygote
+from holdfast.errors import UsageError
 from holdfast.protocol.job_options import Timing
 from holdfast.protocol.lookup import parse_address
 from holdfast.protocol.node_place import PLACE_VARIABLE, parse_place
 from holdfast.protocol.sockets import raise_descriptor_limit
+from holdfast.protocol.stored import read_stored_word
 
 _log = logging.getLogger("holdfast.agent")
 SWITCH_S = 0.0005
@@ -76,11 +78,16 @@ def main(arguments: Sequence[str] | None = None, zygote: Zygote | None = None) -
     os.umask(0o077)
     raise_descriptor_limit()
     sys.setswitchinterval(SWITCH_S)
+    try:
+        token = read_stored_word(config.job_dir / "token")
+    except (OSError, UsageError) as error:
+        sys.stderr.write(f"holdfast: the agent cannot start: {error}\n")
+        return 1
     close_log = logs.configure(
         given.log,
         {"job": config.job_dir.name, "node": config.node},
         file=given.log_file,
-        secrets=((config.job_dir / "token").read_text().strip(),),
+        secrets=(token,),
     )
     _log.info("the agent starts", extra={"pid": os.getpid(), "host": config.host})
     try:

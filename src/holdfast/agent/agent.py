@@ -44,7 +44,7 @@ from holdfast.protocol.node_place import NodePlace
 from holdfast.protocol.notice_board import NoticeBoard
 from holdfast.protocol.processes import kernel_id
 from holdfast.protocol.sockets import listening
-from holdfast.protocol.stored import decode_file
+from holdfast.protocol.stored import decode_file, read_stored_word
 
 _log = logging.getLogger(__name__)
 _PR_SET_CHILD_SUBREAPER = 36
@@ -95,7 +95,7 @@ class Agent:
     def __init__(self, config: AgentConfig, zygote: Zygote | None = None) -> None:
         self._config = config
         self._session = uuid.uuid4().hex
-        self._token = (config.job_dir / "token").read_text().strip()
+        self._token = read_stored_word(config.job_dir / "token")
         self._logs = config.job_dir / "logs" / config.node
         self._logs.mkdir(parents=True, exist_ok=True)
         self._pool = WarmPool(config.slots, config.preload, zygote, config.shared_machine)

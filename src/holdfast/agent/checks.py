@@ -12,6 +12,7 @@ from holdfast.health.checks.check import SECONDS, Task
 from holdfast.health.checks.child import check_in_child
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import CheckResult, Condition
+from holdfast.protocol.stored import read_stored_word
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class NodeChecks:
     def _task(self, order: m.RunChecks) -> Task:
         # Read for each check and given through the child's input. A command line is visible to every user of
         # the machine.
-        token = (self._folder / "token").read_text().strip()
+        token = read_stored_word(self._folder / "token")
         return Task(
             node=self._node,
             host=self._host,

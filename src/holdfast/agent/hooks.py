@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.errors import UsageError
+from holdfast.protocol.ownership import refuse_open_to_others
 
 _log = logging.getLogger(__name__)
 HOOKS = ("on-create", "before-join", "on-drain", "after-job")
@@ -65,6 +66,7 @@ def check_hooks(folder: Path) -> tuple[str, ...]:
     if not folder.is_dir():
         raise UsageError(f"--hooks {folder}: there is no such folder")
     timeout_s()
+    refuse_open_to_others(folder, "--hooks", owner=False)
     there = tuple(hook for hook in HOOKS if (folder / hook).exists())
     if not there:
         raise UsageError(f"--hooks {folder}: it has none of {', '.join(HOOKS)}")
@@ -72,6 +74,7 @@ def check_hooks(folder: Path) -> tuple[str, ...]:
         path = folder / hook
         if not path.is_file() or not os.access(path, os.X_OK):
             raise UsageError(f"--hooks {folder}: {hook} cannot be executed; chmod +x {path}")
+        refuse_open_to_others(path, "--hooks", owner=False)
         with path.open("rb") as script:
             # An empty file is executable and ends with an error that names neither the hook nor the reason.
             if not script.read(1):
@@ -93,6 +96,12 @@ class Hooks:
             return None
         # Appended: an agent that starts again on this node keeps the output of the one before.
         log = self._logs / f"hook-{hook}.log"
+        try:
+            # On this machine, and now: what was looked at before the job's start may have been another folder.
+            for path in (self._folder, self._folder / hook):
+                refuse_open_to_others(path, "--hooks", owner=False)
+        except (OSError, UsageError) as error:
+            return HookRun(hook, f"it is not run: {error}", 0.0, str(log))
         began_s, limit_s = time.monotonic(), timeout_s()
         _log.info("running a hook", extra={"hook": hook, "reason": reason, "limit_s": limit_s})
         with log.open("ab") as out:

@@ -86,11 +86,11 @@ def write_places(
 
 def _left_out(places: Places, measured: Mapping[Pair, Measured]) -> dict[str, str]:
     """Node to why it has no place."""
-    why: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for pair, m in measured.items():
         told = m.why or ("bytes came back changed" if m.damaged else "its pairs reach too few of the others")
-        why |= {n: told for n in pair if n not in places and n not in why}
-    return why
+        reasons |= {n: told for n in pair if n not in places and n not in reasons}
+    return reasons
 
 
 def _notes(utc: str, seconds: float, rows: Sequence[Between], left_out: Mapping[str, str]) -> list[str]:

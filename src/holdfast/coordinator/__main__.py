@@ -23,14 +23,14 @@ from holdfast.coordinator.service.ledger import RETRY_S
 from holdfast.coordinator.service.pulse import beat
 from holdfast.coordinator.service.server import Coordinator
 from holdfast.coordinator.service.store import own_ledger, spoken
-from holdfast.errors import Damaged
+from holdfast.errors import Damaged, UsageError
 from holdfast.health.identity import identity
 from holdfast.protocol.authentication import BACKLOG
 from holdfast.protocol.job import JobSpec, Resume
 from holdfast.protocol.leadership import EXIT_NO_ROOM, EXIT_OTHER_VERSION, EXIT_SUPERSEDED
 from holdfast.protocol.messages import PROTOCOL_VERSION
 from holdfast.protocol.sockets import listening, raise_descriptor_limit
-from holdfast.protocol.stored import decode_file
+from holdfast.protocol.stored import decode_file, read_stored_word
 
 _log = logging.getLogger("holdfast.coordinator")
 
@@ -82,7 +82,7 @@ def main() -> int:
     except OSError as error:
         sys.stderr.write(f"holdfast: the coordinator cannot start: {error}\n")
         return EXIT_NO_ROOM
-    except Damaged as error:
+    except (Damaged, UsageError) as error:
         sys.stderr.write(f"holdfast: the coordinator cannot start: {error}\n")
         return 1
 
@@ -100,7 +100,7 @@ def _run(given: argparse.Namespace) -> int:
         spec.log,
         {"job": spec.name, "term": str(given.term or "")},
         file=given.job_dir / "logs" / name,
-        secrets=((given.job_dir / "token").read_text().strip(),),
+        secrets=(read_stored_word(given.job_dir / "token"),),
     )
     _log.info("the coordinator starts", extra={"pid": os.getpid(), "host": given.host})
     try:
@@ -133,7 +133,7 @@ async def _serve(given: argparse.Namespace, spec: JobSpec, resume: Resume) -> No
             host=given.host,
             term=given.term,
             job_dir=given.job_dir,
-            token=(given.job_dir / "token").read_text().strip(),
+            token=read_stored_word(given.job_dir / "token"),
             nodes=spec.max_nodes + spec.spares,
             orphan_s=spec.timing.orphan_s,
             instance=given.instance,

@@ -236,8 +236,8 @@ class Core(Context):
                 self._worker_says(worker, report, 0.0)
             case requests.EndGeneration(cause):
                 generations.break_generation(self, cause)
-            case requests.StopJob(reason, outcome, blame):
-                shutdown.request(self, reason, outcome, blame)
+            case requests.StopJob(reason, outcome, blame, cause):
+                shutdown.request(self, reason, outcome, blame, cause=cause)
             case requests.NoteWaits(data_s, slow_s):
                 wall_time.waited(self.state, data_s, slow_s)
             case requests.SwapLemons():

@@ -31,6 +31,7 @@ from holdfast.data.version import Changed, Version
 from holdfast.errors import Damaged, DataError, UsageError
 from holdfast.observe.transfer_progress import ByteCount
 from holdfast.protocol.job import CACHE_VARIABLE
+from holdfast.protocol.ownership import refuse_open_to_others
 from holdfast.protocol.sizes import parse_size
 from holdfast.protocol.stored import decode_file
 
@@ -150,7 +151,7 @@ class Cache:
         """size_bytes: its bound; by default 90% of what the disk has for it.
 
         Raises:
-            UsageError: the folder cannot be written.
+            UsageError: the folder cannot be written, or everybody can write to it.
         """
         self.folder = folder.absolute()
         self._size_bytes = size_bytes
@@ -160,6 +161,9 @@ class Cache:
         try:
             for each in (self._content, self._names, self._entries, self._parts, self._locks):
                 each.mkdir(parents=True, exist_ok=True)
+            for each in (self.folder, self._content, self._names, self._entries, self._parts):
+                # A team may share a cache. What strangers put there would be trained on.
+                refuse_open_to_others(each, "--data-cache", group=True, owner=False)
         except OSError as error:
             raise UsageError(
                 f"--data-cache {folder}: {error.strerror}; name a folder that can be written"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from holdfast.protocol.availability import EngineTraits
+from holdfast.protocol.engine_orders import ReleaseNode
 
 
 class Engine(Protocol):
@@ -21,8 +22,8 @@ class Engine(Protocol):
         """Starts one more node; False when there is none to be had."""
         ...
 
-    async def release(self, node: str, reason: str, planned: bool) -> None:
-        """Makes sure that nothing of the node runs on. planned: it was not lost, it was to leave."""
+    async def release(self, order: ReleaseNode) -> None:
+        """Makes sure that nothing of the node runs on."""
         ...
 
     async def mark(self, node: str, reason: str) -> None:

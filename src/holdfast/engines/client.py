@@ -18,7 +18,7 @@ from holdfast.protocol.decoding import decode
 from holdfast.protocol.endpoint import Endpoint, read_endpoint
 from holdfast.protocol.http_client import Answer, Unproven, proven_session, request
 from holdfast.protocol.status_change import CHANGED, WHOLE, Status
-from holdfast.protocol.stored import read_stored_text
+from holdfast.protocol.stored import read_stored_word
 
 RETRY_S = 0.05
 PATIENCE_S = 10.0
@@ -80,7 +80,7 @@ class FolderReach:
         if self._ours:
             return self
         try:
-            self._token = read_stored_text(
+            self._token = read_stored_word(
                 self._job_dir / "token",
                 "without it no command reaches the running job; stop its launcher with Ctrl-C",
             )

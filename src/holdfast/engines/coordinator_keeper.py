@@ -15,14 +15,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
 from holdfast import __version__
 from holdfast.engines.pulse import Silence, has_spoken, look
-from holdfast.errors import HoldfastError, UsageError
+from holdfast.errors import Damaged, HoldfastError, UsageError
 from holdfast.protocol.authentication import BACKLOG
 from holdfast.protocol.job_options import Timing
 from holdfast.protocol.leadership import EXIT_HANDED_OVER, EXIT_NO_ROOM, EXIT_OTHER_VERSION, EXIT_SUPERSEDED
 from holdfast.protocol.python import python_module
 from holdfast.protocol.sockets import host_and_port, listening
+from holdfast.protocol.stored import decode_file, word
 
 _log = logging.getLogger(__name__)
 ATTEMPTS = 3
@@ -280,7 +283,8 @@ class CoordinatorKeeper:
         told = [done] if (done := self._config.relock()) else []
         for name, content in self._config.files.items():
             path = self._config.job_dir / name
-            if path.exists():
+            what = _trouble(path)
+            if not what:
                 continue
             try:
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -292,11 +296,11 @@ class CoordinatorKeeper:
                 work.replace(path)
             except OSError as error:
                 if path not in self._lost:
-                    told.append(f"{path} is gone, and cannot be put back: {error.strerror}")
+                    told.append(f"{path} is {what}, and cannot be put back: {error.strerror}")
                 self._lost.add(path)
             else:
                 self._lost.discard(path)
-                told.append(f"{path} was gone, and is put back")
+                told.append(f"{path} was {what}, and is put back")
         return told
 
     def hand_over(self) -> None:
@@ -360,6 +364,23 @@ class CoordinatorKeeper:
         if self._pulse >= 0:
             os.close(self._pulse)
         self._pulse = -1
+
+
+def _trouble(path: Path) -> str:
+    """What is wrong with a file of the job's folder; empty: nothing. One that can be read is left alone, whatever it says: it
+    may be of a start that comes after this one."""
+    try:
+        decode_file(_anything.decode if path.suffix == ".json" else word, path)
+    except (FileNotFoundError, NotADirectoryError):
+        return "gone"
+    except Damaged:
+        return "damaged"
+    except OSError:
+        return ""  # nothing is known of it
+    return ""
+
+
+_anything = msgspec.json.Decoder()
 
 
 def listen(host: str, port: int) -> socket.socket:

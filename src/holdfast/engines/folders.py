@@ -13,9 +13,10 @@ import msgspec
 
 from holdfast.checkpoint.tier import open_tier
 from holdfast.engines import jobs
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, UsageError
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.proof import is_same
+from holdfast.protocol.stored import read_stored_word
 
 _MARKER = "here-"
 """Begins the name of a marker."""
@@ -102,8 +103,8 @@ def _is_folder(url: str) -> bool:
 def has_token(folder: Path, token: str) -> bool:
     """Whether the folder is of this start of the job."""
     try:
-        return is_same((folder / "token").read_text(), token)
-    except OSError:
+        return is_same(read_stored_word(folder / "token"), token)
+    except (OSError, UsageError):
         return False
 
 

@@ -22,9 +22,13 @@ from holdfast.engines import starts
 from holdfast.errors import Damaged, HoldfastError, UsageError
 from holdfast.observe.transfer_progress import ByteCount
 from holdfast.protocol.job import Durable, JobSpec, Resume
-from holdfast.protocol.stored import decode_file, read_stored
+from holdfast.protocol.ownership import refuse_open_to_others
+from holdfast.protocol.stored import START_ANEW, decode_file, read_stored, read_stored_word
 
 KEEP_LEDGERS = 5
+MEMORY_ADVICE = (
+    "it names the job's snapshot memory; remove it to go on from a checkpoint, without that memory"
+)
 
 
 def home() -> Path:
@@ -230,17 +234,28 @@ def free_memory(name: str) -> int:
 
 
 def memory_of(folder: Path) -> Path:
-    """The snapshot memory of a job that was started."""
-    return memory_root() / f"{folder.name}-{(folder / 'identity').read_text()}"
+    """The snapshot memory of a job that was started.
+
+    Raises:
+        UsageError: what names it is damaged.
+    """
+    return memory_root() / f"{folder.name}-{read_stored_word(folder / 'identity', MEMORY_ADVICE)}"
 
 
 def sweep_memory() -> None:
     """Gives the memory of jobs back that were killed, and whose folder is not there any more."""
-    known = {p.parent.name + "-" + p.read_text() for p in (home() / "jobs").glob("*/identity")}
+    known, unknown = set[str](), list[str]()
+    for path in (home() / "jobs").glob("*/identity"):
+        try:
+            known.add(f"{path.parent.name}-{read_stored_word(path)}")
+        except FileNotFoundError:
+            continue  # removed just now
+        except UsageError:
+            unknown.append(f"{path.parent.name}-")  # any of that name may be this job's
     # By the identity and not by the name: a folder that was removed and made again is another job, whose
     # memory has another name.
     for folder in memory_root().glob("*"):
-        if folder.name not in known:
+        if folder.name not in known and not folder.name.startswith(tuple(unknown)):
             remove_memory(folder)
 
 
@@ -253,8 +268,16 @@ def read_spec(folder: Path) -> JobSpec:
     return read_stored(
         folder / "spec.json",
         _specs,
-        "the next start of the job writes it anew; checkpoints are not touched by it",
+        START_ANEW,
     )
+
+
+def check_own(folder: Path) -> None:
+    """Raises UsageError for a job's folder in which others could change what the job runs, or read its token."""
+    try:
+        refuse_open_to_others(folder, "the job's folder")
+    except OSError as error:
+        raise UsageError(f"the job's folder {folder} cannot be looked at: {error.strerror}") from None
 
 
 class JobFolder:
@@ -264,7 +287,7 @@ class JobFolder:
         """here: False within an allocation, which has the job: it is not locked.
 
         Raises:
-            UsageError: a job of this name is running.
+            UsageError: a job of this name is running, or others can write to the folder.
         """
         self.path = job_dir(name)
         self._new = not self.path.exists()
@@ -279,6 +302,7 @@ class JobFolder:
             raise UsageError(
                 f"the job's folder cannot be made: {why}; remove it, or set HOLDFAST_HOME"
             ) from None
+        check_own(self.path)
         self.lock = self._lock(name) if here else -1
         self._locks = [self.lock]
 

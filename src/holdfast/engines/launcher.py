@@ -24,6 +24,7 @@ from holdfast.engines.scraping import publish, withdraw
 from holdfast.engines.shown import Shown, View
 from holdfast.errors import Damaged, HoldfastError, UsageError
 from holdfast.protocol.availability import Availability, OrderDone
+from holdfast.protocol.decoding import decode
 from holdfast.protocol.endpoint import read_endpoint
 from holdfast.protocol.engine_orders import (
     EngineOrder,
@@ -36,7 +37,7 @@ from holdfast.protocol.engine_orders import (
 )
 from holdfast.protocol.job import JobSpec, Resume
 from holdfast.protocol.notices import NoticeCause
-from holdfast.protocol.stored import decode_file
+from holdfast.protocol.stored import decode_file, word
 from holdfast.web.sources import CODE_PATH
 
 _log = logging.getLogger(__name__)
@@ -101,7 +102,7 @@ class Launcher(ABC):
             self._listener = listen(self.host, self.port)
             self.engine = await self.open()
             files = self._files()
-            self._token = files["token"].decode().strip()
+            self._token = decode(word, files["token"], f"{self.job_dir / 'token'} is damaged")
             config = CoordinatorConfig(
                 job_dir=self.job_dir,
                 timing=self.spec.timing,
@@ -259,7 +260,7 @@ class Launcher(ABC):
             case ProvideNode():
                 await engine.provide()
             case ReleaseNode():
-                await engine.release(order.node, order.reason, planned=order.planned)
+                await engine.release(order)
             case MarkNode(node, reason):
                 await engine.mark(node, reason)
             case RebootNode(node, reason):

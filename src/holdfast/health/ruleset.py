@@ -13,6 +13,7 @@ from typing import Any
 from holdfast.errors import UsageError
 from holdfast.health.rules import Rule, RuleError, make_rule
 from holdfast.protocol.decoding import decode
+from holdfast.protocol.ownership import refuse_open_to_others
 
 Fields = dict[str, Any]
 MOST_BYTES = 1 << 20
@@ -268,6 +269,8 @@ def load_rules(files: Iterable[str] = (), dry_run: Iterable[str] = ()) -> RuleSe
     rules = catalogue()
     for name in files:
         try:
+            # A rule has a machine booted, or given back.
+            refuse_open_to_others(Path(name), "--health-rules", owner=False)
             text = Path(name).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"the rule file {name} cannot be read: {error}") from None

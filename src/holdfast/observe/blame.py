@@ -76,9 +76,9 @@ def closing(report: Mapping[str, Any], saved: bool) -> RenderableType:
     if place := line_of_the_script(traceback):
         facts.add_row("at", Text(place))
     facts.add_row("reason", Text(reason))
-    facts.add_row("first failing rank", units.text(blame.get("rank")))
-    facts.add_row("node", units.text(blame.get("node")))
-    facts.add_row("step", units.text(blame.get("step")))
+    for name, key in (("first failing rank", "rank"), ("node", "node"), ("step", "step")):
+        if blame.get(key) is not None:
+            facts.add_row(name, units.text(blame[key]))
     parts: list[RenderableType] = [
         Rule(Text(f"the job {report.get('outcome')}", style="bold red"), style="red"),
         facts,
@@ -92,6 +92,27 @@ def closing(report: Mapping[str, Any], saved: bool) -> RenderableType:
     go_on = f" {_GO_ON.format(job=report.get('job'))}" if saved else ""
     parts.append(Text(f"what now {advice(reason, blame)}{go_on}"))
     return Group(*parts)
+
+
+def going_on(report: Mapping[str, Any]) -> str:
+    """Of a job that was stopped before its last step: what of it is there, and how it goes on."""
+    again = f"the same command with --job {report.get('job')}"
+    saved, unsaved, memory = report.get("saved"), report.get("unsaved"), report.get("in_memory")
+    if unsaved is not None and memory:
+        return (
+            f"Step {units.count(unsaved)} is saved nowhere but in the memory of the nodes: {again} goes on from it, on the same "
+            "machines and before they are restarted."
+        )
+    if unsaved is not None:
+        older = f"goes on from step {units.count(saved['step'])}" if saved else "begins anew"
+        return f"Step {units.count(unsaved)} could not be saved: {again} {older}."
+    if saved is None and (report.get("steps") or {}).get("computed") == 0:
+        return f"No step was done: {again} begins anew."
+    if saved is None:
+        return f"Holdfast saved no state: {again} begins anew, unless the script goes on from what it saved itself."
+    if report.get("queued_again"):
+        return f"Step {units.count(saved['step'])} is saved. The job is queued again and goes on from it by itself."
+    return f"Step {units.count(saved['step'])} is saved: {again} goes on from it."
 
 
 def line_of_the_script(traceback: str) -> str:

@@ -15,7 +15,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from holdfast.observe.blame import closing
+from holdfast.observe.blame import closing, going_on
 from holdfast.observe.dashboard import steps_per_s
 from holdfast.observe.goodput import goodput_table, goodput_words
 from holdfast.observe.printable import printable
@@ -86,8 +86,7 @@ def draw_report(report: Report, job_dir: Path, path: Path) -> None:
 def report_view(report: Report, job_dir: Path) -> RenderableType:
     """Header, the wall time, incidents, where their time went, planned changes, slow ranks; the closing error last."""
     parts: list[RenderableType] = [_header(report, job_dir)]
-    # A job that failed before its first step has nothing to show but why.
-    trained = report.get("outcome") != "failed" or (report.get("steps") or {}).get("committed")
+    trained = _has_trained(report)
     if trained and (goodput := report.get("goodput") or {}).get("classes"):
         parts += [Text(), goodput_table(goodput)]
     incidents = report.get("incidents") or []
@@ -101,7 +100,18 @@ def report_view(report: Report, job_dir: Path) -> RenderableType:
         parts += [Text(), _slow(slow)]
     if report.get("outcome") == "failed":
         parts += [Text(), closing(report, saved=bool(report.get("saved")))]
+    if report.get("outcome") == "stopped":
+        # The outcome above says why.
+        parts += [Text(), Text(f"what now {going_on(report)}")]
     return Group(*parts)
+
+
+def _has_trained(report: Report) -> bool:
+    """A job that failed, or was stopped, before the first step of this start has nothing to show but why."""
+    return (
+        report.get("outcome") not in ("failed", "stopped")
+        or (report.get("steps") or {}).get("median_s") is not None
+    )
 
 
 def _header(report: Report, job_dir: Path) -> Table:
@@ -112,6 +122,31 @@ def _header(report: Report, job_dir: Path) -> Table:
     reason = f" ({report['reason']})" if report.get("reason") else ""
     table.add_row("job", units.text(report.get("job", job_dir.name)))
     table.add_row("outcome", Text(outcome, style=_OUTCOME_STYLES.get(outcome, "bold red")) + Text(reason))
+    if _has_trained(report):
+        _add_figures(table, report)
+    if saved := report.get("saved"):
+        table.add_row("saved", Text(f"step {units.count(saved['step'])} in {saved['url']}"))
+    for at, why in enumerate(report.get("unread") or []):
+        table.add_row("" if at else "not loaded", Text(why))
+    if (taken := report.get("snapshots")) and (taken["complete"] or taken["skipped"]):
+        table.add_row("snapshots", _taken(taken))
+    if memory := report.get("in_memory"):
+        table.add_row("memory", Text(_kept(memory, report.get("job", job_dir.name))))
+    if (incidents := report.get("incidents") or []) or _has_trained(report):
+        table.add_row("incidents", _summary(incidents))
+    if (samples := report.get("samples")) and (samples["recorded"] or samples["checked_utc"]):
+        table.add_row("samples", Text(_samples(samples)))
+    if dropped := report.get("dropped"):
+        gone = ", ".join(f"{units.count(number)} {what}" for what, number in dropped.items())
+        table.add_row(
+            "let go", Text(f"of the ledger's rows: {gone}; all are counted above, and in the curves")
+        )
+    table.add_row("logs", Text(str(job_dir / "logs")))
+    return table
+
+
+def _add_figures(table: Table, report: Report) -> None:
+    """What the steps came to."""
     steps = report.get("steps") or {}
     table.add_row(
         "steps",
@@ -137,24 +172,6 @@ def _header(report: Report, job_dir: Path) -> Table:
     if logged := units.figures(report.get("figures") or {}):
         table.add_row("logged", Text(logged))
     table.add_row("parameters", _parameters(final))
-    if saved := report.get("saved"):
-        table.add_row("saved", Text(f"step {units.count(saved['step'])} in {saved['url']}"))
-    for at, why in enumerate(report.get("unread") or []):
-        table.add_row("" if at else "not loaded", Text(why))
-    if (taken := report.get("snapshots")) and (taken["complete"] or taken["skipped"]):
-        table.add_row("snapshots", _taken(taken))
-    if memory := report.get("in_memory"):
-        table.add_row("memory", Text(_kept(memory, report.get("job", job_dir.name))))
-    table.add_row("incidents", _summary(report.get("incidents") or []))
-    if (samples := report.get("samples")) and (samples["recorded"] or samples["checked_utc"]):
-        table.add_row("samples", Text(_samples(samples)))
-    if dropped := report.get("dropped"):
-        gone = ", ".join(f"{units.count(number)} {what}" for what, number in dropped.items())
-        table.add_row(
-            "let go", Text(f"of the ledger's rows: {gone}; all are counted above, and in the curves")
-        )
-    table.add_row("logs", Text(str(job_dir / "logs")))
-    return table
 
 
 def _of(steps: Report) -> str:

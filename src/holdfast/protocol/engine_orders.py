@@ -17,6 +17,7 @@ import msgspec
 
 from holdfast.errors import ProtocolError
 from holdfast.protocol.decoding import decode
+from holdfast.protocol.notices import NoticeCause
 
 
 class ProvideNode(msgspec.Struct, frozen=True, tag="provide-node"):
@@ -34,6 +35,8 @@ class ReleaseNode(msgspec.Struct, frozen=True, kw_only=True, tag="release-node")
     reason: str
     planned: bool = False
     """It was to leave, and was not lost."""
+    cause: NoticeCause | None = None
+    """Why it was to leave; None: it was lost, or nobody was told why."""
     may_return: bool = False
     """Its agent ended on a machine that answers. An engine that starts agents again where they were may wait for this one first:
     when it is back, the order is withdrawn."""

@@ -31,8 +31,10 @@ class NoticeCause(StrEnum):
     """The machine is sick, or has a bad history."""
     STOP = "stop"
     """A person or the scheduler asked the job to stop."""
+    NODES = "nodes"
+    """The job gives up: it had too few nodes to train on for too long, and no others came."""
     FAILURE = "failure"
-    """The job gives up."""
+    """The job gives up, for another reason."""
 
 
 class Notice(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,6 +14,7 @@ from holdfast.protocol.decoding import MOST_BYTES, decode
 T = TypeVar("T")
 
 _PIECE_BYTES = 1 << 20
+START_ANEW = "the next start of the job writes it anew; checkpoints are not touched by it"
 
 
 def decode_file(
@@ -66,13 +67,22 @@ def read_stored(path: Path, decoder: msgspec.json.Decoder[T], advice: str) -> T:
         raise UsageError(f"{error}; {advice}") from None
 
 
-def read_stored_text(path: Path, advice: str) -> str:
-    """Reads a file of one short text, as `read_stored`."""
+def read_stored_word(path: Path, advice: str = START_ANEW) -> str:
+    """Reads a file of one short word, a token or an identity, as `read_stored`."""
     try:
-        return decode_file(bytes.decode, path).strip()
+        return decode_file(word, path)
     except FileNotFoundError:
         raise
     except OSError as error:
         raise UsageError(f"{path} cannot be read ({error.strerror}): {advice}") from None
     except Damaged:
-        raise UsageError(f"{path} is damaged (it is no text): {advice}") from None
+        raise UsageError(f"{path} is damaged (it is no word of ours): {advice}") from None
+
+
+def word(data: bytes) -> str:
+    """What is in such a file, for `decode`. Raises ValueError."""
+    found = data.decode("ascii").strip()
+    # Blocks of a file that was not written before the machine went are zeros, which are ASCII as well.
+    if not found or not found.isprintable() or len(found.split()) > 1:
+        raise ValueError("no word")
+    return found

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from holdfast.train.endpoint import Endpoint
 
 _PR_SET_PDEATHSIG = 1
+_PACKAGE = f"{Path(__file__).parents[1]}/"
 
 _log = logging.getLogger(__name__)
 
@@ -296,8 +297,15 @@ def _report(error: BaseException, link: Link) -> None:
     """The script's own traceback, without the frames that started it; the agent writes it into the log."""
     # Without the frame of `_run_script`.
     trace = script.from_the_script(error.__traceback__.tb_next if error.__traceback__ else None)
-    frames = traceback.extract_tb(trace)
-    text = "".join(traceback.format_exception(type(error), error, trace))
+    told = traceback.TracebackException(type(error), error, trace)
+    refused = isinstance(error, UsageError)
+    if refused:
+        # The message says all, and the script's line where. What stands below it is ours, and errors that led to
+        # this one repeat the message.
+        told.__cause__ = told.__context__ = None
+        theirs = [frame for frame in told.stack if not frame.filename.startswith(_PACKAGE)]
+        told.stack = traceback.StackSummary.from_list(theirs)
+    text, frames = "".join(told.format()), told.stack
     where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
     message = str(error)
     # Set before it is reported: other threads stop sending, so nothing comes behind the error that ends this
@@ -312,7 +320,7 @@ def _report(error: BaseException, link: Link) -> None:
             message=message,
             traceback=text,
             where=where,
-            refused=isinstance(error, UsageError),
+            refused=refused,
         )
     )
 

@@ -15,7 +15,7 @@ from holdfast.errors import UsageError
 from holdfast.protocol.decoding import decode
 from holdfast.protocol.endpoint import Endpoint, read_endpoint
 from holdfast.protocol.http_client import Unproven, proven_session
-from holdfast.protocol.stored import read_stored_text
+from holdfast.protocol.stored import read_stored_word
 from holdfast.web.application import API
 from holdfast.web.sources import CODE_PATH, Answer, Refused, frame
 
@@ -70,7 +70,7 @@ class RunningJob:
     def _token(self) -> str:
         try:
             # Read for each request: every start of the job makes a new token.
-            return read_stored_text(self._folder / "token", "the running job cannot be spoken with")
+            return read_stored_word(self._folder / "token", "the running job cannot be spoken with")
         except (FileNotFoundError, UsageError) as error:
             raise Refused(str(error), 503) from None
 

@@ -7,11 +7,13 @@ the ledger. All lists are bounded but that of the incidents, of which each is a 
 from __future__ import annotations
 
 from collections import deque
+from functools import cache, partial
 from typing import Any
 
 import msgspec
 
 from holdfast.errors import Damaged
+from holdfast.protocol import ledger
 from holdfast.protocol.decoding import decode
 from holdfast.protocol.ledger.incidents import FACTS, add_facts
 
@@ -60,6 +62,18 @@ _NODE_STATES = {
     "rebooting": "sick",
     "repairing": "sick",
 }
+_NEEDED = {
+    **dict.fromkeys(FACTS, ("id",)),
+    "incident-joined": ("id", "cause"),
+    "incident-explained": ("id", "cause"),
+    **dict.fromkeys(("formed", "started"), ("world",)),
+    "changed": ("id", "at_step", "from_world", "to_world", "reason"),
+    "stall-judged": ("workers", "reason", "where"),
+    "verdict": ("does", "would"),
+    "saved": ("url",),
+    "tier-failed": ("url", "reason"),
+}
+"""Fields without which an entry of the kind says nothing. Others may be missing: an older version did not know them."""
 _WORKERS = '"workers":['
 _UNNAMED = '"unnamed":true'
 
@@ -119,6 +133,8 @@ class Story:
             fields = decode(_fields.decode, text, kind)
         except Damaged:
             return  # of a damaged row the story says nothing, and of all others what they say
+        if not _fits(kind, fields):
+            return
         if kind in FACTS:
             self._incident(seq, kind, fields)
         elif kind in ("incident-joined", "incident-explained"):
@@ -263,6 +279,30 @@ class _Members:
             self.nodes[node] = count
         else:
             self.nodes.pop(node, None)
+
+
+def _fits(kind: str, fields: dict[str, Any]) -> bool:
+    """Whether the fields are of this kind. JSON of anything may be in a damaged ledger, and a later version's kinds are not
+    known here."""
+    if any(fields.get(name) is None for name in _NEEDED.get(kind, ())):
+        return False
+    if kind not in ledger.EVENTS:
+        return True
+    try:
+        decode(partial(msgspec.convert, type=_some_of(kind)), fields, kind)
+    except Damaged:
+        return False
+    return True
+
+
+@cache
+def _some_of(kind: str) -> type[msgspec.Struct]:
+    """The fields of a kind, any of which may be missing."""
+    event = ledger.EVENTS[kind]
+    older = {new: old for old, new in event.RENAMED.items()}
+    known = [(f.name, f.type | msgspec.UnsetType, msgspec.UNSET) for f in msgspec.structs.fields(event)]
+    renamed = [(older[name], type_, default) for name, type_, default in known if name in older]
+    return msgspec.defstruct("SomeOf", [*known, *renamed])
 
 
 def _differ(a: str, b: str) -> tuple[int, int]:

@@ -20,6 +20,7 @@ from holdfast.coordinator.machine import Core
 from holdfast.coordinator.membership import nodes, notices, queries, wall_time
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import Durable
+from holdfast.protocol.notices import NoticeCause
 from holdfast.protocol.phases import Phase
 from holdfast.protocol.time_classes import TimeClass
 from simcluster.plan import FOREVER
@@ -680,7 +681,8 @@ class Checks:
 
     def _outcomes(self, state: CoreState) -> set[str]:
         plan, reason = self.cluster.plan, state.membership.stop_reason or ""
-        asked = plan.stop_after_s is not None or "nodes are left" in reason
+        taken = state.membership.stop_cause in (NoticeCause.PREEMPTION, NoticeCause.RESIZE)
+        asked = plan.stop_after_s is not None or taken
         if plan.bug == "start":
             return {"failed", "stopped"} if asked else {"failed"}
         allowed = {"finished"}

@@ -12,6 +12,7 @@ from holdfast.engines.kubernetes.resource import HoldfastJob
 from holdfast.protocol.availability import Availability, NodeGoing, NodeTaken, OrderDone
 from holdfast.protocol.engine_orders import EngineOrder, ProvideNode, ReleaseNode
 from holdfast.protocol.hearing import Hearing
+from holdfast.protocol.notices import NoticeCause
 from simkube.choices import Choices
 from simkube.server import Server
 
@@ -43,6 +44,7 @@ class Coordinator:
     last_order: int = 0
     step: int = 0
     stopping: str | None = None
+    cause: str = ""
     outcome: str | None = None
 
     def order(self, order: EngineOrder) -> None:
@@ -309,7 +311,7 @@ class Cluster:
                 self._dead.add(one.uid)
                 self.server.change(one.name, phase="Succeeded", ready=False)
         self._dead.add(pod.uid)
-        farewell = Farewell(outcome, known.stopping or "")
+        farewell = Farewell(outcome, known.stopping or "", known.cause)
         self.server.change(pod.name, phase="Succeeded", ready=False, farewell=farewell)
 
     # ------------------------------------------------------------ what the operator says to the coordinator
@@ -352,8 +354,9 @@ class Cluster:
                 if known.nodes.get(node):
                     known.lose(node, planned=False)
 
-    def stop(self, uid: str, reason: str) -> None:
-        self._known(uid).stopping = reason
+    def stop(self, uid: str, reason: str, cause: NoticeCause) -> None:
+        known = self._known(uid)
+        known.stopping, known.cause = reason, cause
 
     def resize(self, uid: str, nodes: int) -> None:
         self._known(uid).target = nodes

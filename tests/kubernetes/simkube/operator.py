@@ -261,8 +261,8 @@ class Operator:
             case Tell(news):
                 self.cluster.tell(self.uid, news)
                 self.desk.did(action)
-            case AskStop(reason):
-                self.cluster.stop(self.uid, reason)
+            case AskStop(reason, cause):
+                self.cluster.stop(self.uid, reason, cause)
             case AskResize(nodes):
                 self.cluster.resize(self.uid, nodes)
                 self.desk.did(action)

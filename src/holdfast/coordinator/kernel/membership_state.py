@@ -418,7 +418,9 @@ class MembershipState(msgspec.Struct, kw_only=True):
     master_uses: int = 0
     """Starts at level 0: each uses another of the first node's ports."""
     stop_reason: str | None = None
-    """Why the job was asked to end, or gave up; None: it was not."""
+    """Why the job was asked to end, or gave up, in words; None: it was not."""
+    stop_cause: NoticeCause | None = None
+    """The same for programs; None with a `stop_reason`: an older version wrote it."""
     notice: Standing | None = None
     """What all scripts were told of the end of the job."""
     notices: int = 0

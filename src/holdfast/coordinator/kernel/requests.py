@@ -17,6 +17,7 @@ from holdfast.protocol import messages as m
 from holdfast.protocol.causes import Cause, GradientsDiffer
 from holdfast.protocol.health import Remedy
 from holdfast.protocol.job import Durable
+from holdfast.protocol.notices import NoticeCause
 from holdfast.protocol.snapshots import Copy
 
 R = TypeVar("R")
@@ -103,6 +104,8 @@ class StopJob(Request[None]):
     """"stopped" or "failed"."""
     blame: Blame | None = None
     """Who or what is at fault, if nobody is named yet; None: nobody."""
+    cause: NoticeCause | None = None
+    """Why, for programs; None: `failure` or `stop`, as the outcome is."""
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class InProcess:
                 # signal then is the machine's, and the steps are done and saved.
                 message.code > 0 and membership.outcome is None
             ):  # a signal is the machine's fault, and its steps are done
-                context.request(StopJob("the script failed after its last step", "failed", blame))
+                context.request(StopJob(_failed_where(membership.until, worker.committed), "failed", blame))
         elif worker.told_to_end:  # it refused the job, which ends for that
             transitions.enter(context, worker, WorkerPhase.GONE)
         else:
@@ -182,3 +182,11 @@ class InProcess:
                 generations.try_form(context)
             if membership.stop_reason is not None:  # asked for before, or given up just now
                 shutdown.begin(context)
+
+
+def _failed_where(until: int | None, committed: int | None) -> str:
+    """Why the job ends whose script failed when it had left its loop over steps. An error between two steps is one way out of
+    the loop, and `break` is another."""
+    if until is None or committed is None or committed >= until:
+        return "the script failed after its last step"
+    return f"the script failed outside of a step, after {committed} of {until} steps"

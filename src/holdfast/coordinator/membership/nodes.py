@@ -198,21 +198,27 @@ def lose(context: Context, node: Node, cause: causes.Cause, release: bool = True
     transitions.lose_node(context, node)
     ours = context.workers_of(node)
     part = [w for w in ours if w.phase in (WorkerPhase.MEMBER, WorkerPhase.PARKED)]
-    context.record(ledger.NodeLost(node=node.name, cause=str(cause), cause_kind=cause.kind))
+    announced = _announced(context, node, ours, cause)
+    if announced is None:
+        context.record(ledger.NodeLost(node=node.name, cause=str(cause), cause_kind=cause.kind))
+    else:
+        # Whoever said that it goes has taken it: no fault of the machine's, and none of what it shares with others.
+        node.left, cause = True, causes.NodeReclaimed(announced)
+        context.record(ledger.NodeLeft(node=node.name, reason=announced))
     incident = None
     if node.refused is None:
         # At level 0 its peers have raised an error already, because their connections broke first. Their
         # incident is this node's; a second one would charge the restart budget twice.
         incident = context.mode.explain_earlier(context, node, part, cause)
-    if incident is None and membership.phase is not JobPhase.STOPPING:
+    if incident is None and announced is None and membership.phase is not JobPhase.STOPPING:
         incident = lost_places.join(context, node, part, cause)
     if incident is None and part and membership.phase is not JobPhase.STOPPING:
         incident = context.open_incident(cause, node=node.name, workers=[w.name for w in part])
-    if incident is not None:
+    if incident is not None and announced is None:
         lost_places.began(context, incident, node, cause)
     # Health first, storage second, the engine third, the mode last: what the mode decides (a new generation,
     # a stop) needs the result of the others.
-    context.request(NoteNodeLost(node, incident))
+    context.request(NoteNodeLost(node, incident if announced is None else None))
     for worker in ours:
         transitions.enter(context, worker, WorkerPhase.GONE)
         if membership.level == 2:
@@ -223,8 +229,21 @@ def lose(context: Context, node: Node, cause: causes.Cause, release: bool = True
     if release:
         # A machine without power or network closes no connection.
         may_return = isinstance(cause, causes.ConnectionClosed) and node.refused is None
-        context.order(ReleaseNode(node=node.name, reason=str(cause), may_return=may_return))
+        planned = announced is not None
+        context.order(ReleaseNode(node=node.name, reason=str(cause), planned=planned, may_return=may_return))
     context.mode.on_node_lost(context, part, cause)
+
+
+def _announced(context: Context, node: Node, workers: list[Worker], cause: causes.Cause) -> str | None:
+    """Why a node is gone of which that was known beforehand, in words; None: it is lost."""
+    if not isinstance(cause, causes.ConnectionClosed | causes.NodeSilent):
+        return None
+    # Without a time it may stay for as long as it is needed, and nobody takes it away.
+    if node.leaving is not None and node.leaves_until_s is not None:
+        return node.leaving
+    membership = context.state.membership
+    ended = membership.phase is JobPhase.STOPPING and not workers
+    return membership.stop_reason or "the job ends" if ended else None
 
 
 def overslept(context: Context, away_s: float) -> None:

@@ -92,7 +92,8 @@ def capacity(context: Context, event: Capacity) -> None:
     # nodes whatever the core decides.
     least = max(s.spec.min_nodes, s.least_nodes)
     if s.wanted_nodes < least:
-        told = f"{reason}: {s.wanted_nodes} of at least {least} nodes are left"
+        # Of no nodes at all the engine's own reason says everything.
+        told = f"{reason}: {s.wanted_nodes} of at least {least} nodes are left" if event.nodes else reason
         shutdown.request(context, told, "stopped", cause=cause, within_s=within_s)
         return
     _resized(context, before, reason, within_s, cause)
@@ -193,7 +194,7 @@ def _mark(context: Context, node: Node, reason: str, within_s: float | None, cau
     if node.leaving is None:
         transitions.leave(context, node, reason)
         node.leaves_since_s = context.now
-        context.record(ledger.NodeLeaving(node=node.name, reason=reason, within_s=within_s))
+        context.record(ledger.NodeLeaving(node=node.name, reason=reason, within_s=within_s, cause=cause))
         context.send(node.name, m.Drain(reason))
     if within_s is not None:
         until_s = context.now + within_s
@@ -442,7 +443,7 @@ def _release(context: Context, node: Node) -> None:
         return
     # Orders that its agent has not answered are closed: it is told to end now, and no answer will come.
     context.request(NoteNodeLost(node, None))  # what its agent still does is overtaken
-    reason = node.leaving or ""
+    reason, cause = node.leaving or "", node.notice.cause if node.notice is not None else None
     # As for a node that is lost, but planned: it is told to end, its copies no longer count, and the engine
     # gets it back.
     transitions.lose_node(context, node)
@@ -450,7 +451,7 @@ def _release(context: Context, node: Node) -> None:
     context.record(ledger.NodeLeft(node=node.name, reason=reason))
     context.send(node.name, m.Shutdown(reason))
     context.request(DropCopies(node))
-    context.order(ReleaseNode(node=node.name, reason=reason, planned=True))
+    context.order(ReleaseNode(node=node.name, reason=reason, planned=True, cause=cause))
 
 
 # ---------------------------------------------------------------- what it cost

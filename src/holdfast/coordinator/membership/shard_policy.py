@@ -18,6 +18,7 @@ from holdfast.coordinator.membership.rank_assignment import Seating, seat, wante
 from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
 from holdfast.protocol.causes import ShapesDiffer
+from holdfast.protocol.notices import NoticeCause
 
 SEATED = (WorkerPhase.MEMBER, WorkerPhase.PARKED)
 COMING = (WorkerPhase.STARTING, WorkerPhase.ATTACHED)
@@ -40,8 +41,13 @@ def fits(context: Context, worker: Worker, ready: m.Ready) -> bool:
             s.membership.asked_nodes = s.least_nodes
         if s.wanted_nodes < s.least_nodes:
             reason = f"{s.wanted_nodes} of at least {s.least_nodes} nodes are left"
+            taken = s.membership.capacity_nodes is not None and s.membership.capacity_nodes < s.least_nodes
             context.request(
-                StopJob(f"{reason} for a replica of {s.membership.shard_count} workers", "stopped")
+                StopJob(
+                    f"{reason} for a replica of {s.membership.shard_count} workers",
+                    "stopped",
+                    cause=NoticeCause.PREEMPTION if taken else NoticeCause.RESIZE,
+                )
             )
         return True
     reason = f"{worker.name} made replicas of shard x tensor = {ready.shape}, other workers made {s.membership.shape}"

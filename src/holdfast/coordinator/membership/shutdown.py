@@ -34,7 +34,7 @@ def request(
 ) -> None:
     """The job ends at the next commit. blame: who or what is at fault, if nobody is named yet.
 
-    cause: for the scripts. within_s: so long the engine leaves the job its nodes; None: it does not say.
+    cause: for the scripts, and for whoever decides what follows on the end; None: `failure` or `stop`, as the outcome is. within_s: so long the engine leaves the job its nodes; None: it does not say.
     """
     s = context.state
     # The first one blamed stays. Later failures are usually effects of the first, and what is printed last
@@ -48,6 +48,8 @@ def request(
         reason,
         s.membership.outcome or outcome,
     )  # all steps may be done already
+    cause = cause or (NoticeCause.FAILURE if outcome == "failed" else NoticeCause.STOP)
+    s.membership.stop_cause = cause
     # Three steps at least: the job ends at a commit, and a large model's step may take longer than any fixed
     # time.
     stop_s = max(context.timing.stop_s, 3 * (context.median_s() or 0.0))
@@ -55,7 +57,6 @@ def request(
     context.record(ledger.StopRequested(reason=reason, outcome=outcome))
     # At level 0 and 1 processes are killed after this time, see `Restart.advance`.
     ours_s = stop_s if context.mode.replaces_one else context.timing.stop_s / 2
-    cause = cause or (NoticeCause.FAILURE if outcome == "failed" else NoticeCause.STOP)
     notices.job_ends(context, reason, cause, ours_s if within_s is None else min(ours_s, within_s))
 
 
@@ -67,7 +68,7 @@ def due(context: Context) -> None:
         # that is over would fire again.
         s.deadlines.clear(Timer.WAIT)
         reason = f"too few workers for {context.timing.wait_s:g} s"
-        request(context, reason, "failed", incidents.last_blame(s))
+        request(context, reason, "failed", incidents.last_blame(s), cause=NoticeCause.NODES)
     if s.deadlines.is_due(Timer.STOP, context.now):
         s.deadlines.clear(Timer.STOP)
         # What remains depends on how far the job is: a step in flight is dropped, a worker that does not save
@@ -344,7 +345,14 @@ def end(context: Context) -> None:
                 step=s.membership.unsaved, saved=s.storage.durable.step if s.storage.durable else None
             )
         )
-    context.record(ledger.Ended(outcome=s.membership.outcome, reason=s.membership.stop_reason, step=s.step))
+    context.record(
+        ledger.Ended(
+            outcome=s.membership.outcome,
+            reason=s.membership.stop_reason,
+            step=s.step,
+            cause=s.membership.stop_cause,
+        )
+    )
     for node in context.alive_nodes():
         context.send(node.name, m.Shutdown(s.membership.outcome, s.membership.keeps_memory))
     # Last of all actions: the service stops when it has carried this out, and everything queued before it has

@@ -37,6 +37,7 @@ def build_report(
         "engine": state.spec.engine,
         "outcome": state.membership.outcome,
         "reason": state.membership.stop_reason,
+        "cause": state.membership.stop_cause,
         "world": {
             "target": state.target,
             "history": [list(h) for h in state.membership.history],
@@ -168,6 +169,7 @@ def status_head(state: CoreState, now: float, loss: float | None, median_s: floa
         "phase": state.membership.phase.value,
         "outcome": state.membership.outcome,
         "reason": state.membership.stop_reason,
+        "cause": state.membership.stop_cause,
         "level": state.membership.level,
         "generation": state.membership.number,
         "world": state.membership.generation.strength if state.membership.generation else 0,
@@ -236,8 +238,12 @@ def is_restoring(state: CoreState, worker: Worker) -> bool:
         return False
     if not state.membership.counts_steps:
         return worker.restored is not None and worker.restored[0] < worker.restored[1]
-    seat = state.membership.seats.get(worker.name)
-    return worker.joined_generation < state.membership.number and seat is not None and seat.restore
+    generation, seat = state.membership.generation, state.membership.seats.get(worker.name)
+    if generation is None or seat is None or not seat.restore:
+        return False
+    # What it says when it has the state is lost with a coordinator that is replaced just then; a step is not.
+    trains = worker.committed is not None and worker.committed > generation.start
+    return worker.joined_generation < state.membership.number and not trains
 
 
 def saving(state: CoreState, now: float) -> dict[str, Any]:

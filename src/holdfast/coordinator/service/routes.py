@@ -91,7 +91,10 @@ class Routes:
 
     async def _describe(self, request: web.Request) -> web.StreamResponse:
         """What a node needs to know before it joins."""
-        return _json(await asyncio.to_thread(self._describe_job))
+        try:
+            return _json(await asyncio.to_thread(self._describe_job))
+        except (OSError, UsageError) as error:
+            return web.Response(status=503, text=str(error))
 
     async def _watch(self, request: web.Request) -> web.StreamResponse:
         """Every event from `/SEQ` or `?after=SEQ` on, and the status, whole and then as it changes (`protocol.status_change`), one

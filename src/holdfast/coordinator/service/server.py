@@ -50,6 +50,7 @@ from holdfast.protocol.endpoint import Endpoint, read_endpoint, write_endpoint
 from holdfast.protocol.job import JobDescription, JobSpec, Resume
 from holdfast.protocol.leadership import EXIT_HANDED_OVER, EXIT_SUPERSEDED, LOOK_S, newest_term
 from holdfast.protocol.scrape_token import read_scrape_token
+from holdfast.protocol.stored import read_stored_word
 from holdfast.web.application import API, headers_of_page
 from holdfast.web.sessions import Sessions
 
@@ -79,7 +80,7 @@ class Coordinator:
             sqlite3.Error: the ledger cannot be opened now.
         """
         self._job_dir, self._term, self._file_ends = job_dir, term, copies > 0
-        self._token = (job_dir / "token").read_text().strip()
+        self._token = read_stored_word(job_dir / "token")
         # A file on this machine alone may be opened by others here: `holdfast events` within its pod.
         path, shared = own_ledger(job_dir, term), bool(term) and not copies
         self._lines = AgentLines()
@@ -413,7 +414,7 @@ class Coordinator:
         if not spec.module:
             with suppress(OSError):
                 digest = sha256(Path(spec.cwd, spec.script).read_bytes()).hexdigest()
-        identity = (self._job_dir / "identity").read_text()
+        identity = read_stored_word(self._job_dir / "identity")
         return JobDescription(
             spec=spec,
             identity=identity,

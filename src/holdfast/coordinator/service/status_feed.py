@@ -174,11 +174,13 @@ class StatusFeed:
     def _renewed(self, worker: Worker) -> bytes | None:
         """Its row where that is another one than before."""
         rank = self._ranks.get(worker.name)
-        restored = worker.restored if report.is_restoring(self._state, worker) else None
+        restoring = report.is_restoring(self._state, worker)
+        restored = worker.restored if restoring else None
         is_common = worker.committed == self._common
         step = None if is_common else worker.committed
         # Compared before a row is made: of thousands of workers a few have changed.
-        facts = rank, worker.phase, restored, step, worker.log
+        # Who reads a checkpoint says no bytes, so that it still does is a fact of its own.
+        facts = rank, worker.phase, restoring, restored, step, worker.log
         known = self._workers.get(worker.name)
         if known is not None and known.facts == facts and known.is_common == is_common:
             return None

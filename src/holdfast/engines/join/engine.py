@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from holdfast.protocol.availability import EngineTraits
+from holdfast.protocol.engine_orders import ReleaseNode
 
 
 class JoinEngine:
@@ -21,7 +22,7 @@ class JoinEngine:
         self._note(f"the job lacks a node; start one on another machine with: {self._line}")
         return False
 
-    async def release(self, node: str, reason: str, planned: bool) -> None:
+    async def release(self, order: ReleaseNode) -> None:
         """Nothing: the coordinator does not speak with its agent any more, which then ends by itself."""
 
     async def mark(self, node: str, reason: str) -> None:

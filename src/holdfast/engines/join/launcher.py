@@ -14,6 +14,7 @@ from holdfast.engines.launcher import Launcher
 from holdfast.engines.shown import View
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.sockets import host_and_port
+from holdfast.protocol.stored import read_stored_word
 
 
 class JoinLauncher(Launcher):
@@ -34,7 +35,7 @@ class JoinLauncher(Launcher):
         self.note_resume(resume)
         # For as long as the job runs: a node may come at any time. By the identity, so that a launcher that comes after
         # one that was killed finds its files, and removes them at the end.
-        identity = (self.job_dir / "identity").read_text()
+        identity = read_stored_word(self.job_dir / "identity")
         self._markers.enter_context(Markers(self.spec, self.job_dir, identity))
         address, token = host_and_port(self.host, self._listener.getsockname()[1]), self.job_dir / "token"
         line = f"holdfast agent --join {address} --token-file {shlex.quote(str(token))}"

@@ -80,6 +80,7 @@ def join(given: Joining, note: Callable[[str], None]) -> None:
         raise UsageError(f"the job {spec.name!r} cannot run on this machine: {'; '.join(problems)}")
     folder = jobs.job_dir(jobs.check_name(spec.name))
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    jobs.check_own(folder)
     with (folder / "join.lock").open("w") as lock:
         # Several nodes may be started on one machine at once, and one of them prepares the folder.
         fcntl.flock(lock, fcntl.LOCK_EX)

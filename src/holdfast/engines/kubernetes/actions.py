@@ -8,6 +8,7 @@ import msgspec
 from holdfast.engines.kubernetes.marks import Mark
 from holdfast.engines.kubernetes.status import JobStatus
 from holdfast.protocol.availability import Availability
+from holdfast.protocol.notices import NoticeCause
 
 
 class AddFinalizer(msgspec.Struct, frozen=True):
@@ -180,6 +181,8 @@ class AskStop(msgspec.Struct, frozen=True):
     """Ask the coordinator to save the state and end the job."""
 
     reason: str
+    cause: NoticeCause = NoticeCause.STOP
+    """Comes back in the coordinator's last words, by which it is decided whether the job goes on later."""
 
 
 class AskResize(msgspec.Struct, frozen=True):

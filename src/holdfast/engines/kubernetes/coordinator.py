@@ -153,7 +153,7 @@ def farewell(report: Mapping[str, Any]) -> Farewell:
         node = f"on {blame['node']}" if blame.get("node") else ""
         where = " ".join(filter(None, (rank, node)))
         reason = ": ".join(filter(None, (reason, where, str(blame["cause"]))))
-    return Farewell(outcome=outcome, reason=reason[:REASON_CHARS])
+    return Farewell(outcome=outcome, reason=reason[:REASON_CHARS], cause=str(report.get("cause") or ""))
 
 
 def main() -> int | str:

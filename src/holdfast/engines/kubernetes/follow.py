@@ -16,12 +16,12 @@ from holdfast.engines.kubernetes import api
 from holdfast.engines.kubernetes.api import Api, ApiError
 from holdfast.engines.kubernetes.cluster import connect
 from holdfast.engines.kubernetes.printed import Printed
-from holdfast.engines.kubernetes.queues import TAKEN_BACK
 from holdfast.engines.kubernetes.reach import KubernetesReach, has_ended
 from holdfast.engines.kubernetes.resource import GROUP, PLURAL, VERSION
 from holdfast.engines.kubernetes.status import ConditionType, JobStatus, status_of
 from holdfast.engines.shown import View
 from holdfast.errors import UsageError
+from holdfast.protocol.notices import NoticeCause
 
 LAST_WORDS_S = 5.0
 """Between the operator's word that the job is over and the coordinator's own report of it."""
@@ -106,7 +106,7 @@ class Follower:
             elif announcement.kind == "log":
                 self._view.note(announcement.value["text"])
             elif announcement.kind == "ended":
-                if TAKEN_BACK in str(announcement.value.get("reason") or ""):
+                if announcement.value.get("cause") == NoticeCause.PREEMPTION:
                     return True
                 self._told = announcement.value
         return False

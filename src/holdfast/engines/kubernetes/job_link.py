@@ -99,8 +99,8 @@ class JobLink:
             match action:
                 case Tell(news):
                     await self._link.tell(news)
-                case AskStop(reason):
-                    await self._link.stop(reason)
+                case AskStop(reason, cause):
+                    await self._link.stop(reason, cause)
                 case AskResize(nodes):
                     await self._link.resize(nodes)
             self._desk.did(action)

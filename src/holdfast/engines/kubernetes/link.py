@@ -22,6 +22,7 @@ from holdfast.protocol.engine_orders import EngineOrders
 from holdfast.protocol.health import CLUSTER_NAME
 from holdfast.protocol.http_client import proven_session, request
 from holdfast.protocol.lookup import Lookup
+from holdfast.protocol.notices import NoticeCause
 
 ANSWER_S = 5.0
 AGAIN_S = 1.0
@@ -129,9 +130,9 @@ class CoordinatorLink:
         """Raises Silent."""
         await self._request("POST", "/engine", msgspec.json.encode(news))
 
-    async def stop(self, reason: str) -> None:
+    async def stop(self, reason: str, cause: NoticeCause) -> None:
         """Raises Silent."""
-        await self._request("POST", "/stop?" + urlencode({"reason": reason}))
+        await self._request("POST", "/stop?" + urlencode({"reason": reason, "cause": cause.value}))
 
     async def resize(self, nodes: int) -> None:
         """Raises Silent; RefusedByCoordinator with its words."""

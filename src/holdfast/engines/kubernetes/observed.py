@@ -24,6 +24,9 @@ class Farewell(msgspec.Struct, frozen=True):
     """finished, stopped or failed."""
     reason: str = ""
     """For people."""
+    cause: str = ""
+    """Why it was stopped, a `NoticeCause`. A later version may have more of them. Empty: it was not stopped, or an older
+    coordinator says it."""
 
 
 class PodSeen(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,12 +24,12 @@ from holdfast.engines.kubernetes.actions import (
     ReleaseQuota,
     TellReady,
 )
-from holdfast.engines.kubernetes.observed import Observed, PodSeen, WorkloadSeen
+from holdfast.engines.kubernetes.observed import Farewell, Observed, PodSeen, WorkloadSeen
 from holdfast.engines.kubernetes.resource import HoldfastJob
+from holdfast.protocol.notices import NoticeCause
 
 TAKEN_BACK = "its quota is taken back"
-"""Begins the reason with which such a run is stopped. It comes back in the coordinator's last words, and tells a run that goes
-on later from one that a person has stopped."""
+"""Begins the reason with which such a run is stopped."""
 MOST_ASKED = 64
 """Workloads that one plan makes."""
 
@@ -49,6 +49,16 @@ def why_held(seen: Observed, job: HoldfastJob) -> str | None:
     if base is None or base.deleting:
         return f"{TAKEN_BACK}: its Workload was deleted"
     return f"{TAKEN_BACK}: {base.why_not or 'it is not admitted any more'}"
+
+
+def was_taken_back(farewell: Farewell, job: HoldfastJob) -> bool:
+    """Whether a run was stopped because its quota was taken back, and goes on when it is admitted again."""
+    if farewell.outcome != "stopped":
+        return False
+    if farewell.cause:
+        return bool(job.queue) and farewell.cause == NoticeCause.PREEMPTION
+    # A coordinator of an older version, which runs on while the operator is replaced, has only words.
+    return farewell.reason.startswith(TAKEN_BACK)
 
 
 def base_of(seen: Observed) -> WorkloadSeen | None:

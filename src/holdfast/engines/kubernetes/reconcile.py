@@ -152,7 +152,7 @@ def _running(seen: Observed, job: HoldfastJob) -> Plan:
     actions += _coordinator(seen, job, term)
     actions += _nodes(seen, job)
     if _active_deadline_is_over(seen, job):
-        actions.append(AskStop(ACTIVE_DEADLINE))
+        actions.append(AskStop(ACTIVE_DEADLINE, NoticeCause.TIME_LIMIT))
     merged = _numbers_together(actions, run, term, next_number)
     after = waiting.looked(seen, job, status_of(seen, job))
     if after.waiting is not None and after.waiting.until is not None:
@@ -185,7 +185,7 @@ def _group(seen: Observed, job: HoldfastJob) -> Iterable[Action]:
 def _why_held(seen: Observed, job: HoldfastJob) -> str | None:
     farewell = _farewell(seen)
     # It was stopped for that, whatever is known by now: its pods go, and it is not over.
-    if farewell is not None and queues.TAKEN_BACK in farewell.reason:
+    if farewell is not None and queues.was_taken_back(farewell, job):
         return f"{queues.TAKEN_BACK}: it was stopped for that"
     if waiting.back_off_s(seen) is not None:
         return waiting.why_back_off(seen, job)
@@ -197,7 +197,7 @@ def _held(seen: Observed, job: HoldfastJob, why: str) -> Plan:
     # Who gives machines back has not trained: there is nothing to save, and a coordinator that was asked to stop would say
     # that the job is over.
     if seen.pods and _saves(seen) and waiting.back_off_s(seen) is None:
-        return Plan(_stop(seen, job, why), status_of(seen, job, stopping=why))
+        return Plan(_stop(seen, job, why, NoticeCause.PREEMPTION), status_of(seen, job, stopping=why))
     if seen.pods:
         actions = tuple(_delete(pod, why) for pod in seen.pods if not pod.deleting)
         return Plan(actions, status_of(seen, job, stopping=why))
@@ -519,13 +519,13 @@ def _numbers_together(actions: list[Action], run: int, term: int, next_number: i
 def _end(seen: Observed, job: HoldfastJob) -> Ended | None:
     """How the run ended; None: it did not."""
     farewell = _farewell(seen)
-    if farewell is not None and queues.TAKEN_BACK in farewell.reason and farewell.outcome == "stopped":
+    if farewell is not None and queues.was_taken_back(farewell, job):
         return None  # it goes on when it is admitted again
     if farewell is not None and farewell.outcome == "finished":
         return Ended(None, farewell.reason or "the script has ended")
     if farewell is not None:
         reason = "ScriptFailed" if farewell.outcome == "failed" else "Stopped"
-        if ACTIVE_DEADLINE in farewell.reason:
+        if farewell.cause == NoticeCause.TIME_LIMIT:
             reason = "ActiveDeadline"
         return Ended(reason, farewell.reason or farewell.outcome)
     if waiting.has_trained(seen, seen.status):
@@ -621,12 +621,14 @@ def _suspended(seen: Observed, job: HoldfastJob) -> Plan:
     return Plan(tuple(left), msgspec.structs.replace(rests, waiting=None))
 
 
-def _stop(seen: Observed, job: HoldfastJob | None, reason: str) -> tuple[Action, ...]:
+def _stop(
+    seen: Observed, job: HoldfastJob | None, reason: str, cause: NoticeCause = NoticeCause.STOP
+) -> tuple[Action, ...]:
     """Has the state saved. A coordinator that was lost meanwhile is replaced for it: nobody else can."""
     status = seen.status
     actions: list[Action] = [] if job is None else list(_coordinator(seen, job, status.term or 0))
     if seen.said is not None:
-        actions.append(AskStop(reason))
+        actions.append(AskStop(reason, cause))
     return _numbers_together(actions, status.run or 0, status.term or 0, status.next_number or 0)
 
 

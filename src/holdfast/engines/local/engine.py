@@ -13,6 +13,7 @@ from holdfast.checkpoint.memory import hand_on, remove_memory
 from holdfast.engines.agents import agent_arguments
 from holdfast.engines.local.fork_server import AgentProcess, ForkServer
 from holdfast.protocol.availability import EngineTraits
+from holdfast.protocol.engine_orders import ReleaseNode
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.node_place import NodePlace
 
@@ -85,12 +86,13 @@ class LocalEngine:
         transport.close()
         await process.wait()
 
-    async def release(self, node: str, reason: str, planned: bool) -> None:
+    async def release(self, order: ReleaseNode) -> None:
         """Kills the agent; the kernel then kills its workers. A machine that is lost takes its memory with it."""
+        node = order.node
         process = self._agents.pop(node, None)
         if process is None:
             return
-        if planned and self._hooks_s:
+        if order.planned and self._hooks_s:
             # Others are not to wait for its last hook.
             task = asyncio.create_task(self._let_go(process, node))
             self._leaving.add(task)

@@ -28,6 +28,7 @@ from holdfast.protocol.availability import (
     NodeTaken,
     NodeUnavailable,
 )
+from holdfast.protocol.engine_orders import ReleaseNode
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.notices import NoticeCause
 from holdfast.protocol.python import python_module
@@ -45,6 +46,8 @@ TOGETHER_S = 5.0
 LEAVE_S = 30.0
 SLURMD_PORT = 6818
 KNOWN = "slurm.json"
+TIME_LIMIT = "the time limit of the Slurm job"
+"""Why a job ends, in words."""
 FAILURES = 2
 """So often an agent may be lost on a node that Slurm can reach before the node is drained."""
 
@@ -236,17 +239,18 @@ class SlurmEngine:
         if self._spec.slurm.replace_command:
             await self._run_site_command(node, reason)
 
-    async def release(self, node: str, reason: str, planned: bool) -> None:
+    async def release(self, order: ReleaseNode) -> None:
         """Ends the node's step. One that cannot be reached, or fails again and again, is Slurm's to know of."""
+        node = order.node
         self.alive.discard(node)
-        if planned:
+        if order.planned:
             self._known.going.add(node)
         elif node not in self._known.bad:
             # Judged later, in a task. Nothing that trains waits for Slurm.
             self._lost_at[node] = time.monotonic()
-            self._spawn(self._lost(node, reason))
+            self._spawn(self._lost(node, order.reason))
             return
-        self._left(node, reason)
+        self._left(node, order.reason)
 
     async def _lost(self, node: str, reason: str) -> None:
         """Nothing that trains waits for this. Many at once are a network's doing, this node's perhaps: then nothing is
@@ -426,7 +430,7 @@ class SlurmEngine:
             self._terminated.discard(node)
         elif kind in ("node-lost", "node-left", "node-taken"):
             self.alive.discard(node)
-        elif kind == "node-leaving" and fields.get("reason") == "SIGTERM":
+        elif kind == "node-leaving" and fields.get("cause") == NoticeCause.PREEMPTION:
             # Slurm sends SIGTERM to every node of an allocation that it takes away, but to each at its own
             # moment. When the last living node has it, the whole job has to stop and not to shrink.
             self._terminated.add(node)
@@ -483,7 +487,7 @@ class SlurmEngine:
             # Posted with every poll. The coordinator acts on the first, and a new coordinator has to learn it
             # as well.
             if ours.left_s is not None and ours.left_s < self._spec.slurm.warn_s:
-                self._post(Capacity(0, "the time limit", ours.left_s, NoticeCause.TIME_LIMIT))
+                self._post(Capacity(0, TIME_LIMIT, ours.left_s, NoticeCause.TIME_LIMIT))
             else:
                 self._foretell(ours.left_s)
 
@@ -492,7 +496,7 @@ class SlurmEngine:
         warn_s = self._spec.slurm.warn_s
         soon = left_s is not None and left_s < 2 * warn_s
         if left_s is not None and soon:
-            self._post(JobGoing("the time limit", left_s - warn_s, NoticeCause.TIME_LIMIT))
+            self._post(JobGoing(TIME_LIMIT, left_s - warn_s, NoticeCause.TIME_LIMIT))
         elif self._foretold:
             self._post(JobGoing("Slurm gives the job more time", None, NoticeCause.TIME_LIMIT))
         self._foretold = soon

@@ -6,13 +6,15 @@ import argparse
 import asyncio
 import logging
 import os
+import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 import msgspec
 
 from holdfast import logs
-from holdfast.errors import HoldfastError
+from holdfast.engines.jobs import check_own
+from holdfast.errors import HoldfastError, UsageError
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.stored import decode_file
 
@@ -34,6 +36,10 @@ def enter(module: str, run: Callable[[JobSpec, Path], Coroutine[None, None, int]
     job_dir: Path = parser.parse_args().job_dir
     # Before any file is made: logs and the state of the job are for its user alone.
     os.umask(0o077)
+    try:
+        check_own(job_dir)
+    except UsageError as error:
+        sys.exit(f"[holdfast] {error}")
     spec = decode_file(_specs.decode, job_dir / "spec.json")
     close_log = logs.configure(
         spec.log,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from holdfast.engines.jobs import Allocation, JobFolder
 from holdfast.engines.launcher import Launcher
 from holdfast.engines.shown import View
 from holdfast.engines.slurm.commands import SlurmError
-from holdfast.engines.slurm.engine import KNOWN, SlurmEngine
+from holdfast.engines.slurm.engine import KNOWN, TIME_LIMIT, SlurmEngine
 from holdfast.engines.slurm.locate import ThisNode
 from holdfast.engines.slurm.parse import JobLine
 from holdfast.errors import Damaged
@@ -27,7 +28,8 @@ from holdfast.protocol.notices import NoticeCause
 from holdfast.protocol.stored import decode_file
 
 ROSTER = "roster.json"
-ENDED_BY_SLURM = "Slurm ends the job"
+WANTING = frozenset({NoticeCause.TIME_LIMIT, NoticeCause.PREEMPTION, NoticeCause.NODES})
+"""Why a job ends that wants to go on as soon as there are time and nodes again."""
 SCRIPT_GONE = frozenset({"JobLaunchFailure", "NonZeroExitCode"})
 """Slurm's reason for the end of a job whose batch script was killed; one that was cancelled has none."""
 
@@ -64,7 +66,7 @@ class SlurmLauncher(Launcher):
             self.note_resume(resume)
             loop.add_signal_handler(signal.SIGTERM, self.on_sigterm)
             # Slurm sends it before the time limit (`--signal`), early enough to save the state.
-            loop.add_signal_handler(signal.SIGUSR1, self.stop, "the time limit", NoticeCause.TIME_LIMIT)
+            loop.add_signal_handler(signal.SIGUSR1, self.stop, TIME_LIMIT, NoticeCause.TIME_LIMIT)
         loop.add_signal_handler(signal.SIGINT, lambda: None)
         return self._slurm_engine
 
@@ -91,23 +93,27 @@ class SlurmLauncher(Launcher):
     def on_sigterm(self) -> None:
         """Slurm takes the job's processes away. It signals the coordinator as well, which takes that for a request to hand
         over: the next one hears of the stop from here."""
-        self.stop(ENDED_BY_SLURM)
+        self.stop("Slurm ends the job", NoticeCause.PREEMPTION)
 
     # ------------------------------------------------------------ the end
+
+    async def run(self) -> dict[str, Any]:
+        """See `Launcher.run`. `queued_again` in the report: the job goes on by itself, unless Slurm has decided otherwise."""
+        report = await super().run()
+        return report | {"queued_again": self.spec.slurm.requeue and wants_requeue(report)}
 
     async def conclude(self, report: dict[str, Any]) -> None:
         """What becomes of the allocation: it ends, or is queued again with what the job still has to do, unless Slurm has
         decided already."""
         id, slurm = self.allocation, self._slurm_engine.slurm
-        outcome, reason = report.get("outcome"), report.get("reason") or ""
-        again = self.spec.slurm.requeue and wants_requeue(outcome, reason)
+        again = bool(report["queued_again"])
         try:
             job = await slurm.job(id)
             # Slurm has decided already where the job is in another state: cancelled by a person, or requeued
             # by a preemption. A second requeue would start it twice.
             again = again and job is not None and (job.state == "RUNNING" or self._lost_its_script(job))
             if again:
-                self.note(f"the job is queued again, to continue from its state: {reason}")
+                self.note(f"the job is queued again, to continue from its state: {report.get('reason')}")
                 await slurm.run("scontrol", "requeue", id)
                 return
             jobs.write_allocation(self.job_dir, Allocation(engine="slurm", id=id, over=True))
@@ -122,12 +128,10 @@ class SlurmLauncher(Launcher):
         return not self.fresh and job.state == "COMPLETING" and job.reason in SCRIPT_GONE
 
 
-def wants_requeue(outcome: object, reason: str) -> bool:
-    """Whether the job ended for want of time or nodes, and not because it was done, broken or told to stop."""
-    if outcome == "failed":
-        return "too few workers" in reason
-    wanting = ("time limit", "whole allocation", ENDED_BY_SLURM)
-    return outcome == "stopped" and any(text in reason for text in wanting)
+def wants_requeue(report: Mapping[str, Any]) -> bool:
+    """Whether the job ended for want of time or nodes, and not because it was done, broken or told to stop. By the report's
+    `cause`, whatever its `reason` says."""
+    return report.get("outcome") in ("stopped", "failed") and report.get("cause") in WANTING
 
 
 def write_roster(job_dir: Path, nodes: set[str]) -> None:

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import aiohttp
@@ -25,6 +26,7 @@ from holdfast.engines.slurm.entry import enter
 from holdfast.engines.slurm.launcher import SlurmLauncher, read_roster
 from holdfast.engines.slurm.locate import ThisNode, find_this_node
 from holdfast.engines.topology import place_of_variables
+from holdfast.errors import UsageError
 from holdfast.observe.plain_view import PlainView
 from holdfast.protocol.endpoint import read_endpoint
 from holdfast.protocol.http_client import proving
@@ -32,6 +34,7 @@ from holdfast.protocol.job import JobSpec
 from holdfast.protocol.leadership import GRACE_S, claim_term, newest_term
 from holdfast.protocol.node_place import PLACE_VARIABLE, NodePlace
 from holdfast.protocol.python import python_module
+from holdfast.protocol.stored import read_stored_word
 
 _log = logging.getLogger("holdfast.engines.slurm.node")
 RETRY_S = 0.3
@@ -107,7 +110,7 @@ class StandBy:
 
     def __init__(self, spec: JobSpec, job_dir: Path, here: ThisNode, slurm: Slurm) -> None:
         self._spec, self._job_dir, self._here, self._slurm = spec, job_dir, here, slurm
-        self._missing = job_dir / "missing"
+        self._missing, self._token = job_dir / "missing", ""
         self.leads = False
         self.launcher: SlurmLauncher | None = None
 
@@ -137,12 +140,16 @@ class StandBy:
         where = read_endpoint(self._job_dir)
         if where is None:
             return False
-        token = (self._job_dir / "token").read_text().strip()
+        # It is one for as long as the job runs here, whatever becomes of the file.
+        with suppress(OSError, UsageError):
+            self._token = read_stored_word(self._job_dir / "token")
+        if not self._token:
+            return False
         limit_s = self._spec.timing.detection_s
         limit = aiohttp.ClientTimeout(total=limit_s, sock_connect=limit_s / 2)  # for the opening
         try:
             async with (
-                aiohttp.ClientSession(timeout=limit, middlewares=[proving(token, where)]) as session,
+                aiohttp.ClientSession(timeout=limit, middlewares=[proving(self._token, where)]) as session,
                 session.ws_connect(f"{where.url}/presence") as socket,
             ):
                 (self._missing / self._here.node).unlink(missing_ok=True)

@@ -20,15 +20,16 @@ from holdfast.engines.ssh.words import Begin, Begun, Check, Checked, Close, Coor
 from holdfast.observe.inotify import Inotify
 from holdfast.protocol.availability import Availability, EngineTraits, NodeUnavailable
 from holdfast.protocol.endpoint import read_endpoint
+from holdfast.protocol.engine_orders import ReleaseNode
 from holdfast.protocol.job import JobSpec
+from holdfast.protocol.notices import NoticeCause
+from holdfast.protocol.stored import read_stored_word
 
 CLOSE_S = 5.0
 KILLED_S = 2.0
 """A host that is there says within this time that its agent has ended."""
 TOGETHER = 32
 """Hosts that are connected at a time: each connection costs this machine a process and some cryptography."""
-RESIZED = "holdfast resize"
-"""The reason of a node that left because a person made the job smaller, unless they gave another one."""
 _IN_MOVED_TO = 0x80
 
 
@@ -210,7 +211,7 @@ class SshEngine:
         answer = await link.ask(
             Begin(
                 spec=self._spec,
-                token=(self._job_dir / "token").read_text().strip(),
+                token=read_stored_word(self._job_dir / "token"),
                 identity=self._identity,
                 start=self._start,
                 node=name,
@@ -283,11 +284,13 @@ class SshEngine:
         self._news.set()
         return True
 
-    async def release(self, node: str, reason: str, planned: bool) -> None:
+    async def release(self, order: ReleaseNode) -> None:
         """Ends what runs there, where the host can be reached. Where not, its agent ends by itself, or is turned away by
         the coordinator; a new connection ends it too."""
-        if planned:
-            self._hosts.left(node, returns=reason == RESIZED)
+        node = order.node
+        if order.planned:
+            # One that was drained for another reason is somebody's to bring back.
+            self._hosts.left(node, returns=order.cause is NoticeCause.RESIZE)
             self._spawn(self._end_after_hooks(node))
         else:
             self._hosts.lost(node, self._now())

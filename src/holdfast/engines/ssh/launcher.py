@@ -18,6 +18,7 @@ from holdfast.engines.ssh.engine import SshEngine, environment_of
 from holdfast.errors import UsageError
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.sockets import listening
+from holdfast.protocol.stored import read_stored_word
 
 
 class SshLauncher(Launcher):
@@ -87,7 +88,7 @@ class SshLauncher(Launcher):
 
     async def staff(self) -> None:
         """Starts an agent on the first hosts."""
-        identity = (self.job_dir / "identity").read_text()
+        identity = read_stored_word(self.job_dir / "identity")
         await self._ssh_engine.start(self.spec.max_nodes + self.spec.spares, identity)
 
     def on_announcement(self, announcement: Announcement) -> None:

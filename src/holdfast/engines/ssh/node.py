@@ -39,7 +39,7 @@ from holdfast.engines.ssh.words import (
     from_host,
     read_order,
 )
-from holdfast.errors import Damaged, HoldfastError
+from holdfast.errors import Damaged, HoldfastError, UsageError
 from holdfast.protocol.endpoint import write_endpoint
 from holdfast.protocol.processes import kernel_id
 from holdfast.protocol.python import python_module
@@ -183,6 +183,9 @@ class Node:
                 )
             try:
                 self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+                jobs.check_own(self._folder)
+            except UsageError as error:
+                problems.append(str(error))
             except OSError as error:
                 problems.append(
                     f"{self._folder} cannot be made ({error.strerror}); set HOLDFAST_HOME elsewhere"

@@ -185,6 +185,9 @@ class Capacity(LedgerEvent, frozen=True, kw_only=True):
     """How long the job has to shrink, in seconds; None: no limit."""
 
     def sentence(self) -> str:
+        if self.nodes == 0:
+            within = "" if self.within_s is None else f" within {seconds(self.within_s)}"
+            return f"the engine takes all nodes back{within}: {self.reason}"
         limit = "any number of nodes" if self.nodes is None else f"at most {plural(self.nodes, 'node')}"
         return f"the engine now allows {limit}: {self.reason}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from holdfast.protocol.ledger.base import LedgerEvent
+from holdfast.protocol.notices import NoticeCause
 from holdfast.protocol.units import seconds
 
 
@@ -92,6 +93,8 @@ class Ended(LedgerEvent, frozen=True, kw_only=True):
     """Why it was stopped."""
     step: int | None
     """Committed steps; None: not known."""
+    cause: NoticeCause | None = None
+    """Why it was stopped, for programs; None: it was not, or an older version wrote it."""
 
     def sentence(self) -> str:
         reason = f": {self.reason}" if self.reason else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from holdfast.protocol.causes import CauseKind
 from holdfast.protocol.ledger.base import LedgerEvent
+from holdfast.protocol.notices import NoticeCause
 from holdfast.protocol.units import plural, seconds
 
 
@@ -84,6 +85,8 @@ class NodeLeaving(LedgerEvent, frozen=True, kw_only=True):
     """Why."""
     within_s: float | None
     """How long it has, in seconds; None: no limit."""
+    cause: NoticeCause | None = None
+    """Why, for programs; None: an older version wrote it."""
 
     def sentence(self) -> str:
         time = "" if self.within_s is None else f" within {seconds(self.within_s)}"

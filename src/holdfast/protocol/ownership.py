@@ -1,0 +1,95 @@
+"""Whether others can change what a process takes its orders, its code or its data from: folders and files that they can write to,
+or put others in the place of."""
+
+from __future__ import annotations
+
+import grp
+import os
+import pwd
+import stat
+from pathlib import Path
+
+from holdfast.errors import UsageError
+
+_ROOT = 0
+
+
+def refuse_open_to_others(path: Path, what: str, *, group: bool = False, owner: bool = True) -> None:
+    """Does nothing where only this user, and root, can write to what is there.
+
+    Args:
+        path: of a folder or file; links are followed.
+        what: it is, with its option: begins the message.
+        group: members of its group may write to it: what is taken from it is data, and shared on purpose.
+        owner: it must not belong to anybody else, who could change its mode.
+
+    Raises:
+        UsageError: they can; the message has the path, its owner and what to do.
+        OSError: it cannot be looked at.
+    """
+    path = path.resolve()
+    # Volumes of Kubernetes have any mode, and nobody can write to what is mounted to be read.
+    if os.statvfs(path).f_flag & os.ST_RDONLY:
+        return
+    kind = path.stat()
+    if owner and kind.st_uid not in (os.getuid(), _ROOT):
+        raise UsageError(
+            f"{what} {path} belongs to {_user(kind.st_uid)}, who can change what is taken from it: name one of yours"
+        )
+    if kind.st_mode & stat.S_IWOTH:
+        raise _refusal(what, path, kind, "everybody", "o-w")
+    if kind.st_mode & stat.S_IWGRP and not group and not _is_private(kind.st_gid):
+        raise _refusal(what, path, kind, f"every member of the group {_group(kind.st_gid)}", "g-w")
+    if (above := exchangeable_in(path)) is not None:
+        kind = above.stat()
+        raise UsageError(
+            f"everybody can put another in the place of {what} {path}, because {above}, which belongs to {_user(kind.st_uid)}, "
+            f"is open to all: `chmod o-w {above}` or `chmod +t {above}`, or name another"
+        )
+
+
+def exchangeable_in(path: Path) -> Path | None:
+    """The folder above in which everybody could put another in the place of this; None: there is none.
+
+    A sticky folder of root's, as /tmp is, lets nobody rename what is another's; of any other user's folder its owner can.
+    """
+    # A folder of a project may belong to anybody and be open to its group: those who share it trust each other so far, and
+    # what they put there is theirs, which is refused for its owner.
+    for above in path.parents:
+        kind = above.stat()
+        kept = kind.st_mode & stat.S_ISVTX and kind.st_uid in (os.getuid(), _ROOT)
+        if kind.st_mode & stat.S_IWOTH and not kept:
+            return above
+    return None
+
+
+def _refusal(what: str, path: Path, kind: os.stat_result, who: str, change: str) -> UsageError:
+    return UsageError(
+        f"{what} {path}, which belongs to {_user(kind.st_uid)}, can be written by {who}: `chmod {change} {path}` when you have "
+        "seen that nobody has changed it, or name another"
+    )
+
+
+def _is_private(gid: int) -> bool:
+    """Whether a group is root's or this user's alone, as most systems make one for each user."""
+    if gid == _ROOT:
+        return True
+    try:
+        group, user = grp.getgrgid(gid), pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return False
+    return group.gr_name == user and set(group.gr_mem) <= {user}
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"the user {uid}"
+
+
+def _group(gid: int) -> str:
+    try:
+        return grp.getgrgid(gid).gr_name
+    except KeyError:
+        return str(gid)
