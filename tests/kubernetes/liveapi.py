@@ -128,7 +128,7 @@ class LiveApi(FakeApi):
         elif at != path:
             there["status"] = body["status"]
         else:
-            there = merged(there, {key: body[key] for key in ("metadata", "spec", "data") if key in body})
+            there = merged(there, {key: value for key, value in body.items() if key != "status"})
         if "deletionTimestamp" in there["metadata"] and not there["metadata"].get("finalizers"):
             await self.remove(at)
             return web.json_response(there)

@@ -103,7 +103,8 @@ def test_what_somebody_deletes_beside_the_pods_is_there_for_the_next_ones(
 
     async def scene(fake: LiveApi, restart: Any) -> None:
         await fake.until(lambda: fake.named("pods") == ALL)
-        beside = [path for path in fake.objects if path != JOB and not path.startswith(f"{PODS}/")]
+        others = (JOB, f"{PODS}/", f"{BESIDE}events/")
+        beside = [path for path in fake.objects if not path.startswith(others)]
         assert len(beside) == 5
         secret = f"{BESIDE}secrets/llm-holdfast"
         token = fake.objects[secret]["data"]

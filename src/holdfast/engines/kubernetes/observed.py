@@ -24,6 +24,10 @@ class Farewell(msgspec.Struct, frozen=True):
     """finished, stopped or failed."""
     reason: str = ""
     """For people."""
+    step: int | None = None
+    """Of the last commit; None: it does not say, as coordinators of earlier versions."""
+    checkpoint: str | None = None
+    """The newest durable one, as in `Said`."""
 
 
 class PodSeen(msgspec.Struct, frozen=True, kw_only=True):
