@@ -28,6 +28,7 @@ from holdfast.engines.kubernetes.resource import (
     VERSION,
     HoldfastJobSpec,
 )
+from holdfast.engines.kubernetes.rules import Rule, rules_of
 from holdfast.engines.kubernetes.status import JobStatus
 
 COLUMNS = (
@@ -72,9 +73,7 @@ def crd() -> dict[str, Any]:
             "scope": "Namespaced",
             "names": {
                 "plural": PLURAL,
-                "singular": KIND.lower(),
                 "kind": KIND,
-                "listKind": f"{KIND}List",
                 "shortNames": ["hj"],
                 "categories": ["all"],
             },
@@ -122,7 +121,18 @@ def _of_struct(cls: type[msgspec.Struct], documented: bool) -> dict[str, Any]:
             schema["default"] = default
         properties[field.encode_name] = schema
     required = [field.encode_name for field in info.fields if field.required]
-    return {"type": "object"} | ({"required": required} if required else {}) | {"properties": properties}
+    rules = [{"rule": one.cel, "message": _told(one)} for one in rules_of(cls)]
+    return (
+        {"type": "object"}
+        | ({"required": required} if required else {})
+        | {"properties": properties}
+        | ({"x-kubernetes-validations": rules} if rules else {})
+    )
+
+
+def _told(one: Rule) -> str:
+    """The API server names the part of the object, and the message the field in it."""
+    return f"{one.field}: {one.accepted}" if one.field else one.accepted
 
 
 def _default(field: kinds.Field) -> Any:
@@ -136,6 +146,8 @@ def _default(field: kinds.Field) -> Any:
 
 def _of_type(kind: kinds.Type, documented: bool) -> dict[str, Any]:
     match kind:
+        case kinds.Metadata(extra_json_schema=dict(extra)) if "x-kubernetes-preserve-unknown-fields" in extra:
+            return dict(extra)  # the whole of it
         case kinds.Metadata():
             return _of_type(kind.type, documented) | (kind.extra_json_schema or {})
         case kinds.StructType():
@@ -170,7 +182,6 @@ def _of_union(members: list[kinds.Type], documented: bool) -> dict[str, Any]:
     # The one union that a structural schema knows. The pattern is looked at where the value is a string.
     return {
         "x-kubernetes-int-or-string": True,
-        "anyOf": [{"type": "integer"}, {"type": "string"}],
         **_given(pattern=text.pattern),
     }
 
