@@ -12,6 +12,20 @@ from jsonpatch import Refused, patched
 _COLLECTION = re.compile(r"^(/api/v1|/apis/[^/]+/[^/]+)(?:/namespaces/[^/]+)?/([a-z]+)$")
 
 
+def _namespace(path: str) -> str:
+    found = re.search("/namespaces/([^/]+)/", f"{path}/")
+    return found[1] if found else ""
+
+
+def ended(namespace: str) -> web.Response:
+    """As a real API server refuses what is new in a namespace that is being deleted (1.37.2)."""
+    why = f"unable to create new content in namespace {namespace} because it is being terminated"
+    cause = {"reason": "NamespaceTerminating", "message": f"namespace {namespace} is being terminated"}
+    body = {"kind": "Status", "status": "Failure", "code": 403, "reason": "Forbidden"}
+    words = {"message": f"is forbidden: {why}", "details": {"causes": [cause]}}
+    return web.json_response(body | words, status=403)
+
+
 def merged(there: Any, patch: Any) -> Any:
     """A JSON merge patch: null removes."""
     if not isinstance(patch, dict):
@@ -35,6 +49,8 @@ class LiveApi(FakeApi):
         self.unanswered: set[str] = set()
         self.made: list[str] = []
         self.quota: int | None = None
+        self.ending: set[str] = set()
+        """Namespaces that are being deleted."""
         self._uid = 0
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
@@ -43,6 +59,9 @@ class LiveApi(FakeApi):
         self.asked.append((request.method, path, dict(request.query), body))
         if "watch" in request.query:
             return await self._watch_all(request, path)
+        new = request.method == "POST" or "apply-patch" in request.headers.get("Content-Type", "")
+        if new and path not in self.objects and (namespace := _namespace(path)) in self.ending:
+            return ended(namespace)
         match request.method:
             case "GET" if path in self.objects:
                 return web.json_response(self.objects[path])

@@ -470,3 +470,26 @@ def test_a_coordinator_of_another_term_or_token_is_not_believed(tmp_path: Path) 
             await CoordinatorLink(**(given | {"term": 3})).ask()
 
     linked(tmp_path, scene)
+
+
+def test_nothing_is_asked_for_again_in_a_namespace_that_is_being_deleted() -> None:
+    """Its controller takes the pods first. Another one for each of them is refused, and so is everything new."""
+
+    async def scene(fake: LiveApi, restart: Any) -> None:
+        await fake.until(lambda: fake.named("pods") == ALL)
+        fake.ending.add("research")
+        before = len(fake.asked)
+        for name, next_number in (("llm-n0", 4), ("llm-n1", 5), ("llm-n2", 6)):
+            await fake.remove(f"{PODS}/{name}")
+            # Each loss is looked at, and what is to be made in its place is numbered.
+            await fake.until(lambda wanted=next_number: fake.objects[JOB]["status"]["nextNumber"] == wanted)
+        (said,) = (c for c in fake.objects[JOB]["status"]["conditions"] if c["type"] == "Accepted")
+        assert "because it is being terminated" in said["message"]
+        fake.objects[JOB]["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+        await fake.put(JOB, fake.objects[JOB])
+        await fake.remove(f"{PODS}/llm-c1")
+        await fake.until(lambda: JOB not in fake.objects)
+        posted = [path for method, path, _, _ in fake.asked[before:] if method == "POST"]
+        assert sorted(posted) == [f"{BESIDE}events", PODS]
+
+    operated(scene)

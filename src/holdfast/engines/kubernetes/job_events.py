@@ -43,10 +43,13 @@ class JobEvents:
         self._known: dict[News, _Written] = {}
         self._waiting: deque[News] = deque()
         self._writing: asyncio.Task[None] | None = None
+        self._namespace_ends = False
         self._left, self._filled_s = float(BURST), clock()
 
     def tell(self, news: News) -> None:
         """Has it written, if the job has not told too much."""
+        if self._namespace_ends:
+            return
         now_s = self._clock()
         self._left = min(float(BURST), self._left + (now_s - self._filled_s) / EVERY_S)
         self._filled_s = now_s
@@ -77,6 +80,7 @@ class JobEvents:
             try:
                 await self._write(news)
             except (ApiError, NoAnswer) as error:
+                self._namespace_ends |= isinstance(error, ApiError) and error.namespace_ends
                 # Not tried again: the right may be missing for ever, and the conditions say what holds.
                 _log.warning("it is no Event of the job's: %s", error, extra=self._extra)
 

@@ -24,6 +24,7 @@ from holdfast.engines.kubernetes.actions import (
     MakeCoordinator,
     MakeNode,
     MakeObject,
+    MakeWorkload,
     MarkMachine,
     Number,
     Plan,
@@ -75,6 +76,8 @@ MOST_AT_ONCE = 16
 """Requests for the pods of one job: the API server has other clients, too."""
 WRITES = 3
 """Tries to write a status, while nothing has changed that it was decided from."""
+MAKES = (MakeCoordinator, MakeNode, MakeObject, MakeWorkload)
+"""What a namespace that is being deleted takes no more."""
 LOOK_EVERY_S = 5.0
 """While a coordinator answers, its figures are read so often."""
 
@@ -100,6 +103,7 @@ class JobTask:
         self.desk = Desk(self.name)
         self._awake = asyncio.Event()
         self._is_gone = False
+        self._namespace_ends = False
         self._written: tuple[JobStatus, float] | None = None
         self._path = f"/apis/{GROUP}/{VERSION}/namespaces/{self.namespace}/{PLURAL}/{self.name}"
         self.queue = JobQueue(api, self.name, self.namespace, self.uid)
@@ -158,6 +162,11 @@ class JobTask:
                     due_s = await self._once()
                     backoff.reset()
                 except (ApiError, NoAnswer) as error:
+                    if isinstance(error, ApiError) and error.namespace_ends:
+                        # Asked again it would be refused again, until the job is deleted, too: that wakes this task.
+                        _log.info("nothing more is made: %s", error, extra={"job": self.name})
+                        self._namespace_ends = True
+                        continue
                     _log.info("%s; it is tried again", error, extra={"job": self.name})
                     await backoff.wait(error)
                     self.wake()
@@ -176,6 +185,9 @@ class JobTask:
         # or its process killed: the next look begins from what the API server has, and each action may be
         # done again.
         plan = reconcile(seen)
+        if self._namespace_ends:
+            kept = tuple(one for one in plan.actions if not isinstance(one, MAKES))
+            plan = msgspec.structs.replace(plan, actions=kept)
         error = await self._act(plan, seen)
         # What was just done is not in it, so the next look follows at once.
         if any(

@@ -79,7 +79,8 @@ def rules_of(cls: type[msgspec.Struct]) -> tuple[Rule, ...]:
                 f"{cls.__name__}.{name}: one expression, which CEL can say"
             )
             cel = _Translation(cls).of(returned.value)
-            found.append(Rule(*marked, method, cel))
+            field, accepted = marked
+            found.append(Rule(field=field, accepted=accepted, holds=method, cel=cel))
     return tuple(found)
 
 
