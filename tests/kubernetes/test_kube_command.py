@@ -312,7 +312,7 @@ def test_its_words_are_beside_ours():
 
 @pytest.mark.parametrize(
     ("condition", "words"),
-    [("Training", "`holdfast attach --job llm` shows it"), ("Complete", "which is over (Known)")],
+    [("Training", "`holdfast attach --job llm -n research` shows it"), ("Complete", "which is over (Known)")],
 )
 def test_a_name_that_is_taken(condition: str, words: str):
     fake = ApplyApi()
