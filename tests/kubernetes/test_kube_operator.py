@@ -22,7 +22,7 @@ from rights import is_permitted, objects
 from test_kube_reading import pod as raw_pod
 
 from holdfast.engines.kubernetes import job_task
-from holdfast.engines.kubernetes.actions import DeletePod, FindPod, Plan
+from holdfast.engines.kubernetes.actions import DeletePod, FindPod, LabelPod, Plan
 from holdfast.engines.kubernetes.desk import Desk
 from holdfast.engines.kubernetes.job_objects import JobObjects
 from holdfast.engines.kubernetes.job_pods import JobPods
@@ -147,6 +147,26 @@ def test_a_pod_that_has_a_machine_by_now_is_not_deleted_as_one_that_waits() -> N
             assert (seen.machine, seen.stays) == ("m1", True)
             await pods.delete(msgspec.structs.replace(delete, version=seen.version))
             assert path not in fake.objects
+
+    asyncio.run(run())
+
+
+def test_a_pod_of_another_uid_is_not_changed_and_the_one_that_was_meant_is_gone() -> None:
+    """A patch with another object's uid is refused with 422: asked again, it would be refused for ever."""
+
+    async def run() -> None:
+        fake, desk = LiveApi(), Desk("llm")
+        path = f"{PODS}/llm-n3"
+        await fake.put(path, raw_pod(), "ADDED")
+        async with api_of(fake) as api:
+            pods = JobPods(api, "llm", "research", "u-1", desk, lambda: None)
+            await pods.find(FindPod("llm-n3"))
+            other = raw_pod()
+            other["metadata"] = {**other["metadata"], "uid": "p-2"}
+            await fake.put(path, other)
+            await pods.label(LabelPod(name="llm-n3", uid="p-1"), {"a": "b"})
+            assert "a" not in fake.objects[path]["metadata"].get("labels", {})
+            assert desk.pods.all == ()
 
     asyncio.run(run())
 

@@ -42,7 +42,7 @@ class ApiError(HoldfastError):
         retry_after_s: float | None = None,
         causes: frozenset[str] = frozenset(),
     ) -> None:
-        """causes: as `reason`, of its details."""
+        """causes: reasons, as `reason`, and fields of its details."""
         super().__init__(message or reason or f"HTTP {status}")
         self.status, self.reason, self.retry_after_s = status, reason, retry_after_s
         self._causes = causes
@@ -56,6 +56,11 @@ class ApiError(HoldfastError):
     def namespace_ends(self) -> bool:
         """The namespace is being deleted. That cannot be taken back, and nothing new is made there."""
         return "NamespaceTerminating" in self._causes
+
+    @property
+    def is_of_another(self) -> bool:
+        """The request is for an object of another uid. A patch with `metadata.uid` is refused for that with 422 (1.37.2)."""
+        return self.status == 422 and "metadata.uid" in self._causes
 
     @property
     def is_unknown(self) -> bool:
@@ -81,6 +86,7 @@ class _Event(msgspec.Struct, frozen=True):
 
 class _Cause(msgspec.Struct, frozen=True):
     reason: str = ""
+    field: str = ""
 
 
 class _Details(msgspec.Struct, frozen=True):
@@ -272,7 +278,7 @@ def _refusal(response: aiohttp.ClientResponse, data: bytes) -> ApiError:
     try:
         told = decode(_refusals.decode, data, "the refusal")
         reason, message = told.reason or reason, told.message or message
-        causes = frozenset(one.reason for one in told.details.causes)
+        causes = frozenset(word for one in told.details.causes for word in (one.reason, one.field))
     except Damaged:  # a proxy on the way answers as it likes
         pass
     after = response.headers.get("Retry-After", "")
