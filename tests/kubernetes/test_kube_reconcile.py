@@ -742,3 +742,17 @@ def test_nothing_is_left_of_an_ended_job_that_had_snapshots_in_memory_alone(outc
     saved = msgspec.structs.replace(heard, saved=SavedState(checkpoint="s3://b/step-5"))
     status = status_after(observed(status=saved, pods=(ended,), said=None))
     assert condition(status, ConditionType.STATE_SAVED) == ("True", "Saved")
+
+
+def test_the_sizes_that_a_run_may_have_are_said_while_there_is_one() -> None:
+    """The API server refuses others then. The next run is started with what the object says."""
+    spec = {"spec__minNodes": 1}
+    status = status_after(observed(spec=spec))
+    assert (status.fewest, status.most) == (1, 2)
+    assert begun(status, run=2, term=2, next_number=9, now_s=NOW_S).most is None
+    rests = spec | {"spec__runPolicy": {"suspend": True}}
+    gone = frozenset({"llm-c1"})
+    suspended = observed(spec=rests, status=status, pods=(), objects=frozenset(), said=None, absent=gone)
+    assert status_after(suspended).most is None
+    ended = pod("c1", phase="Succeeded", farewell=Farewell("finished"))
+    assert status_after(observed(spec=spec, status=status, pods=(ended,), said=None)).most is None

@@ -12,7 +12,7 @@ import yaml
 from holdfast.engines import kubernetes
 from holdfast.engines.kubernetes.resource import HoldfastJobSpec, PodTemplate, QueueTopology, Scheduling
 from holdfast.engines.kubernetes.rules import rule, rules_of
-from holdfast.engines.kubernetes.schema import crd, crd_text, job_schema
+from holdfast.engines.kubernetes.schema import SIZE_OF_A_RUN, crd, crd_text, job_schema
 
 FILE = Path(kubernetes.__file__).with_name("crd.yaml")
 
@@ -80,6 +80,7 @@ def test_what_has_to_hold_between_fields_is_written_once_and_said_to_the_server(
     worker = "self.spec.containers.exists_one(c,c.name=='worker')"
     assert found[".spec.template", worker] == "spec.containers: exactly one named worker"
     classes = (HoldfastJobSpec, PodTemplate, Scheduling, QueueTopology)
+    assert found.pop(("", SIZE_OF_A_RUN["rule"])) == SIZE_OF_A_RUN["message"]
     assert len(found) == sum(len(rules_of(one)) for one in classes) == 7
 
 

@@ -172,3 +172,37 @@ def test_a_status_is_written_on_an_object_that_an_earlier_definition_took() -> N
                 await api.apply(path_of(strict), strict, manager="tests")
 
     asyncio.run(run())
+
+
+def test_a_size_that_a_run_cannot_have_is_refused_at_once_and_a_suspended_job_s_is_not() -> None:
+    """What `kubectl scale` asks for. Everything else is written whatever the size is."""
+
+    async def run() -> None:
+        async with defined() as api:
+            made = plain(job(spec__nodes=4, spec__minNodes=2))
+            made["metadata"]["name"] = "sized"
+            path = f"{FOLDER}/sized"
+            made = await api.create(FOLDER, made)
+            try:
+                await api.merge(f"{path}/scale", {"spec": {"replicas": 9}})  # no run yet
+                await api.merge(path, {"spec": {"nodes": 4}})
+                status = {"state": "Running", "revision": 1, "fewest": 2, "most": 4}
+                patch = [{"op": "add", "path": "/status", "value": status}]
+                await api.test_and_set(f"{path}/status", patch)
+                await api.merge(f"{path}/scale", {"spec": {"replicas": 2}})
+                for nodes in (1, 5):
+                    with pytest.raises(ApiError, match=r"from status\.fewest to status\.most"):
+                        await api.merge(f"{path}/scale", {"spec": {"replicas": nodes}})
+                await api.merge(path, {"spec": {"nodes": 5, "runPolicy": {"suspend": True}}})
+                # As it is now it could not be asked for, and the job's object is not frozen by that.
+                await api.merge(path, {"spec": {"runPolicy": {"suspend": False}}})
+                state = [{"op": "add", "path": "/status/state", "value": "Degraded"}]
+                written = await api.test_and_set(f"{path}/status", state)
+                assert (written["status"]["state"], written["spec"]["nodes"]) == ("Degraded", 5)
+                ends = [{"op": "remove", "path": "/status/fewest"}, {"op": "remove", "path": "/status/most"}]
+                await api.test_and_set(f"{path}/status", ends)
+                await api.merge(f"{path}/scale", {"spec": {"replicas": 9}})
+            finally:
+                await api.delete(path, made["metadata"]["uid"])
+
+    asyncio.run(run())

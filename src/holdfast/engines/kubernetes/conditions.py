@@ -78,6 +78,8 @@ def status_of(
         words[Is.SUSPENDED] = _Word(True, QUEUED, held)
     known = {one.type: one for one in before.conditions}
     conditions = tuple(_condition(known.get(type_), type_, word, seen) for type_, word in words.items())
+    # The next run is started with what the object says then.
+    run = None if suspended or ended is not None else seen.accepted
     counts = _counts(seen, job) if ended is None or job is None else _no_counts(job)
     farewell = None if ended is None else ended.farewell
     state = "Queued" if held is not None else _state(seen, words, ended, stopping, suspended)
@@ -93,6 +95,8 @@ def status_of(
         else f"{names.LABEL_JOB}={job.id.name},{names.LABEL_ROLE}={names.NODE_ROLE}",
         asked_nodes=seen.asked_nodes if seen.asked_nodes is not None else before.asked_nodes,
         asking_nodes=None if job is None or suspended else size_to_ask(seen, job),
+        fewest=None if run is None else run.spec.fewest,
+        most=None if run is None else run.spec.nodes,
         coordinator=None if coordinator is None or suspended else _coordinator_seen(seen, coordinator),
         completion_time=timestamp(seen.now_s) if ended is not None else before.completion_time,
         conditions=conditions,
@@ -130,6 +134,8 @@ def begun(status: JobStatus, run: int, term: int, next_number: int, now_s: float
         nodes=None,
         asked_nodes=None,
         asking_nodes=None,
+        fewest=None,
+        most=None,
         conditions=conditions,
         # The tries before it are remembered: each is longer than the one before.
         waiting=None if status.waiting is None else msgspec.structs.replace(status.waiting, until=None),

@@ -58,7 +58,6 @@ class Run(_Struct, frozen=True, kw_only=True):
     script: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
     """Relative to the working directory."""
     module: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
-    """A module, instead of a script."""
     args: Annotated[tuple[Annotated[str, Meta(max_length=8192)], ...], Meta(max_length=512)] = ()
     preload: Annotated[tuple[Annotated[str, Meta(max_length=128)], ...], Meta(max_length=32)] = ("torch",)
     """Modules imported before a worker is needed."""
@@ -83,7 +82,6 @@ class Checkpoint(_Struct, frozen=True, kw_only=True):
     """A bucket, or a folder that all nodes mount."""
     every: Annotated[str, Meta(pattern=CADENCE)] = "auto"
     keep: Annotated[int, Meta(ge=1, le=100_000)] = 2
-    """The newest so many are kept."""
     keep_every: Annotated[int, Meta(ge=0, le=1_000_000_000)] = 0
     """Steps that it divides are kept for ever; 0: none."""
 
@@ -130,7 +128,7 @@ class Disruption(_Struct, frozen=True, kw_only=True):
     grace_seconds: Annotated[int, Meta(ge=10, le=3600)] = 90
     """terminationGracePeriodSeconds of nodes."""
     allow_voluntary: bool = False
-    """Autoscalers may take nodes when they like."""
+    # Karpenter and the autoscaler may take nodes when they like.
     max_unavailable: Literal["Spares", "One", "Any"] = "Spares"
     """Of the PodDisruptionBudget."""
 
@@ -141,9 +139,7 @@ class Topology(_Struct, frozen=True, kw_only=True):
     required: Annotated[str, Meta(min_length=1, max_length=317)] | None = None
     """A label of machines, the same for all."""
     preferred: Annotated[str, Meta(min_length=1, max_length=317)] | None = None
-    """A label that should be the same."""
     one_per_node: bool = True
-    """Never two nodes of the job on one machine."""
 
 
 class QueueTopology(_Struct, frozen=True, kw_only=True):

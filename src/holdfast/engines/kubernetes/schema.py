@@ -43,6 +43,13 @@ COLUMNS = (
 )
 """What `kubectl get hj` shows: heading, type, path; priority 1: only with `-o wide`."""
 
+SIZE_OF_A_RUN = {
+    "rule": "self.spec.nodes==oldSelf.spec.nodes||self.spec.runPolicy.suspend"
+    "||self.spec.nodes>=self.?status.fewest.orValue(1)&&self.spec.nodes<=self.?status.most.orValue(10000)",
+    "message": "spec.nodes: from status.fewest to status.most while it runs",
+}
+"""So `kubectl scale` is refused at once. About changes alone: a status is written whatever the size is."""
+
 
 def crd() -> dict[str, Any]:
     """The whole object."""
@@ -103,6 +110,7 @@ def job_schema() -> dict[str, Any]:
             # Descriptions are for what people write. Of the status they would cost a third of what the CRD may have.
             "status": _of_struct(JobStatus, documented=False),
         },
+        "x-kubernetes-validations": [SIZE_OF_A_RUN],
     }
 
 

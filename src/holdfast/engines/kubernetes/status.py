@@ -140,6 +140,9 @@ class JobStatus(_Struct, frozen=True, kw_only=True):
     """What `spec.nodes` was when the coordinator was last asked for it."""
     asking_nodes: int | None = None
     """The size that the coordinator is being asked for; null once it has answered."""
+    fewest: int | None = None
+    """Nodes that the run may have at least, and `most`, as it was started; null: there is no run, and any size may be asked for."""
+    most: int | None = None
     waiting: Annotated[WaitingForMachines, Meta(extra_json_schema=OPERATORS_OWN)] | None = None
     """Of a job that has not trained yet."""
     coordinator: CoordinatorSeen | None = None
