@@ -44,7 +44,10 @@ class Asked(NamedTuple):
     @property
     def acts(self) -> bool:
         """It changes something of a job: the operator's Lease and Events are neither."""
-        return self.method != "GET" and not self.path.endswith(("/events", "/holdfast-operator", "/leases"))
+        words = "/events" in self.path
+        return (
+            self.method != "GET" and not words and not self.path.endswith(("/holdfast-operator", "/leases"))
+        )
 
 
 @dataclass(frozen=True)

@@ -57,15 +57,21 @@ def patched(there: dict[str, Any], body: str) -> dict[str, Any]:
         for name in above:
             holder = _child(holder, name)
         match operation["op"]:
+            case "test" if raw["value"] == "null" and isinstance(holder, dict) and last not in holder:
+                pass  # what is not there is null
             case "test":
                 if raw_tree(go_encoded(_child(holder, last))) != raw["value"]:
                     raise Refused(f"testing value {operation['path']} failed")
             case "add" if isinstance(holder, list):
+                if last != "-" and int(last) > len(holder):
+                    raise Refused(f"no place {last}")
                 holder.insert(len(holder) if last == "-" else int(last), operation["value"])
             case "add":
                 holder[last] = operation["value"]
             case "replace":
-                _child(holder, last)
+                # In an object the real one takes it for an addition where nothing is there, against RFC 6902.
+                if isinstance(holder, list):
+                    _child(holder, last)
                 holder[int(last) if isinstance(holder, list) else last] = operation["value"]
             case "remove":
                 _child(holder, last)

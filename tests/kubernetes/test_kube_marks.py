@@ -271,6 +271,7 @@ def test_the_brake_is_told_by_an_event_once() -> None:
             held = Warn(reason="MarkHeld", text="m1: 2 of 40 machines are marked", about="order 3")
             assert task.desk.is_news(held)
             await task._do(held, seen)
+            await task._events.close()
             (made,) = (one for path, one in fake.objects.items() if "/events/" in path)
             assert made["involvedObject"] | {"kind": "HoldfastJob", "uid": "u-1"} == made["involvedObject"]
             assert (made["type"], made["reason"], made["message"]) == ("Warning", held.reason, held.text)

@@ -22,7 +22,7 @@ from rights import is_permitted, objects
 from test_kube_reading import pod as raw_pod
 
 from holdfast.engines.kubernetes import job_task
-from holdfast.engines.kubernetes.actions import DeletePod, FindPod, Plan
+from holdfast.engines.kubernetes.actions import DeletePod, FindPod, LabelPod, Plan
 from holdfast.engines.kubernetes.desk import Desk
 from holdfast.engines.kubernetes.job_objects import JobObjects
 from holdfast.engines.kubernetes.job_pods import JobPods
@@ -103,7 +103,8 @@ def test_what_somebody_deletes_beside_the_pods_is_there_for_the_next_ones(
 
     async def scene(fake: LiveApi, restart: Any) -> None:
         await fake.until(lambda: fake.named("pods") == ALL)
-        beside = [path for path in fake.objects if path != JOB and not path.startswith(f"{PODS}/")]
+        others = (JOB, f"{PODS}/", f"{BESIDE}events/")
+        beside = [path for path in fake.objects if not path.startswith(others)]
         assert len(beside) == 5
         secret = f"{BESIDE}secrets/llm-holdfast"
         token = fake.objects[secret]["data"]
@@ -150,12 +151,32 @@ def test_a_pod_that_has_a_machine_by_now_is_not_deleted_as_one_that_waits() -> N
     asyncio.run(run())
 
 
+def test_a_pod_of_another_uid_is_not_changed_and_the_one_that_was_meant_is_gone() -> None:
+    """A patch with another object's uid is refused with 422: asked again, it would be refused for ever."""
+
+    async def run() -> None:
+        fake, desk = LiveApi(), Desk("llm")
+        path = f"{PODS}/llm-n3"
+        await fake.put(path, raw_pod(), "ADDED")
+        async with api_of(fake) as api:
+            pods = JobPods(api, "llm", "research", "u-1", desk, lambda: None)
+            await pods.find(FindPod("llm-n3"))
+            other = raw_pod()
+            other["metadata"] = {**other["metadata"], "uid": "p-2"}
+            await fake.put(path, other)
+            await pods.label(LabelPod(name="llm-n3", uid="p-1"), {"a": "b"})
+            assert "a" not in fake.objects[path]["metadata"].get("labels", {})
+            assert desk.pods.all == ()
+
+    asyncio.run(run())
+
+
 def test_a_job_that_cannot_work_gets_nothing_but_words() -> None:
     async def scene(fake: LiveApi, restart: Any) -> None:
         await fake.until(lambda: "status" in fake.objects[JOB])
         (accepted,) = fake.objects[JOB]["status"]["conditions"]
         assert (accepted["status"], accepted["reason"]) == ("False", "InvalidSpec")
-        assert accepted["message"].startswith("spec.minNodes: 9; accepted: at most spec.nodes, which is 2")
+        assert accepted["message"].startswith("spec.minNodes: 9; accepted: at most nodes")
         assert set(fake.objects) == {JOB}
 
     operated(scene, spec__minNodes=9)
@@ -469,3 +490,26 @@ def test_a_coordinator_of_another_term_or_token_is_not_believed(tmp_path: Path) 
             await CoordinatorLink(**(given | {"term": 3})).ask()
 
     linked(tmp_path, scene)
+
+
+def test_nothing_is_asked_for_again_in_a_namespace_that_is_being_deleted() -> None:
+    """Its controller takes the pods first. Another one for each of them is refused, and so is everything new."""
+
+    async def scene(fake: LiveApi, restart: Any) -> None:
+        await fake.until(lambda: fake.named("pods") == ALL)
+        fake.ending.add("research")
+        before = len(fake.asked)
+        for name, next_number in (("llm-n0", 4), ("llm-n1", 5), ("llm-n2", 6)):
+            await fake.remove(f"{PODS}/{name}")
+            # Each loss is looked at, and what is to be made in its place is numbered.
+            await fake.until(lambda wanted=next_number: fake.objects[JOB]["status"]["nextNumber"] == wanted)
+        (said,) = (c for c in fake.objects[JOB]["status"]["conditions"] if c["type"] == "Accepted")
+        assert "because it is being terminated" in said["message"]
+        fake.objects[JOB]["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+        await fake.put(JOB, fake.objects[JOB])
+        await fake.remove(f"{PODS}/llm-c1")
+        await fake.until(lambda: JOB not in fake.objects)
+        posted = [path for method, path, _, _ in fake.asked[before:] if method == "POST"]
+        assert sorted(posted) == [f"{BESIDE}events", PODS]
+
+    operated(scene)

@@ -36,7 +36,7 @@ from holdfast.engines.kubernetes.observed import (
     Said,
 )
 from holdfast.engines.kubernetes.reconcile import beside, reconcile
-from holdfast.engines.kubernetes.status import ConditionType, JobStatus, Progress
+from holdfast.engines.kubernetes.status import ConditionType, JobStatus, Progress, SavedState
 from holdfast.engines.kubernetes.times import timestamp
 from holdfast.protocol.availability import NodeGoing, NodeOutOfMemory, NodeTaken, OrderDone
 from holdfast.protocol.engine_orders import MarkNode, ProvideNode, ReleaseNode
@@ -715,3 +715,45 @@ def test_nodes_that_end_with_their_job_are_not_replaced() -> None:
     # One that failed is no sign of the job's end.
     failed = (pod("c1"), pod("n0"), pod("n1"), pod("n2", phase="Failed", ready=False))
     assert any(isinstance(action, Number) for action in actions(observed(pods=failed, said=None)))
+
+
+def test_an_ended_job_shows_no_nodes_its_last_step_and_what_is_left_of_its_state() -> None:
+    """The operator has heard of steps some seconds before the end, and nobody answers it afterwards."""
+    heard = status_after(observed(said=said("n0", "n1", "n2", snapshot="step 7 on 2 nodes each")))
+    last = Farewell("finished", step=12, checkpoint="s3://b/step-12")
+    ended = pod("c1", phase="Succeeded", farewell=last)
+    status = status_after(observed(status=heard, pods=(ended, pod("n0")), said=None))
+    assert status.nodes is not None
+    assert status.progress is not None
+    assert (status.nodes.summary, status.nodes.present, status.progress.step) == ("0/2", 0, 12)
+    assert condition(status, ConditionType.STATE_SAVED) == ("True", "Saved")
+    assert status.saved == SavedState(checkpoint="s3://b/step-12")
+
+
+@pytest.mark.parametrize("outcome", ["failed", "stopped"])
+def test_nothing_is_left_of_an_ended_job_that_had_snapshots_in_memory_alone(outcome: str) -> None:
+    heard = status_after(observed(said=said("n0", "n1", "n2", snapshot="step 7 on 2 nodes each")))
+    assert condition(heard, ConditionType.STATE_SAVED) == ("True", "Saved")
+    ended = pod("c1", phase="Succeeded", farewell=Farewell(outcome))
+    status = status_after(observed(status=heard, pods=(ended,), said=None))
+    assert condition(status, ConditionType.STATE_SAVED) == ("False", "NothingLeft")
+    assert status.progress is not None
+    assert status.progress.step == 7
+    # Of a coordinator of an earlier version, which says no more than how it ended, what was heard before is kept.
+    saved = msgspec.structs.replace(heard, saved=SavedState(checkpoint="s3://b/step-5"))
+    status = status_after(observed(status=saved, pods=(ended,), said=None))
+    assert condition(status, ConditionType.STATE_SAVED) == ("True", "Saved")
+
+
+def test_the_sizes_that_a_run_may_have_are_said_while_there_is_one() -> None:
+    """The API server refuses others then. The next run is started with what the object says."""
+    spec = {"spec__minNodes": 1}
+    status = status_after(observed(spec=spec))
+    assert (status.fewest, status.most) == (1, 2)
+    assert begun(status, run=2, term=2, next_number=9, now_s=NOW_S).most is None
+    rests = spec | {"spec__runPolicy": {"suspend": True}}
+    gone = frozenset({"llm-c1"})
+    suspended = observed(spec=rests, status=status, pods=(), objects=frozenset(), said=None, absent=gone)
+    assert status_after(suspended).most is None
+    ended = pod("c1", phase="Succeeded", farewell=Farewell("finished"))
+    assert status_after(observed(spec=spec, status=status, pods=(ended,), said=None)).most is None

@@ -5,11 +5,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 
 from holdfast.engines import kubernetes
-from holdfast.engines.kubernetes.schema import crd, crd_text, job_schema
+from holdfast.engines.kubernetes.resource import HoldfastJobSpec, PodTemplate, QueueTopology, Scheduling
+from holdfast.engines.kubernetes.rules import rule, rules_of
+from holdfast.engines.kubernetes.schema import SIZE_OF_A_RUN, crd, crd_text, job_schema
 
 FILE = Path(kubernetes.__file__).with_name("crd.yaml")
 
@@ -64,3 +67,31 @@ def test_columns_and_scale_name_fields_that_exist() -> None:
 def test_kubectl_explain_has_the_words_of_the_source(path: str) -> None:
     found = dict(nodes_of(job_schema()))[path]["description"]
     assert re.sub(r"\s+", " ", found) == found != ""
+
+
+def test_what_has_to_hold_between_fields_is_written_once_and_said_to_the_server() -> None:
+    """`make kube-test` asks a real one whether it says the same."""
+    found = {
+        (path, one["rule"]): one["message"]
+        for path, schema in nodes_of(job_schema())
+        for one in schema.get("x-kubernetes-validations", ())
+    }
+    assert found[".spec", "!has(self.minNodes)||self.minNodes<=self.nodes"] == "minNodes: at most nodes"
+    worker = "self.spec.containers.exists_one(c,c.name=='worker')"
+    assert found[".spec.template", worker] == "spec.containers: exactly one named worker"
+    classes = (HoldfastJobSpec, PodTemplate, Scheduling, QueueTopology)
+    assert found.pop(("", SIZE_OF_A_RUN["rule"])) == SIZE_OF_A_RUN["message"]
+    assert len(found) == sum(len(rules_of(one)) for one in classes) == 7
+
+
+def test_an_expression_that_cel_has_no_word_for_is_not_translated_to_another_one() -> None:
+    class Part(msgspec.Struct):
+        names: tuple[str, ...] = ()
+
+        @rule("names", "none")
+        def has_none(self) -> bool:
+            """It calls what CEL does not know."""
+            return len(self.names) == 0
+
+    with pytest.raises(TypeError, match=r"len\(self.names\): CEL has no word"):
+        rules_of(Part)

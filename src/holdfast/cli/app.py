@@ -36,6 +36,7 @@ from holdfast.cli import (
     ui,
     why,
 )
+from holdfast.cli.placed import give_places
 from holdfast.cli.torchrun import RunCommand
 from holdfast.distribution import NAME, way_out
 from holdfast.errors import HoldfastError, UsageError
@@ -81,6 +82,7 @@ app.add_typer(node.app, name="node")
 app.add_typer(health.app, name="health")
 app.add_typer(plan.app, name="plan")
 app.add_typer(metrics.app, name="metrics")
+give_places(app)
 
 
 def _version(asked: bool) -> None:

@@ -15,7 +15,8 @@ from holdfast.cli.common import JobName
 def attach(
     job: JobName = None,
     namespace: Annotated[
-        str, typer.Option("--namespace", metavar="NAME", help="Kubernetes: of a job that is not known here.")
+        str,
+        typer.Option("--namespace", "-n", metavar="NAME", help="Kubernetes: of the job that --job names."),
     ] = "",
     context: Annotated[
         str, typer.Option("--context", metavar="NAME", help="Of the kubeconfig; by default the current one.")
@@ -32,9 +33,9 @@ def attach(
     if job is not None and (
         namespace or context or not (jobs.job_dir(jobs.check_name(job)) / "spec.json").is_file()
     ):
-        from holdfast.cli.kubernetes import find
+        from holdfast.cli.kubernetes import located
 
-        folder = find(job, namespace, context)
+        folder = located(job, namespace, context)
     elif namespace or context:
         raise UsageError("--namespace and --context say where a job is; give its name with --job too")
     else:

@@ -15,7 +15,13 @@ class KubernetesOptions:
 
     image: Annotated[str, Option(metavar="IMAGE", help="Image of the nodes, with Holdfast and PyTorch.")] = ""
     namespace: Annotated[
-        str, Option(metavar="NAME", default="the context's", help="Where the job's object is made.")
+        str,
+        Option(
+            names=("--namespace", "-n"),
+            metavar="NAME",
+            default="the context's",
+            help="Where the job's object is made.",
+        ),
     ] = ""
     context: Annotated[
         str, Option(metavar="NAME", default="the current one", help="Of the kubeconfig: which cluster.")

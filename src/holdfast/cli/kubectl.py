@@ -41,7 +41,8 @@ def arguments(given: Sequence[str]) -> list[str]:
     if job := _value(kept, "--job"):
         from holdfast.cli.kubernetes import find
 
-        find(job, place.get("--namespace", ""), place.get("--context", ""))
+        folder = find(job, place.get("--namespace", ""), place.get("--context", ""))
+        kept = _renamed(kept, job, folder.name)
     return [command, *kept]
 
 
@@ -62,6 +63,16 @@ def _split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         else:
             kept.append(word)
     return place, kept
+
+
+def _renamed(words: Sequence[str], job: str, folder: str) -> list[str]:
+    """Another job of this name may have its folder here."""
+    renamed = {job: folder, f"--job={job}": f"--job={folder}"}
+    before = ["", *words]
+    return [
+        renamed.get(word, word) if "--job" in (previous, word.partition("=")[0]) else word
+        for previous, word in zip(before, words, strict=False)
+    ]
 
 
 def _value(words: Sequence[str], flag: str) -> str:

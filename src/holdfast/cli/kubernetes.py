@@ -87,7 +87,7 @@ def _submit(submission: Submission) -> Path:
             return await submit(client, submission, tell)
 
     # Before anything is made: a folder stands for one job, and commands would go to the wrong one.
-    _refuse_other(submission.name, namespace, submission.context)
+    _folder_of(submission.name, namespace, submission.context)
     uid = asyncio.run(make())
     folder = remember(submission.job, submission.context, uid)
     tell(f"submitted {namespace}/{submission.name}; it continues if this command ends")
@@ -104,14 +104,20 @@ def remember(raw: dict[str, Any], context: str, uid: str) -> Path:
 
     job = convert(raw)
     # It holds the folder's lock: two commands that remember the same job must not mix their files.
-    folder = jobs.JobFolder(job.id.name)
+    folder = jobs.JobFolder(_folder_of(job.id.name, job.id.namespace, context))
     try:
         known = jobs.read_allocation(folder.path)
         # By the uid: a job that was deleted and made again under its name is another job.
         if known is None or known.id != uid:
             folder.put_away()
         (folder.path / "spec.json").write_bytes(msgspec.json.format(msgspec.json.encode(job_spec(job))))
-        allocation = jobs.Allocation(engine="kubernetes", id=uid, namespace=job.id.namespace, context=context)
+        allocation = jobs.Allocation(
+            engine="kubernetes",
+            id=uid,
+            namespace=job.id.namespace,
+            context=context,
+            name="" if job.id.name == folder.path.name else job.id.name,
+        )
         jobs.write_allocation(folder.path, allocation)
     finally:
         folder.close()
@@ -138,7 +144,7 @@ def find(name: str, namespace: str, context: str) -> Path:
         async with connect(context or None) as client:
             return await client.get(job_path(namespace, name))
 
-    _refuse_other(name, namespace, context)
+    _folder_of(name, namespace, context)
     try:
         raw = asyncio.run(get())
     except ApiError as error:
@@ -150,23 +156,67 @@ def find(name: str, namespace: str, context: str) -> Path:
     return remember(raw, context, str(raw["metadata"]["uid"]))
 
 
-def _refuse_other(name: str, namespace: str, context: str) -> None:
-    """Commands find a job by its name alone."""
+def located(name: str, namespace: str, context: str) -> Path:
+    """The folder of a job of this place. The cluster is asked; of a job that it does not have any more, or where it does not answer,
+    what is known here.
+
+    Raises:
+        UsageError: there is none, neither there nor here.
+    """
+    from holdfast.engines import jobs
+    from holdfast.engines.kubernetes.cluster import current_namespace
+    from holdfast.errors import UsageError
+
+    try:
+        return find(name, namespace, context)
+    except UsageError:
+        folder = _known(name, namespace or current_namespace(context or None), context)
+        if folder is None:
+            raise
+        return jobs.job_dir(folder)
+
+
+def _known(name: str, namespace: str, context: str) -> str | None:
+    """The name of the folder that a job of this place has here; None: it has none."""
+    from holdfast.engines import jobs
+
+    for folder in _names(name, namespace):
+        known = jobs.read_allocation(jobs.job_dir(folder))
+        if known is not None and (known.engine, known.namespace, known.context, known.name or folder) == (
+            "kubernetes",
+            namespace,
+            context,
+            name,
+        ):
+            return folder
+    return None
+
+
+def _names(name: str, namespace: str) -> tuple[str, str]:
+    """Of the first of two jobs of one name, and of the other one. No job on Kubernetes has a dot in its name."""
+    return name, f"{name}.{namespace}"
+
+
+def _folder_of(name: str, namespace: str, context: str) -> str:
+    """The folder's name of a job of this place, known or new.
+
+    Raises:
+        UsageError: other jobs that run have both.
+    """
     from holdfast.engines import jobs
     from holdfast.errors import UsageError
 
-    folder = jobs.job_dir(jobs.check_name(name))
-    known = jobs.read_allocation(folder)
-    same = known is not None and (known.engine, known.namespace, known.context) == (
-        "kubernetes",
-        namespace,
-        context,
+    jobs.check_name(name)
+    if (known := _known(name, namespace, context)) is not None:
+        return known
+    for folder in _names(name, namespace):
+        if not jobs.is_running(jobs.job_dir(folder)):
+            return folder
+    other = jobs.read_allocation(jobs.job_dir(folder))
+    where = "here" if other is None else f"on {other.engine} {other.namespace} {other.context}".strip()
+    raise UsageError(
+        f"a job named {name!r} is running {where}: choose another --job, or set HOLDFAST_HOME to another folder"
     )
-    if not same and jobs.is_running(folder):
-        where = "here" if known is None else f"on {known.engine} {known.namespace}".strip()
-        raise UsageError(
-            f"a job named {name!r} is running {where}: choose another --job, or set HOLDFAST_HOME to another folder"
-        )
 
 
 def _without_empty(made: dict[str, Any]) -> dict[str, Any]:

@@ -147,6 +147,8 @@ class Allocation(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """Kubernetes': where the job's object is."""
     context: str = ""
     """Of the kubeconfig; empty: its current one."""
+    name: str = ""
+    """Kubernetes': the object's, where the folder has another: two jobs of one name are in two namespaces."""
 
 
 _allocations = msgspec.json.Decoder(Allocation)

@@ -34,14 +34,33 @@ Object = dict[str, Any]
 class ApiError(HoldfastError):
     """The API server refused a request. `str` has its words."""
 
-    def __init__(self, status: int, reason: str, message: str, retry_after_s: float | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        reason: str,
+        message: str,
+        retry_after_s: float | None = None,
+        causes: frozenset[str] = frozenset(),
+    ) -> None:
+        """causes: reasons, as `reason`, and fields of its details."""
         super().__init__(message or reason or f"HTTP {status}")
         self.status, self.reason, self.retry_after_s = status, reason, retry_after_s
+        self._causes = causes
 
     @property
     def is_gone(self) -> bool:
         """A list or watch has to begin anew."""
         return self.status == 410 or self.reason in ("Expired", "Gone")
+
+    @property
+    def namespace_ends(self) -> bool:
+        """The namespace is being deleted. That cannot be taken back, and nothing new is made there."""
+        return "NamespaceTerminating" in self._causes
+
+    @property
+    def is_of_another(self) -> bool:
+        """The request is for an object of another uid. A patch with `metadata.uid` is refused for that with 422 (1.37.2)."""
+        return self.status == 422 and "metadata.uid" in self._causes
 
     @property
     def is_unknown(self) -> bool:
@@ -65,7 +84,23 @@ class _Event(msgspec.Struct, frozen=True):
     object: Object
 
 
+class _Cause(msgspec.Struct, frozen=True):
+    reason: str = ""
+    field: str = ""
+
+
+class _Details(msgspec.Struct, frozen=True):
+    causes: tuple[_Cause, ...] = ()
+
+
+class _Refusal(msgspec.Struct, frozen=True):
+    reason: str = ""
+    message: str = ""
+    details: _Details = _Details()
+
+
 _objects = msgspec.json.Decoder(Object)
+_refusals = msgspec.json.Decoder(_Refusal)
 _events = msgspec.json.Decoder(_Event)
 
 
@@ -239,13 +274,16 @@ async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
 
 def _refusal(response: aiohttp.ClientResponse, data: bytes) -> ApiError:
     reason, message = response.reason or "", data.decode(errors="replace").strip()
+    causes: frozenset[str] = frozenset()
     try:
-        told = decode(_objects.decode, data, "the refusal")
-        reason, message = str(told.get("reason", reason)), str(told.get("message", message))
+        told = decode(_refusals.decode, data, "the refusal")
+        reason, message = told.reason or reason, told.message or message
+        causes = frozenset(word for one in told.details.causes for word in (one.reason, one.field))
     except Damaged:  # a proxy on the way answers as it likes
         pass
     after = response.headers.get("Retry-After", "")
-    return ApiError(response.status, reason, message[:2000], float(after) if after.isdecimal() else None)
+    retry_after_s = float(after) if after.isdecimal() else None
+    return ApiError(response.status, reason, message[:2000], retry_after_s, causes)
 
 
 class Backoff:

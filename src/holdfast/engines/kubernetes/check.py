@@ -19,6 +19,7 @@ from holdfast.engines.kubernetes.against_schema import Problem, problems
 from holdfast.engines.kubernetes.names import LABEL_QUEUE
 from holdfast.engines.kubernetes.quantities import quantity
 from holdfast.engines.kubernetes.resource import WORKER, HoldfastJob, HoldfastJobSpec, ObjectName
+from holdfast.engines.kubernetes.rules import rules_of
 from holdfast.engines.kubernetes.schema import job_schema
 from holdfast.errors import HoldfastError
 from holdfast.protocol.faults import parse_fault
@@ -112,16 +113,7 @@ _SPEC = job_schema()["properties"]["spec"]
 
 
 def _of_spec(spec: HoldfastJobSpec) -> Iterator[Problem]:
-    if spec.fewest > spec.nodes:
-        yield Problem("spec.minNodes", spec.min_nodes, f"at most spec.nodes, which is {spec.nodes}")
-    if spec.wait_for_spare and not spec.spares:
-        yield Problem("spec.waitForSpare", True, "false, or spec.spares of 1 or more")
-    if spec.snapshots.copies >= spec.wanted > 1:
-        yield Problem(
-            "spec.snapshots.copies",
-            spec.snapshots.copies,
-            f"fewer than nodes and spares together, {spec.wanted}",
-        )
+    yield from _of_rules(spec, "spec")
     if spec.procs_per_node == "gpu" and not quantity_of_limit(spec, GPU_RESOURCE):
         yield Problem(
             "spec.procsPerNode",
@@ -131,6 +123,16 @@ def _of_spec(spec: HoldfastJobSpec) -> Iterator[Problem]:
     yield from _cadences(spec)
     yield from _faults(spec)
     yield from _of_template(spec)
+
+
+def _of_rules(part: msgspec.Struct, at: str) -> Iterator[Problem]:
+    """Those that the API server knows as well."""
+    for one in rules_of(type(part)):
+        if not one.holds(part):
+            yield Problem(f"{at}.{one.field}".rstrip("."), one.value(part), one.accepted)
+    for field in msgspec.structs.fields(part):
+        if isinstance(below := getattr(part, field.name), msgspec.Struct):
+            yield from _of_rules(below, f"{at}.{field.encode_name}")
 
 
 def _cadences(spec: HoldfastJobSpec) -> Iterator[Problem]:
@@ -152,19 +154,11 @@ def _faults(spec: HoldfastJobSpec) -> Iterator[Problem]:
 
 
 def _of_gang(job: HoldfastJob) -> Iterator[Problem]:
-    spec, gang, queue = job.spec, job.spec.scheduling.gang, job.spec.scheduling.queue
+    spec, gang = job.spec, job.spec.scheduling.gang
     if gang is not None and job.queue:
         yield Problem(
             "spec.scheduling.gang", gang, f"none in a queue of Kueue's (the label {LABEL_QUEUE}: {job.queue})"
         )
-    if queue is not None and gang not in pod_group.WITH_QUEUES:
-        yield Problem(
-            "spec.scheduling.queue",
-            queue,
-            f"none without spec.scheduling.gang KAI or Volcano; Kueue's is the label {LABEL_QUEUE}",
-        )
-    if gang == "KAI" and queue is None:
-        yield Problem("spec.scheduling.queue", None, "KAI's queue: without one it binds nothing")
     # What ties pods to the group is not overwritten in silence: whoever wrote it believes that it holds.
     ours, given = pod_group.carried(spec, job.id.name), spec.template
     for at, there, set_ in (
@@ -184,8 +178,6 @@ def _of_queue(job: HoldfastJob) -> Iterator[Problem]:
     given = msgspec.to_builtins(asked)
     if not job.queue:
         yield Problem(at, given, f"none without a queue of Kueue's (the label {LABEL_QUEUE})")
-    if (asked.required is None) == (asked.preferred is None):
-        yield Problem(at, given, "either required or preferred, with a label of machines")
 
 
 def _of_template(spec: HoldfastJobSpec) -> Iterator[Problem]:
@@ -203,10 +195,7 @@ def _of_template(spec: HoldfastJobSpec) -> Iterator[Problem]:
         if name in pod:
             yield Problem(f"{at}.{name}", pod[name], why)
     names = [one["name"] for one in pod["containers"]]
-    if names.count(WORKER) != 1:
-        yield Problem(
-            f"{at}.containers", names, f"exactly one container named {WORKER!r}, which becomes the node"
-        )
+    if names.count(WORKER) != 1:  # said by a rule
         return
     yield from _of_worker(spec, f"{at}.containers[{names.index(WORKER)}]")
     for position, volume in enumerate(pod.get("volumes") or ()):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from holdfast.engines.kubernetes import coordinator_loss, names, queues
-from holdfast.engines.kubernetes.observed import Observed, PodSeen, Said
+from holdfast.engines.kubernetes.observed import Farewell, Observed, PodSeen, Said
 from holdfast.engines.kubernetes.resource import HoldfastJob
 from holdfast.engines.kubernetes.sizes import size_to_ask
 from holdfast.engines.kubernetes.status import (
@@ -41,6 +41,8 @@ class Ended(msgspec.Struct, frozen=True):
     failed: str | None
     """A reason for programs; None: it is complete."""
     message: str
+    farewell: Farewell | None = None
+    """Of its coordinator; None: it ended without one."""
 
 
 class _Word(msgspec.Struct, frozen=True):
@@ -76,7 +78,10 @@ def status_of(
         words[Is.SUSPENDED] = _Word(True, QUEUED, held)
     known = {one.type: one for one in before.conditions}
     conditions = tuple(_condition(known.get(type_), type_, word, seen) for type_, word in words.items())
-    counts = _counts(seen, job)
+    # The next run is started with what the object says then.
+    run = None if suspended or ended is not None else seen.accepted
+    counts = _counts(seen, job) if ended is None or job is None else _no_counts(job)
+    farewell = None if ended is None else ended.farewell
     state = "Queued" if held is not None else _state(seen, words, ended, stopping, suspended)
     said = seen.said
     coordinator = _newest_coordinator(seen)
@@ -90,14 +95,14 @@ def status_of(
         else f"{names.LABEL_JOB}={job.id.name},{names.LABEL_ROLE}={names.NODE_ROLE}",
         asked_nodes=seen.asked_nodes if seen.asked_nodes is not None else before.asked_nodes,
         asking_nodes=None if job is None or suspended else size_to_ask(seen, job),
+        fewest=None if run is None else run.spec.fewest,
+        most=None if run is None else run.spec.nodes,
         coordinator=None if coordinator is None or suspended else _coordinator_seen(seen, coordinator),
         completion_time=timestamp(seen.now_s) if ended is not None else before.completion_time,
         conditions=conditions,
         nodes=counts,
-        progress=before.progress if said is None else _progress(said, before.progress),
-        saved=before.saved
-        if said is None
-        else SavedState(snapshot=said.snapshot, checkpoint=said.checkpoint),
+        progress=_progress(said, farewell, before.progress),
+        saved=_saved(said, ended, before.saved),
         incidents=before.incidents
         if said is None
         else IncidentCounts(total=said.incidents, open=said.open_incidents, last=said.last_incident),
@@ -129,6 +134,8 @@ def begun(status: JobStatus, run: int, term: int, next_number: int, now_s: float
         nodes=None,
         asked_nodes=None,
         asking_nodes=None,
+        fewest=None,
+        most=None,
         conditions=conditions,
         # The tries before it are remembered: each is longer than the one before.
         waiting=None if status.waiting is None else msgspec.structs.replace(status.waiting, until=None),
@@ -156,7 +163,7 @@ def _words(seen: Observed, job: HoldfastJob | None, ended: Ended | None, suspend
         words[Is.TRAINING] = _training(seen)
         words[Is.FULL_STRENGTH] = _full_strength(seen, job)
         words[Is.SPARES_READY] = _spares_ready(seen, job)
-    words[Is.STATE_SAVED] = _state_saved(seen)
+    words[Is.STATE_SAVED] = _state_saved(seen) if ended is None else _state_left(seen, ended)
     asks = seen.said.asks if seen.said is not None else ()
     words[Is.ATTENTION_NEEDED] = _Word(bool(asks), "PersonAsked" if asks else "NothingAsked", "; ".join(asks))
     words[Is.SUSPENDED] = _Word(suspended, "Suspended" if suspended else "NotSuspended")
@@ -282,7 +289,10 @@ def _coordinator_ready(seen: Observed) -> _Word:
     if pod is None or not pod.stays:
         return _Word(False, "Starting" if pod is None else "TakingOver")
     if pod.phase == "Pending":
-        return _Word(False, "Starting", f"{pod.name}: {pod.waits}" if pod.waits else "")
+        if pod.waits:
+            reason = "CannotStart" if pod.machine is not None else "Unschedulable"
+            return _Word(False, reason, f"{pod.name}: {pod.waits}")
+        return _Word(False, "Starting")
     # It may well decide: agents reach it by another way than the operator.
     return _Word(None, "Unreachable", f"{pod.name} does not answer the operator")
 
@@ -325,6 +335,22 @@ def _state_saved(seen: Observed) -> _Word:
         return _Word(None, "Unreachable")
     where = seen.said.checkpoint or seen.said.snapshot
     return _Word(where is not None, "Saved" if where else "NothingYet", where or "")
+
+
+def _state_left(seen: Observed, ended: Ended) -> _Word:
+    """Of a job that is over. Its nodes' memory is gone with them: a durable checkpoint stays, and nothing else."""
+    left = _saved(seen.said, ended, seen.status.saved)
+    if left is not None and left.checkpoint is not None:
+        return _Word(True, "Saved", left.checkpoint)
+    return _Word(False, "NothingLeft", "no durable checkpoint")
+
+
+def _saved(said: Said | None, ended: Ended | None, before: SavedState | None) -> SavedState | None:
+    if ended is not None:
+        # Its last words first. An older coordinator says nothing there, and the operator may have heard it before.
+        heard = (ended.farewell, said, before)
+        return SavedState(checkpoint=next((one.checkpoint for one in heard if one and one.checkpoint), None))
+    return before if said is None else SavedState(snapshot=said.snapshot, checkpoint=said.checkpoint)
 
 
 def _condition(old: JobCondition | None, type_: Is, word: _Word, seen: Observed) -> JobCondition:
@@ -380,11 +406,30 @@ def _counts(seen: Observed, job: HoldfastJob | None) -> NodeCounts | None:
     )
 
 
+def _no_counts(job: HoldfastJob) -> NodeCounts:
+    """Of a job that is over. What is left of its pods trains no more, and nobody counts it afterwards."""
+    return NodeCounts(
+        summary=f"0/{job.spec.nodes}",
+        wanted=job.spec.wanted,
+        present=0,
+        training=0,
+        spare=0,
+        pending=0,
+        leaving=0,
+        lost=0,
+    )
+
+
 def _number(said: Said, trains: bool) -> int:
     return sum(node.alive and not node.leaves and node.trains == trains for node in said.nodes.values())
 
 
-def _progress(said: Said, before: Progress | None) -> Progress:
+def _progress(said: Said | None, farewell: Farewell | None, before: Progress | None) -> Progress | None:
+    if farewell is not None and farewell.step is not None:
+        # The operator has heard of a step some seconds before the end, and the last one was committed then.
+        return msgspec.structs.replace(before or Progress(), step=farewell.step)
+    if said is None:
+        return before
     step = said.step if said.step is not None else (before.step if before is not None else None)
     return Progress(
         step=step,

@@ -145,7 +145,8 @@ class CoordinatorPod:
 
 
 def farewell(report: Mapping[str, Any]) -> Farewell:
-    """Of a job that failed with the first failing rank, its node and the cause: `kubectl` shows them nowhere else."""
+    """Of a job that failed with the first failing rank, its node and the cause: `kubectl` shows them nowhere else. With the last
+    step and what is saved, since the operator has heard of these some seconds before the end."""
     outcome, reason = str(report["outcome"]), str(report.get("reason") or "")
     blame = report.get("blame") if outcome == "failed" else None
     if blame is not None and blame["cause"] not in reason:
@@ -153,7 +154,14 @@ def farewell(report: Mapping[str, Any]) -> Farewell:
         node = f"on {blame['node']}" if blame.get("node") else ""
         where = " ".join(filter(None, (rank, node)))
         reason = ": ".join(filter(None, (reason, where, str(blame["cause"]))))
-    return Farewell(outcome=outcome, reason=reason[:REASON_CHARS], cause=str(report.get("cause") or ""))
+    saved = report.get("saved")
+    return Farewell(
+        outcome=outcome,
+        reason=reason[:REASON_CHARS],
+        cause=str(report.get("cause") or ""),
+        step=report["steps"]["committed"] if "steps" in report else None,
+        checkpoint=None if saved is None else f"{saved['url']}/step-{saved['step']}",
+    )
 
 
 def main() -> int | str:

@@ -130,7 +130,7 @@ class Follower:
 
     async def _look_on(self, client: Api) -> JobStatus | None:
         path = f"/apis/{GROUP}/{VERSION}/namespaces/{self._allocation.namespace}/{PLURAL}"
-        only = {"fieldSelector": f"metadata.name={self._folder.name}"}
+        only = {"fieldSelector": f"metadata.name={self._allocation.name or self._folder.name}"}
         # The watch goes on from the version of this list, so nothing between the two is missed.
         there, version = await client.list_all(path, only)
         if not there:

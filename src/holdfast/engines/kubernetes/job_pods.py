@@ -99,7 +99,7 @@ class JobPods:
         try:
             self._saw(await self._api.merge(f"{self._folder}/{name}", {"metadata": metadata}))
         except ApiError as error:
-            if error.status not in (404, 409):
+            if error.status not in (404, 409) and not error.is_of_another:
                 raise
             self._desk.pods.gone(name, metadata["uid"])
 

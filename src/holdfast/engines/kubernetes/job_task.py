@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -25,6 +24,7 @@ from holdfast.engines.kubernetes.actions import (
     MakeCoordinator,
     MakeNode,
     MakeObject,
+    MakeWorkload,
     MarkMachine,
     Number,
     Plan,
@@ -42,11 +42,13 @@ from holdfast.engines.kubernetes.check import check, convert
 from holdfast.engines.kubernetes.conditions import begun
 from holdfast.engines.kubernetes.coordinator_loss import newest_of, voters
 from holdfast.engines.kubernetes.desk import Desk
+from holdfast.engines.kubernetes.job_events import JobEvents
 from holdfast.engines.kubernetes.job_link import JobLink
 from holdfast.engines.kubernetes.job_objects import JobObjects
 from holdfast.engines.kubernetes.job_pods import JobPods
 from holdfast.engines.kubernetes.job_queue import JobQueue
 from holdfast.engines.kubernetes.names import FINALIZER, NOTE_SKIP_SAVE
+from holdfast.engines.kubernetes.news import News, news
 from holdfast.engines.kubernetes.node_link import ask_nodes
 from holdfast.engines.kubernetes.node_marks import NodeMarks
 from holdfast.engines.kubernetes.observed import MachineSeen, Observed, Said
@@ -58,6 +60,7 @@ from holdfast.engines.kubernetes.resource import (
     PLURAL,
     VERSION,
     HoldfastJob,
+    ObjectName,
     TimingSpec,
 )
 from holdfast.engines.kubernetes.status import JobStatus, status_of
@@ -73,6 +76,8 @@ MOST_AT_ONCE = 16
 """Requests for the pods of one job: the API server has other clients, too."""
 WRITES = 3
 """Tries to write a status, while nothing has changed that it was decided from."""
+MAKES = (MakeCoordinator, MakeNode, MakeObject, MakeWorkload)
+"""What a namespace that is being deleted takes no more."""
 LOOK_EVERY_S = 5.0
 """While a coordinator answers, its figures are read so often."""
 
@@ -98,11 +103,13 @@ class JobTask:
         self.desk = Desk(self.name)
         self._awake = asyncio.Event()
         self._is_gone = False
+        self._namespace_ends = False
         self._written: tuple[JobStatus, float] | None = None
         self._path = f"/apis/{GROUP}/{VERSION}/namespaces/{self.namespace}/{PLURAL}/{self.name}"
         self.queue = JobQueue(api, self.name, self.namespace, self.uid)
         self._objects = JobObjects(api, self.name, self.namespace, self.uid)
         self._pods = JobPods(api, self.name, self.namespace, self.uid, self.desk, self.wake)
+        self._events = JobEvents(api, ObjectName(namespace=self.namespace, name=self.name, uid=self.uid))
         self._link = JobLink(self.name, self.desk, lookup, self.wake)
 
     def wake(self) -> None:
@@ -155,11 +162,17 @@ class JobTask:
                     due_s = await self._once()
                     backoff.reset()
                 except (ApiError, NoAnswer) as error:
+                    if isinstance(error, ApiError) and error.namespace_ends:
+                        # Asked again it would be refused again, until the job is deleted, too: that wakes this task.
+                        _log.info("nothing more is made: %s", error, extra={"job": self.name})
+                        self._namespace_ends = True
+                        continue
                     _log.info("%s; it is tried again", error, extra={"job": self.name})
                     await backoff.wait(error)
                     self.wake()
         finally:
             await self._link.close()
+            await self._events.close()
 
     async def _once(self) -> float:
         """One look. Returns after how long the next one is due; 0: when something changes."""
@@ -172,6 +185,9 @@ class JobTask:
         # or its process killed: the next look begins from what the API server has, and each action may be
         # done again.
         plan = reconcile(seen)
+        if self._namespace_ends:
+            kept = tuple(one for one in plan.actions if not isinstance(one, MAKES))
+            plan = msgspec.structs.replace(plan, actions=kept)
         error = await self._act(plan, seen)
         # What was just done is not in it, so the next look follows at once.
         if any(
@@ -318,8 +334,10 @@ class JobTask:
                 self.wake()  # the order is answered when the mark is there
             case UnmarkMachine(machine):
                 await self._marks.take_back(machine, self.uid)
-            case Warn():
-                await self._warn(action, seen)
+            case Warn(reason=reason, text=text):
+                _log.warning("%s: %s", reason, text, extra={"job": self.name})
+                self.desk.did(action)
+                self._events.tell(News("Warning", reason, text))
             case DeletePod():
                 await self._pods.delete(action)
             # With its uid: an object of the same name that a person made since is another job.
@@ -336,16 +354,6 @@ class JobTask:
         except ApiError as error:
             self.desk.refused = f"{kind}: {error}"
             raise
-
-    async def _warn(self, action: Warn, seen: Observed) -> None:
-        name = f"{self.name}.{secrets.token_hex(8)}"
-        made = render.event(self._job(seen), name, action.reason, action.text, seen.now_s)
-        _log.warning("%s: %s", action.reason, action.text, extra={"job": self.name})
-        self.desk.did(action)
-        try:
-            await self._api.create(f"/api/v1/namespaces/{self.namespace}/events", made)
-        except (ApiError, NoAnswer) as error:  # words alone: nothing waits for them
-            _log.warning("it is no Event of the job's: %s", error, extra={"job": self.name})
 
     async def _ask_queue(self, action: QueueAction, seen: Observed) -> None:
         try:
@@ -410,6 +418,9 @@ class JobTask:
         for _ in range(WRITES):
             before = self._raw
             if await self._apply(status):
+                # Only what is written down: whoever is operator next compares with it, and tells nothing again.
+                for one in news(status_of(before, NoAnswer), status):
+                    self._events.tell(one)
                 return True
             # A script that labels the object all the time would else have every look's decision refused: from what it saw to
             # its write a look takes several answers, and this takes one.

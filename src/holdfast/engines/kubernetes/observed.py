@@ -27,6 +27,10 @@ class Farewell(msgspec.Struct, frozen=True):
     cause: str = ""
     """Why it was stopped, a `NoticeCause`. A later version may have more of them. Empty: it was not stopped, or an older
     coordinator says it."""
+    step: int | None = None
+    """Of the last commit; None: it does not say, as coordinators of earlier versions."""
+    checkpoint: str | None = None
+    """The newest durable one, as in `Said`."""
 
 
 class PodSeen(msgspec.Struct, frozen=True, kw_only=True):

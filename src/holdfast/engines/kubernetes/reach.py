@@ -66,7 +66,7 @@ class KubernetesReach:
         """opened: a `kubernetes_asyncio.client.ApiClient` for a context of the kubeconfig. port: of the coordinator."""
         self._opened, self._port = opened, port
         self._folder, self._allocation = folder, allocation
-        self._name, self._namespace = folder.name, allocation.namespace
+        self._name, self._namespace = allocation.name or folder.name, allocation.namespace
         self._open = AsyncExitStack()
         self._token = ""
         self._keeper = secrets.token_hex(8)

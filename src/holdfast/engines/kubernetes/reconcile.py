@@ -522,12 +522,12 @@ def _end(seen: Observed, job: HoldfastJob) -> Ended | None:
     if farewell is not None and queues.was_taken_back(farewell, job):
         return None  # it goes on when it is admitted again
     if farewell is not None and farewell.outcome == "finished":
-        return Ended(None, farewell.reason or "the script has ended")
+        return Ended(None, farewell.reason or "the script has ended", farewell)
     if farewell is not None:
         reason = "ScriptFailed" if farewell.outcome == "failed" else "Stopped"
         if farewell.cause == NoticeCause.TIME_LIMIT:
             reason = "ActiveDeadline"
-        return Ended(reason, farewell.reason or farewell.outcome)
+        return Ended(reason, farewell.reason or farewell.outcome, farewell)
     if waiting.has_trained(seen, seen.status):
         return None
     if (broken := crashes.why_nothing_works(seen, job)) is not None:

@@ -38,7 +38,6 @@ from holdfast.engines.kubernetes.observed import PodSeen
 from holdfast.engines.kubernetes.reading import GOING_CONDITIONS, TOPOLOGY_LABELS
 from holdfast.engines.kubernetes.replacement import Replacements
 from holdfast.engines.kubernetes.resource import API_VERSION, COORDINATOR, KIND, WORKER, HoldfastJob
-from holdfast.engines.kubernetes.times import timestamp
 
 Object = dict[str, Any]
 
@@ -458,25 +457,6 @@ def service(job: HoldfastJob, term: int) -> Object:
             "selector": {LABEL_JOB: job.id.name, LABEL_ROLE: COORDINATOR_ROLE, LABEL_TERM: str(term)},
             "ports": [{"name": "control", "port": COORDINATOR_PORT}],
         },
-    }
-
-
-def event(job: HoldfastJob, name: str, reason: str, text: str, now_s: float) -> Object:
-    """What `kubectl describe` shows of a job. name: of the Event, another one for each."""
-    at = timestamp(now_s)
-    about = {"apiVersion": API_VERSION, "kind": KIND, **msgspec.structs.asdict(job.id)}
-    return {
-        "apiVersion": "v1",
-        "kind": "Event",
-        "metadata": {"name": name, "namespace": job.id.namespace},
-        "involvedObject": about,
-        "type": "Warning",
-        "reason": reason,
-        "message": text,
-        "source": {"component": "holdfast-operator"},
-        "firstTimestamp": at,
-        "lastTimestamp": at,
-        "count": 1,
     }
 
 

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from holdfast.engines.kubernetes.rules import exactly_one, rule
+
 GROUP = "holdfast.dev"
 VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
@@ -47,19 +49,18 @@ class Code(_Struct, frozen=True, kw_only=True):
     """Files that are put into the containers' working directory."""
 
     config_map: Annotated[str, NAME_OF_OBJECT]
-    """A ConfigMap whose keys are the files' names."""
+    """Its keys are the files' names."""
 
 
 class Run(_Struct, frozen=True, kw_only=True):
     """What every worker runs."""
 
     script: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
-    """A path, relative to the working directory."""
+    """Relative to the working directory."""
     module: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
-    """A module, instead of a script."""
     args: Annotated[tuple[Annotated[str, Meta(max_length=8192)], ...], Meta(max_length=512)] = ()
     preload: Annotated[tuple[Annotated[str, Meta(max_length=128)], ...], Meta(max_length=32)] = ("torch",)
-    """Modules that warm processes import before a worker is needed."""
+    """Modules imported before a worker is needed."""
     code: Code | None = None
 
 
@@ -71,17 +72,16 @@ class Snapshots(_Struct, frozen=True, kw_only=True):
     copies: Annotated[int, Meta(ge=0, le=8)] = 1
     """Other nodes that keep each."""
     memory: Annotated[str, Meta(pattern=QUANTITY)] | None = None
-    """Of every node, for example 200Gi; absent: half of the container's memory limit."""
+    """Of every node; absent: half of the container's limit."""
 
 
 class Checkpoint(_Struct, frozen=True, kw_only=True):
     """A durable tier."""
 
     url: Annotated[str, Meta(max_length=2048, pattern="^((s3|gs|az|file)://.+|/.+)")]
-    """A bucket, or a folder of a volume that all nodes mount."""
+    """A bucket, or a folder that all nodes mount."""
     every: Annotated[str, Meta(pattern=CADENCE)] = "auto"
     keep: Annotated[int, Meta(ge=1, le=100_000)] = 2
-    """The newest so many are kept."""
     keep_every: Annotated[int, Meta(ge=0, le=1_000_000_000)] = 0
     """Steps that it divides are kept for ever; 0: none."""
 
@@ -92,7 +92,7 @@ class TimingSpec(_Struct, frozen=True, kw_only=True):
     detection_milliseconds: Annotated[int, Meta(ge=250, le=600_000)] = 2000
     """A node that is silent for so long is lost."""
     stall_factor_percent: Annotated[int, Meta(ge=200, le=100_000)] = 500
-    """A worker that stands still for this share of a median step is stalled."""
+    """Of a median step; a worker that stands still longer is stalled."""
 
 
 class HealthPolicy(_Struct, frozen=True, kw_only=True):
@@ -101,7 +101,7 @@ class HealthPolicy(_Struct, frozen=True, kw_only=True):
     dry_run: Annotated[tuple[Annotated[str, Meta(max_length=128)], ...], Meta(max_length=64)] = ()
     """Rules on trial; *: all."""
     blast_radius_percent: Annotated[int, Meta(ge=1, le=100)] = 25
-    """At most this share of the nodes is acted on within ten minutes."""
+    """Of the nodes, acted on within ten minutes."""
     deep_checks: bool = False
     replace_slow_percent: Annotated[int, Meta(ge=101, le=10_000)] | None = None
     replace_suspect: bool = False
@@ -114,7 +114,7 @@ class RunPolicy(_Struct, frozen=True, kw_only=True):
     """Save, give every pod back, go on when false again."""
     max_restarts: Annotated[int, Meta(ge=0, le=100_000)] = 100
     active_deadline_seconds: Annotated[int, Meta(ge=1, le=315_360_000)] | None = None
-    """From the start of a run; then the job is stopped in order."""
+    """From the start of a run; then it is stopped."""
     startup_deadline_seconds: Annotated[int, Meta(ge=30, le=31_536_000)] = 1800
     """From the start of a run to its first step."""
     ttl_seconds_after_finished: Annotated[int, Meta(ge=0, le=315_360_000)] | None = None
@@ -126,49 +126,61 @@ class Disruption(_Struct, frozen=True, kw_only=True):
     """How nodes leave when the cluster wants them back."""
 
     grace_seconds: Annotated[int, Meta(ge=10, le=3600)] = 90
-    """terminationGracePeriodSeconds of the agents' pods."""
+    """terminationGracePeriodSeconds of nodes."""
     allow_voluntary: bool = False
-    """Karpenter and the autoscaler may take nodes when they like."""
+    # Karpenter and the autoscaler may take nodes when they like.
     max_unavailable: Literal["Spares", "One", "Any"] = "Spares"
-    """What the PodDisruptionBudget allows at once."""
+    """Of the PodDisruptionBudget."""
 
 
 class Topology(_Struct, frozen=True, kw_only=True):
     """Where the nodes may stand."""
 
     required: Annotated[str, Meta(min_length=1, max_length=317)] | None = None
-    """A label of machines that must be the same for all."""
+    """A label of machines, the same for all."""
     preferred: Annotated[str, Meta(min_length=1, max_length=317)] | None = None
-    """A label that should be the same."""
     one_per_node: bool = True
-    """Never two nodes of the job on one machine."""
 
 
 class QueueTopology(_Struct, frozen=True, kw_only=True):
     """How near to each other Kueue puts the nodes: one of the two, a label that is a level of its Topology."""
 
     required: Annotated[str, Meta(min_length=1, max_length=63)] | None = None
-    """The same value for all nodes, or the job waits."""
+    """One value for all nodes, or the job waits."""
     preferred: Annotated[str, Meta(min_length=1, max_length=63)] | None = None
     """The same value, or else as few as possible."""
+
+    @rule("", "either required or preferred")
+    def names_one_level(self) -> bool:
+        """Both at once would be two wishes."""
+        return (self.required is None) != (self.preferred is None)
 
 
 class Scheduling(_Struct, frozen=True, kw_only=True):
     """How the job shares the cluster with others. Its queue is the label kueue.x-k8s.io/queue-name, as everywhere."""
 
     workload_priority_class: Annotated[str, NAME_OF_OBJECT] | None = None
-    """Kueue's, of the nodes that cannot be missed: minNodes and the spares."""
+    """Kueue's, of minNodes and the spares."""
     elastic_workload_priority_class: Annotated[str, NAME_OF_OBJECT] | None = None
-    """Kueue's, of each node beyond these: the first to be preempted. Absent: the same."""
+    """Of each further node. Absent: the same."""
     queue_topology: QueueTopology | None = None
-    """Kueue chooses the nodes' machines by its Topology. Absent: what its queue does by itself."""
+    """Kueue chooses machines by its Topology."""
     gang: Literal["KAI", "PodGroup", "Volcano"] | None = None
-    """Binds minNodes together or none, by a PodGroup of Volcano, KAI, or Kubernetes' own (1.37). Absent: pods one by one."""
+    """Binds minNodes together or none, by a PodGroup."""
     queue: Annotated[str, NAME_OF_OBJECT] | None = None
     """Volcano's or KAI's."""
     give_back_seconds: Annotated[int, Meta(ge=0, le=86_400)] = 120
-    """Without a queue: a start that has too few machines for so long, and up to twice that, gives them back and tries again
-    later; 0: it keeps them."""
+    """A start that has too few machines for so long gives them back; 0: never."""
+
+    @rule("queue", "none without gang KAI or Volcano")
+    def queue_is_of_a_gang(self) -> bool:
+        """Kueue's is a label of the object."""
+        return self.queue is None or (self.gang is not None and self.gang != "PodGroup")
+
+    @rule("queue", "KAI's queue")
+    def kai_has_a_queue(self) -> bool:
+        """Without one it binds nothing."""
+        return self.gang is None or self.gang != "KAI" or self.queue is not None
 
 
 class TemplateMetadata(_Struct, frozen=True, kw_only=True):
@@ -187,7 +199,7 @@ class CoordinatorPolicy(_Struct, frozen=True, kw_only=True):
     """The pod that decides. It runs no code of the user's."""
 
     image: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
-    """Absent: the operator's choice, or else the worker's."""
+    """Absent: the operator's, or else the worker's."""
     priority_class_name: Annotated[str, NAME_OF_OBJECT] | None = None
     labels: dict[str, ValueOfLabel] | None = None
     annotations: dict[str, ValueOfLabel] | None = None
@@ -214,11 +226,15 @@ POD_SPEC = {
         "containers": {
             "type": "array",
             "minItems": 1,
+            "maxItems": 64,
             "items": {
                 "type": "object",
                 "required": ["name", "image"],
                 "x-kubernetes-preserve-unknown-fields": True,
-                "properties": {"name": {"type": "string"}, "image": {"type": "string", "minLength": 1}},
+                "properties": {
+                    "name": {"type": "string", "maxLength": 63},
+                    "image": {"type": "string", "minLength": 1},
+                },
             },
         }
     },
@@ -230,8 +246,13 @@ class PodTemplate(_Struct, frozen=True, kw_only=True):
     """One node's pod. Its container `worker` becomes the node: the operator adds command, ports, /dev/shm, environment."""
 
     spec: Annotated[dict[str, Any], Meta(extra_json_schema=POD_SPEC)]
-    """A PodSpec, as everywhere in Kubernetes."""
+    """A PodSpec."""
     metadata: TemplateMetadata = TemplateMetadata()
+
+    @rule("spec.containers", "exactly one named worker")
+    def has_a_worker(self) -> bool:
+        """It becomes the node."""
+        return exactly_one(one["name"] == WORKER for one in self.spec["containers"])
 
 
 ONE_OF_SCRIPT_AND_MODULE = {"oneOf": [{"required": ["script"]}, {"required": ["module"]}]}
@@ -247,13 +268,13 @@ class HoldfastJobSpec(_Struct, frozen=True, kw_only=True):
     min_nodes: Annotated[int, Meta(ge=1, le=MOST_NODES)] | None = None
     """Go on with so few; absent: as many as nodes."""
     spares: Annotated[int, Meta(ge=0, le=1000)] = 0
-    """Nodes that run beside, warm, to replace others."""
+    """Warm nodes to replace others."""
     wait_for_spare: bool = False
     """Train at full strength only."""
     procs_per_node: (
         Annotated[int, Meta(ge=1, le=999)] | Annotated[str, Meta(pattern="^(gpu|cpu|auto|[1-9][0-9]{0,2})$")]
     ) = "auto"
-    """Workers of a node. auto: one for each GPU of the container, else for each of its cores."""
+    """Workers of a node. auto: one for each GPU, else for each core."""
     snapshots: Snapshots = Snapshots()
     checkpoints: Annotated[
         tuple[Checkpoint, ...],
@@ -270,7 +291,22 @@ class HoldfastJobSpec(_Struct, frozen=True, kw_only=True):
     scheduling: Scheduling = Scheduling()
     coordinator: CoordinatorPolicy = CoordinatorPolicy()
     faults: Annotated[tuple[Annotated[str, Meta(max_length=256)], ...], Meta(max_length=64)] = ()
-    """To be injected, as --fault of the command line."""
+    """As --fault of the command line."""
+
+    @rule("minNodes", "at most nodes")
+    def fewest_fit(self) -> bool:
+        """A job cannot go on with more than all."""
+        return self.min_nodes is None or self.min_nodes <= self.nodes
+
+    @rule("waitForSpare", "false, or 1 spare or more")
+    def waits_for_something(self) -> bool:
+        """Without spares it would wait for ever."""
+        return not self.wait_for_spare or self.spares > 0
+
+    @rule("snapshots.copies", "fewer than nodes and spares together")
+    def copies_fit(self) -> bool:
+        """Each is on another node. One node alone keeps none."""
+        return self.nodes + self.spares == 1 or self.snapshots.copies < self.nodes + self.spares
 
     @property
     def fewest(self) -> int:

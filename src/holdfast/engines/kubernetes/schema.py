@@ -28,6 +28,7 @@ from holdfast.engines.kubernetes.resource import (
     VERSION,
     HoldfastJobSpec,
 )
+from holdfast.engines.kubernetes.rules import Rule, rules_of
 from holdfast.engines.kubernetes.status import JobStatus
 
 COLUMNS = (
@@ -41,6 +42,13 @@ COLUMNS = (
     ("Age", "date", ".metadata.creationTimestamp", 0),
 )
 """What `kubectl get hj` shows: heading, type, path; priority 1: only with `-o wide`."""
+
+SIZE_OF_A_RUN = {
+    "rule": "self.spec.nodes==oldSelf.spec.nodes||self.spec.runPolicy.suspend"
+    "||self.spec.nodes>=self.?status.fewest.orValue(1)&&self.spec.nodes<=self.?status.most.orValue(10000)",
+    "message": "spec.nodes: from status.fewest to status.most while it runs",
+}
+"""So `kubectl scale` is refused at once. About changes alone: a status is written whatever the size is."""
 
 
 def crd() -> dict[str, Any]:
@@ -72,9 +80,7 @@ def crd() -> dict[str, Any]:
             "scope": "Namespaced",
             "names": {
                 "plural": PLURAL,
-                "singular": KIND.lower(),
                 "kind": KIND,
-                "listKind": f"{KIND}List",
                 "shortNames": ["hj"],
                 "categories": ["all"],
             },
@@ -104,6 +110,7 @@ def job_schema() -> dict[str, Any]:
             # Descriptions are for what people write. Of the status they would cost a third of what the CRD may have.
             "status": _of_struct(JobStatus, documented=False),
         },
+        "x-kubernetes-validations": [SIZE_OF_A_RUN],
     }
 
 
@@ -122,7 +129,18 @@ def _of_struct(cls: type[msgspec.Struct], documented: bool) -> dict[str, Any]:
             schema["default"] = default
         properties[field.encode_name] = schema
     required = [field.encode_name for field in info.fields if field.required]
-    return {"type": "object"} | ({"required": required} if required else {}) | {"properties": properties}
+    rules = [{"rule": one.cel, "message": _told(one)} for one in rules_of(cls)]
+    return (
+        {"type": "object"}
+        | ({"required": required} if required else {})
+        | {"properties": properties}
+        | ({"x-kubernetes-validations": rules} if rules else {})
+    )
+
+
+def _told(one: Rule) -> str:
+    """The API server names the part of the object, and the message the field in it."""
+    return f"{one.field}: {one.accepted}" if one.field else one.accepted
 
 
 def _default(field: kinds.Field) -> Any:
@@ -136,6 +154,8 @@ def _default(field: kinds.Field) -> Any:
 
 def _of_type(kind: kinds.Type, documented: bool) -> dict[str, Any]:
     match kind:
+        case kinds.Metadata(extra_json_schema=dict(extra)) if "x-kubernetes-preserve-unknown-fields" in extra:
+            return dict(extra)  # the whole of it
         case kinds.Metadata():
             return _of_type(kind.type, documented) | (kind.extra_json_schema or {})
         case kinds.StructType():
@@ -170,7 +190,6 @@ def _of_union(members: list[kinds.Type], documented: bool) -> dict[str, Any]:
     # The one union that a structural schema knows. The pattern is looked at where the value is a string.
     return {
         "x-kubernetes-int-or-string": True,
-        "anyOf": [{"type": "integer"}, {"type": "string"}],
         **_given(pattern=text.pattern),
     }
 

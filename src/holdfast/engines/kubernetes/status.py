@@ -44,10 +44,10 @@ QUEUED = "Queued"
 class JobCondition(_Struct, frozen=True, kw_only=True):
     """One thing that holds, does not, or is not known."""
 
-    type: Annotated[str, Meta(max_length=316)]
+    type: str
     status: Literal["True", "False", "Unknown"]
-    reason: Annotated[str, Meta(min_length=1, max_length=1024)]
-    message: Annotated[str, Meta(max_length=32_768)]
+    reason: str
+    message: str
     last_transition_time: Moment
     observed_generation: int = 0
 
@@ -115,6 +115,10 @@ class WaitingForMachines(_Struct, frozen=True, kw_only=True):
     """It gave them back, and asks for none before."""
 
 
+OPERATORS_OWN = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+"""Of what one operator writes for the next one to read, and nobody else: the definition says no more of it."""
+
+
 class JobStatus(_Struct, frozen=True, kw_only=True):
     """The whole of it."""
 
@@ -136,7 +140,10 @@ class JobStatus(_Struct, frozen=True, kw_only=True):
     """What `spec.nodes` was when the coordinator was last asked for it."""
     asking_nodes: int | None = None
     """The size that the coordinator is being asked for; null once it has answered."""
-    waiting: WaitingForMachines | None = None
+    fewest: int | None = None
+    """Nodes that the run may have at least, and `most`, as it was started; null: there is no run, and any size may be asked for."""
+    most: int | None = None
+    waiting: Annotated[WaitingForMachines, Meta(extra_json_schema=OPERATORS_OWN)] | None = None
     """Of a job that has not trained yet."""
     coordinator: CoordinatorSeen | None = None
     start_time: Moment | None = None

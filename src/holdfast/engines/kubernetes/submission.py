@@ -140,7 +140,9 @@ async def _refuse_taken(client: Api, submission: Submission) -> None:
             f"{where}, which is over ({status.state}): `kubectl delete hj {submission.name} -n {submission.namespace}` removes "
             "it, or choose another name"
         )
-    raise UsageError(f"{where} ({status.state or 'new'}): `holdfast attach --job {submission.name}` shows it")
+    raise UsageError(
+        f"{where} ({status.state or 'new'}): `holdfast attach --job {submission.name} -n {submission.namespace}` shows it"
+    )
 
 
 async def _dry_run(
