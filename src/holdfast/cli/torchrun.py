@@ -7,10 +7,12 @@ refused, with what to do instead.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from typer.core import TyperCommand
@@ -217,7 +219,28 @@ class RunCommand(TyperCommand):
         if pasted.left_out:
             names = ", ".join(pasted.left_out)
             sys.stderr.write(f"[holdfast] left out, because Holdfast needs no rendezvous: {names}\n")
-        return super().parse_args(ctx, pasted.kept)
+        rest = super().parse_args(ctx, pasted.kept)
+        script, given = str(ctx.params.get("script") or ""), ctx.params.get("args") or ()
+        if behind := misplaced(script, list(map(str, given)), options):
+            sys.stderr.write(
+                f"[holdfast] {', '.join(behind)} behind {script} goes to the script, which does not name it; options of holdfast run "
+                "come before the script\n"
+            )
+        return rest
+
+
+def misplaced(script: str, args: Sequence[str], options: Mapping[str, bool]) -> list[str]:
+    """Options of `holdfast run` among a script's arguments of which the script's text has no word; none where it cannot be read."""
+    ours = dict.fromkeys(
+        name for arg in args if (name := arg.partition("=")[0]) in options and name.startswith("--")
+    )
+    if not ours:
+        return []
+    try:
+        text = Path(script).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    return [name for name in ours if not re.search(rf"\b{name[2:].replace('-', '[-_]')}\b", text)]
 
 
 def _options(params: Iterable[Any]) -> Iterable[tuple[str, bool]]:
