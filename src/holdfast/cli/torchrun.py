@@ -18,8 +18,12 @@ from typing import Any
 from typer.core import TyperCommand
 
 from holdfast.cli.job_file import expand
+from holdfast.cli.run_options import RunOptions
 from holdfast.errors import UsageError
+from holdfast.protocol.options import Argument, declared
 
+ALL_OPTIONS = "holdfast.help-all"
+"""In a context's `meta`: the help that is printed has all options."""
 _ADDRESSES = "--rdzv-endpoint", "--master-addr", "--local-addr"
 _NEEDLESS = (
     *_ADDRESSES,
@@ -208,6 +212,34 @@ def _is_here(address: str) -> bool:
 
 class RunCommand(TyperCommand):
     """`holdfast run`, which also takes a command line of torchrun."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """The options that most people use, and with `--help-all` all of them."""
+        if ctx.meta.get(ALL_OPTIONS):
+            super().format_help(ctx, formatter)
+            return
+        known = {each.name: each.option for each in declared(RunOptions)}
+        rare: list[Any] = [
+            p
+            for p in self.params
+            if (option := known.get(p.name)) and not (option.usual or isinstance(option, Argument))
+        ]
+        for param in rare:
+            param.hidden = True
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            for param in rare:
+                param.hidden = False
+        sys.stdout.write(
+            f" {len(rare)} more options, for health, tuning and each engine: {ctx.command_path} --help-all\n\n"
+        )
+
+    def get_help_option(self, ctx: Any) -> Any:
+        """Without a type: it takes no value."""
+        if (option := super().get_help_option(ctx)) is not None:
+            option.metavar = ""
+        return option
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Reads the job file and torchrun's variables, leaves torchrun's options out, and says so."""
