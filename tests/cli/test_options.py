@@ -129,6 +129,7 @@ def test_help_of_a_run_has_what_people_use_and_all_of_it_on_request(holdfast):
     assert holdfast("run", "--help").out == short, "nothing stays hidden, or shown"
 
 
-def test_plans_take_nnodes_as_a_run_does(holdfast):
-    asked = ("plan", "run", "--gpu-hours", "10000", "--rate", "0.1%", "--json")
-    assert holdfast(*asked, "--nnodes", "16").out == holdfast(*asked, "--nodes", "16").out != ""
+@pytest.mark.parametrize("asked", ["run --gpu-hours 10000", "simulate --days 1 --trials 1"])
+def test_plans_take_nnodes_as_a_run_does(asked, holdfast):
+    command = ("plan", *asked.split(), "--rate", "0.1%", "--json")
+    assert holdfast(*command, "--nnodes", "16").out == holdfast(*command, "--nodes", "16").out != ""
