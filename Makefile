@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.holdfast-ready
 
-.PHONY: setup demo test long-test adapters-test adapters-table golden crd s3-test slurm-test ssh-test helm-test kube-test look look-test pictures lint dashboards figures docs clean
+.PHONY: setup wheel demo test long-test adapters-test adapters-table golden crd s3-test slurm-test ssh-test helm-test kube-test look look-test pictures lint dashboards figures docs clean
 
 setup: $(STAMP)
 
@@ -18,6 +18,13 @@ $(STAMP): pyproject.toml
 	@echo "Holdfast, and what its tests and documents need"
 	$(BIN)/python -m pip install --disable-pip-version-check -e '.[train,plot,object,export,data,gpu,postgres,recipes,transformers,lightning,tensorboard,kubernetes,docs,dev]'
 	touch $(STAMP)
+
+# What users install: dist/holdfast_train-*.whl. setuptools would take what is left in build/ from an older version with it.
+wheel: setup
+	rm -rf build dist
+	$(BIN)/python -m pip wheel --disable-pip-version-check --quiet --no-deps --wheel-dir dist .
+	rm -rf build
+	@ls dist/*.whl
 
 demo: setup
 	$(BIN)/python examples/text/demo.py
@@ -141,4 +148,4 @@ docs: setup
 	@echo "out/docs/html/index.html"
 
 clean:
-	rm -rf $(VENV) out docs/reference/commands.md .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) out dist docs/reference/commands.md .mypy_cache .ruff_cache .pytest_cache

@@ -31,7 +31,7 @@ def test_the_short_form_of_help(holdfast):
 
 
 def test_the_options_of_run_are_in_groups(holdfast):
-    shown = holdfast("run", "--help").out
+    shown = holdfast("run", "--help-all").out
     titles = [
         mark.title
         for hint in get_type_hints(RunOptions, include_extras=True).values()

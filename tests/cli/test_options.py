@@ -1,5 +1,6 @@
 """Options are declared once, at the fields of a dataclass, and Typer reads them there."""
 
+import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -113,3 +114,22 @@ def test_a_name_that_is_declared_twice():
 
     with pytest.raises(AssertionError, match="twice"):
         declared(Twice)
+
+
+def test_help_of_a_run_has_what_people_use_and_all_of_it_on_request(holdfast):
+    short, whole = (holdfast("run", option).out for option in ("--help", "--help-all"))
+    assert "<bool>" not in short + whole
+    shown, declared_ones = (len(re.findall(r"^│ --", text, re.MULTILINE)) for text in (short, whole))
+    assert 15 <= shown <= 24
+    for option in ("--nnodes", "--spares", "--fault", "--checkpoint", "--engine", "--help-all"):
+        assert option in short
+    assert "--blast-radius" in whole
+    assert "--blast-radius" not in short
+    assert f"{declared_ones - shown} more options" in short
+    assert holdfast("run", "--help").out == short, "nothing stays hidden, or shown"
+
+
+@pytest.mark.parametrize("asked", ["run --gpu-hours 10000", "simulate --days 1 --trials 1"])
+def test_plans_take_nnodes_as_a_run_does(asked, holdfast):
+    command = ("plan", *asked.split(), "--rate", "0.1%", "--json")
+    assert holdfast(*command, "--nnodes", "16").out == holdfast(*command, "--nodes", "16").out != ""

@@ -30,7 +30,11 @@ def test_ways_to_survive_failures_side_by_side(holdfast, tmp_path):
     said = holdfast("plan", "run", "run.yaml", "--spares", 1, "--price", 2)
     assert said.code == 0, said.err
     assert sum("►" in line for line in said.out.splitlines()) == 3
-    assert "holdfast plan simulate --nodes 64" in said.out
+    assert "holdfast plan simulate --nnodes 64" in said.out
+    assert said.out.splitlines()[3].startswith("recommended: peers in memory")
+    whole = holdfast("plan", "run", "run.yaml", "--spares", 1, "--price", 2, "--all")
+    short_rows, all_rows = (text.count("peers in memory ") for text in (said.out, whole.out))
+    assert (short_rows, all_rows) == (1, 4)
     found = json.loads(holdfast("plan", "run", "run.yaml", "--json").out)
     assert sum(c["best"] for c in found["candidates"]) == 1
     assert found["inputs"]["rates"] == {"gpu": 0.0001, "network": 0.00005}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -227,3 +228,16 @@ def test_a_table_has_all_forms(name, holdfast, home, monkeypatch) -> None:
     # Nothing is folded, so no row needs a second line.
     assert 0 < len(wide.out.splitlines()) <= len(plain.out.splitlines())
     assert holdfast(*command, "-o", "xml").code == 2
+
+
+def test_what_prints_json_does_it_by_the_same_option() -> None:
+    having = [(name, inspect.signature(call).parameters) for name, call in commands(app) if name != "check"]
+    asked = {name for name, parameters in having if "as_json" in parameters}
+    assert len(asked) > 15
+    assert {name for name, parameters in having if "output" in parameters} >= asked
+
+
+def test_a_rule_is_explained_in_all_forms(holdfast) -> None:
+    told, also = (holdfast("health", "explain", "xid-79", "-o", form).out for form in ("json", "yaml"))
+    assert json.loads(told) == yaml.safe_load(also) != []
+    assert told == holdfast("health", "explain", "xid-79", "--json").out

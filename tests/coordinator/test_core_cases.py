@@ -364,7 +364,7 @@ def test_user_code_that_raises_is_retried_then_restarted_then_blamed():
     desk.fails("n0.0#3", 5)
     assert desk.state.membership.outcome == "failed"
     assert desk.state.membership.stop_reason == "the same error at step 5 in 3 attempts on 2 workers"
-    assert str(desk.state.membership.blame.cause) == "ValueError: bad in forward"
+    assert str(desk.state.membership.blame.cause) == "ValueError in forward: bad"
     assert desk.state.membership.blame.rank == 0
 
 
@@ -385,9 +385,20 @@ def test_not_a_number_on_all_ranks_at_once_is_retried_in_process():
 def test_not_a_number_that_another_rank_says_first_is_the_injected_fault_all_the_same():
     desk = running(3)
     desk.fails("n1.0#2", 5, "NonFiniteGradient", "step.py:1")
-    desk.do(e.Injected("nan:rank=0", "nan", "n0", "n0.0#1"))
+    desk.do(e.Injected(fault="nan:rank=0", kind="nan", node="n0", worker="n0.0#1"))
     assert [(i.fault, i.injected) for i in desk.incidents()] == [("nan:rank=0", True)]
     assert not desk.state.injections
+
+
+def test_a_fault_is_injected_at_the_step_that_the_worker_is_in():
+    """The coordinator hears of commits once in a while, and would call it an earlier one."""
+    desk = running(3)
+    desk.do(
+        e.Injected(fault="kill-worker:rank=1,step=7", kind="kill-worker", node="n1", worker="n1.0#2", step=7)
+    )
+    assert desk.records("fault-injected")[-1]["step"] == 7
+    desk.exits("n1.0#2", -9)
+    assert [i.at_step for i in desk.incidents()] == [7]
 
 
 def test_not_a_number_again_is_the_scripts():
@@ -424,7 +435,7 @@ def test_killed_by_an_injected_fault_says_nothing_about_the_script():
     desk = running(4)
     for _ in range(3):
         worker = desk.members()[0]
-        desk.do(e.Injected("kill-worker", "kill-worker", None, worker))
+        desk.do(e.Injected(fault="kill-worker", kind="kill-worker", node=None, worker=worker))
         lose_worker_and_park(desk, worker, 5)
     assert desk.state.membership.outcome is None
     assert all(i.injected for i in desk.incidents())
@@ -435,7 +446,7 @@ def test_an_injection_that_is_heard_of_late_explains_the_incident():
     desk = running(4)
     desk.exits("n0.0#1", -9)
     assert desk.state.membership.failures
-    desk.do(e.Injected("kill-worker", "kill-worker", None, "n0.0#1"))
+    desk.do(e.Injected(fault="kill-worker", kind="kill-worker", node=None, worker="n0.0#1"))
     assert desk.incidents()[0].injected
     assert not desk.state.membership.failures
 

@@ -217,7 +217,7 @@ def test_steps_that_did_not_stay_are_in_no_rate() -> None:
 
 def strikes(desk: Desk, worker: str) -> None:
     node = worker.partition(".")[0]
-    desk.do(e.Injected("kill-worker:rank=1", "kill-worker", node, worker), 0.0)
+    desk.do(e.Injected(fault="kill-worker:rank=1", kind="kill-worker", node=node, worker=worker), 0.0)
     desk.do(e.NodeSays(node, m.Exited(worker=worker, code=-9)), 0.05)
 
 

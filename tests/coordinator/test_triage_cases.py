@@ -709,7 +709,7 @@ def test_nobody_is_asked_for_in_the_place_of_nodes_that_are_checked_because_they
 def test_injected_faults_are_not_remembered():
     desk = running(2, spares=1)
     come_back(desk, "m0")
-    desk.do(e.Injected("xid=79:node=9", "xid", "m0", None))
+    desk.do(e.Injected(fault="xid=79:node=9", kind="xid", node="m0", worker=None))
     finds(desk, "m0")
     assert marked(desk) == ["m0"]
     assert not desk.did(e.Remember)

@@ -124,7 +124,12 @@ def test_a_fault_before_it_was_noticed():
     desk = launched(2)
     steps(desk, 1.0, 0.5)
     worker = desk.members()[1]
-    desk.do(e.Injected("kill-worker:rank=1", "kill-worker", worker.partition(".")[0], worker), 0.2)
+    desk.do(
+        e.Injected(
+            fault="kill-worker:rank=1", kind="kill-worker", node=worker.partition(".")[0], worker=worker
+        ),
+        0.2,
+    )
     desk.do(e.NodeSays(worker.partition(".")[0], m.Exited(worker=worker, code=-9, steps=2)), 0.3)
     assert spent(desk)[T.INTERRUPTED] == pytest.approx(0.5)
     end(desk)

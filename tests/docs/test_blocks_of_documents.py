@@ -2,7 +2,8 @@
 is not an excerpt runs.
 
 A block's first word is its language. `excerpt` after it: it is a part of something and cannot run by itself; its commands
-must exist all the same. `file=NAME`: it is written into that file, which the commands after it use. Each page has a
+must exist all the same. `file=NAME`: it is written into that file, which the commands after it use. `text output`: lines
+that the block before it printed, in this order and with other figures; `...` stands for anything. Each page has a
 folder and a HOLDFAST_HOME of its own, in which its blocks run one after the other.
 """
 
@@ -46,6 +47,7 @@ class Block:
 
     language: str
     is_excerpt: bool
+    is_output: bool
     file: str
     text: str
 
@@ -62,7 +64,15 @@ def blocks(page: Path) -> list[Block]:
         if words and words[0].startswith("{"):
             continue
         files = [w.removeprefix("file=") for w in words if w.startswith("file=")]
-        found.append(Block(words[0] if words else "", "excerpt" in words, "".join(files), match["text"]))
+        found.append(
+            Block(
+                words[0] if words else "",
+                "excerpt" in words,
+                "output" in words,
+                "".join(files),
+                match["text"],
+            )
+        )
     return found
 
 
@@ -244,9 +254,13 @@ def test_what_is_not_an_excerpt_runs(page, tmp_path):
     }
     (tmp_path / "work").mkdir()
     tokens = np.random.default_rng(0).integers(0, 256, 50_000, dtype=np.uint8)
-    np.save(tmp_path / "work" / "corpus.npy", tokens)
+    if page.name != "README.md":  # it uses no file that its reader does not have
+        np.save(tmp_path / "work" / "corpus.npy", tokens)
+    printed = ""
     for block in blocks(page):
         text = block.text
+        if block.is_output:
+            assert_printed(text, printed)
         if not block.runs:
             continue
         for long, short in SHORTER.items():
@@ -263,3 +277,34 @@ def test_what_is_not_an_excerpt_runs(page, tmp_path):
             command, cwd=tmp_path / "work", env=environment, capture_output=True, text=True, timeout=LIMIT_S
         )
         assert ran.returncode == 0, f"{text}\n{ran.stdout[-3000:]}\n{ran.stderr[-3000:]}"
+        printed = ran.stdout + ran.stderr
+
+
+FIGURE = re.compile(r"( *\d+(?:\.\d+)?(?: m?s\b)?|\.\.\.)")
+
+
+def assert_printed(lines: str, printed: str) -> None:
+    """The lines of a page, one after the other, are in what was printed."""
+    at = 0
+    for line in lines.splitlines():
+        parts = FIGURE.split(line)  # every second one is a figure, or stands for anything
+        parts[::2] = map(re.escape, parts[::2])
+        parts[1::2] = (".*" if x == "..." else r" *\d+(?:\.\d+)?(?: m?s\b)?" for x in parts[1::2])
+        found = re.compile(f"^{''.join(parts)}$", re.MULTILINE).search(printed, at)
+        assert found, f"not printed, or not at this place: {line}\n{printed}"
+        at = found.end()
+
+
+def test_lines_that_a_page_shows_were_printed_in_their_order():
+    printed = "[holdfast]     6.43 s  incident 1: found after 33 ms (a, b)\nfinished at step 60\n"
+    assert_printed(
+        "[holdfast]    11.40 s  incident 2: found after 1.2 s (...)\nfinished at step 200\n", printed
+    )
+    others = (
+        "finished at step 200\nincident 2: ...\n",
+        "finished at step\n",
+        "[holdfast] 1 s  incident 2: lost after 1 ms (...)\n",
+    )
+    for other in others:
+        with pytest.raises(AssertionError, match="not printed"):
+            assert_printed(other, printed)

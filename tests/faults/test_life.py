@@ -181,7 +181,7 @@ def test_level_0_restarts_from_warm_processes(tmp_path):
     assert ran.kinds().count("started") == 2
     assert ran.report["incidents"][0]["full_strength_s"] is not None
     assert "finished at 60" in ran.output
-    assert "what now" not in ran.output, "a job that ended well needs no advice"
+    assert "what to do" not in ran.output, "a job that ended well needs no advice"
     assert json.loads((ran.job_dir / "report.json").read_text())["blame"] is None
 
 
@@ -206,7 +206,7 @@ def test_where_only_the_script_knows_where_it_went_on_lost_steps_are_not_known(t
     assert "unexplained" not in goodput["classes"]
     assert "only the script knows which it did again" in " ".join(ran.output.split())
     assert "– committed, – lost of" in ran.output
-    assert "what now" not in ran.output
+    assert "what to do" not in ran.output
 
 
 @pytest.mark.parametrize("end", ["", pytest.param("raise SystemExit(0)", marks=pytest.mark.nightly)])

@@ -39,7 +39,7 @@ def failed(report):
         "outcome": "failed",
         "reason": "the same error at step 12 in 2 attempts on 2 workers",
         "blame": {
-            "cause": "ValueError: a bad sample in forward", "rank": 1, "node": "node1", "step": 12,
+            "cause": "ValueError in forward: a bad sample", "rank": 1, "node": "node1", "step": 12,
             "traceback": traceback, "tail": ["epoch 1", *traceback.splitlines()], "log": "/logs/node1.0-1.log",
         },
     }  # fmt: skip

@@ -3,8 +3,18 @@
 import asyncio
 import io
 
+import pytest
+
 from holdfast.agent.log_limit import LogLimit
-from holdfast.observe.log_tail import LAST_BYTES, NOTHING, Tail, WholeLines, first_data, last_lines
+from holdfast.observe.log_tail import (
+    LAST_BYTES,
+    NOTHING,
+    Tail,
+    WholeLines,
+    first_data,
+    last_lines,
+    last_said,
+)
 
 
 def joined(file, lines):
@@ -117,3 +127,17 @@ def test_a_line_that_never_ends_is_not_kept_in_memory():
     taken = [cut.take(b"x" * MB) for _ in range(LAST_BYTES // MB + 1)]
     assert b"".join(taken) == b"x" * (LAST_BYTES + MB)
     assert cut.rest == b""
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        (b"epoch 1\n", b"epoch 1\n"),
+        (b"\r 10%|# |\r 20%|##|", b" 20%|##|"),
+        (b"\r 99%|##|\r100%|##|\r\n", b"100%|##|\n"),
+        (b"\n", b"\n"),
+        (b"", b""),
+    ],
+)
+def test_a_progress_bar_shows_what_it_said_last(line, shown):
+    assert last_said(line) == shown

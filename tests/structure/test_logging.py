@@ -15,6 +15,7 @@ ALLOWED = {
     ("holdfast.agent.log_tailer", "_copy"): "what rank 0 printed is passed on",
     ("holdfast.agent.__main__", "main"): "why it cannot start, as below",
     ("holdfast.coordinator.__main__", "main"): "why it cannot start: its log may be what cannot be opened",
+    ("holdfast.train.script", "_print_error"): "the error that ends a script, as Python does",
     ("holdfast.train.script", "open_log"): "that a worker has no log, where its agent's log has it",
     ("holdfast.train.worker", "_exit_code"): "sys.exit(text) prints its text, as Python does",
     (

@@ -31,7 +31,7 @@ class HoldfastWritten(_Holdfast):
     """Level 2: one node per replica and a spare node."""
 
     name = "holdfast-2"
-    title = "Holdfast level 2"
+    title = "Holdfast in process (level 2)"
     note = "a node per replica, one spare node"
     script: str | Path = "train_holdfast.py"
     """A name in the folder of the scripts, or a path."""
@@ -69,7 +69,7 @@ class HoldfastLaunched(_Holdfast):
     script = "train_ddp.py"
 
     name = "holdfast-0"
-    title = "Holdfast level 0"
+    title = "Holdfast restart (level 0)"
     note = "torchrun's script and flags; checkpoint in tmpfs"
     checkpoints = True
 

@@ -28,6 +28,10 @@ class TrainersAdvice(Advice):
         """The adapter decides what is protected."""
         return None
 
+    def skip_nonfinite(self) -> str | None:
+        """The trainer calls `step.apply`."""
+        return None
+
     def put_back(self) -> str | None:
         """Evaluations are the trainer's."""
         return None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from holdfast.cli.common import WIDE, AsJson, Format, JobName, Output, width_of, write_as, write_json
+from holdfast.cli.common import WIDE, AsJson, Format, JobName, Output, width_of, write_as
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.archive import Archive
@@ -125,7 +125,7 @@ def _piece(spec: TensorSpec | SmallTensor) -> str:
 
 
 @app.command("verify")
-def verify(place: Place = None, job: JobName = None, as_json: AsJson = False) -> None:
+def verify(place: Place = None, job: JobName = None, as_json: AsJson = False, output: Output = None) -> None:
     """Reads every byte of every checkpoint. The exit code is 1 if one of them is not complete."""
     from holdfast.errors import StateError, TierError
 
@@ -145,9 +145,7 @@ def verify(place: Place = None, job: JobName = None, as_json: AsJson = False) ->
             continue
         _keep(savers, archive, step, result)
         results.append(result)
-    if as_json:
-        write_json(results)
-    else:
+    if not write_as(results, as_json, output):
         several = len({archive.tier.url for archive, _ in found}) > 1
         for r in results:
             where = f" in {r['place']}" if several else ""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from holdfast.cli import samples
-from holdfast.cli.common import AsJson, write_json
+from holdfast.cli.common import AsJson, Output, write_as
 from holdfast.cli.options import command
 from holdfast.data.options import BuildOptions
 
@@ -52,6 +52,7 @@ def build(
         ),
     ] = None,
     as_json: AsJson = False,
+    output: Output = None,
 ) -> None:
     """Turns text, JSON lines and Parquet into token files that training maps into memory.
 
@@ -71,8 +72,7 @@ def build(
             bar.close()
             sys.stderr.write("holdfast: interrupted; run the same command again to continue\n")
             raise typer.Exit(130) from None
-    if as_json:
-        write_json(msgspec.to_builtins(built))
+    if write_as(msgspec.to_builtins(built), as_json, output):
         return
     files = " and ".join(f"{options.prefix}{suffix}" for suffix in built.sums)
     sys.stdout.write(
@@ -83,7 +83,7 @@ def build(
 
 
 @app.command("show")
-def show(prefix: Dataset, dtype: RawDtype = None, as_json: AsJson = False) -> None:
+def show(prefix: Dataset, dtype: RawDtype = None, as_json: AsJson = False, output: Output = None) -> None:
     """Shows the size of a data set, what it was built from, and its first tokens."""
     from holdfast.data.build import describe
     from holdfast.protocol import units
@@ -95,8 +95,7 @@ def show(prefix: Dataset, dtype: RawDtype = None, as_json: AsJson = False) -> No
     built = describe(file.path.with_suffix(""))
     facts: dict[str, Any] = file.identity()
     first = facts["first"] = file.tokens[:FIRST_TOKENS].tolist()
-    if as_json:
-        write_json(facts | {"build": _described(built)})
+    if write_as(facts | {"build": _described(built)}, as_json, output):
         return
     lines = [
         ("file", facts["path"]),

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from holdfast.cli.common import AsJson, JobName, ledger
+from holdfast.cli.common import AsJson, Format, JobName, Output, ledger
 
 WIDTH = 100
 
@@ -18,6 +18,7 @@ def events(
     job: JobName = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue until the job ends.")] = False,
     as_json: AsJson = False,
+    output: Output = None,
     kind: Annotated[
         list[str] | None,
         typer.Option("--kind", metavar="KIND", help="Show only events of this kind. Can be repeated."),
@@ -38,9 +39,12 @@ def events(
     from collections import deque
 
     from holdfast.engines import jobs
+    from holdfast.errors import UsageError
 
     folder = jobs.existing(job)
-    show = _Printer(as_json, _kinds(kind), moment(since) if since else "")
+    if output is Format.YAML:
+        raise UsageError("-o yaml: events are printed one by one; -o json prints each as a line")
+    show = _Printer(as_json or output is Format.JSON, _kinds(kind), moment(since) if since else "")
     follows = follow and jobs.is_running(folder)
     if tail is not None or not follows:
         # Filtered before they are counted: the newest N of those that are asked for.

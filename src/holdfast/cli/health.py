@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from holdfast.cli.common import AsJson, Output, width_of, write_as, write_json
+from holdfast.cli.common import AsJson, Output, width_of, write_as
 
 if TYPE_CHECKING:
     from holdfast.health.rules import Rule
@@ -67,14 +67,14 @@ def explain(
     name: Annotated[str, typer.Argument(help="A rule, or an Xid: xid-79, 79, `xid 79`.")],
     files: RuleFiles = None,
     as_json: AsJson = False,
+    output: Output = None,
 ) -> None:
     """Explains a rule: what it looks for, what that means, which remedy it asks for, and its source."""
     from holdfast.health.ruleset import load_rules
 
     known = load_rules(files or ())
     found = _find(known, name)
-    if as_json:
-        write_json([_fields(known, r) for r in found])
+    if write_as([_fields(known, r) for r in found], as_json, output):
         return
     sys.stdout.write("\n".join(_told(known, r) for r in found))
 

@@ -13,7 +13,9 @@ from holdfast.protocol.options import Option
 class KubernetesOptions:
     """Of the object and its pods. Whatever else a pod needs is in a template."""
 
-    image: Annotated[str, Option(metavar="IMAGE", help="Image of the nodes, with Holdfast and PyTorch.")] = ""
+    image: Annotated[
+        str, Option(usual=True, metavar="IMAGE", help="Image of the nodes, with Holdfast and PyTorch.")
+    ] = ""
     namespace: Annotated[
         str,
         Option(

@@ -158,13 +158,18 @@ async def _follow(
 def _write_plain(label: str, lines: bytes) -> None:
     # On a terminal a log shows what would control it. A file or a pipe gets the bytes.
     if sys.stdout.isatty():
+        from holdfast.observe.log_tail import last_said
         from holdfast.observe.printable import printable
 
+        lines = b"\n".join(map(last_said, lines.split(b"\n")))
         lines = printable(lines.decode(errors="backslashreplace"), colours=True).encode()
     sys.stdout.buffer.write(lines)
     sys.stdout.buffer.flush()
 
 
 def _write_labelled(label: str, lines: bytes) -> None:
+    from holdfast.observe.log_tail import last_said
+
     begin = f"{label} | ".encode()
-    _write_plain(label, b"".join(begin + line for line in lines.splitlines(keepends=True)))
+    whole = lines.removesuffix(b"\n").split(b"\n")
+    _write_plain(label, b"".join(begin + last_said(line) + b"\n" for line in whole))

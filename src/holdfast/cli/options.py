@@ -72,7 +72,8 @@ def _parameter(declared: Declared) -> inspect.Parameter:
         default = None if default == () else default
     shared: dict[str, Any] = {
         "help": option.help,
-        "metavar": option.metavar or "|".join(option.choices) or None,
+        # A flag has no value: Typer would show `<bool>`.
+        "metavar": option.metavar or "|".join(option.choices) or ("" if kind is bool else None),
         "show_default": option.default or True,
         "rich_help_panel": option.group or None,
     }

@@ -38,6 +38,7 @@ def run(
     ] = None,
     svg: Annotated[bool, typer.Option("--svg", help="With --plot: SVG instead of PNG.")] = False,
     chart: Annotated[bool, typer.Option("--chart", help="Draw the plots in the terminal.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Show all ways that were compared.")] = False,
     as_json: AsJson = False,
     output: Output = None,
 ) -> None:
@@ -66,7 +67,7 @@ def run(
         "next": commands,
     }
     if not write_as(told, as_json, output):
-        _print(inputs, ways, best, rows, losses, commands, width_of(output, WIDTH))
+        _print(inputs, ways, every, best, rows, losses, commands, width_of(output, WIDTH))
     if chart:
         _chart(inputs, best)
     if plot is not None:
@@ -160,6 +161,7 @@ def _report(path: Path | None) -> dict[str, Any] | None:
 def _print(
     inputs: Inputs,
     ways: list[Candidate],
+    every: bool,
     best: Candidate,
     rows: Any,
     losses: Any,
@@ -175,9 +177,20 @@ def _print(
         f"{units.seconds(inputs.mtbf_s)} ({100 * inputs.rate:.4g}% per node-hour)\n"
         f"times: {inputs.times.source}\n\n"
     )
+    from holdfast.plan.candidates import shortlist
+
+    price = f", for {units.amount(best.cost)}" if inputs.price else ""
+    out.write(
+        f"recommended: {best.name}\n"
+        f"Of {len(ways)} ways it takes the fewest GPU-hours, spares included: {days(best.wall_s)}, of which "
+        f"{units.share(best.goodput)} train{price}.\n\n"
+    )
+    shown = ways if every else shortlist(inputs, ways)
     heads = ["", "way", "spares", "then", "days", "10%", "50%", "90%", "goodput", "save every"]
     heads += ["cost"] if inputs.price else []
-    print_table(out, heads, [_cells(way, bool(inputs.price)) for way in ways], width=width)
+    print_table(out, heads, [_cells(way, bool(inputs.price)) for way in shown], width=width)
+    if not every:
+        out.write(f"the best of each strategy; --all shows all {len(ways)} ways\n")
     # Said and not left out in silence: three dashes in the table could also mean that the run does not
     # finish.
     if not best.percentiles_s:

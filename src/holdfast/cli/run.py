@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from holdfast.cli.options import command
 from holdfast.cli.run_options import RunOptions
+from holdfast.cli.torchrun import ALL_OPTIONS
 from holdfast.cli.view import keep_ticking, view_of, write_report
 
 if TYPE_CHECKING:
@@ -20,8 +23,23 @@ if TYPE_CHECKING:
 CONTEXT = {"allow_interspersed_args": False, "ignore_unknown_options": False}
 
 
+def _help_all(context: typer.Context, asked: bool) -> None:
+    if asked:
+        context.meta[ALL_OPTIONS] = True
+        context.get_help()  # it prints
+        raise typer.Exit()
+
+
 @command
-def run(options: RunOptions) -> None:
+def run(
+    options: RunOptions,
+    help_all: Annotated[
+        bool,
+        typer.Option(
+            "--help-all", callback=_help_all, is_eager=True, metavar="", help="Show all options and exit."
+        ),
+    ] = False,
+) -> None:
     """Runs a training script on several nodes and keeps it running through failures."""
     if options.engine == "kubernetes":
         from holdfast.cli.kubernetes import run_on_kubernetes

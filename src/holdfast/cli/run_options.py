@@ -19,6 +19,7 @@ class NodeOptions:
     nnodes: Annotated[
         str,
         Option(
+            usual=True,
             metavar="N|MIN:MAX",
             default="1; with --hosts all but the spares",
             help="Nodes. With MIN:MAX the job continues on fewer when some are lost.",
@@ -28,13 +29,17 @@ class NodeOptions:
     nproc_per_node: Annotated[
         str,
         Option(
+            usual=True,
             names=("--nproc-per-node", "--nproc_per_node"),
             metavar="N|auto|cpu|gpu",
             help="Workers on each node. auto: one for each GPU, or for each core if there is none.",
         ),
     ] = "1"
     spares: Annotated[
-        int, Option(metavar="N", least=0, help="Nodes that are checked and ready to replace a lost one.")
+        int,
+        Option(
+            usual=True, metavar="N", least=0, help="Nodes that are checked and ready to replace a lost one."
+        ),
     ] = 0
     wait_for_spare: Annotated[
         bool, Option(help="Wait for a replacement instead of continuing on fewer nodes.")
@@ -66,6 +71,7 @@ class FailureOptions:
     max_restarts: Annotated[
         int,
         Option(
+            usual=True,
             names=("--max-restarts", "--max_restarts"),
             metavar="N",
             least=0,
@@ -75,6 +81,7 @@ class FailureOptions:
     faults: Annotated[
         tuple[str, ...],
         Option(
+            usual=True,
             names=("--fault",),
             metavar="KIND[:KEY=VALUE,...]",
             help="Inject a fault, for example kill-node:node=1,step=20. Can be repeated.",
@@ -89,6 +96,7 @@ class SaveOptions:
     checkpoints: Annotated[
         tuple[str, ...],
         Option(
+            usual=True,
             names=("--checkpoint",),
             metavar="URL[,every=...]",
             help="Save checkpoints to this folder or s3:// URL. Options: every=auto|STEPS|10m, keep=2, keep-every=STEPS. "
@@ -98,6 +106,7 @@ class SaveOptions:
     snapshot_every: Annotated[
         str,
         Option(
+            usual=True,
             metavar="auto|STEPS|TIME",
             help="Copy the state to the memory of the nodes this often: auto, 100 (steps), 30s, or 0 for never.",
         ),
@@ -108,6 +117,7 @@ class SaveOptions:
     snapshot_memory: Annotated[
         str,
         Option(
+            usual=True,
             metavar="SIZE",
             default="half of what is free",
             help="Memory for snapshots on each node, for example 8G.",
@@ -206,12 +216,15 @@ class RunOptions:
     job: Annotated[
         str | None,
         Option(
+            usual=True,
             metavar="NAME",
             default="from the script's name and the time",
             help="The job's name. A job of the same name is resumed.",
         ),
     ] = None
-    module: Annotated[bool, Option(names=("-m", "--module"), help="SCRIPT is the name of a module.")] = False
+    module: Annotated[
+        bool, Option(usual=True, names=("-m", "--module"), help="SCRIPT is the name of a module.")
+    ] = False
     preload: Annotated[
         str,
         Option(
@@ -222,6 +235,7 @@ class RunOptions:
     engine: Annotated[
         str,
         Option(
+            usual=True,
             choices=("local", "ssh", "slurm", "kubernetes", "join"),
             help="Where the nodes come from: processes on this machine, hosts reached by ssh, Slurm, Kubernetes, or whoever "
             "starts `holdfast agent --join` on other machines.",
@@ -231,11 +245,13 @@ class RunOptions:
         int, Option(least=0, most=65535, metavar="PORT", help="The coordinator's port; 0 takes any free one.")
     ] = 0
     report: Annotated[
-        Path | None, Option(metavar="FILE", help="Write the report to this file as JSON when the job ends.")
+        Path | None,
+        Option(usual=True, metavar="FILE", help="Write the report to this file as JSON when the job ends."),
     ] = None
     track: Annotated[
         tuple[str, ...],
         Option(
+            usual=True,
             names=("--track",),
             group="Trackers and people",
             metavar="TARGET",
@@ -246,6 +262,7 @@ class RunOptions:
     notify: Annotated[
         tuple[str, ...],
         Option(
+            usual=True,
             names=("--notify",),
             group="Trackers and people",
             metavar="TARGET",
@@ -253,7 +270,7 @@ class RunOptions:
             "webhook:FILE or mail:ADDRESS. Can be repeated.",
         ),
     ] = ()
-    no_ui: Annotated[bool, Option(help="Print plain lines instead of the live view.")] = False
+    no_ui: Annotated[bool, Option(usual=True, help="Print plain lines instead of the live view.")] = False
     log_level: Annotated[
         str,
         Option(
@@ -284,12 +301,14 @@ class RunOptions:
     dry_run: Annotated[
         bool,
         Option(
+            usual=True,
             help="Print what would be started, and exit: the job as YAML, Slurm's batch script, or Kubernetes' objects.",
         ),
     ] = False
     file: Annotated[
         Path | None,
         Option(
+            usual=True,
             names=("-f", "--file"),
             metavar="FILE",
             help="YAML with options by their names, for example `nnodes: 4`; script and args too. The command line goes before it.",

@@ -7,17 +7,23 @@ refused, with what to do instead.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from typer.core import TyperCommand
 
 from holdfast.cli.job_file import expand
+from holdfast.cli.run_options import RunOptions
 from holdfast.errors import UsageError
+from holdfast.protocol.options import Argument, declared
 
+ALL_OPTIONS = "holdfast.help-all"
+"""In a context's `meta`: the help that is printed has all options."""
 _ADDRESSES = "--rdzv-endpoint", "--master-addr", "--local-addr"
 _NEEDLESS = (
     *_ADDRESSES,
@@ -207,6 +213,34 @@ def _is_here(address: str) -> bool:
 class RunCommand(TyperCommand):
     """`holdfast run`, which also takes a command line of torchrun."""
 
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """The options that most people use, and with `--help-all` all of them."""
+        if ctx.meta.get(ALL_OPTIONS):
+            super().format_help(ctx, formatter)
+            return
+        known = {each.name: each.option for each in declared(RunOptions)}
+        rare: list[Any] = [
+            p
+            for p in self.params
+            if (option := known.get(p.name)) and not (option.usual or isinstance(option, Argument))
+        ]
+        for param in rare:
+            param.hidden = True
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            for param in rare:
+                param.hidden = False
+        sys.stdout.write(
+            f" {len(rare)} more options, for health, tuning and each engine: {ctx.command_path} --help-all\n\n"
+        )
+
+    def get_help_option(self, ctx: Any) -> Any:
+        """Without a type: it takes no value."""
+        if (option := super().get_help_option(ctx)) is not None:
+            option.metavar = ""
+        return option
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Reads the job file and torchrun's variables, leaves torchrun's options out, and says so."""
         args = expand(args, self.params)
@@ -217,7 +251,28 @@ class RunCommand(TyperCommand):
         if pasted.left_out:
             names = ", ".join(pasted.left_out)
             sys.stderr.write(f"[holdfast] left out, because Holdfast needs no rendezvous: {names}\n")
-        return super().parse_args(ctx, pasted.kept)
+        rest = super().parse_args(ctx, pasted.kept)
+        script, given = str(ctx.params.get("script") or ""), ctx.params.get("args") or ()
+        if behind := misplaced(script, list(map(str, given)), options):
+            sys.stderr.write(
+                f"[holdfast] {', '.join(behind)} behind {script} goes to the script, which does not name it; options of holdfast run "
+                "come before the script\n"
+            )
+        return rest
+
+
+def misplaced(script: str, args: Sequence[str], options: Mapping[str, bool]) -> list[str]:
+    """Options of `holdfast run` among a script's arguments of which the script's text has no word; none where it cannot be read."""
+    ours = dict.fromkeys(
+        name for arg in args if (name := arg.partition("=")[0]) in options and name.startswith("--")
+    )
+    if not ours:
+        return []
+    try:
+        text = Path(script).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    return [name for name in ours if not re.search(rf"\b{name[2:].replace('-', '[-_]')}\b", text)]
 
 
 def _options(params: Iterable[Any]) -> Iterable[tuple[str, bool]]:

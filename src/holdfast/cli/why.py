@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from holdfast.cli.common import AsJson, JobName, ledger, write_json
+from holdfast.cli.common import AsJson, Format, JobName, Output, ledger, write_as
 
 
 def why(
@@ -17,6 +17,7 @@ def why(
     ] = None,
     job: JobName = None,
     as_json: AsJson = False,
+    output: Output = None,
 ) -> None:
     """Explains an incident: what was seen, what was decided and why, what was done, and what it cost."""
     import msgspec
@@ -32,19 +33,17 @@ def why(
 
     numbers = [e["fields"]["id"] for e in entries if e["kind"] == "incident-opened"]
     if incident is None:
-        _list(entries, unheeded(entries), as_json)
+        _list(entries, unheeded(entries), as_json, output)
         return
     lines = story(incident, entries)
     if not lines:
         there = f"it has incidents 1 to {max(numbers)}" if numbers else "the job has had none"
         raise UsageError(f"no incident {incident} in the job {folder.name}: {there}")
-    if as_json:
-        write_json({"incident": incident, "story": lines})
-    else:
+    if not write_as({"incident": incident, "story": lines}, as_json, output):
         sys.stdout.write("\n".join(map(printable, lines)) + "\n")
 
 
-def _list(entries: list[dict[str, Any]], ignored: list[str], as_json: bool) -> None:
+def _list(entries: list[dict[str, Any]], ignored: list[str], as_json: bool, output: Format | None) -> None:
     from holdfast.observe.printable import printable
     from holdfast.protocol.health import remedy_text
 
@@ -58,16 +57,14 @@ def _list(entries: list[dict[str, Any]], ignored: list[str], as_json: bool) -> N
     # The newest decision of each incident, which is the one that holds: a finding may be decided again when
     # its grace is over.
     decided = {e["fields"]["incident"]: e["fields"] for e in entries if e["kind"] == "verdict"}
-    if as_json:
-        write_json(
-            {"incidents": [{**c, "decided": decided.get(n)} for n, c in causes.items()], "ignored": ignored}
-        )
+    told = {"incidents": [{**c, "decided": decided.get(n)} for n, c in causes.items()], "ignored": ignored}
+    if write_as(told, as_json, output):
         return
     if not causes and not ignored:
         sys.stdout.write("nothing happened to this job\n")
     for number, cause in causes.items():
-        told = f" -> {remedy_text(decided[number]['does'])}" if number in decided else ""
+        done = f" -> {remedy_text(decided[number]['does'])}" if number in decided else ""
         where = f"{cause['node']}: " if cause.get("node") else ""
-        sys.stdout.write(printable(f"{number:4}  {where}{cause['cause']}{told}") + "\n")
+        sys.stdout.write(printable(f"{number:4}  {where}{cause['cause']}{done}") + "\n")
     if ignored:
         sys.stdout.write("\nRules on trial:\n" + "\n".join(ignored) + "\n")

@@ -317,10 +317,9 @@ class Core(Context):
                     nodes.lose(self, node, cause)
             case NodeSays(name, message):
                 self._node_says(name, message)
-            case Injected(fault, kind, name, worker):
-                failures.injected(
-                    self, Injection(fault=fault, kind=kind, at_s=self.now, node=name, worker=worker)
-                )
+            case Injected(fault=fault, kind=kind, node=name, worker=worker, step=step):
+                injection = Injection(fault=fault, kind=kind, at_s=self.now, node=name, worker=worker)
+                failures.injected(self, injection, step)
             case StopRequested(reason, cause):
                 shutdown.request(self, reason, "stopped", cause=cause)
             case NodeUnavailable(reason):

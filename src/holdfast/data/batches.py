@@ -69,7 +69,7 @@ class DatasetBatches:
         """
         if micro_batch < 1 or global_batch < 1 or global_batch % micro_batch:
             raise UsageError(
-                f"global_batch={global_batch} is not a multiple of micro_batch={micro_batch}; for example 256 and 4"
+                f"global_batch={global_batch} is not a multiple of micro_batch={micro_batch}; {_that_fit(global_batch, micro_batch)}"
             )
         if not 0 <= seed < 2**64:
             raise UsageError(f"seed={seed}: between 0 and 2**64 - 1, for example 0")
@@ -270,3 +270,12 @@ class DatasetBatches:
         for key in sorted(coming - self._advised):
             self.dataset.read_ahead(self._ids(*key))
         self._advised = coming
+
+
+def _that_fit(global_batch: int, micro_batch: int) -> str:
+    """The nearest sizes that can be used."""
+    if micro_batch < 1 or global_batch < 1:
+        return "both are 1 or more, for example global_batch=256, micro_batch=4"
+    smaller = next(n for n in range(min(micro_batch, global_batch), 0, -1) if global_batch % n == 0)
+    larger = -(-global_batch // micro_batch) * micro_batch
+    return f"take micro_batch={smaller}, or global_batch={larger}"

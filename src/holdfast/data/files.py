@@ -154,7 +154,10 @@ def _check_there(path: Path) -> None:
     if path.is_dir():
         raise ValueError(f"{path} is a folder; give the token file itself")
     if not path.exists():
-        raise FileNotFoundError(f"token file {path} does not exist; check the path, or write the file first")
+        where = "" if path.is_absolute() else f" in {Path.cwd()}"
+        raise FileNotFoundError(
+            f"token file {path} does not exist{where}; check the path, or write the file first: holdfast data build TEXT --out NAME"
+        )
     if path.stat().st_size == 0:
         raise ValueError(f"token file {path} is empty; write it again")
 

@@ -80,6 +80,12 @@ def check_dataset(data: Any) -> None:
     if not hasattr(data, "__len__") or not (
         hasattr(data, "__getitem__") or hasattr(data, "__getitems__") or hasattr(data, "batch")
     ):
+        if (dataset := getattr(data, "dataset", None)) is not None and hasattr(dataset, "__getitem__"):
+            raise UsageError(
+                f"{describe(data)} deals samples itself, and Holdfast deals them to whoever computes a step: give the data set "
+                f"that it loads, a {describe(dataset)}, and the batch size as micro_batch=. For decoding in other processes wrap "
+                "it: holdfast.data.shuffled(dataset, workers=4)"
+            )
         raise UsageError(
             f"{describe(data)} is not a map-style dataset: give it `__len__` and `__getitem__` (or `batch(ids)`); "
             "a stream has no order from which a job could continue"

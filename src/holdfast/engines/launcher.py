@@ -270,7 +270,10 @@ class Launcher(ABC):
         """Says where the job goes on from."""
         if resume.checkpoints:
             newest = resume.checkpoints[0]
-            self.note(f"the newest checkpoint has step {newest.step} ({newest.where})")
+            self.note(
+                f"--job {self.spec.name} has run before and goes on from step {newest.step} ({newest.where}); to train from the "
+                "start choose another --job"
+            )
 
     def note(self, text: str, **fields: object) -> None:
         """Something about the launcher itself: for whoever looks on, and for the log."""

@@ -1,4 +1,4 @@
-"""The closing error: the first failing rank, its node, the cause, where to look and what to do. Printed last."""
+"""The closing error: what happened, where, and what to do. Printed last, and each of them once."""
 
 from __future__ import annotations
 
@@ -25,6 +25,18 @@ _ADVICE = (
         "Install the module into the environment that `holdfast` runs in, then start again.",
     ),
     (
+        r"^(?:UsageError|StateChanged)\b",
+        "Change the script as the message says; no machine is at fault.",
+    ),
+    (
+        r"^NonFiniteGradient\b",
+        "Do what the message says. If samples and script are in order, `holdfast check --deep` looks for a machine that computes wrongly.",
+    ),
+    (
+        r"^FileNotFoundError\b",
+        "The file must be there on every node, under this path.",
+    ),
+    (
         r"^the same error|the script failed",
         "The script fails in the same way every time, so no machine is at fault: fix the script.",
     ),
@@ -47,6 +59,11 @@ _ADVICE = (
         "Was it short of memory? See `dmesg | grep -i oom`; use fewer workers or a smaller batch.",
     ),
     (
+        r"refused for the same reason \(shm:",
+        "Snapshots need room in /dev/shm: give it more (`docker run --shm-size 2g`; as root `mount -o remount,size=2g /dev/shm`), "
+        "or name a folder in other memory with HOLDFAST_MEMORY.",
+    ),
+    (
         r"restart budget|no restarts|no more nodes",
         "Find out why so much failed (the incidents above), or allow more with --max-restarts.",
     ),
@@ -55,7 +72,7 @@ _ADVICE = (
         "Give the job more nodes or --spares, or let it go on smaller with --nnodes MIN:MAX.",
     ),
 )
-_FRAME = re.compile(r'\s*File "[^"]+", line \d+(?:, in .*)?$')
+_FRAME = re.compile(r'  File "(?P<path>[^"]+)", line (?P<line>\d+)(?P<name>, in .*)?$')
 _LIBRARY = re.compile(
     r'"<|/(?:site|dist)-packages/|/lib/python3\.\d+/|' + re.escape(str(Path(__file__).parents[1])) + "/"
 )
@@ -64,34 +81,35 @@ _GO_ON = "The same command with --job {job} goes on from the newest saved step."
 
 
 def closing(report: Mapping[str, Any], saved: bool) -> RenderableType:
-    """What went wrong, for the end of the output. `saved`: the job has a checkpoint to go on from."""
+    """What happened, where, and what to do, for the end of the output. `saved`: the job has a checkpoint to go on from."""
     blame = report.get("blame") or {}
     reason = units.text(report.get("reason"))
-    facts = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    facts.add_column(style="dim")
-    facts.add_column(overflow="fold")
-    if blame.get("cause"):
-        facts.add_row("cause", Text(units.text(blame["cause"])))
     traceback = (blame.get("traceback") or "").rstrip()
-    if place := line_of_the_script(traceback):
-        facts.add_row("at", Text(place))
-    facts.add_row("reason", Text(reason))
-    for name, key in (("first failing rank", "rank"), ("node", "node"), ("step", "step")):
-        if blame.get(key) is not None:
-            facts.add_row(name, units.text(blame[key]))
     parts: list[RenderableType] = [
-        Rule(Text(f"the job {report.get('outcome')}", style="bold red"), style="red"),
-        facts,
+        Rule(Text(f"the job {report.get('outcome')}", style="bold red"), style="red")
     ]
-    if traceback:
-        parts += [Text(), _as_is(traceback)]
-    tail = last_lines(blame.get("tail") or [], traceback)
+    lines = lines_of_the_script(traceback)
+    if traceback and not lines:
+        parts += [_as_is(traceback), Text()]
+    # A traceback says more than what its worker wrote before and after it.
+    tail = [] if traceback else last_lines(blame.get("tail") or [], traceback)
     if tail:
-        parts += [Text(), Text("last lines", style="dim"), _as_is("\n".join(tail))]
-    parts += [Text(), _as_is(f"log      {units.text(blame.get('log'))}")]
+        parts += [Text("last lines", style="dim"), _as_is("\n".join(tail)), Text()]
+    facts = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    facts.add_column(style="dim", no_wrap=True)
+    facts.add_column(overflow="fold")
+    cause = units.text(blame.get("cause") or reason)
+    facts.add_row("what happened", Text(re.sub(r"\n\s+", "\n", cause)))
+    facts.add_row("where", Text(place(blame, report)))
+    for line in lines:
+        facts.add_row("", Text(line))
+    if blame.get("log"):
+        facts.add_row("log", Text(units.text(blame["log"])))
+    if blame.get("cause"):
+        facts.add_row("why it ended", Text(reason))
     go_on = f" {_GO_ON.format(job=report.get('job'))}" if saved else ""
-    parts.append(Text(f"what now {advice(reason, blame)}{go_on}"))
-    return Group(*parts)
+    facts.add_row("what to do", Text(f"{advice(reason, blame)}{go_on}"))
+    return Group(*parts, facts)
 
 
 def going_on(report: Mapping[str, Any]) -> str:
@@ -115,11 +133,34 @@ def going_on(report: Mapping[str, Any]) -> str:
     return f"Step {units.count(saved['step'])} is saved: {again} goes on from it."
 
 
-def line_of_the_script(traceback: str) -> str:
-    """The innermost line that is neither a library's nor ours, as `/home/a/train.py, line 12, in main`; empty: there is none."""
-    frames = [found[0] for line in traceback.splitlines() if (found := _FRAME.match(line))]
-    theirs = [f for f in frames if not _LIBRARY.search(f)]
-    return theirs[-1].strip().removeprefix("File ").replace('"', "") if theirs else ""
+def place(blame: Mapping[str, Any], report: Mapping[str, Any]) -> str:
+    """Which rank, which node and which step, as far as they are known."""
+    rank, node, step = (blame.get(name) for name in ("rank", "node", "step"))
+    who = "" if rank is None else f"rank {rank}"
+    if node is not None:
+        who += f"{' on ' if who else ''}{node}"
+    committed = (report.get("steps") or {}).get("committed")
+    when = f"at step {step}" if step is not None else ""
+    if step is None and committed is not None:
+        when = f"after {committed} committed step{'' if committed == 1 else 's'}"
+    return ", ".join(part for part in (who, when) if part) or "not known"
+
+
+def lines_of_the_script(traceback: str) -> list[str]:
+    """The lines that are neither a library's nor ours, outermost first, as `/home/a/train.py:12, in main` and below it the line
+    itself. The log has the others. Empty: there is none."""
+    found: list[str] = []
+    theirs = False
+    for line in traceback.splitlines():
+        if frame := _FRAME.match(line):
+            theirs = not _LIBRARY.search(line)
+            if theirs:
+                found.append(f"{frame['path']}:{frame['line']}{frame['name'] or ''}")
+        elif not line.startswith(" " * 4):
+            theirs = False  # the error itself, or between two of them
+        elif theirs and line.strip(" ^~"):
+            found.append(line)
+    return found
 
 
 def _as_is(text: str) -> Text:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,10 @@ from holdfast.observe.printable import printable
 from holdfast.protocol import ledger
 from holdfast.protocol.ledger.base import LINE_WIDTH
 from holdfast.protocol.units import clip_words
+
+LONG_CAUSE = 60
+"""Characters from which on a cause is not repeated."""
+_KIND = re.compile(r"[A-Z]\w+(?: in \w+)?")  # of an error: `ValueError in forward`
 
 
 def event_line(entry: Mapping[str, Any], everything: bool = False, width: int = LINE_WIDTH) -> str:
@@ -25,6 +30,27 @@ def event_line(entry: Mapping[str, Any], everything: bool = False, width: int = 
         line = "" if event.ROUTINE and not everything else event.sentence()
     paths = event.paths() if event is not None else ()
     return printable(clip_words(line or (_as_written(kind, fields) if everything else ""), width, paths))
+
+
+class Told:
+    """Lines for somebody who reads them one after the other: a long cause is told whole once, and by its beginning after that.
+    One fault is the cause of several events, and of one in each worker."""
+
+    def __init__(self) -> None:
+        self._causes: set[str] = set()
+
+    def line(self, entry: Mapping[str, Any], width: int = LINE_WIDTH) -> str:
+        """As `event_line`."""
+        fields = dict(entry["fields"])
+        for name in ("cause", "reason"):
+            cause = fields.get(name)
+            if not isinstance(cause, str) or len(cause) < LONG_CAUSE:
+                continue
+            kind = cause.partition(":")[0]
+            if cause in self._causes and _KIND.fullmatch(kind):
+                fields[name] = f"{kind}, as above"
+            self._causes.add(cause)
+        return event_line({**entry, "fields": fields}, width=width)
 
 
 def _is_routine(kind: str) -> bool:

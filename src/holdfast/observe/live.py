@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.text import Text
 
 from holdfast.observe.dashboard import board
-from holdfast.observe.event_text import event_line
+from holdfast.observe.event_text import Told
 from holdfast.observe.printable import printable
 from holdfast.observe.progress import progress_line
 from holdfast.observe.tables import PrintableConsole
@@ -49,6 +49,7 @@ class LiveView:
         self._began_s = time.monotonic()
         self._status: dict[str, Any] | None = None
         self._rest = b""
+        self._told = Told()
         self._live = Live(
             get_renderable=self._picture,
             console=console,
@@ -72,7 +73,7 @@ class LiveView:
 
     def event(self, entry: dict[str, Any]) -> None:
         """An entry of the ledger."""
-        line = event_line(entry, width=min(WIDTH, self._console.width) - STAMP_WIDTH)
+        line = self._told.line(entry, width=min(WIDTH, self._console.width) - STAMP_WIDTH)
         if entry["kind"] == "ended" and self._status is not None:
             self._status = {**self._status, "phase": "ended", "outcome": entry["fields"]["outcome"]}
         if line:

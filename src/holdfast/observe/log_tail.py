@@ -67,6 +67,12 @@ def appended(file: BinaryIO) -> Iterator[bytes]:
     return _between(file, file.tell(), end) if end > file.tell() else iter(())
 
 
+def last_said(line: bytes) -> bytes:
+    """What stands on a terminal after this line: of a progress bar, which writes it anew after each carriage return, the end."""
+    text = line.rstrip(b"\r\n")
+    return text.rpartition(b"\r")[2] + (b"\n" if line.endswith(b"\n") else b"")
+
+
 class WholeLines:
     """Cuts blocks at the ends of lines."""
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from holdfast.observe.event_text import event_line
+from holdfast.observe.event_text import Told
 from holdfast.observe.printable import PrintableStream, printable
 from holdfast.observe.progress import progress_line
 from holdfast.protocol.job import JobSpec
@@ -36,6 +36,7 @@ class PlainView:
         self._status: dict[str, Any] | None = None
         self._over = False
         self._printed = PrintableStream()
+        self._told = Told()
 
     def __enter__(self) -> PlainView:
         self._say(f"job {self._spec.name} in {self._job_dir}")
@@ -46,7 +47,7 @@ class PlainView:
 
     def event(self, entry: dict[str, Any]) -> None:
         """An entry of the ledger."""
-        line = event_line(entry, width=LINE_WIDTH if sys.stderr.isatty() else UNCUT)
+        line = self._told.line(entry, width=LINE_WIDTH if sys.stderr.isatty() else UNCUT)
         self._over = self._over or entry["kind"] == "ended"
         if line:
             self._say(line, entry["t_s"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import msgspec
 
@@ -155,6 +156,15 @@ def candidates(inputs: Inputs, trials: int = 1000, seed: int = 0) -> list[Candid
     ]
 
 
+def shortlist(inputs: Inputs, ways: Sequence[Candidate]) -> list[Candidate]:
+    """Of each strategy the way that takes the fewest GPU-hours, if one finishes; the best of all comes first."""
+    finishing = sorted((c for c in ways if c.goodput >= FINISHES), key=lambda c: _price(inputs, c))
+    first: dict[str, Candidate] = {}
+    for way in finishing:
+        first.setdefault(way.strategy, way)
+    return list(first.values())
+
+
 def _price(inputs: Inputs, c: Candidate) -> tuple[float, float]:
     """What the best way is chosen by: node-seconds, spares included, then wall time."""
     return c.wall_s * (inputs.nodes + c.spares), c.wall_s
@@ -246,7 +256,7 @@ def next_commands(inputs: Inputs, best: Candidate) -> list[str]:
     run += f" --checkpoint s3://BUCKET/run,every={every} train.py"
     rate = f"{100 * inputs.rate:.4g}%"
     simulate_ = (
-        f"holdfast plan simulate --nodes {inputs.nodes} --spares {best.spares} --rate {rate} "
+        f"holdfast plan simulate --nnodes {inputs.nodes} --spares {best.spares} --rate {rate} "
         f"--days {max(1.0, inputs.work_s / formulas.DAY_S):.0f}"
     ) + ("" if best.waits else f" --min-nodes {low}")
     return [run, simulate_, "holdfast plan calibrate REPORT.json   # after the first failures of your own"]

@@ -23,7 +23,9 @@ Text = str | None
 class Work:
     """The cluster, and the work that it does."""
 
-    nodes: Annotated[Text, Option(metavar="N", help="Nodes that train.", example="256")] = None
+    nodes: Annotated[
+        Text, Option(names=("--nnodes", "--nodes"), metavar="N", help="Nodes that train.", example="256")
+    ] = None
     gpus_per_node: Annotated[
         Text,
         Option(metavar="N", help="GPUs of each node.", example="8", default="8"),

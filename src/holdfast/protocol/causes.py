@@ -423,7 +423,7 @@ class ScriptRaised(_Cause, frozen=True):
     """The part of the step in which it was raised; None: outside of a step."""
 
     def __str__(self) -> str:
-        return f"{self.error}: {self.message}" + (f" in {self.phase}" if self.phase else "")
+        return self.error + (f" in {self.phase}" if self.phase else "") + f": {self.message}"
 
 
 # Of ScriptRaised by its fields, with a kind of its own: a NaN may come from the data, the script or a broken

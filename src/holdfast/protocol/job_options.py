@@ -116,11 +116,12 @@ class Timing:
 class SlurmOptions:
     """What `--engine slurm` asks Slurm for."""
 
-    partition: Annotated[str, Option(help="The partition to queue in.", metavar="NAME")] = ""
+    partition: Annotated[str, Option(usual=True, help="The partition to queue in.", metavar="NAME")] = ""
     """Empty: the cluster's default partition."""
     time_limit: Annotated[
         str,
         Option(
+            usual=True,
             names=("--time",),
             metavar="LIMIT",
             help="The time limit, as Slurm writes it: 30 (minutes), 4:00:00 or 2-0 (days).",
@@ -172,6 +173,7 @@ class SshOptions:
     hosts: Annotated[
         tuple[str, ...],
         Option(
+            usual=True,
             metavar="HOST,...",
             help="The hosts, as ssh knows them: names, user@name or aliases of ~/.ssh/config. Can be repeated.",
         ),

@@ -52,6 +52,8 @@ class Option:
     """All values that are allowed; empty: any."""
     default: str = ""
     """What holds when the option is not given, where the field's own default (None, or 0) does not show it."""
+    usual: bool = False
+    """Most people use it: the short help of a command with very many options shows it."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -105,6 +105,15 @@ def text(value: object) -> str:
     return UNKNOWN if value is None or value == "" else str(value)
 
 
+LEVELS = ("restart", "checkpoint", "in process", "elastic")
+"""What happens after a fault, by how much of Holdfast a script uses."""
+
+
+def level(number: int) -> str:
+    """A level with its name: `2 (in process)`."""
+    return f"{number} ({LEVELS[number]})" if 0 <= number < len(LEVELS) else str(number)
+
+
 def plural(number: int, noun: str) -> str:
     """`1 worker`, `2 workers`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

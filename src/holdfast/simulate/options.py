@@ -23,7 +23,9 @@ Text = str | None
 class Work:
     """The cluster, and the work that it does."""
 
-    nodes: Annotated[Text, Option(metavar="N", help="Nodes that train.", example="2048")] = None
+    nodes: Annotated[
+        Text, Option(names=("--nnodes", "--nodes"), metavar="N", help="Nodes that train.", example="2048")
+    ] = None
     days: Annotated[
         Text,
         Option(

@@ -22,6 +22,10 @@ class Advice:
         """How a protected object becomes one that may change at any time; None: it cannot."""
         return f"leave `{name}` out of run.protect if it need not survive"
 
+    def skip_nonfinite(self) -> str | None:
+        """What commits a step without its update when the gradient is not finite; None: the script has no line for it."""
+        return "step.apply(optimizer, skip_nonfinite=True)"
+
     def put_back(self) -> str | None:
         """Where weights may be written into and put back; None: where the script has no line for it."""
         return "inside `with run.relaxed_watchdog():`, which compares their content"

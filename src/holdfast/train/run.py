@@ -21,7 +21,7 @@ from holdfast.data.decoding import is_decoder
 from holdfast.errors import JobStopped, UsageError
 from holdfast.protocol.job import REPLAY_VARIABLE
 from holdfast.protocol.notices import Notice
-from holdfast.train import state_image, torchrun_world, worker
+from holdfast.train import script, state_image, torchrun_world, worker
 from holdfast.train.advice import Advice
 from holdfast.train.buffer_rules import BufferRule, BufferRules, check_rule
 from holdfast.train.constants import Constants
@@ -606,6 +606,7 @@ def start(main: Callable[[Run], object]) -> None:
         worker.leave_sigterm_to_the_agent()
         _run(main, attachment)
     else:
+        script.print_errors_of_ours_shortly()
         with closing(worker.alone()) as attachment, closing(Run(attachment)) as run, _under_way(run):
             main(run)
     sys.stdout.flush()

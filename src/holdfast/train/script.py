@@ -16,7 +16,9 @@ import pkgutil
 import runpy
 import signal
 import sys
+import textwrap
 import threading
+import traceback
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -25,6 +27,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
+from holdfast.errors import HoldfastError
 from holdfast.protocol.processes import set_title, word_of
 from holdfast.train.imports import own_modules
 
@@ -35,6 +38,7 @@ _in_use: list[object] = []
 """The process groups of the newest step."""
 
 _HERE = str(Path(__file__))
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 def settle(log: str) -> None:
@@ -120,6 +124,29 @@ def from_the_script(trace: TracebackType | None) -> TracebackType | None:
     while first is not None and first.tb_frame.f_code.co_filename in hidden:
         first = first.tb_next
     return first
+
+
+def print_errors_of_ours_shortly() -> None:
+    """Of a script that plain `python` runs: an error of Holdfast's that ends it is printed with the script's own lines alone, and
+    its message in lines of 100 columns. Who has set a hook of their own keeps it."""
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _print_error
+
+
+def _print_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    frames = [f for f in traceback.extract_tb(trace) if not f.filename.startswith(_PACKAGE)]
+    deliberate = isinstance(error, HoldfastError | FileNotFoundError)
+    if not deliberate or not frames or error.__cause__ is not None:
+        sys.__excepthook__(kind, error, trace)
+        return
+    lines = ["Traceback (most recent call last):\n", *traceback.format_list(frames)]
+    message = f"{kind.__qualname__}: {error}"
+    if kind.__module__ != "builtins":
+        message = f"{kind.__module__}.{message}"
+    lines += [
+        f"{line}\n" for line in textwrap.wrap(message, 100, break_long_words=False, break_on_hyphens=False)
+    ]
+    sys.stderr.write("".join(lines))
 
 
 def leave(code: int) -> NoReturn:

@@ -181,6 +181,13 @@ class StateGuard:
     def _error(self, watched: _Watched, path: str, when: str, why: str) -> StateChanged:
         if isinstance(watched, _Constants):
             return StateChanged(f"{path} was found changed {when}: {watched.remedy}")
+        # Advice to put the change into the commit would make this one twice: `step.apply` steps the optimizer itself.
+        stepped = [w.name for w in self._watched if isinstance(w, _Optimizer) and w.has_stepped()]
+        if stepped and isinstance(watched, _Parameters):
+            return StateChanged(
+                f"{path} changed {when}, by {stepped[0]}.step(): {why}. Leave that call out: step.apply({stepped[0]}) makes it as a "
+                "part of the step's commit"
+            )
         unprotected = self._advice.unprotected(watched.name)
         put_back = self._advice.put_back() if isinstance(watched, _Parameters) else None
         return StateChanged(
@@ -391,6 +398,10 @@ class _Optimizer(_Watched):
             for group in self._thing.param_groups
         ]
         return [t for _, _, t in self._moments()], {"param_groups": plain}
+
+    def has_stepped(self) -> bool:
+        """Whether its moments are others than it was noted with. Nothing tells of an optimizer without any, as plain SGD."""
+        return _signs(self.read()[0]) != self._signs
 
     def keep_proof(self) -> None:
         """Nobody swaps moments for an evaluation, and they are twice the size of the parameters."""

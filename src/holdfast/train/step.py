@@ -171,6 +171,7 @@ class Step:
 
     def _take_share(self) -> range:
         """The numbers of this worker's micro-batches in the global batch, which are computed next."""
+        self._check_entered("the micro-batches")
         replica = self._replica
         # Asked anew at each step and not at the start of a generation: a step that is repeated after a fault
         # is computed by fewer workers, with other shares.
@@ -184,6 +185,14 @@ class Step:
             self._exact.keep_apart(mine.index(self._replay.micro))
         self._batches.aim(self.index, self.samples, mine)
         return mine
+
+    def _check_entered(self, what: str) -> None:
+        # Outside of it a fault is not swallowed, and what the script changes meanwhile is not compared: replicas would come apart.
+        if not self._entered:
+            raise UsageError(
+                f"step {self.index}: {what} of a step are used inside `with step:`; write it as the first line of the loop over "
+                "run.steps(), with the rest of the step indented below"
+            )
 
     def backward(self, loss: torch.Tensor, weight: float = 1.0) -> None:
         """Adds a micro-batch's gradient.
@@ -385,7 +394,7 @@ class Step:
             left = "the" if self._left is None else self._left
             raise UsageError(
                 f"step {self.index}: step.apply() came before step.backward() of {left} micro-batches; "
-                "call step.backward(loss) once for every micro-batch"
+                "write step.backward(loss, weight=n) in place of loss.backward(), once for every micro-batch"
             )
         if self._replay is not None:
             raise UsageError(
@@ -422,8 +431,7 @@ class Step:
         self.skipped = not math.isfinite(norm) and (skip_nonfinite or scaler is not None)
         if not math.isfinite(norm) and not self.skipped:
             raise NonFiniteGradient(
-                f"the gradient of step {self.index} is {norm} (loss {self.loss:.6g}): look at this step's data, "
-                "lower the learning rate or clip",
+                f"the gradient of step {self.index} is {norm} (loss {self.loss:.6g}). {self._mend(max_grad_norm)}",
                 own=not math.isfinite(self._own_loss() or 0.0),
             )
         replica.state.buffer_rules.reduce(replica.group)
@@ -604,7 +612,8 @@ class Step:
         if error is None:
             if not self.committed:
                 raise UsageError(
-                    f"step {self.index} was left without step.apply(optimizer): call it once, inside `with step`"
+                    f"step {self.index} was left without step.apply(optimizer): call it once, inside `with step`, in place of "
+                    "optimizer.step()"
                 )
             return False
         self._waited = True
@@ -658,7 +667,17 @@ class Step:
     def _check_local(self) -> None:
         """After a gradient that was not finite: who brings it in? Costs one pass, in one step."""
         if not self._replica.gradients.local_is_finite():
-            raise NonFiniteGradient(f"this rank's own gradient of step {self.index} is not finite", own=True)
+            raise NonFiniteGradient(
+                f"this rank's own gradient of step {self.index} is not finite. {self._mend()}", own=True
+            )
+
+    def _mend(self, max_grad_norm: float | None = 0.0) -> str:
+        """What a script can do about a gradient that is not finite."""
+        skip = self._replica.state.buffer_rules.advice.skip_nonfinite()
+        clip = ", or clip gradients (max_grad_norm=)" if max_grad_norm is None and skip else ""
+        return f"Look at the samples of this step, or lower the learning rate{clip}" + (
+            f"; {skip} goes on without the update of such a step" if skip else ""
+        )
 
 
 def mean_that_it_is(loss: torch.Tensor) -> str | None:

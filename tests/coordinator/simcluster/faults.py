@@ -135,7 +135,7 @@ class Faults:
         """Most injected faults are told to the coordinator, shortly before or after they strike."""
         cluster = self.cluster
         told = cluster.rng.random() < cluster.plan.tells_injections
-        event = e.Injected(f"sim-{kind}", kind, node, worker)
+        event = e.Injected(fault=f"sim-{kind}", kind=kind, node=node, worker=worker)
         heard = cluster.service.up
         if told and cluster.rng.random() < 0.7:
             cluster.service.handle(event)
@@ -181,7 +181,9 @@ class Faults:
         told = cluster.service.up and cluster.rng.random() < cluster.plan.tells_injections
         for target in struck if told else ():
             cluster.service.handle(
-                e.Injected("sim-kill-worker", "kill-worker", target.agent.name, target.name)
+                e.Injected(
+                    fault="sim-kill-worker", kind="kill-worker", node=target.agent.name, worker=target.name
+                )
             )
         for target in struck:
             target.die(-9)

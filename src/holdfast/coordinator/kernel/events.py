@@ -68,7 +68,7 @@ class ResizeRequested(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Injected(msgspec.Struct, frozen=True):
+class Injected(msgspec.Struct, frozen=True, kw_only=True):
     """A fault is being injected now: lets the incident that follows know when it really began."""
 
     fault: str
@@ -79,6 +79,8 @@ class Injected(msgspec.Struct, frozen=True):
     """None: it names no node."""
     worker: str | None = None
     """None: it hits no worker in particular."""
+    step: int | None = None
+    """Steps that the worker has committed, by its own word; None: it was not asked."""
 
 
 class Recovered(msgspec.Struct, frozen=True):

@@ -399,9 +399,12 @@ def end_stuck(context: Context) -> None:
 # ---------------------------------------------------------------- injected faults
 
 
-def injected(context: Context, injection: Injection) -> None:
-    """A fault is being injected now, or was just before: it explains an incident, and blames nobody."""
+def injected(context: Context, injection: Injection, step: int | None = None) -> None:
+    """A fault is being injected now, or was just before: it explains an incident, and blames nobody. step: see `events.Injected`."""
     s = context.state
+    # Commits are reported once in a while, so the worker knows better. At level 0 it counts the steps of one start.
+    if step is not None and s.membership.counts_steps:
+        s.membership.committed = max(s.membership.committed, step)
     rank = (
         s.membership.generation.rank_of(injection.worker)
         if s.membership.generation and injection.worker

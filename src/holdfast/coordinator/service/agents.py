@@ -20,6 +20,7 @@ from holdfast.coordinator.service.watchers import Watchers
 from holdfast.errors import ProtocolError
 from holdfast.protocol import messages as m
 from holdfast.protocol.frames import Codec, encode
+from holdfast.protocol.phases import Phase
 
 _codec: Codec[m.AgentMessage] = Codec(m.AgentMessage)
 _log = logging.getLogger(__name__)
@@ -193,7 +194,10 @@ class AgentConnections:
         elif isinstance(message, m.FaultFired):
             self._loop.fired(message.fault, node, self._armed_worker(message.fault))
         elif isinstance(message, m.FromWorker) and isinstance(message.message, m.FaultFired):
-            self._loop.fired(message.message.fault, node, message.worker)
+            fired = message.message
+            # A copy is of an older step than the one that is computed meanwhile.
+            step = None if fired.phase == Phase.SNAPSHOT else fired.step
+            self._loop.fired(fired.fault, node, message.worker, step)
         # The rest of what a coordinator that gathered its ledger asked for, and which is gone.
         elif isinstance(message, m.LedgerKept):
             pass

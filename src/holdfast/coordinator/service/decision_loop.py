@@ -412,7 +412,7 @@ class DecisionLoop:
         else:
             self._lines.send(strike.node, strike.message)
 
-    def fired(self, id: str, node: str | None, worker: str | None) -> None:
+    def fired(self, id: str, node: str | None, worker: str | None, step: int | None = None) -> None:
         plan = self.injector.fired(id)
         if plan is None:
             return
@@ -420,7 +420,9 @@ class DecisionLoop:
         struck = None if kind in NODE_FAULTS else worker
         # The event is written before the fault strikes the coordinator itself; otherwise its successor would
         # not know why its predecessor died, and would inject the fault again.
-        waiting = self._take_in(ev.Injected(str(plan.spec), kind.value, node, struck))
+        waiting = self._take_in(
+            ev.Injected(fault=str(plan.spec), kind=kind.value, node=node, worker=struck, step=step)
+        )
         if kind is FaultKind.KILL_COORDINATOR and waiting is not None:
             waiting.done = asyncio.get_running_loop().create_future()
             waiting.done.add_done_callback(lambda _: os.kill(os.getpid(), signal.SIGKILL))

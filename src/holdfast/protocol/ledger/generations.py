@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from holdfast.protocol.ledger.base import LedgerEvent
-from holdfast.protocol.units import plural, seconds
+from holdfast.protocol.units import level, plural, seconds
 
 
 class Level(LedgerEvent, frozen=True, kw_only=True):
@@ -15,7 +15,7 @@ class Level(LedgerEvent, frozen=True, kw_only=True):
     """2."""
 
     def sentence(self) -> str:
-        return f"the script called holdfast.start: the job continues at level {self.level}"
+        return f"the script called holdfast.start: the job continues at level {level(self.level)}"
 
 
 class Waiting(LedgerEvent, frozen=True, kw_only=True):
