@@ -6,7 +6,7 @@ import asyncio
 import os
 import random
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -32,9 +32,9 @@ TRIES = 400
 
 
 @asynccontextmanager
-async def defined() -> AsyncIterator[Api]:
-    """The API server with the definition, and no operator: it is asked for its own word alone."""
-    from realkube import path_of, reached, until
+async def defined(alone: bool = False) -> AsyncIterator[Api]:
+    """The API server with the definition. alone: without an operator, which would act on jobs that are made here."""
+    from realkube import no_operator, path_of, reached, until
 
     if "HOLDFAST_KUBE_DIR" not in os.environ:
         pytest.skip("there is no Kubernetes: make kube-test starts one")
@@ -47,7 +47,8 @@ async def defined() -> AsyncIterator[Api]:
             return True
 
         await until(served, "the definition is served")
-        yield api
+        async with no_operator(api) if alone else nullcontext():
+            yield api
 
 
 def plain(made: dict[str, Any]) -> dict[str, Any]:
@@ -137,7 +138,7 @@ def test_a_status_is_written_on_an_object_that_an_earlier_definition_took() -> N
     async def run() -> None:
         from realkube import path_of
 
-        async with defined() as api:
+        async with defined(alone=True) as api:
             strict = yaml.safe_load(crd_text())
             loose = yaml.safe_load(crd_text())
             spec = loose["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
@@ -178,7 +179,7 @@ def test_a_size_that_a_run_cannot_have_is_refused_at_once_and_a_suspended_job_s_
     """What `kubectl scale` asks for. Everything else is written whatever the size is."""
 
     async def run() -> None:
-        async with defined() as api:
+        async with defined(alone=True) as api:
             made = plain(job(spec__nodes=4, spec__minNodes=2))
             made["metadata"]["name"] = "sized"
             path = f"{FOLDER}/sized"
