@@ -1130,8 +1130,8 @@ def test_all_done_is_finished():
     [
         (9, "the script failed after its last step"),
         # The loop was left by an error between two steps, or by `break`.
-        (3, "the script failed outside of a step, after 3 of 9 steps"),
-        (0, "the script failed outside of a step, after 0 of 9 steps"),
+        (3, "the script failed after 3 of 9 steps"),
+        (0, "the script failed after 0 of 9 steps"),
     ],
 )
 def test_a_script_that_fails_outside_of_a_step_is_said_to_have_failed_where_it_did(committed, reason):

@@ -80,7 +80,7 @@ def test_a_node_and_a_coordinator_are_lost_and_nothing_of_the_training_is(tmp_pa
     assert not any(leftovers(pod.folder) for pod in pods.all)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_coordinator_s_machine_is_lost_and_the_ledger_goes_on_in_another_pod(tmp_path, pods, undisturbed):
     first = pods.coordinator(1)
     first.until("started a coordinator")

@@ -189,4 +189,4 @@ def _failed_where(until: int | None, committed: int | None) -> str:
     the loop, and `break` is another."""
     if until is None or committed is None or committed >= until:
         return "the script failed after its last step"
-    return f"the script failed outside of a step, after {committed} of {until} steps"
+    return f"the script failed after {committed} of {until} steps"
