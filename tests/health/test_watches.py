@@ -113,7 +113,7 @@ class Heard:
         """As the agent's loop does, for so long."""
         for _ in range(int(seconds / LOOK_S)):
             self.clock.now_s += LOOK_S
-            self.poller.watch_yourself()
+            self.poller.watch_yourself(wait=True)
 
     def read_all(self) -> None:
         self.poller.read_once(WAIT_S)
@@ -239,7 +239,9 @@ def test_the_thread_of_all_ends(heard: Heard, how: type[BaseException]) -> None:
 def test_a_thread_that_is_gone_without_a_word(heard: Heard) -> None:
     heard.poller.add([Other()])
     heard.read_all()
-    before, heard.poller._thread = heard.poller._thread, threading.Thread()
+    (gone := threading.Thread()).start()
+    gone.join()
+    before, heard.poller._thread = heard.poller._thread, gone
     assert before is not None
     heard.poller._nudge()
     before.join(WAIT_S)

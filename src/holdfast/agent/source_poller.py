@@ -103,36 +103,42 @@ class Poller:
         with self._lock:
             self._rule_engine.set_rules(rules)
 
-    def watch_yourself(self) -> None:
+    def watch_yourself(self, wait: bool = False) -> None:
         """Whether everything watches, asked every `LOOK_S` from another thread. A source that hangs is left behind: the others go on
-        without it on a new thread. So they do when the thread ended by itself. Each is said, and when it is over."""
+        without it on a new thread. So they do when the thread ended by itself. Each is said, and when it is over.
+
+        wait: also while the thread judges."""
         if self._thread is None or self._closed:
             return
-        now = self._clock()
+        # Whoever has it judges what was just read, at a low priority: the caller has workers to serve, and looks again soon.
+        if not self._lock.acquire(blocking=wait):
+            return
+        try:
+            self._look_after(self._thread, self._clock())
+        finally:
+            self._lock.release()
+
+    def _look_after(self, thread: threading.Thread, now: float) -> None:
         # Taken and cleared together. The thread writes it once and has ended then, so no lock is needed.
         ended, self._ended = self._ended, ""
-        if not ended and not self._thread.is_alive():
+        # Without a number it has not begun yet.
+        if not ended and thread.ident is not None and not thread.is_alive():
             ended = "it is gone"
         self._say_ended(ended, now)
-        with self._lock:
-            if ended:
-                for polled in self._polled:
-                    polled.began_s = None  # nobody is in its call any more
-            stuck = [p for p in self._polled if p.began_s is not None and now - p.began_s >= GRACE_S]
-            for polled in stuck:
-                # A source that hangs, in a driver for example, cannot be interrupted. It keeps the old thread
-                # and is left out of the new one's list, so the others are read on.
-                self._polled.remove(polled)
-                self._hung.append(polled)
-            self._judge(
-                [
-                    _silent(p.source.name, now - (p.began_s or now))
-                    for p in self._hung
-                    if p.began_s is not None
-                ],
-                now,
-            )
-            self._say_unwatched(now)
+        if ended:
+            for polled in self._polled:
+                polled.began_s = None  # nobody is in its call any more
+        stuck = [p for p in self._polled if p.began_s is not None and now - p.began_s >= GRACE_S]
+        for polled in stuck:
+            # A source that hangs, in a driver for example, cannot be interrupted. It keeps the old thread
+            # and is left out of the new one's list, so the others are read on.
+            self._polled.remove(polled)
+            self._hung.append(polled)
+        silent = [
+            _silent(p.source.name, now - (p.began_s or now)) for p in self._hung if p.began_s is not None
+        ]
+        self._judge(silent, now)
+        self._say_unwatched(now)
         if stuck or ended:
             self._start()
 
@@ -154,12 +160,11 @@ class Poller:
     def _say_ended(self, why: str, now_s: float) -> None:
         """Nothing is known of any source until it is read again. Said once, and once more when it is over."""
         if why:
-            with self._lock:
-                told = f"the thread that reads the sensors ended: {why}"
-                self._judge(
-                    [Reading(source=p.source.name, name=ANSWER, value=None, why=told) for p in self._polled],
-                    now_s,
-                )
+            told = f"the thread that reads the sensors ended: {why}"
+            self._judge(
+                [Reading(source=p.source.name, name=ANSWER, value=None, why=told) for p in self._polled],
+                now_s,
+            )
         if bool(why) is self._reported_ended:
             return
         self._reported_ended = bool(why)
