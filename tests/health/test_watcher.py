@@ -251,7 +251,8 @@ class Scripted:
 def test_a_driver_that_hangs_is_unknown_and_holds_nobody_up(on_a_node, tmp_path, monkeypatch):
     rules = tmp_path / "rules.toml"
     rules.write_text('[[rule]]\nid = "source-silent"\nholds = 0\n')
-    monkeypatch.setattr(source_poller, "MIN_GRACE_S", 0.05)
+    monkeypatch.setattr(source_poller, "GRACE_S", 0.05)
+    monkeypatch.setattr(health, "LOOK_S", 0.02)
     hung, other = Scripted(), Scripted()
     other.name = "other"
     monkeypatch.setattr(health, "machine_sources", lambda machine: [hung, other])
@@ -289,7 +290,8 @@ def test_a_source_that_breaks_is_unknown(on_a_node, tmp_path, monkeypatch):
 def test_a_watch_that_ended_is_said_and_begun_again(on_a_node, tmp_path, monkeypatch):
     rules = tmp_path / "rules.toml"
     rules.write_text('[[rule]]\nid = "source-silent"\nholds = 0\n')
-    monkeypatch.setattr(source_poller, "MIN_GRACE_S", 0.05)
+    monkeypatch.setattr(source_poller, "GRACE_S", 0.05)
+    monkeypatch.setattr(health, "LOOK_S", 0.02)
     sick = threading.Event()
 
     class Sick(Scripted):

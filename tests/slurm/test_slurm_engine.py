@@ -309,3 +309,22 @@ def test_sigterm_to_a_step_reaches_its_agent_and_stops_the_job_where_the_coordin
         return launcher.told
 
     assert asyncio.run(signalled()) == 1
+
+
+def test_an_answer_that_cannot_be_used_does_not_end_the_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, looks = Engine(tmp_path), list[int]()
+    monkeypatch.setattr(module, "POLL_S", 0.0)
+
+    async def look() -> None:
+        looks.append(len(looks))
+        if len(looks) == 3:
+            raise asyncio.CancelledError  # as `close` does
+        raise ValueError("unexpected")
+
+    monkeypatch.setattr(engine, "_look", look)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(engine._poll())
+    assert looks == [0, 1, 2]
+    assert engine.notes == ["Slurm's answer cannot be used, and it is asked again: unexpected"] * 2

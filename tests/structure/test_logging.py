@@ -12,6 +12,10 @@ from holdfast import __file__ as package
 
 FOR_PEOPLE = ("holdfast.cli", "holdfast.observe")
 ALLOWED = {
+    (
+        "holdfast.agent.__main__",
+        "main",
+    ): "why it cannot start: its log must not have the token, which cannot be read",
     ("holdfast.agent.log_tailer", "_copy"): "what rank 0 printed is passed on",
     ("holdfast.agent.__main__", "main"): "why it cannot start, as below",
     ("holdfast.coordinator.__main__", "main"): "why it cannot start: its log may be what cannot be opened",

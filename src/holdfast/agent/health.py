@@ -17,7 +17,7 @@ from typing import TypeVar
 import msgspec
 
 from holdfast.agent.figures import Figures
-from holdfast.agent.source_poller import Poller
+from holdfast.agent.source_poller import LOOK_S, WATCH_ENDED, Poller
 from holdfast.errors import UsageError
 from holdfast.health.container import in_container
 from holdfast.health.identity import gpu_uuids
@@ -70,6 +70,7 @@ class Watcher:
         self._watchdog: asyncio.TimerHandle | None = None
         self._telling: asyncio.TimerHandle | None = None
         self._standing_in: Poller | None = None
+        self._files_failed = False
         self._rules: list[Rule] = []
         self._gpus: dict[str, str] = {}
         self._stamps: dict[str, tuple[int, int] | None] = {}
@@ -90,8 +91,11 @@ class Watcher:
         self._gpus = await asyncio.to_thread(_gpus_by_subject)
         self._follow_kernel()
         machine = self._poller(self._shared)
-        machine.add(await asyncio.to_thread(machine_sources, Machine(job_dirs=(self._job_dir,))))
-        self._watch_pollers()
+        try:
+            machine.add(await asyncio.to_thread(machine_sources, Machine(job_dirs=(self._job_dir,))))
+        except Exception as error:  # noqa: BLE001 - the node trains unwatched, and that is said
+            self._tell_own(WATCH_ENDED, f"the machine is not watched: {type(error).__name__}: {error}")
+        self._look_after()
 
     def close(self) -> None:
         """Ends all of it."""
@@ -124,7 +128,6 @@ class Watcher:
         if self._standing_in is None and self._spec.watch:
             self._standing_in = self._poller(shared=False)
             self._standing_in.add(await asyncio.to_thread(machine_sources, machine))
-            self._watch_pollers()
             await asyncio.to_thread(self._standing_in.read_once, FIRST_READ_S)
 
     # ------------------------------------------------------------ rules
@@ -196,13 +199,14 @@ class Watcher:
         assert self._kernel is not None
         try:
             lines = self._kernel.lines()
-        except (OSError, EOFError) as error:
-            self._close_kernel()
-            self._tell_own(
-                "kmsg-unreadable", f"reading the kernel log failed, so it is no longer watched: {error}"
-            )
+        except Exception as error:  # noqa: BLE001 - called by the loop, which would call it again and again
+            self._kernel_is_lost(str(error) or type(error).__name__)
             return
         self._judge(lines, self._shared)
+
+    def _kernel_is_lost(self, why: str) -> None:
+        self._close_kernel()
+        self._tell_own("kmsg-unreadable", f"reading the kernel log failed, so it is no longer watched: {why}")
 
     def _close_kernel(self) -> None:
         if self._kernel is not None:
@@ -212,10 +216,16 @@ class Watcher:
 
     def files_changed(self) -> None:
         """A file that `inotify` watches changed, or another one."""
-        for file in self._files:
-            self._judge(file.lines(), shared=False)
-        for tail in self._logs.values():
-            self._judge(tail.lines(), shared=False)
+        try:
+            for file in self._files:
+                self._judge(file.lines(), shared=False)
+            for tail in self._logs.values():
+                self._judge(tail.lines(), shared=False)
+        except OSError as error:
+            # Said once: a file that cannot be read now may be every time something is written.
+            if not self._files_failed:
+                self._tell_own("files-unwatched", f"a log that is followed cannot be read here: {error}")
+            self._files_failed = True
         # An editor replaces a file by renaming, and a folder's event says little of that. Size and time tell
         # whether the content is another one.
         if any(_stamp(name) != stamp for name, stamp in self._stamps.items()):
@@ -283,11 +293,13 @@ class Watcher:
 
     # ------------------------------------------------------------ sources
 
-    def _watch_pollers(self) -> None:
-        if self._watchdog is not None:
-            self._watchdog.cancel()
-        again = [s for s in (poller.watch_yourself() for poller in self._pollers) if s is not None]
-        self._watchdog = self._loop.call_later(min(again), self._watch_pollers) if again else None
+    def _look_after(self) -> None:
+        """What watches is watched."""
+        self._watchdog = self._loop.call_later(LOOK_S, self._look_after)
+        if self._kernel is not None and (why := self._kernel.trouble()):
+            self._kernel_is_lost(why)
+        for poller in self._pollers:
+            poller.watch_yourself()
 
     def _poller(self, shared: bool) -> Poller:
         poller = Poller(

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.health.bounded_call import BoundedCaller, NoAnswerError
-from holdfast.health.files import names, number, quiet, text, unknown
+from holdfast.health.files import listing, names, number, quiet, text, unknown
 from holdfast.health.samples import Reading
 from holdfast.health.sources import Machine
 
@@ -55,7 +55,12 @@ class Disks:
         `nvme.critical_warning` (a mask), `nvme.media_errors`, `nvme.used_percent`, `md.degraded`, `fs.errors` (ext4, over
         the life of the file system). For people: `disk.read_bytes` and `disk.written_bytes` (since the start)."""
         blocks = self._sys / "block"
-        for name in names(blocks):
+        try:
+            devices = listing(blocks)
+        except OSError as error:
+            yield unknown("disk", "disk.devices", error)
+            return
+        for name in devices:
             if name.startswith("md"):
                 yield from number("disk", "md.degraded", blocks / name / "md/degraded", name)
             if _DRIVE.fullmatch(name):

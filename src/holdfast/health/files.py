@@ -54,6 +54,16 @@ def names(folder: Path) -> list[str]:
         return []
 
 
+def listing(folder: Path) -> list[str]:
+    """As `names`, for the folder that says what a machine has: one that cannot be read has not lost everything. Raises OSError."""
+    try:
+        return sorted(os.listdir(folder))  # noqa: PTH208 - as in `names`
+    except OSError as error:
+        if error.errno in ABSENT:
+            return []
+        raise
+
+
 def number(
     source: str, name: str, path: Path | str, subject: str = "", device: str = "", base: int = 10
 ) -> Iterator[Reading]:

@@ -135,6 +135,10 @@ class Kmsg:
     def _read(self) -> bytes:
         return os.read(self._fd, RECORD_BYTES)
 
+    def trouble(self) -> str:
+        """Why nothing comes any more; empty: as far as this process can see something may."""
+        return ""
+
     def close(self) -> None:
         """Gives the descriptor back."""
         os.close(self._fd)
@@ -221,6 +225,16 @@ class Journal:
         self._rest = rest[-JOURNAL_BYTES:]
         texts = (journal_text(entry) for entry in whole.split(b"\n"))
         return [Line(SOURCE, text) for text in texts if text is not None]
+
+    def trouble(self) -> str:
+        """Why nothing comes any more; empty: as far as this process can see something may."""
+        if (code := self._process.poll()) is not None:
+            return f"journalctl ended with exit code {code}"
+        try:
+            state = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (OSError, IndexError):
+            return ""
+        return "journalctl is stopped" if state in ("T", "t") else ""
 
     def close(self) -> None:
         """Ends journalctl."""

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from holdfast.health.files import attempt, names, number, quiet, text
+from holdfast.health.files import attempt, listing, names, number, quiet, text, unknown
 from holdfast.health.samples import Reading
 from holdfast.health.sources import Machine
 
@@ -54,7 +54,12 @@ class Interfaces:
         self._due_s = now + self.every_s - 1.0
         # Looked up anew each time: an interface that was removed and came back has another index.
         self._indexes.clear()
-        for name in names(self._folder):
+        try:
+            interfaces = listing(self._folder)
+        except OSError as error:
+            yield unknown("net", "net.interfaces", error)
+            return
+        for name in interfaces:
             folder = self._folder / name
             # Virtual interfaces have no `device`. lexists: the link may point to a device that is just being
             # removed.

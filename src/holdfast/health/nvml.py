@@ -75,7 +75,7 @@ class Nvml:
         self._caller = BoundedCaller("the NVIDIA driver", CALL_LIMIT_S)
         self._gpus: list[Gpu] = []
         self._begun = False
-        self._events = XidEvents(library)
+        self._events = XidEvents(library, clock)
         self._due_s = clock()
         self._absent = {
             # What older drivers, smaller cards and virtual GPUs answer to questions that they do not know.
@@ -90,6 +90,10 @@ class Nvml:
     def fileno(self) -> int:
         """Readable when there is an Xid to be read."""
         return self._events.fileno()
+
+    def trouble(self) -> str:
+        """See `Source`."""
+        return self._events.trouble()
 
     def read(self) -> Iterator[Reading | Line]:
         """Xids that came as the kernel's lines; every `every_s` seconds also `nvml.silent_s` and what is in docs/health/rules.md,

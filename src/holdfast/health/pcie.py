@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.health.files import names, quiet, text, unknown
+from holdfast.health.files import listing, names, quiet, text, unknown
 from holdfast.health.identity import gpu_uuids
 from holdfast.health.samples import Reading
 from holdfast.health.sources import Machine
@@ -52,13 +52,17 @@ class Pcie:
     def read(self) -> Iterator[Reading]:
         """`pcie.aer_fatal` and so on (since the driver's start), `pcie.link_width_share`, `pcie.link_speed_share`,
         `pcie.lost` (0 or 1)."""
-        self._look()
+        try:
+            self._look()
+        except OSError as error:
+            yield unknown("pcie", "pcie.devices", error)
+            return
         for address, device in self._devices.items():
             yield from self._read(address, device)
 
     def _look(self) -> None:
         """A device that went away stays in the list: that is what there is to say of it."""
-        addresses = names(self._folder)
+        addresses = listing(self._folder)
         # Comparing one listing is all that a round costs as long as nothing was plugged or lost: classes and
         # limits are read once per device.
         if addresses == self._addresses:

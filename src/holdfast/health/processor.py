@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from holdfast.health.files import attempt, keyed, names, number, quiet, text, unknown
+from holdfast.health.files import attempt, keyed, listing, names, number, quiet, text, unknown
 from holdfast.health.samples import Reading
 from holdfast.health.sources import Machine
 
@@ -80,7 +80,12 @@ class Processes:
         zombies = 0
         proc = self._root / "proc"
         prefix = f"{proc}/"
-        for pid in names(proc):
+        try:
+            pids = listing(proc)
+        except OSError as error:
+            yield unknown("proc", "process.zombies", error)
+            return
+        for pid in pids:
             if not pid.isdigit():
                 continue
             stat = quiet(f"{prefix}{pid}/stat")

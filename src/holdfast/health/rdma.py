@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from holdfast.health.files import names, number, quiet, text, unknown
+from holdfast.health.files import listing, names, number, quiet, text, unknown
 from holdfast.health.samples import Reading
 from holdfast.health.sources import Machine
 
@@ -52,7 +52,11 @@ class Rdma:
     def read(self) -> Iterator[Reading]:
         """`rdma.state`, `rdma.rate_gbps`, `rdma.COUNTER`, `rdma.lost` (a device that was there),
         `rdma.char_devices_missing`."""
-        devices = names(self._folder)
+        try:
+            devices = listing(self._folder)
+        except OSError as error:
+            yield unknown("rdma", "rdma.devices", error)
+            return
         for name in devices:
             # Remembered for as long as the agent runs: a device that disappeared is reported with the
             # identity that it had.

@@ -26,6 +26,9 @@ class Source(Protocol):
 
     One that the kernel or a driver wakes has a method `fileno() -> int`, too: readable when there is news before the
     period is over, -1 when there never is. `read` is called then as well, and may give only what is new.
+
+    One that has a thread of its own has a method `trouble() -> str`, which says at once why that thread watches no more;
+    empty: it does.
     """
 
     @property

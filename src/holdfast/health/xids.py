@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from holdfast.health.gpu import Gpu
@@ -15,6 +16,8 @@ from holdfast.health.samples import Line
 WAIT_MS = 2000
 """How long a closed one may still wait."""
 AFTER_ERROR_S = 5.0
+HANGS_S = 8.0
+"""A wait that takes longer hangs in the driver; it takes `WAIT_MS`, and after an error `AFTER_ERROR_S` more."""
 LINES_KEPT = 1024
 
 
@@ -25,11 +28,15 @@ class XidEvents:
     that is heard of twice is one.
     """
 
-    def __init__(self, library: Any) -> None:
+    def __init__(self, library: Any, clock: Callable[[], float] = time.monotonic) -> None:
         self._nvml = library
         # Bounded: while the agent's loop does not read, a GPU that fails may report an Xid for every fault of
         # every context. The oldest go first; the newest tell the same story.
         self._lines: deque[Line] = deque(maxlen=LINES_KEPT)
+        self._clock = clock
+        self._thread: threading.Thread | None = None
+        self._heard_s = 0.0
+        self._none_come = False
         self._closed = threading.Event()
         self._lock = threading.Lock()
         # An eventfd is how a thread wakes an epoll loop without a lock between the two: any number of writes
@@ -45,7 +52,24 @@ class XidEvents:
         if gpus:
             # A daemon: nvmlEventSetWait may hang in the driver as every call may, and then nothing but the
             # process's end frees it.
-            threading.Thread(target=self._run, args=(list(gpus),), name="nvml-events", daemon=True).start()
+            self._heard_s = self._clock()
+            self._thread = threading.Thread(
+                target=self._run, args=(list(gpus),), name="nvml-events", daemon=True
+            )
+            self._thread.start()
+
+    def trouble(self) -> str:
+        """Why no Xid comes any more; empty: the thread waits for some, or none ever come on this machine."""
+        if self._thread is None or self._none_come or self._closed.is_set():
+            return ""
+        if not self._thread.is_alive():
+            return "the thread that waits for Xids has ended"
+        waited_s = self._clock() - self._heard_s
+        return (
+            f"the driver has not answered the wait for Xids for {waited_s:.0f} s"
+            if waited_s >= HANGS_S
+            else ""
+        )
 
     def lines(self) -> Iterator[Line]:
         """What came since the last call."""
@@ -77,6 +101,7 @@ class XidEvents:
             nvml.nvmlInit()
             events = nvml.nvmlEventSetCreate()
         except nvml.NVMLError:
+            self._none_come = True
             return  # no events on this machine; the kernel's log has them
         for gpu in gpus:
             try:
@@ -86,7 +111,9 @@ class XidEvents:
                 addresses[_address(gpu.handle)] = gpu.pci
             except nvml.NVMLError:
                 continue
+        self._none_come = not addresses
         while addresses and not self._closed.is_set():
+            self._heard_s = self._clock()
             try:
                 event = nvml.nvmlEventSetWait_v2(events, WAIT_MS)
             except nvml.NVMLError as error:

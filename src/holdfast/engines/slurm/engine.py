@@ -6,6 +6,7 @@ Slurm takes 9 to 30 s to notice a lost node. Holdfast does not wait for that: it
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shlex
 import signal
@@ -34,6 +35,7 @@ from holdfast.protocol.notices import NoticeCause
 from holdfast.protocol.python import python_module
 from holdfast.protocol.stored import decode_file
 
+_log = logging.getLogger(__name__)
 POLL_S = 3.0
 """Slurm tells nobody that an administrator drains a node or that a job is to make room (its triggers are for
 administrators and come 7 s late), so it is asked."""
@@ -445,6 +447,9 @@ class SlurmEngine:
                 await self._look()
             except SlurmError as error:
                 self._note(str(error))  # the job needs no controller: it is asked again
+            except Exception as error:  # noqa: BLE001 - of a task that has ended nobody would hear, nor of the time limit
+                _log.exception("Slurm's answer cannot be used; it is asked again")
+                self._note(f"Slurm's answer cannot be used, and it is asked again: {error}")
 
     async def _look(self) -> None:
         # Slurm's answer is about the moment of the question. While it is on its way another follow-up job may be
