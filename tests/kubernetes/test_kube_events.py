@@ -66,9 +66,9 @@ def test_what_keeps_a_job_from_its_start_is_told_in_the_words_of_the_kubelet_and
 def test_the_end_of_a_job_is_told_once_whoever_asked_for_it() -> None:
     status = told(BEGUN, observed())[1]
     for farewell, wanted in (
-        (Farewell("finished"), ("Normal", "Finished")),
-        (Farewell("stopped", "asked for"), ("Normal", "Stopped")),
-        (Farewell("failed", "ValueError"), ("Warning", "Failed")),
+        (Farewell(outcome="finished"), ("Normal", "Finished")),
+        (Farewell(outcome="stopped", reason="asked for"), ("Normal", "Stopped")),
+        (Farewell(outcome="failed", reason="ValueError"), ("Warning", "Failed")),
     ):
         ended = observed(pods=(pod("c1", phase="Succeeded", farewell=farewell),), said=None)
         words, after = told(status, ended)

@@ -163,8 +163,8 @@ def test_a_node_whose_agent_ended_is_not_waited_for_when_its_quota_is_taken_back
 @pytest.mark.parametrize(
     "farewell",
     [
-        Farewell("stopped", "in whatever words", "preemption"),
-        Farewell("stopped", f"{queues.TAKEN_BACK}: Preempted: by job 7"),
+        Farewell(outcome="stopped", reason="in whatever words", cause="preemption"),
+        Farewell(outcome="stopped", reason=f"{queues.TAKEN_BACK}: Preempted: by job 7"),
     ],
     ids=["by its cause", "from an older coordinator"],
 )
@@ -207,7 +207,7 @@ def test_a_person_takes_the_quota_back(base: WorkloadSeen | None) -> None:
 
 
 def test_a_job_that_is_over_frees_its_quota() -> None:
-    farewell = pod("c1", phase="Succeeded", farewell=Farewell("finished"))
+    farewell = pod("c1", phase="Succeeded", farewell=Farewell(outcome="finished"))
     over = trains(workload(), workload(1), pods=(farewell,), said=None)
     ended = msgspec.structs.replace(over, status=status_after(over))
     assert ended.status.holds(ConditionType.COMPLETE)

@@ -212,7 +212,7 @@ def test_what_a_pod_waits_for_is_in_the_words_of_who_knows() -> None:
 @pytest.mark.parametrize(
     ("message", "farewell"),
     [
-        ('{"outcome": "finished", "reason": ""}', Farewell("finished")),
+        ('{"outcome": "finished", "reason": ""}', Farewell(outcome="finished")),
         ("Traceback ...", None),
         ("", None),
         ('{"outcome": 7}', None),
@@ -283,7 +283,7 @@ def test_a_job_that_failed_says_which_rank_did_and_of_what() -> None:
     blame = {"cause": "ModuleNotFoundError: No module named 'x'", "rank": 1, "node": "llm-n3"}
     report = {"outcome": "failed", "reason": "the same error in 3 attempts in a row", "blame": blame}
     told = "the same error in 3 attempts in a row: rank 1 on llm-n3: ModuleNotFoundError: No module named 'x'"
-    assert farewell(report) == Farewell("failed", told)
+    assert farewell(report) == Farewell(outcome="failed", reason=told)
     nobody = blame | {"rank": None, "node": None}
     assert farewell(report | {"blame": nobody}).reason == f"{report['reason']}: {blame['cause']}"
     assert farewell(report | {"blame": None}).reason == report["reason"]

@@ -573,11 +573,11 @@ def test_what_cannot_work_is_said_and_nothing_is_made() -> None:
 @pytest.mark.parametrize(
     ("farewell", "type_", "reason"),
     [
-        (Farewell("finished"), ConditionType.COMPLETE, "Finished"),
-        (Farewell("failed", "ValueError"), ConditionType.FAILED, "ScriptFailed"),
-        (Farewell("stopped", "asked for"), ConditionType.FAILED, "Stopped"),
+        (Farewell(outcome="finished"), ConditionType.COMPLETE, "Finished"),
+        (Farewell(outcome="failed", reason="ValueError"), ConditionType.FAILED, "ScriptFailed"),
+        (Farewell(outcome="stopped", reason="asked for"), ConditionType.FAILED, "Stopped"),
         (
-            Farewell("stopped", "in whatever words", "time-limit"),
+            Farewell(outcome="stopped", reason="in whatever words", cause="time-limit"),
             ConditionType.FAILED,
             "ActiveDeadline",
         ),
@@ -601,7 +601,7 @@ def test_an_end_is_for_ever(farewell: Farewell, type_: ConditionType, reason: st
 
 
 def test_the_object_goes_when_its_time_after_the_end_is_over() -> None:
-    ended = pod("c1", phase="Succeeded", farewell=Farewell("finished"))
+    ended = pod("c1", phase="Succeeded", farewell=Farewell(outcome="finished"))
     seen = observed(pods=(ended,), said=None, spec={"spec__runPolicy": {"ttlSecondsAfterFinished": 60}})
     after = msgspec.structs.replace(seen, status=reconcile(seen).status, finalizer=False, pods=())
     assert reconcile(after).look_again_s == 60
@@ -611,7 +611,7 @@ def test_the_object_goes_when_its_time_after_the_end_is_over() -> None:
 
 def test_its_time_after_the_end_may_be_given_at_the_end() -> None:
     """What the run was started with has none, and runPolicy may change at any time."""
-    ended = pod("c1", phase="Succeeded", farewell=Farewell("finished"))
+    ended = pod("c1", phase="Succeeded", farewell=Farewell(outcome="finished"))
     seen = observed(pods=(ended,), said=None)
     after = msgspec.structs.replace(seen, status=reconcile(seen).status, finalizer=False, pods=())
     assert reconcile(after).look_again_s is None
@@ -638,7 +638,7 @@ def test_a_deadline_asks_for_the_end() -> None:
 def test_a_job_is_saved_before_it_is_suspended() -> None:
     seen = observed(spec={"spec__runPolicy": {"suspend": True}})
     assert actions(seen) == (AskStop("the job is suspended"),)
-    ended = pod("c1", phase="Succeeded", farewell=Farewell("stopped"))
+    ended = pod("c1", phase="Succeeded", farewell=Farewell(outcome="stopped"))
     assert {type(one) for one in actions(msgspec.structs.replace(seen, pods=(ended,), said=None))} == {
         DeletePod
     }
@@ -720,7 +720,7 @@ def test_nodes_that_end_with_their_job_are_not_replaced() -> None:
 def test_an_ended_job_shows_no_nodes_its_last_step_and_what_is_left_of_its_state() -> None:
     """The operator has heard of steps some seconds before the end, and nobody answers it afterwards."""
     heard = status_after(observed(said=said("n0", "n1", "n2", snapshot="step 7 on 2 nodes each")))
-    last = Farewell("finished", step=12, checkpoint="s3://b/step-12")
+    last = Farewell(outcome="finished", step=12, checkpoint="s3://b/step-12")
     ended = pod("c1", phase="Succeeded", farewell=last)
     status = status_after(observed(status=heard, pods=(ended, pod("n0")), said=None))
     assert status.nodes is not None
@@ -734,7 +734,7 @@ def test_an_ended_job_shows_no_nodes_its_last_step_and_what_is_left_of_its_state
 def test_nothing_is_left_of_an_ended_job_that_had_snapshots_in_memory_alone(outcome: str) -> None:
     heard = status_after(observed(said=said("n0", "n1", "n2", snapshot="step 7 on 2 nodes each")))
     assert condition(heard, ConditionType.STATE_SAVED) == ("True", "Saved")
-    ended = pod("c1", phase="Succeeded", farewell=Farewell(outcome))
+    ended = pod("c1", phase="Succeeded", farewell=Farewell(outcome=outcome))
     status = status_after(observed(status=heard, pods=(ended,), said=None))
     assert condition(status, ConditionType.STATE_SAVED) == ("False", "NothingLeft")
     assert status.progress is not None
@@ -755,5 +755,5 @@ def test_the_sizes_that_a_run_may_have_are_said_while_there_is_one() -> None:
     gone = frozenset({"llm-c1"})
     suspended = observed(spec=rests, status=status, pods=(), objects=frozenset(), said=None, absent=gone)
     assert status_after(suspended).most is None
-    ended = pod("c1", phase="Succeeded", farewell=Farewell("finished"))
+    ended = pod("c1", phase="Succeeded", farewell=Farewell(outcome="finished"))
     assert status_after(observed(spec=spec, status=status, pods=(ended,), said=None)).most is None

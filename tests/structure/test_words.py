@@ -25,6 +25,7 @@ ELSEWHERE = {
     "engines/kubernetes/job_objects.py": CODES,
     "engines/kubernetes/job_pods.py": CODES,
     "engines/kubernetes/job_queue.py": CODES,
+    "engines/kubernetes/news.py": CODES,
     "engines/kubernetes/reach.py": CODES,
     "engines/kubernetes/reading.py": CODES,
     "engines/slurm/launcher.py": SLURM,

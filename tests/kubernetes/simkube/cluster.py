@@ -311,7 +311,7 @@ class Cluster:
                 self._dead.add(one.uid)
                 self.server.change(one.name, phase="Succeeded", ready=False)
         self._dead.add(pod.uid)
-        farewell = Farewell(outcome, known.stopping or "", known.cause)
+        farewell = Farewell(outcome=outcome, reason=known.stopping or "", cause=known.cause)
         self.server.change(pod.name, phase="Succeeded", ready=False, farewell=farewell)
 
     # ------------------------------------------------------------ what the operator says to the coordinator

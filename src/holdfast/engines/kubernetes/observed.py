@@ -17,7 +17,7 @@ from holdfast.protocol.hearing import Hearing
 PodPhase = Literal["Pending", "Running", "Succeeded", "Failed", "Unknown"]
 
 
-class Farewell(msgspec.Struct, frozen=True):
+class Farewell(msgspec.Struct, frozen=True, kw_only=True):
     """How a job ended, as its coordinator left it in its pod's status."""
 
     outcome: str
