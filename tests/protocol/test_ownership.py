@@ -192,3 +192,13 @@ def test_a_hook_that_others_can_write_to_by_now_is_not_run(tmp_path: Path) -> No
     ran = asyncio.run(Hooks(str(folder), "job", "node0", tmp_path).run("on-create", ""))
     assert ran is not None
     assert (ran.error, (tmp_path / "ran").exists()) == ("", True)
+
+
+def test_in_a_pod_volumes_have_any_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    volume = tmp_path / "volume"
+    (volume / "jobs").mkdir(parents=True, mode=0o700)
+    volume.chmod(0o777)  # as the kubelet makes an emptyDir
+    with pytest.raises(UsageError, match="is open to all"):
+        refuse_open_to_others(volume / "jobs", "the job's folder")
+    monkeypatch.setenv(ownership.IN_A_POD, "10.96.0.1")
+    refuse_open_to_others(volume / "jobs", "the job's folder")

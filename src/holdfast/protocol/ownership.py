@@ -12,10 +12,13 @@ from pathlib import Path
 from holdfast.errors import UsageError
 
 _ROOT = 0
+IN_A_POD = "KUBERNETES_SERVICE_HOST"
+"""The kubelet gives it to every container."""
 
 
 def refuse_open_to_others(path: Path, what: str, *, group: bool = False, owner: bool = True) -> None:
-    """Does nothing where only this user, and root, can write to what is there.
+    """Does nothing where only this user, and root, can write to what is there. In a pod of Kubernetes it looks at nothing: there everybody
+    is the pod's own containers, its volumes have any mode, and who may mount one is the cluster's to decide.
 
     Args:
         path: of a folder or file; links are followed.
@@ -27,8 +30,10 @@ def refuse_open_to_others(path: Path, what: str, *, group: bool = False, owner: 
         UsageError: they can; the message has the path, its owner and what to do.
         OSError: it cannot be looked at.
     """
+    if IN_A_POD in os.environ:
+        return
     path = path.resolve()
-    # Volumes of Kubernetes have any mode, and nobody can write to what is mounted to be read.
+    # Nobody can write to what is mounted to be read.
     if os.statvfs(path).f_flag & os.ST_RDONLY:
         return
     kind = path.stat()
