@@ -99,7 +99,7 @@ def test_a_momentum_teacher_is_part_of_the_commit(tmp_path):
 def test_an_error_in_also_is_the_scripts(tmp_path):
     ran = run(tmp_path, "--nnodes", 2, "--spares", 1, AVERAGE, STEPS, "raise")
     assert ran.code != 0
-    assert "RuntimeError: what the script gave to also" in ran.output
+    assert "RuntimeError in update: what the script gave to also" in ran.output
     assert "the same error at step 5" in ran.report["reason"]
 
 

@@ -138,7 +138,7 @@ def test_what_is_refused_ends_the_job_at_the_first_attempt(tmp_path, source, sen
     assert ran.report["reason"] == "refused before the first step, as another attempt would be"
     told = " ".join(ran.output.split())
     assert sentence in told
-    assert "change what the cause names" in told
+    assert "Change the script as the message says" in told
     # Every node started a worker once at most, and none is at fault.
     assert ran.report["incidents"] == []
     nodes = [started["node"] for started in ran.fields("worker-started")]
