@@ -312,3 +312,20 @@ def test_a_coordinator_whose_ledger_is_damaged_waits_for_another(tmp_path, caplo
     assert take_up(given, spec, Resume()) is None
     os.close(launcher)
     assert f"the ledger {path} is damaged" in caplog.text
+
+
+def test_a_name_that_is_no_text_any_more_is_damage_like_any_other(tmp_path):
+    """SQLite quotes it in its own message, which then is no text either."""
+    path = tmp_path / "job.sqlite"
+    with closing(Store(path)) as store:
+        store.keep("core", b"state")
+        store._db.execute("pragma wal_checkpoint(truncate)")
+    whole = path.read_bytes()
+    at = (
+        whole.index(b"create table kept")
+        if b"create table kept" in whole
+        else whole.lower().index(b"table kept")
+    )
+    path.write_bytes(whole[:at] + b"\xef\xff\xfe" + whole[at + 3 :])
+    with closing(Store(path, read_only=True)) as store, pytest.raises(sqlite3.DatabaseError):
+        store.kept("core")

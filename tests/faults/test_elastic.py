@@ -85,7 +85,12 @@ def test_sigterm_to_an_agent_is_a_drain(tmp_path):
     os.kill(agents[0], signal.SIGTERM)
     ran = finish(process, tmp_path)
     is_whole(ran)
-    assert ran.fields("node-leaving")[0] == {"node": "node1", "reason": "SIGTERM", "within_s": 30.0}
+    assert ran.fields("node-leaving")[0] == {
+        "node": "node1",
+        "reason": "SIGTERM",
+        "within_s": 30.0,
+        "cause": "preemption",
+    }
     # Nobody can take its place yet, so it trains on and hears of it.
     assert [(w[:5], text, n) for (w, text), n in warned(tmp_path, within_s=30).items()] == [
         ("node1", "the node: preemption", 1)

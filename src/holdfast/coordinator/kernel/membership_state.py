@@ -477,9 +477,7 @@ class MembershipState(msgspec.Struct, kw_only=True):
     """What the script logs: name to step and value."""
 
     def resized(self, t_s: float, world: int) -> None:
-        """The job trains with so many workers from now on."""
-        if self.history and self.history[-1][1] == world:
-            return
+        """A generation of so many workers begins."""
         self.history.append((t_s, world))
         # The state is written with each decision, and a report tells how the size went, not each of a thousand changes.
         if len(self.history) > SIZES_KEPT:

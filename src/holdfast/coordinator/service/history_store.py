@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from holdfast.coordinator.kernel.history import KEPT_RECORDS, Kind, Remembered
+from holdfast.coordinator.service.store import Connection
 from holdfast.errors import HoldfastError, UsageError
 
 FILE_NAME = "health.sqlite"
@@ -89,7 +90,7 @@ class History:
                 return
             try:
                 Path(where).parent.mkdir(parents=True, exist_ok=True)
-                self._db = sqlite3.connect(where, isolation_level=None, timeout=CONNECT_S)
+                self._db = sqlite3.connect(where, isolation_level=None, timeout=CONNECT_S, factory=Connection)
             except self._errors as error:
                 raise HistoryError(f"the history of nodes {where} cannot be opened: {error}") from error
         serial = "bigserial primary key" if postgres else "integer primary key autoincrement"

@@ -12,12 +12,12 @@ import math
 import os
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -83,6 +83,44 @@ SPOKEN = "protocol"
 """Under which name the version of the protocol is kept that the job's processes speak."""
 KEEPERS = "keepers"
 """Under which name `Watchers.keepers` is kept."""
+
+
+class _Cursor(sqlite3.Cursor):
+    """SQLite's own messages quote what is in the file, and a damaged file may have bytes there that are no text."""
+
+    def execute(self, *args: Any) -> Self:
+        _as_damage(super().execute, *args)
+        return self
+
+    def executescript(self, *args: Any) -> Self:
+        _as_damage(super().executescript, *args)
+        return self
+
+    def fetchone(self) -> Any:
+        return _as_damage(super().fetchone)
+
+    def fetchall(self) -> list[Any]:
+        return _as_damage(super().fetchall)
+
+    def __next__(self) -> Any:
+        return _as_damage(super().__next__)
+
+
+class Connection(sqlite3.Connection):
+    """One whose errors are sqlite3.Error, whatever is in the file."""
+
+    def execute(self, *args: Any) -> Any:
+        return self.cursor(_Cursor).execute(*args)
+
+    def executescript(self, *args: Any) -> Any:
+        return self.cursor(_Cursor).executescript(*args)
+
+
+def _as_damage(do: Callable[..., T], *args: Any) -> T:
+    try:
+        return do(*args)
+    except UnicodeDecodeError as error:
+        raise sqlite3.DatabaseError(_DAMAGED) from error
 
 
 class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -188,7 +226,9 @@ class Store:
         # to lock its coordinator out.
         uri = f"file:{quote(str(path))}?mode={'ro' if read_only else 'rwc'}"
         # Several threads may use it, one after the other.
-        self._db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
+        self._db = sqlite3.connect(
+            uri, uri=True, isolation_level=None, check_same_thread=False, factory=Connection
+        )
         self._dropped = compaction.Dropped()
         if read_only:
             return
@@ -227,7 +267,7 @@ class Store:
     def of(cls, data: bytes) -> Store:
         """What `copy` gave, for reading."""
         store = cls.__new__(cls)
-        store._db = sqlite3.connect(":memory:", isolation_level=None)
+        store._db = sqlite3.connect(":memory:", isolation_level=None, factory=Connection)
         store._dropped = compaction.Dropped()
         # In memory: whoever reads a copy leaves no file beside the ledger that could be taken for it.
         store._db.deserialize(data)
@@ -424,7 +464,8 @@ class Store:
         if not self._columns("events"):
             return []
         query = "select seq, t_s, utc, kind, fields from events where seq > ? order by seq limit ?"
-        return self._db.execute(query, (after, limit)).fetchall()
+        rows: list[tuple[int, float, str, str, str]] = self._db.execute(query, (after, limit)).fetchall()
+        return rows
 
     def raw_entries_after(self, after: int) -> Iterator[tuple[int, float, str, str, str]]:
         """As `raw_entries`, one after the other, for whoever stops by a bound of its own."""
@@ -578,7 +619,7 @@ class Store:
         self._db.close()
 
 
-_DAMAGED = "a row of it is damaged"
+_DAMAGED = "what is in it is damaged"
 _numbers = msgspec.msgpack.Decoder(int)
 _fields = msgspec.json.Decoder()
 _as_facts = partial(msgspec.convert, type=IncidentFacts)
