@@ -92,7 +92,7 @@ CONF
   cat >>"$D/slurm.conf" <<CONF
 PartitionName=train Nodes=n[1-$NODES] Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=8
 PartitionName=urgent Nodes=n[1-$NODES] MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
-PartitionName=short Nodes=n[1-$NODES] MaxTime=1 State=UP PriorityTier=1
+PartitionName=short Nodes=n[1-$NODES] MaxTime=2 State=UP PriorityTier=1
 CONF
   cat >"$D/reboot.sh" <<SCRIPT
 #!/bin/bash

@@ -98,7 +98,7 @@ def test_a_job_that_makes_room_is_queued_again_and_goes_on(home: Path, undisturb
 
 
 def test_the_time_limit_is_an_end_in_order(home: Path) -> None:
-    args = ["--partition", "short", "--time", 1, "--stop-before", 25, TRAIN, *paced(home, "limit")]
+    args = ["--partition", "short", "--time", 2, "--stop-before", 70, TRAIN, *paced(home, "limit")]
     with Job(home, "limit", "--nnodes", 2, *args) as job:
         job.training(2)
         # What follows it by `&&`, or by Slurm's `afterok`, must not take half a training for a whole one.
@@ -229,7 +229,7 @@ def test_commands_from_elsewhere_and_a_submitter_that_dies(home: Path) -> None:
     [
         (["--partition", "nope"], "invalid partition specified: nope"),
         (["--nnodes", 40], "Requested node configuration is not available"),
-        (["--partition", "short", "--time", 30], "the partition 'short' gives 1 minutes at most"),
+        (["--partition", "short", "--time", 30], "the partition 'short' gives 2 minutes at most"),
         (["--time", 1], "60 s is too short"),
     ],
 )
