@@ -41,7 +41,7 @@ from holdfast.engines.kubernetes.api import Api, ApiError
 from holdfast.engines.kubernetes.reach import job_path
 
 pytestmark = [pytest.mark.kube, pytest.mark.timeout(900)]
-OUTAGE_S = 300.0
+OUTAGES_S = (60.0, pytest.param(300.0, marks=pytest.mark.nightly))
 
 
 def test_a_machine_without_power_and_an_agent_killed_cost_no_step(
@@ -121,14 +121,15 @@ def test_a_new_namespace_is_waited_for(play: Callable[[Scene], None], home: Path
     play(scene)
 
 
-def test_a_loss_while_the_api_server_is_down_for_five_minutes(
-    play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed
+@pytest.mark.parametrize("outage_s", OUTAGES_S)
+def test_a_loss_while_the_api_server_is_down(
+    play: Callable[[Scene], None], home: Path, undisturbed: Undisturbed, outage_s: float
 ):
     """Neither the API server nor the operator is needed for a recovery."""
 
     async def scene(api: Api) -> None:
         async with pair(api, home, "alone") as (job, status):
-            await lose_node_without_api_server(api, job, status, OUTAGE_S)
+            await lose_node_without_api_server(api, job, status, outage_s)
             await job.stops_as(undisturbed)
         # Until then the nodes of a new job do not find their coordinator.
         await names_are_known(api)
