@@ -98,7 +98,7 @@ def test_a_job_that_makes_room_is_queued_again_and_goes_on(home: Path, undisturb
 
 
 def test_the_time_limit_is_an_end_in_order(home: Path) -> None:
-    args = ["--partition", "short", "--time", 2, "--stop-before", 70, TRAIN, *paced(home, "limit")]
+    args = ["--partition", "short", "--time", 2, "--stop-before", 55, TRAIN, *paced(home, "limit")]
     with Job(home, "limit", "--nnodes", 2, *args) as job:
         job.training(2)
         # What follows it by `&&`, or by Slurm's `afterok`, must not take half a training for a whole one.
