@@ -20,9 +20,9 @@ $(STAMP): pyproject.toml
 	touch $(STAMP)
 
 # What users install: dist/holdfast_train-*.whl. setuptools would take what is left in build/ from an older version with it.
-wheel: setup
+wheel:
 	rm -rf build dist
-	$(BIN)/python -m pip wheel --disable-pip-version-check --quiet --no-deps --wheel-dir dist .
+	$(PYTHON) -m pip wheel --disable-pip-version-check --quiet --no-deps --wheel-dir dist .
 	rm -rf build
 	@ls dist/*.whl
 

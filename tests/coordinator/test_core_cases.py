@@ -1198,7 +1198,7 @@ def test_a_long_run_stays_small():
         ):  # as an engine does; see test_engine_orders for one that does not
             desk.do(OrderDone(order_id))
         largest = max(largest, len(msgspec.msgpack.encode(desk.state)))
-    assert incidents.count(desk.state) == 400
+    assert incidents.total(desk.state) == 400
     assert len(desk.incidents()) <= 2 * incidents.KEPT
     assert not any(i.open for i in desk.incidents())
     assert largest < 128 << 10, largest

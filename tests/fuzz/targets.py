@@ -177,6 +177,8 @@ def whole_ledger() -> bytes:
         spec = JobSpec(name="job", script="train.py")
         store.save(CoreState(spec=spec))
         store.add_event(0.0, "2026-11-28T16:30:32+00:00", "formed", {"world": 2, "start": 0, "names": ["a"]})
+        explained = {"id": 1, "node": "n0", "cause": "a", "was": "b"}
+        store.add_event(0.5, "2026-11-28T16:30:33+00:00", "incident-explained", explained)
         told = [m.StepTold(step=1, loss=0.5, took_s=0.1), m.StepTold(step=2, loss=None, took_s=None)]
         store.add_steps(1.0, told, 1, 2)
         return store.copy()
@@ -190,6 +192,7 @@ def read_store(path: Path) -> None:
         store.tally(Tally())
         store.news(0, 0)
         store.summary()
+        store.incidents(1 << 40)
         store.pages()
 
 

@@ -190,6 +190,9 @@ class CoordinatorKeeper:
                 os.close(opens)
                 pause_s = min(2 * pause_s, STANDBY_MOST_S)
                 continue
+            except asyncio.CancelledError:
+                os.close(opens)
+                raise
             finally:
                 os.close(gate)
             standby.gate, self._next = opens, standby
@@ -320,6 +323,7 @@ class CoordinatorKeeper:
         """Ends the coordinator, if it is still there, and the one that waits."""
         if self._standing_by is not None:
             self._standing_by.cancel()
+            await asyncio.wait({self._standing_by})
         if self._next is not None:
             self._next.close_gate()
             await self._next.process.wait()

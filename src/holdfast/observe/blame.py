@@ -37,8 +37,12 @@ _ADVICE = (
         "The file must be there on every node, under this path.",
     ),
     (
-        r"^the same error|the script failed",
+        r"^the same error",
         "The script fails in the same way every time, so no machine is at fault: fix the script.",
+    ),
+    (
+        r"the script failed",
+        "The error is the script's own: fix the script.",
     ),
     (
         r"^refused before",

@@ -17,8 +17,10 @@ IN_A_POD = "KUBERNETES_SERVICE_HOST"
 
 
 def refuse_open_to_others(path: Path, what: str, *, group: bool = False, owner: bool = True) -> None:
-    """Does nothing where only this user, and root, can write to what is there. In a pod of Kubernetes it looks at nothing: there everybody
-    is the pod's own containers, its volumes have any mode, and who may mount one is the cluster's to decide.
+    """Refuses a folder or file that anybody but this user and root can write to, or exchange.
+
+    In a pod of Kubernetes nothing is refused: everybody there is one of the pod's own containers, its volumes have any mode,
+    and the cluster decides who may mount one.
 
     Args:
         path: of a folder or file; links are followed.

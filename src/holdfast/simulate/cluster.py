@@ -622,7 +622,7 @@ class Cluster:
     def finish(self, outcome: str) -> None:
         self.count(0)
         self.finished_s = self.now - BEGIN_S
-        self.incidents += incidents.count(self.core.state)
+        self.incidents += incidents.total(self.core.state)
         if self.note is not None:
             ended = ledger.Ended(outcome=outcome, reason=None, step=self.steps.committed)
             self.note(self.finished_s, ended)
@@ -672,7 +672,7 @@ class Cluster:
         """The job gave up: somebody starts it again after a while."""
         state = self.core.state
         self.given_up.append(state.membership.stop_reason or outcome)
-        self.incidents += incidents.count(state)
+        self.incidents += incidents.total(state)
         self.halt("given_up")
         self.steps.halted_for = "given_up"
         self.at(self.now + self.scenario.resubmit_s, self.resubmit, state.storage.durable)

@@ -38,7 +38,7 @@ _in_use: list[object] = []
 """The process groups of the newest step."""
 
 _HERE = str(Path(__file__))
-_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 def settle(log: str) -> None:
@@ -134,7 +134,7 @@ def print_errors_of_ours_shortly() -> None:
 
 
 def _print_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    frames = [f for f in traceback.extract_tb(trace) if not f.filename.startswith(_PACKAGE)]
+    frames = [f for f in traceback.extract_tb(trace) if not f.filename.startswith(PACKAGE)]
     deliberate = isinstance(error, HoldfastError | FileNotFoundError)
     if not deliberate or not frames or error.__cause__ is not None:
         sys.__excepthook__(kind, error, trace)

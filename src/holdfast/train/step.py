@@ -171,7 +171,7 @@ class Step:
 
     def _take_share(self) -> range:
         """The numbers of this worker's micro-batches in the global batch, which are computed next."""
-        self._check_entered("the micro-batches")
+        self._check_entered()
         replica = self._replica
         # Asked anew at each step and not at the start of a generation: a step that is repeated after a fault
         # is computed by fewer workers, with other shares.
@@ -186,11 +186,11 @@ class Step:
         self._batches.aim(self.index, self.samples, mine)
         return mine
 
-    def _check_entered(self, what: str) -> None:
+    def _check_entered(self) -> None:
         # Outside of it a fault is not swallowed, and what the script changes meanwhile is not compared: replicas would come apart.
         if not self._entered:
             raise UsageError(
-                f"step {self.index}: {what} of a step are used inside `with step:`; write it as the first line of the loop over "
+                f"step {self.index}: its micro-batches are used inside `with step:`; write that as the first line of the loop over "
                 "run.steps(), with the rest of the step indented below"
             )
 

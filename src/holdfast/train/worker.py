@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from holdfast.train.endpoint import Endpoint
 
 _PR_SET_PDEATHSIG = 1
-_PACKAGE = f"{Path(__file__).parents[1]}/"
 
 _log = logging.getLogger(__name__)
 
@@ -303,7 +302,7 @@ def _report(error: BaseException, link: Link) -> None:
         # The message says all, and the script's line where. What stands below it is ours, and errors that led to
         # this one repeat the message.
         told.__cause__ = told.__context__ = None
-        theirs = [frame for frame in told.stack if not frame.filename.startswith(_PACKAGE)]
+        theirs = [frame for frame in told.stack if not frame.filename.startswith(script.PACKAGE)]
         told.stack = traceback.StackSummary.from_list(theirs)
     text, frames = "".join(told.format()), told.stack
     where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""

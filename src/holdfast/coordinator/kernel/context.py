@@ -107,11 +107,11 @@ class Context(ABC):
         """Enters an incident, or what is part of one that is known. known: see `incidents.open_incident`."""
         # Whether a new incident was opened is seen by the count, because what happens to a job may belong to
         # an incident that is known: a rule found a fault on the node a minute before.
-        count = incidents.count(self.state)
+        count = incidents.total(self.state)
         since_s = self.now if at_s is None else at_s
         incident = incidents.open_incident(self.state, since_s, cause, node=node, workers=workers, **known)
         incident.rung = incident.rung or rung
-        if incidents.count(self.state) > count:
+        if incidents.total(self.state) > count:
             self.record(incidents.describe(self.state, incident, ledger.IncidentOpened))
         else:
             # The effect of a fault is recorded beside its cause. When both are equal, the report would show

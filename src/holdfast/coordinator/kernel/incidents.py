@@ -8,8 +8,14 @@ from typing import Any, TypeVar
 import msgspec
 
 from holdfast.coordinator.kernel.events import Record
-from holdfast.coordinator.kernel.health_state import KEPT_EVIDENCE, TEXT_CHARS, Evidence, Sighting, graver
-from holdfast.coordinator.kernel.health_state import count as tally
+from holdfast.coordinator.kernel.health_state import (
+    KEPT_EVIDENCE,
+    TEXT_CHARS,
+    Evidence,
+    Sighting,
+    count,
+    graver,
+)
 from holdfast.coordinator.kernel.incident_state import Incident, Injection
 from holdfast.coordinator.kernel.membership_state import Blame
 from holdfast.coordinator.kernel.state import CoreState
@@ -82,7 +88,7 @@ def open_incident(
         return known
     injection = _claim(state, now, node, names, kind, unnamed_hang)
     incident = Incident(
-        id=count(state) + 1,
+        id=total(state) + 1,
         cause=cause,
         node=node,
         ranks=ranks,
@@ -105,8 +111,8 @@ def open_incident(
     return incident
 
 
-def count(state: CoreState) -> int:
-    """Of all incidents of the job."""
+def total(state: CoreState) -> int:
+    """How many incidents the job has had."""
     return state.forgotten + len(state.incidents)
 
 
@@ -118,18 +124,19 @@ def numbered(state: CoreState, number: int) -> Incident:
 def _forget(state: CoreState) -> None:
     """Lets go of the oldest, if there are many of them."""
     there = state.incidents
-    while state.closed < count(state) and not there[state.closed - state.forgotten].open:
+    while state.closed < total(state) and not there[state.closed - state.forgotten].open:
         state.closed += 1
     if state.closed - state.forgotten <= 2 * KEPT:
         return
-    health = state.health
-    needed = {*health.undecided, *(a.incident for a in health.acts if a.incident and not a.done)}
-    needed |= {node.boots_for for node in state.membership.nodes.values() if node.boots_for}
-    most = min([state.closed - KEPT, *(number - 1 for number in needed)]) - state.forgotten
-    for incident in there[: max(0, most)]:
-        tally(state.forgotten_kinds, kind_of(incident))
-        state.forgotten += 1
-    del there[: max(0, most)]
+    # What is still to be done refers to its incident by number.
+    needed = {*state.health.undecided, *(act.incident for act in state.health.acts if not act.done)}
+    booting = [node for node in state.membership.nodes.values() if node.boots_until_s is not None]
+    needed |= {node.boots_for for node in booting if node.boots_for}
+    gone = there[: max(0, min([state.closed - KEPT, *(number - 1 for number in needed)]) - state.forgotten)]
+    for incident in gone:
+        count(state.forgotten_kinds, kind_of(incident))
+    state.forgotten += len(gone)
+    del there[: len(gone)]
 
 
 # ---------------------------------------------------------------- what was found, and what happened to the job

@@ -142,7 +142,7 @@ def judge(context: Context) -> None:
         culprits = sorted(culprits, key=lambda w: w.started_s)[:1]
     # Where all ranks stood is written into the incident that this verdict opens, since the stacks are in no
     # state and would be gone when somebody asks.
-    before = incidents.count(s)
+    before = incidents.total(s)
     context.mode.on_stall(context, culprits, cause, allowed)
     for incident in s.incidents:
         if incident.id > before:

@@ -34,7 +34,8 @@ def request(
 ) -> None:
     """The job ends at the next commit. blame: who or what is at fault, if nobody is named yet.
 
-    cause: for the scripts, and for whoever decides what follows on the end; None: `failure` or `stop`, as the outcome is. within_s: so long the engine leaves the job its nodes; None: it does not say.
+    cause: for the scripts, and for whoever decides what follows on the end; None: `failure` or `stop`, as the outcome is.
+    within_s: so long the engine leaves the job its nodes; None: it does not say.
     """
     s = context.state
     # The first one blamed stays. Later failures are usually effects of the first, and what is printed last

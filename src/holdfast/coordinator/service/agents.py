@@ -109,23 +109,24 @@ class AgentConnections:
         back within milliseconds, and it still listens for those that fetch snapshots; where nobody listens any more, it has
         ended. A machine that gives no answer at all has as long as one sign of life may take.
         """
-        listens = False
+        limit_s = self._loop.core.timing.heartbeat_s
+        if not hello.snapshot_port:
+            await asyncio.sleep(limit_s)  # nothing tells but that it is back
+            return True
         try:
-            async with asyncio.timeout(self._loop.core.timing.heartbeat_s):
-                if not hello.snapshot_port:
-                    await asyncio.Event().wait()
-                try:
-                    reader, writer = await asyncio.open_connection(hello.host, hello.snapshot_port)
-                except OSError:
-                    return True
-                listens = True
-                # The kernel closes what a process has left one after the other, and may have come to the listener only now.
-                # It then resets the connection. An agent that lives waits for a request.
-                with closing(writer), suppress(ConnectionError):
+            async with asyncio.timeout(limit_s):
+                reader, writer = await asyncio.open_connection(hello.host, hello.snapshot_port)
+        except OSError:  # a TimeoutError is one, too
+            return True
+        # The kernel closes what a process has left one after the other, and may have come to the listener only now. It then
+        # resets the connection. An agent that lives waits for a request.
+        with closing(writer), suppress(ConnectionError):
+            try:
+                async with asyncio.timeout(limit_s):
                     await reader.read(1)
-                return True
-        except TimeoutError:
-            return not listens
+            except TimeoutError:
+                return False
+        return True
 
     async def _first(self, socket: web.WebSocketResponse) -> m.Hello | None:
         frame = await socket.receive()

@@ -160,7 +160,7 @@ class Routes:
     async def _report_page(self, request: web.Request) -> web.StreamResponse:
         try:
             state = self._loop.core.state
-            steps, told = await self._ledger.summary(), await self._ledger.incidents(incidents.count(state))
+            steps, told = await self._ledger.summary(), await self._ledger.incidents(incidents.total(state))
         except Unreadable as error:
             return web.Response(status=503, text=str(error))
         return _json(build_report(state, steps, self._loop.clock(), told))

@@ -429,7 +429,7 @@ class Coordinator:
     async def _write_report(self) -> None:
         state = self._core.state
         try:
-            steps, told = await self._ledger.summary(), await self._ledger.incidents(incidents.count(state))
+            steps, told = await self._ledger.summary(), await self._ledger.incidents(incidents.total(state))
         except Unreadable as error:
             self._watchers.say(
                 f"the report has no steps and no old incidents, because they cannot be read: {error}"

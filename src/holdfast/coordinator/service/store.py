@@ -30,7 +30,13 @@ from holdfast.coordinator.service.tally import Tally, read_tally
 from holdfast.errors import Damaged
 from holdfast.protocol import ledger
 from holdfast.protocol.decoding import decode
-from holdfast.protocol.ledger.incidents import ABOUT_INCIDENTS, FACTS, IncidentFacts, add_facts
+from holdfast.protocol.ledger.incidents import (
+    ABOUT_INCIDENTS,
+    FACTS,
+    IncidentExplained,
+    IncidentFacts,
+    add_facts,
+)
 from holdfast.protocol.messages import StepTold
 
 T = TypeVar("T")
@@ -482,12 +488,14 @@ class Store:
         ]
         found: dict[int, dict[str, Any]] = {}
         for kind, text in itertools.chain(rows, told):
-            fields = decode(_fields.decode, text, _DAMAGED, error=sqlite3.DatabaseError)
+            event: IncidentFacts | IncidentExplained
             if kind in FACTS:
-                facts = decode(_as_facts, fields, _DAMAGED, error=sqlite3.DatabaseError)
-                fields = msgspec.structs.asdict(facts)
-            if fields["id"] <= until:
-                add_facts(found.setdefault(fields["id"], {}), kind, fields)
+                event = decode(_facts.decode, text, _DAMAGED, error=sqlite3.DatabaseError)
+            else:
+                event = decode(_explained.decode, text, _DAMAGED, error=sqlite3.DatabaseError)
+            if event.id > until or (event.id not in found and kind not in FACTS):
+                continue
+            add_facts(found.setdefault(event.id, {}), kind, msgspec.structs.asdict(event))
         for known in found.values():
             known.pop("explained", None)
         return list(found.values())
@@ -622,7 +630,8 @@ class Store:
 _DAMAGED = "what is in it is damaged"
 _numbers = msgspec.msgpack.Decoder(int)
 _fields = msgspec.json.Decoder()
-_as_facts = partial(msgspec.convert, type=IncidentFacts)
+_facts = msgspec.json.Decoder(IncidentFacts)
+_explained = msgspec.json.Decoder(IncidentExplained)
 
 
 def _entry(seq: int, t_s: float, utc: str, kind: str, fields: str) -> LedgerEntry:

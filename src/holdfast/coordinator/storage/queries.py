@@ -73,7 +73,7 @@ def nearest(context: Context, name: str, others: list[str]) -> int:
 def mean_time_between_failures_s(context: Context) -> float:
     """What `auto` goes by: the job's own incidents, and a prior."""
     s = context.state
-    return mtbf_s(incidents.count(s), context.now - s.began_s)
+    return mtbf_s(incidents.total(s), context.now - s.began_s)
 
 
 def writes(context: Context, node: Node) -> bool:
