@@ -277,6 +277,13 @@ def test_level_0_counts_attempts_in_a_row():
     assert gang_fault([first, failure("n1.0#4", 2, 9)], nodes=2) is None
 
 
+def test_level_0_whoever_raised_the_same_is_a_witness():
+    twice = [failure(f"n0.0#{i}", i, None) for i in range(2)]
+    assert gang_fault(twice, nodes=2) is None
+    twice[0].also_on = ("n1",)
+    assert gang_fault(twice, nodes=2) == ScriptFault("the same error in 2 attempts in a row")
+
+
 def test_level_0_two_workers_of_one_attempt_are_one_failure():
     assert gang_fault([failure("n0.0#1", 1, None), failure("n1.0#2", 1, None)], nodes=2) is None
 

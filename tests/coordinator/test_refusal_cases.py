@@ -4,6 +4,7 @@ import pytest
 from desk import Desk, running
 from test_memory_snapshot_cases import at_level_0
 
+from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
 from holdfast.coordinator.membership.policy import refuses_the_job
 from holdfast.protocol import messages as m
@@ -206,3 +207,30 @@ def test_a_spare_that_refuses_beside_the_first_step_ends_nothing():
     desk.exits(spare, 1)
     assert desk.state.membership.stop_reason is None
     assert desk.members() == members
+
+
+def test_at_level_0_what_two_nodes_raise_is_the_scripts_whoever_ends_first():
+    desk = at_level_0(2, max_restarts=1)
+    for _attempt in range(2):
+        both = desk.workers()
+        for worker in both:
+            refuses(desk, worker, refused=False)
+        desk.exits(both[0], 1)  # always on the same node
+        desk.exits(both[1], 1)
+        for worker in desk.workers():
+            desk.do(e.NodeSays(worker.partition(".")[0], m.Started(worker, 1, "log")))
+    assert ended(desk) == "failed"
+    assert desk.state.membership.stop_reason == "the same error in 2 attempts in a row"
+
+
+def test_at_level_0_what_one_node_raises_alone_may_be_the_nodes():
+    desk = at_level_0(2, max_restarts=1)
+    for _attempt in range(2):
+        both = desk.workers()
+        refuses(desk, both[0], refused=False)
+        desk.exits(both[0], 1)
+        desk.exits(both[1], -15)
+        for worker in desk.workers():
+            desk.do(e.NodeSays(worker.partition(".")[0], m.Started(worker, 1, "log")))
+    assert ended(desk) == "failed"
+    assert desk.state.membership.stop_reason == "the restart budget is spent"

@@ -51,7 +51,7 @@ def test_the_headline_has_the_state_of_training(status):
 
 def test_the_headline_says_how_long_it_takes_while_it_trains(status):
     to_go = status | {"pace": {"steps_per_s": 5.0, "until": 2234, "left": 1000, "eta_s": 200.0}}
-    assert headline(to_go).plain.endswith("  3 min 20 s left")
+    assert "  3 min 20 s left  2 of 2 workers" in headline(to_go).plain
     assert "left" not in headline(status).plain
     assert "left" not in headline(to_go | {"phase": "ended", "outcome": "failed"}).plain
 
@@ -124,5 +124,16 @@ def test_progress_while_workers_start(status):
 
 
 def test_progress_while_it_trains(status):
-    assert progress_line(SPEC, status) == "training: step 1,234, loss 2.6190, 5.00 steps/s, 2 of 2 workers"
+    assert progress_line(SPEC, status) == "step 1,234, loss 2.6190, 5.00 steps/s"
+    assert progress_line(SPEC, status | {"world": 1}).endswith(", 1 of 2 workers")
+    assert progress_line(SPEC, status | {"phase": "breaking"}).startswith("recovering: step 1,234, ")
+
+
+def test_what_it_says_while_it_trains_fits_80_columns(status):
+    pace = {"steps_per_s": 15.25, "until": 1_000_000, "left": 876_544, "eta_s": 57_477.0}
+    status |= {"step": 123_456, "pace": pace}
+    begins = len("[holdfast]     8.82 s  ")
+    assert begins + len(progress_line(SPEC, status)) <= 80
+    first = drawn(board(status | {"job": "fox"}), width=80).splitlines()[0]
+    assert "15 h 57 min left" in first
     assert progress_line(SPEC, status | {"phase": "gathering"}).startswith("waiting for workers: 2 of 2")

@@ -56,6 +56,13 @@ def test_it_holds_what_was_measured(report):
         assert words in text
 
 
+def test_a_script_without_steps_has_no_table_of_them(report):
+    none = {"committed": None, "lost": 0, "computed": None, "median_s": None, "skipped": None}
+    text = shown(report | {"outcome": "finished", "steps": none, "incidents": []})
+    assert "steps      none: the script told Holdfast of no step" in text
+    assert not any(words in text for words in ("goodput", "–", "Wall time"))
+
+
 def test_unknown_is_a_dash_never_zero(report, incident):
     nothing = dict.fromkeys(incident) | {"id": 1, "cause": "lost", "ranks": [], "injected": False}
     text = shown(

@@ -70,7 +70,7 @@ def test_plain_speaks_ever_more_rarely_and_is_awake_after_an_event(plain, clock,
     lines(capsys)
     clock.now += 2
     plain.tick()
-    assert "training: step 1,234" in lines(capsys)[0]
+    assert "step 1,234, loss" in lines(capsys)[0]
 
 
 def test_plain_says_how_far_the_fetching_of_the_state_is(plain, clock, status, capsys):
@@ -86,7 +86,7 @@ def test_plain_knows_the_time_of_the_job(plain, clock, status, capsys):
     plain.status(status)
     clock.now += 2.5
     plain.tick()
-    assert lines(capsys)[0].startswith("[holdfast]    63.50 s  training")
+    assert lines(capsys)[0].startswith("[holdfast]    63.50 s  step 1,234, ")
 
 
 def test_plain_says_what_it_waits_for_at_the_end(plain, clock, status, capsys):

@@ -63,18 +63,22 @@ def board(status: Status, rows: int = 40) -> RenderableType:
 
 
 def headline(status: Status) -> Text:
-    """`training  step 80  loss 2.6190  4.9 steps/s  generation 2  2 of 2 workers  0:35`."""
+    """`first  training  step 80  loss 2.6190  4.9 steps/s  3 min 05 s left  2 of 2 workers`: within 80 columns, where the end is
+    cut. With fewer workers than wanted, these come first."""
     word = job_word(status)
-    text = Text()
+    workers, short = f"  {status['world']} of {status['target']} workers", status["world"] < status["target"]
+    text = Text(overflow="ellipsis", no_wrap=True)
     text.append(f"{status['job']} ", style="bold")
     text.append(f" {word}", style=_STYLES.get(word, "yellow"))
+    if short:
+        text.append(workers, style="yellow")
     text.append(f"  {step_words(status)}  loss {units.loss(status['loss'])}")
     text.append(f"  {units.rate(steps_per_s(status))}")
-    text.append(f"  generation {status['generation']}")
-    text.append(f"  {status['world']} of {status['target']} workers")
-    text.append(f"  {units.clock(status['t_s'])}", style="dim")
     if status["phase"] == "running" and (left := remaining_words(status)):
-        text.append(f"  {left}", style="dim")
+        text.append(f"  {left}")
+    if not short:
+        text.append(workers)
+    text.append(f"  {units.clock(status['t_s'])}  generation {status['generation']}", style="dim")
     return text
 
 
@@ -94,7 +98,7 @@ def steps_per_s(told: Status) -> float | None:
 
 def remaining_words(status: Status) -> str:
     """`3 min 05 s left`, or `1,200 steps left` where nobody knows how long they take; empty where nothing is known. Short: a line
-    of progress has 100 columns."""
+    of progress has 80 columns."""
     pace = status.get("pace") or {}
     left, eta_s = pace.get("left"), pace.get("eta_s")
     if left is None:

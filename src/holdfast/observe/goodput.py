@@ -37,7 +37,7 @@ WORDS = {
     TimeClass.RESTART: "from a new start of all workers to its first step",
     TimeClass.PLANNED: "around planned changes of the membership",
     TimeClass.SAVING: "after the last step",
-    TimeClass.UNEXPLAINED: "not known: the script has reported no step, or an older version counted nothing",
+    TimeClass.UNEXPLAINED: "not known: the script told Holdfast of no step",
 }
 
 
@@ -49,9 +49,7 @@ def goodput_words(goodput: Mapping[str, Any]) -> str:
     if goodput.get("share") is not None or not goodput.get("unknown"):
         return f"{units.share(goodput.get('share'))} of {wall}{_recent_words(goodput)}"
     if "unexplained" in goodput["classes"]:
-        return (
-            f"{units.UNKNOWN} of {wall}: the script has reported no step, or an older version began the job"
-        )
+        return f"{units.UNKNOWN} of {wall}: the script told Holdfast of no step"
     computed = units.seconds(goodput["computed_s"])
     return f"{units.UNKNOWN} of {wall}: of {computed} of steps only the script knows which it did again"
 

@@ -12,7 +12,8 @@ from holdfast.protocol.units import rate as speed
 
 
 def progress_line(spec: JobSpec, status: Mapping[str, Any] | None) -> str:
-    """`training: step 80, loss 2.6190, 4.9 steps/s, 2 of 2 workers`; while it starts, what it waits for."""
+    """`step 80, loss 2.6190, 4.9 steps/s, 3 min 05 s left`: 56 columns, as `[holdfast]` and the time need 24 of a terminal's 80.
+    While the job starts or recovers, what it waits for; with fewer workers than wanted, how many."""
     if status is None or status["generation"] == 0:
         return _starting(spec, status)
     if status["phase"] == "gathering":
@@ -22,13 +23,13 @@ def progress_line(spec: JobSpec, status: Mapping[str, Any] | None) -> str:
         return _restoring(fetching, status)
     if status["phase"] in ("running", "stopping") and not status["workers"]:
         return _last(status)
-    words = {"running": "training", "breaking": "recovering"}
-    left = remaining_words(status)
-    return (
-        f"{words.get(status['phase'], status['phase'])}: {step_words(status)}, "
-        f"loss {loss(status['loss'])}, {speed(steps_per_s(status))}, {status['world']} of {status['target']} workers"
-        + (f", {left}" if left else "")
-    )
+    words = {"running": "", "breaking": "recovering: "}
+    parts = [step_words(status), f"loss {loss(status['loss'])}", speed(steps_per_s(status))]
+    if status["world"] < status["target"]:
+        parts.append(f"{status['world']} of {status['target']} workers")
+    if left := remaining_words(status):
+        parts.append(left)
+    return words.get(status["phase"], f"{status['phase']}: ") + ", ".join(parts)
 
 
 def _restoring(fetching: Sequence[Mapping[str, Any]], status: Mapping[str, Any]) -> str:

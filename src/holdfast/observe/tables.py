@@ -87,7 +87,7 @@ def report_view(report: Report, job_dir: Path) -> RenderableType:
     """Header, the wall time, incidents, where their time went, planned changes, slow ranks; the closing error last."""
     parts: list[RenderableType] = [_header(report, job_dir)]
     trained = _has_trained(report)
-    if trained and (goodput := report.get("goodput") or {}).get("classes"):
+    if trained and _knows_steps(report) and (goodput := report.get("goodput") or {}).get("classes"):
         parts += [Text(), goodput_table(goodput)]
     incidents = report.get("incidents") or []
     if trained and incidents:
@@ -112,6 +112,13 @@ def _has_trained(report: Report) -> bool:
         report.get("outcome") not in ("failed", "stopped")
         or (report.get("steps") or {}).get("median_s") is not None
     )
+
+
+def _knows_steps(report: Report) -> bool:
+    """False: the script finished and told of none."""
+    steps = report.get("steps") or {}
+    told = steps.get("committed") is not None or steps.get("computed")
+    return bool(told) or report.get("outcome") != "finished" or "computed" not in steps
 
 
 def _header(report: Report, job_dir: Path) -> Table:
@@ -147,6 +154,11 @@ def _header(report: Report, job_dir: Path) -> Table:
 
 def _add_figures(table: Table, report: Report) -> None:
     """What the steps came to."""
+    if not _knows_steps(report):
+        wall_s = (report.get("goodput") or {}).get("wall_s")
+        table.add_row("steps", "none: the script told Holdfast of no step")
+        table.add_row("wall time", units.seconds(wall_s))
+        return
     steps = report.get("steps") or {}
     table.add_row(
         "steps",

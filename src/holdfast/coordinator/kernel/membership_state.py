@@ -243,6 +243,8 @@ class Failure(msgspec.Struct, kw_only=True):
     worker: str
     node: str
     generation: int
+    also_on: tuple[str, ...] = ()
+    """Other nodes whose workers had raised the same in this attempt; known at level 0 only."""
 
 
 class Blame(msgspec.Struct, kw_only=True):

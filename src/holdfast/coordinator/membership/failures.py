@@ -210,10 +210,24 @@ def first_blame(context: Context, signature: str) -> Blame | None:
     return None
 
 
-def note_failure(context: Context, step: int | None, signature: str, worker: Worker, generation: int) -> None:
-    """Remembers a failure for `script_fault`."""
+def note_failure(
+    context: Context,
+    step: int | None,
+    signature: str,
+    worker: Worker,
+    generation: int,
+    also_on: tuple[str, ...] = (),
+) -> None:
+    """Remembers a failure for `script_fault` and `gang_fault`."""
     context.state.membership.failures.append(
-        Failure(step=step, signature=signature, worker=worker.name, node=worker.node, generation=generation)
+        Failure(
+            step=step,
+            signature=signature,
+            worker=worker.name,
+            node=worker.node,
+            generation=generation,
+            also_on=also_on,
+        )
     )
     # Counted per machine for the choice of newcomers. That decides nothing about fault, it only puts others
     # first.

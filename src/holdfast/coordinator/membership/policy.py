@@ -293,9 +293,9 @@ def gang_fault(failures: Sequence[Failure], nodes: int = 1) -> ScriptFault | Nod
     """The same for level 0, where each failure ended an attempt.
 
     Looked at are attempts that followed each other and ended with the same error at the same step (None: before
-    the first that was counted). An exception in two of them is the script's, if on two nodes or on the only one; a
-    process that just ends says less, so three are needed. Three in eight attempts on one node of several show that
-    it is the node's.
+    the first that was counted). An exception in two of them is the script's, if workers of two nodes raised it, in one
+    attempt or in several, or the job has a single node; a process that just ends says less, so three are needed. Three
+    in eight attempts on one node of several show that it is the node's.
     """
     run: list[Failure] = []
     # One failure per attempt, the newest attempts first, without a gap. At level 0 an error kills all workers
@@ -313,7 +313,7 @@ def gang_fault(failures: Sequence[Failure], nodes: int = 1) -> ScriptFault | Nod
     # An exit code or a signal may be the machine's, see `script_fault`; so one attempt more is needed before
     # a person is told that the script is broken.
     exception = not run[0].signature.startswith((SIGNAL, EXIT))
-    everywhere = len({f.node for f in run}) >= min(2, nodes)
+    everywhere = len({node for f in run for node in (f.node, *f.also_on)}) >= min(2, nodes)
     if everywhere and len(run) >= (2 if exception else 3):
         return ScriptFault(f"the same error in {len(run)} attempts in a row")
     key = (run[0].node, run[0].step, run[0].signature)
@@ -337,8 +337,14 @@ def refuses_the_job(refused: bool, told_to_end: bool, trained: bool, phases: Ite
     return refused and not told_to_end and not trained and WorkerPhase.READY not in phases
 
 
+def raised(blame: Blame) -> str:
+    """The last line of the traceback, which names the exception; empty: none was reported."""
+    lines = blame.traceback.strip().splitlines()
+    return lines[-1] if lines else ""
+
+
 def failure_signature(blame: Blame, exited: Exited) -> str:
     """What makes two deaths the same: the exception if one was reported, else how the process ended."""
     if blame.traceback:
-        return blame.traceback.strip().splitlines()[-1]
+        return raised(blame)
     return f"{SIGNAL} {-exited.code}" if exited.code < 0 else f"{EXIT} {exited.code}"

@@ -292,7 +292,16 @@ def _start_all(context: Context, chosen: list[Node]) -> None:
 def _judge(context: Context, worker: Worker, signature: str) -> None:
     """The script's fault, a node's, or one that a restart may cure?"""
     membership = context.state.membership
-    failures.note_failure(context, membership.committed or None, signature, worker, membership.number)
+    # Whoever raised the same in this attempt is a witness as good as the one whose process ended first.
+    raised = [
+        w.node
+        for w in context.members()
+        if w.name in membership.blames and policy.raised(membership.blames[w.name]) == signature
+    ]
+    also_on = tuple(dict.fromkeys(n for n in raised if n != worker.node))
+    failures.note_failure(
+        context, membership.committed or None, signature, worker, membership.number, also_on
+    )
     verdict = policy.gang_fault(membership.failures, nodes=queries.hoped_for(context))
     match verdict:
         case ScriptFault(reason):
