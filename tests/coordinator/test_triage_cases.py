@@ -706,13 +706,16 @@ def test_nobody_is_asked_for_in_the_place_of_nodes_that_are_checked_because_they
     assert len(desk.did(e.ProvideNode)) == 1
 
 
-def test_injected_faults_are_not_remembered():
+def test_whoever_keeps_histories_knows_what_was_injected():
     desk = running(2, spares=1)
     come_back(desk, "m0")
     desk.do(e.Injected(fault="xid=79:node=9", kind="xid", node="m0", worker=None))
     finds(desk, "m0")
     assert marked(desk) == ["m0"]
-    assert not desk.did(e.Remember)
+    about = {record.incident for record in desk.did(e.Remember)}
+    assert about == {1}
+    assert incidents.was_injected(desk.state, 1)
+    assert not incidents.was_injected(desk.state, 0)
 
 
 # ---------------------------------------------------------------- state

@@ -317,9 +317,8 @@ class Core(Context):
                     nodes.lose(self, node, cause)
             case NodeSays(name, message):
                 self._node_says(name, message)
-            case Injected(fault=fault, kind=kind, node=name, worker=worker, step=step):
-                injection = Injection(fault=fault, kind=kind, at_s=self.now, node=name, worker=worker)
-                failures.injected(self, injection, step)
+            case Injected():
+                self._injected(event)
             case StopRequested(reason, cause):
                 shutdown.request(self, reason, "stopped", cause=cause)
             case NodeUnavailable(reason):
@@ -359,6 +358,31 @@ class Core(Context):
                 nodes.starved(self, name, waited_s)
             case Tick():
                 pass
+
+    def _injected(self, event: Injected) -> None:
+        """For the record alone: nothing is decided upon it."""
+        s, generation = self.state, self.state.membership.generation
+        committed = s.membership.committed
+        # Commits are reported once in a while, so the worker knows better. At level 0 it counts the steps of one start.
+        if event.step is not None and s.membership.counts_steps:
+            committed = max(committed, event.step)
+        self.record(
+            ledger.FaultInjected(
+                fault=event.fault,
+                fault_kind=event.kind,
+                node=event.node,
+                worker=event.worker,
+                rank=generation.rank_of(event.worker) if generation and event.worker else None,
+                step=committed,
+            )
+        )
+        # The node announces it itself and leaves as planned, as on a real spot machine, so no incident will come
+        # that could be this one.
+        if event.kind != "preempt-node":
+            injection = Injection(
+                fault=event.fault, kind=event.kind, at_s=self.now, node=event.node, worker=event.worker
+            )
+            incidents.injected(s, injection)
 
     def _node_says(self, name: str, message: m.AgentMessage) -> None:
         node = self.state.membership.nodes.get(name)

@@ -37,6 +37,7 @@ class FaultPlan:
         self._link = link
         self._armed: list[ArmedFault] = []
         self._fired: set[str] = set()
+        self.tell_progress: Callable[[], None] = lambda: None
         self.poison: Callable[[], None] = lambda: None
         self.flip: Callable[[], None] = lambda: None
         self.flip_gradient: Callable[[], None] = lambda: None
@@ -64,6 +65,8 @@ class FaultPlan:
         # Before it happens: a worker that survives its fault (a raised error, NaN) repeats the step, and the
         # fault must strike once.
         self._fired.add(fault.id)
+        # Commits are reported once in a while. A fault at step 50 would be shown as one at step 47.
+        self.tell_progress()
         self._link.send(FaultFired(fault.id, step, int(phase)))
         # The process may be dead on the next line. The coordinator must know that the fault was injected, or
         # its report would blame the machine.

@@ -112,6 +112,7 @@ class Replica:
         self.stopped = False
         self._last: StepOutcome | None = None
         faults.poison = self._poison
+        faults.tell_progress = lambda: self._progress.flush(self.state.committed or 0)
         faults.flip_gradient = gradients.flip
 
     # ------------------------------------------------------------ membership

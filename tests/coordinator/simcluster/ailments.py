@@ -151,7 +151,7 @@ class Ailments:
     def _kill(self, agent: SimAgent) -> None:
         if not self.over:
             for worker in agent.living()[:1]:
-                self.cluster.faults.untold.append(worker.name)
+                self.cluster.faults.killed.append(worker.name)
                 worker.die(-9)
 
     # ------------------------------------------------------------ agents

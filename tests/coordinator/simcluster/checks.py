@@ -695,7 +695,7 @@ class Checks:
         if plan.budget_is_small and any(x in reason for x in ("budget", "restarts", "may be")):
             allowed.add("failed")
         same = "same error" in reason or "ended a worker in" in reason
-        if same and len(self.cluster.faults.untold) >= 3:
+        if same and len(self.cluster.faults.killed) >= 3:
             allowed.add("failed")
         if same and self.cluster.faults.made_bad and plan.spec.min_nodes == 1:
             allowed.add("failed")  # on one node alone a bad machine and a bad script look the same

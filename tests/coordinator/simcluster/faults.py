@@ -26,7 +26,8 @@ class Faults:
         self.last_s = 0.0
         self.made_bad = False
         self._codes = 2
-        self.untold: list[str] = []
+        self.killed: list[str] = []
+        """Workers whose end says what a script's own error would."""
         self._flaky: set[int] = set()
         self._flaky_left = 0
         self._torn_until_s = 0.0
@@ -131,12 +132,11 @@ class Faults:
         living = [w for a in self.cluster.agents.values() if a.alive for w in a.living() if w.running]
         return self.cluster.rng.choice(living) if living else None
 
-    def _told(self, kind: str, strike: Callable[[], None], node: str | None, worker: str | None) -> bool:
+    def _tell(self, kind: str, strike: Callable[[], None], node: str | None, worker: str | None) -> None:
         """Most injected faults are told to the coordinator, shortly before or after they strike."""
         cluster = self.cluster
         told = cluster.rng.random() < cluster.plan.tells_injections
         event = e.Injected(fault=f"sim-{kind}", kind=kind, node=node, worker=worker)
-        heard = cluster.service.up
         if told and cluster.rng.random() < 0.7:
             cluster.service.handle(event)
             strike()
@@ -144,7 +144,6 @@ class Faults:
             strike()
             if told:
                 cluster.clock.after(cluster.rng.uniform(0.0, 0.05), cluster.service.handle, event)
-        return told and heard
 
     def _kill_worker(self, worker: SimWorker | None) -> None:
         target = self._pick(worker)
@@ -154,8 +153,8 @@ class Faults:
         code = self.cluster.rng.choice((-9, -9, -11, -6, self._codes))
         if target.phase is Phase.DONE:
             code = -9  # what a script does after its last step is not asked here
-        if not self._told("kill-worker", lambda: target.die(code), target.agent.name, target.name):
-            self.untold.append(target.name)
+        self.killed.append(target.name)
+        self._tell("kill-worker", lambda: target.die(code), target.agent.name, target.name)
 
     def _kill_some(self, worker: SimWorker | None, what: str) -> None:
         """All workers of one replica, or all that hold one shard, as the newest generation has them."""
@@ -187,8 +186,7 @@ class Faults:
             )
         for target in struck:
             target.die(-9)
-        if not told or not cluster.service.up:
-            self.untold.extend(w.name for w in struck)
+        self.killed.extend(w.name for w in struck)
 
     def _silence_holders(self) -> None:
         """Every node that holds a snapshot is cut off, and comes back with it when the job has gone on without."""
@@ -205,7 +203,7 @@ class Faults:
         spares = [w for n in names if (w := self.cluster.workers.get(n)) is not None and w.running]
         if spares:
             target = self.cluster.rng.choice(spares)
-            self.untold.append(target.name)
+            self.killed.append(target.name)
             target.die(-9)
 
     def _node(self, worker: SimWorker | None) -> SimAgent | None:
@@ -217,7 +215,7 @@ class Faults:
     def _kill_node(self, worker: SimWorker | None) -> None:
         agent = self._node(worker)
         if agent is not None:
-            self._told("kill-node", agent.end, agent.name, None)
+            self._tell("kill-node", agent.end, agent.name, None)
 
     def _lose_rack(self, worker: SimWorker | None) -> None:
         """All nodes of one place, by their power or by their switch."""
@@ -237,7 +235,7 @@ class Faults:
         agent = self._node(worker)
         if agent is None:
             return
-        self._told("drop-node", lambda: agent.silence(True, cut), agent.name, None)
+        self._tell("drop-node", lambda: agent.silence(True, cut), agent.name, None)
         self._silenced.append(agent)
         self.cluster.clock.after(self.cluster.rng.choice((0.3, 1.0, 3.0, 8.0)), self._heal, agent)
 
@@ -248,7 +246,7 @@ class Faults:
     def _stop_worker(self, worker: SimWorker | None) -> None:
         target = self._pick(worker)
         if target is not None:
-            self._told("stop-worker", lambda: target.freeze(stopped=True), target.agent.name, target.name)
+            self._tell("stop-worker", lambda: target.freeze(stopped=True), target.agent.name, target.name)
 
     def _freeze_worker(self, worker: SimWorker | None) -> None:
         """A deadlock in which the process looks alive: nothing in it answers any more.

@@ -173,7 +173,7 @@ def quarantine(context: Context, node: Node, reason: str, incident: Incident | N
     """The machine is not used again, in this job and in others, before it has passed the deep checks."""
     rule, device = (incident.rule, incident.device) if incident else ("", "")
     _give_up(context, node.machine, reason[:400], rule)
-    if node.lasting and not (incident and incident.injected):
+    if node.lasting:
         context.act(
             Remember(
                 machine=node.lasting,
@@ -182,6 +182,7 @@ def quarantine(context: Context, node: Node, reason: str, incident: Incident | N
                 rule=rule,
                 device=device,
                 text=reason[:400],
+                incident=incident.id if incident else 0,
             )
         )
 
@@ -209,9 +210,15 @@ def lost(context: Context, node: Node, incident: Incident) -> None:
     if len(incident.lost_nodes) > 1:
         return  # what they share was lost, which says nothing about any of them
     machines = context.state.health.engine.nodes_are_machines
-    if node.lasting and machines and not incident.rule and not incident.injected:
+    if node.lasting and machines and not incident.rule:
         context.act(
-            Remember(machine=node.lasting, kind=Kind.LOST, node=node.name, text=str(incident.cause)[:400])
+            Remember(
+                machine=node.lasting,
+                kind=Kind.LOST,
+                node=node.name,
+                text=str(incident.cause)[:400],
+                incident=incident.id,
+            )
         )
 
 

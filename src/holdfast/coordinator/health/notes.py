@@ -26,6 +26,7 @@ def remember(context: Context, node: Node, kind: Kind, incident: Incident, remed
                 device=incident.device,
                 text=text,
                 remedy=remedy,
+                incident=incident.id,
             )
         )
 

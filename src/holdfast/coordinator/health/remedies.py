@@ -56,8 +56,7 @@ def begin(context: Context, node: Node, incident: Incident, remedy: Remedy, plan
     # Noted before it is done: if this process dies in between, the next one counts an act too many, which is
     # safe. One too few could exceed the limit.
     blast_radius.entered(context, act)
-    if not incident.injected:
-        notes.remember(context, node, Kind.ACTED, incident, remedy.value)
+    notes.remember(context, node, Kind.ACTED, incident, remedy.value)
     if remedy is Remedy.RESTART_WORKER:
         _restart(context, node, incident, act)
     elif planned:

@@ -230,9 +230,7 @@ def decide(context: Context, incident: Incident) -> None:
     _verdict(context, node, incident, decision, decision.does)
     incident.does = decision.does
     blast_radius.count_act(context, decision.does)
-    # Injected faults leave no trace in the machine's history. A test must not make a good machine a lemon.
-    if not incident.injected:
-        notes.remember(context, node, Kind.INCIDENT, incident)
+    notes.remember(context, node, Kind.INCIDENT, incident)
     remedies.begin(context, node, incident, decision.does, planned=not fatal)
 
 
@@ -240,8 +238,7 @@ def escalated(context: Context, node: Node, incident: Incident, does: Remedy, re
     """What was done did not work. The next rung takes nothing from the job any more, so no limit speaks against it."""
     incident.does = does
     _verdict(context, node, incident, Decision(does=does, reason=reason), does)
-    if not incident.injected:
-        notes.remember(context, node, Kind.ACTED, incident, does.value)
+    notes.remember(context, node, Kind.ACTED, incident, does.value)
 
 
 def _withhold(context: Context, node: Node, incident: Incident, decision: Decision) -> None:

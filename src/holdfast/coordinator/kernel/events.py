@@ -204,6 +204,9 @@ class Remember(msgspec.Struct, frozen=True, kw_only=True):
     device: str = ""
     text: str = ""
     remedy: str = ""
+    incident: int = 0
+    """The number of the incident that it is about; 0: of none. An injected fault says nothing about a machine, so whoever keeps
+    histories leaves it out."""
 
 
 class End(msgspec.Struct, frozen=True):

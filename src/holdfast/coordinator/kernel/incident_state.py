@@ -30,9 +30,13 @@ class Incident(msgspec.Struct, omit_defaults=True, kw_only=True):
     """The number of the generation that it struck."""
     world: int = 1
     """Workers that computed in that generation, so what full strength means for it."""
-    fault: str | None = None
-    """The injected fault as it was written, or the fault's kind where the opener knows it; None: neither."""
-    injected: bool = False
+    kind: str | None = None
+    """The fault's kind where the opener knows it (`nan`, `kill-coordinator`); None: its cause says what it is."""
+    injected: str | None = None
+    """The injected fault as it was written; None: nobody injected it. For the record alone: what is decided is what would be
+    decided for a fault that nobody injected."""
+    injected_at_s: float | None = None
+    """When it was injected; None: it was not, or what struck last was not."""
     workers: list[str] = []
     """Those that it took, or made fail."""
     rung: str | None = None
@@ -98,6 +102,11 @@ class Incident(msgspec.Struct, omit_defaults=True, kw_only=True):
     """Of the newest stall, in which the script did work of its own between two steps."""
     paused_first_s: float = 0.0
     """Of that, before it was decided how the job goes on."""
+
+    @property
+    def struck_s(self) -> float:
+        """As `began_s`, and of an injected fault when it was injected. For the record alone."""
+        return self.began_s if self.injected_at_s is None else self.injected_at_s
 
     @property
     def began_s(self) -> float:

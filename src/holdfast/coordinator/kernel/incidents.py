@@ -64,8 +64,8 @@ def open_incident(
     quiet: bool = False,
     raised: bool = False,
 ) -> Incident:
-    """Enters an incident, or what is part of one. An injected fault of the same worker, node or kind explains when it
-    began; what a rule found on the node just before is its cause. quiet: training goes on. raised: see `raised_now`.
+    """Enters an incident, or what is part of one. What a rule found on the node just before is its cause. An injected fault of
+    the same worker, node or kind is recorded with it. quiet: training goes on. raised: see `raised_now`.
     """
     names = list(workers)
     unnamed_hang = isinstance(cause, Hang) and node is None
@@ -81,10 +81,11 @@ def open_incident(
         # claimed, so one that is claimed for nothing would leave the real effect without its cause, and the
         # benchmark without its time.
         injection = _claim(state, now, node, names, kind, unnamed_hang)
-        if injection is not None:
-            known.injected, known.fault = True, injection.fault
         if anew:
-            known.fault_at_s = injection.at_s if injection else fault_at_s
+            known.fault_at_s, known.injected_at_s = fault_at_s, None
+        if injection is not None:
+            known.injected = injection.fault
+            known.injected_at_s = injection.at_s if anew else known.injected_at_s
         return known
     injection = _claim(state, now, node, names, kind, unnamed_hang)
     incident = Incident(
@@ -93,12 +94,13 @@ def open_incident(
         node=node,
         ranks=ranks,
         at_step=state.step,
-        fault_at_s=injection.at_s if injection else fault_at_s,
+        fault_at_s=fault_at_s,
         detected_at_s=now,
         generation=state.membership.number,
         world=generation.strength if generation else 1,
-        fault=injection.fault if injection else kind,
-        injected=injection is not None,
+        kind=kind,
+        injected=injection.fault if injection else None,
+        injected_at_s=injection.at_s if injection else None,
         workers=names,
         needs_newcomer=needs_newcomer,
         quiet=quiet,
@@ -114,6 +116,12 @@ def open_incident(
 def total(state: CoreState) -> int:
     """How many incidents the job has had."""
     return state.forgotten + len(state.incidents)
+
+
+def was_injected(state: CoreState, number: int) -> bool:
+    """Whether an incident is an injected fault's. For whoever keeps records. number: 0 for none."""
+    known = state.forgotten < number <= total(state)
+    return known and numbered(state, number).injected is not None
 
 
 def numbered(state: CoreState, number: int) -> Incident:
@@ -245,13 +253,7 @@ def raised_now(state: CoreState) -> Incident | None:
     # by peer"), and within milliseconds the agent reports the process itself: the same fault, and its real
     # cause.
     last = state.incidents[-1] if state.incidents else None
-    if (
-        last is None
-        or not last.raised
-        or last.rule
-        or last.injected
-        or last.generation != state.membership.number
-    ):
+    if last is None or not last.raised or last.rule or last.generation != state.membership.number:
         return None
     return last if last.open else None
 
@@ -274,9 +276,9 @@ def unexplained(state: CoreState, now: float, node: str, worker: str = "") -> In
     for incident in reversed(state.incidents):
         if now - incident.detected_at_s > JOIN_S:
             return None
-        if incident.rule or incident.injected or incident.rung == COORDINATOR:
+        if incident.rule or incident.rung == COORDINATOR:
             continue
-        if incident.node == node or (incident.node is None and incident.fault is None):
+        if incident.node == node or (incident.node is None and incident.kind is None):
             return incident
     return None
 
@@ -297,9 +299,15 @@ def _add(incident: Incident, evidence: Evidence) -> None:
         incident.evidence.append(evidence)
 
 
-def expect(state: CoreState, injection: Injection) -> None:
-    """An injected fault whose effect is still to be seen."""
-    state.injections.append(injection)
+# ---------------------------------------------------------------- injected faults
+# They are known to the record alone: what is decided is what would be decided for a fault that nobody injected, or demos,
+# tests and benchmarks would show another program than the one that runs in production.
+
+
+def injected(state: CoreState, injection: Injection) -> None:
+    """A fault is being injected now, or was just before: the report of it and its effect take different ways."""
+    if not any(_explains(incident, injection) for incident in state.incidents[-LOOKED_AT:]):
+        state.injections.append(injection)
 
 
 def _claim(
@@ -321,14 +329,14 @@ def _claim(
     return None
 
 
-def explains(incident: Incident, injection: Injection) -> bool:
-    """An injection that was heard of after its effect (the messages took different ways)."""
+def _explains(incident: Incident, injection: Injection) -> bool:
+    """An injection that was heard of after its effect."""
     hit = (
         (injection.worker in incident.workers)
         or (injection.node is not None and injection.node == incident.node and injection.worker is None)
-        or (injection.kind == incident.fault == "nan")  # whoever says it first: all have it
+        or (injection.kind == incident.kind == "nan")  # whoever says it first: all have it
     )
-    if incident.open and not incident.injected and hit:
+    if incident.open and incident.injected is None and hit:
         _began(incident, injection)
         return True
     return False
@@ -336,8 +344,8 @@ def explains(incident: Incident, injection: Injection) -> bool:
 
 def _began(incident: Incident, injection: Injection) -> None:
     """It is this injected fault's."""
-    incident.injected, incident.fault = True, injection.fault
-    incident.fault_at_s = min(injection.at_s, incident.detected_at_s)
+    incident.injected = injection.fault
+    incident.injected_at_s = min(injection.at_s, incident.detected_at_s)
 
 
 def _ranks(state: CoreState, workers: Iterable[str]) -> list[int]:
@@ -435,17 +443,17 @@ F = TypeVar("F", bound=IncidentFacts)
 
 def describe(state: CoreState, incident: Incident, event: type[F]) -> F:
     """The incident as an event of the ledger. Durations in seconds; unknown is None."""
-    began = incident.began_s
+    began, known = incident.struck_s, (incident.fault_at_s, incident.injected_at_s) != (None, None)
     hang = incident.cause if isinstance(incident.cause, Hang) else None
     return event(
         id=incident.id,
-        fault=incident.fault,
-        injected=incident.injected,
+        fault=incident.injected or incident.kind,
+        injected=incident.injected is not None,
         node=incident.node,
         ranks=incident.ranks,
         at_step=incident.at_step,
         t_s=_gap(state.began_s, began),
-        detect_s=None if incident.fault_at_s is None else _gap(began, incident.detected_at_s),
+        detect_s=_gap(began, incident.detected_at_s) if known else None,
         decide_s=_gap(incident.detected_at_s, incident.decided_at_s, incident.paused_first_s),
         replace_s=_gap(incident.detected_at_s, incident.replaced_at_s),
         join_s=incident.join_s,
@@ -482,12 +490,12 @@ def shown(state: CoreState, incident: Incident) -> dict[str, Any]:
 
 def stall_s(incident: Incident) -> float | None:
     """From its (last) strike to the next commit by anyone, without what the script did meanwhile of its own."""
-    return _gap(incident.began_s, incident.first_commit_at_s, incident.paused_s)
+    return _gap(incident.struck_s, incident.first_commit_at_s, incident.paused_s)
 
 
 def kind_of(incident: Incident) -> str:
     """The kind under which an incident is counted: the name of its injected fault, else the kind of its cause."""
-    return counted_as(incident.fault, incident.rule, incident.cause.kind)
+    return counted_as(incident.injected or incident.kind, incident.rule, incident.cause.kind)
 
 
 def _gap(since: float | None, until: float | None, without_s: float = 0.0) -> float | None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from holdfast.coordinator.kernel import incidents, transitions
+from holdfast.coordinator.kernel import transitions
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.deadlines import Timer, Watched
-from holdfast.coordinator.kernel.incident_state import Injection
 from holdfast.coordinator.kernel.membership_state import Blame, Failure, Worker
 from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
 from holdfast.coordinator.kernel.requests import (
@@ -36,9 +35,6 @@ KEPT = 512
 
 STRIKES = 3
 """So many volleys of workers in a row that did not get ready, and their node is given up."""
-
-LIKE_A_SCRIPT = ("segfault", "exit", "raise")
-"""Injected faults that stand for an error of the script's. The others are the machine's: they blame nobody."""
 
 # ---------------------------------------------------------------- user code raised
 
@@ -408,42 +404,6 @@ def end_stuck(context: Context) -> None:
     if patient:
         s.deadlines.set(Timer.LEAVE, min(until_s[w.name] for w in patient))
     condemn(context, [w for w in stuck if w not in patient], causes.LeftBehind())
-
-
-# ---------------------------------------------------------------- injected faults
-
-
-def injected(context: Context, injection: Injection, step: int | None = None) -> None:
-    """A fault is being injected now, or was just before: it explains an incident, and blames nobody. step: see `events.Injected`."""
-    s = context.state
-    # Commits are reported once in a while, so the worker knows better. At level 0 it counts the steps of one start.
-    if step is not None and s.membership.counts_steps:
-        s.membership.committed = max(s.membership.committed, step)
-    rank = (
-        s.membership.generation.rank_of(injection.worker)
-        if s.membership.generation and injection.worker
-        else None
-    )
-    context.record(
-        ledger.FaultInjected(
-            fault=injection.fault,
-            fault_kind=injection.kind,
-            node=injection.node,
-            worker=injection.worker,
-            rank=rank,
-            step=s.membership.committed,
-        )
-    )
-    # The node announces it itself and leaves as planned, as on a real spot machine, so no incident will come
-    # that could claim this injection.
-    if injection.kind == "preempt-node":
-        return
-    # The notice of an injection may arrive after its effect: they take different ways. Then what was counted
-    # against the worker's node is taken back.
-    if any(incidents.explains(i, injection) for i in s.incidents):
-        forgive(context, lambda failure: failure.worker == injection.worker)
-    else:
-        incidents.expect(s, injection)
 
 
 def forget(context: Context) -> None:

@@ -66,13 +66,11 @@ class InProcess:
         # no incident.
         member = was in (WorkerPhase.MEMBER, WorkerPhase.PARKED)
         early = was in (WorkerPhase.STARTING, WorkerPhase.ATTACHED)
-        injected = False
         if member or membership.number == 0:
-            incident = context.open_incident(cause, node=worker.node, workers=[worker.name])
-            injected = incident.injected and not str(incident.fault).startswith(failures.LIKE_A_SCRIPT)
+            context.open_incident(cause, node=worker.node, workers=[worker.name])
         # Judged before the generation is ended: a verdict stops the job, and the end of the generation then
         # leads to saving instead of to the next attempt.
-        if message is not None and (member or early) and not injected:
+        if message is not None and (member or early):
             failures.judge_exit(context, worker, message, early)
         if member:
             context.request(EndGeneration(cause))

@@ -49,10 +49,8 @@ def join(context: Context, node: Node, workers: list[Worker], cause: causes.Caus
 
 
 def _may_be_shared(incident: Incident, cause: causes.Cause) -> bool:
-    """It is not known to be about one node: no rule found something there, and nobody injected it."""
-    return not (incident.rule or incident.injected or incident.quiet) and isinstance(
-        cause, (*_LOST_WITH_OTHERS, causes.PlaceLost)
-    )
+    """It is not known to be about one node: no rule found something there."""
+    return not (incident.rule or incident.quiet) and isinstance(cause, (*_LOST_WITH_OTHERS, causes.PlaceLost))
 
 
 def _is_lost(context: Context, place: NodePlace, incident: Incident) -> bool:

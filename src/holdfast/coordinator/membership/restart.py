@@ -346,11 +346,11 @@ def _failed(
     """All start again because of these, unless that is not allowed or the script's fault. raised: by an error."""
     # The restart is decided before the fault is judged: training goes on in any case, unless the verdict
     # stops the job.
-    injected = _fault(context, workers, workers[0].node, cause, raised)
+    _fault(context, workers, workers[0].node, cause, raised)
     context.state.membership.blame = blame
     if context.spec.max_restarts == 0:
         context.request(StopJob("no restarts are allowed", "failed", blame))
-    elif not injected:
+    else:
         _judge(context, workers[0], signature)
 
 
@@ -388,11 +388,10 @@ def _explain(context: Context, workers: list[Worker], node: str, cause: Cause) -
 
 def _fault(
     context: Context, workers: list[Worker], node: str | None, cause: Cause, raised: bool = False
-) -> bool:
-    """Opens an incident and starts all again. raised: it is an error. True when the fault was injected."""
-    incident = context.open_incident(cause, node=node, workers=[w.name for w in workers], raised=raised)
+) -> None:
+    """Opens an incident and starts all again. raised: it is an error."""
+    context.open_incident(cause, node=node, workers=[w.name for w in workers], raised=raised)
     _restart(context, str(cause))
-    return incident.injected
 
 
 def _take_out(context: Context, culprits: list[Worker], cause: Hang) -> None:

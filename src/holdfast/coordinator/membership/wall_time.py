@@ -419,7 +419,7 @@ def _divide_torn(state: CoreState) -> None:
         return
     (since_s, broke_s), wall.torn = wall.torn, None
     struck = [
-        i.began_s
+        i.struck_s
         for i in incidents.open_ones(state)
         if i.generation == state.membership.number and i.first_commit_at_s is None
     ]

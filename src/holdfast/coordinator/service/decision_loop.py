@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.coordinator.kernel import events as ev
+from holdfast.coordinator.kernel import incidents
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.kernel.validate import validate
 from holdfast.coordinator.machine import Core
@@ -368,7 +369,9 @@ class DecisionLoop:
                 self._ordered = action.order_id
                 self._watchers.announce_order(action)
             case ev.Remember():
-                self._memory.remember(action)
+                # A test must not make a good machine a lemon.
+                if not incidents.was_injected(self.core.state, action.incident):
+                    self._memory.remember(action)
             case ev.End():
                 self.over.set()
             case _:
