@@ -38,7 +38,7 @@ def job(home):
 
 
 def test_status(job, holdfast):
-    assert "live  gathering workers  step 0  loss –  – steps/s" in holdfast("status").out
+    assert "live  gathering workers  0 of 2 workers  step 0  loss –  – steps/s" in holdfast("status").out
     assert json.loads(holdfast("status", "--json").out)["running"] is True
 
 

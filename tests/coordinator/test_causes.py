@@ -1,7 +1,6 @@
 """Every cause that the core can write has its kind, and a fault of a machine is never counted as the script's."""
 
 import ast
-import json
 from pathlib import Path
 from typing import get_args
 
@@ -13,14 +12,9 @@ from test_core_cases import at
 import holdfast
 from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel.incidents import kind_of
-from holdfast.coordinator.kernel.phases import NodePhase
-from holdfast.coordinator.kernel.state import CoreState
-from holdfast.coordinator.service.older_states import state_of
-from holdfast.coordinator.service.store import Store
 from holdfast.protocol import causes
 from holdfast.protocol import messages as m
 from holdfast.protocol.availability import NodeOutOfMemory, NodeTaken
-from holdfast.protocol.causes import CauseKind, kind_of_text
 from holdfast.protocol.phases import Phase
 
 SOURCES = Path(holdfast.__file__).parent
@@ -33,7 +27,7 @@ KINDS = {
     "Hang": "hang", "ProcessStopped": "hang", "LeftBehind": "hang", "NotReady": "timeout", "NotSaved": "timeout",
     "CollectiveFailed": "collective", "MemberLeft": "collective", "CoordinatorLost": "coordinator",
     "StateUnread": "state", "NobodyHasState": "state", "LastStateIncomplete": "state", "Stopping": "stop", "RuleMatched": "health",
-    "ScriptRaised": "script", "ShapesDiffer": "script", "NotFinite": "nan", "Recorded": "other",
+    "ScriptRaised": "script", "ShapesDiffer": "script", "NotFinite": "nan",
     "StatesDiffer": "corruption",
     "GradientsDiffer": "corruption",
 }  # fmt: skip
@@ -168,31 +162,6 @@ def test_a_cause_is_the_same_after_it_was_written(name):
     assert str(cause)
 
 
-@pytest.mark.parametrize(
-    "name", sorted(set(CAUSES) - {"ChecksFailed", "NodeReclaimed", "ShapesDiffer", "Stopping"})
-)
-def test_the_words_of_a_cause_tell_a_reader_of_older_ledgers_its_kind(name):
-    cause = an_example(CAUSES[name])
-    real = {
-        "ScriptRaised": ("ValueError", "bad"),
-        "NotFinite": ("NonFiniteGradient", "bad"),
-        "MemberLeft": ("n0.0#1",),
-        "StateUnread": ("file:///tier/step-9", "bad"),
-    }
-    if name in real:
-        cause = CAUSES[name](*real[name])
-    expected = "other" if name == "RuleMatched" else cause.kind  # its incident has the rule
-    assert kind_of_text(str(cause)) == expected
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "what a later version says", "xid-79: fallen off the bus", "the switch is gone", "Errors: many"],
-)
-def test_text_that_is_not_known_is_never_the_script_s(text):
-    assert kind_of_text(text) is CauseKind.OTHER
-
-
 # ---------------------------------------------------------------- what became of the four that counted as the script's
 
 
@@ -245,48 +214,6 @@ def test_the_words_of_engines_agents_and_rules_never_change_a_kind(words):
 
 
 # ---------------------------------------------------------------- what older versions wrote
-
-
-def test_a_state_of_an_older_version_is_read_with_its_causes():
-    store = Store(RECORDED / "job.sqlite", read_only=True)
-    try:
-        snapshot = store.kept("core")
-        state = store.load()
-    finally:
-        store.close()
-    with pytest.raises(msgspec.ValidationError):
-        msgspec.msgpack.decode(snapshot, type=CoreState)
-    plain = msgspec.msgpack.decode(snapshot)
-    assert [str(i.cause) for i in state.incidents] == [i["cause"] for i in plain["incidents"]]
-    assert [kind_of(i) for i in state.incidents]
-    assert str(state.membership.blame.cause) == plain["blame"]["cause"]
-    assert state_of(msgspec.msgpack.encode(state)) == state
-
-
-@pytest.mark.parametrize(
-    ("written", "phase"),
-    [
-        ({}, NodePhase.IN_SERVICE),
-        ({"held": "deep checks: new"}, NodePhase.HELD),
-        ({"leaving": "a person drains it", "held": "deep checks: new"}, NodePhase.LEAVING),
-        ({"alive": False, "leaving": "it was reclaimed"}, NodePhase.LOST),
-    ],
-)
-def test_a_node_of_an_older_version_gets_the_phase_that_it_was_in(written, phase):
-    older = msgspec.to_builtins(running(2).state)
-    node = older["membership"]["nodes"]["n1"]
-    node.pop("phase", None)
-    node.update(written)
-    state = state_of(msgspec.msgpack.encode(older))
-    assert state.membership.nodes["n1"].phase is phase
-    assert state_of(msgspec.msgpack.encode(state)) == state
-
-
-def test_the_causes_in_a_report_of_an_older_version_have_kinds():
-    report = json.loads((RECORDED / "report.json").read_text())
-    assert report["incidents"]
-    for incident in report["incidents"]:
-        assert kind_of_text(incident["cause"]) not in (CauseKind.SCRIPT, CauseKind.OTHER)
 
 
 def test_in_process_too_a_worker_that_was_killed_for_memory_names_the_limit():

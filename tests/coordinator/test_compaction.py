@@ -116,21 +116,6 @@ def test_old_generations_lose_the_names_of_their_workers(tmp_path: Path) -> None
         assert {len(runs) for runs in story.runs.values()} == {1}
 
 
-def test_summaries_are_made_anew_only_of_what_is_there(tmp_path: Path) -> None:
-    rng = random.Random(2)
-    path = tmp_path / "job.sqlite"
-    with small():
-        with closing(Store(path)) as store:
-            for at in range(0, 3000, 50):
-                store.write(page(at, 50, 1, rng))
-            curve = store.series(0, None, 20)
-            store._db.execute("delete from kept where name = ?", (rollups.ROLLED,))
-        with closing(Store(path)) as store:
-            again = store.series(0, None, 20)
-            assert again["step"] == curve["step"]
-            assert again["loss"] == pytest.approx(curve["loss"])
-
-
 def test_a_commit_that_fails_drops_nothing(tmp_path: Path) -> None:
     rng = random.Random(3)
     with small(), closing(Store(tmp_path / "job.sqlite")) as store:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import math
 import random
-import shutil
 import sqlite3
 from collections import defaultdict
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from ledgers import BUCKETS, PIECE, counted, small
 
 from holdfast.cli.report import _points
 from holdfast.coordinator.service import figure_rollups, page_reader, rollups
-from holdfast.coordinator.service.store import PAGES, Page, ReportedSteps, Store
+from holdfast.coordinator.service.store import Page, ReportedSteps, Store
 from holdfast.protocol.messages import StepTold
 from holdfast.web.sources import Refused
 
@@ -147,83 +145,6 @@ def test_a_step_far_below_is_logged_again(tmp_path: Path) -> None:
         assert store.figure_series("accuracy", 0, None, 20) == curve
 
 
-def before(path: Path, *, keeps_table: bool = False) -> None:
-    """Makes the ledger one of a version from before there were summaries of figures."""
-    with closing(sqlite3.connect(path)) as db:
-        if not keeps_table:
-            db.execute("drop table figure_rollups")
-        db.execute("delete from kept where name = ?", (figure_rollups.ROLLED,))
-        db.commit()
-
-
-def test_a_ledger_of_before_is_read_and_gets_its_summaries_once_it_is_written(tmp_path: Path) -> None:
-    path, rng = tmp_path / "job.sqlite", random.Random(3)
-    with closing(Store(path)) as store:
-        for at in range(0, 1000, 50):
-            store.write(page(at, 50, 1, logged(at, 50, rng)))
-        known = values(store, "accuracy")
-        version = store.version
-    before(path)
-    with closing(Store(path, read_only=True)) as store:
-        assert store.figure_names() == ["accuracy", "held out", "odd"]
-        same(store.figure_series("accuracy", 0, None, 20), expected(known, 0, 999, 64))
-        same(store.figure_series("accuracy", 0, None), expected(known, 0, 999, 1))
-    with closing(Store(path)) as store:
-        assert rows(store, "level = 1 and name = 'accuracy'") == 125
-        assert store.version == version
-        same(store.figure_series("accuracy", 0, None, 20), expected(known, 0, 999, 64))
-    # One from before anything was logged at all.
-    with closing(sqlite3.connect(path)) as db:
-        db.execute("drop table figures")
-        db.execute("drop table figure_rollups")
-        db.commit()
-    with closing(Store(path, read_only=True)) as store:
-        assert store.figure_names() == []
-        assert store.figure_series("accuracy")["step"] == []
-        assert page_reader.series(store, {})["figures"] == []
-
-
-@pytest.mark.parametrize("told", ["steps", "values of steps that were there"])
-def test_an_older_version_went_on_meanwhile(tmp_path: Path, told: str) -> None:
-    path, rng = tmp_path / "job.sqlite", random.Random(4)
-    with closing(Store(path)) as store:
-        store.write(page(0, 100, 1, logged(0, 100, rng)))
-    with closing(sqlite3.connect(path)) as db:
-        db.execute("update figures set value = 7 where name = 'accuracy' and step = 3")
-        if told == "steps":
-            db.execute("update steps set place = place + 1000 where step = 3")
-        else:  # each page that it writes has a number
-            db.execute("insert or replace into kept values (?, ?)", (PAGES, msgspec.msgpack.encode(9)))
-        db.commit()
-    with closing(Store(path)) as store:
-        assert values(store, "accuracy")[3] == 7
-        same(store.figure_series("accuracy", 0, 99, 20), expected(values(store, "accuracy"), 0, 99, 8))
-
-
-def test_summaries_are_made_anew_only_of_what_is_there(tmp_path: Path) -> None:
-    path, rng = tmp_path / "job.sqlite", random.Random(2)
-    with small():
-        with closing(Store(path)) as store:
-            for at in range(0, 3000, 50):
-                store.write(page(at, 50, 1, logged(at, 50, rng)))
-            curves = {name: store.figure_series(name, 0, None, 20) for name in store.figure_names()}
-        before(path, keeps_table=True)
-        with closing(Store(path)) as store:
-            for name, curve in curves.items():
-                same(store.figure_series(name, 0, None, 20), curve)
-
-
-def test_a_page_without_values_needs_no_summaries_anew(tmp_path: Path) -> None:
-    path = tmp_path / "job.sqlite"
-    with closing(Store(path)) as store:
-        store.write(page(0, 50, 1, [("accuracy", n, 1.0) for n in range(50)]))
-        store.write(Page(kept={PAGES: msgspec.msgpack.encode(2)}))
-        # What only a look at every value would change: it tells whether there was one.
-        store._db.execute("update figure_rollups set sum = -1")
-    with closing(Store(path)) as store:
-        assert rows(store, "sum = -1") == rows(store, "1")
-
-
 def test_a_read_touches_as_many_rows_however_long_the_job_is(tmp_path: Path) -> None:
     took = []
     for steps in (10_000, 100_000):
@@ -236,6 +157,7 @@ def test_a_read_touches_as_many_rows_however_long_the_job_is(tmp_path: Path) -> 
             db.executemany("insert into figures values ('a', ?, 1.0, 1)", [(n,) for n in range(steps)])
             db.commit()
         with closing(Store(path)) as store:
+            figure_rollups.roll_up(store._db, [("a", n) for n in range(steps)], store.dropped().floors)
             found, ticks = counted(store, lambda: store.figure_series("a"))
             assert 250 <= len(found["step"]) <= rollups.POINTS
             names, more = counted(store, store.figure_names)
@@ -274,17 +196,3 @@ def test_the_picture_of_the_loss_begins_at_the_first_step(tmp_path: Path) -> Non
     # Where a step was let go, the mean of its neighbours is within half a bucket of what it was.
     width = steps[1]
     assert all(loss == pytest.approx(1.0 + step + (width - 1) / 2) for step, _, loss in found if step < floor)
-
-
-def test_a_ledger_that_an_old_version_left_goes_on(tmp_path: Path) -> None:
-    """A file that such a version wrote: without summaries, and with fewer columns."""
-    path = tmp_path / "job.sqlite"
-    shutil.copy(Path(__file__).parent / "recorded/job.sqlite", path)
-    with closing(Store(path, read_only=True)) as store:
-        assert store.version == 0
-        assert store.figure_names() == []
-        events = list(store.events())
-    with closing(Store(path)) as store:
-        store.write(page(0, 20, 1, [("accuracy", n, 0.5 * n) for n in range(20)]))
-        assert list(store.events()) == events
-        same(store.figure_series("accuracy", 0, None, 5), expected(values(store, "accuracy"), 0, 19, 8))

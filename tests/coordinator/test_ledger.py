@@ -240,29 +240,6 @@ def test_a_step_that_was_computed_again_keeps_its_commit_before(tmp_path: Path):
     store.close()
 
 
-def test_a_ledger_from_before_steps_had_weights_is_read_and_continued(tmp_path: Path):
-    path = tmp_path / "job.sqlite"
-    with closing(sqlite3.connect(path)) as db:
-        db.execute(
-            "create table steps (step integer primary key, t_s real not null, loss real, took_s real, "
-            "generation integer, world integer)"
-        )
-        db.execute("insert into steps values (0, 1.0, 0.5, 0.1, 1, 2)")
-        db.commit()
-    for read_only in (True, False):
-        store = Store(path, read_only=read_only)
-        (old,) = store.steps()
-        assert (old.loss, old.world, old.weight, old.grad_norm, old.lr, old.skipped) == (0.5, 2, *[None] * 4)
-        assert store.redone() == []
-        store.close()
-    store = Store(path)
-    told(store, 2, m.StepTold(0, 0.5, 0.1, made_in=2))  # told again, as far as anybody knows
-    told(store, 2, m.StepTold(0, 0.25, 0.1, made_in=2, weight=8.0))
-    assert [(s.loss, s.weight) for s in store.steps()] == [(0.25, 8.0)]
-    assert [(s.loss, s.weight) for s in store.redone()] == [(0.5, None)]
-    store.close()
-
-
 def test_a_coordinator_whose_ledger_cannot_be_opened_waits(tmp_path):
     """Its successors would fail as it does; and after the third the job would be over."""
     job_dir = tmp_path / "jobs" / "job"

@@ -28,8 +28,7 @@ from holdfast.cli import job_file
 from holdfast.cli.app import app
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.service import checking, routes
-from holdfast.coordinator.service.older_states import state_of
-from holdfast.coordinator.service.store import Store
+from holdfast.coordinator.service.store import Store, state_of
 from holdfast.coordinator.service.tally import Tally
 from holdfast.data.files import TokenFile
 from holdfast.data.megatron import Index as MegatronIndex

@@ -161,12 +161,7 @@ def test_a_node_whose_agent_ended_is_not_waited_for_when_its_quota_is_taken_back
 
 
 @pytest.mark.parametrize(
-    "farewell",
-    [
-        Farewell(outcome="stopped", reason="in whatever words", cause="preemption"),
-        Farewell(outcome="stopped", reason=f"{queues.TAKEN_BACK}: Preempted: by job 7"),
-    ],
-    ids=["by its cause", "from an older coordinator"],
+    "farewell", [Farewell(outcome="stopped", reason="in whatever words", cause="preemption")]
 )
 def test_the_whole_job_is_saved_when_its_base_is_taken_back(farewell: Farewell) -> None:
     evicted = workload(evicted="Preempted: by job 7")

@@ -1,10 +1,7 @@
 """Every event has a sentence, and every sentence fits."""
 
-from pathlib import Path
-
 import pytest
 
-from holdfast.coordinator.service.store import Store
 from holdfast.observe.event_text import event_line
 from holdfast.protocol import ledger
 from holdfast.protocol.ledger.base import LINE_WIDTH
@@ -201,17 +198,3 @@ def test_a_ledger_of_another_version_is_shown_as_it_is():
 
 def test_newlines_in_a_cause_stay_on_one_line():
     assert "\n" not in line("failed", SAMPLES["failed"] | {"cause": "ValueError: a\nb\nc"})
-
-
-def test_every_entry_of_an_older_ledger_is_worded():
-    recorded = Path(__file__).parents[1] / "coordinator" / "recorded" / "job.sqlite"
-    store = Store(recorded, read_only=True)
-    try:
-        entries = [{"kind": e.kind, "fields": e.fields} for e in store.events()]
-    finally:
-        store.close()
-    for entry in entries:
-        said = event_line(entry, everything=True)
-        assert said
-        silent = entry["kind"] in DROPPED or entry["fields"].get("code") in (0, -9, -15)
-        assert silent or not said.startswith(f"{entry['kind']}: "), said

@@ -36,7 +36,7 @@ EARLY = KNOWN | {"productive_s": 0.0, "share": 0.0, "classes": {"start": 100.0}}
         (UNTOLD, "– of 100.0 s wall time: of 85.0 s of steps only the script knows which it did again"),
         (
             SILENT,
-            "– of 100.0 s wall time: the script has reported no step, or an older version began the job",
+            "– of 100.0 s wall time: the script told Holdfast of no step",
         ),
         (
             KNOWN | {"wall_s": 9000.0, "recent": {"wall_s": 3600.0, "share": 0.91}},

@@ -15,12 +15,12 @@ def report(incidents, hours=100.0, world=16):
     }
 
 
-def incident(cause="silent for 2 s", injected=False, **times):
-    return {"cause": cause, "injected": injected, "detect_s": None, "stall_s": 12.0} | times
+def incident(kind="node", injected=False, **times):
+    return {"cause_kind": kind, "injected": injected, "detect_s": None, "stall_s": 12.0} | times
 
 
 def test_rates_have_confidence_intervals_and_few_events_say_so():
-    found = calibrate([Run(report([incident() for _ in range(4)]), 8), Run(report([incident("hang: x")]), 8)])
+    found = calibrate([Run(report([incident() for _ in range(4)]), 8), Run(report([incident("hang")]), 8)])
     assert found.node_hours == pytest.approx(2 * 100 * 2)
     by_kind = {r.kind: r for r in found.rates}
     assert (by_kind["node"].failures, by_kind["hang"].failures, by_kind["all"].failures) == (4, 1, 5)

@@ -21,7 +21,7 @@ from filled import filled
 
 from holdfast.checkpoint import layout, memory
 from holdfast.coordinator.kernel.state import CoreState
-from holdfast.coordinator.service.older_states import state_of
+from holdfast.coordinator.service.store import state_of
 from holdfast.protocol import ledger, messages
 from holdfast.protocol.endpoint import Endpoint
 from holdfast.protocol.job import JobSpec, Resume

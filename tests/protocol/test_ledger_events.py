@@ -3,56 +3,16 @@
 import ast
 import inspect
 import json
-import sqlite3
-from pathlib import Path
 
 import msgspec
 import pytest
 
 from holdfast.coordinator.service.store import Store
-from holdfast.protocol import causes, health, ledger
-
-RECORDED = Path(__file__).parents[1] / "coordinator" / "recorded" / "job.sqlite"
-"""Written by the version before events were structs."""
-
-
-def rows():
-    db = sqlite3.connect(f"file:{RECORDED}?mode=ro", uri=True)
-    try:
-        return [(kind, json.loads(fields)) for kind, fields in db.execute("select kind, fields from events")]
-    finally:
-        db.close()
+from holdfast.protocol import health, ledger
 
 
 def written(event):
     return json.loads(msgspec.json.encode(event))
-
-
-def test_a_ledger_of_an_older_version_is_read_event_by_event():
-    entries = rows()
-    assert len({kind for kind, _ in entries}) > 55
-    for kind, fields in entries:
-        event = ledger.read(kind, fields)
-        assert event is not None, (kind, fields)
-        assert event.kind == kind
-        again = written(event)
-        assert {event.RENAMED.get(k, k): v for k, v in fields.items() if v is not None} == {
-            k: v for k, v in again.items() if v is not None
-        }
-        if "cause" in fields:
-            assert causes.kind_of_text(event.cause)
-
-
-@pytest.mark.parametrize("kind", sorted(k for k, event in ledger.EVENTS.items() if event.RENAMED))
-def test_a_field_with_a_better_name_is_read_under_its_old_one(kind):
-    event = ledger.EVENTS[kind]
-    written_before = [fields for name, fields in rows() if name == kind and event.RENAMED.keys() & fields]
-    assert written_before
-    for fields in written_before:
-        known = ledger.read(kind, fields)
-        for old, new in event.RENAMED.items():
-            assert getattr(known, new) == fields[old]
-        assert ledger.read(kind, written(known)) == known
 
 
 def test_what_a_later_version_wrote_is_nothing_that_this_one_knows():
@@ -100,14 +60,11 @@ def test_a_field_without_a_default_is_written_also_when_it_is_not_known():
 
 
 def test_a_ledger_says_which_version_wrote_into_it(tmp_path):
-    store = Store(RECORDED, read_only=True)
-    before = store.version
-    store.close()
     store = Store(tmp_path / "job.sqlite")
     entry = store.add_event(1.0, "now", "node-stays", ledger.NodeStays(node="n1"))
     assert [e.fields for e in store.events()] == [{"node": "n1"}]
     assert entry.kind == "node-stays"
-    assert (before, store.version) == (0, ledger.VERSION)
+    assert store.version == ledger.VERSION
     store.close()
 
 

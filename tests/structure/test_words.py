@@ -32,7 +32,6 @@ ELSEWHERE = {
     "engines/slurm/submit.py": SLURM,
     "checkpoint/objects.py": TOOL,
     "engines/kubernetes/coordinator.py": "a cause is not printed twice",
-    "engines/kubernetes/queues.py": "a coordinator of an older version, which says no cause",
 }
 
 

@@ -88,22 +88,6 @@ def test_a_job_that_went_back_before_anybody_followed(tmp_path: Path) -> None:
     assert [x["step"] for x in lines(tmp_path / "out") if x["kind"] == "step"] == [0, 1]
 
 
-def test_a_ledger_of_before_has_its_steps_in_their_order(tmp_path: Path) -> None:
-    path = tmp_path / "job.sqlite"
-    with closing(Store(path)) as store:
-        job = Job(store)
-        job.commits(0, 1)
-        for table in ("steps", "redone"):
-            store._db.execute(f"drop index {table}_by_place")
-            store._db.execute(f"alter table {table} drop column place")
-    with closing(Store(path, read_only=True)) as store:
-        assert [(x.row.step, x.place) for x in store.news(0, 0).steps] == [(0, 1), (1, 2)]
-    with closing(Store(path)) as store:
-        job.store = store
-        job.commits(2)
-        assert [x.row.step for x in store.news(0, 2).steps] == [2]
-
-
 def lines(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 

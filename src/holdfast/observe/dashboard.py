@@ -66,7 +66,8 @@ def headline(status: Status) -> Text:
     """`first  training  step 80  loss 2.6190  4.9 steps/s  3 min 05 s left  2 of 2 workers`: within 80 columns, where the end is
     cut. With fewer workers than wanted, these come first."""
     word = job_word(status)
-    workers, short = f"  {status['world']} of {status['target']} workers", status["world"] < status["target"]
+    workers, ended = f"  {status['world']} of {status['target']} workers", status["phase"] == "ended"
+    short = status["world"] < status["target"] and not ended
     text = Text(overflow="ellipsis", no_wrap=True)
     text.append(f"{status['job']} ", style="bold")
     text.append(f" {word}", style=_STYLES.get(word, "yellow"))
@@ -76,7 +77,7 @@ def headline(status: Status) -> Text:
     text.append(f"  {units.rate(steps_per_s(status))}")
     if status["phase"] == "running" and (left := remaining_words(status)):
         text.append(f"  {left}")
-    if not short:
+    if not short and not ended:
         text.append(workers)
     text.append(f"  {units.clock(status['t_s'])}  generation {status['generation']}", style="dim")
     return text
@@ -91,7 +92,7 @@ def step_words(status: Status) -> str:
 
 
 def steps_per_s(told: Status) -> float | None:
-    """The rate of a status or a report, by wall time; None: not known, or an older version told it."""
+    """The rate of a status or a report, by wall time; None: not known."""
     rate: float | None = (told.get("pace") or {}).get("steps_per_s")
     return rate
 

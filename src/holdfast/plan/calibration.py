@@ -11,7 +11,7 @@ import msgspec
 
 from holdfast.errors import UsageError
 from holdfast.plan import formulas
-from holdfast.protocol.causes import CauseKind, kind_of_text
+from holdfast.protocol.causes import CauseKind
 from holdfast.protocol.time_classes import TimeClass
 
 FEW = 10
@@ -185,8 +185,7 @@ def _node_hours(run: Run) -> float:
 
 def _kind(incident: Mapping[str, Any]) -> str:
     """The kind of failure, as `plan simulate` names it."""
-    # Reports of older versions have the cause as a sentence, without its kind.
-    kind = incident.get("cause_kind") or kind_of_text(str(incident.get("cause") or ""))
+    kind: Any = incident.get("cause_kind")
     return KINDS.get(kind, "other")
 
 

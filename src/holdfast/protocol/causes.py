@@ -1,13 +1,11 @@
 """Why something was lost or broke: one frozen struct for each cause, with its kind and its wording.
 
 Code asks for a cause's `kind` or its type and never reads its words, so a new wording changes no metric, rate or decision.
-There is no default kind: a cause that nobody classified cannot be made, and what an older version wrote as text counts as
-`other` if it is not known, never as an error of the script.
+There is no default kind: a cause that nobody classified cannot be made.
 """
 
 from __future__ import annotations
 
-import re
 from enum import StrEnum
 from typing import ClassVar
 
@@ -47,7 +45,7 @@ class CauseKind(StrEnum):
     STOP = "stop"
     """The job is being stopped."""
     OTHER = "other"
-    """An older version wrote it, in words that are not known."""
+    """Of a kind that is not known."""
 
 
 # Causes are values: compared, stored and sent. Words are made by __str__ where a person reads them, so a
@@ -492,28 +490,6 @@ class ShapesDiffer(_Cause, frozen=True):
         return self.reason
 
 
-# ---------------------------------------------------------------- written by older versions
-
-
-# The only way for text to become a cause. Everything that this version makes has a type, so OTHER in a metric
-# always means an older version's record.
-class Recorded(_Cause, frozen=True):
-    """A cause as text, from a state, ledger or report of an older version. Only `of_text` makes one."""
-
-    text: str
-    """As it was written."""
-    was: CauseKind = CauseKind.OTHER
-    """Its kind, if the text tells it."""
-
-    @property
-    def kind(self) -> CauseKind:
-        """What sort of cause it is."""
-        return self.was
-
-    def __str__(self) -> str:
-        return self.text
-
-
 Cause = (
     ConnectionClosed
     | NodeSilent
@@ -548,46 +524,5 @@ Cause = (
     | StatesDiffer
     | GradientsDiffer
     | ShapesDiffer
-    | Recorded
 )
 """Every cause. A state or message that holds one is decoded with this type."""
-
-_WRITTEN = (
-    (r"hang\b|its process is stopped|did not leave the broken generation", CauseKind.HANG),
-    (
-        r"killed by signal \d|exit code \d|left with exit code|its agent no longer knows it|its process vanished|it was never started",
-        CauseKind.PROCESS,
-    ),
-    (r"(its agent's|its) connection closed|silent for \d|a new agent took its place", CauseKind.NODE),
-    (r"all its processes were killed for want of memory", CauseKind.NODE),
-    (
-        r"its workers (do not start|fail again and again)|it cannot train with the others: |its deep checks |\S+ of \S+ nodes in ",
-        CauseKind.NODE,
-    ),
-    (r"Slurm ", CauseKind.RECLAIMED),
-    (r"not ready within \d|did not save the state in time", CauseKind.TIMEOUT),
-    (r"a collective failed|\S+ left (it|the generation)$", CauseKind.COLLECTIVE),
-    (r"the coordinator was lost", CauseKind.COORDINATOR),
-    (
-        r"(\S+/step-\d+|the snapshot of step \d+) could not be read: |no worker holds the state|nobody holds the rest of the last state|the last state is incomplete",
-        CauseKind.STATE,
-    ),
-    (r"NonFiniteGradient\b", CauseKind.NAN),
-    (r"after step -?\d+ the state of |the gradient of micro-batch ", CauseKind.CORRUPTION),
-    # Last, because words of a machine's fault may quote an exception. Only what begins with the name of one
-    # is the script's.
-    (r"StateChanged\b|[A-Za-z_][\w.]*(Error|Exception|Interrupt)(:|$)", CauseKind.SCRIPT),
-)
-"""How older versions began their causes. An error of the script is known by the class of the exception alone."""
-
-
-def kind_of_text(text: str) -> CauseKind:
-    """The kind of a cause that an older version wrote in words; `OTHER` if they are not known."""
-    # Matched at the beginning and in this order. The default is OTHER: with "script" as the default, every
-    # cause that nobody had thought of was counted as the user's fault.
-    return next((kind for pattern, kind in _WRITTEN if re.match(pattern, text)), CauseKind.OTHER)
-
-
-def of_text(text: str) -> Recorded:
-    """A cause that an older version wrote in words."""
-    return Recorded(text, kind_of_text(text))

@@ -6,9 +6,8 @@ import gc
 import math
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -498,15 +497,6 @@ class Run:
             self._replica.phases.off_step(False)
             raise
         self._replica.phases.off_step(False)
-
-    def aside(self) -> AbstractContextManager[None]:
-        """The name of `relaxed_watchdog` up to version 0.1. It will be removed in the next version."""
-        warnings.warn(
-            "run.aside() is now run.relaxed_watchdog(); the old name will be removed in the next version",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return self.relaxed_watchdog()
 
     def close(self) -> None:
         """`main` is about to be run again, or a job of one has ended: gives back what only one run may have."""

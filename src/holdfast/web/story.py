@@ -299,10 +299,10 @@ def _fits(kind: str, fields: dict[str, Any]) -> bool:
 def _some_of(kind: str) -> type[msgspec.Struct]:
     """The fields of a kind, any of which may be missing."""
     event = ledger.EVENTS[kind]
-    older = {new: old for old, new in event.RENAMED.items()}
-    known = [(f.name, f.type | msgspec.UnsetType, msgspec.UNSET) for f in msgspec.structs.fields(event)]
-    renamed = [(older[name], type_, default) for name, type_, default in known if name in older]
-    return msgspec.defstruct("SomeOf", [*known, *renamed])
+    return msgspec.defstruct(
+        "SomeOf",
+        [(f.name, f.type | msgspec.UnsetType, msgspec.UNSET) for f in msgspec.structs.fields(event)],
+    )
 
 
 def _differ(a: str, b: str) -> tuple[int, int]:

@@ -426,8 +426,7 @@ def stall(story: Story) -> dict[str, Any]:
             "workers": found["workers"],
             "reason": found["reason"],
             "where": found["where"],
-            # An older version wrote only the words of `where`.
-            "lines": found.get("evidence") or [w for w in found["where"].split(", ") if w],
+            "lines": found.get("evidence") or [],
             "incident": min(opened, default=None) if found["workers"] else None,
         }
     }

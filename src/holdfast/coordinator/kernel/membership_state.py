@@ -309,7 +309,7 @@ class TimeAccount(msgspec.Struct, omit_defaults=True, kw_only=True):
     """Seconds of each class, without the open stretch."""
     doing: TimeClass = TimeClass.UNEXPLAINED
     since_s: float | None = None
-    """When the open stretch began; None: an older version wrote this state, and all until now is unexplained."""
+    """When the open stretch began; None: the job has not begun."""
     torn: tuple[float, float] | None = None
     """The newest stretch that a fault ended, until it is divided at the time of the fault."""
     join_s: float | None = None
@@ -319,7 +319,7 @@ class TimeAccount(msgspec.Struct, omit_defaults=True, kw_only=True):
     rolled_back_s: float = 0.0
     """Seconds of steps that had to be done again."""
     strength: int = 0
-    """Workers that compute in the newest generation; 0: there was none, or an older version formed it."""
+    """Workers that compute in the newest generation; 0: there was none."""
     within_s: dict[TimeClass, float] = {}
     """Of the steps that stayed, the seconds that were lost in them, by class."""
     away: set[str] = set()
@@ -422,7 +422,7 @@ class MembershipState(msgspec.Struct, kw_only=True):
     stop_reason: str | None = None
     """Why the job was asked to end, or gave up, in words; None: it was not."""
     stop_cause: NoticeCause | None = None
-    """The same for programs; None with a `stop_reason`: an older version wrote it."""
+    """The same for programs; None: it was not stopped."""
     notice: Standing | None = None
     """What all scripts were told of the end of the job."""
     notices: int = 0

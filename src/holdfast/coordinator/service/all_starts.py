@@ -40,7 +40,7 @@ class Account(msgspec.Struct, kw_only=True):
     known: bool = True
     """False: one of them could not be read."""
     began_utc_s: float | None = None
-    """When the first of them began, in seconds since 1970. None: not known, as where an older version wrote this."""
+    """When the first of them began, in seconds since 1970. None: not known."""
     seconds: dict[str, float] = {}
     """By class."""
     unknown: list[str] = []

@@ -14,9 +14,6 @@ import msgspec
 
 from holdfast.coordinator.service.rollups import FACTOR, LEVELS, POINTS, level_of, tables
 
-ROLLED = "rolled-up-figures"
-"""Under which name `mark` is kept."""
-
 SCHEMA = """
 create table if not exists figure_rollups (
     name text not null, level integer not null, bucket integer not null,
@@ -65,45 +62,6 @@ def _below(level: int) -> tuple[str, str, str]:
     return f"figure_rollups where level = {level - 1} and", "bucket", _OF_BUCKETS
 
 
-def mark(db: sqlite3.Connection, place: int, page: int) -> None:
-    """The summaries hold all values up to this place of a step and this page of the ledger."""
-    db.execute("insert or replace into kept values (?, ?)", (ROLLED, _marked(place, page)))
-
-
-def _marked(place: int, page: int) -> bytes:
-    # Both: values may come in a page without steps, and a version that did not number its pages wrote steps.
-    return f"{place} {page}".encode()
-
-
-def catch_up(db: sqlite3.Connection, place: int, page: int, floors: Sequence[int]) -> None:
-    """Summarizes all values again where somebody wrote without it: a version of this program from before there were these
-    summaries. Takes a second for a million values, once.
-
-    place, page: of the newest step and page in the file. floors: see `compaction.Dropped`.
-    """
-    row = db.execute("select value from kept where name = ?", (ROLLED,)).fetchone()
-    if row is not None and bytes(row[0]) == _marked(place, page):
-        return
-    # One transaction: readers see the old summaries until the new ones are whole, and a kill leaves the old ones.
-    db.execute("begin")
-    for level in range(1, LEVELS + 1):
-        # Below the floor of its parts a summary is all that is left, and stays.
-        first = -(-floors[level - 1] // FACTOR**level)
-        table, part, what = _below(level)
-        for name in names(db, "figures" if level == 1 else "figure_rollups"):
-            db.execute(
-                "delete from figure_rollups where name = ? and level = ? and bucket >= ?",
-                (name, level, first),
-            )
-            db.execute(
-                f"insert into figure_rollups select name, {level}, {part} / {FACTOR}, {what} from {table} "
-                f"name = ? and {part} >= ? group by {part} / {FACTOR}",
-                (name, first * FACTOR),
-            )
-    mark(db, place, page)
-    db.execute("commit")
-
-
 def drop(db: sqlite3.Connection, level: int, bucket: int) -> None:
     """Removes the summaries of a level below a bucket, in the transaction that removes those of the steps."""
     for name in names(db, "figure_rollups"):
@@ -124,7 +82,7 @@ def names(db: sqlite3.Connection, table: str = "figures") -> list[str]:
 
 
 def known_names(db: sqlite3.Connection) -> list[str]:
-    """Of all that was ever logged, in order; of a ledger of before, of what it has."""
+    """Of all that was ever logged, in order."""
     there = tables(db)
     found = {name for table in ("figures", "figure_rollups") if table in there for name in names(db, table)}
     return sorted(found)
@@ -144,10 +102,12 @@ def series(
     `value_min` and `value_max` beside it; None: it was no number. floors: see `compaction.Dropped`; what went is shown by the
     finest level that has the whole range.
     """
-    level, there = level_of(first, last, points, floors), tables(db)
+    level = level_of(first, last, points, floors)
     width = FACTOR**level
     low, high = first // width, last // width
-    if level and "figure_rollups" in there:
+    if "figures" not in tables(db):
+        rows = []
+    elif level:
         # Above the highest level there are so many steps that a bucket of it is but a part of a point.
         at = min(level, LEVELS)
         parts = FACTOR ** (level - at)
@@ -156,16 +116,11 @@ def series(
             f"and bucket between ? and ? group by 1 order by 1",
             (name, low * parts, (high + 1) * parts - 1),
         ).fetchall()
-    elif "figures" in there:
-        # The values themselves; and of a ledger of before, which a reader may not change: slow, and right.
-        steps = (first, last) if level == 0 else (low * width, (high + 1) * width - 1)
-        rows = db.execute(
-            f"select step / {width}, {_OF_VALUES} from figures where name = ? and step between ? and ? "
-            "group by 1 order by 1",
-            (name, *steps),
-        ).fetchall()
     else:
-        rows = []
+        rows = db.execute(
+            f"select step, {_OF_VALUES} from figures where name = ? and step between ? and ? group by 1 order by 1",
+            (name, first, last),
+        ).fetchall()
     return {
         "step": [bucket * width for bucket, *_ in rows],
         "value": [total / n if n and total is not None else None for _, n, total, *_ in rows],

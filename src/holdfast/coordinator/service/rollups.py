@@ -16,9 +16,6 @@ LEVELS = 7
 """8^7 steps are two million, so ten million steps are five buckets of the highest level."""
 POINTS = 2000
 """At most so many points of a curve: more than a screen has columns."""
-ROLLED = "rolled-up"
-"""Under which name the place of the newest step in the summaries is kept."""
-
 SCHEMA = """
 create table if not exists rollups (
     level integer not null, bucket integer not null, n integer not null, t0 real, t1 real,
@@ -65,39 +62,6 @@ def roll_up(db: sqlite3.Connection, steps: Iterable[int], floors: Sequence[int])
         buckets = sorted({b // FACTOR for b in buckets})
 
 
-def catch_up(db: sqlite3.Connection, place: int, floors: Sequence[int]) -> None:
-    """Summarizes all steps again where somebody wrote steps without it: an older version of this program.
-
-    place: of the newest step in the file. floors: see `compaction.Dropped`. Takes seconds for a million steps, once.
-    """
-    row = db.execute("select value from kept where name = ?", (ROLLED,)).fetchone()
-    # A program without summaries moves the newest place and not the mark. Then no summary can be trusted.
-    if row is not None and int(row[0]) == place:
-        return
-    # One transaction: readers see the old summaries until the new ones are whole, and
-    # a kill leaves the old ones.
-    db.execute("begin")
-    for level in range(1, LEVELS + 1):
-        # Below the floor of its parts a summary is all that is left, and stays.
-        first = -(-floors[level - 1] // FACTOR**level)
-        db.execute("delete from rollups where level = ? and bucket >= ?", (level, first))
-        below = "steps" if level == 1 else "rollups"
-        part, what = ("step", _OF_STEPS) if level == 1 else ("bucket", _OF_BUCKETS)
-        only = "" if level == 1 else f"level = {level - 1} and "
-        db.execute(
-            f"insert into rollups select {level}, {part} / {FACTOR}, {what} from {below} "
-            f"where {only}{part} >= ? group by {part} / {FACTOR}",
-            (first * FACTOR,),
-        )
-    mark(db, place)
-    db.execute("commit")
-
-
-def mark(db: sqlite3.Connection, place: int) -> None:
-    """The summaries hold all steps up to this place."""
-    db.execute("insert or replace into kept values (?, ?)", (ROLLED, str(place).encode()))
-
-
 def _below(level: int) -> str:
     if level == 1:
         return f"{_OF_STEPS} from steps where step >= ? and step < ?"
@@ -114,32 +78,26 @@ def series(
     by the finest level that has the whole range.
     """
     level = level_of(first, last, points, floors)
-    there = tables(db)
-    if "steps" not in there:
+    if "steps" not in tables(db):
         return _columns([], 1)
     width = FACTOR**level
     low, high = first // width, last // width
     if level == 0:
         what = f"step, {_OF_STEPS} from steps where step between ? and ? group by step order by step"
-    elif "rollups" in there and level <= LEVELS:
+    elif level <= LEVELS:
         what = f"bucket, {_COLUMNS} from rollups where level = {level} and bucket between ? and ? order by bucket"
-    elif "rollups" in there:
+    else:
         # A point of more steps than the highest level has in a bucket. Not from the steps, of which the old ones may have gone.
         parts = FACTOR ** (level - LEVELS)
         what = (
             f"bucket / {parts}, {_OF_BUCKETS} from rollups where level = {LEVELS} and bucket / {parts} between ? and ? "
             "group by 1 order by 1"
         )
-    else:
-        # A ledger of before, which a reader may not change: slow, and right.
-        what = (
-            f"step / {width}, {_of(db)} from steps where step / {width} between ? and ? group by 1 order by 1"
-        )
     return _columns(db.execute(f"select {what}", (low, high)).fetchall(), width)
 
 
 def tables(db: sqlite3.Connection) -> set[str]:
-    """Those in the file: a ledger of before has fewer, and a reader adds none."""
+    """Those in the file."""
     return {name for (name,) in db.execute("select name from sqlite_master where type = 'table'")}
 
 
@@ -152,17 +110,6 @@ def level_of(first: int, last: int, points: int, floors: Sequence[int]) -> int:
     while level < LEVELS and level < len(floors) and first < floors[level]:
         level += 1
     return level
-
-
-def _of(db: sqlite3.Connection) -> str:
-    """`_OF_STEPS` for a file whose table may lack columns: what it lacks is not known."""
-    there = {row[1] for row in db.execute("pragma table_info(steps)")}
-    text = _OF_STEPS
-    for name in ("grad_norm", "weight", "lr"):
-        if name not in there:
-            text = text.replace(f"({name})", "(null)").replace(f"then {name} end", "then null end")
-            text = text.replace(f"{name} is not null", "0")
-    return text
 
 
 def _columns(rows: list[tuple[Any, ...]], width: int) -> dict[str, list[Any]]:

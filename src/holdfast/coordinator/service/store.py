@@ -24,7 +24,6 @@ import msgspec
 
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.service import compaction, figure_rollups, rollups
-from holdfast.coordinator.service.older_states import state_of
 from holdfast.coordinator.service.step_summary import StepSummary, read_summary
 from holdfast.coordinator.service.tally import Tally, read_tally
 from holdfast.errors import Damaged
@@ -53,31 +52,22 @@ create table if not exists redone (
     step integer not null, t_s real not null, loss real, took_s real, generation integer, world integer,
     made_in integer, weight real, grad_norm real, lr real, skipped integer, place integer,
     primary key (step, generation, made_in));
+create index if not exists steps_by_place on steps (place);
+create index if not exists redone_by_place on redone (place);
 create table if not exists figures (
     name text not null, step integer not null, value real, generation integer not null,
     primary key (name, step)) without rowid;
 """
 
 
-_STEP = "step, t_s, loss, took_s, generation, world"
-_STEP_LATER = (
-    "made_in integer",
-    "weight real",
-    "grad_norm real",
-    "lr real",
-    "skipped integer",
-    "place integer",
-)
-"""Columns of `steps` that files of before do not have: a writer adds them, and for a reader they are null."""
-
-_COLUMNS = ", ".join([_STEP, *(column.split()[0] for column in _STEP_LATER)])
+_COLUMNS = "step, t_s, loss, took_s, generation, world, made_in, weight, grad_norm, lr, skipped, place"
 
 _UNSHOWN = ("made_in", "place")
 """Columns of `steps` that tell commits apart and put them in order."""
 
-_COMPUTED_AGAIN = "(:made_in > made_in or ((:made_in is null or made_in is null) and :generation > generation and :loss is not loss))"
-"""Whether what is told now is another commit of a step than the row that is there. Whoever tells of one commit names the same
-`made_in`. Files and words of before have none: there another loss in a later generation is taken for one."""
+_COMPUTED_AGAIN = ":made_in > made_in"
+"""Whether what is told now is another commit of a step than the row that is there: all that tell of one commit name the same
+`made_in`."""
 
 _NEXT_PLACE = "(select coalesce(max(place), 0) + 1 from steps)"
 
@@ -244,11 +234,7 @@ class Store:
             self._db.execute("pragma journal_mode=wal")
             self._db.execute(f"pragma synchronous={'full' if shared else 'normal'}")
             self._db.executescript(_SCHEMA + rollups.SCHEMA + figure_rollups.SCHEMA)
-            self._add_later_columns()
             self._dropped = compaction.dropped(self._db)
-            place, floors = self._newest_place(), self._dropped.floors
-            rollups.catch_up(self._db, place, floors)
-            figure_rollups.catch_up(self._db, place, self.pages(), floors)
             # Only upward: an older version that continues a newer ledger must not claim that it wrote
             # everything in it.
             if self.version < ledger.VERSION:
@@ -256,18 +242,6 @@ class Store:
         except BaseException:
             self._db.close()
             raise
-
-    def _add_later_columns(self) -> None:
-        for table in ("steps", "redone"):
-            there = self._columns(table)
-            for column in _STEP_LATER:
-                if column.split()[0] not in there:
-                    self._db.execute(f"alter table {table} add column {column}")
-        # In a ledger of before nobody knows in which order its commits came; a follower takes them in that of
-        # the steps. None of these rows is told again, because all that come later have higher places.
-        self._db.execute("update steps set place = step + 1 where place is null")
-        for table in ("steps", "redone"):
-            self._db.execute(f"create index if not exists {table}_by_place on {table} (place)")
 
     @classmethod
     def of(cls, data: bytes) -> Store:
@@ -312,8 +286,6 @@ class Store:
             figure_rollups.roll_up(self._db, logged, self._dropped.floors)
             for name, value in page.kept.items():
                 self.keep(name, value)
-            # After what is kept: the number of this page is among it.
-            figure_rollups.mark(self._db, self._newest_place(), self.pages())
             formed = any(e.kind in ("formed", "started") for e in page.entries)
             dropped = compaction.compact(self._db, self._dropped, max(steps, default=None), formed)
             self.commit()
@@ -390,15 +362,15 @@ class Store:
         """Time of the newest event or step; 0 when there is none."""
         # The newest by its number, which is found by one look at an index: the time rises with it. A search for the
         # largest time would read every step, as the first thing that a coordinator does that takes over.
-        newest = "place" if "place" in self._columns("steps") else "step"
-        queries = ["select t_s from events order by seq desc limit 1"]
-        queries.append(f"select t_s from steps order by {newest} desc limit 1")
-        found = [row for query in queries for row in self._db.execute(query)]
+        queries = ("events order by seq", "steps order by place")
+        found = [
+            row for query in queries for row in self._db.execute(f"select t_s from {query} desc limit 1")
+        ]
         return max((float(t_s) for (t_s,) in found), default=0.0)
 
-    def _columns(self, table: str) -> set[str]:
-        """Names of its columns; none, if there is no such table."""
-        return {row[1] for row in self._db.execute(f"pragma table_info({table})")}
+    def _has(self, table: str) -> bool:
+        """False: the coordinator that made the file was killed before it made its tables, and a reader makes none."""
+        return table in rollups.tables(self._db)
 
     def add_steps(self, t_s: float, losses: Iterable[StepTold], generation: int, world: int) -> None:
         """Committed steps; one that was told already keeps its first row. Of one that was computed again the newest commit
@@ -422,7 +394,6 @@ class Store:
         # In the transaction that wrote the steps: whoever reads finds both or neither.
         if steps:
             rollups.roll_up(self._db, steps, self._dropped.floors)
-            rollups.mark(self._db, self._newest_place())
 
     def _newest_place(self) -> int:
         """Of the commit that the ledger learned of last; 0: there is none."""
@@ -456,7 +427,7 @@ class Store:
 
     def last_step(self) -> int | None:
         """Number of the newest committed step; None: there is none."""
-        if not self._columns("steps"):
+        if not self._has("steps"):
             return None
         found = self._db.execute("select max(step) from steps").fetchone()[0]
         return None if found is None else int(found)
@@ -467,7 +438,7 @@ class Store:
 
     def raw_entries(self, after: int, limit: int) -> list[tuple[int, float, str, str, str]]:
         """As `entries`: (seq, t_s, utc, kind, the fields as JSON)."""
-        if not self._columns("events"):
+        if not self._has("events"):
             return []
         query = "select seq, t_s, utc, kind, fields from events where seq > ? order by seq limit ?"
         rows: list[tuple[int, float, str, str, str]] = self._db.execute(query, (after, limit)).fetchall()
@@ -543,11 +514,10 @@ class Store:
         return self._rows("redone")
 
     def _rows(self, table: str, tail: str = "") -> list[StepRow]:
-        there = self._columns(table)
-        if not there:  # a ledger from before there were any, which a reader may not change
+        if not self._has(table):
             return []
-        names = [n for n in _COLUMNS.split(", ") if n in there and n not in _UNSHOWN]
-        order = "step, made_in, generation" if "made_in" in there and not tail else "step"
+        names = [n for n in _COLUMNS.split(", ") if n not in _UNSHOWN]
+        order = "step" if tail else "step, made_in, generation"
         query = f"select {', '.join(names)} from {table} order by {order} {tail}"
         rows = [dict(zip(names, row, strict=True)) for row in self._db.execute(query)]
         return [_step_row(row) for row in rows]
@@ -558,7 +528,7 @@ class Store:
         seq, place: of the newest event and commit that it has read. until_s: commits that were told later, in seconds since
         the job's start, wait for the next time: what the script logs for a step may be told a moment after it.
         """
-        if not self._columns("events"):
+        if not self._has("events"):
             return News(ledger="", began_utc_s=0.0, events=[], steps=[], more=False)
         first = self._db.execute("select utc, t_s from events order by seq limit 1").fetchone()
         events = [x for x, _ in zip(self.events(seq), range(limit), strict=False)]
@@ -572,16 +542,11 @@ class Store:
         )
 
     def _new_steps(self, place: int, until_s: float, limit: int) -> list[NewStep]:
-        there = self._columns("steps")
-        if not there:
+        if not self._has("steps"):
             return []
-        names = [n for n in _COLUMNS.split(", ") if n in there and n not in _UNSHOWN]
-        # A file of before, which a reader may not change, has no places: its steps are in their own order.
-        by = "place" if "place" in there else "step + 1"
-        made_in = "coalesce(made_in, generation)" if "made_in" in there else "generation"
+        names = [n for n in _COLUMNS.split(", ") if n not in _UNSHOWN]
         found = self._db.execute(
-            f"select {by}, {made_in}, {', '.join(names)} from steps "
-            f"where {by} > ? and t_s <= ? order by {by} limit ?",
+            f"select place, made_in, {', '.join(names)} from steps where place > ? and t_s <= ? order by place limit ?",
             (place, until_s, limit),
         ).fetchall()
         rows = [dict(zip(names, row[2:], strict=True)) for row in found]
@@ -597,7 +562,7 @@ class Store:
         ]
 
     def _figures_of(self, steps: list[int]) -> dict[int, dict[str, float | None]]:
-        if not steps or not self._columns("figures"):
+        if not steps or not self._has("figures"):
             return {}
         found: dict[int, dict[str, float | None]] = {}
         for name in figure_rollups.names(self._db):
@@ -632,6 +597,13 @@ _numbers = msgspec.msgpack.Decoder(int)
 _fields = msgspec.json.Decoder()
 _facts = msgspec.json.Decoder(IncidentFacts)
 _explained = msgspec.json.Decoder(IncidentExplained)
+_state = msgspec.msgpack.Decoder(CoreState)
+
+
+def state_of(snapshot: bytes) -> CoreState:
+    """The core's state, as `Store.save` wrote it. Raises Damaged."""
+    state: CoreState = decode(_state.decode, snapshot, "the state in it is damaged")
+    return state
 
 
 def _entry(seq: int, t_s: float, utc: str, kind: str, fields: str) -> LedgerEntry:

@@ -53,12 +53,8 @@ def why_held(seen: Observed, job: HoldfastJob) -> str | None:
 
 def was_taken_back(farewell: Farewell, job: HoldfastJob) -> bool:
     """Whether a run was stopped because its quota was taken back, and goes on when it is admitted again."""
-    if farewell.outcome != "stopped":
-        return False
-    if farewell.cause:
-        return bool(job.queue) and farewell.cause == NoticeCause.PREEMPTION
-    # A coordinator of an older version, which runs on while the operator is replaced, has only words.
-    return farewell.reason.startswith(TAKEN_BACK)
+    stopped = farewell.outcome == "stopped"
+    return stopped and bool(job.queue) and farewell.cause == NoticeCause.PREEMPTION
 
 
 def base_of(seen: Observed) -> WorkloadSeen | None:

@@ -1,7 +1,7 @@
 """The events of a job's ledger: one frozen struct for each kind.
 
 A kind never changes its meaning, and its fields never change theirs: a kind gains a field with a default, or another kind
-begins. A field that gets a better name is read under its old one too (`LedgerEvent.RENAMED`). So every version reads what older ones wrote, and shows what later ones wrote as it is.
+begins. So every version reads what older ones wrote, and shows what later ones wrote as it is.
 """
 
 from __future__ import annotations
@@ -228,8 +228,7 @@ def read(kind: str, fields: Mapping[str, Any]) -> LedgerEvent | None:
 
 
 def _known(event: type[LedgerEvent], fields: Mapping[str, Any]) -> LedgerEvent:
-    named = {event.RENAMED.get(name, name): value for name, value in fields.items()}
-    return msgspec.convert({**_unknown(event), **named}, event)
+    return msgspec.convert({**_unknown(event), **fields}, event)
 
 
 @cache

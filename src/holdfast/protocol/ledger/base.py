@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 import msgspec
@@ -25,9 +24,6 @@ class LedgerEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     ROUTINE: ClassVar[bool] = False
     """People need not read it as it happens; `holdfast events` shows it."""
-
-    RENAMED: ClassVar[Mapping[str, str]] = {}
-    """The name of a field in older ledgers, to its name in this version."""
 
     def sentence(self) -> str:
         """One sentence for a person who has not read the code; empty if it is of no interest to one."""

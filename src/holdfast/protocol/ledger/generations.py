@@ -82,8 +82,6 @@ _RESTORED_FROM = {"disk": "the checkpoint on disk", "memory": "a snapshot in mem
 class Formed(LedgerEvent, frozen=True, kw_only=True):
     """A generation was formed."""
 
-    RENAMED = {"rows": "groups_connected_in"}
-
     generation: int
     """Its number."""
     start: int
@@ -195,8 +193,6 @@ class Capacity(LedgerEvent, frozen=True, kw_only=True):
 # Written at the first commit after the change, when its cost is known; the change itself began at `t_s`.
 class Changed(LedgerEvent, frozen=True, kw_only=True):
     """A planned change of the membership is complete."""
-
-    RENAMED = {"joined": "newcomers"}
 
     id: int
     """Its number."""

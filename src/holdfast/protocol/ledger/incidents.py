@@ -81,7 +81,7 @@ class IncidentFacts(LedgerEvent, frozen=True, kw_only=True):
     cause: str
     """In words."""
     cause_kind: CauseKind | None = None
-    """The kind of the cause; None: an older version wrote it."""
+    """The kind of the cause; None: not known."""
     rule: str | None
     """The health rule that explains it."""
     quiet: bool
@@ -95,7 +95,7 @@ class IncidentFacts(LedgerEvent, frozen=True, kw_only=True):
     collective: str | None = None
     """Of a hang: what the culprits have not entered while others wait in it; None: not known."""
     place: str | None = None
-    """The common place of nodes that were lost together; None: one node, or an older version wrote it."""
+    """The common place of nodes that were lost together; None: one node."""
     nodes: list[str] = []
     """Those nodes."""
 
@@ -172,7 +172,7 @@ class IncidentJoined(LedgerEvent, frozen=True, kw_only=True):
     cause: str
     """What happened, in words."""
     cause_kind: CauseKind | None = None
-    """Its kind; None: an older version wrote it."""
+    """Its kind; None: not known."""
 
     def sentence(self) -> str:
         where = f"{self.node}: " if self.node else ""
@@ -191,7 +191,7 @@ class IncidentExplained(LedgerEvent, frozen=True, kw_only=True):
     cause: str
     """The cause, in words."""
     cause_kind: CauseKind | None = None
-    """Its kind; None: an older version wrote it."""
+    """Its kind; None: not known."""
     was: str
     """What was taken for the cause before."""
 

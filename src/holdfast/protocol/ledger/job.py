@@ -94,7 +94,7 @@ class Ended(LedgerEvent, frozen=True, kw_only=True):
     step: int | None
     """Committed steps; None: not known."""
     cause: NoticeCause | None = None
-    """Why it was stopped, for programs; None: it was not, or an older version wrote it."""
+    """Why it was stopped, for programs; None: it was not."""
 
     def sentence(self) -> str:
         reason = f": {self.reason}" if self.reason else ""

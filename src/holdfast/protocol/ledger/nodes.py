@@ -33,7 +33,7 @@ class NodeLost(LedgerEvent, frozen=True, kw_only=True):
     cause: str
     """Why, in words."""
     cause_kind: CauseKind | None = None
-    """The kind of the cause; None: an older version wrote it."""
+    """The kind of the cause; None: not known."""
 
     def sentence(self) -> str:
         return f"{self.node} is lost: {self.cause}"
@@ -86,7 +86,7 @@ class NodeLeaving(LedgerEvent, frozen=True, kw_only=True):
     within_s: float | None
     """How long it has, in seconds; None: no limit."""
     cause: NoticeCause | None = None
-    """Why, for programs; None: an older version wrote it."""
+    """Why, for programs; None: not known."""
 
     def sentence(self) -> str:
         time = "" if self.within_s is None else f" within {seconds(self.within_s)}"

@@ -95,7 +95,7 @@ class WorkerEnded(LedgerEvent, frozen=True, kw_only=True):
     cause: str
     """Why, in words."""
     cause_kind: CauseKind | None = None
-    """The kind of the cause; None: an older version wrote it."""
+    """The kind of the cause; None: not known."""
 
     def sentence(self) -> str:
         return f"{', '.join(self.workers)} ended by the coordinator: {self.cause}"
@@ -115,7 +115,7 @@ class Failed(LedgerEvent, frozen=True, kw_only=True):
     cause: str
     """The error, in words."""
     cause_kind: CauseKind | None = None
-    """The kind of the cause; None: an older version wrote it."""
+    """The kind of the cause; None: not known."""
 
     def sentence(self) -> str:
         step = "before the first step" if self.step is None else f"at step {self.step}"
@@ -152,7 +152,7 @@ class StallJudged(LedgerEvent, frozen=True, kw_only=True):
     collective: str | None = None
     """What the culprits have not entered while others wait in it; None: not known."""
     evidence: list[str] = []
-    """Who stood where and who waited for whom, a line each; empty: an older version wrote it, or nothing was known."""
+    """Who stood where and who waited for whom, a line each; empty: nothing was known."""
 
     def sentence(self) -> str:
         where = f"; {self.where}" if self.where else ""
@@ -163,8 +163,6 @@ class StallJudged(LedgerEvent, frozen=True, kw_only=True):
 
 class Rebuild(LedgerEvent, frozen=True, kw_only=True):
     """A spare worker is built for another shard."""
-
-    RENAMED = {"position": "shard_index"}
 
     worker: str
     """Its name."""
