@@ -351,9 +351,13 @@ class Core(Context):
             case DurableFound():
                 durable_checkpoints.found(self, event)
             case Recovered():
+                remedies.recovered(self)
                 nodes.recovered(self, event)
             case Overslept(away_s):
+                # Each part shifts its own times.
                 nodes.overslept(self, away_s)
+                remedies.overslept(self, away_s)
+                durable_checkpoints.overslept(self, away_s)
             case Starved(name, waited_s):
                 nodes.starved(self, name, waited_s)
             case Tick():
@@ -403,8 +407,7 @@ class Core(Context):
                     self._worker_says(worker, report, age_s)
             case m.Started(worker_name, pid, log):
                 if worker := self.state.membership.workers.get(worker_name):
-                    worker.log = log
-                    self.record(ledger.WorkerStarted(worker=worker_name, node=name, pid=pid, log=log))
+                    workers.started(self, worker, pid, log)
             case m.Exited():
                 failures.exited(self, message)
             case m.Leaving(reason, within_s):
@@ -441,24 +444,13 @@ class Core(Context):
             case m.Ready():
                 workers.ready(self, worker, message)
             case m.Joined():
-                worker.joined_generation = message.generation
-                if (
-                    self.state.membership.generation
-                    and message.generation == self.state.membership.generation.number
-                ):
-                    # Late news of an earlier generation must not close the incident of this one, or its
-                    # report would show times that belong to no restore.
-                    incidents.on_joined(self.state, self.now, message)
-                    resize.connected(self, message)
-                    wall_time.joined(self.state, message)
-            case m.Restoring(generation, nbytes, total_bytes):
-                if worker.phase is WorkerPhase.MEMBER and generation == self.state.membership.number:
-                    worker.restored = nbytes, total_bytes
+                workers.joined(self, worker, message)
+            case m.Restoring():
+                workers.restoring(self, worker, message)
             case m.Progress():
                 workers.progress(self, worker, message, age_s)
             case m.OffStep(on):
-                worker.aside = on
-                wall_time.aside(self.state, worker, self.now - age_s, on)
+                workers.off_step(self, worker, on, age_s)
             case m.Parked():
                 generations.parked(self, worker, message)
             case m.Halted():

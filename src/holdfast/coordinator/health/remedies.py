@@ -172,6 +172,25 @@ def engine_traits(context: Context, traits: EngineTraits) -> None:
     context.state.health.engine = traits
 
 
+def overslept(context: Context, away_s: float) -> None:
+    """Nobody listened for so long: whoever has a time to answer in has as much of it as before."""
+    for node in context.state.membership.nodes.values():
+        if node.boots_until_s is not None:
+            node.boots_until_s += away_s
+        if node.checking is not None:
+            node.checking.until_s += away_s
+    for act in context.state.health.acts:
+        if act.until_s is not None:
+            act.until_s += away_s
+
+
+def recovered(context: Context) -> None:
+    """This process replaced another coordinator: a machine that was rebooted has its chance to come back to it."""
+    for node in context.state.membership.nodes.values():
+        if node.boots_until_s is not None:
+            node.boots_until_s = max(node.boots_until_s, context.now + context.timing.adopt_s)
+
+
 def came_back(context: Context, node: Node, known: Node | None) -> None:
     """A node that joins may be a machine that was rebooted. known: what bore its name before."""
     for before in [*context.nodes_in(NodePhase.LOST), *([known] if known is not None else [])]:
@@ -212,7 +231,7 @@ def left(context: Context, node: Node) -> None:
     incident = incidents.numbered(s, act.incident) if act and act.incident else None
     cause = str(incident.cause) if incident else node.leaving or ""
     if remedy is Remedy.RESET_DEVICE and act is not None:
-        node.then, node.leaves_until_s, node.excess = remedy, None, False
+        node.then = remedy
         _hold(context, node, cause)
         _order(context, act)
         _send(context, node, act)
@@ -222,8 +241,7 @@ def left(context: Context, node: Node) -> None:
     reason = node.leaving or cause
     context.record(ledger.NodeLeft(node=node.name, reason=reason))
     context.send(node.name, m.Shutdown(reason))
-    transitions.lose_node(context, node)
-    node.left = True
+    transitions.lose_node(context, node, as_planned=True)
     context.request(DropCopies(node))
     if remedy is Remedy.REBOOT:
         context.order(ReleaseNode(node=node.name, reason=reason))
@@ -242,7 +260,7 @@ def call_off(context: Context, node: Node, incident: Incident) -> bool:
     if act is None or node.then is None or not node.alive:
         return False
     acts.remove(act)
-    node.then, node.leaves_until_s = None, None
+    node.then = None
     context.request(KeepNode(node))
     transitions.use(context, node)
     incident.does = None

@@ -129,6 +129,12 @@ def numbered(state: CoreState, number: int) -> Incident:
     return state.incidents[number - 1 - state.forgotten]
 
 
+def count_anew(state: CoreState) -> None:
+    """Generations are counted from 1 again: those of all incidents were before."""
+    for incident in state.incidents:
+        incident.generation = 0
+
+
 def _forget(state: CoreState) -> None:
     """Lets go of the oldest, if there are many of them."""
     there = state.incidents
@@ -382,6 +388,11 @@ def decided(state: CoreState, now: float, rung: str) -> None:
         if incident.decided_at_s is None:
             incident.decided_at_s, incident.paused_first_s = now, incident.paused_s
             incident.rung = incident.rung or rung
+
+
+def decided_by_itself(incident: Incident, now: float) -> None:
+    """Nothing was to be decided: training went on meanwhile."""
+    incident.decided_at_s = now
 
 
 def paused(state: CoreState, since_s: float, until_s: float) -> None:

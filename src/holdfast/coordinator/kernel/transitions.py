@@ -144,13 +144,14 @@ def stay(context: Context, node: Node) -> None:
     _enter_by_reasons(context, node)
 
 
-def lose_node(context: Context, node: Node) -> None:
-    """A node is gone for good: if its agent comes back, then as a new node.
+def lose_node(context: Context, node: Node, as_planned: bool = False) -> None:
+    """A node is gone for good: if its agent comes back, then as a new node. as_planned: nothing of the job was on it any more.
 
     Raises:
         IllegalTransition: it was lost before.
     """
     _enter_node(context, node, NodePhase.LOST)
+    node.left = as_planned
 
 
 def set_lemon(context: Context, node: Node, reason: str) -> None:

@@ -255,18 +255,11 @@ def overslept(context: Context, away_s: float) -> None:
             # Never later than now: a node that has just spoken would otherwise be trusted into the future,
             # and its real loss found late by as much.
             node.last_seen_s = min(context.now, node.last_seen_s + away_s)
-        node.boots_until_s = _later(node.boots_until_s, away_s)
-        if node.checking is not None:
-            node.checking.until_s += away_s
     for worker in context.alive_workers():
         if worker.phase in (WorkerPhase.STARTING, WorkerPhase.ATTACHED):
             worker.started_s = min(context.now, worker.started_s + away_s)
         if worker.vanished_s is not None:
             worker.vanished_s = min(context.now, worker.vanished_s + away_s)
-    for act in s.health.acts:
-        act.until_s = _later(act.until_s, away_s)
-    for storing in s.storage.storing:
-        storing.moved_s = min(context.now, storing.moved_s + away_s)
     # Deadlines are moved one by one below; this is for times that are measured from the break, as in
     # `_left_behind`.
     s.membership.unheard_s += away_s
@@ -282,10 +275,6 @@ def starved(context: Context, name: str, waited_s: float) -> None:
         heard(context, node, min(context.now, node.last_seen_s + waited_s))
 
 
-def _later(deadline: float | None, by_s: float) -> float | None:
-    return None if deadline is None else deadline + by_s
-
-
 def recovered(context: Context, event: Recovered) -> None:
     """This process replaced a coordinator that died, or that was asked to go. Agents that do not come back are lost.
 
@@ -298,7 +287,6 @@ def recovered(context: Context, event: Recovered) -> None:
     for node in s.membership.nodes.values():
         # So that each node is lost exactly at `back_s` if it does not come, and not a detection time later.
         node.last_seen_s = back_s - timing.detection_s
-        node.boots_until_s = _not_before(node.boots_until_s, back_s)
     for worker in s.membership.workers.values():
         worker.started_s = max(worker.started_s, back_s - timing.start_s)
         worker.vanished_s = None
@@ -326,11 +314,7 @@ def recovered(context: Context, event: Recovered) -> None:
         fault_at_s=event.last_s,
         needs_newcomer=False,
     )
-    incident.decided_at_s = context.now
-
-
-def _not_before(deadline: float | None, time_s: float) -> float | None:
-    return None if deadline is None else max(deadline, time_s)
+    incidents.decided_by_itself(incident, context.now)
 
 
 # ---------------------------------------------------------------- agent and coordinator compare what they know

@@ -121,7 +121,8 @@ def leave(context: Context, node: Node, reason: str) -> None:
 
 
 def stay(context: Context, node: Node) -> None:
-    """A node that was to leave, perhaps, does not."""
+    """A node stays, whether it was to leave or not."""
+    node.leaves_until_s, node.excess = None, False
     transitions.stay(context, node)
     # Its agent stays with it, and would tell every worker that it starts from now on.
     notices.node_stays(context, node)
@@ -146,7 +147,6 @@ def _fit(context: Context, reason: str, within_s: float | None, cause: NoticeCau
     excess = queries.not_leaving(context) - (s.wanted_nodes + spares)
     if excess < 0:
         for node in [n for n in context.alive_nodes() if n.excess][:-excess]:
-            node.leaves_until_s, node.excess = None, False
             stay(context, node)
             context.record(ledger.NodeStays(node=node.name))
     trains = s.membership.generation is not None and s.membership.phase is JobPhase.RUNNING
@@ -446,8 +446,7 @@ def _release(context: Context, node: Node) -> None:
     reason, cause = node.leaving or "", node.notice.cause if node.notice is not None else None
     # As for a node that is lost, but planned: it is told to end, its copies no longer count, and the engine
     # gets it back.
-    transitions.lose_node(context, node)
-    node.left = True
+    transitions.lose_node(context, node, as_planned=True)
     context.record(ledger.NodeLeft(node=node.name, reason=reason))
     context.send(node.name, m.Shutdown(reason))
     context.request(DropCopies(node))

@@ -63,8 +63,7 @@ class Restart:
             )
         # Their generation was one of the old count. As 0 they close with the first commit of the first
         # generation.
-        for incident in s.incidents:
-            incident.generation = 0
+        incidents.count_anew(s)
         context.record(ledger.Level(level=2))
 
     def on_exit(self, context: Context, worker: Worker, message: m.Exited) -> None:

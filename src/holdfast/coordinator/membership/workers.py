@@ -16,6 +16,36 @@ from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
 
 
+def started(context: Context, worker: Worker, pid: int, log: str) -> None:
+    """Its process runs."""
+    worker.log = log
+    context.record(ledger.WorkerStarted(worker=worker.name, node=worker.node, pid=pid, log=log))
+
+
+def joined(context: Context, worker: Worker, message: m.Joined) -> None:
+    """A member is connected, and restored if it had to be."""
+    membership = context.state.membership
+    worker.joined_generation = message.generation
+    # Late news of an earlier generation must not close the incident of this one, or its report would show times that
+    # belong to no restore.
+    if membership.generation and message.generation == membership.generation.number:
+        incidents.on_joined(context.state, context.now, message)
+        resize.connected(context, message)
+        wall_time.joined(context.state, message)
+
+
+def restoring(context: Context, worker: Worker, message: m.Restoring) -> None:
+    """How far a member is with fetching the state."""
+    if worker.phase is WorkerPhase.MEMBER and message.generation == context.state.membership.number:
+        worker.restored = message.nbytes, message.total_bytes
+
+
+def off_step(context: Context, worker: Worker, on: bool, age_s: float) -> None:
+    """It begins or ends work of the script's own between two steps. age_s: so long ago."""
+    worker.aside = on
+    wall_time.aside(context.state, worker, context.now - age_s, on)
+
+
 def attached(context: Context, worker: Worker) -> None:
     """The script called `holdfast.start`: the job is at level 2 from now on."""
     context.mode.on_attached(context)

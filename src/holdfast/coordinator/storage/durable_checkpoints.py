@@ -83,6 +83,12 @@ def _skip(context: Context, current: Storing, step: int) -> None:
 # ---------------------------------------------------------------- tiers that stand still
 
 
+def overslept(context: Context, away_s: float) -> None:
+    """Nobody listened for so long: it is no standstill of those that write."""
+    for storing in context.state.storage.storing:
+        storing.moved_s = min(context.now, storing.moved_s + away_s)
+
+
 def deadlines(context: Context) -> list[float]:
     """When there is something to say of a tier that nothing comes to; and, at the end of training, to give it up."""
     s, timing = context.state, context.timing
