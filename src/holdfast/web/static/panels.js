@@ -128,7 +128,7 @@ function FindingRows({ data, findings }) {
 
 function Finding({ one }) {
   const about = [one.node, one.subject].filter(Boolean).join(", ");
-  return html`<${Shape} tone=${one.dry_run ? "over" : one.severity === "fatal" || one.severity === "error" ? "bad" : "busy"} />
+  return html`<${Shape} tone=${one.dry_run || one.severity === "info" ? "over" : one.severity === "fatal" || one.severity === "error" ? "bad" : "busy"} />
     ${one.incident ? html` <a href=${`#/incident/${one.incident}`}>incident ${one.incident}</a>: ` : " "}<b>${about ? `${about}: ` : ""}${one.rule}</b>, ${one.severity}${one.condition === "unknown" ? ", could not be told" : ""}${one.shared ? ", on many nodes at once" : ""}${one.dry_run ? ", on trial: nothing is done about it" : ""}: ${one.evidence || "no text"}
     <span class="quiet"> read from ${one.source}${one.count > 1 ? `, ${count(one.count)} times` : ""}; asks for ${one.remedy}: ${one.remedy_what}</span>`;
 }
