@@ -288,16 +288,19 @@ def test_how_curves_are_drawn_is_in_the_address(seen) -> None:
 
 
 def test_outliers_do_not_rule_an_axis_and_smoothing_is_an_average(seen) -> None:
-    axis, full, few, line = seen.run(
+    axis, full, few, line, bands = seen.run(
         "return import('holdfast/curves').then(({axisOf, smoothed}) => {"
         " const values = [...Array(1000).keys()].map(n => 1 + (n % 10) / 10); values[500] = 90; const plain = {log: false, zero: false};"
         " return [axisOf([values], {...plain, full: false}), axisOf([values], {...plain, full: true}),"
-        " axisOf([[2.6, ...values.slice(0, 400)]], {...plain, full: false}), smoothed([4, null, 4, 8], 0.5)]; })"
+        " axisOf([[2.6, ...values.slice(0, 400)]], {...plain, full: false}), smoothed([4, null, 4, 8], 0.5),"
+        " [0.01, 0.05].map(tail => axisOf([values.map((v, n) => n % 25 ? v : 90)], {...plain, full: false, tail}))]; })"
     )
     assert axis["cut"]
     assert 0 < axis["from"] < 1 < 1.9 < axis["to"] < 3
     assert not full["cut"]
     assert full["to"] > 90
+    # Of a band a twentieth may be beyond: each of its points has the worst of many steps.
+    assert [one["cut"] for one in bands] == [False, True]
     # What is only a little beyond the others is no outlier.
     assert not few["cut"]
     assert few["to"] > 2.6

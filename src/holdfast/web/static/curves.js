@@ -8,7 +8,8 @@ import { count, figure, plural, seconds } from "holdfast/words";
 
 const SYNC = "holdfast";
 const HEIGHT = 190;
-const TAIL = 0.01;          // of the values at either end may be outliers,
+const TAIL = 0.01;          // of the values at either end may be outliers, of the edges of a band
+const BAND_TAIL = 0.05;     // more: each of its points has the worst of many steps;
 const RULED = 2;            // and are, where with them the axis would be so many times as long
 const APART = 6;            // pixels between two marks at an edge
 
@@ -33,13 +34,13 @@ function quantile(sorted, q) {
 }
 
 // From where to where an axis goes, and whether that leaves values out. rows: lists of values; log: only those above 0.
-export function axisOf(rows, { log, zero, full }) {
+export function axisOf(rows, { log, zero, full, tail = TAIL }) {
   const size = (v) => (log ? Math.log10(v) : v);
   const sorted = rows.flatMap((row) => row.filter((v) => v !== null && v !== undefined && Number.isFinite(v) && (!log || v > 0)).map(size)).sort((a, b) => a - b);
   if (!sorted.length) return { from: log ? 0.1 : 0, to: 1, cut: false };
   let from = sorted[0], to = sorted[sorted.length - 1], cut = false;
   if (!full && sorted.length >= 20) {
-    const low = quantile(sorted, TAIL), high = quantile(sorted, 1 - TAIL), room = (high - low) / 4;
+    const low = quantile(sorted, tail), high = quantile(sorted, 1 - tail), room = (high - low) / 4;
     const least = Math.max(from, low - room), most = Math.min(to, high + room);
     // Of values that are nearly all equal any other one is far away, and that is what is to be seen.
     if (most > least && to - from > RULED * (most - least)) [from, to, cut] = [least, most, true];
@@ -151,11 +152,11 @@ export class Curve extends Component {
     const above = (row) => (log ? row.map((v) => (v === null || v <= 0 ? null : v)) : row);
     const raw = above(columns[value]), least = band ? above(columns[`${value}_min`]) : null, most = band ? above(columns[`${value}_max`]) : null;
     const beside = other ? smoothed(above(alongside(columns.step, other, value)), smooth) : null;
-    const axis = axisOf([raw, ...(beside ? [beside] : [])], { log, zero, full });
-    const beyond = axis.cut ? raw.filter((v) => v !== null && (v > axis.to || v < axis.from)).length : 0;
-    // The band of a whole axis is seen whole, too.
-    if (!axis.cut && band) Object.assign(axis, axisOf([least, most, ...(beside ? [beside] : [])], { log, zero, full }), { cut: false });
-    this.known = { of: [columns, other, log, smooth, full], steps: columns.step, raw, least, most, beside, line: smoothed(raw, smooth), axis, beyond };
+    const rows = band ? [least, most] : [raw];
+    const axis = axisOf([...rows, ...(beside ? [beside] : [])], { log, zero, full, tail: band ? BAND_TAIL : TAIL });
+    const out = (v) => v !== null && (v > axis.to || v < axis.from);
+    const beyond = axis.cut ? raw.filter((_, n) => rows.some((row) => out(row[n]))).length : 0;
+    this.known = { of: [columns, other, log, smooth, full], steps: columns.step, raw, least, most, beside, line: smoothed(raw, smooth), axis, beyond, rows };
     return this.known;
   }
 
@@ -182,7 +183,7 @@ export class Curve extends Component {
       series: [{}, ...(band ? [{ ...edge, label: "least" }, { ...edge, label: "most" }] : []), ...(other ? [{ ...line, label: "baseline", stroke: ink("--text"), width: 1.2, dash: [6, 4] }] : []), ...(smooth ? [{ ...line, label: "values", stroke: ink("--faint"), width: 1 }] : []), line],
       bands: band ? [{ series: [2, 1], fill: ink("--band") }] : [],
       hooks: {
-        draw: [(u) => { const { steps, raw, axis: drawn } = this.measured(); drawMarks(u, this.props.marks); if (drawn.cut) drawBeyond(u, steps, raw, drawn); }],
+        draw: [(u) => { const { steps, rows, axis: drawn } = this.measured(); drawMarks(u, this.props.marks); if (drawn.cut) rows.forEach((row) => drawBeyond(u, steps, row, drawn)); }],
         setCursor: [(u) => this.tell(u)],
         setSelect: [(u) => {
           if (u.select.width > 8) onRange(Math.round(u.posToVal(u.select.left, "x")), Math.round(u.posToVal(u.select.left + u.select.width, "x")));
