@@ -195,6 +195,7 @@ def made_up_state(nodes: int) -> CoreState:
 
 class _Host:
     may_act = False
+    more_jobs = 0
 
     def __init__(self, source: PageSource) -> None:
         self._source = source

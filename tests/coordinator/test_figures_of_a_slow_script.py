@@ -36,7 +36,15 @@ T = TimeClass
 STEP_S, DATA_S, BETWEEN_S = 0.03, 0.02, 0.06
 EVALUATION_S, EVERY = 1.0, 50
 UNTIL = 300
-RECENT = {"ledger": "", "ledger_seq": 0, "step": None, "loss": None, "t_s": None, "weight": 6.0}
+RECENT = {
+    "ledger": "",
+    "ledger_seq": 0,
+    "began_utc_s": None,
+    "step": None,
+    "loss": None,
+    "t_s": None,
+    "weight": 6.0,
+}
 
 
 def trains(

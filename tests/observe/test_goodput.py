@@ -3,9 +3,18 @@
 import io
 
 import pytest
+import typer
 from rich.console import Console
 
-from holdfast.observe.goodput import WORDS, goodput_line, goodput_table, goodput_words
+from holdfast.cli.app import app
+from holdfast.observe.goodput import (
+    WORDS,
+    goodput_line,
+    goodput_table,
+    goodput_words,
+    losses,
+    losses_lines,
+)
 from holdfast.protocol.time_classes import TimeClass
 
 KNOWN = {
@@ -76,3 +85,40 @@ def test_the_table_has_every_class():
 
 def test_every_class_that_a_report_may_have_has_words():
     assert WORDS.keys() == set(TimeClass) - {TimeClass.LAUNCH}
+
+
+@pytest.mark.parametrize("kind", TimeClass)
+def test_a_loss_is_told_if_a_setting_mends_it(kind):
+    found = losses({"wall_s": 600.0, "classes": {kind.value: 200.0}})
+    without = {
+        TimeClass.START, TimeClass.LAUNCH, TimeClass.COMPUTED, TimeClass.PRODUCTIVE, TimeClass.INTERRUPTED, TimeClass.DECIDE,
+        TimeClass.JOIN, TimeClass.RESTORE, TimeClass.FIRST_STEP, TimeClass.PLANNED, TimeClass.SAVING, TimeClass.UNEXPLAINED,
+    }  # fmt: skip
+    assert [one["class"] for one in found] == ([] if kind in without else [kind.value])
+    assert all("33.3% of 10 min 00 s" in one["text"] for one in found)
+
+
+def test_a_command_that_a_loss_names_has_its_options():
+    """Advice must be right when it is obeyed."""
+    every = {kind.value: 10.0 for kind in TimeClass}
+    for one in losses({"wall_s": 60.0, "classes": every}):
+        words = one["how"].split()
+        named = typer.main.get_command(app)
+        for word in words[1:]:
+            if word in getattr(named, "commands", {}):
+                named = named.commands[word]
+        options = {o for p in named.params for o in (*p.opts, *p.secondary_opts)}
+        assert {w for w in words if w.startswith("--")} <= options, one["how"]
+
+
+def test_small_losses_and_short_jobs_are_left_alone():
+    assert losses({"wall_s": 59.0, "classes": {"detect": 50.0}}) == []
+    assert losses({"wall_s": 600.0, "classes": {"detect": 59.0}}) == []
+    assert losses({"wall_s": None, "classes": {}}) == losses({}) == []
+    one, other = losses({"wall_s": 100.0, "classes": {"detect": 20.0, "idle_division": 32.0}}, 12_000)
+    assert (one["class"], other["class"]) == ("idle_division", "detect")
+    assert "12000 micro-batches" in one["text"]
+    assert one["text"].endswith("…, 1200, 1500, 2000, 2400, 3000, 4000, 6000, 12000.")
+    lines = losses_lines([one, other]).plain.splitlines()
+    assert lines[0].startswith("to do  idle division takes 32.0% of 100.0 s")
+    assert lines[1].endswith("See `holdfast run --detection SECONDS --stall-factor FACTOR`.")

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from holdfast.observe.incident_report import story, unheeded
+import re
+from pathlib import Path
+
+import pytest
+
+import holdfast
+from holdfast.coordinator.kernel.incidents import COORDINATOR
+from holdfast.observe.incident_report import RUNGS, story, unheeded
+
+SOURCES = "".join(
+    p.read_text() for p in (Path(holdfast.__file__).parent / "coordinator/membership").glob("*.py")
+)
 
 INCIDENT = {
     "id": 1, "fault": None, "injected": False, "node": "n1", "ranks": [1], "at_step": 12, "t_s": 4.0, "detect_s": None,
@@ -46,6 +57,15 @@ def test_a_finding_and_what_came_of_it():
     assert "n7" not in text
     assert "training stood for 0.90 s; 0 steps to be done again" in text
     assert "full strength after 1.00 s (spare)" in text
+    # What is in brackets is explained where it stands.
+    assert (
+        "\n    spare: workers of other nodes, which waited, took the places of those that were lost\n" in text
+    )
+    assert (
+        "\n    fatal: what runs on the device or node is lost, or cannot be trusted; reboot: it is rebooted\n"
+        in text
+    )
+    assert "  injected: " not in text
     assert "of which detect 0.10 s, decide 0.20 s" in text
 
 
@@ -56,6 +76,30 @@ def test_an_incident_that_no_rule_found():
     text = "\n".join(story(1, entries))
     assert "No health rule matched" in text
     assert "Not known: no step was committed after it." in text
+
+
+def test_an_injected_fault_is_said_to_be_nobodys() -> None:
+    injected = INCIDENT | {"injected": True, "fault": "kill-worker", "cause": "killed"}
+    first, second, *_ = story(1, ledger((4.0, "incident-opened", injected)))
+    assert first.endswith("(injected: kill-worker)")
+    assert (
+        second
+        == "  injected: put in on purpose, by --fault or `holdfast fault`: no machine and no script is to blame"
+    )
+
+
+@pytest.mark.parametrize(
+    "rung",
+    [
+        *re.findall(r'rung=(?:None if again else )?"(.*?)"', SOURCES),
+        "spare",
+        "restart",
+        "go on smaller",
+        COORDINATOR,
+    ],
+)
+def test_every_way_of_repair_has_words(rung: str) -> None:
+    assert rung in RUNGS
 
 
 def test_a_hang_says_where_its_ranks_stood_as_far_as_that_is_known():

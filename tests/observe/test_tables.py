@@ -63,6 +63,19 @@ def test_a_script_without_steps_has_no_table_of_them(report):
     assert not any(words in text for words in ("goodput", "–", "Wall time"))
 
 
+def test_a_large_loss_comes_with_what_makes_it_smaller(report):
+    goodput = {
+        "wall_s": 1000.0,
+        "productive_s": 600.0,
+        "share": 0.6,
+        "classes": {"productive": 600.0, "idle_division": 320.0},
+    }
+    text = " ".join(shown(report | {"goodput": goodput}).split())
+    assert "to do idle division takes 32.0% of 16 min 40 s: workers wait in each step" in text
+    assert "See `holdfast plan division --global-batch N --micro-batch M`." in text
+    assert "to do" not in shown(report)
+
+
 def test_unknown_is_a_dash_never_zero(report, incident):
     nothing = dict.fromkeys(incident) | {"id": 1, "cause": "lost", "ranks": [], "injected": False}
     text = shown(

@@ -29,6 +29,9 @@ _FLAGS = (
 )
 
 
+_ALL_THERE = "return [...holdfast.wanted.keys()].every(k => k in holdfast.panels || k in holdfast.errors)"
+
+
 class Browser:
     """One browser with a profile of its own. `close` ends it."""
 
@@ -73,8 +76,10 @@ class Browser:
         self.run(f"location.hash = {json.dumps(address)}")
         # Drawn with everything that it asks for, and nothing on its way.
         self.wait(
-            "return [...holdfast.wanted.keys()].every(k => k in holdfast.panels || k in holdfast.errors)"
+            "return [...document.querySelectorAll('.logged')].every("
+            "e => e.querySelector('.uplot') || e.getBoundingClientRect().top > innerHeight)"
         )
+        self.wait(_ALL_THERE)
         self.wait(
             "return new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))"
         )
@@ -96,6 +101,11 @@ class Browser:
         """The page as it is, down to `most` pixels."""
         width, height = self.run("return [innerWidth, document.documentElement.scrollHeight]")
         self.size(width, min(most, height))
+        # What comes into sight with the new size is asked for now.
+        self.wait(
+            "return new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))"
+        )
+        self.wait(_ALL_THERE)
         self.wait(
             "return new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))"
         )

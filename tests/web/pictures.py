@@ -1,4 +1,4 @@
-"""`make pictures`: the pictures of docs/page.md, of a job that runs for them: both views, light and dark, and a phone.
+"""`make pictures`: the pictures of docs/page.md, of a job that runs for them: both views, light and dark, an incident, and a phone.
 
 pictures.py FOLDER
 """
@@ -6,6 +6,7 @@ pictures.py FOLDER
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,11 +19,11 @@ from browser import CLI, ROOT, Browser, ui, until
 from PIL import Image
 
 FAULTS = (
-    "kill-worker:step=80",
-    "kill-node:step=200",
-    "nan:step=300",
-    "kill-coordinator:step=400",
-    "stop-worker:step=500",
+    "nan:step=40",
+    "kill-worker:step=120",
+    "kill-node:step=220",
+    "kill-coordinator:step=360",
+    "deadlock:step=500",
 )
 MOST = 150_000
 """Bytes of a picture."""
@@ -31,6 +32,7 @@ SHOTS = (
     ("page-dark", "#/", 1200, True, 1500),
     ("page-training-light", "#/training", 1200, False, 1400),
     ("page-training-dark", "#/training", 1200, True, 1400),
+    ("page-incident", "#/incident/5", 1200, False, 1500),
     ("page-phone", "#/", 320, False, 900),
 )
 
@@ -50,23 +52,27 @@ def job(home: Path) -> Iterator[None]:
         "--max-restarts",
         "20",
         "--no-ui",
+        "--health-rules",
+        str(ROOT / "tests/web/rules.toml"),
     ]
     command += [f"--fault={fault}" for fault in FAULTS]
     command += [
         "--checkpoint",
         f"{home}/checkpoints,every=50",
-        str(ROOT / "tests/faults/train_tiny.py"),
+        # Beside the job: the stack on its page has the path.
+        shutil.copy(ROOT / "tests/web/train_seen.py", home / "train.py"),
         "1000000",
+        "0.005",
+        "560",
     ]
     environment = os.environ | {"HOLDFAST_HOME": str(home), "OMP_NUM_THREADS": "1"}
     with (
         (home / "log").open("wb") as log,
-        subprocess.Popen(
-            [*command, "--device-s", "0.005"], env=environment, stdout=log, stderr=log
-        ) as launcher,
+        subprocess.Popen(command, env=environment, stdout=log, stderr=log) as launcher,
     ):
         try:
             until(lambda: b"incident 5: full strength" in (home / "log").read_bytes(), 300, "five incidents")
+            until(lambda: b"row-remapping" in (home / "log").read_bytes(), 60, "a finding")
             yield
         finally:
             launcher.send_signal(signal.SIGINT)

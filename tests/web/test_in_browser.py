@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -18,12 +19,13 @@ from holdfast.protocol.endpoint import read_endpoint
 
 pytestmark = [pytest.mark.look, pytest.mark.timeout(300)]
 browser = pytest.importorskip("browser")
-TINY = Path(__file__).parents[1] / "faults/train_tiny.py"
+SEEN, RULES = Path(__file__).parent / "train_seen.py", Path(__file__).parent / "rules.toml"
+VIEWS = ("#/", "#/training", "#/incident/1", "#/all-findings")
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A job that trains until the tests are done."""
+    """A job that trains until the tests are done, and one before it that has ended."""
     home = tmp_path_factory.mktemp("home")
     command = [
         *browser.CLI,
@@ -43,13 +45,18 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         f"{home}/saved,every=100",
         "--fault",
         "kill-worker:step=30",
-        str(TINY),
+        "--health-rules",
+        str(RULES),
+        str(SEEN),
         "1000000",
+        "0.01",
     ]
     environment = os.environ | {"HOLDFAST_HOME": str(home), "OMP_NUM_THREADS": "1"}
+    before = [*browser.CLI, "run", "--job", "before", "--nnodes", "1", "--no-ui", str(SEEN), "60"]
+    subprocess.run(before, env=environment, check=True, capture_output=True)
     log = (home / "log").open("wb")
     with (
-        subprocess.Popen([*command, "--device-s", "0.01"], env=environment, stdout=log, stderr=log) as job,
+        subprocess.Popen(command, env=environment, stdout=log, stderr=log) as job,
         log,
     ):
         try:
@@ -83,7 +90,7 @@ def test_it_opens_live_and_asks_nobody_else(seen, link) -> None:
         seen.view(view)
     titles = seen.run("return [...document.querySelectorAll('h2')].map(e => e.innerText)")
     assert titles == [
-        "What you have to do", "Incidents", "Decisions, and why", "If all died now", "Nodes in time", "Ranks", "Who holds it up",
+        "What you have to do", "Incidents", "What health rules found", "Decisions, and why", "If all died now", "Nodes in time", "Ranks", "Who holds it up",
         "Change something",
     ]  # fmt: skip
     asked = seen.requests()
@@ -99,7 +106,7 @@ def test_axe_finds_nothing_serious(seen, dark: bool) -> None:
     seen.dark(dark)
     seen.wait(f"return document.documentElement.dataset.theme === '{'dark' if dark else 'light'}'")
     try:
-        for view in ("#/", "#/training", "#/incident/1"):
+        for view in VIEWS:
             seen.view(view)
             assert seen.findings() == [], view
     finally:
@@ -109,7 +116,7 @@ def test_axe_finds_nothing_serious(seen, dark: bool) -> None:
 def test_a_phone_needs_no_scrolling_sideways(seen) -> None:
     seen.size(320, 700)
     try:
-        for view in ("#/", "#/training", "#/incident/1"):
+        for view in VIEWS:
             seen.view(view)
             wide = seen.run(
                 "return [document.documentElement.scrollWidth, document.documentElement.clientWidth]"
@@ -132,7 +139,7 @@ def test_the_keyboard_reaches_every_panel(seen) -> None:
 def test_every_panel_has_a_link_its_data_and_a_command(seen, link) -> None:
     origin = link.partition("/enter")[0]
     known = typer.main.get_command(app).commands
-    for view in ("#/", "#/training", "#/incident/1", "#/all-incidents", "#/all-decisions"):
+    for view in (*VIEWS, "#/all-incidents", "#/all-decisions"):
         seen.view(view)
         panels = seen.run(
             "return [...document.querySelectorAll('section.panel')].map(s => ({id: s.id,"
@@ -178,6 +185,148 @@ def test_an_incident_is_opened_and_left_by_keys_alone(seen) -> None:
             break
     seen.key("Enter")
     seen.wait("return location.hash === '#/' && document.querySelector('#incidents')")
+
+
+def test_an_incident_has_the_log_the_stack_and_the_finding_before_it(seen) -> None:
+    seen.view("#/incident/1")
+    said = seen.wait(
+        "const e = document.querySelector('section.panel pre'); return e && e.closest('section').innerText"
+    )
+    assert "row-remapping" in said.partition("Story")[0]
+    assert "row remapping is pending" in said.partition("End of the log")[2]
+    # A log's colours go, and what would move a cursor is text.
+    log = seen.run("return document.querySelector('pre[aria-label=\"End of the log\"]').innerText")
+    assert "step 20: loss " in log
+    assert "\\x1b[2K" in log
+    assert "\x1b" not in log
+    # It was killed: no stack, and the page says why and shows no empty box.
+    assert "None: it wrote none: a process that is killed" in said
+    assert seen.run("return [...document.querySelectorAll('pre')].every(e => e.innerText.trim())")
+    assert "no earlier incident" in said
+
+
+def test_times_are_by_the_clock_and_utc_on_hover(seen) -> None:
+    seen.view("#/incident/1")
+    shown, title, utc = seen.run(
+        "const e = document.querySelector('section.panel .when time'); return [e.innerText, e.title, e.dateTime]"
+    )
+    assert re.fullmatch(r"\d\d:\d\d:\d\d", shown)
+    assert title == utc.replace("T", " ").replace("Z", " UTC")
+    assert seen.run("return Math.abs(Date.parse(arguments[0]) - Date.now()) < 600000", utc)
+    # Of another day the date is there, too.
+    seen.run("holdfast.now.began_utc_s -= 3 * 86400; holdfast.changed()")
+    try:
+        other = seen.wait(
+            "const e = document.querySelector('section.panel .when time'); return / /.test(e.innerText) && e.innerText"
+        )
+        assert re.fullmatch(r"\d{1,2} \w{3,4} (\d{4} )?\d\d:\d\d:\d\d", other)
+    finally:
+        seen.run("holdfast.now.began_utc_s += 3 * 86400; holdfast.changed()")
+
+
+def test_health_findings_are_on_the_view_and_on_the_curves(seen) -> None:
+    seen.view("#/")
+    said = seen.run("return document.querySelector('#findings').innerText")
+    assert "row-remapping" in said
+    assert "info: worth knowing, no harm" in said
+    seen.view("#/training")
+    marks = seen.run("return Object.entries(holdfast.panels).find(([k]) => k.includes('/series'))[1].marks")
+    found = [m for m in marks if m["what"] == "finding" and "row-remapping" in m["text"]]
+    assert found
+    assert all(18 <= m["step"] <= 40 for m in found)
+    # By keyboard, without the canvas.
+    seen.run("document.querySelector('ul.marks').closest('details').open = true")
+    assert "row-remapping" in seen.run("return document.querySelector('ul.marks').innerText")
+
+
+def test_what_is_in_brackets_is_explained(seen) -> None:
+    seen.view("#/")
+    assert "(injected): put in on purpose" in seen.run(
+        "return document.querySelector('#incidents').innerText"
+    )
+    assert seen.run("return document.querySelector('#incidents [title^=\"put in on purpose\"]') !== null")
+    seen.view("#/incident/1")
+    assert "spare: workers of other nodes" in seen.run("return document.body.innerText")
+
+
+def test_logged_metrics_are_drawn_without_a_menu(seen) -> None:
+    seen.view("#/training")
+    seen.run("document.querySelector('.logged').scrollIntoView()")
+    seen.wait("return document.querySelectorAll('.logged .uplot').length === 2")
+    titles = seen.run("return [...document.querySelectorAll('.logged .title')].map(e => e.innerText)")
+    assert titles == ["accuracy", "weights"]
+    seen.run("scrollTo(0, 0)")
+
+
+def test_how_curves_are_drawn_is_in_the_address(seen) -> None:
+    seen.view("#/training")
+    pressed = "return [...document.querySelectorAll('.curve button')].filter(b => b.ariaPressed === 'true').map(b => b.ariaLabel)"
+    assert seen.run(pressed) == ["Gradient norm: logarithmic scale"]
+    seen.run("document.querySelector('.controls').scrollIntoView()")
+    # By keys alone: the slider, then the box, then the first curve's button.
+    seen.run("document.querySelector('.controls input[type=range]').focus()")
+    seen.key("Home")
+    seen.wait("return new URLSearchParams(location.hash.split('?')[1]).get('smooth') === '0'")
+    seen.key("Tab")
+    seen.key("Space")
+    seen.wait("return location.hash.includes('range=all')")
+    seen.run("document.querySelector('.curve button').focus()")
+    seen.key("Enter")
+    seen.wait("return location.hash.includes('log=loss')")
+    assert seen.run("return document.activeElement.ariaLabel") == "Loss: logarithmic scale"
+    address = seen.run("return location.hash")
+    seen.view("#/")
+    assert (
+        seen.run("return document.querySelector('nav[aria-label=Views] a:last-child').getAttribute('href')")
+        == address
+    )
+    seen.view(address)
+    assert seen.run(pressed) == ["Loss: logarithmic scale", "Gradient norm: logarithmic scale"]
+    assert seen.run("return document.querySelector('.controls input[type=range]').value") == "0"
+    assert seen.run("return document.querySelector('.controls input[type=checkbox]').checked")
+    assert "moving average" not in seen.run("return document.querySelector('#loss').innerText")
+
+
+def test_outliers_do_not_rule_an_axis_and_smoothing_is_an_average(seen) -> None:
+    axis, full, few, line, bands = seen.run(
+        "return import('holdfast/curves').then(({axisOf, smoothed}) => {"
+        " const values = [...Array(1000).keys()].map(n => 1 + (n % 10) / 10); values[500] = 90; const plain = {log: false, zero: false};"
+        " return [axisOf([values], {...plain, full: false}), axisOf([values], {...plain, full: true}),"
+        " axisOf([[2.6, ...values.slice(0, 400)]], {...plain, full: false}), smoothed([4, null, 4, 8], 0.5),"
+        " [0.01, 0.05].map(tail => axisOf([values.map((v, n) => n % 25 ? v : 90)], {...plain, full: false, tail}))]; })"
+    )
+    assert axis["cut"]
+    assert 0 < axis["from"] < 1 < 1.9 < axis["to"] < 3
+    assert not full["cut"]
+    assert full["to"] > 90
+    # Of a band a twentieth may be beyond: each of its points has the worst of many steps.
+    assert [one["cut"] for one in bands] == [False, True]
+    # What is only a little beyond the others is no outlier.
+    assert not few["cut"]
+    assert few["to"] > 2.6
+    assert line == [4, None, 4, pytest.approx(4 + 4 * 0.5 / 0.875)]
+
+
+def test_another_job_is_drawn_behind_the_curves(seen) -> None:
+    seen.view("#/training?smooth=0")
+    seen.wait("return [...document.querySelectorAll('.controls option')].some(o => o.value === 'before')")
+    seen.run(
+        "const s = document.querySelector('.controls select'); s.value = 'before'; s.dispatchEvent(new Event('change', {bubbles: true}))"
+    )
+    seen.wait("return location.hash.includes('with=before') && location.hash.includes('smooth=0')")
+    seen.wait("return document.querySelector('#loss').innerText.includes('The dashed line is before.')")
+    seen.run("document.querySelector('#loss details:last-of-type').open = true")
+    assert "loss of before" in seen.run(
+        "return document.querySelector('#loss details:last-of-type').innerText"
+    )
+    # The link opens the same in a page that is loaded anew, and names the job: another one may be the newest by then.
+    assert seen.run("return location.search") == "?job=seen"
+    seen.driver.refresh()
+    seen.wait(
+        "return document.querySelector('#loss') && document.querySelector('#loss').innerText.includes('The dashed line is before.')"
+    )
+    seen.view("#/training?with=nobody")
+    seen.wait("return document.querySelector('#loss .trouble')")
 
 
 def test_a_killed_coordinator_costs_no_event(seen, home: Path) -> None:

@@ -9,6 +9,7 @@ import hashlib
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, closing
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from holdfast.ui.host import UiHost
 from holdfast.ui.server import UiServer, loopback
 from holdfast.ui.single_file import single_file
 from holdfast.web import application
+from holdfast.web import story as story_module
 from holdfast.web.sessions import Role, Sessions
 from holdfast.web.sources import GZIP_BYTES
 
@@ -63,6 +65,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     state.membership.wall.since_s = 0.0
     with closing(Store(folder / "job.sqlite")) as store:
         write(store, 1, EVENTS)
+        store.add_figures([("accuracy", n, n / 100) for n in range(100)], 1)
         told = tuple(StepTold(n, 2.0 - n / 100, 0.1, made_in=1, weight=8.0) for n in range(100))
         store.write(Page(steps=[ReportedSteps(t_s=50.0, losses=told, generation=1, world=2)]))
         store.save(state)
@@ -179,6 +182,124 @@ def test_what_commands_found_is_on_the_page(home: Path) -> None:
             (2, False, at, "w"),
             (1, True, at, ""),
         ]
+
+    asks(look)
+
+
+def incidents(store: Store, many: int) -> None:
+    """Each struck rank 1 of its own generation, of which the ledger has the names."""
+    entries, seq = [], EVENTS
+    for number in range(1, many + 1):
+        t_s = 60.0 + number
+        facts = {
+            "id": number, "fault": None, "injected": False, "node": "node1", "ranks": [1], "at_step": number, "t_s": t_s,
+            "earlier_stalls": 0, "earlier_stall_s": 0.0, "cause": f"cause {number}", "cause_kind": "process", "rule": None,
+            "quiet": False, "verdict": None, "where": None, "rung": "spare", "lost_steps": 1,
+            **dict.fromkeys(("detect_s", "decide_s", "replace_s", "join_s", "restore_s", "first_step_s"), 0.01),
+            **dict.fromkeys(("stall_s", "full_strength_s"), 0.1),
+        }  # fmt: skip
+        workers = [f"node0.0#{number}", f"node1.0#{number}"]
+        formed = {
+            "generation": number,
+            "start": 0,
+            "world": 2,
+            "workers": workers,
+            "restore": [],
+            "applied": False,
+            "source": "live",
+        }
+        for kind, fields in (("formed", formed), ("incident-opened", facts), ("incident-closed", facts)):
+            seq += 1
+            entries.append(LedgerEntry(seq=seq, t_s=t_s, utc=UTC, kind=kind, fields=fields))
+    store.write(Page(entries=entries))
+
+
+def test_an_incident_has_what_its_worker_left_and_those_beside_it(home: Path) -> None:
+    finding = {
+        "node": "node1", "incident": None, "rule": "row-remapping", "severity": "warning", "remedy": "watch", "source": "log",
+        "condition": "faulty", "subject": "", "device": "", "worker": "", "evidence": "x", "count": 1, "shared": False,
+        "dry_run": False, "age_s": 0.0, "firm": False,
+    }  # fmt: skip
+    with closing(Store(home / "jobs/old/job.sqlite")) as store:
+        incidents(store, 3)
+        entry = LedgerEntry(seq=store.last_seq() + 1, t_s=62.5, utc=UTC, kind="finding", fields=finding)
+        store.write(Page(entries=[entry]))
+    folder = home / "jobs/old/logs/node1"
+    folder.mkdir(parents=True)
+    (folder / "node1.0-2.log").write_text(
+        "step 1\n\x1b[2JTraceback (most recent call last):\n  at main\nValueError: no\n"
+    )
+
+    async def look(client: aiohttp.ClientSession, url: str, sessions: Sessions) -> None:
+        async def found(number: int) -> Any:
+            async with client.get(f"{url}/api/v1/incident?id={number}") as page:
+                assert page.status == 200
+                return await page.json()
+
+        first, second, third = [await found(n) for n in (1, 2, 3)]
+        assert [(x["previous"], x["next"]) for x in (first, second, third)] == [(None, 2), (1, 3), (2, None)]
+        output = second["output"]
+        assert (output["worker"], output["log"]["lines"][0], output["log"]["note"]) == (
+            "node1.0#2",
+            "step 1",
+            "",
+        )
+        assert output["log"]["lines"][1] == "\\x1b[2JTraceback (most recent call last):"
+        assert output["stack"]["lines"][-1] == "ValueError: no"
+        # Of a worker without a log the page says where it would be, and why there is no stack.
+        assert first["output"]["log"] == {
+            "path": str(folder / "node1.0-1.log"),
+            "lines": [],
+            "note": "the log is on its node, under this path",
+        }
+        assert "leaves no stack" in first["output"]["stack"]["note"]
+        # What a rule found on its node before.
+        assert [
+            x["findings"]["before"] and x["findings"]["before"]["ago_s"] for x in (first, second, third)
+        ] == [None, None, 0.5]
+        async with client.get(f"{url}/api/v1/log?worker=node1.0%232") as page:
+            assert (await page.json())["lines"][-1] == "ValueError: no"
+        async with client.get(f"{url}/api/v1/findings?count=5") as page:
+            assert [f["rule"] for f in (await page.json())["findings"]] == ["row-remapping"]
+        async with client.get(f"{url}/api/v1/now") as page:
+            # The first entry is at the first second of the job.
+            assert (await page.json())["began_utc_s"] == datetime.fromisoformat(UTC).timestamp() - 1.0
+
+    asks(look)
+
+
+def test_incidents_that_the_story_let_go_are_told_by_the_ledger(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = 500
+    monkeypatch.setattr(story_module, "INCIDENTS_KEPT", 100)
+    with closing(Store(home / "jobs/old/job.sqlite")) as store:
+        incidents(store, many)
+
+    async def look(client: aiohttp.ClientSession, url: str, sessions: Sessions) -> None:
+        before, seen = "", []
+        while True:
+            async with client.get(f"{url}/api/v1/incidents?count=70{before}") as page:
+                found = await page.json()
+            assert found["all"] == many
+            seen += [(x["id"], x["cause"], x["open"], x["stall_s"]) for x in found["incidents"]]
+            if not found["more"]:
+                break
+            before = f"&before={seen[-1][0]}"
+        assert seen == [(n, f"cause {n}", False, 0.1) for n in range(many, 0, -1)]
+        for number in (1, 63, 64, 65, 200, 400, many):
+            async with client.get(f"{url}/api/v1/incident?id={number}") as page:
+                found = await page.json()
+            assert found["incident"]["cause"] == f"cause {number}"
+            assert found["story"][0].startswith(f"Incident {number} on node1, rank 1")
+            assert found["output"]["worker"] == f"node1.0#{number}"
+        async with client.get(f"{url}/api/v1/incident?id={many + 1}") as page:
+            assert (page.status, await page.text()) == (
+                404,
+                f"no incident {many + 1} in this job: it has {many}\n",
+            )
+        async with client.get(f"{url}/api/v1/cost") as page:
+            assert ((await page.json())["incidents"], (await page.json())["went_back"]) == (many, many)
 
     asks(look)
 
@@ -343,7 +464,10 @@ def test_one_file_has_what_the_page_has(home: Path) -> None:
     text = asyncio.run(main())
     data = re.search(r'id="holdfast-data">(.*?)</script>', text)
     assert data is not None
-    assert msgspec.json.decode(data[1])["now"]["step"] == 100
+    told = msgspec.json.decode(data[1])
+    assert told["now"]["step"] == 100
+    assert len(told["series?figure=accuracy"]["figure"]["columns"]["step"]) == 100
+    assert told["findings"]["findings"] == []
     assert not re.search(r'(?:src|href)="(?!data:)', text)
     assert set(application.IMPORTS) <= set(re.findall(r'"([a-z/]+)":"data:', text))
 

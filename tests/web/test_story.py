@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from holdfast.protocol import ledger
+from holdfast.web import story as story_module
 from holdfast.web import views
 from holdfast.web.story import STATES, Story, _Members
 
@@ -87,6 +88,7 @@ def look_at(story: Story) -> None:
         views.tiers(FACTS, story),
         views.typical(story),
         views.incidents(story),
+        views.findings(story),
         views.timeline(story, story.t_s),
         views.decisions(story),
         views.lines(story),
@@ -105,6 +107,7 @@ FACTS: dict[str, Any] = {
     "tiers": [], "snapshot": None, "incidents": [], "slow": [], "figures": {}, "blame": None, "loss": 1.0,
     "pace": {"steps_per_s": 2.0, "until": None, "left": None, "eta_s": None},
     "weight_per_s": None, "last_step_t_s": 99.5, "ledger_trouble": None, "ledger": "x", "ledger_seq": 1, "live": True,
+    "micro_batches": 6, "began_utc_s": 1767225600.0,
 }  # fmt: skip
 
 
@@ -130,6 +133,100 @@ def test_an_incident_is_told_to_its_end() -> None:
     (bar,) = views.timeline(told.story, 10.0)["bars"]
     assert (bar["t_s"], bar["end_s"], bar["kind"]) == (5.0, 5.5, "process")
     assert [name for name, _ in bar["phases"]] == ["detect", "decide", "join", "restore", "first_step"]
+
+
+FOUND: dict[str, Any] = {
+    "node": "node1", "incident": None, "rule": "row-remapping", "severity": "warning", "remedy": "watch", "source": "log",
+    "condition": "faulty", "subject": "gpu 0", "device": "", "worker": "", "evidence": "a\x1b[2Jline", "count": 2, "shared": False,
+    "dry_run": False, "age_s": 0.0, "firm": False,
+}  # fmt: skip
+
+
+def test_findings_are_told_with_what_their_words_mean() -> None:
+    told = (
+        Told().say(3.0, "finding", **FOUND).say(4.0, "finding", **FOUND | {"dry_run": True, "rule": "other"})
+    )
+    newest, oldest = views.findings(told.story)["findings"]
+    assert (newest["rule"], newest["dry_run"], oldest["t_s"], oldest["evidence"]) == (
+        "other",
+        True,
+        3.0,
+        "a\\x1b[2Jline",
+    )
+    assert (oldest["severity_what"], oldest["remedy_what"]) == ("may become a fault", "nothing is done")
+    page = views.findings(told.story, before=2, count=1)
+    assert ([f["rule"] for f in page["findings"]], page["more"], page["older"]) == (
+        ["row-remapping"],
+        False,
+        False,
+    )
+    # Curves are marked where the step is known, and not for a rule on trial.
+    assert views.marks(told.story) == []
+    for finding in told.story.findings:
+        finding["at_step"] = 30
+    (mark,) = views.marks(told.story)
+    assert (mark["step"], mark["what"], mark["text"]) == (30, "finding", "node1 row-remapping: a\\x1b[2Jline")
+
+
+def test_a_story_keeps_the_newest_incidents_and_counts_the_others() -> None:
+    told, many = Told(), story_module.INCIDENTS_KEPT + 300
+    told.incident(1, 0.5, open=True)
+    told.say(0.6, "incident-opened", id=2, t_s=0.6, cause="still open", cause_kind="process", quiet=False)
+    for number in range(3, many + 1):
+        told.incident(number, float(number), quiet=number % 2 == 0)
+    story = told.story
+    assert len(story.incidents) == story_module.INCIDENTS_KEPT
+    assert (story.newest, story.forgotten) == (many, 300)
+    # One that is open has more to come.
+    assert 2 in story.incidents
+    assert 3 not in story.incidents
+    assert story.forgotten_failures == 1 + sum(n % 2 for n in range(3, 302))
+    listed = views.incidents(story, count=50)
+    assert (listed["all"], listed["more"]) == (many, True)
+    assert views.timeline(story, float(many))["older"] == 300
+    # A late word of one that was let go changes nothing.
+    told.say(9_999.0, "incident-explained", id=5, node="n", cause="late", was="x")
+    told.say(9_999.0, "incident-settled", id=5, t_s=5.0, cause="late", quiet=True)
+    assert (len(story.incidents), story.forgotten) == (story_module.INCIDENTS_KEPT, 300)
+    # Where the ledger tells of an old one.
+    assert views.wanted(story, 60, 50) == list(range(10, 60))
+    assert 0 <= story.before(10).seq < 2 * 10
+    assert len(story.bookmarks) <= story_module.BOOKMARKS_KEPT
+
+
+def test_bookmarks_have_a_bound_however_many_incidents_there_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(story_module, "BOOKMARKS_KEPT", 8)
+    told = Told()
+    for number in range(1, 2_001):
+        told.incident(number, float(number))
+    assert len(told.story.bookmarks) <= 8
+    for number in (1, 700, 2_000):
+        assert told.story.before(number).seq < 2 * number - 1
+
+
+def test_a_large_loss_is_something_to_do() -> None:
+    goodput = {
+        "wall_s": 7200.0,
+        "classes": {"productive": 4000.0, "idle_division": 2304.0, "data_wait": 896.0},
+    }
+    facts = FACTS | {"goodput": goodput}
+    idle, wait = views.todo(facts, Story())
+    assert idle["text"].startswith(
+        "idle division takes 32.0% of 2 h 00 min: workers wait in each step, because 6 micro-batches"
+    )
+    assert idle["text"].endswith("that divides them: 1, 2, 3, 6.")
+    assert idle["how"].startswith("holdfast plan division")
+    assert "workers=N" in wait["text"]
+    # Of a job of many hours the last one counts: what was mended is no more to be done.
+    mended = goodput | {"recent": {"wall_s": 3600.0, "classes": {"productive": 3600.0}}}
+    assert views.todo(FACTS | {"goodput": mended}, Story()) == []
+    # Of one that is over nothing is to be done now, and where the time went says what to set for the next start.
+    ended = facts | {"phase": "ended", "outcome": "finished", "leave": None}
+    assert views.todo(ended, Story()) == []
+    assert [x["class"] for x in views.now(ended, Story())["goodput"]["losses"]] == [
+        "idle_division",
+        "data_wait",
+    ]
 
 
 def test_what_a_node_did() -> None:

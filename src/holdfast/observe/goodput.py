@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -40,6 +41,87 @@ WORDS = {
     TimeClass.UNEXPLAINED: "not known: the script told Holdfast of no step",
 }
 
+LARGE_LOSS = 0.1
+"""From this share of the wall time on, a loss that a setting mends is something to do."""
+LEAST_WALL_S = 60.0
+"""In a shorter time a single fault is a large share of it, and says nothing of the setting."""
+# In the order in which they are told where two are equally large. A class is here only if a setting of the job or a line of
+# the script makes it smaller: of others a person would read that time was lost, and could do nothing about it.
+_MENDED_BY = {
+    TimeClass.IDLE_DIVISION: (
+        "workers wait in each step, because the micro-batches do not divide evenly among them. "
+        "Set a smaller micro_batch in run.steps, or a number of workers (with shards: of replicas) that divides them",
+        "holdfast plan division --global-batch N --micro-batch M",
+    ),
+    TimeClass.DATA_WAIT: (
+        "steps wait for data. Let more processes prepare it: holdfast.data.shuffled(..., workers=N)",
+        "",
+    ),
+    TimeClass.SNAPSHOT_STALL: (
+        "copying the state holds up the steps. Take snapshots less often",
+        "holdfast run --snapshot-every TIME",
+    ),
+    TimeClass.RECOMPUTED: (
+        "steps were rolled back and are done again. Take snapshots more often; at levels 0 and 1, save more often",
+        "holdfast run --snapshot-every TIME",
+    ),
+    TimeClass.SLOW_RANKS: (
+        "workers wait for slow ranks. Let nodes that stay slow be replaced",
+        "holdfast run --replace-slow 1.3",
+    ),
+    TimeClass.FEWER_WORKERS: (
+        "fewer workers train than wanted. Add nodes, or keep spares ready",
+        "holdfast run --spares N",
+    ),
+    TimeClass.REPLACE: (
+        "training waits until lost nodes are replaced. Keep spares ready",
+        "holdfast run --spares N",
+    ),
+    TimeClass.DETECT: (
+        "faults are noticed late. Shorten the time after which a silent node or a stalled worker counts as lost",
+        "holdfast run --detection SECONDS --stall-factor FACTOR",
+    ),
+    TimeClass.RESTART: (
+        "after each fault all workers start again. Let warm processes import in advance, or train in process (level 2), where "
+        "workers survive a fault",
+        "holdfast run --preload MODULE,...",
+    ),
+    TimeClass.PAUSED: (
+        "the script works between steps, for example on an evaluation. Do that less often in the script",
+        "",
+    ),
+}
+
+
+def losses(part: Mapping[str, Any], micro_batches: int | None = None) -> list[dict[str, Any]]:
+    """Large losses of wall time that a setting mends, the largest first: class, share, text, and how, a command or empty.
+
+    part: `wall_s` and `classes`, of the whole job or of its last hour. micro_batches: of a step, if known.
+    """
+    wall_s = part.get("wall_s") or 0.0
+    if wall_s < LEAST_WALL_S:
+        return []
+    classes = part.get("classes") or {}
+    large = [(kind, classes.get(kind, 0.0) / wall_s) for kind in _MENDED_BY]
+    found = []
+    for kind, share in sorted(large, key=lambda one: -one[1]):
+        if share < LARGE_LOSS:
+            break
+        words, how = _MENDED_BY[kind]
+        if kind is TimeClass.IDLE_DIVISION and micro_batches:
+            words = words.replace("the micro-batches", f"{micro_batches} micro-batches", 1)
+            words += f": {_divisors(micro_batches)}"
+        text = f"{_name(kind)} takes {units.share(share)} of {units.seconds(wall_s)}: {words}."
+        found.append({"class": kind.value, "share": round(share, 4), "text": text, "how": how})
+    return found
+
+
+def _divisors(number: int, most: int = 8) -> str:
+    """`1, 2, 3, 6`; of many the largest."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    found = sorted({*small, *(number // n for n in small)})
+    return ", ".join(map(str, found)) if len(found) <= most else "…, " + ", ".join(map(str, found[-most:]))
+
 
 def goodput_words(goodput: Mapping[str, Any]) -> str:
     """`85.8% of 93.2 s wall time`; where it is not known, what is, and why."""
@@ -70,6 +152,12 @@ def goodput_line(goodput: Mapping[str, Any]) -> Text:
     parts = ", ".join(f"{units.seconds(lost[kind])} {_name(kind)}" for kind in largest)
     words = f"goodput  {goodput_words(goodput)}" + (f"; {parts}" if parts else "")
     return Text(words, style="dim", overflow="ellipsis", no_wrap=True)
+
+
+def losses_lines(found: Sequence[Mapping[str, Any]]) -> Text:
+    """What `losses` found, as a report prints it."""
+    lines = [one["text"] + (f" See `{one['how']}`." if one["how"] else "") for one in found]
+    return Text("\n".join(f"to do  {line}" for line in lines))
 
 
 def goodput_table(goodput: Mapping[str, Any]) -> Table:

@@ -7,13 +7,23 @@ from typing import Any
 
 from holdfast.observe.event_text import event_line
 from holdfast.protocol import units
-from holdfast.protocol.health import remedy_text
+from holdfast.protocol.health import remedy_text, severity_text
 from holdfast.protocol.ledger.incidents import phases_text
 
 Entry = Mapping[str, Any]
 
 AROUND_S = 5.0
 """So long after its end still belongs to an incident."""
+
+RUNGS = {
+    "spare": "workers of other nodes, which waited, took the places of those that were lost",
+    "restart": "new workers were started on the same node",
+    "go on smaller": "training went on with fewer workers",
+    "retry in process": "the same workers went on, and no process was started",
+    "coordinator": "another coordinator took over, and training went on meanwhile",
+}
+"""How an incident was repaired, by `IncidentFacts.rung`: what the word means."""
+INJECTED = "put in on purpose, by --fault or `holdfast fault`: no machine and no script is to blame"
 
 _ITS_OWN = frozenset({"finding", "verdict", "asked", "repairing", "repaired"})
 _BY_ID = frozenset(
@@ -71,7 +81,7 @@ def story(number: int, entries: Sequence[Entry]) -> list[str]:
             or (e["kind"] in _OF_THE_JOB and e["t_s"] <= last_s + 0.001)
         )
     ]
-    lines = [_headline(number, told), ""]
+    lines = [_headline(number, told), *([f"  injected: {INJECTED}"] if told.get("injected") else []), ""]
     lines += _seen(mine)
     lines += _stood(told)
     lines += _weighed(mine)
@@ -115,6 +125,8 @@ def _seen(mine: Sequence[Entry]) -> list[str]:
             lines.append(
                 f"  the rule {f['rule']}{about} by {f['source']}: {f['evidence'] or 'no text'} [{asks}]"
             )
+            if meaning := severity_text(f["severity"]):
+                lines.append(f"    {f['severity']}: {meaning}; {f['remedy']}: {remedy_text(f['remedy'])}")
         elif entry["kind"] == "incident-joined":
             lines.append(f"  and then, on {f['node'] or 'some node'}: {f['cause']}")
         elif entry["kind"] == "incident-explained":
@@ -183,9 +195,10 @@ def _cost(told: Entry) -> list[str]:
             f"  beside {units.seconds(own)} of the script's own work between two steps, which no fault costs"
         )
     if told.get("full_strength_s") is not None:
-        lines.append(
-            f"  full strength after {units.seconds(told['full_strength_s'])} ({told.get('rung') or 'by itself'})"
-        )
+        rung = told.get("rung") or "by itself"
+        lines.append(f"  full strength after {units.seconds(told['full_strength_s'])} ({rung})")
+        if rung in RUNGS:
+            lines.append(f"    {rung}: {RUNGS[rung]}")
     if known := phases_text(told):
         lines.append(f"  of which {known}")
     return lines

@@ -12,6 +12,7 @@ _COLOUR = r"\x1b\[[0-9;:]{0,40}m"
 _SHOWN = "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
 _PLAIN = re.compile(_SHOWN)
 _COLOURED = re.compile(f"({_COLOUR})|{_SHOWN}")
+_COLOURS = re.compile(_COLOUR)
 _BEGUN = re.compile(r"\x1b(?:\[[0-9;:]{0,40})?\Z")
 """A colour whose end may still come."""
 
@@ -20,6 +21,11 @@ def printable(text: str, colours: bool = False) -> str:
     """The text with an escape such as `\\x1b` in the place of each character that could control a terminal. colours: those
     stay."""
     return (_COLOURED if colours else _PLAIN).sub(_escape, text)
+
+
+def uncoloured(text: str) -> str:
+    """As `printable`, without the escape sequences of colours: for where they would be read and not seen."""
+    return printable(_COLOURS.sub("", text))
 
 
 def _escape(found: re.Match[str]) -> str:

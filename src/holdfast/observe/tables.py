@@ -17,7 +17,7 @@ from rich.text import Text
 
 from holdfast.observe.blame import closing, going_on
 from holdfast.observe.dashboard import steps_per_s
-from holdfast.observe.goodput import goodput_table, goodput_words
+from holdfast.observe.goodput import goodput_table, goodput_words, losses, losses_lines
 from holdfast.observe.printable import printable
 from holdfast.protocol import units
 
@@ -89,6 +89,8 @@ def report_view(report: Report, job_dir: Path) -> RenderableType:
     trained = _has_trained(report)
     if trained and _knows_steps(report) and (goodput := report.get("goodput") or {}).get("classes"):
         parts += [Text(), goodput_table(goodput)]
+        if large := losses(goodput, (report.get("world") or {}).get("micro_batches")):
+            parts.append(losses_lines(large))
     incidents = report.get("incidents") or []
     if trained and incidents:
         parts += [Text(), _incidents(incidents), Text(), _durations(incidents)]

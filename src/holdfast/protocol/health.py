@@ -34,6 +34,19 @@ class Severity(StrEnum):
     FATAL = "fatal"
 
 
+_SEVERITY_TEXT = {
+    Severity.INFO: "worth knowing, no harm",
+    Severity.WARNING: "may become a fault",
+    Severity.ERROR: "a fault, which may disturb training",
+    Severity.FATAL: "what runs on the device or node is lost, or cannot be trusted",
+}
+
+
+def severity_text(severity: str) -> str:
+    """What a severity means, in words; empty: this version does not know it."""
+    return _SEVERITY_TEXT[Severity(severity)] if severity in _SEVERITY_TEXT else ""
+
+
 # The order is the ladder: `stronger` compares by position, so a new remedy has to be put at its place.
 class Remedy(StrEnum):
     """What a rule asks for, mildest first. The core decides what is done."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from typing import Any
+from urllib.parse import urlencode
 
 import msgspec
 
@@ -14,6 +15,8 @@ from holdfast.web.sources import Answer, Refused, Source
 INCIDENTS = 200
 """Incidents of the list, the newest; a file of all would grow with the job."""
 STORIES = 50
+FIGURES = 12
+"""Curves of what the script logged."""
 RANKS = 500
 # Whatever a job's texts say, nothing is fetched: a file out of a mail must not call anybody.
 _POLICY = (
@@ -23,6 +26,7 @@ _POLICY = (
 _PANELS: tuple[tuple[str, dict[str, str]], ...] = (
     ("now", {}),
     ("incidents", {"count": str(INCIDENTS)}),
+    ("findings", {"count": str(INCIDENTS)}),
     ("timeline", {}),
     ("decisions", {"count": str(INCIDENTS)}),
     ("strip", {}),
@@ -42,6 +46,8 @@ async def single_file(source: Source) -> str:
     data: dict[str, Any] = {}
     for name, query in _PANELS:
         data[name] = _read(await source.panel(name, query))
+    for name in data["series"]["figures"][:FIGURES]:
+        data[f"series?{urlencode({'figure': name})}"] = _read(await source.panel("series", {"figure": name}))
     for incident in data["incidents"]["incidents"][:STORIES]:
         number = str(incident["id"])
         try:

@@ -40,6 +40,7 @@ IMPORTS = {
     "preact": "static/vendor/preact-11.2.0/preact.mjs",
     "htm": "static/vendor/htm-3.1.1/htm.module.js",
     "holdfast/words": "static/words.js",
+    "holdfast/settings": "static/settings.js",
     "holdfast/data": "static/data.js",
     "holdfast/drawings": "static/drawings.js",
     "holdfast/curves": "static/curves.js",

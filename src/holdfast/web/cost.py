@@ -24,7 +24,8 @@ def cost(story: Story, goodput: Mapping[str, Any]) -> dict[str, Any]:
     snapshot_s; now, best: an interval, and the share of time that is kept with it; words. Unknown is None."""
     classes, wall_s = goodput.get("classes") or {}, goodput.get("wall_s")
     there = [i for i in list(story.incidents.values()) if not i.get("quiet")]
-    failures, went_back = len(there), sum(bool(i.get("lost_steps")) for i in there)
+    failures = len(there) + story.forgotten_failures
+    went_back = sum(bool(i.get("lost_steps")) for i in there) + story.forgotten_went_back
     count, begun_s, newest_s = story.snapshots
     found: dict[str, Any] = {
         "incidents": failures,

@@ -15,6 +15,7 @@ PANELS = (
     "now",
     "incidents",
     "incident",
+    "findings",
     "timeline",
     "decisions",
     "strip",

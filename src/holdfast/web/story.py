@@ -1,7 +1,7 @@
 """A job's ledger as the page tells it, taken in entry by entry: incidents, decisions, what each node did, checkpoints.
 
 Pure. Whoever has a story reads on from `seq`, so a look costs what has happened since the last one, and not the length of
-the ledger. All lists are bounded but that of the incidents, of which each is a few hundred bytes.
+the ledger. All lists are bounded. Of incidents that were let go, `bookmarks` say where the ledger tells of them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,12 @@ from holdfast.protocol.decoding import decode
 from holdfast.protocol.ledger.incidents import FACTS, add_facts
 
 DECISIONS_KEPT = 2000
+INCIDENTS_KEPT = 2048
+"""The newest, and those that are open. Each is a kilobyte or two, and a job may have ten thousand."""
+BOOKMARK_EVERY = 64
+"""Incidents from one bookmark to the next; twice as many whenever there are `BOOKMARKS_KEPT`."""
+BOOKMARKS_KEPT = 512
+FINDINGS_KEPT = 500
 CHECKPOINTS_KEPT = 500
 RUNS_KEPT = 200
 """Of one node; the oldest are forgotten."""
@@ -64,6 +70,7 @@ _NODE_STATES = {
 }
 _NEEDED = {
     **dict.fromkeys(FACTS, ("id",)),
+    "finding": ("rule",),
     "incident-joined": ("id", "cause"),
     "incident-explained": ("id", "cause"),
     **dict.fromkeys(("formed", "started"), ("world",)),
@@ -84,7 +91,9 @@ _fields: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, A
 class Story:
     """What the page shows of a ledger. `add` takes entries in their order, each once."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept: int | None = None) -> None:
+        """kept: incidents, instead of `INCIDENTS_KEPT`."""
+        self._kept = INCIDENTS_KEPT if kept is None else kept
         self.seq = 0
         """Of the newest entry that was taken in."""
         self.t_s = 0.0
@@ -93,7 +102,18 @@ class Story:
         """When the ledger's first entry was written: its name, as for `Store.news`."""
         self.began_t_s = 0.0
         self.incidents: dict[int, dict[str, Any]] = {}
-        """Facts by number, with `seqs`: the first and the last entry that is about it."""
+        """Facts by number, with `seqs`: the first and the last entry that is about it; and `formed`: the entry of the generation
+        that it struck, None if there was none. The newest, see `INCIDENTS_KEPT`."""
+        self.newest = 0
+        """The largest number of an incident."""
+        self.forgotten = 0
+        """Incidents that were let go; of them `forgotten_failures` disturbed training, and `forgotten_went_back` lost steps."""
+        self.forgotten_failures = self.forgotten_went_back = 0
+        self.bookmarks: list[tuple[int, int, int | None]] = []
+        """(number, entry that opened it, entry of its generation) of every so many incidents, ascending, so that a part of the
+        ledger is enough to tell of old ones."""
+        self.findings: deque[dict[str, Any]] = deque(maxlen=FINDINGS_KEPT)
+        """What health rules found, oldest first: the fields, with `seq` and `t_s`."""
         self.decisions: deque[dict[str, Any]] = deque(maxlen=DECISIONS_KEPT)
         """Entries as in `entries`, of kinds that are decisions."""
         self.checkpoints: deque[dict[str, Any]] = deque(maxlen=CHECKPOINTS_KEPT)
@@ -114,6 +134,8 @@ class Story:
         self.ended: dict[str, Any] | None = None
         self._members = _Members()
         self._broke = ""
+        self._formed_seq: int | None = None
+        self._every = BOOKMARK_EVERY
 
     def add(self, seq: int, t_s: float, utc: str, kind: str, text: str) -> None:
         """text: the fields as JSON, as the ledger has them."""
@@ -139,7 +161,10 @@ class Story:
             self._incident(seq, kind, fields)
         elif kind in ("incident-joined", "incident-explained"):
             self._more_of_incident(seq, kind, fields)
+        elif kind == "finding":
+            self.findings.append({"seq": seq, "t_s": t_s, **fields})
         elif kind in ("formed", "started"):
+            self._formed_seq = seq
             self.worlds.append((t_s, int(fields.get("start") or 0), int(fields["world"])))
         self._storage(t_s, utc, kind, fields)
         self._node(t_s, kind, fields)
@@ -164,7 +189,12 @@ class Story:
             self.decisions.append(told)
 
     def _incident(self, seq: int, kind: str, fields: dict[str, Any]) -> None:
-        known = self.incidents.setdefault(fields["id"], {"seqs": [seq, seq], "also": []})
+        if fields["id"] not in self.incidents:
+            # A late word of one that was let go: it would come back as a new one, and count twice.
+            if self.forgotten and kind != "incident-opened" and fields["id"] <= self.newest:
+                return
+            self._entered(fields["id"], seq)
+        known = self.incidents[fields["id"]]
         # A kind that comes later knows more. `first_t_s` stays: an incident that strikes again has a later time.
         known.setdefault("first_t_s", fields.get("t_s"))
         add_facts(known, kind, fields)
@@ -173,6 +203,32 @@ class Story:
         # Counted as it opens and only then: later events tell of the same incident.
         if kind == "incident-opened" and fields.get("node"):
             self.troubles[fields["node"]] = self.troubles.get(fields["node"], 0) + 1
+
+    def _entered(self, number: int, seq: int) -> None:
+        self.incidents[number] = {"seqs": [seq, seq], "also": [], "formed": self._formed_seq, "open": True}
+        self.newest = max(self.newest, number)
+        if not self.bookmarks or number - self.bookmarks[-1][0] >= self._every:
+            self.bookmarks.append((number, seq, self._formed_seq))
+        if len(self.bookmarks) > BOOKMARKS_KEPT:
+            self.bookmarks, self._every = self.bookmarks[::2], 2 * self._every
+        if len(self.incidents) > self._kept:
+            # One that is open has more to come, which has to find it here.
+            gone = next((n for n, one in self.incidents.items() if not one["open"] and n != number), None)
+            if gone is not None:
+                one = self.incidents.pop(gone)
+                self.forgotten += 1
+                self.forgotten_failures += not one.get("quiet")
+                self.forgotten_went_back += not one.get("quiet") and bool(one.get("lost_steps"))
+
+    def before(self, number: int) -> Story:
+        """A story that begins where the ledger tells of this incident at the latest. What is taken in from there is of its part
+        of the ledger, so it has no bound of its own."""
+        found = Story(kept=self.newest)
+        _, seq, found._formed_seq = max(
+            (one for one in self.bookmarks if one[0] <= number), default=(0, 1, None)
+        )
+        found.seq = seq - 1
+        return found
 
     def _more_of_incident(self, seq: int, kind: str, fields: dict[str, Any]) -> None:
         known = self.incidents.get(fields["id"])

@@ -11,12 +11,13 @@ from typing import Any
 
 from holdfast.observe.dashboard import job_word
 from holdfast.observe.event_text import event_line
-from holdfast.observe.goodput import WORDS, goodput_words
+from holdfast.observe.goodput import WORDS, goodput_words, losses
+from holdfast.observe.printable import printable
 from holdfast.protocol import units
-from holdfast.protocol.health import remedy_text
+from holdfast.protocol.health import remedy_text, severity_text
 from holdfast.protocol.ledger.incidents import PHASES
 from holdfast.protocol.verified import ReadBack
-from holdfast.web.story import STATES, Story
+from holdfast.web.story import FINDINGS_KEPT, STATES, Story
 
 Facts = Mapping[str, Any]
 
@@ -34,6 +35,12 @@ _SHOWN_OF_INCIDENT = (
     "full_strength_s", "lost_steps", "rung", "rule", "quiet", "verdict", "open", "earlier_stalls", "earlier_stall_s",
     "where", *PHASES,
 )  # fmt: skip
+_SHOWN_OF_FINDING = (
+    "seq", "t_s", "node", "incident", "rule", "severity", "remedy", "source", "condition", "subject", "count", "dry_run",
+    "shared", "at_step",
+)  # fmt: skip
+FINDING_MARKS = 100
+"""Findings that curves are marked with, the newest."""
 
 
 def headline(facts: Facts) -> dict[str, Any]:
@@ -121,8 +128,17 @@ def todo(facts: Facts, story: Story) -> list[dict[str, Any]]:
             f"and they wait {units.share(slow['share'])} of the time",
             f"holdfast status --job {job}",
         )
+    for loss in _losses(facts):
+        say(False, loss["text"], loss["how"])
     # The sort is stable, so within a group the order is the one in which things are said above.
     return sorted(found, key=lambda one: not one["urgent"])
+
+
+def _losses(facts: Facts) -> list[dict[str, Any]]:
+    """See `goodput.losses`: of the last hour, so that what was mended before goes away; of a younger job, of all of it."""
+    whole = facts["goodput"]
+    recent = whole.get("recent") or {}
+    return losses(recent if recent.get("wall_s") else whole, facts["micro_batches"])
 
 
 def nothing(facts: Facts) -> str:
@@ -157,7 +173,14 @@ def now(facts: Facts, story: Story) -> dict[str, Any]:
         "nothing": nothing(facts),
         "open": opened,
         "tiers": tiers(facts, story),
-        "goodput": waterfall(facts["goodput"]),
+        # Of a job that is over nothing is to be done now: its next start is what a setting mends.
+        "goodput": waterfall(facts["goodput"])
+        | {
+            "losses": losses(facts["goodput"], facts["micro_batches"])
+            if facts["phase"] == "ended"
+            else _losses(facts)
+        },
+        "began_utc_s": facts["began_utc_s"],
         "nodes": facts["nodes"],
         "spares": facts["spares"],
         "least": facts["least"],
@@ -247,13 +270,45 @@ def typical(story: Story) -> dict[str, float]:
     return {kind: sorted(times)[len(times) // 2] for kind, times in kinds.items()}
 
 
-def incidents(story: Story, before: int | None = None, count: int = SHOWN) -> dict[str, Any]:
-    """The newest incidents, or those before a number, newest first."""
-    numbers = sorted((n for n in story.incidents if before is None or n < before), reverse=True)
+def incidents(
+    story: Story, before: int | None = None, count: int = SHOWN, older: Mapping[int, Mapping[str, Any]] = {}
+) -> dict[str, Any]:
+    """The newest incidents, or those before a number, newest first. older: those that the story has let go, of `wanted`."""
+    there = {**older, **story.incidents}
+    numbers = sorted((n for n in there if before is None or n < before), reverse=True)
+    shown = numbers[:count]
+    known = [*numbers[count:], *wanted(story, shown[-1] if shown else before, 1)]
     return {
-        "incidents": [_shown(story.incidents[n]) for n in numbers[:count]],
-        "all": len(story.incidents),
-        "more": len(numbers) > count,
+        "incidents": [_shown(there[n]) for n in shown],
+        "all": story.forgotten + len(story.incidents),
+        "more": bool(shown and known),
+    }
+
+
+def wanted(story: Story, before: int | None, count: int) -> list[int]:
+    """Of the `count` incidents before a number, those that the story has let go, ascending. before: None: the newest."""
+    last = story.newest if before is None else min(before - 1, story.newest)
+    first = max(1, last - count + 1)
+    return [n for n in range(first, last + 1) if n not in story.incidents] if story.forgotten else []
+
+
+def findings(story: Story, before: int | None = None, count: int = SHOWN) -> dict[str, Any]:
+    """What health rules found, newest first; `before`: the number of an entry."""
+    there = [f for f in reversed(story.findings) if before is None or f["seq"] < before]
+    return {
+        "findings": [finding(f) for f in there[:count]],
+        "more": len(there) > count,
+        "older": len(story.findings) == FINDINGS_KEPT,
+    }
+
+
+def finding(one: Mapping[str, Any]) -> dict[str, Any]:
+    """A finding as it is shown. severity_what, remedy_what: what the words mean."""
+    shown = {k: one.get(k) for k in _SHOWN_OF_FINDING}
+    return shown | {
+        "evidence": printable(str(one.get("evidence") or "")),
+        "severity_what": severity_text(str(one.get("severity") or "")),
+        "remedy_what": remedy_text(str(one.get("remedy") or "")),
     }
 
 
@@ -268,7 +323,7 @@ def timeline(story: Story, until_s: float, first_s: float = 0.0, bars: int = BAR
         shown = [_bar(i, until_s) for i in there]
     else:
         shown = _grouped(there, first_s, until_s, bars)
-    return {"from_s": first_s, "to_s": until_s, "bars": shown, "count": len(there)}
+    return {"from_s": first_s, "to_s": until_s, "bars": shown, "count": len(there), "older": story.forgotten}
 
 
 def _bar(incident: Mapping[str, Any], until_s: float) -> dict[str, Any]:
@@ -433,7 +488,8 @@ def stall(story: Story) -> dict[str, Any]:
 
 
 def marks(story: Story) -> list[dict[str, Any]]:
-    """What the curves are marked with: incidents, changes of the size, rewinds. Of many the longest stalls."""
+    """What the curves are marked with: incidents, of many the longest stalls; changes of the size; and findings of health rules
+    whose `at_step` is known."""
     found = [
         {
             "step": i["at_step"],
@@ -459,7 +515,26 @@ def marks(story: Story) -> list[dict[str, Any]]:
         }
         for c in story.changes
     ]
+    found += [
+        {
+            "step": f["at_step"],
+            "what": "finding",
+            "id": f.get("incident"),
+            "stall_s": None,
+            "lost": 0,
+            "text": units.clip(
+                f"{f.get('node') or ''} {f['rule']}: {printable(str(f.get('evidence') or ''))}".strip(), 120
+            ),
+        }
+        for f in list(story.findings)[-FINDING_MARKS:]
+        if f.get("at_step") is not None and marks_curves(f)
+    ]
     return found
+
+
+def marks_curves(finding: Mapping[str, Any]) -> bool:
+    """A rule on trial, and one that could not be told, say nothing of the loss."""
+    return not finding.get("dry_run") and finding.get("condition") in (None, "faulty")
 
 
 def ranks(

@@ -14,8 +14,9 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from holdfast.coordinator.kernel.index import Index
+from holdfast.coordinator.kernel.phases import WorkerPhase
 from holdfast.coordinator.kernel.state import CoreState
-from holdfast.coordinator.service import page_facts, page_reader
+from holdfast.coordinator.service import page_facts, page_reader, worker_output
 from holdfast.coordinator.service.launches import launches
 from holdfast.coordinator.service.store import Store
 from holdfast.protocol.sample_check import samples_shown
@@ -23,7 +24,7 @@ from holdfast.protocol.verified import verified
 from holdfast.web import views
 from holdfast.web.cost import cost
 from holdfast.web.sources import Answer, Refused, answer, frame, whole
-from holdfast.web.story import Story
+from holdfast.web.story import BOOKMARK_EVERY, Story
 
 T = TypeVar("T")
 EVERY_S = 0.5
@@ -138,14 +139,67 @@ class PageSource:
             return await self._read(table)
         if name == "log":
             # By a worker's name and never by a path: a viewer can only choose among the job's own logs.
-            worker = self._state.membership.workers.get(query.get("worker", ""))
-            if worker is None:
+            path = self._log_of(query.get("worker", ""))
+            if not path:
                 raise Refused("no such worker", 404)
-            path = worker.log
-            return await self._read(lambda _: answer(page_reader.log(self._job_dir, path)))
+            return await self._read(lambda _: answer(worker_output.tail(self._job_dir, path)))
+        if name == "incident":
+            return await self._incident(whole(query, "id", None))
         facts = self._facts
+        if name == "incidents":
+            # A query must not ask for an answer that grows with the job.
+            before, count = (
+                whole(query, "before", None),
+                min(200, whole(query, "count", views.SHOWN) or views.SHOWN),
+            )
+            older = await self._older(views.wanted(self._story, before, count))
+            return await self._read(lambda _: answer(views.incidents(self._story, before, count, older)))
         # The story is read where it is written, so no entry is taken in meanwhile.
         return await self._read(lambda store: answer(self._view(store, name, query, facts)))
+
+    def _log_of(self, worker: str) -> str:
+        """Where the log of a worker is; empty: it has none."""
+        known = self._state.membership.workers.get(worker)
+        # The core forgets workers that have ended, and their logs stay.
+        return known.log if known is not None else worker_output.usual_log(self._job_dir, worker)
+
+    async def _incident(self, number: int | None) -> Answer:
+        story = self._story
+        known = story.incidents.get(number) if number is not None else None
+        if known is None and number is not None and 0 < number <= story.newest:
+            known = (await self._older([number])).get(number)
+        if known is None:
+            raise Refused(
+                f"no incident {number} in this job: it has {story.forgotten + len(story.incidents)}", 404
+            )
+        one, began = known, self._facts["began_utc_s"]
+        begun_utc_s = None if began is None else began + (one.get("first_t_s") or 0.0)
+        struck = await self._read(lambda store: page_reader.struck(store, one))
+        worker = self._state.membership.workers.get(struck.worker)
+        lives = self._live and worker is not None and worker.phase is not WorkerPhase.GONE
+        log = struck.log or self._log_of(struck.worker)
+
+        def told(store: Store) -> Answer:
+            output = page_reader.output(self._job_dir, struck.worker, log, begun_utc_s, lives)
+            return answer(page_reader.incident(store, story, one) | {"output": output})
+
+        return await self._read(told)
+
+    async def _older(self, numbers: list[int]) -> dict[int, dict[str, Any]]:
+        """Incidents that the story has let go, out of their part of the ledger."""
+        if not numbers:
+            return {}
+        part = self._story.before(numbers[0])
+        # Up to the second bookmark after them: one is let go only when it is over, and is so within some others.
+        until = next(
+            (seq for n, seq, _ in self._story.bookmarks if n > numbers[-1] + BOOKMARK_EVERY), self._story.seq
+        )
+        # In several pieces: what waits for the same thread gets its turn between them.
+        while await self._read(lambda store: page_reader.older(store, part, until)):
+            pass
+        found = {n: part.incidents[n] for n in numbers if n in part.incidents}
+        # What has let them go saw their end.
+        return {n: one | {"open": False} for n, one in found.items() if "id" in one}
 
     def _view(self, store: Store, name: str, query: Mapping[str, str], facts: Mapping[str, Any]) -> Any:
         story, before = self._story, whole(query, "before", None)
@@ -154,10 +208,8 @@ class PageSource:
         match name:
             case "now":
                 return self._now
-            case "incidents":
-                return views.incidents(story, before, count)
-            case "incident":
-                return page_reader.incident(store, story, whole(query, "id", None))
+            case "findings":
+                return views.findings(story, before, count)
             case "timeline":
                 until_s = float(whole(query, "to", None) or max(facts["t_s"], story.t_s))
                 return views.timeline(story, until_s, float(whole(query, "from", 0) or 0))
@@ -172,7 +224,11 @@ class PageSource:
             case "stall":
                 return views.stall(story)
             case "series":
-                return page_reader.series(store, query) | {
+                found = page_reader.series(store, query)
+                if "columns" not in found:
+                    return found
+                page_reader.place_findings(store, story)
+                return found | {
                     "marks": views.marks(story),
                     "worlds": list(story.worlds),
                 }

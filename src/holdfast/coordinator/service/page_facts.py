@@ -54,6 +54,7 @@ def facts(state: CoreState, index: Index, now: float, recent: Mapping[str, Any])
         "samples_folder": membership.samples,
         "steps": step_accounting.shown(state),
         "goodput": goodput.shown(state, now),
+        "micro_batches": membership.micro_batches,
         "t_s": round(now - state.began_s, 3),
         "nodes": {
             phase.value: index.count_nodes(phase) for phase in NodePhase if phase is not NodePhase.LOST
@@ -74,6 +75,7 @@ def facts(state: CoreState, index: Index, now: float, recent: Mapping[str, Any])
         "figures": script_metrics.shown(state),
         "blame": shown_blame(membership.blame) if membership.blame else None,
         "ledger": recent["ledger"],
+        "began_utc_s": recent["began_utc_s"],
         "ledger_seq": recent["ledger_seq"],
         "loss": recent["loss"],
         "weight_per_s": _weight_per_s(paced["steps_per_s"], recent["weight"]),

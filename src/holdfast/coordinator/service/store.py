@@ -432,6 +432,25 @@ class Store:
         found = self._db.execute("select max(step) from steps").fetchone()[0]
         return None if found is None else int(found)
 
+    def step_at(self, t_s: float) -> int | None:
+        """The newest step that was committed until then; None: there is none, or its row has gone."""
+        if (last := self.last_step()) is None:
+            return None
+        first = self._db.execute("select min(step) from steps").fetchone()[0]
+        low, high = int(first), last + 1
+        found = None
+        # By halves: times rise with the steps, because a step that is done again takes the row of the one before.
+        while low < high:
+            middle = (low + high) // 2
+            row = self._db.execute(
+                "select step, t_s from steps where step >= ? order by step limit 1", (middle,)
+            ).fetchone()
+            if row is not None and row[1] <= t_s:
+                found, low = int(row[0]), int(row[0]) + 1
+            else:
+                high = middle
+        return found
+
     def entries(self, after: int, limit: int) -> list[LedgerEntry]:
         """At most `limit` events after a number, oldest first."""
         return [_entry(*row) for row in self.raw_entries(after, limit)]

@@ -3,9 +3,11 @@
 import { Component, render } from "preact";
 import { html, Patterns } from "holdfast/drawings";
 import { Data, stored } from "holdfast/data";
-import { Actions, AllIncidents, Checkpoints, Cost, Curves, Decisions, Figures, Goodput, Headline, Incident, Incidents, Launches, Log, Nodes, Ranks, Samples, Stall, Tiers, Todo } from "holdfast/panels";
+import { Actions, AllIncidents, Checkpoints, Cost, Curves, Decisions, Figures, Findings, Goodput, Headline, Incident, Incidents, Launches, Log, Nodes, Ranks, Samples, Stall, Tiers, Todo } from "holdfast/panels";
+import { parse, query } from "holdfast/settings";
 import { share } from "holdfast/words";
 
+const ZONE = Intl.DateTimeFormat().resolvedOptions().timeZone || "local time";
 const THEMES = ["auto", "light", "dark"];
 const OF_TRAINING = new Set(["training", "loss", "goodput", "checkpoints", "figures", "launches", "cost", "samples"]);
 
@@ -13,20 +15,13 @@ function kept(name, fallback) {
   try { return localStorage.getItem(name) || fallback; } catch { return fallback; }
 }
 
-function route() {
-  const [path, query = ""] = location.hash.replace(/^#\/?/, "").split("?");
-  const [name, ...rest] = path.split("/");
-  const given = new URLSearchParams(query);
-  const number = (key) => (/^\d+$/.test(given.get(key) || "") ? Number(given.get(key)) : null);
-  return { name, rest: rest.map(decodeURIComponent).join("/"), from: number("from"), to: number("to"), before: number("before") };
-}
-
 class App extends Component {
   constructor(props) {
     super(props);
     this.data = new Data(() => this.setState({}));
     window.holdfast = this.data;  // for whoever looks at the page with a program
-    this.state = { route: route(), theme: kept("holdfast-theme", "auto"), width: this.width() };
+    this.training = "#/training";  // as it was left
+    this.state = { route: parse(location.hash), theme: kept("holdfast-theme", "auto"), width: this.width() };
   }
 
   width() {
@@ -36,13 +31,21 @@ class App extends Component {
   componentDidMount() {
     this.data.start();
     this.show(this.state.theme);
-    addEventListener("hashchange", () => { this.data.unwant(); this.setState({ route: route() }, () => this.go()); });
+    addEventListener("hashchange", () => this.moved());
     addEventListener("resize", () => this.setState({ width: this.width() }));
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.show(this.state.theme));
     setInterval(() => document.hidden || this.data.link === "file" || this.setState({}), 1000);
     // Drawings end where they were asked for: an open incident and the newest minutes are in the next ones.
     setInterval(() => document.hidden || this.data.link !== "live" || this.data.again(0, ["timeline", "strip"]), 15000);
     setTimeout(() => this.go(), 300);
+  }
+
+  moved() {
+    const before = this.state.route, route = parse(location.hash);
+    const same = ["name", "rest", "before"].every((key) => before[key] === route[key]);
+    // Where only the drawing of the curves changes, a person goes on where they are, and nothing is asked for again.
+    if (!same || before.from !== route.from || before.to !== route.to) this.data.unwant();
+    this.setState({ route }, () => same || this.go());
   }
 
   // To the panel that the address names; a keyboard goes on from there.
@@ -73,15 +76,16 @@ class App extends Component {
       return html`<main><p class=${why ? "trouble" : "quiet"}>${why || "Loading…"}</p></main>`;
     }
     const here = OF_TRAINING.has(state.route.name) ? "training" : "";
+    if (here) this.training = `#/training${query(state.route)}`;
     return html`<${Patterns} /><a class="skip" href="#todo" onClick=${(e) => { e.preventDefault(); const at = document.querySelector("main section"); at && at.focus(); }}>To the content</a>
       <header>
         <span class="brand">Holdfast</span>
         <${Jobs} data=${data} />
-        <nav aria-label="Views"><a href="#/" aria-current=${here === "" ? "page" : null}>Job</a><a href="#/training" aria-current=${here ? "page" : null}>Training</a></nav>
+        <nav aria-label="Views"><a href="#/" aria-current=${here === "" ? "page" : null}>Job</a><a href=${this.training} aria-current=${here ? "page" : null}>Training</a></nav>
         <button type="button" class="theme" onClick=${() => this.choose()}>${state.theme === "auto" ? "light or dark: as the system" : state.theme}</button>
       </header>
       <main><${Headline} data=${data} />${this.view(state)}</main>
-      <footer class="quiet">${stored ? "Written by holdfast ui --html." : "The same in a terminal: holdfast status, why, events, report."}</footer>`;
+      <footer class="quiet">${stored ? "Written by holdfast ui --html." : "The same in a terminal: holdfast status, why, events, report."} Times are by this browser's clock (${ZONE}), with UTC on hover; beside them is the time since the job's start.</footer>`;
   }
 
   view({ route: at, width, drawn }) {
@@ -89,12 +93,13 @@ class App extends Component {
     if (at.name === "incident") return html`<${Incident} data=${data} id=${at.rest} />`;
     if (at.name === "log") return html`<${Log} data=${data} worker=${at.rest} />`;
     if (at.name === "all-incidents") return html`<${AllIncidents} data=${data} before=${at.before} />`;
+    if (at.name === "all-findings") return html`<${Findings} data=${data} all=${true} before=${at.before} />`;
     if (at.name === "all-decisions") return html`<${Decisions} data=${data} count=${200} /><p><a href="#/">Back</a></p>`;
     if (OF_TRAINING.has(at.name)) {
-      return html`<${Curves} data=${data} width=${width} range=${{ from: at.from, to: at.to }} theme=${drawn} />
+      return html`<${Curves} data=${data} width=${width} settings=${at} theme=${drawn} />
         <div class="two"><div><${Goodput} data=${data} /><${Cost} data=${data} /></div><div><${Checkpoints} data=${data} /><${Samples} data=${data} /><${Figures} data=${data} /><${Launches} data=${data} /></div></div>`;
     }
-    return html`<${Todo} data=${data} /><${Incidents} data=${data} width=${width} />
+    return html`<${Todo} data=${data} /><${Incidents} data=${data} width=${width} /><${Findings} data=${data} />
       <${Decisions} data=${data} /><${Tiers} data=${data} />
       <${Nodes} data=${data} width=${width} /><${Ranks} data=${data} /><${Stall} data=${data} />
       ${data.may.act && data.now.live && html`<${Actions} data=${data} />`}`;

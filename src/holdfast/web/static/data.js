@@ -15,7 +15,8 @@ const asked = new URLSearchParams(location.search);
 
 // Which panels an entry of the ledger changes.
 function about(kind) {
-  if (kind.startsWith("incident")) return ["timeline", "incidents", "incident", "strip", "decisions"];
+  if (kind.startsWith("incident")) return ["timeline", "incidents", "incident", "strip", "decisions", "series"];
+  if (kind === "finding") return ["findings", "incident", "decisions"];
   if (kind === "saved" || kind.startsWith("tier")) return ["checkpoints", "decisions"];
   if (kind.startsWith("node") || kind.startsWith("rebo") || kind === "formed" || kind === "started") return ["strip", "decisions", "ranks"];
   if (kind === "stall-judged") return ["stall", "decisions", "incident"];
@@ -71,7 +72,9 @@ export class Data {
     const address = this.address(name, query);
     if (stored) {
       const plain = new URLSearchParams(query).toString();
-      const found = stored[`${name}${plain ? `?${plain}` : ""}`] || stored[name];
+      // A window of a list is in the whole of it. What is of one thing alone is that one's, or is not there.
+      const whole = "figure" in query || "id" in query || "job" in query ? undefined : stored[name];
+      const found = stored[`${name}${plain ? `?${plain}` : ""}`] || whole;
       if (!found) this.errors[address] = "not in this file";
       return found;
     }
@@ -118,6 +121,11 @@ export class Data {
   take(part) {
     const before = this.now;
     this.now = { ...(this.now || {}), ...part };
+    // From now on this job, also in a link: which one is the newest may change at any time.
+    if (!this.job && !stored) {
+      this.job = this.now.job;
+      history.replaceState(null, "", `?job=${encodeURIComponent(this.job)}${location.hash}`);
+    }
     if ("t_s" in part) this.at = performance.now();
     if (this.last === null) this.last = this.now.ledger_seq;
     if (!before || before.step !== this.now.step) this.curves();
@@ -128,6 +136,17 @@ export class Data {
   time() {
     if (!this.now) return null;
     return this.now.t_s + (this.now.live && !stored ? (performance.now() - this.at) / 1000 : 0);
+  }
+
+  // A time of the job as seconds since 1970; null: not known.
+  wall(t) {
+    const began = this.now ? this.now.began_utc_s : null;
+    return began === null || began === undefined || t === null || t === undefined ? null : began + t;
+  }
+
+  // Whether there is such a panel to ask for: a file has what it was written with.
+  has(name, query = {}) {
+    return !stored || `${name}?${new URLSearchParams(query)}` in stored;
   }
 
   open() {

@@ -3,13 +3,15 @@
 import { Component } from "preact";
 import { html, PhaseLegend, Phases, Shape, Strip, Timeline, Waterfall, PHASES } from "holdfast/drawings";
 import { Curve, CurveTable } from "holdfast/curves";
+import { change, query as queryOf } from "holdfast/settings";
 import { stored } from "holdfast/data";
-import { ago, clock, count, figure, plural, ranks, seconds, share, size, UNKNOWN } from "holdfast/words";
+import { ago, clock, count, figure, local, plural, ranks, seconds, share, size, UNKNOWN, utc } from "holdfast/words";
 
-export function Panel({ id, title, data, address, command, children, note }) {
+// query: of the link to itself, with what is shown.
+export function Panel({ id, title, data, address, command, children, note, query = "" }) {
   return html`<section class="panel" id=${id} aria-labelledby=${`${id}-title`} tabindex="-1">
     <div class="head">
-      <h2 id=${`${id}-title`}><a href=${`#/${id}`}>${title}</a></h2>
+      <h2 id=${`${id}-title`}><a href=${`#/${id}${query}`}>${title}</a></h2>
       ${note && html`<span class="quiet">${note}</span>`}
       <span class="ways">
         ${address && !stored && html`<a href=${address} target="_blank" rel="noopener" aria-label=${`${title}: data as JSON`}>data</a>`}
@@ -20,12 +22,19 @@ export function Panel({ id, title, data, address, command, children, note }) {
   </section>`;
 }
 
-// A time of the job, with the hour in UTC on hover.
-export function When({ data, t }) {
+// A moment by this browser's clock, with UTC on hover. at: seconds since 1970, or a time as text.
+function At({ at, short }) {
+  const when = typeof at === "string" ? Date.parse(at) / 1000 : at;
+  const text = utc(when);
+  return text ? html`<time title=${text} datetime=${text.replace(" UTC", "Z").replace(" ", "T")}>${local(when, short)}</time>` : UNKNOWN;
+}
+
+// A time of the job: by the clock, and since the job's start.
+export function When({ data, t, short }) {
   if (t === null || t === undefined) return UNKNOWN;
-  const began = data.now && data.now.ledger ? Date.parse(data.now.ledger) : NaN;
-  const utc = Number.isNaN(began) ? "" : new Date(began + t * 1000).toISOString().replace("T", " ").slice(0, 19) + " UTC";
-  return html`<time title=${utc} datetime=${utc.replace(" UTC", "Z").replace(" ", "T")}>${clock(t)}</time>`;
+  const at = data.wall(t);
+  if (short && at !== null) return html`<${At} at=${at} />`;
+  return html`<span class="when">${at === null ? "" : html`<${At} at=${at} /> `}<span class="since" title="since the job's start">${clock(t)}</span></span>`;
 }
 
 // The newest list of every panel that needs one, or a word that it is on its way.
@@ -45,12 +54,12 @@ export function Headline({ data }) {
     <h1><${Shape} tone=${line.tone} /> <span aria-live="polite">${line.word}</span><span class="after">, ${line.text}</span></h1>
     ${line.why && html`<p class="why">${line.why}</p>`}
     <p class="facts">
-      <span>${now.live && data.link !== "away" ? html`last step <b>${ago(age)}</b>` : html`last step at <b>${clock(now.last_step_t_s)}</b>`}</span>
+      <span>${now.live && data.link !== "away" ? html`last step <b>${ago(age)}</b>` : html`last step at <b><${When} data=${data} t=${now.last_step_t_s} /></b>`}</span>
       <span>loss <b>${figure(now.loss)}</b></span>
       <span>${rate ? html`<b>${rate}</b>` : "rate not known"}</span>
       <span>goodput <b>${share(now.goodput.share)}</b></span>
-      <span>${now.live ? "running for" : "ran for"} <b>${clock(data.time())}</b></span>
-      ${now.live && (pace.left ?? null) !== null && html`<span><${Remaining} found=${pace} /></span>`}
+      <span>${now.live ? "running for" : "ran for"} <b>${clock(data.time())}</b>${data.wall(0) === null ? "" : html`, since <${At} at=${data.wall(0)} short=${true} />`}</span>
+      ${now.live && (pace.left ?? null) !== null && html`<span><${Remaining} found=${pace} at=${data.wall(now.t_s)} /></span>`}
       ${now.live && html`<span>${plural(now.spares, "spare")}</span>`}
       ${links[data.link] && html`<span class="link">${links[data.link]}</span>`}
     </p>
@@ -58,37 +67,45 @@ export function Headline({ data }) {
 }
 
 // When it will be done, at the rate beside it.
-function Remaining({ found }) {
+function Remaining({ found, at }) {
   if (found.left === 0) return html`all steps are done`;
-  return html`<span>done in <b>${seconds(found.eta_s)}</b>, ${plural(found.left, "step")} to go</span>`;
+  const known = at !== null && found.eta_s !== null && found.eta_s !== undefined;
+  return html`<span>done in <b>${seconds(found.eta_s)}</b>${known ? html`, at <${At} at=${at + found.eta_s} short=${true} />` : ""}, ${plural(found.left, "step")} to go</span>`;
+}
+
+function Advice({ one, urgent }) {
+  return html`<li class=${urgent ? "urgent" : ""}>
+    <${Shape} tone=${urgent ? "bad" : "busy"} /><span><b>${urgent ? "Now: " : ""}</b>${one.text} ${one.how && html`<code>${one.how}</code>`}</span></li>`;
 }
 
 export function Todo({ data }) {
   const now = data.now;
   return html`<${Panel} id="todo" title="What you have to do" command=${`holdfast status --job ${now.job}`} address=${data.address("now")}>
     ${now.todo.length === 0 && html`<p class="nothing"><${Shape} tone="good" /> ${now.nothing}</p>`}
-    <ul class="todo">${now.todo.map((one) => html`<li key=${one.text} class=${one.urgent ? "urgent" : ""}>
-      <${Shape} tone=${one.urgent ? "bad" : "busy"} /><span><b>${one.urgent ? "Now: " : ""}</b>${one.text} ${one.how && html`<code>${one.how}</code>`}</span></li>`)}</ul>
+    <ul class="todo">${now.todo.map((one) => html`<${Advice} key=${one.text} one=${one} urgent=${one.urgent} />`)}</ul>
   <//>`;
 }
+
+const INJECTED = "put in on purpose, by --fault or holdfast fault; no machine and no script is to blame";
 
 export function Incidents({ data, width }) {
   const now = data.now;
   const drawn = data.want("timeline"), list = data.want("incidents", { count: 8 });
   return html`<${Panel} id="incidents" title="Incidents" data=${data} address=${data.address("timeline")} command=${`holdfast why --job ${now.job}`} note=${list ? plural(list.all, "incident") : ""}>
     ${now.open.map((one) => html`<${Open} key=${one.id} data=${data} incident=${one} />`)}
-    ${ready(drawn, (found) => found.count ? html`<${Timeline} data=${found} width=${width} />` : html`<p class="quiet">None.</p>`)}
+    ${ready(drawn, (found) => found.count ? html`<${Timeline} data=${found} width=${width} began=${data.wall(0)} />${found.older > 0 && html`<p class="quiet">${plural(found.older, "older incident")} are in <a href="#/all-incidents">the list</a>.</p>`}` : html`<p class="quiet">None.</p>`)}
     ${list && list.incidents.length > 0 && html`<div class="scroll" tabindex="0" role="region" aria-label="Newest incidents"><table class="cards">
       <thead><tr><th scope="col" class="number">no.</th><th scope="col">at</th><th scope="col">what</th><th scope="col">where</th><th scope="col" class="number">stood</th><th scope="col">phases</th><th scope="col" class="number">steps lost</th></tr></thead>
       <tbody>${list.incidents.map((one) => html`<tr key=${one.id}>
         <td class="number"><a href=${`#/incident/${one.id}`} aria-label=${`incident ${one.id}`}>${one.id}</a></td>
         <td><${When} data=${data} t=${one.first_t_s} /></td>
-        <td class="text">${one.open ? html`<b>open: </b>` : ""}${one.cause}${one.injected ? html` <span class="quiet">(injected)</span>` : ""}</td>
+        <td class="text">${one.open ? html`<b>open: </b>` : ""}${one.cause}${one.injected ? html` <span class="quiet" title=${INJECTED}>(injected)</span>` : ""}</td>
         <td>${one.node || UNKNOWN}${one.ranks && one.ranks.length ? `, rank ${ranks(one.ranks)}` : ""}</td>
         <td class="number">${one.quiet ? "not at all" : seconds(one.stall_s)}</td>
         <td class="bars">${one.quiet ? html`<span class="quiet">${one.verdict || ""}</span>` : html`<${Phases} incident=${one} />`}</td>
         <td class="number">${count(one.lost_steps)}</td></tr>`)}</tbody></table></div>
       <${PhaseLegend} />
+      ${list.incidents.some((one) => one.injected) && html`<p class="quiet">(injected): ${INJECTED}.</p>`}
       ${list.more && html`<p><a href="#/all-incidents">All ${count(list.all)} incidents</a></p>`}`}
   <//>`;
 }
@@ -97,8 +114,35 @@ export function Incidents({ data, width }) {
 function Open({ data, incident }) {
   const age = data.time() - incident.t_s;
   const usual = incident.usual_s;
-  return html`<div class="open-incident"><p><b>Open: <a href=${`#/incident/${incident.id}`}>incident ${incident.id}</a></b>, ${incident.cause}${incident.node ? ` on ${incident.node}` : ""}. For <b>${seconds(age)}</b>${usual ? `; its kind usually takes ${seconds(usual)}` : ""}.</p>
+  return html`<div class="open-incident"><p><b>Open: <a href=${`#/incident/${incident.id}`}>incident ${incident.id}</a></b>, ${incident.cause}${incident.node ? ` on ${incident.node}` : ""}. For <b>${seconds(age)}</b>, since <${When} data=${data} t=${incident.t_s} />${usual ? `; its kind usually takes ${seconds(usual)}` : ""}.</p>
     <ol class="steps">${PHASES.map((name) => { const s = incident[`${name}_s`]; return html`<li key=${name} class=${s === null || s === undefined ? "" : "done"}>${name.replace("_", " ")}: ${s === null || s === undefined ? "not yet" : seconds(s)}</li>`; })}</ol></div>`;
+}
+
+// What health rules found: each with the meaning of its words, and its incident if it led to one.
+function FindingRows({ data, findings }) {
+  const meanings = new Map(findings.filter((one) => one.severity_what).map((one) => [one.severity, one.severity_what]));
+  return html`<ol class="decisions">${findings.map((one) => html`<li key=${one.seq}>
+      <${When} data=${data} t=${one.t_s} /><span><${Finding} one=${one} /></span></li>`)}</ol>
+    ${meanings.size > 0 && html`<p class="quiet">${[...meanings].map(([word, what]) => `${word}: ${what}`).join(". ")}.</p>`}`;
+}
+
+function Finding({ one }) {
+  const about = [one.node, one.subject].filter(Boolean).join(", ");
+  return html`<${Shape} tone=${one.dry_run || one.severity === "info" ? "over" : one.severity === "fatal" || one.severity === "error" ? "bad" : "busy"} />
+    ${one.incident ? html` <a href=${`#/incident/${one.incident}`}>incident ${one.incident}</a>: ` : " "}<b>${about ? `${about}: ` : ""}${one.rule}</b>, ${one.severity}${one.condition === "unknown" ? ", could not be told" : ""}${one.shared ? ", on many nodes at once" : ""}${one.dry_run ? ", on trial: nothing is done about it" : ""}: ${one.evidence || "no text"}
+    <span class="quiet"> read from ${one.source}${one.count > 1 ? `, ${count(one.count)} times` : ""}; asks for ${one.remedy}: ${one.remedy_what}</span>`;
+}
+
+// The newest few, or all of them, window by window.
+export function Findings({ data, all, before }) {
+  const query = { count: all ? 100 : 5, ...(before ? { before } : {}) };
+  const found = data.want("findings", query);
+  return html`<${Panel} id=${all ? "all-findings" : "findings"} title=${all ? "All findings" : "What health rules found"} data=${data} address=${data.address("findings", query)} command=${`holdfast events --job ${data.now.job} --kind finding`}>
+    ${ready(found, ({ findings, more, older }) => html`${findings.length === 0 ? html`<p class="quiet">Nothing so far.</p>` : html`<${FindingRows} data=${data} findings=${all ? findings : findings.slice(0, 5)} />`}
+      ${more && html`<p><a href=${all ? `#/all-findings?before=${findings[findings.length - 1].seq}` : "#/all-findings"}>${all ? "Older" : "More"} findings</a></p>`}
+      ${all && older && !more && html`<p class="quiet">Older ones: the command above.</p>`}`)}
+    ${all && html`<p><a href="#/">Back</a></p>`}
+  <//>`;
 }
 
 export function Decisions({ data, count: shown = 8 }) {
@@ -120,12 +164,12 @@ export function Tiers({ data }) {
   return html`<${Panel} id="tiers" title=${now.phase === "ended" ? "What is saved" : "If all died now"} address=${data.address("now")} command="holdfast checkpoint ls" note="what each place has, the nearest first">
     ${now.tiers.length === 0 && html`<p class="trouble"><${Shape} tone="busy" /> ${now.phase === "ended" ? "Nothing is saved: all steps are lost." : "Nothing is saved anywhere yet: all steps would be lost."}</p>`}
     ${now.tiers.length > 0 && html`<div class="scroll" tabindex="0" role="region" aria-label="Tiers"><table>
-      <thead><tr><th scope="col">where</th><th scope="col">state</th><th scope="col" class="number">step</th><th scope="col" class="number">age</th><th scope="col" class="number">would be lost</th><th scope="col" class="number">copies</th><th scope="col"></th></tr></thead>
+      <thead><tr><th scope="col">where</th><th scope="col">state</th><th scope="col" class="number">step</th><th scope="col" class="number">age</th><th scope="col" class="number" title="steps, and how long they took at the rate of the headline">would be lost</th><th scope="col" class="number">copies</th><th scope="col"></th></tr></thead>
       <tbody>${now.tiers.map((one) => html`<tr key=${one.name}>
         <th scope="row" class="text">${one.name}</th>
         <td><${Shape} tone=${one.state === "good" ? "good" : one.state === "one copy" || one.state === "nothing yet" ? "busy" : "bad"} /> ${one.state}</td>
-        <td class="number">${count(one.step)}</td><td class="number">${one.age_s === null ? UNKNOWN : ago(one.age_s + since)}</td>
-        <td class="number">${one.lag_steps === null ? UNKNOWN : `${plural(one.lag_steps, "step")}${one.lag_s === null ? "" : ` (${seconds(one.lag_s)})`}`}</td>
+        <td class="number">${count(one.step)}</td><td class="number">${one.age_s === null ? UNKNOWN : html`${ago(one.age_s + since)}${data.wall(0) === null ? "" : html`, <${At} at=${data.wall(now.t_s - one.age_s)} />`}`}</td>
+        <td class="number">${one.lag_steps === null ? UNKNOWN : `${plural(one.lag_steps, "step")}${one.lag_s === null ? "" : `, ${seconds(one.lag_s)}`}`}</td>
         <td class="number">${count(one.copies)}</td><td class="quiet">${one.note}${one.nbytes ? `, ${size(one.nbytes)}` : ""}</td></tr>`)}</tbody></table></div>`}
   <//>`;
 }
@@ -134,7 +178,7 @@ export function Nodes({ data, width }) {
   const found = data.want("strip");
   return html`<${Panel} id="nodes" title="Nodes in time" data=${data} address=${data.address("strip")} command=${`holdfast events --job ${data.now.job} --kind node-lost`} note="the worst first; a row is one machine, a column is all at once">
     ${data.now.leave && html`<p><${Shape} tone=${data.now.leave.yes ? "good" : "busy"} /> May a node be taken away? <b>${data.now.leave.yes ? "Yes" : "Not without harm"}</b>: ${data.now.leave.text}.</p>`}
-    ${ready(found, (strip) => html`<${Strip} data=${strip} width=${width} />`)}
+    ${ready(found, (strip) => html`<${Strip} data=${strip} width=${width} began=${data.wall(0)} />`)}
   <//>`;
 }
 
@@ -184,36 +228,83 @@ export class Ranks extends Component {
 
 // ------------------------------------------------------------ the researcher's view
 
-// With the curves of another job behind them, at the same steps, where one is chosen; and with one of what the script logs.
+// With the curves of another job behind them, at the same steps, where one is chosen. What is chosen is in the address.
 export class Curves extends Component {
-  constructor(props) {
-    super(props);
-    this.state = { baseline: "", logged: "" };
-    this.names = [];
-  }
-
-  render({ data, width, range, theme }, { baseline, logged }) {
-    const steps = range.from !== null ? { from: range.from, to: range.to } : {};
-    const query = logged ? { ...steps, figure: logged } : steps;
+  render({ data, width, settings, theme }) {
+    const { from, to, log, smooth, full, other: baseline } = settings;
+    const steps = from !== null && to !== null ? { from, to } : {};
+    const query = steps;
     const found = data.want("series", query);
-    const other = baseline ? data.want("series", { ...steps, job: baseline }) : null;
-    const trouble = baseline && data.errors[data.address("series", { ...steps, job: baseline })];
-    const address = data.address("series", query);
-    // Kept while the next answer is on its way: the choice must not go away under who chooses. A file has no curve of them.
-    if (found && found.figures && data.link !== "file") this.names = found.figures;
-    const go = (from, to) => { location.hash = from === null ? "#/training" : `#/training?from=${Math.max(0, from)}&to=${Math.max(0, to)}`; };
+    const others = { ...steps, job: baseline };
+    const other = baseline ? data.want("series", others) : null;
+    const trouble = baseline && data.errors[data.address("series", others)];
+    const go = (begin, end) => change(() => ({ from: begin === null ? null : Math.max(0, begin), to: end === null ? null : Math.max(0, end) }));
     const choices = data.jobs.filter((one) => one.job !== data.now.job);
-    return html`<${Panel} id="loss" title="Curves" data=${data} address=${address} command=${`holdfast report --job ${data.now.job}`} note=${range.from === null ? "drag to zoom in, click a mark for its incident" : html`steps ${count(range.from)} to ${count(range.to)} <a href="#/training">show all</a>`}>
-      ${choices.length > 0 && html`<label class="filter">Compare with <select value=${baseline} onChange=${(e) => this.setState({ baseline: e.target.value })}><option value="">no other job</option>${choices.map((one) => html`<option key=${one.job} value=${one.job}>${one.job}</option>`)}</select></label>`}
-      ${this.names.length > 0 && html`<label class="filter">What the script logs <select value=${logged} onChange=${(e) => { data.wanted.delete(address); this.setState({ logged: e.target.value }); }}><option value="">none of it</option>${this.names.map((name) => html`<option key=${name} value=${name}>${name}</option>`)}</select></label>`}
+    const baselines = baseline && !choices.some((one) => one.job === baseline) ? [...choices, { job: baseline }] : choices;
+    const onLog = (name) => change((now) => ({ log: now.log.includes(name) ? now.log.filter((one) => one !== name) : [...now.log, name] }));
+    const compare = (name) => { data.wanted.delete(data.address("series", others)); change(() => ({ other: name })); };
+    const common = {
+      smooth, full, theme, width: columnsOf(width), onRange: go,
+      onMark: (mark) => { location.hash = mark.id ? `#/incident/${mark.id}` : "#/all-findings"; },
+    };
+    const show = html`<a href=${`#/training${queryOf({ ...settings, from: null, to: null })}`}>show all</a>`;
+    return html`<${Panel} id="loss" title="Curves" data=${data} address=${data.address("series", query)} command=${`holdfast report --job ${data.now.job}`} query=${queryOf(settings)} note=${from === null ? "drag to zoom in, click a mark for what it stands for" : html`steps ${count(from)} to ${count(to)} ${show}`}>
+      <div class="controls">
+        <label class="filter">Smoothing <input type="range" min="0" max="0.99" step="0.01" value=${smooth} aria-valuetext=${smooth ? `weight ${smooth}` : "none"} onInput=${(e) => change(() => ({ smooth: Number(e.target.value) }), false)} /> <output>${smooth ? smooth.toFixed(2) : "none"}</output></label>
+        <label class="filter"><input type="checkbox" checked=${full} onChange=${(e) => { const { checked } = e.target; change(() => ({ full: checked })); }} /> Outliers on the axis</label>
+        ${baselines.length > 0 && html`<label class="filter">Compare with <select value=${baseline} onChange=${(e) => compare(e.target.value)}><option value="">no other job</option>${baselines.map((one) => html`<option key=${one.job} value=${one.job}>${one.job}</option>`)}</select></label>`}
+      </div>
       ${trouble && html`<p class="trouble">${baseline}: ${trouble}</p>`}
-      ${ready(found, ({ columns, marks, figure: own }) => columns.step.length === 0 ? html`<p class="quiet">No step was committed yet.</p>` : html`
-        <div class="curves">${drawn(columns).map(([value, title, note, unit, options]) => html`<${Curve} key=${value} value=${value} title=${title} note=${note} unit=${unit} columns=${columns} other=${other && other.columns} band=${options.band} log=${options.log} marks=${marks} width=${columnsOf(width)} theme=${theme} onRange=${go} onMark=${(m) => { location.hash = `#/incident/${m.id}`; }} />`)}${own && own.columns.step.length > 0 && html`<${Curve} key=${`logged ${own.name}`} value="value" title=${own.name} note="as the script logged it" unit="" columns=${own.columns} band=${isWide(columns)} marks=${marks} width=${columnsOf(width)} theme=${theme} onRange=${go} onMark=${(m) => { location.hash = `#/incident/${m.id}`; }} />`}</div>
-        ${own && own.columns.step.length === 0 && html`<p class="quiet">The script logged no ${own.name} in these steps.</p>`}
-        <p class="quiet"><span class="mark incident" aria-hidden="true">▼</span> incident <span class="mark change" aria-hidden="true">■</span> change of the size. ${other ? `The dashed line is ${baseline}. ` : ""}${columns.step.length > 1 && columns.step[1] - columns.step[0] > 1 ? `A point is ${count(columns.step[1] - columns.step[0])} steps: their mean, with the least and the most as a band.` : ""}</p>
-        <${CurveTable} columns=${columns} other=${other && other.columns} name=${baseline} own=${own} />`)}
+      ${ready(found, ({ columns, marks, figures }) => columns.step.length === 0 ? html`<p class="quiet">No step was committed yet.</p>` : html`
+        <div class="curves">${drawn(columns).map(([value, title, note, unit, { plain, ...options }]) => html`<${Curve} key=${value} ...${common} ...${options} value=${value} title=${title} note=${note} unit=${unit} columns=${columns} other=${other && other.columns} log=${log.includes(value)} onLog=${() => onLog(value)} smooth=${plain ? 0 : smooth} marks=${marks} />`)}${(figures || []).map((name) => html`<${Logged} key=${`logged ${name}`} data=${data} name=${name} steps=${steps} baseline=${other && (other.figures || []).includes(name) ? baseline : ""} common=${common} log=${log.includes(name)} onLog=${() => onLog(name)} marks=${marks} />`)}</div>
+        <p class="quiet"><span class="mark incident" aria-hidden="true">▼</span> incident <span class="mark change" aria-hidden="true">■</span> change of the size <span class="mark finding" aria-hidden="true">◆</span> finding of a health rule. ${smooth ? `The strong line is an exponential moving average with weight ${smooth}, the faint one the values themselves. ` : ""}${other ? `The dashed line is ${baseline}. ` : ""}${columns.step.length > 1 && columns.step[1] - columns.step[0] > 1 ? `A point is ${count(columns.step[1] - columns.step[0])} steps: their mean, with the least and the most as a band.` : ""}</p>
+        <${MarksList} marks=${marks} from=${from} to=${to} />
+        <${CurveTable} columns=${columns} other=${other && other.columns} name=${baseline} logged=${(figures || []).map((name) => data.panels[data.address("series", { ...(stored ? {} : steps), figure: name })]).filter(Boolean).map((one) => one.figure)} />`)}
     <//>`;
   }
+}
+
+// What the script logs under one name. Asked for only while it can be seen: a script may log sixty.
+class Logged extends Component {
+  constructor(props) {
+    super(props);
+    this.state = { seen: false };
+  }
+
+  componentDidMount() {
+    this.watch = new IntersectionObserver((found) => this.setState({ seen: found[found.length - 1].isIntersecting }), { rootMargin: "200px" });
+    this.watch.observe(this.box);
+  }
+
+  componentWillUnmount() { this.watch.disconnect(); }
+
+  ask(query, seen) {
+    const { data } = this.props, address = data.address("series", query);
+    if (seen) return data.want("series", query);
+    data.wanted.delete(address);
+    return data.panels[address];
+  }
+
+  render({ data, name, steps, baseline, common, log, onLog, marks }, { seen }) {
+    // A file has all of it, whichever steps are shown.
+    const query = { ...(stored ? {} : steps), figure: name };
+    const found = this.ask(query, seen), other = baseline ? this.ask({ ...query, job: baseline }, seen) : null;
+    const trouble = data.errors[data.address("series", query)];
+    const columns = found && found.figure.columns;
+    return html`<div class="logged" ref=${(e) => { this.box = e || this.box; }}>${columns && columns.step.length > 0
+      ? html`<${Curve} ...${common} value="value" title=${name} note="as the script logged it" unit="" columns=${columns} other=${other && other.figure.columns} band=${isWide(columns)} log=${log} onLog=${onLog} marks=${marks} />`
+      : html`<p><b>${name}</b></p><p class=${trouble ? "trouble" : "quiet"}>${trouble || (found ? "Nothing was logged in these steps." : "…")}</p>`}</div>`;
+  }
+}
+
+const MARKS_LISTED = 100;
+
+// The same marks for a keyboard, and for those who do not see the curves.
+function MarksList({ marks, from, to }) {
+  const there = marks.filter((m) => from === null || (m.step >= from && m.step <= to)).sort((a, b) => a.step - b.step);
+  if (!there.length) return null;
+  const word = { incident: "incident", change: "change of the size", finding: "finding" };
+  return html`<details><summary>The marks as a list (${count(there.length)})</summary><ul class="marks">${there.slice(-MARKS_LISTED).map((m) => html`<li key=${`${m.what} ${m.id} ${m.step} ${m.text}`}>step ${count(m.step)}, ${m.what === "change" ? word.change : html`<a href=${m.id ? `#/incident/${m.id}` : "#/all-findings"}>${word[m.what]}${m.id ? ` ${m.id}` : ""}</a>`}: ${m.text}</li>`)}</ul></details>`;
 }
 
 // Two beside each other where there is room.
@@ -226,15 +317,16 @@ function isWide(columns) {
   return columns.step.length > 1 && columns.step[1] - columns.step[0] > 1;
 }
 
+// Each: the column, its title, what it is, its unit; plain: it is no noise that could be smoothed; zero: its axis begins there.
 function drawn(columns) {
   const known = (name) => columns[name].some((v) => v !== null);
   const wide = isWide(columns);
   const found = [["loss", "Loss", "", "", { band: wide }]];
-  if (known("grad_norm")) found.push(["grad_norm", "Gradient norm", "before clipping", "", { band: wide, log: true }]);
-  if (known("lr")) found.push(["lr", "Learning rate", "", "", {}]);
-  if (known("weight_per_s")) found.push(["weight_per_s", "Throughput of steps", "tokens or samples per second inside of steps, without what comes between them", "/s", {}]);
-  if (known("step_s")) found.push(["step_s", "Step time", "", "s", { band: wide }]);
-  found.push(["world", "Workers", "that compute", "", {}]);
+  if (known("grad_norm")) found.push(["grad_norm", "Gradient norm", "before clipping", "", { band: wide }]);
+  if (known("lr")) found.push(["lr", "Learning rate", "", "", { plain: true, zero: true }]);
+  if (known("weight_per_s")) found.push(["weight_per_s", "Throughput of steps", "tokens or samples per second, within steps", "/s", { zero: true }]);
+  if (known("step_s")) found.push(["step_s", "Step time", "", "s", { band: wide, zero: true }]);
+  found.push(["world", "Workers", "that compute", "", { plain: true, zero: true }]);
   return found;
 }
 
@@ -249,6 +341,7 @@ export class Goodput extends Component {
     return html`<${Panel} id="goodput" title="Where the time went" address=${data.address("now")} command=${`holdfast report --job ${data.now.job}`} note=${found.words}>
       <div class="choice" role="group" aria-label="Which time">${[[false, "since the start"], [true, "last hour"]].map(([is, name]) => html`<button key=${name} type="button" aria-pressed=${recent === is} onClick=${() => this.setState({ recent: is })}>${name}</button>`)}</div>
       ${part.bars.length ? html`<${Waterfall} part=${part} />` : html`<p class="quiet">Nothing was counted yet.</p>`}
+      ${(found.losses || []).length > 0 && html`<ul class="todo">${found.losses.map((one) => html`<${Advice} key=${one.class} one=${one} />`)}</ul>`}
     <//>`;
   }
 }
@@ -269,7 +362,7 @@ export function Checkpoints({ data }) {
   return html`<${Panel} id="checkpoints" title="Checkpoints" data=${data} address=${data.address("checkpoints")} command="holdfast checkpoint ls">
     ${ready(found, ({ checkpoints }) => checkpoints.length === 0 ? html`<p class="quiet">None in a durable tier.</p>` : html`<div class="scroll" tabindex="0" role="region" aria-label="Checkpoints"><table>
       <thead><tr><th scope="col" class="number">step</th><th scope="col">at</th><th scope="col" class="number">took</th><th scope="col" class="number">skipped before</th><th scope="col">read back</th><th scope="col">where</th></tr></thead>
-      <tbody>${checkpoints.slice(0, 20).map((one) => html`<tr key=${`${one.step} ${one.url} ${one.t_s}`}><td class="number">${count(one.step)}</td><td><${When} data=${data} t=${one.t_s} /></td><td class="number">${seconds(one.took_s)}</td><td class="number">${count(one.skipped)}</td><td title=${one.why}><${ReadBack} one=${one} /></td><td class="text">${one.url}</td></tr>`)}</tbody></table></div>
+      <tbody>${checkpoints.slice(0, 20).map((one) => html`<tr key=${`${one.step} ${one.url} ${one.t_s}`}><td class="number">${count(one.step)}</td><td><${When} data=${data} t=${one.t_s} short=${true} /></td><td class="number">${seconds(one.took_s)}</td><td class="number">${count(one.skipped)}</td><td title=${one.why}><${ReadBack} one=${one} /></td><td class="text">${one.url}</td></tr>`)}</tbody></table></div>
       <p class="quiet">Read back: every byte was compared with its checksum, by <code>${`holdfast checkpoint verify --job ${data.now.job}`}</code>.</p>`)}
   <//>`;
 }
@@ -286,7 +379,7 @@ export function Figures({ data }) {
 // Whether a checkpoint's bytes were read again since it was saved. Not read is not the same as damaged.
 function ReadBack({ one }) {
   if (one.whole === null) return html`<span class="quiet">not known</span>`;
-  const when = html`<time datetime=${one.verified_utc}>${one.verified_utc.slice(0, 16).replace("T", " ")} UTC</time>`;
+  const when = html`<${At} at=${one.verified_utc} short=${true} />`;
   return html`<${Shape} tone=${one.whole ? "good" : "bad"} /> ${one.whole ? "" : "damaged, "}${when}`;
 }
 
@@ -295,7 +388,7 @@ export function Samples({ data }) {
   const found = data.want("samples");
   return html`<${Panel} id="samples" title="Every sample once?" data=${data} address=${data.address("samples")} command=${`holdfast data samples --job ${data.now.job}`} note="by the record of run.steps(ledger=)">
     ${ready(found, (one) => html`<p><${Shape} tone=${one.once === null ? "busy" : one.once ? "good" : "bad"} /> <b>${one.once === null ? "Not known" : one.once ? "Yes" : "No"}</b>: ${one.why}.</p>
-      ${one.checked_utc && html`<p class="quiet">Checked at <time datetime=${one.checked_utc}>${one.checked_utc.slice(0, 19).replace("T", " ")} UTC</time>${one.steps === null ? "" : `, up to step ${count(one.steps)} of ${one.step === null ? UNKNOWN : count(one.step)}`}.</p>`}
+      ${one.checked_utc && html`<p class="quiet">Checked at <${At} at=${one.checked_utc} />${one.steps === null ? "" : `, up to step ${count(one.steps)} of ${one.step === null ? UNKNOWN : count(one.step)}`}.</p>`}
       ${one.epochs.length > 0 && html`<div class="scroll" tabindex="0" role="region" aria-label="Epochs"><table>
         <thead><tr><th scope="col" class="number">epoch</th><th scope="col" class="number">came</th><th scope="col" class="number">more than once</th><th scope="col" class="number">not at all</th></tr></thead>
         <tbody>${one.epochs.slice(-20).map((e) => html`<tr key=${e.epoch}><td class="number">${count(e.epoch)}</td><td class="number">${count(e.came)}</td><td class="number">${count(e.repeated)}</td><td class="number">${count(e.missing)}</td></tr>`)}</tbody></table></div>`}`)}
@@ -306,22 +399,54 @@ export function Launches({ data }) {
   const found = data.want("launches");
   return html`<${Panel} id="launches" title="Starts and changes" data=${data} address=${data.address("launches")} command=${`holdfast report --job ${data.now.job}`} note="what was asked for differently">
     ${ready(found, ({ launches }) => html`<ol class="launches">${launches.map((one) => html`<li key=${one.number}>
-      <b>Start ${one.number}</b>${one.utc ? html`, <time datetime=${one.utc}>${one.utc.slice(0, 19).replace("T", " ")} UTC</time>` : ""}${one.steps === null ? "" : `, ${plural(one.steps, "step")}`}${one.outcome ? `, ${one.outcome}` : ""}
+      <b>Start ${one.number}</b>${one.utc ? html`, <${At} at=${one.utc} />` : ""}${one.steps === null ? "" : `, ${plural(one.steps, "step")}`}${one.outcome ? `, ${one.outcome}` : ""}
       ${one.changes === null ? html`<span class="quiet">${one.number === 1 ? "" : "; the start before it is not known"}</span>` : one.changes.length === 0 ? html`<span class="quiet">; as the one before</span>` : html`<ul>${one.changes.map(([name, before, now]) => html`<li key=${name}><code>${name}</code>: ${before} → <b>${now}</b></li>`)}</ul>`}</li>`)}</ol>`)}
   <//>`;
 }
 
 // ------------------------------------------------------------ one thing
 
+// Lines of a file, or why there are none.
+function Lines({ title, note, lines, label }) {
+  return html`<h3>${title}</h3>${note && html`<p class="quiet">${note}</p>`}
+    ${lines.length > 0 && html`<pre class="story" tabindex="0" role="region" aria-label=${label}>${lines.join("\n")}</pre>`}`;
+}
+
+function Output({ job, output }) {
+  const { worker, log, stack } = output;
+  const whose = worker ? `of ${worker}` : "of the worker that failed";
+  return html`<${Lines} title=${`Stack ${whose}`} label="Stack" lines=${stack.lines} note=${stack.lines.length ? stack.source : `None: ${stack.note}.`} />
+    <${Lines} title=${`End of the log ${whose}`} label="End of the log" lines=${log.lines} note=${log.lines.length ? html`${log.path}${log.note ? `: ${log.note}` : ""}` : `None: ${log.note}${log.path ? `: ${log.path}` : ""}.`} />
+    ${worker && !stored && html`<p><a href=${`#/log/${encodeURIComponent(worker)}`}>More of this log</a>, or <code>${`holdfast logs --job ${job} --node ${worker.slice(0, worker.lastIndexOf("."))}`}</code></p>`}`;
+}
+
+// What health rules had found on the node, of this incident or before it.
+function Before({ data, node, found }) {
+  const { own, before } = found;
+  return html`<h3>Findings</h3>
+    ${own.length > 0 && html`<${FindingRows} data=${data} findings=${own} />`}
+    ${before && html`<p>Before it, ${seconds(before.ago_s)} earlier at <${When} data=${data} t=${before.t_s} />: <${Finding} one=${before} /></p>`}
+    ${!before && html`<p class="quiet">${node ? `Before it no health rule had found anything on ${node}, as far as it is kept.` : "It names no node that something could have been found on before."}</p>`}`;
+}
+
+function Beside({ data, previous, next }) {
+  const link = (number, word) => number !== null && data.has("incident", { id: number }) && html`<a href=${`#/incident/${number}`}>${word}: incident ${number}</a>`;
+  return html`<nav class="beside" aria-label="Incidents beside this one">${link(previous, "previous") || html`<span class="quiet">no earlier incident</span>`}${link(next, "next") || html`<span class="quiet">no later incident</span>`}<a href="#/">Back</a></nav>`;
+}
+
 export function Incident({ data, id }) {
   const found = data.want("incident", { id });
   const address = data.address("incident", { id });
   return html`<${Panel} id=${`incident/${id}`} title=${`Incident ${id}`} data=${data} address=${address} command=${`holdfast why ${id} --job ${data.now.job}`}>
-    ${ready(found, ({ incident, story }) => html`
+    ${ready(found, ({ incident, story, findings, previous, next, output }) => html`
+      <${Beside} data=${data} previous=${previous} next=${next} />
+      <p>Began <${When} data=${data} t=${incident.first_t_s} />${incident.quiet ? "; training was not disturbed" : incident.stall_s === null || incident.stall_s === undefined ? "; training stands" : html`; training stood for <b>${seconds(incident.stall_s)}</b>${incident.t_s === null ? "" : html`, until <${When} data=${data} t=${incident.t_s + incident.stall_s} />`}`}${incident.quiet || incident.full_strength_s === null || incident.full_strength_s === undefined ? "" : html`; full strength after <b>${seconds(incident.full_strength_s)}</b>`}.</p>
       ${!incident.quiet && html`<${Phases} incident=${incident} wide=${true} />`}
-      <pre class="story" tabindex="0">${story.join("\n")}</pre>
+      <${Before} data=${data} node=${incident.node} found=${findings} />
+      <${Lines} title="Story" label="Story" lines=${story} />
+      <${Output} job=${data.now.job} output=${output} />
       ${incident.at_step !== null && incident.at_step !== undefined && html`<p><a href=${`#/training?from=${Math.max(0, incident.at_step - 100)}&to=${incident.at_step + 100}`}>The curves around step ${count(incident.at_step)}</a></p>`}`)}
-    <p><a href="#/">Back</a></p>
+    ${!found && html`<p><a href="#/">Back</a></p>`}
   <//>`;
 }
 
@@ -338,7 +463,7 @@ export function AllIncidents({ data, before }) {
 export function Log({ data, worker }) {
   const found = data.want("log", { worker });
   return html`<${Panel} id=${`log/${worker}`} title=${`Log of ${worker}`} data=${data} address=${data.address("log", { worker })} command=${`holdfast logs --job ${data.now.job}`}>
-    ${ready(found, ({ path, lines, note }) => html`<p class="quiet">${path} ${note}</p><pre class="story" tabindex="0">${lines.join("\n")}</pre>`)}
+    ${ready(found, ({ path, lines, note }) => html`<p class="quiet">${path}${note ? `${path ? ": " : ""}${note}.` : ""}</p>${lines.length > 0 && html`<pre class="story" tabindex="0" role="region" aria-label="End of the log">${lines.join("\n")}</pre>`}`)}
     <p><a href="#/ranks">Back</a></p>
   <//>`;
 }

@@ -37,6 +37,24 @@ export function clock(value) {
   return all < 86400 ? `${Math.floor(all / 3600)}:${tail}` : `${Math.floor(all / 86400)}d ${Math.floor(all / 3600) % 24}:${tail}`;
 }
 
+// A moment, in seconds since 1970, by this browser's clock: with the date where that is not today.
+const HOUR = { hour: "2-digit", minute: "2-digit", hour12: false };
+const TIME = new Intl.DateTimeFormat("en-GB", { ...HOUR, second: "2-digit" });
+const MINUTE = new Intl.DateTimeFormat("en-GB", HOUR);
+const DAY = new Intl.DateTimeFormat("en-GB", { day: "numeric", month: "short" });
+const YEAR = new Intl.DateTimeFormat("en-GB", { day: "numeric", month: "short", year: "numeric" });
+
+export function local(at, short = false, today = new Date()) {
+  if (at === null || at === undefined || Number.isNaN(at)) return UNKNOWN;
+  const when = new Date(at * 1000), time = (short ? MINUTE : TIME).format(when);
+  if (when.toDateString() === today.toDateString()) return time;
+  return `${(when.getFullYear() === today.getFullYear() ? DAY : YEAR).format(when)} ${time}`;
+}
+
+export function utc(at) {
+  return at === null || at === undefined || Number.isNaN(at) ? "" : `${new Date(at * 1000).toISOString().replace("T", " ").slice(0, 19)} UTC`;
+}
+
 export function share(value) {
   return value === null || value === undefined ? UNKNOWN : `${(value * 100).toFixed(1)}%`;
 }
