@@ -4,8 +4,13 @@ Nothing is fetched while building: the theme has its own fonts and scripts, and 
 """
 
 from pathlib import Path
+from typing import Any
 
 import typer
+from numpy.typing import ArrayLike, DTypeLike
+from sphinx.application import Sphinx
+from sphinx.util import logging
+from sphinx.util.typing import stringify_annotation
 from typer.cli import get_docs_for_click
 
 from holdfast import __version__
@@ -34,6 +39,7 @@ smartquotes = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_inherit_docstrings = False
+autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
 python_maximum_signature_line_length = 88
 
@@ -55,3 +61,50 @@ def _command_reference() -> str:
 _page, _text = HERE / "reference" / "commands.md", _command_reference()
 if not _page.exists() or _page.read_text() != _text:
     _page.write_text(_text)
+
+
+NOT_CONSTRUCTED_BY_SCRIPTS = {
+    "holdfast.Run",
+    "holdfast.Step",
+    "holdfast.Notice",
+    "holdfast.train.place.World",
+    "holdfast.protocol.notices.Going",
+    "holdfast.protocol.notices.NoticeCause",
+    "holdfast.errors.NonFiniteGradient",
+}
+"""Classes whose instances a script receives and never makes: their constructors are internal, and not shown."""
+
+_ALIASES = {
+    stringify_annotation(annotation, "smart"): name
+    for name, annotation in (("ArrayLike", ArrayLike), ("DTypeLike", DTypeLike))
+}
+
+
+def _signature(
+    app: Sphinx, what: str, name: str, thing: Any, options: Any, signature: str | None, result: str | None
+) -> tuple[str | None, str | None]:
+    """Hides internal constructors, and writes numpy's aliases as a person does and not as the unions that they stand for."""
+    if name in NOT_CONSTRUCTED_BY_SCRIPTS:
+        return "", None
+    for spelled_out, alias in _ALIASES.items():
+        signature = signature and signature.replace(spelled_out, alias)
+    return signature, result
+
+
+def _keep_colon(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+    """Napoleon reads what stands before a colon in the first line of a property as its type. An empty type comes first here."""
+    if what in ("property", "attribute") and lines:
+        lines[0] = f": {lines[0]}"
+
+
+def _expect_no_type(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+    """Types stand in annotations alone. One in a docstring is a sentence with a colon that Napoleon has cut in two."""
+    for line in lines:
+        if line.startswith((":type:", ":rtype:")):
+            logging.getLogger(__name__).warning("%s: its docstring is read as %r", name, line)
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("autodoc-process-signature", _signature)
+    app.connect("autodoc-process-docstring", _keep_colon, priority=400)  # Napoleon's is 500
+    app.connect("autodoc-process-docstring", _expect_no_type, priority=600)

@@ -80,7 +80,7 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-LONG = ("accelerate", "checkpoints", "convert", "start", "transformers")
+LONG = ("accelerate", "checkpoints", "convert", "scripts", "start", "transformers")
 NIGHTLY = ("lightning",)
 """Pages in docs/ whose blocks run for many seconds, and for minutes where others run beside them."""
 

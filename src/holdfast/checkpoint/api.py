@@ -65,9 +65,9 @@ def save(state: Mapping[str, Any], step: int, *, to: str | None = None, overlap:
             the snapshot is given up, with a warning.
 
     Returns:
-        False when it was skipped: memory is short, or the ones before are still on their way. With `overlap` that is not known
-        yet, and it is true. Where none is due (`--snapshot-every` of the job; without a job, `every` of the tier) it is true, and
-        nothing is copied.
+        False if the snapshot was skipped, because memory is short or because earlier snapshots are still being stored. With
+        `overlap` that is not known yet, and the result is True. It is also True where no snapshot is due (`--snapshot-every`
+        of the job; without a job, `every` of the tier): then nothing is copied.
 
     Raises:
         UsageError: a value that cannot be saved, or nowhere to save to.

@@ -13,7 +13,7 @@ class Going(StrEnum):
     NODE = "node"
     """The node of this worker."""
     JOB = "job"
-    """The job, and so every node of it."""
+    """The job, with all of its nodes."""
 
 
 class NoticeCause(StrEnum):
@@ -38,16 +38,16 @@ class NoticeCause(StrEnum):
 
 
 class Notice(msgspec.Struct, frozen=True, kw_only=True):
-    """Something is to go away. It is known beforehand, and this is all that is known."""
+    """Tells a script in advance that its node or its job is about to go away."""
 
     number: int
-    """The job counts its notices from 1. A deadline that moves makes a new notice."""
+    """Number of the notice in its job, from 1. If a deadline moves, that is a new notice."""
     going: Going
     """What goes away: the node of this worker, or the job."""
     cause: NoticeCause
     """Why."""
     reason: str
-    """The same in words, as whoever caused it wrote them. For people only."""
+    """The cause in words, as its author wrote them. For people only."""
     deadline_s: float | None
-    """Seconds from now until the worker has to leave, never negative; None: not known. It may leave earlier, as soon as
-    another has taken its place."""
+    """Seconds from now until the worker has to leave, never negative; None if that is not known. It may leave earlier, as
+    soon as another worker has taken its place."""

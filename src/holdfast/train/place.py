@@ -9,19 +9,19 @@ from holdfast.train.summation_order import Seat, seat, weighs, words
 
 
 class World(NamedTuple):
-    """The members of a generation, as one of them sees it."""
+    """A generation, as one of its members sees it."""
 
     rank: int
-    """This worker's, from 0; `size` or more where `replica` is -1."""
+    """Rank of this worker, from 0; `size` or more if `replica` is -1."""
     size: int
-    """Workers that compute: those of complete replicas. With replicas of several workers it is always a
+    """Number of workers that compute, which are those of complete replicas. With replicas of several workers it is always a
     multiple of `shard * tensor`."""
     generation: int
     """Number of the generation; grows with every change."""
     micro_batches: range
-    """The numbers of those micro-batches of a global batch that this worker computes."""
+    """The numbers of the micro-batches of a global batch that this worker computes."""
     replica: int = 0
-    """Number of its replica; -1 while other workers of that are missing: then it computes nothing."""
+    """Number of this worker's replica; -1 while other workers of the replica are missing. It computes nothing then."""
 
 
 class Place:

@@ -39,8 +39,7 @@ class Run:
     """One training run, as one of its workers sees it.
 
     Attributes:
-        device: where this worker computes.
-        advice: what errors tell the script to write; an adapter's user writes other lines.
+        device: the device on which this worker computes.
     """
 
     def __init__(self, attachment: worker.Attachment) -> None:
@@ -48,6 +47,7 @@ class Run:
         self._protected: dict[str, Any] = {}
         self._constant: dict[str, torch.nn.Module] = {}
         self._buffer_rules: list[tuple[BufferRule, tuple[str, ...]]] = []
+        # The lines that errors tell the user to write. The user of an adapter writes other lines.
         self.advice = Advice()
         self._replica: Replica | None = None
         self._step: Step | None = None
@@ -67,23 +67,23 @@ class Run:
 
     @property
     def alone(self) -> bool:
-        """Whether there is no job: the script was started by plain `python`."""
+        """Whether the script was started by plain `python`, without a job."""
         return self._attachment.alone
 
     @property
     def job(self) -> str:
-        """The name of the job, which is the same over all its starts; "" without one."""
+        """The name of the job, which is the same in all of its starts; "" without a job."""
         return self._attachment.link.start.env.get("TORCHELASTIC_RUN_ID", "")
 
     @property
     def sharded(self) -> bool:
-        """Whether a replica is several workers: `mesh` was called."""
+        """Whether a replica consists of several workers, because `mesh` was called."""
         return self._sharding is not None
 
     @property
     def rank(self) -> int:
-        """Rank of this worker in the running generation; may change when the world does. Those that compute come first; a
-        worker of a sharded replica that waits for the rest of it (`run.world.replica` is -1) has `world_size` or more."""
+        """Rank of this worker in the running generation; it may change between two steps. Workers that compute have the
+        lowest ranks. A worker of an incomplete sharded replica (`run.world.replica` is -1) has a rank of `world_size` or more."""
         return self._replica.place.rank if self._replica else 0
 
     @property
@@ -93,8 +93,8 @@ class Run:
 
     @property
     def full_world_size(self) -> int:
-        """Workers of the job at full strength, without spares. The same on every worker and in every generation. Of a global
-        batch with fewer micro-batches only so many train."""
+        """Number of workers of the job at full strength, without spares; the same on every worker and in every generation. If
+        a global batch has fewer micro-batches than that, only as many workers train."""
         return self._attachment.target
 
     @property
@@ -104,21 +104,22 @@ class Run:
 
     def on_resize(self, callback: Callable[[World], object]) -> None:
         """Calls `callback(run.world)` on every worker before the first step, and between two steps whenever the number
-        of workers that compute has changed. Nothing is required of a script: this is for those that want to know.
+        of workers that compute has changed. A script does not have to react; this is only for information.
         """
         self._resized.append(callback)
 
     def on_commit(self, callback: Callable[[Step], object]) -> None:
-        """Calls `callback(step)` in every commit: exactly once for each committed step, on every replica, before anybody can
-        fetch the state. Callbacks come in the order of these calls, after the update and what `step.apply` was given.
+        """Calls `callback(step)` in every commit: exactly once for each committed step, on every replica, before the state
+        can be fetched by other workers. Callbacks are called in the order in which they were given here, after the update
+        and after the functions that were given to `step.apply`.
 
-        That is also true of a step whose commit is decided after a fault, while this worker waits for others who may be
-        gone. So a callback uses what is here only: a collective in it would hang. It may read the step's `index`, `loss`,
-        `grad_norm` and `skipped`, and change protected state. If it raises, the state counts as lost here.
+        The same holds for a step whose commit is decided after a fault, while this worker waits for others that may be gone.
+        So a callback must use local state only: a collective in it would hang. It may read the step's `index`, `loss`,
+        `grad_norm` and `skipped`, and change protected state. If it raises, the state counts as lost on this worker.
 
         Raises:
-            UsageError: it cannot be called, or a call after `steps`: newcomers run the script from its top, so they would
-                not have it yet.
+            UsageError: `callback` cannot be called, or this is called after `steps`: newcomers run the script from its
+                beginning, so they would not have the callback yet.
         """
         if self._replica is not None:
             raise UsageError(
@@ -132,18 +133,18 @@ class Run:
 
     @property
     def notice(self) -> Notice | None:
-        """What is to go away of this worker's node and its job: the most urgent, or None. See `holdfast.Notice`. The time
-        that is left counts from this call, and a notice that was withdrawn is gone."""
+        """The most urgent notice that this worker's node or its job is about to go away, or None. See `holdfast.Notice`.
+        The remaining time counts from this call. A notice that was withdrawn is not returned."""
         return self._attachment.link.notices.first()
 
     def on_warning(self, callback: Callable[[Notice], object]) -> None:
-        """Calls `callback(notice)` between two steps, on the script's own thread, when this worker's node or the job is to go
-        away: a drain, a preemption, a time limit, a stop. Once for each notice; a worker that comes later is told
-        what stands. One that was withdrawn before the step's edge is not told, and a worker whose place a spare takes at
-        once may be gone before it hears of it.
+        """Calls `callback(notice)` between two steps, on the script's own thread, when this worker's node or the job is about
+        to go away: because of a drain, a preemption, a time limit or a stop. It is called once for each notice; a worker that
+        joins later gets the notices that still hold. It is not called for a notice that was withdrawn before the end of the
+        step. A worker whose place a spare takes at once may be gone before it is called.
 
-        The state needs no help: it is saved or handed over without the script. This is for what only the script knows,
-        such as its own files. The callback has until the notice's deadline, and the others wait for it.
+        The protected state is saved or handed over without the script's help. Use this for things that only the script
+        knows, such as its own files. The callback may run until the notice's deadline, and the other workers wait for it.
 
         Raises:
             UsageError: `callback` cannot be called.
@@ -161,12 +162,12 @@ class Run:
 
     @property
     def samples(self) -> int:
-        """Samples in all committed steps: what a schedule advances by, whatever the global batch was or becomes."""
+        """Number of samples in all committed steps. A schedule that uses it does not depend on the global batch."""
         return self._cursor.samples if self._cursor else 0
 
     @property
     def stopped(self) -> bool:
-        """Whether training ends before the last step: `steps` raises `JobStopped`, and this tells it in a `finally`."""
+        """Whether training ends before the last step. `steps` then raises `JobStopped`; this is for use in a `finally`."""
         return self._replica is not None and self._replica.stopped
 
     def mesh(self, shard: int = 1, tensor: int = 1, context: int = 1, stage: int = 1) -> DeviceMesh:

@@ -319,9 +319,9 @@ class Step:
                 by element. At most 1,024 numbers. The same names, in the same order, on every worker.
 
         Returns:
-            Name to a float, or to a float64 tensor on the CPU. The bits are the same on every worker. Rounded once: what
-            is given as lists, or as whole numbers below 2**53, comes to the same whoever had which part of it. A number
-            that a worker has added up itself was rounded there.
+            Name to a float, or to a float64 tensor on the CPU, with the same bits on every worker. Lists, and whole
+            numbers below 2**53, are rounded once, so their sum does not depend on which worker had which part. A number
+            that a worker has added up itself was already rounded there.
 
         Raises:
             UsageError: called elsewhere in the step, values that cannot be summed, or other names on another worker.
