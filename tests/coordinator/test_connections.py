@@ -22,6 +22,7 @@ from holdfast.protocol import messages as m
 from holdfast.protocol.endpoint import Endpoint
 from holdfast.protocol.frames import Codec, encode
 from holdfast.protocol.job import JobSpec, Resume
+from holdfast.protocol.job_options import Timing
 from holdfast.protocol.leadership import EXIT_SUPERSEDED, claim_term
 
 Socket = aiohttp.ClientWebSocketResponse
@@ -78,12 +79,13 @@ class Service:
 
 
 @asynccontextmanager
-async def serving(job_dir: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Service]:
+async def serving(job_dir: Path, monkeypatch: pytest.MonkeyPatch, timing: Timing) -> AsyncIterator[Service]:
     listens: asyncio.Future[Endpoint] = asyncio.get_running_loop().create_future()
     monkeypatch.setattr(
         server, "write_endpoint", lambda _, endpoint: listens.done() or listens.set_result(endpoint)
     )
-    coordinator = Coordinator(job_dir, SPEC, Resume())
+    spec = msgspec.structs.replace(SPEC, timing=timing)
+    coordinator = Coordinator(job_dir, spec, Resume())
     running = asyncio.create_task(coordinator.serve(socket.create_server(("127.0.0.1", 0)), "127.0.0.1"))
     url = (await listens).url
     async with aiohttp.ClientSession(headers={"Authorization": "Bearer secret"}) as session:
@@ -102,14 +104,17 @@ async def rest(link: Socket) -> list[m.ToAgent]:
 
 
 def with_service(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: Callable[[Service], Awaitable[None]]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    act: Callable[[Service], Awaitable[None]],
+    timing: Timing = SPEC.timing,
 ) -> None:
     job_dir = tmp_path / "jobs" / "job"
     job_dir.mkdir(parents=True)
     (job_dir / "token").write_text("secret")
 
     async def run() -> None:
-        async with serving(job_dir, monkeypatch) as there:
+        async with serving(job_dir, monkeypatch, timing) as there:
             await act(there)
 
     asyncio.run(run())
@@ -198,7 +203,8 @@ def test_a_torn_connection_is_a_lost_node_only_where_nobody_listens_any_more(tmp
             await link.close()
         memory.close()
 
-    with_service(tmp_path, monkeypatch, act)
+    # None of these agents says that it lives: on a machine with much to do they would be lost for that.
+    with_service(tmp_path, monkeypatch, act, Timing(detection_s=30.0))
 
 
 def test_a_live_agent_that_does_not_come_back_is_lost_like_one_that_is_silent(tmp_path, monkeypatch):

@@ -107,7 +107,7 @@ class AgentConnections:
         The kernel closes the connections of a process that ends. But connections also break under agents that live: a
         firewall forgets them, an administrator resets them, and then all of a job's at the same moment. Such an agent is
         back within milliseconds, and it still listens for those that fetch snapshots; where nobody listens any more, it has
-        ended. A machine that gives no answer at all has as long as one sign of life may take.
+        ended. Where nobody answers in time, the node's silence decides, which tells ours from its own.
         """
         limit_s = self._loop.core.timing.heartbeat_s
         if not hello.snapshot_port:
@@ -116,7 +116,9 @@ class AgentConnections:
         try:
             async with asyncio.timeout(limit_s):
                 reader, writer = await asyncio.open_connection(hello.host, hello.snapshot_port)
-        except OSError:  # a TimeoutError is one, too
+        except TimeoutError:
+            return False
+        except OSError:
             return True
         # The kernel closes what a process has left one after the other, and may have come to the listener only now. It then
         # resets the connection. An agent that lives waits for a request.
