@@ -16,7 +16,6 @@ from holdfast.agent.simulated_sources import xid_line
 from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel.membership_state import Node, Worker
 from holdfast.coordinator.kernel.phases import JobPhase, NodePhase, WorkerPhase
-from holdfast.coordinator.machine import Core
 from holdfast.errors import UsageError
 from holdfast.health.rule_engine import RuleEngine
 from holdfast.health.ruleset import catalogue
@@ -38,13 +37,13 @@ START_S = 3600.0
 """A job that does not train by then is shown as it is."""
 
 STATES = {
-    "t": "trains",
-    "w": "waits as a spare",
-    "r": "recovers",
-    "c": "starts",
-    "d": "leaves",
-    "h": "is held back",
-    "l": "is lost",
+    "t": "training",
+    "w": "spare",
+    "r": "recovering",
+    "c": "starting",
+    "d": "leaving",
+    "h": "held back",
+    "l": "lost",
 }
 """What the core knows of a node, by the letter of the map."""
 

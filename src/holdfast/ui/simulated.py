@@ -12,13 +12,11 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from holdfast.coordinator.kernel.state import CoreState
-from holdfast.coordinator.machine import Core
 from holdfast.coordinator.service.ledger import Ledger, Unreadable
 from holdfast.coordinator.service.page import News, PageSource
 from holdfast.coordinator.service.page_actions import prepared
@@ -47,6 +45,8 @@ SHARE = 0.5
 """Of a core at most: after what took longer than that, the driver pauses, and the virtual time with it."""
 EVERY_S = 0.1
 """Between two looks at least, however much is due."""
+LATE_S = 1.0
+"""Real seconds that the cluster may be behind its clock."""
 MEASURED_S = 5.0
 """The speed that is shown as reached is that of about so long."""
 WRITE_S = 5.0
@@ -92,7 +92,8 @@ class SimulatedHost:
         self._folder, self._clock = folder, clock
         self._entries: list[tuple[float, LedgerEvent]] = []
         self._began = datetime.now(UTC)
-        self._begun_s = BEGIN_S
+        self.began_s = BEGIN_S
+        """When the job's newest start began, on the core's clock."""
         self._seq = 0
         self._kept_at = -math.inf
         self.cluster = LiveCluster(scenario, seed, folder.path.name, self._note)
@@ -110,10 +111,11 @@ class SimulatedHost:
     async def run(self) -> None:
         """Lets the cluster's time pass until it is cancelled. It sleeps until something is due: nothing is polled."""
         while True:
+            # Before it looks: what is changed from now on wakes it again.
+            self._changed.clear()
             wait_s = self.turn()
             if self.cluster.core is not self._core:
                 await self._start_again()
-            self._changed.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(None if wait_s == math.inf else wait_s):
                     await self._changed.wait()
@@ -128,12 +130,13 @@ class SimulatedHost:
                 self._time.at(began),
                 lambda: self._clock() - began > SLICE_S or self.cluster.core is not self._core,
             )
-            took_s = self._clock() - began
             if done:
                 self.cluster.report()
             else:
-                # More is due than there is time for. The virtual time waits: it never shows what has not happened.
-                self._time.set(self.cluster.now, began + took_s)
+                # More is due than there was time for. A little of it is made up for later; of the rest the virtual time
+                # waits, or it would run away from what has happened.
+                late_s = self._time.at(began) - self.cluster.now
+                self._time.set(self.cluster.now + min(late_s, speed * LATE_S), began)
             self._measure()
         if self.cluster.core is not self._core:
             return 0.0
@@ -184,7 +187,7 @@ class SimulatedHost:
 
     def _write(self, last: bool = False) -> None:
         """What the core decided and the steps since the last time go into the ledger, and viewers hear of it."""
-        began_s = self._begun_s
+        began_s = self.began_s
         page = Page()
         entries, self._entries = self._entries, []
         for t_s, event in entries:
@@ -218,7 +221,7 @@ class SimulatedHost:
         self._folder.put_away()
         self._entries = [x for x in entries if x[0] >= begun_s]
         self._core, self._news = self.cluster.core, News()
-        self._begun_s, self._seq, self._kept_at = self._core.state.began_s, 0, -math.inf
+        self.began_s, self._seq, self._kept_at = self._core.state.began_s, 0, -math.inf
         self._ledger = self._new_ledger()
         self._page = self._new_page()
         self._write()
@@ -283,7 +286,7 @@ class SimulatedHost:
         return {
             "nodes": cluster.scenario.nodes,
             "spares": cluster.scenario.spares,
-            "speed": self._time.speed,
+            "speed": int(self._time.speed),
             "speeds": SPEEDS,
             "reached": round(self._reached[2], 1) if lags else None,
             "restarts": cluster.restarts,
@@ -304,7 +307,7 @@ class SimulatedHost:
             raise UsageError(f"speed: send one of {', '.join(map(str, SPEEDS))}")
         real_s = self._clock()
         # From what is shown now: a new speed must not move the time back or forth.
-        self._time.set(self.now(), real_s, int(text))
+        self._time.set(self.now(), real_s, float(text))
         self._reached = (real_s, self.cluster.now, float(text))
         self._wake()
         return ["the time stands still" if text == "0" else f"{text} virtual seconds pass in a second"]
@@ -318,20 +321,24 @@ class SimulatedHost:
         return [told]
 
     def _catch_up(self) -> None:
-        """What a person does to the cluster comes after all that was due before it."""
-        until_s = self.now()
+        """What a person does to the cluster comes after all that was due before it, or that there was time for. Raises UsageError."""
         began = self._clock()
-        if not self.cluster.advance(until_s, lambda: self._clock() - began > SLICE_S):
-            self._time.set(self.cluster.now, self._clock())
+        self.cluster.advance(
+            self.now(), lambda: self._clock() - began > SLICE_S or self.cluster.core is not self._core
+        )
+        if self.cluster.core is not self._core:
+            self._wake()
+            raise UsageError("the simulated job was started again just now: look, and try again")
 
     async def _act(self, name: str, arguments: Mapping[str, str], dry: bool) -> dict[str, Any]:
         """Drain, resize, clear and stop: checked as in a real job, and decided by the same core."""
         try:
+            if not dry:
+                self._catch_up()
             told, event = prepared(self._core.state, name, arguments)
         except UsageError as error:
             raise Refused(str(error)) from error
         if not dry:
-            self._catch_up()
             self.cluster.tell([event])
             self._write()
             self._wake()
@@ -371,7 +378,8 @@ class _Simulated:
                     return await self._page.act(name, arguments, dry)
         except UsageError as error:
             raise Refused(str(error)) from error
-        return answer({"action": name, "dry": dry, "would": told, "command": ""})
+        t_s = self._host.cluster.now - self._host.began_s
+        return answer({"action": name, "dry": dry, "would": told, "command": "", "t_s": round(t_s, 3)})
 
 
 async def _readable(reading: Awaitable[T]) -> T:
