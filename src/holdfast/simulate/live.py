@@ -63,7 +63,7 @@ STRIKES = {
 """What may be done to what, as a person reads it."""
 
 _SLOW = FailureClass(name="slow", scope="slow", rate=0.0, factor=1.5, lasts_s=3600.0, found_s=120.0)
-_TARGET = re.compile(r"(?:(rack|switch|rank)-?|(n))(\d{1,7})")
+_TARGET = re.compile(r"(?:(rack|switch|rank)-?|(n))([0-9]{1,7})")
 STALE = 4
 """So many planned events for each machine, and the heap is searched for those that will find nothing to do."""
 
@@ -168,7 +168,7 @@ class LiveCluster(Cluster):
 
     def _clear(self) -> None:
         """Forgets what can have no effect any more, so that memory does not grow with the time that passes."""
-        if len(self.heap) > STALE * len(self.machines) + 1000:
+        if len(self.heap) > STALE * (len(self.machines) + 25):
             self.heap = [x for x in self.heap if not self._stale(x[2], x[3])]
             self.heap.sort()
         total = self.scenario.nodes + self.scenario.spares

@@ -167,7 +167,7 @@ def now(facts: Facts, story: Story) -> dict[str, Any]:
         "figures": facts["figures"],
         "slow": facts["slow"],
         "leave": facts["leave"],
-        "simulated": facts["simulated"],
+        "simulated": facts.get("simulated"),
     }
 
 
