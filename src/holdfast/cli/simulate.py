@@ -106,7 +106,7 @@ def simulate(
     _print(scenario, found, width_of(output, WIDTH))
 
 
-PAGE = {"nodes": "2000", "days": "365", "spares": "48", "rate": "0.0161%", "max_restarts": "1000"}
+PAGE = {"nodes": "2000", "days": "365", "spares": "48", "rate": "0.0161%", "max_restarts": "10000"}
 """What --page simulates where nothing else is given. A person strikes more in an hour than fails in a month: with the usual
 limit of new nodes a day, the job would soon have used up all of them."""
 PAGE_LEAST = 0.8

@@ -43,7 +43,7 @@ STATES = {
     "c": "starting",
     "d": "leaving",
     "h": "held back",
-    "l": "lost",
+    "l": "gone",
 }
 """What the core knows of a node, by the letter of the map."""
 
