@@ -69,10 +69,11 @@ STALE = 4
 
 
 class Committed(NamedTuple):
-    """A step that was committed. t_s: since the job's start."""
+    """A step that was committed."""
 
     step: int
     t_s: float
+    """Since the first second of the virtual clock."""
     took_s: float
     generation: int
     world: int
@@ -291,9 +292,9 @@ class LiveCluster(Cluster):
             return "c"
         if worker.phase is WorkerPhase.READY:
             return "w"
-        if worker.phase is WorkerPhase.MEMBER and state.membership.phase is JobPhase.RUNNING:
-            return "t"
-        return "r"
+        # A member of a generation that is not connected yet stands still.
+        joined = worker.joined_generation == state.membership.number
+        return "t" if worker.phase is WorkerPhase.MEMBER and joined else "r"
 
     # ------------------------------------------------------------ what a person does to it
 
