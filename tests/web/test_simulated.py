@@ -337,6 +337,24 @@ def test_a_rack_that_is_not_there_has_no_panel() -> None:
 # ------------------------------------------------------------ the command
 
 
+def test_the_commands_show_what_it_left() -> None:
+    async def look(host: SimulatedHost, clock: Clock) -> None:
+        host.strike("rack-1", "power-off", dry=False)
+        for _ in range(60):
+            clock.now_s += 1.0
+            host.turn()
+
+    with_host(look)
+    for command, says in (
+        ("status", "stopped"),
+        ("why", "n00016: silent for 2 s"),
+        ("events", "switch-0/rack-1"),
+        ("report", "stopped"),
+    ):
+        found = CliRunner().invoke(app, [command, "--job", "seen"])
+        assert (found.exit_code, says in found.output) == (0, True), (command, found.output, found.exception)
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

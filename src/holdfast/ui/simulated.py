@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from holdfast.coordinator.kernel.phases import JobPhase
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.service.ledger import Ledger, Unreadable
 from holdfast.coordinator.service.page import News, PageSource
@@ -245,7 +246,7 @@ class SimulatedHost:
     async def finish(self) -> None:
         """Writes what there is. The folder then has a job that has ended, which every command shows."""
         membership = self._core.state.membership
-        membership.outcome = membership.outcome or "stopped"
+        membership.phase, membership.outcome = JobPhase.ENDED, membership.outcome or "stopped"
         await self._close()
         self._folder.close()
 
