@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections import Counter
 
 import pytest
 
+from holdfast.coordinator.kernel.validate import validate
 from holdfast.coordinator.membership.nodes import KEPT_GONE
+from holdfast.coordinator.service.page_actions import prepared
 from holdfast.errors import UsageError
 from holdfast.protocol.ledger import LedgerEvent
-from holdfast.simulate.live import BEGIN_S, STALE, LiveCluster
+from holdfast.simulate.live import BEGIN_S, STALE, STRIKES, LiveCluster
 from holdfast.simulate.scenario import Scenario, read
 from holdfast.simulate.trial import run
 
@@ -211,3 +214,31 @@ def test_memory_does_not_grow_with_the_time_that_passes() -> None:
         assert len(cluster.heap) <= STALE * (most + 25) + 50
         cluster.committed.clear()
     assert kinds(entries).count("incident-closed") == cluster.nodes_new == 5 * KEPT_GONE
+
+
+@pytest.mark.parametrize(
+    "seed", [0, 3, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(4, 40))]
+)
+def test_strikes_at_any_time_leave_a_valid_job(seed: int) -> None:
+    """Whatever is struck, drained and resized in the middle of whatever goes on."""
+    rng = random.Random(seed)
+    fields = {"cloud": rng.choice(["true", "false"]), "replace": rng.choice(["1m", "15m"]), "repair": "1h"}
+    cluster, _ = begun(spares=rng.choice([0, 16]), min_nodes=4, rate="0.1%", **fields)
+    struck = 0
+    for _ in range(40):
+        go(cluster, rng.choice([0.01, 0.5, 3, 12, 60, 600, 2000]), rng.choice([5.0, 50.0, 500.0]))
+        what = rng.choice(["node", "rank", "rack", "switch"])
+        number = rng.randrange(NODES if what in ("node", "rank") else 5)
+        target = f"n{number:05d}" if what == "node" else f"{what}-{number}"
+        try:
+            cluster.strike(target, rng.choice(list(STRIKES["node" if what == "rank" else what])))
+            struck += 1
+            name, given = rng.choice(
+                [("drain", {"node": f"n{number:05d}"}), ("resize", {"nodes": str(40 + number % 24)})]
+            )
+            cluster.tell([prepared(cluster.core.state, name, given)[1]])
+        except UsageError:
+            pass  # it is gone already
+        assert [*validate(cluster.core.state), *cluster.core.index.differences()] == []
+        assert sum(letters(cluster).values()) == cluster.scenario.nodes + cluster.scenario.spares
+    assert struck > 5

@@ -342,11 +342,13 @@ class LiveCluster(Cluster):
     def _strike_node(self, machine: Machine, kind: str, dry: bool) -> str:
         if kind in ("kill-worker", "stop-worker") and machine.worker is None:
             raise UsageError(f"no worker runs on {machine.name} now")
+        if kind in ("kill-worker", "stop-worker") and machine.hung_s is not None:
+            raise UsageError(f"the worker of {machine.name} hangs already")
         rank = self._rank(machine)
         told = f"{NODE_STRIKES[kind]}: {machine.name}" + (f", rank {rank}" if rank is not None else "")
         if dry:
             return told
-        worker = None if kind in ("kill-node",) or kind.startswith("xid") else machine.worker
+        worker = None if kind == "kill-node" or kind.startswith("xid") else machine.worker
         name, _, code = kind.partition("-") if kind.startswith("xid") else (kind, "", "")
         fault = f"{name}={code}:node={machine.name}" if code else f"{name}:node={machine.name}"
         # As `holdfast fault` does: the incident that follows is known for an injected one, and from when on it counts.
