@@ -173,11 +173,11 @@ def test_a_torn_connection_is_a_lost_node_only_where_nobody_listens_any_more(tmp
     """A kernel closes what a process that ended has left; but connections also break under agents that live."""
 
     async def act(there: Service) -> None:
-        looked_at = asyncio.Event()
+        looked_at, done = asyncio.Event(), asyncio.Event()
 
         async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             looked_at.set()
-            await reader.read()
+            await done.wait()
             writer.close()
 
         memory = await asyncio.start_server(listen, "127.0.0.1", 0)
@@ -201,6 +201,7 @@ def test_a_torn_connection_is_a_lost_node_only_where_nobody_listens_any_more(tmp
         assert (nodes["n0"].alive, nodes["n1"].alive) == (True, True)
         for link in back:
             await link.close()
+        done.set()
         memory.close()
 
     # None of these agents says that it lives: on a machine with much to do they would be lost for that.

@@ -140,14 +140,28 @@ def until(what: Callable[[], Any], limit_s: float, why: str) -> Any:
 @contextmanager
 def ui(home: Path, *options: str) -> Iterator[str]:
     """`holdfast ui` on a free port; gives its link."""
-    command = [*CLI, "ui", "--port", "0", *options]
+    with _serving(home, "ui", *options) as link:
+        yield link
+
+
+@contextmanager
+def simulated(home: Path, *options: str) -> Iterator[str]:
+    """`holdfast plan simulate --page` on a free port; gives its link."""
+    with _serving(home, "plan", "simulate", "--page", *options) as link:
+        yield link
+
+
+@contextmanager
+def _serving(home: Path, *words: str) -> Iterator[str]:
+    command = [*CLI, *words, "--port", "0"]
     environment = os.environ | {"HOLDFAST_HOME": str(home)}
     with subprocess.Popen(
         command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
     ) as process:
         try:
             assert process.stdout is not None
-            yield re.search(r"page: (\S+)", process.stdout.readline())[1]
+            found = (re.search(r"page: (\S+)", line) for line in process.stdout)
+            yield next(match[1] for match in found if match)
         finally:
             process.terminate()
             process.wait()

@@ -1,4 +1,5 @@
-"""`make pictures`: the pictures of docs/page.md, of a job that runs for them: both views, light and dark, an incident, and a phone.
+"""`make pictures`: the pictures of docs/page.md, of a job that runs for them: both views, light and dark, an incident, and a
+phone; and that of docs/plan.md, of a simulated job whose rack loses power.
 
 pictures.py FOLDER
 """
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from browser import CLI, ROOT, Browser, ui, until
+from browser import CLI, ROOT, Browser, simulated, ui, until
 from PIL import Image
 
 FAULTS = (
@@ -79,21 +80,53 @@ def job(home: Path) -> Iterator[None]:
             launcher.wait(60)
 
 
+def small(path: Path) -> None:
+    """With 128 colours: a page has few, and a picture of it a third of the bytes."""
+    whole = Image.open(path).convert("RGB")
+    whole.quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)
+    size = path.stat().st_size
+    print(f"{path.name}: {size:,} bytes")
+    if size > MOST:
+        raise SystemExit(f"{path.name} has {size:,} bytes, more than {MOST:,}")
+
+
+def struck(folder: Path) -> None:
+    """The page over a simulated job, after a worker was killed, and while a rack without power is an open incident."""
+    with (
+        tempfile.TemporaryDirectory(prefix="holdfast-pictures-") as home,
+        simulated(Path(home), "--job", "simulated") as link,
+        closing(Browser(1200, 900)) as one,
+    ):
+        one.open(link)
+        one.wait("return document.querySelector('.tile')")
+        press = (
+            "[...document.querySelectorAll('#cluster button')].find(b => b.innerText.trim() === '{}').click()"
+        )
+        one.run(press.format("10×"))
+        one.run("holdfast.act('strike', {target: 'rank-1000', kind: 'kill-worker'})")
+        one.wait("return holdfast.now.open.length")
+        one.wait("return !holdfast.now.open.length && holdfast.now.step > 20", 60)
+        one.run(press.format("1×"))
+        one.run("document.getElementById('map-rack-21').click()")
+        one.wait("return document.querySelectorAll('.nodes li').length === 16")
+        one.run(press.format("Power off the rack"))
+        one.wait("return holdfast.now.open.length && document.querySelector('.nodes .cell-l')")
+        one.view("#/")
+        one.wait("return document.getElementById('map-rack-21').getAttribute('aria-label').includes('gone')")
+        one.picture(folder / "simulated.png", 1080)
+    small(folder / "simulated.png")
+
+
 def main() -> int:
     folder = Path(sys.argv[1])
+    struck(folder)
     with tempfile.TemporaryDirectory(prefix="holdfast-pictures-") as made, job(Path(made)):
         for name, view, width, dark, most in SHOTS:
             with ui(Path(made)) as link, closing(Browser(width, 900, dark)) as one:
                 one.open(link)
                 one.view(view)
                 one.picture(folder / f"{name}.png", most)
-            # With 128 colours: a page has few, and a picture of it a third of the bytes.
-            whole = Image.open(folder / f"{name}.png").convert("RGB")
-            whole.quantize(128, dither=Image.Dither.NONE).save(folder / f"{name}.png", optimize=True)
-            size = (folder / f"{name}.png").stat().st_size
-            print(f"{name}.png: {size:,} bytes")
-            if size > MOST:
-                raise SystemExit(f"{name}.png has {size:,} bytes, more than {MOST:,}")
+            small(folder / f"{name}.png")
     return 0
 
 

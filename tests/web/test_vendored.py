@@ -51,9 +51,11 @@ def test_ours_write_text_and_run_none(path: Path) -> None:
 
 
 def test_the_page_is_small() -> None:
-    """Uncompressed, with everything of others."""
+    """Uncompressed, with everything of others. The map of a simulated cluster is loaded where there is one."""
     files = {*application.IMPORTS.values(), application.UPLOT, *application.STYLES}
-    assert sum(len(application.file_of(path) or b"") for path in files) < 170_000
+    simulated = {path for path in files if "simulated" in path}
+    assert sum(len(application.file_of(path) or b"") for path in files - simulated) < 170_000
+    assert sum(len(application.file_of(path) or b"") for path in simulated) < 15_000
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import typer
 from holdfast.cli.common import AsJson, Output, width_of, write_as
 from holdfast.cli.options import command
 from holdfast.cli.plan_run import days, read_yaml
+from holdfast.cli.ui import PORT
 from holdfast.protocol.options import given
 from holdfast.simulate.options import ScenarioOptions
 
@@ -40,13 +41,33 @@ def simulate(
     job: Annotated[
         str | None,
         typer.Option(
-            "--job", metavar="NAME", help="With --replay: the job's name.", show_default="simulated-SEED"
+            "--job",
+            metavar="NAME",
+            help="With --replay or --page: the job's name.",
+            show_default="simulated-SEED",
         ),
     ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(
             "--trace", metavar="FILE", help="Nodes come and go as recorded in this file (CSV or JSON)."
+        ),
+    ] = None,
+    page: Annotated[
+        bool,
+        typer.Option(
+            "--page",
+            help="Open the job's page over one run that goes on, and strike racks, switches and ranks there.",
+        ),
+    ] = False,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            "--port",
+            metavar="PORT",
+            help="With --page: of this machine's loopback address; 0 takes a free one.",
+            min=0,
+            show_default=str(PORT),
         ),
     ] = None,
     as_json: AsJson = False,
@@ -59,6 +80,15 @@ def simulate(
     if trials < 1:
         raise UsageError(f"--trials {trials}: at least 1")
     fields = (read_yaml(config) if config else {}) | given(options)
+    if port is not None and not page:
+        raise UsageError("--port is for --page")
+    if page:
+        if trace is not None or replay is not None or as_json or output is not None:
+            raise UsageError(
+                "--page shows one run as it goes on: leave out --trace, --replay, --json and --output"
+            )
+        _page(fields, seed, job, PORT if port is None else port, as_flags=config is None)
+        return
     # A trace says when nodes come and go. So it sets size and length of the run, and there are no random
     # failures besides, unless the flags or the file ask for them.
     record = _trace(trace) if trace else None
@@ -74,6 +104,60 @@ def simulate(
     from holdfast.observe.tables import WIDTH
 
     _print(scenario, found, width_of(output, WIDTH))
+
+
+PAGE = {"nodes": "2000", "days": "365", "spares": "48", "rate": "0.0161%", "max_restarts": "10000"}
+"""What --page simulates where nothing else is given. A person strikes more in an hour than fails in a month: with the usual
+limit of new nodes a day, the job would soon have used up all of them."""
+PAGE_LEAST = 0.8
+"""Of the nodes: with fewer the job waits."""
+PAGE_MOST = 8192
+"""Nodes of a page: beyond that a generation takes the processor for seconds."""
+
+
+def _page(fields: dict[str, Any], seed: int, job: str | None, port: int, as_flags: bool) -> None:
+    import asyncio
+
+    from holdfast.engines import jobs
+    from holdfast.errors import UsageError
+    from holdfast.simulate.options import FAILURES
+    from holdfast.simulate.scenario import read
+
+    fields = {k: v for k, v in PAGE.items() if k != "rate" or FAILURES not in fields} | fields
+    scenario = read(fields, as_flags)
+    if scenario.nodes + scenario.spares > PAGE_MOST:
+        raise UsageError(
+            f"--page: {scenario.nodes} nodes and {scenario.spares} spares are more than {PAGE_MOST}, which is what one "
+            "process decides about while it serves the page; without --page there is no such limit"
+        )
+    if "min_nodes" not in fields:
+        import msgspec
+
+        least = max(1, int(PAGE_LEAST * scenario.nodes))
+        scenario = msgspec.structs.replace(scenario, min_nodes=least)
+    name = jobs.check_name(job) if job else jobs.default_name("simulated")
+    if (jobs.job_dir(name) / "spec.json").exists():
+        raise UsageError(f"there is a job {name} already: choose another --job")
+    asyncio.run(_serve(scenario, seed, name, port))
+
+
+async def _serve(scenario: Scenario, seed: int, name: str, port: int) -> None:
+    import asyncio
+
+    from holdfast.cli.ui import serve
+    from holdfast.engines import jobs
+    from holdfast.ui.simulated import SIMULATED_ACTIONS, SIMULATED_PANELS, SimulatedHost
+
+    sys.stdout.write(f"a simulated job of {scenario.nodes} nodes and {scenario.spares} spares: {name}\n")
+    host = SimulatedHost(scenario, seed, jobs.JobFolder(name, here=False))
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            driving = tasks.create_task(host.run())
+            await serve(host, port, True, None, SIMULATED_PANELS, SIMULATED_ACTIONS)
+            driving.cancel()
+    finally:
+        await host.finish()
+    sys.stdout.write(f"its ledger stays: holdfast events --job {name}, and holdfast rm {name} removes it\n")
 
 
 def _trace(path: Path) -> Trace:

@@ -11,7 +11,10 @@ import typer
 from holdfast.cli.common import JobName
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from holdfast.ui.host import UiHost
+    from holdfast.ui.server import ClosableHost
 
 PORT = 8765
 
@@ -56,7 +59,7 @@ def ui(
         html.write_text(text)
         sys.stdout.write(f"{html.absolute()}: {len(text.encode()):,} bytes\n")
         return
-    asyncio.run(_serve(host, port, act, at))
+    asyncio.run(serve(host, port, act, at))
 
 
 async def _html(host: UiHost, job: str) -> str:
@@ -71,7 +74,15 @@ async def _html(host: UiHost, job: str) -> str:
         host.close()
 
 
-async def _serve(host: UiHost, port: int, act: bool, at: str | None) -> None:
+async def serve(
+    host: ClosableHost,
+    port: int,
+    act: bool,
+    at: str | None,
+    panels: Collection[str] | None = None,
+    actions: Collection[str] | None = None,
+) -> None:
+    """Serves a page until SIGINT or SIGTERM, and prints links to it. panels, actions: None: those of every job."""
     import asyncio
     import signal
     import time
@@ -81,6 +92,7 @@ async def _serve(host: UiHost, port: int, act: bool, at: str | None) -> None:
     from holdfast.ui.host import page_key
     from holdfast.ui.server import UiServer, loopback
     from holdfast.web.sessions import Proxy, Role, Sessions
+    from holdfast.web.sources import ACTIONS, PANELS
 
     try:
         proxy = None if at is None else Proxy.of(at)
@@ -123,4 +135,5 @@ async def _serve(host: UiHost, port: int, act: bool, at: str | None) -> None:
             sys.stdout.flush()
             loop.add_reader(sys.stdin, again)
 
-    await UiServer(host, sessions, listener).serve(started, ends)
+    server = UiServer(host, sessions, listener, panels or PANELS, actions or ACTIONS)
+    await server.serve(started, ends)

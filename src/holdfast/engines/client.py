@@ -85,6 +85,9 @@ class FolderReach:
                 "without it no command reaches the running job; stop its launcher with Ctrl-C",
             )
         except FileNotFoundError:
+            # A simulated job never had one: its ledger is all that there is.
+            if (self._job_dir / "spec.json").exists() and not jobs.is_running(self._job_dir):
+                raise self._not_running() from None
             raise UsageError(f"there is no job {self._job_dir.name!r} in {self._job_dir.parent}") from None
         return self
 
@@ -95,15 +98,16 @@ class FolderReach:
         """See `Reach`."""
         return self._ours or jobs.is_running(self._job_dir)
 
+    def _not_running(self) -> NoAnswer:
+        name = self._job_dir.name
+        return NoAnswer(f"the job {name!r} is not running; `holdfast report --job {name}` shows what it did")
+
     def _where(self) -> Endpoint | None:
         """None while the coordinator is still starting."""
         # Asked before every attempt. The address in the folder outlives the coordinator, and another program
         # may listen there now.
         if not self._ours and not jobs.is_running(self._job_dir):
-            name = self._job_dir.name
-            raise NoAnswer(
-                f"the job {name!r} is not running; `holdfast report --job {name}` shows what it did"
-            )
+            raise self._not_running()
         return read_endpoint(self._job_dir)
 
     async def send(self, method: str, path: str, body: str) -> Answer:

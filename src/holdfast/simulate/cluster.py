@@ -32,6 +32,7 @@ from holdfast.protocol.health import HealthSpec
 from holdfast.protocol.job import Durable, JobSpec
 from holdfast.protocol.job_options import Timing
 from holdfast.protocol.ledger import LedgerEvent
+from holdfast.protocol.node_place import NodePlace
 from holdfast.protocol.snapshots import Copy, DurableTier, Key, Part, Saving, Shard
 from holdfast.simulate import names, strikes
 from holdfast.simulate.arrivals import Arrivals, Source
@@ -48,6 +49,9 @@ TIER = "durable"
 
 class Cluster:
     """One trial."""
+
+    job = "simulated"
+    """Its name in the specification that the core is given."""
 
     def __init__(
         self,
@@ -182,7 +186,7 @@ class Cluster:
         s = self.scenario
         nodes = s.nodes - self.folded
         spec = JobSpec(
-            name="simulated",
+            name=self.job,
             script="train.py",
             # All sizes are reduced by the machines that have no name, so the core sees the same shortage at
             # the same moment as it would with all of them.
@@ -207,12 +211,15 @@ class Cluster:
             FewNames: another try with more of them is needed.
         """
         self.join([x for x in self.machines.values() if x.up or self.trace is None])
-        # The whole simulation: take what is next, let it happen, and let the core decide. There is no other
-        # loop and no other clock.
+        # The whole simulation. There is no other loop and no other clock.
         while self.finished_s is None and self.heap:
-            at_s, _, call, args = heapq.heappop(self.heap)
-            self.now = at_s
-            call(*args)
+            self.happen()
+
+    def happen(self) -> None:
+        """What is next happens, and the core decides."""
+        at_s, _, call, args = heapq.heappop(self.heap)
+        self.now = at_s
+        call(*args)
 
     def at(self, time_s: float, call: Callable[..., None], *args: Any) -> None:
         """Calls `call(*args)` at a time."""
@@ -391,9 +398,14 @@ class Cluster:
                 slots=1,
                 pid=1,
                 snapshot_port=1,
+                place=self.stands(machine),
             )
             hellos.append(e.NodeJoined(hello))
         self.tell(hellos, starting=True)
+
+    def stands(self, machine: Machine) -> NodePlace:
+        """Where the core is told that a machine stands. Nowhere in a trial: machines take turns in the names of its nodes."""
+        return ()
 
     def started(self, machine: Machine, name: str) -> None:
         """Those that were started together are ready together."""

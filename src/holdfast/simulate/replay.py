@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from holdfast.coordinator.kernel.phases import JobPhase
 from holdfast.coordinator.service.report import build_report
 from holdfast.coordinator.service.step_summary import StepSummary
 from holdfast.coordinator.service.store import Store
@@ -38,6 +39,7 @@ def replay(scenario: Scenario, seed: int, folder: Path, trace: Trace | None = No
     run(scenario, seed, trace=trace, note=lambda *entry: entries.append(entry), keep=kept.append)
     (cluster,) = kept
     trial, state = result(cluster), cluster.core.state
+    state.membership.phase = JobPhase.ENDED
     state.membership.outcome = state.membership.outcome or "finished"
     state.membership.committed = cluster.steps.committed
     state.spec = msgspec.structs.replace(state.spec, name=folder.name)

@@ -4,33 +4,49 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, Protocol
 
 from aiohttp import web
 
 from holdfast.coordinator.service.authentication import HeardFirst, first_words, page_refusal
 from holdfast.protocol.authentication import BACKLOG, Door
 from holdfast.protocol.http_server import head_missing
-from holdfast.ui.host import UiHost
-from holdfast.web.application import guard, headers_of_page, routes
+from holdfast.web.application import Host, guard, headers_of_page, routes
 from holdfast.web.sessions import Sessions
+from holdfast.web.sources import ACTIONS, PANELS
 
 CLOSE_S = 1.0
+
+
+class ClosableHost(Host, Protocol):
+    """A host that holds something open."""
+
+    def close(self) -> None:
+        """Nothing more will be asked."""
 
 
 class UiServer:
     """Strangers on this machine are heard at the door, and the loop hears nothing of them: see `protocol.authentication`."""
 
-    def __init__(self, host: UiHost, sessions: Sessions, listener: socket.socket) -> None:
+    def __init__(
+        self,
+        host: ClosableHost,
+        sessions: Sessions,
+        listener: socket.socket,
+        panels: Collection[str] = PANELS,
+        actions: Collection[str] = ACTIONS,
+    ) -> None:
+        """panels, actions: as for `web.application.routes`."""
         self._host, self._sessions, self._listener = host, sessions, listener
+        self._panels, self._actions = panels, actions
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def serve(self, started: Callable[[], None], ends: asyncio.Event) -> None:
         """Until `ends` is set. started: called when it can be reached."""
         app = web.Application(middlewares=[guard(self._sessions)])
         app.on_response_prepare.append(headers_of_page)
-        app.add_routes(routes(self._host, self._sessions))
+        app.add_routes(routes(self._host, self._sessions, self._panels, self._actions))
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=CLOSE_S)
         await runner.setup()
         assert runner.server is not None

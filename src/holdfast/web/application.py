@@ -7,7 +7,7 @@ import base64
 import gzip
 import hashlib
 import mimetypes
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import aclosing
 from functools import cache
 from importlib import resources
@@ -46,6 +46,7 @@ IMPORTS = {
     "holdfast/curves": "static/curves.js",
     "holdfast/panels": "static/panels.js",
     "holdfast/app": "static/app.js",
+    "holdfast/simulated": "static/simulated.js",
 }
 """Modules by the names that they are imported by: the same in the page and in a file of its own."""
 UPLOT = "static/vendor/uplot-1.6.32/uPlot.iife.min.js"
@@ -66,9 +67,14 @@ class Host(Protocol):
         """A job by its name; empty: the one that is shown at first. Raises Refused."""
 
 
-def routes(host: Host, sessions: Sessions) -> list[web.RouteDef]:
-    """For `web.Application.add_routes`. Who may ask is decided before, see `guard`."""
-    page = _Page(host, sessions)
+def routes(
+    host: Host, sessions: Sessions, panels: Collection[str] = PANELS, actions: Collection[str] = ACTIONS
+) -> list[web.RouteDef]:
+    """For `web.Application.add_routes`. Who may ask is decided before, see `guard`.
+
+    panels, actions: those that the host's sources have. The panel `map` has the page load what draws it.
+    """
+    page = _Page(host, sessions, panels, actions)
     return [
         web.get("/", page.index),
         web.get(ENTER, page.enter),
@@ -180,8 +186,11 @@ def index_page() -> str:
 
 
 class _Page:
-    def __init__(self, host: Host, sessions: Sessions) -> None:
+    def __init__(
+        self, host: Host, sessions: Sessions, panels: Collection[str], actions: Collection[str]
+    ) -> None:
         self._host, self._sessions = host, sessions
+        self._panels, self._actions = panels, actions
         self._streams = 0
 
     async def index(self, request: web.Request) -> web.StreamResponse:
@@ -240,7 +249,8 @@ class _Page:
     async def session(self, request: web.Request) -> web.StreamResponse:
         # This only tells the page what to show. `act` decides by itself, whatever a page believes.
         may_act = self._host.may_act and request.get(ROLE) == Role.ACT
-        return _json(request, Answer(msgspec.json.encode({"act": may_act})))
+        told = {"act": may_act, "map": "map" in self._panels}
+        return _json(request, Answer(msgspec.json.encode(told)))
 
     async def panel(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["name"]
@@ -248,8 +258,8 @@ class _Page:
         # panel in the source's cache.
         query = {k: v for k, v in request.query.items() if k != "job"}
         try:
-            if name not in PANELS:
-                raise Refused(f"no panel {name!r}: there are {', '.join(PANELS)}", 404)
+            if name not in self._panels:
+                raise Refused(f"no panel {name!r}: there are {', '.join(self._panels)}", 404)
             source = await self._host.source(request.query.get("job", ""))
             return _json(request, await source.panel(name, query))
         except Refused as error:
@@ -259,8 +269,8 @@ class _Page:
         """`?dry=1`: what would happen. Arguments are a JSON object of texts."""
         try:
             name = request.match_info["name"]
-            if name not in ACTIONS:
-                raise Refused(f"no action {name!r}: there are {', '.join(ACTIONS)}", 404)
+            if name not in self._actions:
+                raise Refused(f"no action {name!r}: there are {', '.join(self._actions)}", 404)
             # A request without a role has proven the job's token. It is no browser, and
             # may do what the commands may.
             if not self._host.may_act or request.get(ROLE, Role.ACT) != Role.ACT:

@@ -151,7 +151,8 @@ def nothing(facts: Facts) -> str:
 
 
 def now(facts: Facts, story: Story) -> dict[str, Any]:
-    """The panel at the top, and what changes with every step."""
+    """The panel at the top, and what changes with every step. simulated: of a job in a simulated cluster, its size and the
+    speed of its time; None: of every other."""
     median = typical(story)
     opened = [
         {k: i.get(k) for k in _SHOWN_OF_INCIDENT} | {"usual_s": median.get(str(i.get("cause_kind")))}
@@ -189,6 +190,7 @@ def now(facts: Facts, story: Story) -> dict[str, Any]:
         "figures": facts["figures"],
         "slow": facts["slow"],
         "leave": facts["leave"],
+        "simulated": facts.get("simulated"),
     }
 
 

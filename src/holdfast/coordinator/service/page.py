@@ -88,11 +88,13 @@ class PageSource:
         live: bool,
         trouble: Callable[[], str | None] = lambda: None,
         act: Callable[[str, Mapping[str, str], bool], Awaitable[dict[str, Any]]] | None = None,
+        simulated: Callable[[], dict[str, Any] | None] = lambda: None,
     ) -> None:
-        """clock: of the core. trouble: why the ledger cannot be written. live: the job runs. act: None: it cannot be changed."""
+        """clock: of the core. trouble: why the ledger cannot be written. live: the job runs. act: None: it cannot be changed.
+        simulated: what is told of a simulation, see `views.now`."""
         self._read, self._state, self._index, self._clock = read, state, index, clock
         self._news, self._job_dir, self._live = news, job_dir, live
-        self._trouble, self._act = trouble, act
+        self._trouble, self._act, self._simulated = trouble, act, simulated
         self._story = Story()
         self._frames: deque[tuple[int, bytes]] = deque(maxlen=FRAMES)
         self._facts: dict[str, Any] = {}
@@ -265,7 +267,11 @@ class PageSource:
                 self._recent = await self._read(page_reader.recent)
             recent = self._recent
             facts = page_facts.facts(self._state, self._index, self._clock(), recent)
-            facts |= {"ledger_trouble": self._trouble(), "live": self._live}
+            facts |= {
+                "ledger_trouble": self._trouble(),
+                "live": self._live,
+                "simulated": self._simulated(),
+            }
             if not self._live and facts["outcome"] is None:
                 # A coordinator that ends a job writes the outcome before it leaves. There is none: it was killed.
                 facts |= {"phase": "ended", "outcome": "killed"}

@@ -18,7 +18,7 @@ function kept(name, fallback) {
 class App extends Component {
   constructor(props) {
     super(props);
-    this.data = new Data(() => this.setState({}));
+    this.data = new Data(() => { this.more(); this.setState({}); });
     window.holdfast = this.data;  // for whoever looks at the page with a program
     this.training = "#/training";  // as it was left
     this.state = { route: parse(location.hash), theme: kept("holdfast-theme", "auto"), width: this.width() };
@@ -26,6 +26,13 @@ class App extends Component {
 
   width() {
     return Math.max(260, Math.min(document.documentElement.clientWidth, 1400) - (document.documentElement.clientWidth < 600 ? 44 : 66));
+  }
+
+  // What draws a simulated cluster is loaded where there is one.
+  more() {
+    if (!this.data.may.map || this.asked) return;
+    this.asked = true;
+    import("holdfast/simulated").then(({ Cluster }) => this.setState({ Cluster }));
   }
 
   componentDidMount() {
@@ -70,7 +77,7 @@ class App extends Component {
 
   render(_, state) {
     const data = this.data, now = data.now;
-    document.title = now ? `${now.headline.word} · ${now.job} · Holdfast` : "Holdfast";
+    document.title = now ? `${now.headline.word} · ${now.job}${now.engine === "simulated" ? " (simulated)" : ""} · Holdfast` : "Holdfast";
     if (!now) {
       const why = data.errors[data.address("now")];
       return html`<main><p class=${why ? "trouble" : "quiet"}>${why || "Loading…"}</p></main>`;
@@ -88,7 +95,7 @@ class App extends Component {
       <footer class="quiet">${stored ? "Written by holdfast ui --html." : "The same in a terminal: holdfast status, why, events, report."} Times are by this browser's clock (${ZONE}), with UTC on hover; beside them is the time since the job's start.</footer>`;
   }
 
-  view({ route: at, width, drawn }) {
+  view({ route: at, width, drawn, Cluster }) {
     const data = this.data;
     if (at.name === "incident") return html`<${Incident} data=${data} id=${at.rest} />`;
     if (at.name === "log") return html`<${Log} data=${data} worker=${at.rest} />`;
@@ -99,7 +106,7 @@ class App extends Component {
       return html`<${Curves} data=${data} width=${width} settings=${at} theme=${drawn} />
         <div class="two"><div><${Goodput} data=${data} /><${Cost} data=${data} /></div><div><${Checkpoints} data=${data} /><${Samples} data=${data} /><${Figures} data=${data} /><${Launches} data=${data} /></div></div>`;
     }
-    return html`<${Todo} data=${data} /><${Incidents} data=${data} width=${width} /><${Findings} data=${data} />
+    return html`${Cluster && html`<${Cluster} data=${data} />`}<${Todo} data=${data} /><${Incidents} data=${data} width=${width} /><${Findings} data=${data} />
       <${Decisions} data=${data} /><${Tiers} data=${data} />
       <${Nodes} data=${data} width=${width} /><${Ranks} data=${data} /><${Stall} data=${data} />
       ${data.may.act && data.now.live && html`<${Actions} data=${data} />`}`;

@@ -36,7 +36,7 @@ export class Data {
     this.link = stored ? "file" : "connecting";
     this.jobs = [];
     this.more = 0;
-    this.may = { act: false };
+    this.may = { act: false, map: false };
     this.seqs = [];           // numbers of all entries that came by the stream, as they came
     this.last = null;         // the newest number that is known
     this.source = null;
@@ -135,7 +135,9 @@ export class Data {
   // Seconds since the job's start, now: the job's clock goes on between two deltas.
   time() {
     if (!this.now) return null;
-    return this.now.t_s + (this.now.live && !stored ? (performance.now() - this.at) / 1000 : 0);
+    const { simulated } = this.now;
+    const speed = simulated ? (simulated.over ? 0 : simulated.reached ?? simulated.speed) : 1;
+    return this.now.t_s + (this.now.live && !stored ? ((performance.now() - this.at) / 1000) * speed : 0);
   }
 
   // A time of the job as seconds since 1970; null: not known.

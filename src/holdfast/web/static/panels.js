@@ -51,7 +51,7 @@ export function Headline({ data }) {
   const rate = pace.steps_per_s ? `${figure(pace.steps_per_s, 3)} steps/s` : null;
   const links = { live: "", file: "a file", ended: "", connecting: "connecting", away: "no connection: trying again", "signed out": "signed out: open a new link of holdfast ui" };
   return html`<section class=${`headline ${line.tone}`} aria-label="State of the job">
-    <h1><${Shape} tone=${line.tone} /> <span aria-live="polite">${line.word}</span><span class="after">, ${line.text}</span></h1>
+    <h1><${Shape} tone=${line.tone} /> ${now.engine === "simulated" && html`<span class="simulated">simulated</span> `}<span aria-live="polite">${line.word}</span><span class="after">, ${line.text}</span></h1>
     ${line.why && html`<p class="why">${line.why}</p>`}
     <p class="facts">
       <span>${now.live && data.link !== "away" ? html`last step <b>${ago(age)}</b>` : html`last step at <b><${When} data=${data} t=${now.last_step_t_s} /></b>`}</span>
@@ -170,7 +170,7 @@ export function Tiers({ data }) {
         <td><${Shape} tone=${one.state === "good" ? "good" : one.state === "one copy" || one.state === "nothing yet" ? "busy" : "bad"} /> ${one.state}</td>
         <td class="number">${count(one.step)}</td><td class="number">${one.age_s === null ? UNKNOWN : html`${ago(one.age_s + since)}${data.wall(0) === null ? "" : html`, <${At} at=${data.wall(now.t_s - one.age_s)} />`}`}</td>
         <td class="number">${one.lag_steps === null ? UNKNOWN : `${plural(one.lag_steps, "step")}${one.lag_s === null ? "" : `, ${seconds(one.lag_s)}`}`}</td>
-        <td class="number">${count(one.copies)}</td><td class="quiet">${one.note}${one.nbytes ? `, ${size(one.nbytes)}` : ""}</td></tr>`)}</tbody></table></div>`}
+        <td class="number">${count(one.copies)}</td><td class="quiet">${one.note}${one.nbytes && !now.simulated ? `, ${size(one.nbytes)}` : ""}</td></tr>`)}</tbody></table></div>`}
   <//>`;
 }
 
@@ -511,7 +511,7 @@ export class Actions extends Component {
         <button type="submit" disabled=${busy}>What would happen?</button></form>`}
       ${dry && dry.error && html`<p class="trouble" role="alert"><${Shape} tone="bad" /> ${dry.error}</p>`}
       ${dry && !dry.error && html`<div role="status"><ul>${dry.would.map((line) => html`<li key=${line}>${line}</li>`)}</ul>
-        <p><code>${dry.command}</code></p>
+        ${dry.command && html`<p><code>${dry.command}</code></p>`}
         ${dry.done ? html`<p><b>It is on its way.</b></p>` : html`<button type="button" class="really" disabled=${busy} onClick=${() => this.really()}>${form.title}: yes</button>`}</div>`}
     <//>`;
   }

@@ -1,0 +1,390 @@
+"""The page over a simulated job: the same routes and panels, the coordinator's own core, and a virtual clock that a person sets.
+
+One task lets the time of the cluster pass, at a speed that is chosen on the page, and writes what the core decides into a
+ledger as the coordinator does. Everything that the page shows of the job comes from that ledger and from the core's state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from typing import Any, TypeVar
+
+import msgspec
+
+from holdfast.coordinator.kernel.phases import JobPhase
+from holdfast.coordinator.kernel.state import CoreState
+from holdfast.coordinator.service.ledger import Ledger, Unreadable
+from holdfast.coordinator.service.page import News, PageSource
+from holdfast.coordinator.service.page_actions import prepared
+from holdfast.coordinator.service.report import build_report
+from holdfast.coordinator.service.store import SNAPSHOT, LedgerEntry, Page, ReportedSteps, Store
+from holdfast.engines.jobs import JobFolder
+from holdfast.errors import UsageError
+from holdfast.observe.dashboard import job_word
+from holdfast.protocol.ledger import LedgerEvent
+from holdfast.protocol.messages import StepTold
+from holdfast.simulate.live import LiveCluster
+from holdfast.simulate.machine import BEGIN_S
+from holdfast.simulate.scenario import Scenario
+from holdfast.web.sources import ACTIONS, PANELS, Answer, Refused, Source, answer, whole
+
+T = TypeVar("T")
+
+SIMULATED_PANELS = (*PANELS, "map")
+SIMULATED_ACTIONS = (*ACTIONS, "strike", "speed")
+
+SPEEDS = (0, 1, 10, 100)
+"""Virtual seconds for each real one; 0: the time stands still."""
+SLICE_S = 0.02
+"""The loop does nothing else for so long, or for as long as one event takes."""
+SHARE = 0.5
+"""Of a core at most: after what took longer than that, the driver pauses, and the virtual time with it."""
+EVERY_S = 0.1
+"""Between two looks at least, however much is due."""
+LATE_S = 1.0
+"""Real seconds that the cluster may be behind its clock."""
+MEASURED_S = 5.0
+"""The speed that is shown as reached is that of about so long."""
+WRITE_S = 5.0
+
+
+class VirtualClock:
+    """Virtual seconds out of real ones, at a speed that may be changed. Pure: whoever asks says what time it is."""
+
+    def __init__(self, virtual_s: float, real_s: float, speed: float) -> None:
+        self.speed = speed
+        self._virtual_s, self._real_s = virtual_s, real_s
+
+    def at(self, real_s: float) -> float:
+        """The virtual time."""
+        return self._virtual_s + (real_s - self._real_s) * self.speed
+
+    def set(self, virtual_s: float, real_s: float, speed: float | None = None) -> None:
+        """Goes on from here, at another speed if one is given."""
+        self._virtual_s, self._real_s = virtual_s, real_s
+        self.speed = self.speed if speed is None else speed
+
+    def until(self, virtual_s: float, real_s: float) -> float:
+        """Real seconds until a virtual time; infinite: it does not come."""
+        if self.speed <= 0 or virtual_s == math.inf:
+            return math.inf
+        return max(0.0, (virtual_s - self.at(real_s)) / self.speed)
+
+
+class SimulatedHost:
+    """See `web.application.Host`: one job, which is simulated. `run` is its time, and `finish` its end."""
+
+    may_act = True
+    more_jobs = 0
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        seed: int,
+        folder: JobFolder,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """folder: of the job, without one of a start before. clock: real seconds."""
+        self._folder, self._clock = folder, clock
+        self._entries: list[tuple[float, LedgerEvent]] = []
+        self._began = datetime.now(UTC)
+        self.began_s = BEGIN_S
+        """When the job's newest start began, on the core's clock."""
+        self._seq = 0
+        self._kept_at = -math.inf
+        self.cluster = LiveCluster(scenario, seed, folder.path.name, self._note)
+        self.cluster.begin()
+        self._time = VirtualClock(self.cluster.now, clock(), 1)
+        self._reached: tuple[float, float, float] = (clock(), self.cluster.now, 1.0)
+        self._changed = asyncio.Event()
+        self._ledger = self._new_ledger()
+        self._core, self._news = self.cluster.core, News()
+        self._page = self._new_page()
+        self._write()
+
+    # ------------------------------------------------------------ time
+
+    async def run(self) -> None:
+        """Lets the cluster's time pass until it is cancelled. It sleeps until something is due: nothing is polled."""
+        while True:
+            # Before it looks: what is changed from now on wakes it again.
+            self._changed.clear()
+            wait_s = self.turn()
+            if self.cluster.core is not self._core:
+                await self._start_again()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(None if wait_s == math.inf else wait_s):
+                    await self._changed.wait()
+
+    def turn(self) -> float:
+        """Lets happen what is due, or a piece of it; seconds until the next turn."""
+        began = self._clock()
+        speed = self._time.speed
+        if speed > 0:
+            # Up to where another start of the job begins: that has a ledger of its own.
+            done = self.cluster.advance(
+                self._time.at(began),
+                lambda: self._clock() - began > SLICE_S or self.cluster.core is not self._core,
+            )
+            if done:
+                self.cluster.report()
+            else:
+                # More is due than there was time for. A little of it is made up for later; of the rest the virtual time
+                # waits, or it would run away from what has happened.
+                late_s = self._time.at(began) - self.cluster.now
+                self._time.set(self.cluster.now + min(late_s, speed * LATE_S), began)
+            self._measure()
+        if self.cluster.core is not self._core:
+            return 0.0
+        self._write()
+        took_s = self._clock() - began
+        wait_s = self._time.until(self.cluster.next_s(), self._clock())
+        # Never without a pause: those who look at the page are served by the same loop.
+        return max(wait_s, took_s * (1 - SHARE) / SHARE, EVERY_S)
+
+    def _measure(self) -> None:
+        real_s, virtual_s, _ = self._reached
+        passed_s = self._clock() - real_s
+        if passed_s >= MEASURED_S:
+            self._reached = (self._clock(), self.cluster.now, (self.cluster.now - virtual_s) / passed_s)
+
+    def now(self) -> float:
+        """The virtual time, on the core's clock: between two events it is that of the clock, and never beyond the next."""
+        return max(self.cluster.now, min(self._time.at(self._clock()), self.cluster.next_s()))
+
+    # ------------------------------------------------------------ the ledger
+
+    def _note(self, t_s: float, event: LedgerEvent) -> None:
+        self._entries.append((t_s, event))
+
+    def _new_ledger(self) -> Ledger:
+        path = self._folder.path
+        (path / "spec.json").write_bytes(msgspec.json.encode(self.cluster.core.spec))
+        ledger = path / "job.sqlite"
+        return Ledger(ledger, False, lambda: Store(ledger), lambda why: None)
+
+    def _new_page(self) -> PageSource:
+        core = self._core
+        return PageSource(
+            read=self._read,
+            state=core.state,
+            index=core.index,
+            clock=self.now,
+            news=self._news,
+            job_dir=self._folder.path,
+            live=True,
+            trouble=lambda: self._ledger.why,
+            act=self._act,
+            simulated=self.facts,
+        )
+
+    def _read(self, what: Callable[[Store], T]) -> Awaitable[T]:
+        return _readable(self._ledger.read(what))
+
+    def _write(self, last: bool = False) -> None:
+        """What the core decided and the steps since the last time go into the ledger, and viewers hear of it."""
+        began_s = self.began_s
+        page = Page()
+        entries, self._entries = self._entries, []
+        for t_s, event in entries:
+            self._seq += 1
+            at_s = round(t_s + BEGIN_S - began_s, 4)
+            utc = (self._began + timedelta(seconds=t_s)).isoformat(timespec="milliseconds")
+            page.entries.append(LedgerEntry(seq=self._seq, t_s=at_s, utc=utc, kind=event.kind, fields=event))
+        steps, self.cluster.committed = self.cluster.committed, []
+        for step in steps:
+            # NaN is null in the ledger: nobody computes a loss here.
+            told = StepTold(step.step, math.nan, step.took_s, made_in=step.generation)
+            at_s = round(step.t_s + BEGIN_S - began_s, 4)
+            page.steps.append(
+                ReportedSteps(t_s=at_s, losses=(told,), generation=step.generation, world=step.world)
+            )
+        real_s = self._clock()
+        if last or (entries and real_s - self._kept_at >= WRITE_S):
+            self._kept_at = real_s
+            page.kept[SNAPSHOT] = msgspec.msgpack.encode(self._core.state)
+        if page.entries or page.steps or page.kept:
+            self._ledger.write(page)
+            self._news.tell()
+
+    async def _start_again(self) -> None:
+        """The job gave up and was started again: a ledger of its own, as every start has one."""
+        # What the new core has decided already belongs into the new one.
+        begun_s = self.cluster.core.state.began_s - BEGIN_S
+        entries = self._entries
+        self._entries = [x for x in entries if x[0] < begun_s]
+        await self._close()
+        self._folder.put_away()
+        self._entries = [x for x in entries if x[0] >= begun_s]
+        self._core, self._news = self.cluster.core, News()
+        self.began_s, self._seq, self._kept_at = self._core.state.began_s, 0, -math.inf
+        self._ledger = self._new_ledger()
+        self._page = self._new_page()
+        self._write()
+
+    async def _close(self) -> None:
+        self._news.end()
+        state = self._core.state
+        for node in state.membership.nodes.values():
+            # A node that lives is heard of for ever; a report has to say when.
+            node.last_seen_s = min(node.last_seen_s, self.cluster.now)
+        self._write(last=True)
+        with suppress(Unreadable):
+            await self._report(state)
+        await self._ledger.close(WRITE_S)
+
+    async def _report(self, state: CoreState) -> None:
+        told = await self._ledger.incidents(state.forgotten)
+        report = build_report(state, await self._ledger.summary(), self.cluster.now, told)
+        (self._folder.path / "report.json").write_bytes(msgspec.json.encode(report))
+
+    async def finish(self) -> None:
+        """Writes what there is. The folder then has a job that has ended, which every command shows."""
+        membership = self._core.state.membership
+        membership.phase, membership.outcome = JobPhase.ENDED, membership.outcome or "stopped"
+        await self._close()
+        self._folder.close()
+
+    # ------------------------------------------------------------ the host of the page
+
+    async def jobs(self) -> list[dict[str, Any]]:
+        """See `Host.jobs`: this one alone."""
+        state = self._core.state
+        shown = {"phase": state.membership.phase.value, "outcome": state.membership.outcome}
+        age_s = round(self.now() - state.began_s, 3)
+        return [
+            {
+                "job": state.spec.name,
+                "state": job_word(shown),
+                "step": state.step,
+                "goodput": None,
+                "age_s": age_s,
+                "running": True,
+            }
+        ]
+
+    async def source(self, job: str) -> Source:
+        """See `Host.source`."""
+        if job not in ("", self._folder.path.name):
+            raise Refused(f"this is the page of the simulated job {self._folder.path.name} alone", 404)
+        return _Simulated(self, self._page)
+
+    def close(self) -> None:
+        """Nothing more will be asked: streams end."""
+        self._news.end()
+
+    # ------------------------------------------------------------ what the page adds for a simulated job
+
+    def facts(self) -> dict[str, Any]:
+        """What the panel `now` says of the simulation."""
+        cluster = self.cluster
+        lags = self._time.speed > 0 and self._reached[2] < 0.8 * self._time.speed
+        return {
+            "nodes": cluster.scenario.nodes,
+            "spares": cluster.scenario.spares,
+            "speed": int(self._time.speed),
+            "speeds": SPEEDS,
+            "reached": round(self._reached[2], 1) if lags else None,
+            "restarts": cluster.restarts,
+            "over": cluster.finished_s is not None,
+        }
+
+    def map(self, query: Mapping[str, str]) -> dict[str, Any]:
+        """The panel `map`: all of the cluster, or with `?rack=` the nodes of one rack. Raises Refused."""
+        rack = whole(query, "rack", None)
+        try:
+            return self.cluster.map() if rack is None else self.cluster.rack(rack)
+        except UsageError as error:
+            raise Refused(str(error), 404) from error
+
+    def set_speed(self, text: str) -> list[str]:
+        """Raises UsageError."""
+        if text not in map(str, SPEEDS):
+            raise UsageError(f"speed: send one of {', '.join(map(str, SPEEDS))}")
+        real_s = self._clock()
+        # From what is shown now: a new speed must not move the time back or forth.
+        self._time.set(self.now(), real_s, float(text))
+        self._reached = (real_s, self.cluster.now, float(text))
+        self._wake()
+        return ["the time stands still" if text == "0" else f"{text} virtual seconds pass in a second"]
+
+    def strike(self, target: str, kind: str, dry: bool) -> list[str]:
+        """Strikes at the present virtual time. Raises UsageError."""
+        self._catch_up()
+        told = self.cluster.strike(target, kind, dry)
+        self._write()
+        self._wake()
+        return [told]
+
+    def _catch_up(self) -> None:
+        """What a person does to the cluster comes after all that was due before it, or that there was time for. Raises UsageError."""
+        began = self._clock()
+        self.cluster.advance(
+            self.now(), lambda: self._clock() - began > SLICE_S or self.cluster.core is not self._core
+        )
+        if self.cluster.core is not self._core:
+            self._wake()
+            raise UsageError("the simulated job was started again just now: look, and try again")
+
+    async def _act(self, name: str, arguments: Mapping[str, str], dry: bool) -> dict[str, Any]:
+        """Drain, resize, clear and stop: checked as in a real job, and decided by the same core."""
+        try:
+            if not dry:
+                self._catch_up()
+            told, event = prepared(self._core.state, name, arguments)
+        except UsageError as error:
+            raise Refused(str(error)) from error
+        if not dry:
+            self.cluster.tell([event])
+            self._write()
+            self._wake()
+        # There is no command for it: no other process reaches a simulated job.
+        return {"action": name, "dry": dry, "would": told, "command": ""}
+
+    def _wake(self) -> None:
+        self._news.tell()
+        self._changed.set()
+
+
+class _Simulated:
+    """See `web.sources.Source`: the job's page, with the map and what may be done to it."""
+
+    def __init__(self, host: SimulatedHost, page: PageSource) -> None:
+        self._host, self._page = host, page
+
+    async def panel(self, name: str, query: Mapping[str, str]) -> Answer:
+        """See `Source.panel`."""
+        if name == "map":
+            return answer(self._host.map(query))
+        return await self._page.panel(name, query)
+
+    def stream(self, after: int, ledger: str) -> AsyncGenerator[bytes]:
+        """See `Source.stream`."""
+        return self._page.stream(after, ledger)
+
+    async def act(self, name: str, arguments: Mapping[str, str], dry: bool) -> Answer:
+        """See `Source.act`."""
+        try:
+            match name:
+                case "strike":
+                    told = self._host.strike(arguments.get("target", ""), arguments.get("kind", ""), dry)
+                case "speed":
+                    told = self._host.set_speed(arguments.get("speed", ""))
+                case _:
+                    return await self._page.act(name, arguments, dry)
+        except UsageError as error:
+            raise Refused(str(error)) from error
+        t_s = self._host.cluster.now - self._host.began_s
+        return answer({"action": name, "dry": dry, "would": told, "command": "", "t_s": round(t_s, 3)})
+
+
+async def _readable(reading: Awaitable[T]) -> T:
+    try:
+        return await reading
+    except Unreadable as error:
+        raise Refused(str(error), 503) from error
