@@ -153,5 +153,5 @@ def test_hosts_and_their_options_are_checked_before_anything_starts(tmp_path) ->
     for nodes, spares, nproc in ((3, 1, "1"), (2, 0, "auto")):
         with pytest.raises(UsageError):
             check_ssh(planned, nodes, spares, nproc)
-    with pytest.raises(UsageError, match="name the hosts"):
+    with pytest.raises(UsageError, match="needs the hosts"):
         check_ssh(SshOptions(), 1, 0, "1")

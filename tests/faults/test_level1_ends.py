@@ -154,7 +154,10 @@ def test_a_state_that_no_tier_takes_stays_in_memory_for_the_next_start(tmp_path,
     assert {f["url"] for f in first.fields("tier-failed")} == {str(t) for t in tiers}
     assert f"step {LAST} is only in memory" in first.output
     last = first.output.splitlines()[-1]
-    assert (first.code, f"step {LAST}, the last state, is in no durable tier" in last) == (3, True)
+    assert (first.code, f"the last state, of step {LAST}, was not saved to a durable tier" in last) == (
+        3,
+        True,
+    )
     assert memory_of(tmp_path)
     for tier in tiers:
         tier.unlink()

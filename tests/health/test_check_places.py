@@ -142,7 +142,7 @@ def test_it_writes_over_its_own_file_and_over_no_other(holdfast, tmp_path):
     fleet = Racks("aabb")
     code, _, err = holdfast(fleet, state(0, 4), "--write-topology", file)
     assert code == 2
-    assert "it is there, and not from this command" in err
+    assert "the file exists and was not written by this command" in err
     assert (file.read_text(), fleet.calls) == ("n0 hall/rack1\n", [])
 
 
@@ -150,7 +150,10 @@ def test_without_a_difference_there_is_no_file(holdfast, tmp_path):
     file = tmp_path / "topology.txt"
     code, out, _ = holdfast(Racks("aabb", apart=False), state(0, 4), "--write-topology", file)
     assert code == 0
-    assert out.splitlines()[-1] == "one place: no difference was measured; no file was written"
+    assert (
+        out.splitlines()[-1]
+        == "all nodes are in one place: no difference between pairs was measured; no file was written"
+    )
     assert not file.exists()
 
 
@@ -173,7 +176,7 @@ def test_nodes_that_reach_nobody_are_named(holdfast, tmp_path):
         Racks("aaa", faulty={"n0", "n1"}), state(0, 3), "--write-topology", tmp_path / "b"
     )
     assert code == 3
-    assert "no pair could be measured; no file was written" in out
+    assert "no pair of nodes could be measured; no file was written" in out
 
 
 def test_programs_get_all_figures(holdfast, tmp_path):
@@ -195,7 +198,7 @@ def test_programs_get_all_figures(holdfast, tmp_path):
             "it needs 3 nodes; there are 2: n2, n3. Nodes that train are measured with --disturb",
         ),
         (state(0, MOST_NODES + 1), (), f"name at most {MOST_NODES} nodes, or take the topology from Slurm"),
-        (state(0, 4), ("--deep",), "run --deep in a call of its own"),
+        (state(0, 4), ("--deep",), "run `holdfast check --deep` separately"),
     ],
 )
 def test_refused(holdfast, tmp_path, of, args, message):

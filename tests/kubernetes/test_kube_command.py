@@ -162,10 +162,10 @@ def test_a_template_keeps_what_it_says(tmp_path: Path):
         ({"kubernetes": ours(gang="PodGroup", queue="team-a")}, "--gang PodGroup with --queue team-a"),
         ({"kubernetes": ours(gang_queue="team-a")}, "--gang-queue team-a: --gang is missing"),
         ({"kubernetes": ours(gang="PodGroup", gang_queue="team-a")}, "--gang-queue team-a: Kubernetes' own"),
-        ({"kubernetes": ours(gang="KAI")}, "--gang KAI: --gang-queue NAME is missing"),
+        ({"kubernetes": ours(gang="KAI")}, "--gang KAI needs --gang-queue NAME"),
         (
             {"kubernetes": ours(queue_topology="required=rack")},
-            "--queue-topology required=rack: --queue is missing",
+            "--queue-topology required=rack needs --queue",
         ),
         (
             {"kubernetes": ours(queue="team-a", queue_topology="rack")},
