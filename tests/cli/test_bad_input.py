@@ -50,10 +50,13 @@ CASES = {
     "no such node": (["--nnodes", "2", "--fault", "kill-node:node=2", "train.py"], "nodes are 0 to 1"),
     "a rank that is none": (["--fault", "kill-worker:rank=x", "train.py"], "not a whole number"),
     "no such fault": (["--fault", "kill-all", "train.py"], "there are kill-worker, kill-node"),
-    "a fault without a time": (["--fault", "raise:after=soon", "train.py"], "write 8s, 500ms or 2m"),
+    "a fault without a time": (
+        ["--fault", "raise:after=soon", "train.py"],
+        "write for example 8s, 500ms or 2m",
+    ),
     "a fault of a machine that nobody watches": (
         ["--no-health", "--fault", "xid=79", "train.py"],
-        "the health watch, which --no-health turns off",
+        "the health rules, which --no-health turns off",
     ),
     "an Xid on a node that is none": (["--fault", "xid=79,node=5", "train.py"], "there is no node 5"),
     "an unknown option": (["--spare", "1", "train.py"], "--spares"),
@@ -69,7 +72,7 @@ CASES = {
     "a rendezvous elsewhere": (["--rdzv-endpoint", "other:29400", "train.py"], "remove --rdzv-endpoint"),
     "a data cache of no size": (
         ["--data-cache", "cache,size=big", "train.py"],
-        "write a size, for example 8G",
+        "must be a size (got",
     ),
     "a data cache with another word": (["--data-cache", "cache,sise=1G", "train.py"], "unknown 'sise'"),
     "no Python": (["--no-python", "train.sh"], "SCRIPT must be a Python file"),

@@ -106,7 +106,7 @@ def test_a_damaged_tier_is_passed_over(holdfast, tiers, tmp_path):
         (["near", "there.pt", "--format", "torch"], "there.pt exists: choose another file"),
         (["near", "out.safetensors"], "give a folder's name"),
         (["near", "far", "out"], "3 paths were given"),
-        (["near", "out", "--max-shard-size", "5X"], "--max-shard-size '5X': write a size"),
+        (["near", "out", "--max-shard-size", "5X"], "--max-shard-size must be a size (got '5X')"),
         (["near", "out", "--only", "x."], "there are epoch, model"),
         (["near", "out", "--strip"], "with --only"),
         (["near", "out.pt", "--only", "model.", "--strip"], "--strip works only with --format safetensors"),

@@ -92,14 +92,14 @@ def test_a_file_with_an_error(holdfast, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["xid"], "say which Xid, for example --fault xid=79,node=2"),
+        (["xid"], "specify the number of the Xid, for example --fault xid=79,node=2"),
         (["xid=fallen"], "code='fallen' is not a whole number"),
-        (["xid=0", "node=1"], "an Xid is a number from 1 to 999"),
+        (["xid=0", "node=1"], "an Xid must be a number from 1 to 999"),
         (["xid=79", "code=80"], "code is given twice"),
-        (["ecc:code=3"], "only xid has a code"),
-        (["link-down:phase=vote"], "a machine knows nothing of phases"),
+        (["ecc:code=3"], "only a fault xid takes a code"),
+        (["link-down:phase=vote"], "faults of a machine do not depend on the phase of a step"),
         (["readonly-fs", "disk=sda"], "'disk=sda' is not one of"),
-        (["xid=79", "node=1", "rank=1"], "give rank= or node=, not both"),
+        (["xid=79", "node=1", "rank=1"], "rank= and node= cannot be combined"),
     ],
 )
 def test_faults_of_a_machine_that_cannot_be(holdfast, words, said):

@@ -100,7 +100,7 @@ def test_what_nobody_recorded_is_not_known(holdfast, home):
     write_job("done")
     found = answer(holdfast)
     assert found["once"] is None
-    assert "no record of samples is known of" in found["why"]
+    assert "the job has not reported a record of samples" in found["why"]
     assert "samples " not in holdfast("report").out
     said = holdfast("data", "samples")
     assert said.code == 2

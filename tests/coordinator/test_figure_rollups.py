@@ -255,7 +255,9 @@ def test_the_page_has_one_of_them_beside_its_curves(tmp_path: Path) -> None:
         }
         assert found["columns"]["step"] == [8]
         assert "figure" not in page_reader.series(store, {})
-        with pytest.raises(Refused, match="nothing is logged as 'loss' in this job; there is accuracy"):
+        with pytest.raises(
+            Refused, match="this job has not logged a value named 'loss'; logged names: accuracy"
+        ):
             page_reader.series(store, {"figure": "loss"})
 
 

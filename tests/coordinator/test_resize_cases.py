@@ -127,7 +127,7 @@ def test_a_size_outside_the_bounds_is_refused_with_a_way_out():
         with pytest.raises(UsageError, match="--nnodes 2:4"):
             check_resize(desk.state, nodes)
     check_resize(desk.state, 3)
-    with pytest.raises(UsageError, match="one size only"):
+    with pytest.raises(UsageError, match="a fixed size"):
         check_resize(running(3, wait_for_spare=True).state, 2)
 
 
@@ -266,7 +266,7 @@ def test_a_node_that_is_not_there_or_leaves_already_cannot_be_drained():
     with pytest.raises(UsageError, match="there are n0, n1"):
         check_drain(desk.state, "n9")
     desk.do(e.NodeGoing("n1", "maintenance"))
-    with pytest.raises(UsageError, match="leaving already: maintenance"):
+    with pytest.raises(UsageError, match="already leaving: maintenance"):
         check_drain(desk.state, "n1")
 
 

@@ -50,7 +50,10 @@ def test_lists_of_hosts():
         "three fields": ("a z\nb z/r 7\n", "line 2: 3 fields"),
         "one field": ("a\n", "line 1: 1 fields"),
         "an empty name": ("a z//r\n", "line 1, field place: .* an empty name"),
-        "too many levels": ("a 1/2/3/4/5/6/7/8/9\n", "line 1, field place: a place has at most 8 levels"),
+        "too many levels": (
+            "a 1/2/3/4/5/6/7/8/9\n",
+            "line 1, field place: a place can have at most 8 levels",
+        ),
         "a range backwards": ("n[9-1] z\n", r"line 1, field hosts: \[9-1\]: 1 is before 9"),
         "no range": ("n[a-b] z\n", "line 1, field hosts: .* is no range"),
         "open brackets": ("n[1-2 z\n", "line 1, field hosts: .* brackets that do not close"),

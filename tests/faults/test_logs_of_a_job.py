@@ -41,7 +41,7 @@ def test_a_level_that_does_not_exist_is_refused_before_anything_starts(tmp_path)
     ran = run(tmp_path, "--log-level", "loud", tmp_path / "script.py")
     assert ran.code == 2
     assert (
-        "--log-level 'loud': write one of debug, info, warning, error, for example debug or info,json"
+        "--log-level must be one of debug, info, warning, error, with or without ,json (got 'loud'), for example debug or info,json"
         in ran.output
     )
     assert not ran.job_dir.exists()

@@ -191,13 +191,21 @@ def test_programs_get_all_figures(holdfast, tmp_path):
 @pytest.mark.parametrize(
     ("of", "args", "message"),
     [
-        (state(1, 5), ("n0", "n1", "n2"), "n0: measuring every pair would disturb what trains there"),
+        (
+            state(1, 5),
+            ("n0", "n1", "n2"),
+            "n0: measuring every pair would disturb the workers that train there",
+        ),
         (
             state(2, 2),
             (),
-            "it needs 3 nodes; there are 2: n2, n3. Nodes that train are measured with --disturb",
+            "it needs at least 3 nodes, but there are 2: n2, n3. Add --disturb to measure nodes that train, too",
         ),
-        (state(0, MOST_NODES + 1), (), f"name at most {MOST_NODES} nodes, or take the topology from Slurm"),
+        (
+            state(0, MOST_NODES + 1),
+            (),
+            f"specify at most {MOST_NODES} nodes, or take the topology from Slurm",
+        ),
         (state(0, 4), ("--deep",), "run `holdfast check --deep` separately"),
     ],
 )

@@ -62,7 +62,7 @@ def test_refused(tmp_path, monkeypatch, given, message):
     [
         ("other", 0o755, "x", "it has none of on-create, before-join"),
         ("on-drain", 0o755, "", "on-drain is empty"),
-        ("after-job", 0o644, "x", "after-job cannot be executed; chmod"),
+        ("after-job", 0o644, "x", "after-job is not executable; run `chmod"),
     ],
 )
 def test_hooks_refused(tmp_path, name, mode, text, message):

@@ -97,7 +97,7 @@ class ContainerOutOfMemory(_Cause, frozen=True):
 
     def __str__(self) -> str:
         limit = "" if self.limit_bytes is None else f", whose memory limit is {units.size(self.limit_bytes)}"
-        return f"all its processes were killed for want of memory in their container{limit}"
+        return f"the kernel's out-of-memory killer ended all its processes in their container{limit}"
 
 
 class PlaceLost(_Cause, frozen=True):
@@ -136,7 +136,7 @@ class WorkersFail(_Cause, frozen=True):
     """What makes the failures the same."""
 
     def __str__(self) -> str:
-        return f"its workers fail again and again: {self.signature}"
+        return f"its workers keep failing: {self.signature}"
 
 
 class WorkersDoNotStart(_Cause, frozen=True):
@@ -215,7 +215,7 @@ class LeftEarly(_Cause, frozen=True):
     """What ended another one then, in words; empty: nothing did."""
 
     def __str__(self) -> str:
-        return "left with exit code 0 while others trained on" + (
+        return "exited with exit code 0 while others continued to train" + (
             f", and then: {self.then}" if self.then else ""
         )
 
@@ -237,7 +237,7 @@ class KilledForMemory(_Cause, frozen=True):
             if self.limit_bytes is None
             else f"in its container, whose memory limit is {units.size(self.limit_bytes)}"
         )
-        return f"killed by signal 9 (SIGKILL): the kernel killed for want of memory {where}"
+        return f"killed by signal 9 (SIGKILL): the kernel's out-of-memory killer was active {where}"
 
 
 class ProcessVanished(_Cause, frozen=True):
@@ -372,7 +372,7 @@ class NobodyHasState(_Cause, frozen=True):
     KIND = CauseKind.STATE
 
     def __str__(self) -> str:
-        return "no worker holds the state, and no checkpoint does"
+        return "neither a worker nor a checkpoint holds the state"
 
 
 class LastStateIncomplete(_Cause, frozen=True):
@@ -381,7 +381,7 @@ class LastStateIncomplete(_Cause, frozen=True):
     KIND = CauseKind.STATE
 
     def __str__(self) -> str:
-        return "the last state is incomplete: no worker holds some of its shards"
+        return "the last state is incomplete: some of its shards are not held by any worker"
 
 
 class Stopping(_Cause, frozen=True):
@@ -471,8 +471,8 @@ class GradientsDiffer(_Cause, frozen=True, kw_only=True):
         what = f"the gradient of micro-batch {self.micro} of step {self.step}"
         if self.agree:
             return (
-                f"{what} that {', '.join(self.workers)} computed differs from that of {' and '.join(self.agree)}, who "
-                "agree: silent data corruption"
+                f"{what} that {', '.join(self.workers)} computed differs from that of {' and '.join(self.agree)}, "
+                "which agree: silent data corruption"
             )
         return (
             f"{what} has other bits on each of {', '.join(self.workers)}, and no two agree: silent data corruption, or a "
@@ -555,13 +555,16 @@ Cause = (
 _WRITTEN = (
     (r"hang\b|its process is stopped|did not leave the broken generation", CauseKind.HANG),
     (
-        r"killed by signal \d|exit code \d|left with exit code|its agent no longer knows it|its process vanished|it was never started",
+        r"killed by signal \d|exit code \d|(left|exited) with exit code|its agent no longer knows it|its process vanished|it was never started",
         CauseKind.PROCESS,
     ),
     (r"(its agent's|its) connection closed|silent for \d|a new agent took its place", CauseKind.NODE),
-    (r"all its processes were killed for want of memory", CauseKind.NODE),
     (
-        r"its workers (do not start|fail again and again)|it cannot train with the others: |its deep checks |\S+ of \S+ nodes in ",
+        r"all its processes were killed for want of memory|the kernel's out-of-memory killer ended all its processes",
+        CauseKind.NODE,
+    ),
+    (
+        r"its workers (do not start|keep failing|fail again and again)|it cannot train with the others: |its deep checks |\S+ of \S+ nodes in ",
         CauseKind.NODE,
     ),
     (r"Slurm ", CauseKind.RECLAIMED),
@@ -569,7 +572,7 @@ _WRITTEN = (
     (r"a collective failed|\S+ left (it|the generation)$", CauseKind.COLLECTIVE),
     (r"the coordinator was lost", CauseKind.COORDINATOR),
     (
-        r"(\S+/step-\d+|the snapshot of step \d+) could not be read: |no worker holds the state|nobody holds the rest of the last state|the last state is incomplete",
+        r"(\S+/step-\d+|the snapshot of step \d+) could not be read: |no worker holds the state|neither a worker nor a checkpoint holds|nobody holds the rest of the last state|the last state is incomplete",
         CauseKind.STATE,
     ),
     (r"NonFiniteGradient\b", CauseKind.NAN),

@@ -159,7 +159,7 @@ def _check(declared: Declared, value: Any) -> None:
     option, flag = declared.option, declared.flag
     if option.choices and value is not None and value not in option.choices:
         raise UsageError(
-            f"{flag} {value!r}: there are {', '.join(option.choices[:-1])} and {option.choices[-1]}"
+            f"{flag} must be {', '.join(option.choices[:-1])} or {option.choices[-1]} (got {value!r})"
         )
     if not isinstance(value, int | float):
         return

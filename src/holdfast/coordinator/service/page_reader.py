@@ -66,7 +66,7 @@ def incident(store: Store, told: Story, number: int | None) -> dict[str, Any]:
     """One incident: its facts, its story in lines, and the entries around it. Raises Refused."""
     known = told.incidents.get(number) if number is not None else None
     if known is None:
-        raise Refused(f"no incident {number} in this job: it has {len(told.incidents)}", 404)
+        raise Refused(f"this job does not have an incident {number}: it has {len(told.incidents)}", 404)
     first, last = known["seqs"]
     # Entries before the first sign belong to it, too: a fault that was injected, a worker that ended.
     around = store.entries(max(0, first - AROUND // 4), AROUND)
@@ -86,7 +86,8 @@ def series(store: Store, query: Mapping[str, str]) -> dict[str, Any]:
         return found
     if name not in names:
         raise Refused(
-            f"nothing is logged as {name[:64]!r} in this job; there is {', '.join(names) or 'nothing'}", 404
+            f"this job has not logged a value named {name[:64]!r}; logged names: {', '.join(names) or 'none'}",
+            404,
         )
     return found | {"figure": {"name": name, "columns": store.figure_series(name, first, last, points)}}
 
@@ -94,7 +95,7 @@ def series(store: Store, query: Mapping[str, str]) -> dict[str, Any]:
 def log(job_dir: Path, path: str) -> dict[str, Any]:
     """The last lines of a worker's log, if it is in the job's folder; else where it is."""
     if not path:
-        return {"path": None, "lines": [], "note": "where its output goes is not known"}
+        return {"path": None, "lines": [], "note": "the location of its output is not known"}
     # The path came from an agent. Nothing outside of the job's folder is shown, whatever it says.
     real, home = Path(path).resolve(), job_dir.resolve()
     if not real.is_relative_to(home) or not real.is_file():
