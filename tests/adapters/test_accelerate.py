@@ -233,12 +233,12 @@ def annealed(parameters) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("model", "optimizer", "what"),
     [
-        (torch.nn.Linear, torch.optim.LBFGS, r"LBFGS\.step wants a closure"),
+        (torch.nn.Linear, torch.optim.LBFGS, r"LBFGS\.step needs a closure"),
         (torch.nn.Linear, annealed, r"optimizer.*param_groups\.0\.anneal"),
         (
             lambda size, out: torch.nn.LazyLinear(out),
             lambda given: torch.optim.SGD(given, 0.1),
-            "has no shape",
+            "does not have a shape",
         ),
     ],
 )

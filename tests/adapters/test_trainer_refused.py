@@ -150,14 +150,14 @@ def test_parameters_that_appear_later_are_refused(tmp_path):
     model = Line()
     model.line = torch.nn.LazyLinear(1)
     trainer = adapter.Trainer(model=model, args=args(tmp_path), train_dataset=Four())
-    with pytest.raises(UsageError, match=r"line\.weight has no shape"):
+    with pytest.raises(UsageError, match=r"line\.weight does not have a shape"):
         trainer.train()
 
 
 def test_a_rule_for_a_buffer_that_is_not_there_is_refused(tmp_path):
     kind = adapter.wrap(transformers.Trainer, buffers={"model.seen": "sum"})
     trainer = kind(model=Line(), args=args(tmp_path), train_dataset=Four())
-    line = r'wrap\(Trainer, buffers=\{"model\.seen": "sum"\}\): no protected module has a buffer of this name'
+    line = r'wrap\(Trainer, buffers=\{"model\.seen": "sum"\}\): none of the protected modules has a buffer of this name'
     with pytest.raises(UsageError, match=line):
         trainer.train()
 

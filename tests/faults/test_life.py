@@ -121,7 +121,7 @@ entry(task)
 @pytest.mark.parametrize(
     ("source", "sentence"),
     [
-        (REFUSED, "UsageError: run.mesh(shard=3) makes replicas of 3 workers, and the job has 2"),
+        (REFUSED, "UsageError: run.mesh(shard=3) makes replicas of 3 workers, but the job has 2"),
         (
             "from holdfast.errors import UsageError\nraise UsageError('train.stpes: did you mean train.steps?')\n",
             "UsageError: train.stpes: did you mean train.steps?",
