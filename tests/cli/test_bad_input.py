@@ -32,8 +32,8 @@ CASES = {
         "must be a number or MIN:MAX (got 'many'), for example 4 or 2:4",
     ),
     "0 workers": (["--nproc-per-node", "0", "train.py"], "at least 1"),
-    "spares below 0": (["--spares", "-1", "train.py"], "--spares -1: leave it out, or give 0 or more"),
-    "another engine": (["--engine", "moon", "train.py"], "there are local, ssh, slurm, kubernetes and join"),
+    "spares below 0": (["--spares", "-1", "train.py"], "--spares must be at least 0 (got -1)"),
+    "another engine": (["--engine", "moon", "train.py"], "must be local, ssh, slurm, kubernetes or join"),
     "an option of Slurm": (["--partition", "p", "train.py"], "holdfast: --partition needs --engine slurm"),
     "options of hosts": (
         ["--hosts", "a,b", "--remote-python", "p", "train.py"],
@@ -49,7 +49,7 @@ CASES = {
     "no such rank": (["--nnodes", "2", "--fault", "kill-worker:rank=2", "train.py"], "ranks are 0 to 1"),
     "no such node": (["--nnodes", "2", "--fault", "kill-node:node=2", "train.py"], "nodes are 0 to 1"),
     "a rank that is none": (["--fault", "kill-worker:rank=x", "train.py"], "not a whole number"),
-    "no such fault": (["--fault", "kill-all", "train.py"], "there are kill-worker, kill-node"),
+    "no such fault": (["--fault", "kill-all", "train.py"], "choose one of kill-worker, kill-node"),
     "a fault without a time": (
         ["--fault", "raise:after=soon", "train.py"],
         "write for example 8s, 500ms or 2m",
@@ -60,11 +60,11 @@ CASES = {
     ),
     "an Xid on a node that is none": (["--fault", "xid=79,node=5", "train.py"], "there is no node 5"),
     "an unknown option": (["--spare", "1", "train.py"], "--spares"),
-    "a bad name": (["--job", "../escape", "train.py"], "use letters, digits"),
+    "a bad name": (["--job", "../escape", "train.py"], "may contain only letters, digits"),
     "no such preload": (["--preload", "torch,nope", "train.py"], "the module 'nope' was not found"),
     "a detection time that is too short": (["--detection", "0.01", "train.py"], "between 0.2 and 600"),
     "a stall factor that is too small": (["--stall-factor", "1", "train.py"], "between 2 and 1000"),
-    "budgets below 0": (["--max-restarts", "-1", "train.py"], "0 or more"),
+    "budgets below 0": (["--max-restarts", "-1", "train.py"], "must be at least 0"),
     "a report without a folder": (["--report", "nowhere/report.json", "train.py"], "nowhere does not exist"),
     "a report that is a folder": (["--report", ".", "train.py"], "this is a folder"),
     "a port that is none": (["--port", "70000", "train.py"], "between 0 and 65535"),
@@ -119,7 +119,7 @@ def test_a_home_that_cannot_be_one(holdfast, monkeypatch):
     monkeypatch.setenv("HOLDFAST_HOME", os.fsdecode(b"/tmp/bild-\xe4"))
     said = holdfast("run", "train.py")
     assert (said.code, said.out) == (2, "")
-    assert r"HOLDFAST_HOME b'/tmp/bild-\xe4' is not valid UTF-8: name another" in said.err
+    assert r"HOLDFAST_HOME b'/tmp/bild-\xe4' is not valid UTF-8: choose another folder" in said.err
 
     def none():
         raise RuntimeError("Could not determine home directory.")  # no HOME, and no entry in passwd
@@ -128,7 +128,7 @@ def test_a_home_that_cannot_be_one(holdfast, monkeypatch):
     monkeypatch.setattr("pathlib.Path.home", none)
     said = holdfast("ls")
     assert (said.code, said.out) == (2, "")
-    assert "this user has no home folder, and jobs need one: set HOLDFAST_HOME" in said.err
+    assert "this user does not have a home folder, in which jobs are stored: set HOLDFAST_HOME" in said.err
 
 
 def test_a_script_without_permission(refused, monkeypatch):
@@ -187,7 +187,8 @@ def test_a_job_that_runs_already(holdfast, home):
         folder.close()
     assert said.code == 2
     assert (
-        "a job named 'busy' is running: see `holdfast status --job busy`, or choose another --job" in said.err
+        "a job named 'busy' is running: see `holdfast status --job busy`, or choose another name with --job"
+        in said.err
     )
     assert sorted(folder.path.iterdir()) == before
     assert processes_of(home) == []

@@ -215,7 +215,7 @@ def test_a_tier_that_cannot_be_read(holdfast, two_tiers):
     near.write_text("no folder")
     said = holdfast("checkpoint", "ls", "--json")
     assert [r["place"] for r in json.loads(said.out)] == [f"{far}/step-4", f"{far}/step-8"]
-    assert f"skips a checkpoint: the disk tier {near}" in said.err
+    assert f"skipped a checkpoint: the disk tier {near}" in said.err
     said = holdfast("checkpoint", "verify")
     assert said.code == 1
     assert said.out.count(": complete") == 2
@@ -234,7 +234,7 @@ def test_the_next_start_takes_the_older_whole_one(home, saved):
     resume = folder.prepare(spec(folder), notes.append)
     folder.close()
     assert [d.step for d in resume.checkpoints] == [4]
-    assert list(resume.passed_over) == [n.removeprefix("skips a checkpoint: ") for n in notes]
+    assert list(resume.passed_over) == [n.removeprefix("skipped a checkpoint: ") for n in notes]
     assert len(notes) == 1
     assert "step-8" in notes[0]
     assert "cut short" in notes[0]

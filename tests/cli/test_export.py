@@ -102,9 +102,9 @@ def test_a_damaged_tier_is_passed_over(holdfast, tiers, tmp_path):
         (["out", "--step", "5"], "there is no checkpoint of step 5; there are checkpoints of steps 4, 8"),
         (["nowhere", "out"], "the folder nowhere does not exist"),
         (["near", "there"], "there exists: choose another folder"),
-        (["near", "there/out"], "there is not a folder: create it first"),
+        (["near", "there/out"], "there is not an existing folder: create it first"),
         (["near", "there.pt", "--format", "torch"], "there.pt exists: choose another file"),
-        (["near", "out.safetensors"], "give a folder's name"),
+        (["near", "out.safetensors"], "pass the name of a folder"),
         (["near", "far", "out"], "3 paths were given"),
         (["near", "out", "--max-shard-size", "5X"], "--max-shard-size must be a size (got '5X')"),
         (["near", "out", "--only", "x."], "there are epoch, model"),
@@ -127,9 +127,9 @@ def test_exports_that_are_refused(holdfast, tiers, tmp_path, arguments, why):
     [
         (["nowhere", "tier", "--step", "1"], "nowhere does not exist"),
         (["out.pt", "near", "--step", "4"], "near/step-4 exists: choose another --step"),
-        (["out.pt", "near/step-4", "--step", "5"], "near/step-4 is one checkpoint"),
+        (["out.pt", "near/step-4", "--step", "5"], "near/step-4 is a single checkpoint"),
         (["train.py", "tier", "--step", "5"], "train.py"),
-        (["out.pt", "ftp://tier", "--step", "5"], "no tier is called ftp"),
+        (["out.pt", "ftp://tier", "--step", "5"], "ftp is not a known kind of tier"),
     ],
 )
 def test_imports_that_are_refused(holdfast, tiers, tmp_path, arguments, why):

@@ -86,7 +86,7 @@ def test_a_file_with_an_error(holdfast, tmp_path):
     (tmp_path / "ours.toml").write_text('[[rule]]\nid = "ours"\nsource = "log"\npattern = "("\n')
     said = holdfast("health", "check", "ours.toml")
     assert said.code == 2
-    assert "ours.toml, line 4: ours: the pattern is no regular expression" in said.err
+    assert "ours.toml, line 4: ours: the pattern is not a regular expression" in said.err
 
 
 @pytest.mark.parametrize(

@@ -73,8 +73,8 @@ def test_a_flag_that_is_false_is_as_good_as_none(holdfast):
         ("file: other.yaml", "'file' is not an option"),
         ("- nnodes", "must contain a mapping of names to values"),
         ("a: [", "not valid YAML"),
-        ("spares: -1", "--spares -1: leave it out, or give 0 or more"),
-        ("engine: cloud", "--engine 'cloud': there are local"),
+        ("spares: -1", "--spares must be at least 0 (got -1)"),
+        ("engine: cloud", "--engine must be local"),
     ],
 )
 def test_what_is_wrong_in_it_is_named(holdfast, home, text: str, words: str):

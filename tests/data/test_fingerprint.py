@@ -47,7 +47,7 @@ def test_a_file_that_grew_is_named_with_what_changed(corpus):
         f"{corpus}.bin: bytes 300 -> 604, dtype uint16 -> int32, tokens 150 -> 151, content changed"
         in message
     )
-    assert "Put the data back as it was" in message
+    assert "Restore the data to resume" in message
 
 
 def test_an_edit_in_place(corpus):
@@ -81,7 +81,7 @@ def test_files_that_are_missing_or_new(tmp_path):
     paths = [write_megatron(tmp_path / f"part{n}", [[list(range(90))]]) for n in range(3)]
     before = saved(TokenDataset(paths, 5))
     message = said(before, TokenDataset(paths[:2], 5))
-    assert "it had 3 files, has 2" in message
+    assert "it had 3 files and now has 2" in message
     assert "part2.bin is missing" in message
     assert "part2.bin was not there" in said(saved(TokenDataset(paths[:2], 5)), TokenDataset(paths, 5))
 
@@ -106,7 +106,9 @@ def test_a_source_or_weight_of_a_mixture(corpus, tmp_path):
     assert "source 1: " in message
     assert "other.bin: bytes 180 -> 182" in message
     assert "corpus" not in message
-    assert "the mixture had 2 sources, has 1" in said(before, Mixture([(TokenDataset(corpus, 5), 1.0)]))
+    assert "the mixture had 2 sources and now has 1" in said(
+        before, Mixture([(TokenDataset(corpus, 5), 1.0)])
+    )
 
 
 def test_another_kind_of_data_set(corpus):

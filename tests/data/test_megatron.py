@@ -113,8 +113,11 @@ LENGTHS, POINTERS, FIRSTS = HEADER.size, HEADER.size + 4 * 4, HEADER.size + 12 *
     [
         (lambda data: data.clear(), "is not a Megatron index"),
         (changed(0, b"PK"), "is not a Megatron index"),
-        (changed(0, b"TNTIDX\x00\x00"), "format of before 2019"),
-        (lambda data: data.__delitem__(slice(20, None)), "cut short: it has 20 bytes, its header alone 34"),
+        (changed(0, b"TNTIDX\x00\x00"), "format used before 2019"),
+        (
+            lambda data: data.__delitem__(slice(20, None)),
+            "cut short: it has 20 bytes, but its header alone needs 34",
+        ),
         (changed(9, struct.pack("<Q", 2)), "has version 2; only version 1"),
         (changed(17, b"\x07"), "dtype code 7, which is not an integer type"),
         (changed(17, b"\x63"), "dtype code 99"),

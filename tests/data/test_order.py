@@ -191,7 +191,7 @@ def test_what_has_no_order_is_refused(call, says):
 
 
 def test_fractions_are_no_positions():
-    with pytest.raises(TypeError, match="give integers"):
+    with pytest.raises(TypeError, match="must be integers"):
         SampleOrder(10, seed=0).at_many(np.array([0.5]))
     with pytest.raises(TypeError):
         SampleOrder(10, seed=0).at(0.5)

@@ -143,7 +143,7 @@ def test_sample_numbers_are_a_flat_list_of_integers(save, ids):
     [
         (np.zeros(0, dtype=np.uint8), "holds 0 tokens"),
         (np.zeros(3, dtype=np.uint8), "holds 3 tokens, but one sample of seq_len 3 needs 4"),
-        (np.zeros((4, 4), dtype=np.uint8), r"shape \(4, 4\); tokens must be 1-D"),
+        (np.zeros((4, 4), dtype=np.uint8), r"shape \(4, 4\), but tokens must be 1-D"),
         (np.zeros(9, dtype=np.float32), "cannot be of dtype float32; use one of uint8"),
         (np.zeros(9, dtype=bool), "cannot be of dtype bool"),
         (np.array([{}] * 9, dtype=object), "not a readable .npy file"),
@@ -160,7 +160,7 @@ def test_an_array_that_is_no_token_stream_is_refused(save, array, says):
     ("name", "content", "dtype", "says"),
     [
         ("a.bin", b"", "uint8", "is empty"),
-        ("a.bin", b"abcdef", None, "say what it holds"),
+        ("a.bin", b"abcdef", None, "specify the type of its tokens"),
         ("a.bin", b"abcde", "uint16", "not a whole number of uint16 tokens"),
         ("a.bin", b"abcdefgh", "float16", "cannot be of dtype float16"),
         ("a.bin", b"abcdefgh", "words", "cannot be of dtype words"),

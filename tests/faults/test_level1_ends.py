@@ -186,7 +186,7 @@ def test_stopped_at_once_the_memory_stays_as_after_a_kill(tmp_path, tiers, gates
         kill_all(tmp_path, process)
     else:
         process.send_signal(signal.SIGINT)
-        wait_for(process, "press Ctrl-C again to stop at once")
+        wait_for(process, "press Ctrl-C again to stop immediately")
         process.send_signal(signal.SIGINT)
         assert finish(process, tmp_path).report["outcome"] == "killed"
     (tmp_path / "near").unlink()

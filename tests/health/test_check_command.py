@@ -53,7 +53,7 @@ def test_the_exit_code_says_how_it_is(holdfast, monkeypatch, condition, code):
     [
         (("--folder", "/none"), "there is no such folder"),
         (("--seconds", "-1"), "--seconds -1"),
-        (("--json", "/none/x.json"), "there is no folder /none"),
+        (("--json", "/none/x.json"), "/none does not exist"),
         (("node1",), "there is no job in"),
     ],
 )

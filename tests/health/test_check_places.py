@@ -218,7 +218,7 @@ def test_refused(holdfast, tmp_path, of, args, message):
 
 def test_a_file_that_cannot_be_written_is_refused_first(holdfast, tmp_path):
     fleet = Racks("aabb")
-    for file, why in ((tmp_path / "none" / "t", "there is no folder"), (tmp_path, "Is a directory")):
+    for file, why in ((tmp_path / "none" / "t", "does not exist"), (tmp_path, "Is a directory")):
         code, _, err = holdfast(fleet, state(0, 4), "--write-topology", file)
         assert (code, why in err, fleet.orders) == (2, True, [])
 

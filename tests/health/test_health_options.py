@@ -47,7 +47,7 @@ def test_files_are_named_from_the_root(tmp_path, monkeypatch):
         (HealthOptions(dry_run_rules=("no-such-rule",)), "no rule is called 'no-such-rule'"),
         (HealthOptions(watch=False, dry_run_rules=("*",)), "--no-health"),
         (HealthOptions(history="mysql://x/y"), "postgresql://"),
-        (HealthOptions(history="none/nodes.sqlite"), "there is no folder"),
+        (HealthOptions(history="none/nodes.sqlite"), "does not exist"),
         (HealthOptions(hooks=Path("none")), "there is no such folder"),
     ],
 )

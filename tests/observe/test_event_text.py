@@ -70,7 +70,7 @@ SAMPLES = {
     "snapshot-back": {"step": 120, "generation": 3},
     "checkpoint-skipped": {"step": 140, "url": LONG, "older": 120},
     "tier-slow": {"step": 120, "url": LONG, "silent_s": 30.0, "nbytes": 3 << 28, "total_bytes": 3 << 30},
-    "tier-failed": {"step": 120, "url": LONG, "reason": "the disk is full: make room"},
+    "tier-failed": {"step": 120, "url": LONG, "reason": "the disk is full: free some space"},
     "waiting": {"workers": 1, "target": 4},
     "restart": {"generation": 2, "reason": "killed by signal 9 (SIGKILL)"},
     "finding": {"node": "node2", "subject": "gpu 0", "rule": "xid-79", "dry_run": False, "evidence": "Xid 79",

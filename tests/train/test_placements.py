@@ -333,7 +333,9 @@ def test_the_guard_knows_a_gathered_parameter_from_a_replaced_one():
 
 
 def test_degrees_that_cannot_be():
-    with pytest.raises(UsageError, match=r"run\.mesh\(shard=1, tensor=1, context=0\): all must be at least 1"):
+    with pytest.raises(
+        UsageError, match=r"run\.mesh\(shard=1, tensor=1, context=0\): all must be at least 1"
+    ):
         Sharding((1, 1), 0, torch.device("cpu"), "127.0.0.1", 4, lambda begins: None, context=0)
     with pytest.raises(UsageError, match=r"run\.mesh\(shard=1, context=3\) makes replicas of 3 workers"):
         Sharding((1, 1), 0, torch.device("cpu"), "127.0.0.1", 4, lambda begins: None, context=3)

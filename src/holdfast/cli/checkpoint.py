@@ -359,7 +359,7 @@ def find(
             if len(tiers) == 1:
                 raise
             reasons.append(str(error))
-            _note(f"skips a checkpoint: {error}")
+            _note(f"skipped a checkpoint: {error}")
     if not found and reasons:
         raise TierError("; ".join(reasons))
     if not found:

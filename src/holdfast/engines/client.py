@@ -82,10 +82,12 @@ class FolderReach:
         try:
             self._token = read_stored_word(
                 self._job_dir / "token",
-                "without it no command reaches the running job; stop its launcher with Ctrl-C",
+                "without this file no command can reach the running job; stop its launcher with Ctrl-C",
             )
         except FileNotFoundError:
-            raise UsageError(f"there is no job {self._job_dir.name!r} in {self._job_dir.parent}") from None
+            raise UsageError(
+                f"the job {self._job_dir.name!r} does not exist in {self._job_dir.parent}"
+            ) from None
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -175,7 +177,7 @@ class JobClient:
 
     @property
     def _unreadable(self) -> str:
-        return f"what the coordinator of the job {self._name!r} answers cannot be read"
+        return f"the answer of the coordinator of the job {self._name!r} cannot be read"
 
     async def _request(self, method: str, path: str, body: str = "", repeat: bool = False) -> bytes:
         deadline = time.monotonic() + PATIENCE_S

@@ -171,10 +171,9 @@ def _check(declared: Declared, value: Any) -> None:
     if low is not None and high is not None:
         allowed = f"between {low:g} and {high:g}{unit}"
     else:
-        limit = f"{low:g}{unit} or more" if low is not None else f"{high:g}{unit} or less"
-        allowed = f"give {limit}" if declared.default is MISSING else f"leave it out, or give {limit}"
+        allowed = f"at least {low:g}{unit}" if low is not None else f"at most {high:g}{unit}"
     example = f", for example {option.example}" if option.example else ""
-    raise UsageError(f"{flag} {value:g}: {allowed}{example}")
+    raise UsageError(f"{flag} must be {allowed} (got {value:g}){example}")
 
 
 def _fields(options: Any) -> Iterator[tuple[dataclasses.Field[Any], Any, tuple[Any, ...]]]:
