@@ -253,7 +253,7 @@ def test_every_tensor_goes_to_the_device():
         (lambda: hf.data.shuffled(Stream()), "not a map-style dataset"),
         (lambda: hf.data.shuffled(Noisy(), workers=-1), "workers=-1"),
         (lambda: hf.data.shuffled(Noisy(), steps_ahead=0), "steps_ahead must be at least 1"),
-        (lambda: hf.data.shuffled(Noisy(), memory="much"), "memory must be a size (got 'much')"),
+        (lambda: hf.data.shuffled(Noisy(), memory="much"), r"memory must be a size \(got 'much'\)"),
         (lambda: hf.data.shuffled(hf.data.shuffled(Noisy())), "call it only once"),
         (
             lambda: batches(hf.data.shuffled(Noisy(), collate=lambda s: s)),

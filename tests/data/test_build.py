@@ -155,7 +155,7 @@ def test_parquet_that_cannot_be_read(tmp_path):
     assert make(source, prefix=tmp_path / "out", reading=Reading(skip_bad=True)).skipped == 1
     with pytest.raises(UsageError, match="does not have a column 'body'; choose one of other, text"):
         make(source, prefix=tmp_path / "none", reading=Reading(field="body"))
-    with pytest.raises(UsageError, match=r"column 'other' of .* holds int64, not text"):
+    with pytest.raises(UsageError, match=r"column 'other' of .* contains int64, not text"):
         make(source, prefix=tmp_path / "none", reading=Reading(field="other"))
     (tmp_path / "no.parquet").write_bytes(b"PAR1 not")
     with pytest.raises(UsageError, match=r"no\.parquet is not a readable Parquet file"):
@@ -275,17 +275,17 @@ def test_text_that_is_not_utf8_is_only_a_trouble_for_tokenizers(tmp_path, tokeni
     [
         (
             {"dtype": "uint8"},
-            "--dtype uint8 holds numbers up to 255, but tokens go up to 304; .* or give uint16",
+            "--dtype uint8 holds numbers up to 255, but tokens go up to 304; .* or use uint16",
         ),
         (
             {"dtype": "uint32"},
             "--dtype uint32 is not available for megatron files; choose one of uint8, uint16, int32",
         ),
-        ({"dtype": "words"}, "--dtype words is not one"),
+        ({"dtype": "words"}, "--dtype words is not available"),
         ({"eod": "<nothing>"}, "does not have a token '<nothing>'"),
         ({"eod": "<end>", "eod_id": 1}, "specify the token that ends documents"),
-        ({"eod_id": -1}, "--eod-id -1 is not a token"),
-        ({"eod_id": 2**31}, "is not a token"),
+        ({"eod_id": -1}, "--eod-id must be between 0"),
+        ({"eod_id": 2**31}, "must be between 0"),
         ({"tokenizer": "nowhere.json"}, "nowhere.json cannot be read .No such file"),
         (
             {"tokenizer": "bytes", "eod": "<end>"},
@@ -370,7 +370,7 @@ def test_a_disk_that_is_full(tmp_path, most_bytes):
     source = jsonl(tmp_path / "in.jsonl", [f"{n:100}" for n in range(100)])
     with (
         files_up_to(most_bytes),
-        pytest.raises(DataError, match="could not be written: File too large; make room"),
+        pytest.raises(DataError, match="could not be written: File too large; free some space"),
     ):
         make(source, prefix=tmp_path / "out", unit_bytes=2000)
     assert not (tmp_path / "out.idx").exists()

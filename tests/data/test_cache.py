@@ -388,7 +388,7 @@ def test_local_paths_are_left_alone(tmp_path):
     [
         ("s3://bucket/x.npy", "", "is a remote file: specify a folder"),
         ("s3://bucket/x.npy", "/tmp,sise=1G", "unknown 'sise'"),
-        ("s3://bucket/x.npy", "/tmp,size=big", "size must be a size (got 'big')"),
+        ("s3://bucket/x.npy", "/tmp,size=big", "size must be a size .got 'big'."),
         ("s3://bucket/x.npy", ",size=1G", "must begin with a folder"),
         ("s3://bucket/x.npy", "/proc/none", "specify a folder that can be written"),
         ("s3://bucket", "CACHE", "not the URL of a remote file"),

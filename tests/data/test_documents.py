@@ -104,7 +104,7 @@ def test_the_fingerprint_sees_where_documents_begin_only_where_it_matters(tmp_pa
 
 def test_bad_arguments(tmp_path):
     np.save(tmp_path / "flat.npy", np.arange(50, dtype=np.uint8))
-    with pytest.raises(ValueError, match="does not say where documents begin"):
+    with pytest.raises(ValueError, match="does not contain the beginnings of documents"):
         TokenDataset(tmp_path / "flat.npy", 4, documents="padded")
     with pytest.raises(ValueError, match="must be 'packed' or 'padded'"):
         TokenDataset(tmp_path / "flat.npy", 4, documents="stacked")

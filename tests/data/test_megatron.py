@@ -84,7 +84,7 @@ def test_a_pair_without_one_of_the_two(pair):
     bin_, idx = pair.with_suffix(".bin"), pair.with_suffix(".idx")
     content = idx.read_bytes()
     idx.unlink()
-    with pytest.raises(FileNotFoundError, match=r"corpus\.bin has no corpus\.idx beside it"):
+    with pytest.raises(FileNotFoundError, match=r"corpus\.bin needs corpus\.idx in the same folder"):
         TokenDataset(pair, 3)
     assert len(TokenDataset(bin_, 3, "uint16").tokens) == 10  # its name and dtype: raw
     idx.write_bytes(content)
@@ -94,7 +94,7 @@ def test_a_pair_without_one_of_the_two(pair):
 
 
 def test_a_dtype_that_contradicts_the_index(pair):
-    with pytest.raises(ValueError, match=r"holds uint16, not int32, says corpus\.idx"):
+    with pytest.raises(ValueError, match=r"contains uint16, not int32, according to corpus\.idx"):
         TokenDataset(pair, 3, "int32")
 
 

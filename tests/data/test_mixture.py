@@ -193,7 +193,7 @@ def test_weights_that_do_not_work(weights, says):
 def test_sources_that_do_not_work(files, tmp_path):
     with pytest.raises(ValueError, match=r"source 1 of the mixture, Numbers\(0\), is empty"):
         Mixture([(Numbers(1), 0.5), (Numbers(0), 0.5)])
-    with pytest.raises(ValueError, match=r"source 0 .* has no batch"):
+    with pytest.raises(ValueError, match=r"source 0 .* does not have batch"):
         Mixture([([1, 2], 1.0)])
     longer = TokenDataset(tmp_path / "0.npy", 5)
     with pytest.raises(
@@ -212,7 +212,7 @@ def test_positions_and_numbers_that_are_not_there():
     with pytest.raises(TypeError, match="must be integers"):
         mixture.order(0).at_many([0.5])
     for ids in ([10], [-1]):
-        with pytest.raises(IndexError, match="holds 10 samples"):
+        with pytest.raises(IndexError, match="has 10 samples"):
             mixture.batch(ids)
 
 

@@ -126,9 +126,9 @@ def test_the_fingerprint_sees_length_dtype_seq_len_and_both_ends(save):
 @pytest.mark.parametrize("ids", [[-1], [0, 4]])
 def test_a_sample_that_is_not_there_is_an_index_error(save, ids):
     data = TokenDataset(save(np.arange(13, dtype=np.uint8)), seq_len=3)
-    with pytest.raises(IndexError, match="holds 4 samples"):
+    with pytest.raises(IndexError, match="has 4 samples"):
         data.batch(ids)
-    with pytest.raises(IndexError, match="holds 4 samples"):
+    with pytest.raises(IndexError, match="has 4 samples"):
         data[ids[-1]]
 
 
@@ -183,7 +183,7 @@ def test_a_file_that_was_cut_short_is_refused(save):
 
 
 def test_a_dtype_that_contradicts_the_file_is_refused(save):
-    with pytest.raises(ValueError, match="holds uint8, not uint16"):
+    with pytest.raises(ValueError, match="contains uint8, not uint16"):
         TokenDataset(save(np.zeros(9, dtype=np.uint8)), seq_len=3, dtype="uint16")
 
 

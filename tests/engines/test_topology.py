@@ -123,7 +123,7 @@ def test_only_hosts_that_may_be_the_jobs_count(tmp_path):
     assert len(plan_places(options, "slurm", ())) == 6
     with pytest.raises(UsageError, match="does not name any of this job's nodes, which are x1, x2"):
         plan_places(options, "ssh", ("x1", "x2"))
-    with pytest.raises(UsageError, match="give one of them"):
+    with pytest.raises(UsageError, match="pass only one of them"):
         plan_places(NodeOptions(topology=file, racks=2), "local", ())
 
 

@@ -159,7 +159,10 @@ def test_a_template_keeps_what_it_says(tmp_path: Path):
             "nowhere.py: No such file or directory",
         ),
         ({"kubernetes": ours(pod_template=Path("/nowhere.yaml"))}, "--pod-template /nowhere.yaml"),
-        ({"kubernetes": ours(gang="PodGroup", queue="team-a")}, "--gang PodGroup with --queue team-a"),
+        (
+            {"kubernetes": ours(gang="PodGroup", queue="team-a")},
+            "--gang PodGroup cannot be combined with --queue team-a",
+        ),
         ({"kubernetes": ours(gang_queue="team-a")}, "--gang-queue team-a: --gang is missing"),
         ({"kubernetes": ours(gang="PodGroup", gang_queue="team-a")}, "--gang-queue team-a: Kubernetes' own"),
         ({"kubernetes": ours(gang="KAI")}, "--gang KAI needs --gang-queue NAME"),
@@ -169,11 +172,11 @@ def test_a_template_keeps_what_it_says(tmp_path: Path):
         ),
         (
             {"kubernetes": ours(queue="team-a", queue_topology="rack")},
-            "--queue-topology rack: required=LABEL or preferred=LABEL",
+            "--queue-topology must be required=LABEL or preferred=LABEL (got rack)",
         ),
         (
             {"kubernetes": ours(queue="team-a", queue_topology="required=")},
-            "--queue-topology required=: required=LABEL or preferred=LABEL",
+            "--queue-topology must be required=LABEL or preferred=LABEL (got required=)",
         ),
     ],
 )

@@ -73,7 +73,7 @@ def test_what_is_missing_is_asked_for():
         UsageError, match="specify --gpu-hours 10M, or --tokens 15T and --tokens-per-gpu-s 400"
     ):
         read({"nodes": 4}, as_flags=True)
-    with pytest.raises(UsageError, match="give gpu_hours: 10M, or tokens"):
+    with pytest.raises(UsageError, match="specify gpu_hours: 10M, or tokens"):
         read({"nodes": 4, "rate": 0})
     with pytest.raises(UsageError, match="rate is missing"):
         read({"nodes": 4, "gpu_hours": 5})
