@@ -87,7 +87,7 @@ def test_a_manifest_that_somebody_edited(archive):
     ("change", "why"),
     [
         ({"world": 3}, "does not name all 3 shards"),
-        ({"format": FORMAT + 1}, "update it"),
+        ({"format": FORMAT + 1}, "update Holdfast"),
         ({"step": 4}, "was the folder renamed"),
     ],
 )

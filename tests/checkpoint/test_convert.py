@@ -390,7 +390,7 @@ def test_torch_save_that_the_disk_refuses(archive, tmp_path):
 
 def test_room_is_asked_for_before(tmp_path):
     check_room(tmp_path, 10, 10)
-    with pytest.raises(TierError, match=r"it takes 2.00 GB, and 5 B are free"):
+    with pytest.raises(TierError, match=r"it needs 2.00 GB, but only 5 B are free"):
         check_room(tmp_path, 2 * 10**9, 5)
 
 
@@ -399,8 +399,16 @@ def test_room_is_asked_for_before(tmp_path):
     [
         ({"a": {"b": 1}, "a.b": 2}, {}, "two entries are named a.b"),
         ({"rank-3": {"a": 1}}, {}, "'rank-3' is reserved for the state of one rank"),
-        ({"a": torch.ones(2, dtype=torch.complex128)}, {}, "no complex128; export with --format torch"),
-        ({"model": {"w": 1}, "epoch": 2}, {"only": "modle."}, "begins with 'modle.'; there are epoch, model"),
+        (
+            {"a": torch.ones(2, dtype=torch.complex128)},
+            {},
+            "does not support complex128; export with --format torch",
+        ),
+        (
+            {"model": {"w": 1}, "epoch": 2},
+            {"only": "modle."},
+            "begins with 'modle.'; names begin with epoch, model",
+        ),
     ],
 )
 def test_states_that_cannot_be_exported(archive, tmp_path, state, options, why):
@@ -446,8 +454,8 @@ def test_files_that_are_cut_short(tmp_path, nbytes):
     ("what", "why"),
     [
         ({"a": Foreign()}, "contains objects that could run code"),
-        ([1, 2], "holds a list: save a dict"),
-        (torch.ones(2), "holds a Tensor: save a dict"),
+        ([1, 2], "contains a list: save a dict"),
+        (torch.ones(2), "contains a Tensor: save a dict"),
         ({1: torch.ones(2)}, "keys that are not strings"),
         ({"a": {"b": {1, 2}}}, r"a\.b: a set is neither"),
         ({"a": torch.eye(3).to_sparse()}, "a: a torch.sparse_coo .* cannot be saved"),
@@ -466,7 +474,7 @@ def test_files_that_are_something_else(tmp_path):
     refused(tmp_path / "b", tmp_path, "cannot be read|holds objects")
     refused(tmp_path / "nowhere", tmp_path, "nowhere does not exist")
     (tmp_path / "folder").mkdir()
-    refused(tmp_path / "folder", tmp_path, "has no .safetensors file")
+    refused(tmp_path / "folder", tmp_path, "does not contain a .safetensors file")
 
 
 def test_a_file_from_before_torch_1_6(tmp_path):
@@ -507,7 +515,7 @@ def test_an_export_that_is_not_whole(export, tmp_path):
     one.unlink()
     refused(export, tmp_path, "names model-00001-of-00003.safetensors, which does not exist")
     save_file({"m.7": torch.ones(1)}, one)
-    refused(export, tmp_path, r"only one of them has m\.0, m\.7")
+    refused(export, tmp_path, r"only one of them contains m\.0, m\.7")
     one.write_bytes(data)
     assert len(read_portable(export / INDEX)) == 1
     edit(export / INDEX, lambda d: d["weight_map"].update({"m.0": "../x"}))
@@ -520,12 +528,12 @@ def test_an_export_that_is_not_whole(export, tmp_path):
     ("change", "why"),
     [
         (lambda d: d.clear(), "values.json names 'format'"),
-        (lambda d: d.update(format=2), "update it"),
+        (lambda d: d.update(format=2), "update Holdfast"),
         (lambda d: d["values"].clear(), "names 'epoch', which does not exist"),
         (lambda d: d["nesting"][0].pop("m"), r"does not name m\.0, m\.1, m\.2"),
         (lambda d: d["nesting"].clear(), "does not name"),
         (lambda d: d["nesting"][0].update(epoch=3), "was not written by an export"),
-        (lambda d: d["nesting"][0].update(epoch=["?", 3]), "a different version"),
+        (lambda d: d["nesting"][0].update(epoch=["?", 3]), "another version"),
         (lambda d: d.update(values=[]), "was not written by an export"),
     ],
 )
@@ -561,7 +569,7 @@ def test_views_and_tied_tensors_of_torch(archive, tmp_path):
 
 def test_a_step_that_exists(export, archive, tmp_path):
     before = archive.manifest(4)
-    with pytest.raises(UsageError, match="step-4 exists: choose another --step"):
+    with pytest.raises(UsageError, match="step-4 already exists: choose another --step"):
         import_checkpoint(export, archive, 4)
     assert archive.verify(4) == before
     with pytest.raises(UsageError, match="is a single checkpoint: pass the folder that contains it"):

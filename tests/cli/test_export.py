@@ -126,7 +126,7 @@ def test_exports_that_are_refused(holdfast, tiers, tmp_path, arguments, why):
     ("arguments", "why"),
     [
         (["nowhere", "tier", "--step", "1"], "nowhere does not exist"),
-        (["out.pt", "near", "--step", "4"], "near/step-4 exists: choose another --step"),
+        (["out.pt", "near", "--step", "4"], "near/step-4 already exists: choose another --step"),
         (["out.pt", "near/step-4", "--step", "5"], "near/step-4 is a single checkpoint"),
         (["train.py", "tier", "--step", "5"], "train.py"),
         (["out.pt", "ftp://tier", "--step", "5"], "ftp is not a known kind of tier"),

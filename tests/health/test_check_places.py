@@ -241,7 +241,7 @@ def test_nobody_is_blamed_for_being_far_away():
     fleet = Racks("aabb")
     news = asyncio.run(fleet.check(EVERY, state(1, 3)))
     assert (len(news.pairs), fleet.found) == (6, {})
-    with pytest.raises(UsageError, match="needs 3 nodes"):
+    with pytest.raises(UsageError, match="needs at least 3 nodes"):
         fleet.runs.begin(EVERY, state(1, 1))
 
 
