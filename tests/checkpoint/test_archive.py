@@ -241,7 +241,7 @@ for _ in range(2 * MOST_DEPTH):
         ({"a": ["T", -1]}, "there is no tensor -1"),
         ({"a": ["T", "0"]}, "there is no tensor '0'"),
         ({"a": "d"}, r"is not \[kind, value\]"),
-        ({"a": ["d", 5]}, "is no list"),
+        ({"a": ["d", 5]}, "is not a list"),
         ({"a": ["d", [["k"]]]}, "is not a list of keys"),
         ({"a": ["d", [[["k"], ["x", 1]]]]}, "is not a list of keys"),
         ({"a": ["w", [1, 2]]}, "says nothing about itself"),
