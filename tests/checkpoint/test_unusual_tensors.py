@@ -629,7 +629,7 @@ def test_dcp_refuses_what_it_has_one_entry_for(tmp_path):
             storage_writer=TieredWriter(to=str(tmp_path)),
             no_dist=True,
         )
-    assert "own: a Quantized is made of other tensors" in str(refused.value)
+    assert "own: a Quantized consists of several tensors" in str(refused.value)
 
 
 def test_the_form_in_which_it_is_saved():

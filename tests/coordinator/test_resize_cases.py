@@ -263,7 +263,7 @@ def test_a_node_that_left_and_missed_it_is_told_again():
 
 def test_a_node_that_is_not_there_or_leaves_already_cannot_be_drained():
     desk = running(2, min_nodes=2)
-    with pytest.raises(UsageError, match="there are n0, n1"):
+    with pytest.raises(UsageError, match="its nodes are n0, n1"):
         check_drain(desk.state, "n9")
     desk.do(e.NodeGoing("n1", "maintenance"))
     with pytest.raises(UsageError, match="already leaving: maintenance"):

@@ -89,7 +89,9 @@ def test_files_that_are_missing_or_new(tmp_path):
 def test_other_options(corpus):
     before = saved(TokenDataset(corpus, 5))
     assert "seq_len was 5 and is now 6" in said(before, TokenDataset(corpus, 6))
-    assert "documents was packed and is now padded" in said(before, TokenDataset(corpus, 5, documents="padded"))
+    assert "documents was packed and is now padded" in said(
+        before, TokenDataset(corpus, 5, documents="padded")
+    )
 
 
 def test_a_source_or_weight_of_a_mixture(corpus, tmp_path):
