@@ -198,7 +198,7 @@ def test_what_needs_a_running_job(holdfast, job, command):
 def test_no_such_job(holdfast, job, command):
     said = holdfast(command, "--job", "other")
     assert said.code == 2
-    assert "there is no job 'other'" in said.err
+    assert "the job 'other' does not exist" in said.err
     assert "the newest are done" in said.err
 
 
