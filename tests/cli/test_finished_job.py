@@ -199,7 +199,7 @@ def test_no_such_job(holdfast, job, command):
     said = holdfast(command, "--job", "other")
     assert said.code == 2
     assert "the job 'other' does not exist" in said.err
-    assert "the newest are done" in said.err
+    assert "the newest jobs are done" in said.err
 
 
 @pytest.mark.parametrize("command", ["status", "events", "logs", "report", "stop"])

@@ -98,7 +98,7 @@ def test_a_file_with_an_error(holdfast, tmp_path):
         (["xid=79", "code=80"], "code is given twice"),
         (["ecc:code=3"], "only a fault xid takes a code"),
         (["link-down:phase=vote"], "faults of a machine do not depend on the phase of a step"),
-        (["readonly-fs", "disk=sda"], "'disk=sda' is not one of"),
+        (["readonly-fs", "disk=sda"], "'disk=sda' must be KEY=VALUE"),
         (["xid=79", "node=1", "rank=1"], "rank= and node= cannot be combined"),
     ],
 )

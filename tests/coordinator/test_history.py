@@ -131,7 +131,7 @@ def test_a_machine_is_found_by_what_people_call_it():
     entries = [entry("serial:A17"), entry("serial:B17"), entry("serial:B17")]
     assert find_machine(entries, "serial:A17") == find_machine(entries, "A17") == "serial:A17"
     assert find_machine(entries, "node-serial:B17") == "serial:B17"
-    with pytest.raises(UsageError, match="may be serial:A17, serial:B17"):
+    with pytest.raises(UsageError, match="choose one of serial:A17, serial:B17"):
         find_machine(entries, "17")
     with pytest.raises(UsageError, match="node ls"):
         find_machine(entries, "C")
