@@ -113,7 +113,7 @@ def test_what_nobody_recorded_is_not_known(holdfast, home):
         (("nowhere",), "the folder nowhere does not exist on this machine"),
         (("record", "--most", "100"), "more than --most 100 B"),
         (("record", "--job", "other"), "is the record of the job 'done', not of 'other'"),
-        (("home",), "records of no job"),
+        (("home",), "records of no job were found"),
     ],
 )
 def test_what_is_refused_leaves_no_answer(holdfast, job, record, args, said):

@@ -201,7 +201,7 @@ def check(*folders: str | os.PathLike[str], seen: Callable[[int], None] = lambda
     if len({(h.job, h.samples) for h in heads}) != 1:
         jobs = ", ".join(sorted({h.job for h in heads})) or "no job"
         raise UsageError(
-            f"{', '.join(map(str, folders))}: this contains records of {jobs}; specify the folder of exactly one job and "
+            f"{', '.join(map(str, folders))}: records of {jobs} were found there; specify the folder of exactly one job and "
             "data set"
         )
     began_ns: dict[str, int] = {}
