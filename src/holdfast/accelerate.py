@@ -28,8 +28,11 @@ backend.leave_out()
 __all__ = ["Accelerator"]
 
 
-_STARTS = "it starts processes of its own; start the script with `holdfast run`, which does"
-_SPLITS = "a replica is one process here; shard with holdfast.start(main) and run.mesh() (docs/sharded.md)"
+_STARTS = "it would start processes itself; start the script with `holdfast run`, which starts the workers"
+_SPLITS = (
+    "with this Accelerator a replica is one process; to shard, use holdfast.start(main) and run.mesh() "
+    "(docs/sharded.md)"
+)
 REFUSED = {
     "notebook_launcher": _STARTS,
     "debug_launcher": _STARTS,

@@ -38,6 +38,6 @@ def warn_of_stranger(file: str) -> None:
 def way_out() -> str:
     """What to do about it."""
     return (
-        f"It is another project, and has files of the same names as {NAME}: pip uninstall holdfast, then pip install "
-        f"--force-reinstall --no-deps {NAME}"
+        f"That is another project, whose files have the same names as those of {NAME}: pip uninstall holdfast, then "
+        f"pip install --force-reinstall --no-deps {NAME}"
     )

@@ -63,7 +63,10 @@ def parse_settings(text: str, name: str = VARIABLE) -> Settings:
     as_json = "json" in words
     levels = [word for word in words if word != "json"]
     if len(levels) > 1 or any(level not in LEVELS for level in levels):
-        raise UsageError(f"{name} {text!r}: write one of {', '.join(LEVELS)}, for example debug or info,json")
+        raise UsageError(
+            f"{name} must be one of {', '.join(LEVELS)}, with or without ,json (got {text!r}), for example debug or "
+            "info,json"
+        )
     return Settings(LEVELS[levels[0]] if levels else None, as_json)
 
 

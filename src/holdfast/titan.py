@@ -33,14 +33,14 @@ def prepared(config: Any) -> Any:
     if hasattr(config.loss, "num_chunks"):
         # Each chunk has a backward pass of its own, within the forward pass. The inner loss of all tokens at once is the
         # same sum, and takes the memory of all logits.
-        logger.info("holdfast: the loss is computed at once, and not in chunks")
+        logger.info("holdfast: the loss is computed as a whole, not in chunks")
         config.loss = config.loss.loss_fn
     if not config.training.disable_cuda_graphs:
         logger.info("holdfast: without CUDA graphs")
         config.training.disable_cuda_graphs = True
     if getattr(config.checkpoint, "async_mode", "disabled") != "disabled":
         # It would make a process group for them, before the workers are connected.
-        logger.info("holdfast: torchtitan's checkpoints are written at once, while one replica waits")
+        logger.info("holdfast: torchtitan's checkpoints are written synchronously, while one replica waits")
         config.checkpoint.async_mode = "disabled"
     if config.debug.seed is None:
         # Without one torchtitan broadcasts one, before the workers of a replica are connected.

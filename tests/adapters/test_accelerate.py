@@ -151,7 +151,7 @@ def test_loaders_that_cannot_be_dealt(accelerator, loader, what):
 
 
 def test_steps_before_prepare(accelerator):
-    with pytest.raises(UsageError, match="has no model"):
+    with pytest.raises(UsageError, match="does not have a model"):
         next(accelerator.steps(DataLoader(torch.zeros(4, 2), shuffle=True), until=1))
 
 
@@ -177,7 +177,7 @@ def test_accelerates_own_fsdp_by_the_environment():
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
     assert ran.returncode == 1
-    assert "without `accelerate launch`" in ran.stderr
+    assert "not with `accelerate launch`" in ran.stderr
 
 
 def test_the_seams_of_accelerate():
@@ -233,12 +233,12 @@ def annealed(parameters) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("model", "optimizer", "what"),
     [
-        (torch.nn.Linear, torch.optim.LBFGS, r"LBFGS\.step wants a closure"),
+        (torch.nn.Linear, torch.optim.LBFGS, r"LBFGS\.step needs a closure"),
         (torch.nn.Linear, annealed, r"optimizer.*param_groups\.0\.anneal"),
         (
             lambda size, out: torch.nn.LazyLinear(out),
             lambda given: torch.optim.SGD(given, 0.1),
-            "has no shape",
+            "does not have a shape",
         ),
     ],
 )
@@ -255,7 +255,7 @@ def test_what_is_registered_belongs_to_the_state(accelerator):
     average = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(2, 1))
     accelerator.register_for_checkpointing(average)
     counted = []
-    with pytest.raises(StateChanged, match=r"registered.*; or leave it out of register_for_ch"):  # noqa: PT012
+    with pytest.raises(StateChanged, match=r"registered.*; or do not pass it to register_for_ch"):  # noqa: PT012
         for step in accelerator.steps(loader, until=3):
             with step:
                 for batch in step:

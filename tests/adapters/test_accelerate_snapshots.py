@@ -124,7 +124,7 @@ def test_a_save_within_a_loop_over_other_data_is_refused(tmp_path, prepared):
 def test_skipping_by_hand_is_refused(tmp_path, prepared):
     accelerator, _, _, loader, _ = prepared
     Snapshots(accelerator, every=1, to=str(tmp_path))
-    with pytest.raises(UsageError, match="leave skip_first_batches out"):
+    with pytest.raises(UsageError, match="remove skip_first_batches"):
         accelerator.skip_first_batches(loader, 1)
 
 
@@ -151,7 +151,7 @@ def test_loaders_that_keep_their_place_elsewhere_are_refused():
     dispatched = DataLoaderDispatcher.__new__(DataLoaderDispatcher)
     stateful = DataLoaderShard.__new__(DataLoaderShard)
     stateful.use_stateful_dataloader = True
-    for loader, why in ((dispatched, "dispatch_batches=False"), (stateful, "use_stateful_dataloader out")):
+    for loader, why in ((dispatched, "dispatch_batches=False"), (stateful, "remove use_stateful_dataloader")):
         fake = SimpleNamespace(_models=[1], distributed_type=DistributedType.NO, _dataloaders=[loader])
         with pytest.raises(UsageError, match=why):
             Snapshots(fake, every=1)
@@ -165,7 +165,7 @@ def test_a_version_that_is_not_supported_is_refused(version):
 
 def test_a_level_2_is_refused(monkeypatch):
     monkeypatch.setattr(world, "_runs", [object()])
-    with pytest.raises(UsageError, match="leave Snapshots out"):
+    with pytest.raises(UsageError, match="remove either Snapshots"):
         Snapshots(SimpleNamespace(_models=[1]), every=1)
 
 

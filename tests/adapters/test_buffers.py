@@ -30,8 +30,11 @@ def test_the_users_rules_are_declared_in_their_order():
     ("rules", "what"),
     [
         ({"sum": "model.x"}, r'HoldfastStrategy\(buffers=\{"sum": "model\.x"\}\): choose one of'),
-        (["model.x"], r"a list has no rule for each name; write HoldfastStrategy\(buffers=\{"),
-        ("sum", "a str has no rule for each name"),
+        (
+            ["model.x"],
+            r"must be a dict of names to rules, not a list; write for example HoldfastStrategy\(buffers=\{",
+        ),
+        ("sum", "must be a dict of names to rules, not a str"),
     ],
 )
 def test_what_is_no_rule_is_refused(rules, what):

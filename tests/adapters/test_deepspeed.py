@@ -82,7 +82,7 @@ def test_a_snapshot_of_another_number_of_ranks_is_refused(monkeypatch):
         return 5
 
     monkeypatch.setattr(snapshots._saver, "load", load)
-    with pytest.raises(UsageError, match="of step 5 is of 1 ranks, and here are 2"):
+    with pytest.raises(UsageError, match="of step 5 was made by 1 ranks, but now there are 2"):
         snapshots.newest()
 
 

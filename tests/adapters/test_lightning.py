@@ -245,9 +245,9 @@ def fit(folder, module, data, **options):
     [
         (Line, Stream, {}, "map-style"),
         (OwnStep, Four, {}, "optimizer_step"),
-        (Later, Four, {}, "has no shape"),
+        (Later, Four, {}, "does not have a shape"),
         (TwoOptimizers, Four, {}, "2 optimizers"),
-        (Searching, Four, {}, r"LBFGS\.step wants a closure"),
+        (Searching, Four, {}, r"LBFGS\.step needs a closure"),
         (Annealing, Four, {}, r"optimizer.*param_groups\.0\.anneal"),
         (Line, Four, {"max_steps": -1, "max_epochs": -1}, "an end"),
         (
@@ -275,9 +275,7 @@ def test_a_model_that_cannot_be_copied_trains_as_any_other(tmp_path):
 
 def test_a_rule_for_a_buffer_that_is_not_there_is_refused(tmp_path):
     strategy = holdfast.lightning.HoldfastStrategy(buffers={"model.seen": "sum"})
-    line = (
-        r'HoldfastStrategy\(buffers=\{"model\.seen": "sum"\}\): no protected module has a buffer of this name'
-    )
+    line = r'HoldfastStrategy\(buffers=\{"model\.seen": "sum"\}\): none of the protected modules has a buffer of this name'
     with pytest.raises(UsageError, match=line):
         fit(tmp_path, Line(), Four(), strategy=strategy)
 

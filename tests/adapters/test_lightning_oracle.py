@@ -411,7 +411,9 @@ def drawn(case: Case, factory: Any) -> None:
         compare(case, folder)
     except UsageError as error:
         # Refused by name, before anything is trained; and only what has to be.
-        if not re.search("is not the last one of an update|averages in another precision", str(error)):
+        if not re.search(
+            "is not the last one of an update|averages in a precision that is not the module's", str(error)
+        ):
             raise
         event("refused")
 

@@ -88,10 +88,10 @@ def own(monkeypatch):
     ("more", "what"),
     [
         ({"save": None}, "checkpoint.save is not set"),
-        ({"ckpt_format": "fsdp_dtensor"}, "ckpt_format is 'fsdp_dtensor'.*'torch_dist' only"),
-        ({"peft": object()}, "with peft; leave save_snapshots out"),
-        ({"pretrained_checkpoint": "base"}, "pretrained_checkpoint or finetune.*without optimizer"),
-        ({"finetune": True}, "pretrained_checkpoint or finetune.*without optimizer"),
+        ({"ckpt_format": "fsdp_dtensor"}, "ckpt_format is 'fsdp_dtensor'.*only for 'torch_dist'"),
+        ({"peft": object()}, "with peft; do not call save_snapshots"),
+        ({"pretrained_checkpoint": "base"}, "pretrained_checkpoint or finetune.*without the optimizer"),
+        ({"finetune": True}, "pretrained_checkpoint or finetune.*without the optimizer"),
         ({"optimizer": SimpleNamespace(optimizer="dist_muon")}, "dist_muon writes files"),
     ],
 )
@@ -185,7 +185,7 @@ def test_a_state_is_filled_into_the_running_model(group):
     ("key", "data", "what"),
     [
         ("bias", torch.zeros(4), "has no bias .*another model"),
-        ("weight", torch.zeros(5), r"weight is \(4,\) torch.float32, and the model's is \(5,\)"),
+        ("weight", torch.zeros(5), r"weight is \(4,\) torch.float32, but the model's is \(5,\)"),
         ("weight", torch.zeros(4, dtype=torch.bfloat16), "another model"),
     ],
 )
@@ -207,7 +207,7 @@ def test_a_state_of_another_model_is_refused(group, key, data, what):
 def test_a_snapshot_of_another_number_of_ranks_is_refused():
     tier = Tier()
     tier.saved = 5, {"megatron": {"common": {}, "tensors": {}, "objects": {}}, "ranks": 4}
-    with pytest.raises(UsageError, match="of iteration 5 is of 4 ranks, and here are 1; start 4"):
+    with pytest.raises(UsageError, match="of iteration 5 was made by 4 ranks, but now there are 1; start 4"):
         snapshots.Snapshots(tier).find_latest()
 
 

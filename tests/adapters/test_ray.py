@@ -61,7 +61,7 @@ def test_a_storage_that_is_no_path_is_refused(monkeypatch):
     monkeypatch.setattr(
         snapshots.ray.train, "get_context", lambda: SimpleNamespace(get_storage=lambda: storage)
     )
-    with pytest.raises(UsageError, match=r"storage is s3; give Snapshots\(\.\.\., to="):
+    with pytest.raises(UsageError, match=r"storage is s3; pass Snapshots\(\.\.\., to="):
         snapshots.Snapshots({}, every=1)
 
 

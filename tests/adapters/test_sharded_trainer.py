@@ -134,7 +134,7 @@ class Meshed:
 
     def mesh(self, shard, tensor) -> None:
         if (shard, tensor) != (2, 1):
-            raise UsageError("run.mesh() was called with shard=2, tensor=1 before")
+            raise UsageError("run.mesh() was already called with shard=2, tensor=1")
 
     def replicate(self, model) -> None:
         self.replicated.append(model)
@@ -173,7 +173,7 @@ def test_one_of_the_two_lines_alone_is_refused(tmp_path, meshed, distributed, wo
         (
             {"fsdp_size": 4},
             {},
-            r"goes with run\.mesh\(shard=4, tensor=1\): run\.mesh\(\) was called with shard=2",
+            r"needs run\.mesh\(shard=4, tensor=1\): run\.mesh\(\) was already called with shard=2",
         ),
         ({"dp_replicate_size": 2}, {}, "dp_replicate_size=2"),
         ({"fsdp_cpu_offload": True}, {}, "fsdp_cpu_offload"),

@@ -314,10 +314,10 @@ def test_first_weights_are_read_and_those_that_do_not_fit_are_refused_by_name(tm
         ("nowhere", "initial_load_path is invalid"),
     ):
         with pytest.raises(
-            UsageError, match=rf"first weights cannot be read from {tmp_path}/{name}: .*{why}"
+            UsageError, match=rf"initial weights of the model cannot be read from {tmp_path}/{name}: .*{why}"
         ):
             manager(model, tmp_path / "x", initial_load_path=str(tmp_path / name)).load_first()
-    with pytest.raises(UsageError, match="no way to read Hugging Face's weights"):
+    with pytest.raises(UsageError, match="cannot read Hugging Face's weights"):
         manager(
             model, tmp_path / "x", initial_load_path=str(tmp_path / "fits"), initial_load_in_hf=True
         ).load_first()
@@ -331,7 +331,7 @@ def test_checkpoints_of_another_training_are_not_written_over(tmp_path):
     )
     saved(tmp_path / "x" / "step-12")
     with pytest.raises(
-        UsageError, match=r"up to step 12 of a training without Holdfast.*initial_load_path .*/step-12"
+        UsageError, match=r"up to step 12 of a run without Holdfast.*initial_load_path .*/step-12"
     ):
         of_others.claim("a")
     of_one.claim("a")  # nothing is there yet
@@ -391,22 +391,22 @@ SAVES = {"checkpoint__enable": True}
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (STAGES | {"parallelism__tensor_parallel_degree": 2}, "Stages go with FSDP2"),
-        (STAGES | {"parallelism__context_parallel_degree": 2}, "Stages go with FSDP2"),
-        (STAGES | {"parallelism__expert_parallel_degree": 2}, "Stages go with FSDP2"),
-        (STAGES | {"parallelism__pipeline_parallel_schedule": "Interleaved1F1B"}, "Give 1F1B or GPipe"),
-        (STAGES | {"parallelism__pipeline_parallel_schedule_csv": "plan.csv"}, "Give 1F1B or GPipe"),
+        (STAGES | {"parallelism__tensor_parallel_degree": 2}, "Combine stages with FSDP2"),
+        (STAGES | {"parallelism__context_parallel_degree": 2}, "Combine stages with FSDP2"),
+        (STAGES | {"parallelism__expert_parallel_degree": 2}, "Combine stages with FSDP2"),
+        (STAGES | {"parallelism__pipeline_parallel_schedule": "Interleaved1F1B"}, "Use 1F1B or GPipe"),
+        (STAGES | {"parallelism__pipeline_parallel_schedule_csv": "plan.csv"}, "Use 1F1B or GPipe"),
         (STAGES | {"validator__enable": True}, "--validator.enable"),
-        ({"parallelism__data_parallel_replicate_degree": 2}, "replicas are the job's"),
+        ({"parallelism__data_parallel_replicate_degree": 2}, "Holdfast manages the replicas"),
         ({"training__disable_cuda_graphs": False}, "--training.disable_cuda_graphs"),
-        (SAVES | {"checkpoint__load_step": 500}, "--checkpoint.initial_load_path and its folder"),
+        (SAVES | {"checkpoint__load_step": 500}, "--checkpoint.initial_load_path with its folder"),
         (
             SAVES | {"checkpoint__initial_load_path": "/w", "checkpoint__initial_load_model_only": False},
-            "Leave it true",
+            "Leave the option true",
         ),
-        (SAVES | {"checkpoint__create_seed_checkpoint": True}, "make it with torchtitan"),
-        (SAVES | {"checkpoint__async_mode": "async"}, "could lose no worker"),
-        (SAVES | {"checkpoint__folder": "s3://bucket/x"}, "another place than a file system"),
+        (SAVES | {"checkpoint__create_seed_checkpoint": True}, "create the seed checkpoint with torchtitan"),
+        (SAVES | {"checkpoint__async_mode": "async"}, "would not survive the loss of a worker"),
+        (SAVES | {"checkpoint__folder": "s3://bucket/x"}, "only file systems are supported"),
         ({"comm__mode": "fake_backend"}, "simulates a world"),
     ],
 )

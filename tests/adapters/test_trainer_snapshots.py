@@ -62,7 +62,7 @@ def test_no_number_of_steps_is_refused():
 
 def test_level_2_is_refused(monkeypatch):
     monkeypatch.setattr(world, "_runs", [object()])
-    with pytest.raises(UsageError, match="leave Snapshots out"):
+    with pytest.raises(UsageError, match="remove either Snapshots"):
         Snapshots(SimpleNamespace(), every=1)
 
 

@@ -49,7 +49,7 @@ def test_whoever_waits_hears_that_no_zygote_can_be_started(monkeypatch: pytest.M
         monkeypatch.setattr("sys.executable", "/nowhere/python")
         os.kill(pool._zygote.pid, signal.SIGKILL)
         taken = [first, second]
-        with pytest.raises(RuntimeError, match="no process to start a worker from"):
+        with pytest.raises(RuntimeError, match="the process from which workers are started failed"):
             await take_all(pool, taken)
         await end(pool, *taken)
 

@@ -292,7 +292,7 @@ def test_a_load_waits_for_every_save_before_it(to):
 def differences(state, to):
     before = bits(state)
     with pytest.raises(
-        StateError, match="holds another state than this script's; nothing was loaded"
+        StateError, match="does not match the state of this script; nothing was loaded"
     ) as caught:
         load(state, source=to)
     assert bits(state) == before
@@ -383,7 +383,7 @@ def test_a_value_that_cannot_be_saved_is_named_and_the_next_save_works(to, value
 
 
 def test_two_tensors_of_one_path_are_refused(to):
-    with pytest.raises(UsageError, match=r"two tensors of the state have the path w\.a\.b"):
+    with pytest.raises(UsageError, match=r"two tensors of the state have the same path w\.a\.b"):
         save({"w": {"a": {"b": torch.zeros(LARGE)}, "a.b": torch.ones(LARGE)}}, 5, to=to)
 
 
@@ -400,7 +400,7 @@ def test_a_damaged_newest_one_is_passed_over_and_named(to, caplog):
     assert load(target, source=to) == 5
     assert target["w"].tolist() == [5.0] * LARGE
     said = caplog.text
-    assert "skips a checkpoint: " in said
+    assert "skipped a checkpoint: " in said
     assert "step-15" in said
     assert "bytes 0 to" in said
     assert "step-10" in said
@@ -435,7 +435,7 @@ def test_a_full_disk_is_said_once_and_stops_nothing(to, monkeypatch, caplog):
     said = caplog.text
     assert said.count("\n") == 1
     assert f"step 6 was not saved in {to}: rank 0: the disk tier" in said
-    assert "the disk is full: make room" in said
+    assert "the disk is full: free some space" in said
     assert Archive(to).verify(5).step == 5
 
 
@@ -486,11 +486,13 @@ def test_a_library_that_fails_in_an_unforeseen_way_is_said_and_the_next_save_wor
 
 def test_a_place_that_cannot_be_is_said_at_the_first_save(tmp_path, caplog, monkeypatch):
     state = {"w": torch.ones(3)}
-    with pytest.raises(UsageError, match="nowhere to save to: start the script with `holdfast run`"):
+    with pytest.raises(
+        UsageError, match="no destination for the checkpoint: start the script with `holdfast run`"
+    ):
         save(state, 5)
-    with pytest.raises(UsageError, match="no tier is called ftp; give a folder"):
+    with pytest.raises(UsageError, match="ftp is not a known kind of tier; use a folder"):
         save(state, 5, to="ftp://there/x")
-    with pytest.raises(UsageError, match="'often=3' is not one of its options"):
+    with pytest.raises(UsageError, match="'often=3' is not a known option"):
         save(state, 5, to=f"{tmp_path},often=3")
     (tmp_path / "file").write_text("")
     later(str(tmp_path / "file"), state)
@@ -504,7 +506,7 @@ def test_a_folder_without_permission_is_said(tmp_path, caplog):
     tmp_path.chmod(0o500)
     later(str(tmp_path / "saved"), {"w": torch.ones(3)})
     tmp_path.chmod(0o700)
-    assert "no permission: choose a folder of yours" in caplog.text
+    assert "no permission: choose a folder that belongs to you" in caplog.text
 
 
 def test_no_memory_skips_a_snapshot_and_says_so(to, monkeypatch, caplog):
@@ -739,7 +741,7 @@ def load_with_damage(to, blob_of_rank):
 def test_ranks_agree_on_an_older_one_when_one_of_them_cannot_read_the_newest(tmp_path):
     got = together(load_with_damage, 2, str(tmp_path / "saved"), 1)
     assert [(g["step"], round(g["w"], 3)) for g in got] == [(5, 5.0), (5, 5.1)]
-    assert "skips a checkpoint" in got[1]["said"]
+    assert "skipped a checkpoint" in got[1]["said"]
 
 
 def load_another_state(to):

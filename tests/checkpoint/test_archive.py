@@ -87,7 +87,7 @@ def test_a_manifest_that_somebody_edited(archive):
     ("change", "why"),
     [
         ({"world": 3}, "does not name all 3 shards"),
-        ({"format": FORMAT + 1}, "update it"),
+        ({"format": FORMAT + 1}, "update Holdfast"),
         ({"step": 4}, "was the folder renamed"),
     ],
 )
@@ -240,10 +240,10 @@ for _ in range(2 * MOST_DEPTH):
         ({"a": ["T", 1]}, "there is no tensor 1"),
         ({"a": ["T", -1]}, "there is no tensor -1"),
         ({"a": ["T", "0"]}, "there is no tensor '0'"),
-        ({"a": "d"}, r"is no \[kind, value\]"),
-        ({"a": ["d", 5]}, "is no list"),
-        ({"a": ["d", [["k"]]]}, "is no list of keys"),
-        ({"a": ["d", [[["k"], ["x", 1]]]]}, "is no list of keys"),
+        ({"a": "d"}, r"is not \[kind, value\]"),
+        ({"a": ["d", 5]}, "is not a list"),
+        ({"a": ["d", [["k"]]]}, "is not a list of keys"),
+        ({"a": ["d", [[["k"], ["x", 1]]]]}, "is not a list of keys"),
         ({"a": ["w", [1, 2]]}, "says nothing about itself"),
     ],
 )

@@ -224,7 +224,7 @@ def test_stripped_names_lose_what_only_says(archive, tmp_path):
     again = {"model": zeroed(state["model"])}
     assert hf.checkpoint.load(again, source=archive.tier.url) == 5
     assert bits(again["model"]) == bits(state["model"])
-    with pytest.raises(UsageError, match=r"nothing would be left of the name 'model\.a'"):
+    with pytest.raises(UsageError, match=r"the name 'model\.a' would become empty"):
         export_safetensors(archive, 4, tmp_path / "none", only="model.a", strip=True)
     assert not (tmp_path / "none").exists()
 
@@ -333,7 +333,9 @@ def left(folder):
 
 def test_a_piece_that_is_missing(archive, tmp_path):
     save_states(archive, 4, [{"w": Piece.of(large(1, 100, 50), 0, 60)}])
-    with pytest.raises(StateError, match="w: the ranks' pieces have 3000 elements, the whole 5000"):
+    with pytest.raises(
+        StateError, match="w: the pieces of the ranks have 3000 elements, but the whole tensor has 5000"
+    ):
         export_safetensors(archive, 4, tmp_path / "out")
     assert left(tmp_path) == []
 
@@ -355,7 +357,7 @@ def test_a_target_that_exists(archive, tmp_path, export):
     with pytest.raises(UsageError, match="out exists: choose another"):
         export(archive, 4, tmp_path / "out")
     assert files_of(tmp_path / "out") == {"mine": b"kept"}
-    with pytest.raises(UsageError, match="nowhere is not a folder: create it first"):
+    with pytest.raises(UsageError, match="nowhere is not an existing folder: create it first"):
         export(archive, 4, tmp_path / "nowhere/out")
 
 
@@ -388,17 +390,25 @@ def test_torch_save_that_the_disk_refuses(archive, tmp_path):
 
 def test_room_is_asked_for_before(tmp_path):
     check_room(tmp_path, 10, 10)
-    with pytest.raises(TierError, match=r"it takes 2.00 GB, and 5 B are free"):
+    with pytest.raises(TierError, match=r"it needs 2.00 GB, but only 5 B are free"):
         check_room(tmp_path, 2 * 10**9, 5)
 
 
 @pytest.mark.parametrize(
     ("state", "options", "why"),
     [
-        ({"a": {"b": 1}, "a.b": 2}, {}, "two entries are called a.b"),
+        ({"a": {"b": 1}, "a.b": 2}, {}, "two entries are named a.b"),
         ({"rank-3": {"a": 1}}, {}, "'rank-3' is reserved for the state of one rank"),
-        ({"a": torch.ones(2, dtype=torch.complex128)}, {}, "no complex128; export with --format torch"),
-        ({"model": {"w": 1}, "epoch": 2}, {"only": "modle."}, "begins with 'modle.'; there are epoch, model"),
+        (
+            {"a": torch.ones(2, dtype=torch.complex128)},
+            {},
+            "does not support complex128; export with --format torch",
+        ),
+        (
+            {"model": {"w": 1}, "epoch": 2},
+            {"only": "modle."},
+            "begins with 'modle.'; names begin with epoch, model",
+        ),
     ],
 )
 def test_states_that_cannot_be_exported(archive, tmp_path, state, options, why):
@@ -419,7 +429,7 @@ def test_an_object_that_dcp_saved(tmp_path):
         storage_writer=hf.checkpoint.TieredWriter(to=url, step=1),
         no_dist=True,
     )
-    with pytest.raises(StateError, match="a is an object and not a plain value"):
+    with pytest.raises(StateError, match="a is an object, not a plain value"):
         export_torch(Archive(url), 1, tmp_path / "out")
     assert left(tmp_path) == ["tier"]
 
@@ -443,13 +453,13 @@ def test_files_that_are_cut_short(tmp_path, nbytes):
 @pytest.mark.parametrize(
     ("what", "why"),
     [
-        ({"a": Foreign()}, "holds objects, which could run code"),
-        ([1, 2], "holds a list: save a dict"),
-        (torch.ones(2), "holds a Tensor: save a dict"),
+        ({"a": Foreign()}, "contains objects that could run code"),
+        ([1, 2], "contains a list: save a dict"),
+        (torch.ones(2), "contains a Tensor: save a dict"),
         ({1: torch.ones(2)}, "keys that are not strings"),
         ({"a": {"b": {1, 2}}}, r"a\.b: a set is neither"),
         ({"a": torch.eye(3).to_sparse()}, "a: a torch.sparse_coo .* cannot be saved"),
-        ({"rank-1": {"a": 1}, "a": 2}, "are not the states of all ranks"),
+        ({"rank-1": {"a": 1}, "a": 2}, "are not those of all ranks"),
     ],
 )
 def test_files_of_torch_that_hold_something_else(tmp_path, what, why):
@@ -464,7 +474,7 @@ def test_files_that_are_something_else(tmp_path):
     refused(tmp_path / "b", tmp_path, "cannot be read|holds objects")
     refused(tmp_path / "nowhere", tmp_path, "nowhere does not exist")
     (tmp_path / "folder").mkdir()
-    refused(tmp_path / "folder", tmp_path, "has no .safetensors file")
+    refused(tmp_path / "folder", tmp_path, "does not contain a .safetensors file")
 
 
 def test_a_file_from_before_torch_1_6(tmp_path):
@@ -475,7 +485,7 @@ def test_a_file_from_before_torch_1_6(tmp_path):
 def test_a_dtype_that_torch_has_not(tmp_path):
     header = b'{"w":{"dtype":"F6_E2M3","shape":[4],"data_offsets":[0,3]}}'
     (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"123")
-    refused(tmp_path / "a.safetensors", tmp_path, "this torch has no dtype F6_E2M3")
+    refused(tmp_path / "a.safetensors", tmp_path, "this version of torch does not have the dtype F6_E2M3")
     other = header.replace(b"F6_E2M3", b"F7_XXXX")
     (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + other + b"123")
     refused(tmp_path / "a.safetensors", tmp_path, "F7_XXXX")
@@ -500,12 +510,12 @@ def edit(path, change):
 
 def test_an_export_that_is_not_whole(export, tmp_path):
     one = export / "model-00001-of-00003.safetensors"
-    refused(one, tmp_path, "is one of 3 files: give .*index.json, or the folder")
+    refused(one, tmp_path, "is one of 3 files: pass .*index.json, or the folder")
     data = one.read_bytes()
     one.unlink()
     refused(export, tmp_path, "names model-00001-of-00003.safetensors, which does not exist")
     save_file({"m.7": torch.ones(1)}, one)
-    refused(export, tmp_path, r"only one of them has m\.0, m\.7")
+    refused(export, tmp_path, r"only one of them contains m\.0, m\.7")
     one.write_bytes(data)
     assert len(read_portable(export / INDEX)) == 1
     edit(export / INDEX, lambda d: d["weight_map"].update({"m.0": "../x"}))
@@ -518,7 +528,7 @@ def test_an_export_that_is_not_whole(export, tmp_path):
     ("change", "why"),
     [
         (lambda d: d.clear(), "values.json names 'format'"),
-        (lambda d: d.update(format=2), "update it"),
+        (lambda d: d.update(format=2), "update Holdfast"),
         (lambda d: d["values"].clear(), "names 'epoch', which does not exist"),
         (lambda d: d["nesting"][0].pop("m"), r"does not name m\.0, m\.1, m\.2"),
         (lambda d: d["nesting"].clear(), "does not name"),
@@ -559,10 +569,10 @@ def test_views_and_tied_tensors_of_torch(archive, tmp_path):
 
 def test_a_step_that_exists(export, archive, tmp_path):
     before = archive.manifest(4)
-    with pytest.raises(UsageError, match="step-4 exists: choose another --step"):
+    with pytest.raises(UsageError, match="step-4 already exists: choose another --step"):
         import_checkpoint(export, archive, 4)
     assert archive.verify(4) == before
-    with pytest.raises(UsageError, match="is one checkpoint: give the folder around it"):
+    with pytest.raises(UsageError, match="is a single checkpoint: pass the folder that contains it"):
         import_checkpoint(export, Archive(str(tmp_path / "tier/step-4")), 5)
 
 

@@ -203,7 +203,7 @@ def test_an_older_one_is_read_when_the_newest_is_not_whole(to, caplog):
     state = {"a": torch.zeros(3)}
     dcp.load(state, storage_reader=TieredReader(to))
     assert state["a"].tolist() == [5.0] * 3
-    assert "skips a checkpoint: " in caplog.text
+    assert "skipped a checkpoint: " in caplog.text
 
 
 def test_a_save_that_did_not_reach_its_tier_is_an_error(tmp_path):
@@ -257,7 +257,7 @@ def test_async_save_in_a_process_of_its_own(to):
 
 def test_a_process_that_a_worker_started_is_told_to_use_a_thread(monkeypatch):
     monkeypatch.setenv("HOLDFAST_WORKER", "w0")
-    with pytest.raises(UsageError, match=r"give dcp\.async_save AsyncCheckpointerType\.THREAD"):
+    with pytest.raises(UsageError, match=r"pass AsyncCheckpointerType\.THREAD to dcp\.async_save"):
         TieredWriter().finish(None, [])
 
 

@@ -615,7 +615,7 @@ def test_a_folder_that_is_open_to_others_is_no_memory():
     folder = new_folder()
     folder.mkdir(parents=True)
     folder.chmod(0o755)
-    with pytest.raises(TierError, match="open to others"):
+    with pytest.raises(TierError, match="other users have access"):
         Node("a", folder)
     remove_memory(folder)
 

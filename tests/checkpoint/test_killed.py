@@ -182,5 +182,5 @@ def test_a_disk_that_is_full_from_any_point_on(archive, monkeypatch):
         assert not list(archive.tier.folder.rglob(".*")), "nothing half written is left in its way"
         archive.remove(20)
     assert number > 10
-    assert all("the disk is full: make room" in text for text in said)
+    assert all("the disk is full: free some space" in text for text in said)
     assert whole(archive) == [5, 10, 20]

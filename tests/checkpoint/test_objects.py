@@ -212,7 +212,7 @@ def test_pieces_that_fail_midway_are_aborted(server, tier):
 
     with pytest.raises(StateError, match="rank 0 went away"):
         tier.write("step-3/a", pieces(), 400_000)
-    with pytest.raises(StateError, match="300000 bytes came, not 400000"):
+    with pytest.raises(StateError, match="received 300000 bytes instead of 400000"):
         tier.write("step-3/a", in_buffers(blob_of(3, 0, 300_000)), 400_000)
     assert [server.objects, server.uploads, server.count("abort")] == [{}, {}, 2]
 
@@ -238,7 +238,7 @@ def test_an_upload_that_the_store_lost_is_no_success(server, tier):
         (400, "ExpiredToken", "have expired: renew"),
         (403, "RequestTimeTooSkewed", "clock"),
         (301, "PermanentRedirect", "set AWS_REGION"),
-        (507, "QuotaExceeded", "full: make room"),
+        (507, "QuotaExceeded", "full: free some space"),
         (429, "TooManyRequests", "overloaded"),
         (404, "NoSuchBucket", "bucket does not exist: create it"),
         (418, "Teapot", "it failed"),
@@ -299,7 +299,7 @@ def test_a_removal_that_is_denied_for_one_of_many(server, archive):
 
 def test_a_cache_in_between(server, tier):
     server.fault("get", "status", status=404, code="NoSuchKey")
-    with pytest.raises(TierError, match="does not return what was just written"):
+    with pytest.raises(TierError, match="does not return data that was just written"):
         tier.check()
     assert server.objects == {}
 
@@ -307,16 +307,16 @@ def test_a_cache_in_between(server, tier):
 @pytest.mark.parametrize(
     ("url", "why"),
     [
-        ("s3://", "no bucket is named; give one like s3://bucket/folder"),
-        ("s3:///folder", "no bucket is named"),
-        ("gs:", "no bucket is named"),
-        ("ftp://x/y", "no object store is called 'ftp'; there are s3, "),
+        ("s3://", "the name of the bucket is missing; use for example s3://bucket/folder"),
+        ("s3:///folder", "the name of the bucket is missing"),
+        ("gs:", "the name of the bucket is missing"),
+        ("ftp://x/y", "'ftp' is not a known object store; use one of s3, "),
         ("http://[x", "not a URL"),
-        ("s3://key:hidden@bucket/x", "could hold credentials, and is refused"),
-        ("s3://bucket/x?token=hidden", "could hold credentials, and is refused"),
-        ("s3://bucket/a/../b", "do not name a folder"),
-        ("s3://bucket/a//b", "do not name a folder"),
-        ("az://container/x", "Set AZURE_STORAGE_ACCOUNT_NAME"),
+        ("s3://key:hidden@bucket/x", "because it could contain credentials"),
+        ("s3://bucket/x?token=hidden", "because it could contain credentials"),
+        ("s3://bucket/a/../b", "must not contain empty names"),
+        ("s3://bucket/a//b", "must not contain empty names"),
+        ("az://container/x", "set AZURE_STORAGE_ACCOUNT_NAME"),
     ],
 )
 def test_a_url_that_is_none(url, why, monkeypatch):
@@ -329,7 +329,7 @@ def test_a_url_that_is_none(url, why, monkeypatch):
 def test_options_that_are_none(server):
     with pytest.raises(UsageError, match="regoin"):
         tier_of(server, regoin="x")
-    with pytest.raises(UsageError, match="memory takes no options, and region"):
+    with pytest.raises(UsageError, match="memory does not take options, but region"):
         ObjectTier("memory://x", region="x")
 
 

@@ -73,7 +73,7 @@ def test_any_range_comes_whole_in_whole_chunks_and_is_counted(spans):
 
 @pytest.mark.parametrize(("low", "high"), [(-1, 5), (5, 4), (0, LENGTH + 1), (LENGTH + 1, LENGTH + 2)])
 def test_a_range_that_the_blob_does_not_have_is_refused(low, high):
-    with pytest.raises(StateError, match=f"not within a blob of {LENGTH}"):
+    with pytest.raises(StateError, match=f"are outside of a blob of {LENGTH}"):
         Blob([Bytes(DATA)], SUMS, LENGTH).fetch(low, high)
 
 
@@ -226,7 +226,7 @@ def test_an_index_that_says_what_cannot_be(change):
     spec = found.heads[0].index.tensors[0]
     fields = {f: getattr(spec, f) for f in spec.__struct_fields__} | change
     target = torch.zeros(fields["shape"])
-    with pytest.raises(StateError, match=r"not within a blob|knows no dtype"):
+    with pytest.raises(StateError, match=r"are outside of a blob|does not have the dtype"):
         read_regions(found, [Region(0, TensorSpec(**fields), (0, 0), target)])
 
 

@@ -300,7 +300,7 @@ def odd(kind):
 
 
 REFUSED = {
-    "opaque": (lambda: Opaque(torch.ones(3)), "a Opaque cannot be saved: it has no memory of its own"),
+    "opaque": (lambda: Opaque(torch.ones(3)), "a Opaque cannot be saved: it does not have its own memory"),
     "sparse": (lambda: torch.eye(3).to_sparse(), "sparse_coo"),
     "csr": (lambda: torch.eye(3).to_sparse_csr(), "sparse_csr"),
     "mkldnn": (lambda: torch.ones(3, 3).to_mkldnn(), "mkldnn"),
@@ -314,7 +314,7 @@ REFUSED = {
     "windows": (lambda: torch.arange(9.0).as_strided((3, 3), (1, 1)), "share memory"),
     "unfolded": (lambda: torch.arange(9.0).unfold(0, 4, 1), "share memory"),
     "context": (lambda: odd("context"), "a Strange in what __tensor_flatten__ returns"),
-    "local class": (lambda: odd("local class"), "define it at the top of a module"),
+    "local class": (lambda: odd("local class"), "define it at the top level of a module"),
 }
 
 
@@ -460,7 +460,7 @@ def test_a_trained_parameter_that_the_script_changes_is_not_saved_torn(to, monke
     waiting.go.set()
     flush()
     assert "no snapshot of step 2" in caplog.text
-    assert "was changed while it was copied" in caplog.text
+    assert "was changed while it was being copied" in caplog.text
     assert load(objects, source=to) == 1
 
 
@@ -587,7 +587,7 @@ def test_a_shard_that_is_made_of_others_is_restored_as_it_lies(to):
     for same, refused in together(shards, 2, to):
         assert same
         assert "own: a shard at" in refused
-        assert "here it lies otherwise" in refused
+        assert "this script shards it differently" in refused
 
 
 # ---------------------------------------------------------------- other programs
@@ -629,7 +629,7 @@ def test_dcp_refuses_what_it_has_one_entry_for(tmp_path):
             storage_writer=TieredWriter(to=str(tmp_path)),
             no_dist=True,
         )
-    assert "own: a Quantized is made of other tensors" in str(refused.value)
+    assert "own: a Quantized consists of several tensors" in str(refused.value)
 
 
 def test_the_form_in_which_it_is_saved():

@@ -55,10 +55,13 @@ def test_a_file_without_permission_is_named_with_a_way_out(holdfast, home, monke
     said = denied(home / "jobs" / "x")
     assert (said.code, said.err) == (
         1,
-        f"holdfast: {home}/jobs/x: Permission denied; it is in HOLDFAST_HOME ({home}): set that to a folder that you can read and "
+        f"holdfast: {home}/jobs/x: Permission denied; this path is in HOLDFAST_HOME ({home}): set HOLDFAST_HOME to a folder that you can read and "
         "write\n",
     )
-    assert denied("/elsewhere").err == "holdfast: /elsewhere: Permission denied; see its permissions\n"
+    assert (
+        denied("/elsewhere").err
+        == "holdfast: /elsewhere: Permission denied; check the permissions of the file\n"
+    )
 
 
 def test_no_command_shows_the_help(holdfast):

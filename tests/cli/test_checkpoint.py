@@ -76,7 +76,7 @@ def test_show(holdfast, saved):
 
 
 def test_verify(holdfast, saved):
-    told = f"step 4: complete\nstep 8: complete\nthe newest complete one: {saved}/step-8\n"
+    told = f"step 4: complete\nstep 8: complete\nthe newest complete checkpoint: {saved}/step-8\n"
     assert holdfast("checkpoint", "verify").out == told
     data = row_of(saved / "step-8")
     data.write_bytes(b"x" + data.read_bytes()[1:])
@@ -85,11 +85,11 @@ def test_verify(holdfast, saved):
     assert "step 4: complete\n" in said.out
     assert "step 8: NOT COMPLETE" in said.out
     assert "net.weight" in said.out
-    assert said.out.endswith(f"the newest complete one: {saved}/step-4\n")
+    assert said.out.endswith(f"the newest complete checkpoint: {saved}/step-4\n")
     said = holdfast("checkpoint", "verify", str(saved / "step-4"))
     assert [said.code, said.out] == [0, "step 4: complete\n"]
     row_of(saved / "step-4").unlink()
-    assert holdfast("checkpoint", "verify").out.endswith("none of them is complete\n")
+    assert holdfast("checkpoint", "verify").out.endswith("none of these checkpoints is complete\n")
 
 
 def test_verify_tells_programs(holdfast, saved):
@@ -201,10 +201,10 @@ def test_two_tiers(holdfast, two_tiers):
     assert f"in {near}/step-8\n" in holdfast("checkpoint", "show").out
     assert holdfast("checkpoint", "verify").out == (
         f"step 4 in {far}/step-4: complete\nstep 8 in {near}/step-8: complete\nstep 8 in {far}/step-8: complete\n"
-        f"the newest complete one: {near}/step-8\n"
+        f"the newest complete checkpoint: {near}/step-8\n"
     )
     row_of(near / "step-8").write_bytes(b"")
-    assert holdfast("checkpoint", "verify").out.endswith(f"the newest complete one: {far}/step-8\n")
+    assert holdfast("checkpoint", "verify").out.endswith(f"the newest complete checkpoint: {far}/step-8\n")
     said = holdfast("checkpoint", "prune", "--keep", "1")
     assert said.out == f"{near}: 0 checkpoints removed\n{far}: 1 checkpoint removed: 4\n"
 
@@ -215,7 +215,7 @@ def test_a_tier_that_cannot_be_read(holdfast, two_tiers):
     near.write_text("no folder")
     said = holdfast("checkpoint", "ls", "--json")
     assert [r["place"] for r in json.loads(said.out)] == [f"{far}/step-4", f"{far}/step-8"]
-    assert f"skips a checkpoint: the disk tier {near}" in said.err
+    assert f"skipped a checkpoint: the disk tier {near}" in said.err
     said = holdfast("checkpoint", "verify")
     assert said.code == 1
     assert said.out.count(": complete") == 2
@@ -234,7 +234,7 @@ def test_the_next_start_takes_the_older_whole_one(home, saved):
     resume = folder.prepare(spec(folder), notes.append)
     folder.close()
     assert [d.step for d in resume.checkpoints] == [4]
-    assert list(resume.passed_over) == [n.removeprefix("skips a checkpoint: ") for n in notes]
+    assert list(resume.passed_over) == [n.removeprefix("skipped a checkpoint: ") for n in notes]
     assert len(notes) == 1
     assert "step-8" in notes[0]
     assert "cut short" in notes[0]
@@ -244,10 +244,10 @@ def test_the_next_start_takes_the_older_whole_one(home, saved):
 def test_nothing_is_there(holdfast, saved, tmp_path, what):
     said = holdfast("checkpoint", what, str(tmp_path / "nowhere"))
     assert said.code == 2
-    assert "is no folder" in said.err
+    assert "does not exist" in said.err
     said = holdfast("checkpoint", what, str(tmp_path))
     assert said.code == 2
-    assert "no checkpoint is in" in said.err
+    assert "does not contain a checkpoint" in said.err
 
 
 def test_prune(holdfast, saved):

@@ -97,7 +97,7 @@ def test_a_damaged_file(holdfast, corpus, tmp_path):
         (["build", "in.jsonl", "--out", "out", "--tokenizer", "x.json"], "--tokenizer x.json cannot be read"),
         (["build", "in.jsonl", "--out", "out", "--dtype", "float"], "--dtype float is not one"),
         (["show", "nowhere"], "token file nowhere does not exist"),
-        (["verify", "in.jsonl"], "is a raw file; say what it holds"),
+        (["verify", "in.jsonl"], "is a raw file; specify the type of its tokens"),
     ],
 )
 def test_bad_input(holdfast, corpus, words, says):

@@ -80,7 +80,7 @@ def test_what_ranks_have_otherwise_is_said(holdfast, tmp_path):
     save_states(Archive(str(tmp_path / "tier")), 4, [{"same": 1, "rank": rank} for rank in range(9)])
     said = holdfast("checkpoint", "export", "tier", "out")
     named = ", ".join(f"rank-{n}.rank" for n in range(1, 6))
-    assert said.out.endswith(f"ranks differ in {named} and 3 more\n")
+    assert said.out.endswith(f"the ranks have different values of {named} and 3 more\n")
 
 
 def test_a_damaged_tier_is_passed_over(holdfast, tiers, tmp_path):
@@ -91,7 +91,7 @@ def test_a_damaged_tier_is_passed_over(holdfast, tiers, tmp_path):
         assert said.code == code
     assert "near" in said.err
     assert "far" in said.err
-    assert "--step chooses another" in said.err
+    assert "--step chooses one of them" in said.err
     assert sorted(p.name for p in tmp_path.glob("*out*")) == ["out-near"]
     assert holdfast("checkpoint", "export", "out", "--step", "4").code == 0
 
@@ -99,17 +99,17 @@ def test_a_damaged_tier_is_passed_over(holdfast, tiers, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (["out", "--step", "5"], "there is no checkpoint of step 5; there are 4, 8"),
-        (["nowhere", "out"], "there is no folder nowhere"),
+        (["out", "--step", "5"], "there is no checkpoint of step 5; there are checkpoints of steps 4, 8"),
+        (["nowhere", "out"], "the folder nowhere does not exist"),
         (["near", "there"], "there exists: choose another folder"),
-        (["near", "there/out"], "there is not a folder: create it first"),
+        (["near", "there/out"], "there is not an existing folder: create it first"),
         (["near", "there.pt", "--format", "torch"], "there.pt exists: choose another file"),
-        (["near", "out.safetensors"], "give a folder's name"),
-        (["near", "far", "out"], "3 paths are given"),
-        (["near", "out", "--max-shard-size", "5X"], "--max-shard-size '5X': write a size"),
+        (["near", "out.safetensors"], "pass the name of a folder"),
+        (["near", "far", "out"], "3 paths were given"),
+        (["near", "out", "--max-shard-size", "5X"], "--max-shard-size must be a size (got '5X')"),
         (["near", "out", "--only", "x."], "there are epoch, model"),
-        (["near", "out", "--strip"], "needs --only"),
-        (["near", "out.pt", "--only", "model.", "--strip"], "--strip is for safetensors"),
+        (["near", "out", "--strip"], "with --only"),
+        (["near", "out.pt", "--only", "model.", "--strip"], "--strip works only with --format safetensors"),
     ],
 )
 def test_exports_that_are_refused(holdfast, tiers, tmp_path, arguments, why):
@@ -126,10 +126,10 @@ def test_exports_that_are_refused(holdfast, tiers, tmp_path, arguments, why):
     ("arguments", "why"),
     [
         (["nowhere", "tier", "--step", "1"], "nowhere does not exist"),
-        (["out.pt", "near", "--step", "4"], "near/step-4 exists: choose another --step"),
-        (["out.pt", "near/step-4", "--step", "5"], "near/step-4 is one checkpoint"),
+        (["out.pt", "near", "--step", "4"], "near/step-4 already exists: choose another --step"),
+        (["out.pt", "near/step-4", "--step", "5"], "near/step-4 is a single checkpoint"),
         (["train.py", "tier", "--step", "5"], "train.py"),
-        (["out.pt", "ftp://tier", "--step", "5"], "no tier is called ftp"),
+        (["out.pt", "ftp://tier", "--step", "5"], "ftp is not a known kind of tier"),
     ],
 )
 def test_imports_that_are_refused(holdfast, tiers, tmp_path, arguments, why):

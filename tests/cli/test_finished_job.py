@@ -124,7 +124,7 @@ def test_logs_of_a_node(holdfast, job):
 def test_logs_of_nobody(holdfast, job):
     said = holdfast("logs", "--rank", 5)
     assert said.code == 2
-    assert "there are ranks 0-1 and node0, node1, node2" in said.err
+    assert "there are logs of ranks 0-1 and of node0, node1, node2" in said.err
     assert holdfast("logs", "--rank", 0, "--node", 0).code == 2
 
 
@@ -168,7 +168,7 @@ def test_report_as_csv_has_every_start_that_is_kept(holdfast, job):
     ]
     assert {(row["start"], row["outcome"]) for row in rows[3:]} == {("9", "killed")}
     assert sum(float(row["share"] or 0) for row in rows[3:]) == pytest.approx(1.0)
-    assert "start 7 is left out" in said.err
+    assert "start 7 was left out" in said.err
     assert holdfast("report", "--csv", "--json").code == 2
 
 
@@ -198,8 +198,8 @@ def test_what_needs_a_running_job(holdfast, job, command):
 def test_no_such_job(holdfast, job, command):
     said = holdfast(command, "--job", "other")
     assert said.code == 2
-    assert "there is no job 'other'" in said.err
-    assert "the newest are done" in said.err
+    assert "the job 'other' does not exist" in said.err
+    assert "the newest jobs are done" in said.err
 
 
 @pytest.mark.parametrize("command", ["status", "events", "logs", "report", "stop"])
@@ -223,7 +223,7 @@ def test_a_job_that_came_up_and_has_no_ledger(holdfast, job):
     (job / "job.sqlite").unlink()
     said = holdfast("events")
     assert said.code == 2
-    assert f"there is no {job}/job.sqlite): see its logs in {job}/logs" in said.err
+    assert f"{job}/job.sqlite does not exist): see its logs in {job}/logs" in said.err
 
 
 def test_a_ledger_that_is_torn(holdfast, job):

@@ -48,10 +48,13 @@ def test_a_code_with_its_variants(holdfast):
     ("args", "words"),
     [
         (["explain", "soft-lokup"], "did you mean soft-lockup"),
-        (["explain", "xid-800"], "judged by the rule xid-unknown"),
-        (["explain", "99999"], "judged by the rule sxid-unknown"),
-        (["rules", "--source", "moon"], "--source 'moon': there are"),
-        (["rules", "--remedy", "pray"], "--remedy 'pray': there are watch, restart-worker"),
+        (["explain", "xid-800"], "the rule xid-unknown applies to such codes"),
+        (["explain", "99999"], "the rule sxid-unknown applies to such codes"),
+        (["rules", "--source", "moon"], "--source 'moon': there is no such source; choose one of"),
+        (
+            ["rules", "--remedy", "pray"],
+            "--remedy 'pray': there is no such remedy; choose one of watch, restart-worker",
+        ),
         (["rules", "--rules", "nowhere.toml"], "the rule file nowhere.toml cannot be read"),
         (["check", "nowhere.toml"], "nowhere.toml cannot be read"),
     ],
@@ -83,20 +86,20 @@ def test_a_file_with_an_error(holdfast, tmp_path):
     (tmp_path / "ours.toml").write_text('[[rule]]\nid = "ours"\nsource = "log"\npattern = "("\n')
     said = holdfast("health", "check", "ours.toml")
     assert said.code == 2
-    assert "ours.toml, line 4: ours: the pattern is no regular expression" in said.err
+    assert "ours.toml, line 4: ours: the pattern is not a regular expression" in said.err
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["xid"], "say which Xid, for example --fault xid=79,node=2"),
+        (["xid"], "specify the number of the Xid, for example --fault xid=79,node=2"),
         (["xid=fallen"], "code='fallen' is not a whole number"),
-        (["xid=0", "node=1"], "an Xid is a number from 1 to 999"),
+        (["xid=0", "node=1"], "an Xid must be a number from 1 to 999"),
         (["xid=79", "code=80"], "code is given twice"),
-        (["ecc:code=3"], "only xid has a code"),
-        (["link-down:phase=vote"], "a machine knows nothing of phases"),
-        (["readonly-fs", "disk=sda"], "'disk=sda' is not one of"),
-        (["xid=79", "node=1", "rank=1"], "give rank= or node=, not both"),
+        (["ecc:code=3"], "only a fault xid takes a code"),
+        (["link-down:phase=vote"], "faults of a machine do not depend on the phase of a step"),
+        (["readonly-fs", "disk=sda"], "'disk=sda' must be KEY=VALUE"),
+        (["xid=79", "node=1", "rank=1"], "rank= and node= cannot be combined"),
     ],
 )
 def test_faults_of_a_machine_that_cannot_be(holdfast, words, said):
@@ -125,7 +128,7 @@ def test_a_line_is_judged(holdfast):
         "kernel.toml",
     ):
         assert words in said.out
-    assert "no rule is about it" in holdfast("health", "judge", "eth0: link becomes ready").out
+    assert "no rule matches it" in holdfast("health", "judge", "eth0: link becomes ready").out
     assert max(map(len, said.out.splitlines())) <= 100
 
 
@@ -133,7 +136,7 @@ def test_a_log_is_judged_by_record(holdfast, tmp_path):
     (tmp_path / "dmesg.txt").write_text(LOST_GPU)
     said = holdfast("health", "judge", str(tmp_path / "dmesg.txt"))
     assert "gpu-off-the-bus, about gpu 0000:b3:00" in said.out
-    assert said.out.endswith("2 records, 1 of them with a rule\n")
+    assert said.out.endswith("2 records, 1 of them matched a rule\n")
     told = json.loads(holdfast("health", "judge", str(tmp_path / "dmesg.txt"), "--json").out)
     assert [[rule["id"] for rule in record["rules"]] for record in told] == [["gpu-off-the-bus"], []]
     assert told[0]["rules"][0]["done"] == "the node is replaced at once"

@@ -64,17 +64,17 @@ def test_a_flag_that_is_false_is_as_good_as_none(holdfast):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("nnode: 4", "'nnode' is no option of `holdfast run`; did you mean 'nnodes'?"),
+        ("nnode: 4", "'nnode' is not an option of `holdfast run`; did you mean 'nnodes'?"),
         ("spare: 4", "did you mean 'spares'?"),
-        ("nnodes: {min: 2}", "nnodes: {'min': 2}; accepted: a text or a number"),
-        ("nnodes: yes", "nnodes: True; accepted: a text or a number"),
-        ("wait-for-spare: 1", "wait-for-spare: 1; accepted: true or false"),
-        ("fault: {a: b}", "fault: {'a': 'b'}; accepted: a list"),
-        ("file: other.yaml", "'file' is no option"),
-        ("- nnodes", "a mapping of names to values is expected"),
-        ("a: [", "no YAML"),
-        ("spares: -1", "--spares -1: leave it out, or give 0 or more"),
-        ("engine: cloud", "--engine 'cloud': there are local"),
+        ("nnodes: {min: 2}", "nnodes must be a string or a number (got {'min': 2})"),
+        ("nnodes: yes", "nnodes must be a string or a number (got True)"),
+        ("wait-for-spare: 1", "wait-for-spare must be true or false (got 1)"),
+        ("fault: {a: b}", "fault must be a list, a string or a number (got {'a': 'b'})"),
+        ("file: other.yaml", "'file' is not an option"),
+        ("- nnodes", "must contain a mapping of names to values"),
+        ("a: [", "not valid YAML"),
+        ("spares: -1", "--spares must be at least 0 (got -1)"),
+        ("engine: cloud", "--engine must be local"),
     ],
 )
 def test_what_is_wrong_in_it_is_named(holdfast, home, text: str, words: str):

@@ -56,7 +56,7 @@ def told(*args: str) -> str:
 
 
 def test_without_a_history(home):
-    assert told("node", "ls") == "no node has a history\n"
+    assert told("node", "ls") == "no machine has a history\n"
     assert list(home.iterdir()) == []
 
 
@@ -75,14 +75,14 @@ def test_ls_show_and_clear(home, history):
 
 def test_a_rule_that_was_wrong_twice_is_on_trial_and_shown(home, history):
     assert "of xid-79" in told("node", "clear", "X1", "--false-positive", "xid-79")
-    assert "the rule is on trial here" in told("node", "clear", "X1", "--false-positive", "xid-79")
+    assert "the rule is on trial there" in told("node", "clear", "X1", "--false-positive", "xid-79")
     text = told("node", "ls")
     assert "on trial" in text
-    assert "the rule xid-79 was wrong 2 times" in text
+    assert "the rule xid-79 was reported as wrong 2 times" in text
 
 
 def test_a_rule_that_was_never_found_there_is_refused(home, history):
-    with pytest.raises(UsageError, match="rules that matched on serial:X1: xid-79"):
+    with pytest.raises(UsageError, match="this rule did not match on serial:X1; rules that did: xid-79"):
         told("node", "clear", "X1", "--false-positive", "xid-97")
 
 
@@ -100,5 +100,5 @@ def test_why_lists_and_tells(home):
         "Incident 1 on n1, rank 1, at step 3: killed by signal 9"
     )
     assert json.loads(told("why", "1", "--json"))["incident"] == 1
-    with pytest.raises(UsageError, match="it has incidents 1 to 1"):
+    with pytest.raises(UsageError, match="it had incidents 1 to 1"):
         told("why", "7")

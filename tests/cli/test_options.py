@@ -75,11 +75,11 @@ def test_help_shows_groups_and_defaults(call):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (Inner(share=-0.5), "--share -0.5: between 0 and 1 parts, for example 0.5"),
-        (Inner(share=2), "--share 2: between 0 and 1 parts, for example 0.5"),
-        (Inner(share=float("nan")), "--share nan: between 0 and 1 parts, for example 0.5"),
-        (Inner(kind="odd"), "--sort 'odd': there are tall and small"),
-        (Outer(name="x", inner=Inner(kind="odd")), "--sort 'odd': there are tall and small"),
+        (Inner(share=-0.5), "--share must be between 0 and 1 parts (got -0.5), for example 0.5"),
+        (Inner(share=2), "--share must be between 0 and 1 parts (got 2), for example 0.5"),
+        (Inner(share=float("nan")), "--share must be between 0 and 1 parts (got nan), for example 0.5"),
+        (Inner(kind="odd"), "--sort must be tall or small (got 'odd')"),
+        (Outer(name="x", inner=Inner(kind="odd")), "--sort must be tall or small (got 'odd')"),
     ],
 )
 def test_limits(options, words):
@@ -94,7 +94,7 @@ def test_the_limits_are_checked_before_the_command_runs():
     def show(options: Inner) -> None:
         ran.append(options)
 
-    with pytest.raises(UsageError, match="--share 7: between 0 and 1"):
+    with pytest.raises(UsageError, match="--share must be between 0 and 1"):
         command(show)(share=7.0, kind="tall")
     assert not ran
 

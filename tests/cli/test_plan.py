@@ -88,11 +88,11 @@ def test_past_runs_say_what_the_next_one_may_expect(holdfast, home):
     (folder / "runs" / "2").mkdir()
     both = holdfast("plan", "calibrate", "past", "--json")
     assert json.loads(both.out)["runs"] == 2
-    assert "start 2 is left out" in both.err
+    assert "start 2 was left out" in both.err
     (folder / "job.sqlite").rename(folder / "job-2.sqlite")
     assert holdfast("plan", "calibrate", folder / "job-2.sqlite", "--json").out == by_ledger
     (folder / "bad.json").write_text("{}")
-    assert "is no report of a job" in holdfast("plan", "calibrate", folder / "bad.json").err
+    assert "is not the report of a job" in holdfast("plan", "calibrate", folder / "bad.json").err
 
 
 def test_a_rate_that_is_not_known_is_left_out_and_said(holdfast, home):
@@ -106,7 +106,7 @@ def test_a_rate_that_is_not_known_is_left_out_and_said(holdfast, home):
     said = holdfast("plan", "calibrate", "short.json", "--out", "next.yaml")
     assert said.code == 0, said.err
     written = Path("next.yaml").read_text()
-    assert written.startswith("# rate is left out: no failure in 0.0 node-hours; give one of your own")
+    assert written.startswith("# rate is left out: no failure in 0.0 node-hours; set your own")
     assert written.strip() in "\n".join(line.strip() for line in said.out.splitlines())
     assert "rate is missing" in holdfast("plan", "run", "next.yaml", "--nodes", 8, "--gpu-hours", 9).err
     assert "for example --nodes 256" in holdfast("plan", "run").err

@@ -77,7 +77,7 @@ def test_the_command(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"), [(["--nnodes", "9"], "names 8 hosts"), (["--shards", "9"], "8 workers")]
+    ("options", "said"), [(["--nnodes", "9"], "names only 8 hosts"), (["--shards", "9"], "8 workers")]
 )
 def test_what_cannot_be_is_refused(tmp_path, options, said):
     file = tmp_path / "topology"

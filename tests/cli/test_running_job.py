@@ -142,10 +142,10 @@ def test_attach_shows_the_job_and_leaves_it_running(job, home):
         shown.send_signal(signal.SIGINT)
         said = shown.stderr.read()
     assert shown.returncode == 130, said
-    assert "the job live goes on without this command" in said
+    assert "the job live continues without this command" in said
 
 
 def test_attach_wants_a_name_for_a_place(job, holdfast):
     said = holdfast("attach", "--namespace", "research")
     assert (said.code, said.out) == (2, "")
-    assert "give its name with --job too" in said.err
+    assert "pass its name with --job, too" in said.err

@@ -53,7 +53,7 @@ def test_each_came_once(holdfast, job, record):
     assert "not checked: the samples are recorded in" in holdfast("report").out
     said = holdfast("data", "samples", "--job", "done")
     assert (said.code, said.err) == (0, "")
-    words = "3 steps of 10 samples: each came once in 1 complete epoch; 2 of epoch 1 so far, none twice"
+    words = "3 steps of 10 samples: each sample was trained on once in 1 complete epoch; 2 of epoch 1 so far, none twice"
     assert said.out.splitlines()[0] == words
     found = answer(holdfast)
     assert (found["once"], found["why"], found["steps"]) == (True, words, 3)
@@ -66,7 +66,7 @@ def test_one_came_twice_and_another_did_not_come(holdfast, job, record):
     said = holdfast("data", "samples")
     assert said.code == 1
     assert said.out.startswith(
-        "NOT ONCE: 3 steps of 10 samples: epoch 0: 1 came more than once, 1 did not come"
+        "NOT ONCE: 3 steps of 10 samples: epoch 0: 1 sample trained on more than once, 1 not at all"
     )
     assert answer(holdfast)["once"] is False
     assert "NOT ONCE" in holdfast("report").out
@@ -79,7 +79,9 @@ def test_a_record_that_lacks_a_file_does_not_tell(holdfast, job, record):
     path.write_bytes(b"".join(line for line in lines if b'"p":4' not in line))
     said = holdfast("data", "samples", "record", "--job", "done")
     assert said.code == 1
-    assert said.out.startswith("the record does not tell: step 1 was committed with the micro-batches []")
+    assert said.out.startswith(
+        "the record cannot answer this: step 1 was committed with the micro-batches []"
+    )
     assert (answer(holdfast)["once"], answer(holdfast)["steps"]) == (None, None)
 
 
@@ -87,7 +89,10 @@ def test_a_mixture_repeats_by_its_weights(holdfast, job, record):
     record([0, 0, 2, 3], own_order=True)
     said = holdfast("data", "samples")
     assert said.code == 1
-    assert "samples may repeat: they are not counted. Every micro-batch of 1 step came once" in said.out
+    assert (
+        "samples may repeat, so samples are not counted. Every micro-batch of 1 step was trained on once"
+        in said.out
+    )
     assert answer(holdfast)["once"] is None
 
 
@@ -95,20 +100,20 @@ def test_what_nobody_recorded_is_not_known(holdfast, home):
     write_job("done")
     found = answer(holdfast)
     assert found["once"] is None
-    assert "no record of samples is known of" in found["why"]
+    assert "the job has not reported a record of samples" in found["why"]
     assert "samples " not in holdfast("report").out
     said = holdfast("data", "samples")
     assert said.code == 2
-    assert "no record of samples is known of the job 'done'" in said.err
+    assert "the job 'done' has not reported a record of samples" in said.err
 
 
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (("nowhere",), "there is no folder nowhere on this machine"),
+        (("nowhere",), "the folder nowhere does not exist on this machine"),
         (("record", "--most", "100"), "more than --most 100 B"),
-        (("record", "--job", "other"), "is the record of the job 'done' and not of 'other'"),
-        (("home",), "ledgers of no job"),
+        (("record", "--job", "other"), "is the record of the job 'done', not of 'other'"),
+        (("home",), "records of no job were found"),
     ],
 )
 def test_what_is_refused_leaves_no_answer(holdfast, job, record, args, said):

@@ -123,9 +123,9 @@ def test_variables_stand_for_options_that_are_not_given(monkeypatch):
 @pytest.mark.parametrize(
     ("environ", "words"),
     [
-        ({"PET_NNODES": "2"}, "one of several nodes"),
-        ({"PET_NNODES": "1:4"}, "one of several nodes"),
-        ({"PET_NODE_RANK": "1"}, "give this command once"),
+        ({"PET_NNODES": "2"}, "one of several torchrun nodes"),
+        ({"PET_NNODES": "1:4"}, "one of several torchrun nodes"),
+        ({"PET_NODE_RANK": "1"}, "run this command once"),
         ({"PET_MASTER_ADDR": "job-node-0-0.job"}, "cannot join another"),
         ({"PET_NUMA_BINDING": "node"}, None),
     ],
@@ -175,9 +175,9 @@ def test_this_machine_by_any_name_is_no_rendezvous_elsewhere():
     [
         (["--rdzv_endpoint=other:29400"], "cannot join another"),
         (["--master-addr", "10.1.2.3"], "cannot join another"),
-        (["--node-rank", "2"], "give this command once"),
+        (["--node-rank", "2"], "run this command once"),
         (["--no_python"], "SCRIPT must be a Python file"),
-        (["--run-path"], "leave it out"),
+        (["--run-path"], "remove the option"),
     ],
 )
 def test_what_cannot_work_is_refused(args, words):
@@ -187,5 +187,5 @@ def test_what_cannot_work_is_refused(args, words):
 
 def test_the_note_is_written(holdfast):
     said = holdfast("run", "--standalone", "--rdzv-backend", "c10d", "nope.py")
-    assert "left out, because Holdfast needs no rendezvous: --standalone, --rdzv-backend" in said.err
-    assert "there is no script 'nope.py'" in said.err
+    assert "ignored, because Holdfast does not need a rendezvous: --standalone, --rdzv-backend" in said.err
+    assert "the script 'nope.py' does not exist" in said.err

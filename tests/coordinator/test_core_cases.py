@@ -338,7 +338,7 @@ def test_collectives_that_fail_for_ever_end_the_job_with_its_state_saved():
     assert 10 < attempts < 20
     assert (
         desk.state.membership.stop_reason
-        == f"no step could be finished in {attempts - 1} attempts: a collective failed"
+        == f"no step could be completed in {attempts - 1} attempts: a collective failed"
     )
     assert desk.told("n0.0#1", m.Stop)[0].save_to == TIER
 
@@ -519,7 +519,7 @@ def test_the_budget_ends_restarts_and_then_the_job():
     desk.exits("n0.0#3", -9)
     desk.parks("n1.0#2", 5)
     assert desk.state.membership.outcome == "failed"
-    assert desk.state.membership.stop_reason == "the restart budget is spent"
+    assert desk.state.membership.stop_reason == "the restart budget is used up"
     assert len(desk.sent(m.StartWorker)) == 3
     assert desk.told("n1.0#2", m.Stop)[0].save_to == TIER
 
@@ -589,7 +589,7 @@ def test_who_holds_the_others_up_is_taken_out():
     }
     stall(desk, "n0.0#1", **views)
     assert desk.killed() == {"n1.0#2"}
-    assert str(desk.incidents()[0].cause) == "hang: stands still in backward while others wait for it"
+    assert str(desk.incidents()[0].cause) == "hang: makes no progress in backward while others wait for it"
     assert desk.state.membership.phase is JobPhase.BREAKING
 
 
@@ -669,7 +669,7 @@ def test_who_calls_nobody_while_others_wait_for_it_is_taken_out_at_once():
     desk = running(4)
     stall(desk, "n1.0#2", **joining(desk, n0=3, n1=3, n2=3))
     assert desk.killed() == {"n3.0#4"}
-    assert str(desk.incidents()[-1].cause) == "hang: opens no connection while others wait for it"
+    assert str(desk.incidents()[-1].cause) == "hang: does not open a connection while others wait for it"
 
 
 def test_a_first_step_may_compile_while_others_wait():

@@ -180,7 +180,9 @@ def test_the_page_has_one_of_them_beside_its_curves(tmp_path: Path) -> None:
         steps = page_reader.series(store, {"from": "8", "to": "15", "points": "4"})
         assert (steps["columns"]["step"], steps["figures"]) == ([8], ["accuracy"])
         assert "figure" not in steps
-        with pytest.raises(Refused, match="nothing is logged as 'loss' in this job; there is accuracy"):
+        with pytest.raises(
+            Refused, match="this job has not logged a value named 'loss'; logged names: accuracy"
+        ):
             page_reader.series(store, {"figure": "loss"})
 
 

@@ -156,7 +156,7 @@ def test_one_rate_and_one_time_to_go_on_every_surface() -> None:
             assert part in line
     stream = io.StringIO()
     Console(file=stream, width=140).print(report_view(report, Path("job")))
-    assert f"{words}; a step by itself takes 30 ms (median)" in stream.getvalue()
+    assert f"{words}; one step takes 30 ms (median)" in stream.getvalue()
     # What was foretold is what it takes.
     trains(desk, UNTIL)
     assert desk.now - begun_s == pytest.approx(left_s, abs=EVALUATION_S)
@@ -282,8 +282,8 @@ def test_an_evaluation_is_no_part_of_what_an_incident_costs(when: str, announced
         {"seq": n, "t_s": told["t_s"], "utc": "", "kind": k, "fields": told} for n, k in enumerate(kinds)
     ]
     lines = story(1, entries)
-    assert f"  training stood for {units.seconds(told['stall_s'])}; 0 steps to be done again" in lines
+    assert f"  training stalled for {units.seconds(told['stall_s'])}; 0 steps to be repeated" in lines
     assert (
-        f"  beside {units.seconds(told['paused_s'])} of the script's own work between two steps"
+        f"  not counting {units.seconds(told['paused_s'])} of the script's own work between two steps"
         in " ".join(lines)
     )

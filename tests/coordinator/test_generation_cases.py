@@ -202,7 +202,7 @@ def test_a_node_whose_workers_fail_again_and_again_is_given_up():
         raises(desk, desk.worker_on("n0"), "CudaError: ECC")
         end(desk)
     assert not desk.state.membership.nodes["n0"].alive
-    assert desk.did(e.ReleaseNode)[0].reason == "its workers fail again and again: CudaError: ECC"
+    assert desk.did(e.ReleaseNode)[0].reason == "its workers keep failing: CudaError: ECC"
 
 
 def test_without_restarts_the_first_failure_is_the_last():
@@ -217,7 +217,7 @@ def test_the_budget_is_respected():
     for code in (3, 4, 5):
         desk.exits(desk.members()[0], code)
         end(desk)
-    assert desk.state.membership.stop_reason == "the restart budget is spent"
+    assert desk.state.membership.stop_reason == "the restart budget is used up"
     assert desk.state.membership.number == 3
 
 

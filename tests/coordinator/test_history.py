@@ -113,7 +113,7 @@ def test_reading_makes_no_file(tmp_path):
 def test_a_file_that_is_no_history_is_named(tmp_path):
     path = tmp_path / "health.sqlite"
     path.write_text("these are not the bytes of a database, but enough of them")
-    with pytest.raises(HistoryError, match=r"health.sqlite cannot be used.*move it away"):
+    with pytest.raises(HistoryError, match=r"health.sqlite cannot be used.*move the file away"):
         History(str(path))
 
 
@@ -131,7 +131,7 @@ def test_a_machine_is_found_by_what_people_call_it():
     entries = [entry("serial:A17"), entry("serial:B17"), entry("serial:B17")]
     assert find_machine(entries, "serial:A17") == find_machine(entries, "A17") == "serial:A17"
     assert find_machine(entries, "node-serial:B17") == "serial:B17"
-    with pytest.raises(UsageError, match="may be serial:A17, serial:B17"):
+    with pytest.raises(UsageError, match="choose one of serial:A17, serial:B17"):
         find_machine(entries, "17")
     with pytest.raises(UsageError, match="node ls"):
         find_machine(entries, "C")
@@ -179,7 +179,7 @@ def test_a_history_that_cannot_be_had_is_said_once_and_the_job_goes_on(tmp_path)
 
     asyncio.run(job())
     assert len(said) == 1
-    assert "move it away" in said[0]
+    assert "move the file away" in said[0]
 
 
 def test_a_database_that_is_not_there(tmp_path):
@@ -248,7 +248,7 @@ def test_postgresql():
         assert said == []
         asyncio.run(until_it_is_gone(where, server))
     assert len(said) == 1
-    assert "see that it is up" in said[0]
+    assert "check that the server is running" in said[0]
     assert "secret" not in said[0]
 
 

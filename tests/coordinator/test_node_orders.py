@@ -48,7 +48,7 @@ def test_over_the_wire(tmp_path: Path, remedy: str) -> None:
                 assert answer.status == 200, await answer.text()
             assert (await plane.event("node-leaving"))["reason"] == "loud"
             for query, word in (("node=n9&remedy=reboot", "n9"), ("node=n0&remedy=none", "remedy"),
-                                ("node=n1&remedy=replace", "leaving already")):  # fmt: skip
+                                ("node=n1&remedy=replace", "already leaving")):  # fmt: skip
                 async with plane.session.post(f"{plane.url}/node?{query}") as answer:
                     assert answer.status == 400
                     assert word in await answer.text()

@@ -133,7 +133,7 @@ def test_a_node_that_has_less_time_than_the_job_that_stops_hears_of_both():
 
 def test_a_job_that_gives_up_says_so():
     desk = running(2)
-    desk.core.request(StopJob("the restart budget is spent", "failed"))
+    desk.core.request(StopJob("the restart budget is used up", "failed"))
     desk.do(e.Tick())
     assert only(desk, "n0").cause is NoticeCause.FAILURE
 

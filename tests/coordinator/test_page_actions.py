@@ -51,12 +51,12 @@ def test_drain(tmp_path: Path) -> None:
         told = await twice(plane, "drain", node="n1")
         assert told["would"] == [
             "n1 leaves between two steps",
-            "no spare is there: training goes on with 1 worker until a node comes",
+            "there is no spare node: training continues with 1 worker until another node joins",
             "no committed step is lost",
         ]
         assert told["command"] == "holdfast drain n1 --job job"
         assert (await plane.event("node-leaving"))["node"] == "n1"
-        assert plane.state.membership.nodes["n1"].leaving == "asked for on the page"
+        assert plane.state.membership.nodes["n1"].leaving == "requested on the page"
         for dry in (True, False):
             status, why = await act(plane, "drain", dry, node="n7")
             assert (status, "n7" in why) == (400, True)
@@ -95,7 +95,7 @@ def test_stop(tmp_path: Path) -> None:
         told = await twice(plane, "stop")
         assert told["would"][0] == "the job ends at its next commit"
         assert told["command"] == "holdfast stop --job job"
-        assert (await plane.event("stop-requested"))["reason"] == "asked for on the page"
-        assert plane.state.membership.stop_reason == "asked for on the page"
+        assert (await plane.event("stop-requested"))["reason"] == "requested on the page"
+        assert plane.state.membership.stop_reason == "requested on the page"
 
     plays(tmp_path, scene)

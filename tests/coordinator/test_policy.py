@@ -249,8 +249,8 @@ def test_a_signal_must_repeat_three_times():
     fault = script_fault(deaths)
     assert fault is not None
     assert fault.reason == (
-        "step 7 ended a worker in 3 attempts, on n0, n1 and n2, which have nothing in common but the script and the samples of "
-        "that step"
+        "step 7 ended a worker in 3 attempts, on n0, n1 and n2, which have only the script and the samples of that "
+        "step in common"
     )
 
 

@@ -125,7 +125,7 @@ def test_without_collectives_the_fewest_optimizer_steps_tell():
     views = [view(w, steps=n, answers=False) for w, n in (("a", 20), ("b", 19), ("c", 20))]
     verdict = judged(*views)
     assert verdict == Verdict(
-        workers=("b",), reason="made 19 optimizer steps, others 20", stood_at_step=19, collective=None
+        workers=("b",), reason="did 19 optimizer steps, others 20", stood_at_step=19, collective=None
     )
 
 

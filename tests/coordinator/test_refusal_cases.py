@@ -9,7 +9,7 @@ from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
 from holdfast.coordinator.membership.policy import refuses_the_job
 from holdfast.protocol import messages as m
 
-REASON = "refused before the first step, as another attempt would be"
+REASON = "refused before the first step; another attempt would be refused, too"
 
 
 def refuses(desk: Desk, worker: str, refused: bool = True) -> None:
@@ -233,4 +233,4 @@ def test_at_level_0_what_one_node_raises_alone_may_be_the_nodes():
         for worker in desk.workers():
             desk.do(e.NodeSays(worker.partition(".")[0], m.Started(worker, 1, "log")))
     assert ended(desk) == "failed"
-    assert desk.state.membership.stop_reason == "the restart budget is spent"
+    assert desk.state.membership.stop_reason == "the restart budget is used up"

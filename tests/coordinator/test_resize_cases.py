@@ -127,7 +127,7 @@ def test_a_size_outside_the_bounds_is_refused_with_a_way_out():
         with pytest.raises(UsageError, match="--nnodes 2:4"):
             check_resize(desk.state, nodes)
     check_resize(desk.state, 3)
-    with pytest.raises(UsageError, match="one size only"):
+    with pytest.raises(UsageError, match="a fixed size"):
         check_resize(running(3, wait_for_spare=True).state, 2)
 
 
@@ -263,10 +263,10 @@ def test_a_node_that_left_and_missed_it_is_told_again():
 
 def test_a_node_that_is_not_there_or_leaves_already_cannot_be_drained():
     desk = running(2, min_nodes=2)
-    with pytest.raises(UsageError, match="there are n0, n1"):
+    with pytest.raises(UsageError, match="its nodes are n0, n1"):
         check_drain(desk.state, "n9")
     desk.do(e.NodeGoing("n1", "maintenance"))
-    with pytest.raises(UsageError, match="leaving already: maintenance"):
+    with pytest.raises(UsageError, match="already leaving: maintenance"):
         check_drain(desk.state, "n1")
 
 

@@ -7,7 +7,7 @@ from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel.restart_budget import DAY_S, TRAINED_S, Daily
 from holdfast.protocol import messages as m
 
-SPENT = "the restart budget is spent"
+SPENT = "the restart budget is used up"
 
 
 def lose(desk, worker, code=-9):

@@ -43,8 +43,8 @@ def test_it_is_said_once_after_a_while_and_training_goes_on():
     desk.wait(3 * desk.core.timing.tier_s)
     assert [r["step"] for r in desk.records("tier-slow")] == [6]
     assert tier(desk)["slow"] is True
-    assert "checkpoint STANDS STILL" in saved_line(build_status(desk.state, desk.now)).plain
-    assert lines(desk, "tier-slow") == ["for 30.0 s nothing of step 6 reached checkpoint"]
+    assert "checkpoint MAKES NO PROGRESS" in saved_line(build_status(desk.state, desk.now)).plain
+    assert lines(desk, "tier-slow") == ["no data of step 6 has reached checkpoint for 30.0 s"]
     assert desk.state.membership.phase is JobPhase.RUNNING
 
 
@@ -56,7 +56,7 @@ def test_one_that_is_slow_but_moves_is_not_said_to_stand_still():
     assert not desk.records("tier-slow")
     desk.wait(desk.core.timing.tier_s + 1)
     assert lines(desk, "tier-slow") == [
-        "for 30.0 s nothing of step 6 reached checkpoint (3.00 kB of 4.00 kB)"
+        "no data of step 6 has reached checkpoint for 30.0 s (3.00 kB of 4.00 kB)"
     ]
     moves(desk, 3500)
     assert tier(desk)["slow"] is False
@@ -107,4 +107,4 @@ def test_at_the_end_it_is_given_up_after_the_time_of_a_start():
     assert desk.state.membership.phase is not JobPhase.ENDED
     desk.wait(6)
     assert (desk.state.membership.phase, desk.state.membership.outcome) == (JobPhase.ENDED, "finished")
-    assert desk.records("tier-failed")[0]["reason"] == "no byte of it reached checkpoint for 300 s"
+    assert desk.records("tier-failed")[0]["reason"] == "no data of it has reached checkpoint for 300 s"

@@ -358,7 +358,7 @@ def test_the_same_again_on_the_same_device_climbs():
     desk.wait(20.0)
     finds(desk, "n1", "xid-95", FATAL, Remedy.RESET_DEVICE)
     assert verdicts(desk) == [("reset-device", ""), ("reboot", "")]
-    assert "which was tried before: reset-device" in str(desk.records("verdict")[-1]["reason"])
+    assert "which was done before: reset-device" in str(desk.records("verdict")[-1]["reason"])
     assert len(desk.incidents()) == 2
 
 

@@ -252,9 +252,9 @@ def test_every_tensor_goes_to_the_device():
         (lambda: batches(Noisy(), seed=-1), "seed=-1"),
         (lambda: hf.data.shuffled(Stream()), "not a map-style dataset"),
         (lambda: hf.data.shuffled(Noisy(), workers=-1), "workers=-1"),
-        (lambda: hf.data.shuffled(Noisy(), steps_ahead=0), "steps_ahead=0"),
-        (lambda: hf.data.shuffled(Noisy(), memory="much"), "memory 'much': write a size"),
-        (lambda: hf.data.shuffled(hf.data.shuffled(Noisy())), "once is enough"),
+        (lambda: hf.data.shuffled(Noisy(), steps_ahead=0), "steps_ahead must be at least 1"),
+        (lambda: hf.data.shuffled(Noisy(), memory="much"), r"memory must be a size \(got 'much'\)"),
+        (lambda: hf.data.shuffled(hf.data.shuffled(Noisy())), "call it only once"),
         (
             lambda: batches(hf.data.shuffled(Noisy(), collate=lambda s: s)),
             "cannot be sent to a decoding process",

@@ -153,9 +153,9 @@ def test_parquet_that_cannot_be_read(tmp_path):
     with pytest.raises(DataError, match=r"in\.parquet, row 5: there is no text in the column `text`"):
         make(source, prefix=tmp_path / "out", unit_bytes=1)
     assert make(source, prefix=tmp_path / "out", reading=Reading(skip_bad=True)).skipped == 1
-    with pytest.raises(UsageError, match="has no column 'body'; name one of other, text"):
+    with pytest.raises(UsageError, match="does not have a column 'body'; choose one of other, text"):
         make(source, prefix=tmp_path / "none", reading=Reading(field="body"))
-    with pytest.raises(UsageError, match=r"column 'other' of .* holds int64, not text"):
+    with pytest.raises(UsageError, match=r"column 'other' of .* contains int64, not text"):
         make(source, prefix=tmp_path / "none", reading=Reading(field="other"))
     (tmp_path / "no.parquet").write_bytes(b"PAR1 not")
     with pytest.raises(UsageError, match=r"no\.parquet is not a readable Parquet file"):
@@ -275,16 +275,22 @@ def test_text_that_is_not_utf8_is_only_a_trouble_for_tokenizers(tmp_path, tokeni
     [
         (
             {"dtype": "uint8"},
-            "--dtype uint8 holds numbers up to 255, but tokens go up to 304; .* or give uint16",
+            "--dtype uint8 holds numbers up to 255, but tokens go up to 304; .* or use uint16",
         ),
-        ({"dtype": "uint32"}, "--dtype uint32 is not one that megatron files can have: uint8, uint16, int32"),
-        ({"dtype": "words"}, "--dtype words is not one"),
-        ({"eod": "<nothing>"}, "has no token '<nothing>'"),
-        ({"eod": "<end>", "eod_id": 1}, "name the same thing"),
-        ({"eod_id": -1}, "--eod-id -1 is not a token"),
-        ({"eod_id": 2**31}, "is not a token"),
+        (
+            {"dtype": "uint32"},
+            "--dtype uint32 is not available for megatron files; choose one of uint8, uint16, int32",
+        ),
+        ({"dtype": "words"}, "--dtype words is not available"),
+        ({"eod": "<nothing>"}, "does not have a token '<nothing>'"),
+        ({"eod": "<end>", "eod_id": 1}, "specify the token that ends documents"),
+        ({"eod_id": -1}, "--eod-id must be between 0"),
+        ({"eod_id": 2**31}, "must be between 0"),
         ({"tokenizer": "nowhere.json"}, "nowhere.json cannot be read .No such file"),
-        ({"tokenizer": "bytes", "eod": "<end>"}, "the tokenizer bytes has no token '<end>'.*--eod-id"),
+        (
+            {"tokenizer": "bytes", "eod": "<end>"},
+            "the tokenizer bytes does not have a token '<end>'.*--eod-id",
+        ),
     ],
 )
 def test_options_that_do_not_fit_are_refused_before_anything_is_read(tmp_path, tokenizer, options, says):
@@ -295,7 +301,7 @@ def test_options_that_do_not_fit_are_refused_before_anything_is_read(tmp_path, t
 
 
 def test_a_name_with_an_ending(tmp_path):
-    with pytest.raises(UsageError, match=r"out\.bin has an ending; leave it out: .*out$"):
+    with pytest.raises(UsageError, match=r"out\.bin must not have a suffix; use .*out$"):
         make(jsonl(tmp_path / "in.jsonl", ["abc"]), prefix=tmp_path / "out.bin")
 
 
@@ -309,7 +315,7 @@ def test_a_tokenizer_file_that_is_none(tmp_path):
 
 def test_inputs_that_do_not_work(tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
-    for name, says in {"nowhere": "does not exist", "empty": "has no files in it"}.items():
+    for name, says in {"nowhere": "does not exist", "empty": "does not contain any files"}.items():
         with pytest.raises(UsageError, match=says):
             make(tmp_path / name, prefix=tmp_path / "out")
     closed = tmp_path / "empty" / "closed"
@@ -324,9 +330,11 @@ def test_inputs_that_do_not_work(tmp_path, monkeypatch):
     with monkeypatch.context() as denied:
         # Not by the folder's mode: the superuser reads everything.
         denied.setattr(os, "scandir", scandir)
-        with pytest.raises(UsageError, match="closed cannot be read: Permission denied; see its permissions"):
+        with pytest.raises(
+            UsageError, match="closed cannot be read: Permission denied; check its permissions"
+        ):
             make(tmp_path / "empty", prefix=tmp_path / "out")
-    with pytest.raises(UsageError, match="nothing to build from"):
+    with pytest.raises(UsageError, match="there is no input"):
         make(prefix=tmp_path / "out")
     (tmp_path / "blank.txt").touch()
     with pytest.raises(DataError, match="no tokens: every document is empty"):
@@ -362,7 +370,7 @@ def test_a_disk_that_is_full(tmp_path, most_bytes):
     source = jsonl(tmp_path / "in.jsonl", [f"{n:100}" for n in range(100)])
     with (
         files_up_to(most_bytes),
-        pytest.raises(DataError, match="could not be written: File too large; make room"),
+        pytest.raises(DataError, match="could not be written: File too large; free some space"),
     ):
         make(source, prefix=tmp_path / "out", unit_bytes=2000)
     assert not (tmp_path / "out.idx").exists()
@@ -402,7 +410,7 @@ def test_two_builders_of_one_data_set(tmp_path, monkeypatch):
     really = build.make_unit
 
     def meanwhile(*rest):
-        with pytest.raises(UsageError, match="is being built already"):
+        with pytest.raises(UsageError, match="is already building"):
             make(source, prefix=tmp_path / "out")
         really(*rest)
 
@@ -461,7 +469,7 @@ def test_worker_processes_end_with_their_parent():
 
 def test_a_document_that_is_too_long(tmp_path, monkeypatch):
     monkeypatch.setattr(build_units, "MOST_TOKENS", 5)
-    with pytest.raises(DataError, match="has 6 tokens; the most is 5"):
+    with pytest.raises(DataError, match="has 6 tokens; the limit is 5"):
         make(jsonl(tmp_path / "in.jsonl", ["abcdef"]), prefix=tmp_path / "out")
 
 

@@ -224,7 +224,7 @@ def test_what_is_in_use_never_goes(server, tmp_path):
     cache = Cache(tmp_path, 2000)
     used = cache.get(a), cache.get(b)
     with pytest.raises(
-        DataError, match=r"2.npy has 1000 bytes, which is 1000 more .*files in use stay.*size="
+        DataError, match=r"2.npy has 1000 bytes, which is 1000 more .*files in use are kept.*size="
     ):
         cache.get(c)
     assert all(path.exists() for path in used)
@@ -233,7 +233,7 @@ def test_what_is_in_use_never_goes(server, tmp_path):
 
 
 def test_a_file_larger_than_the_cache_is_refused(server, tmp_path):
-    with pytest.raises(DataError, match="more than the data cache"):
+    with pytest.raises(DataError, match="more than fits into the data cache"):
         Cache(tmp_path, 100).get(remote(server))
 
 
@@ -386,13 +386,13 @@ def test_local_paths_are_left_alone(tmp_path):
 @pytest.mark.parametrize(
     ("url", "cache", "said"),
     [
-        ("s3://bucket/x.npy", "", "is remote: name a folder"),
+        ("s3://bucket/x.npy", "", "is a remote file: specify a folder"),
         ("s3://bucket/x.npy", "/tmp,sise=1G", "unknown 'sise'"),
-        ("s3://bucket/x.npy", "/tmp,size=big", "size 'big': write a size"),
-        ("s3://bucket/x.npy", ",size=1G", "name a folder"),
-        ("s3://bucket/x.npy", "/proc/none", "name a folder that can be written"),
-        ("s3://bucket", "CACHE", "not a remote file"),
-        ("ftp://host/x.npy", "CACHE", "not a remote file"),
+        ("s3://bucket/x.npy", "/tmp,size=big", "size must be a size .got 'big'."),
+        ("s3://bucket/x.npy", ",size=1G", "must begin with a folder"),
+        ("s3://bucket/x.npy", "/proc/none", "specify a folder that can be written"),
+        ("s3://bucket", "CACHE", "not the URL of a remote file"),
+        ("ftp://host/x.npy", "CACHE", "not the URL of a remote file"),
         ("https://me:secret@host/x.npy", "CACHE", "put credentials into the environment"),
         ("https://host/x.npy?sig=1", "CACHE", "put credentials into the environment"),
     ],

@@ -71,7 +71,7 @@ def test_several_files_are_one_data_set(tmp_path):
     np.save(tmp_path / "two.npy", np.arange(3, dtype=np.int64))  # shorter than a sample
     np.arange(100, 121, dtype=np.uint16).tofile(tmp_path / "three.raw")
     files = [one, tmp_path / "two", tmp_path / "three.raw"]
-    with pytest.raises(ValueError, match="raw file; say what it holds"):
+    with pytest.raises(ValueError, match="raw file; specify the type of its tokens"):
         TokenDataset(files, 5)
     np.save(tmp_path / "three.npy", np.arange(100, 121, dtype=np.uint16))
     data = TokenDataset([*files[:2], tmp_path / "three.npy"], 5)
@@ -104,9 +104,9 @@ def test_the_fingerprint_sees_where_documents_begin_only_where_it_matters(tmp_pa
 
 def test_bad_arguments(tmp_path):
     np.save(tmp_path / "flat.npy", np.arange(50, dtype=np.uint8))
-    with pytest.raises(ValueError, match="does not say where documents begin"):
+    with pytest.raises(ValueError, match="does not contain the beginnings of documents"):
         TokenDataset(tmp_path / "flat.npy", 4, documents="padded")
-    with pytest.raises(ValueError, match="can be 'packed' or 'padded'"):
+    with pytest.raises(ValueError, match="must be 'packed' or 'padded'"):
         TokenDataset(tmp_path / "flat.npy", 4, documents="stacked")
     with pytest.raises(ValueError, match="list of token files is empty"):
         TokenDataset([], 4)

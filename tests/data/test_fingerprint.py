@@ -47,7 +47,7 @@ def test_a_file_that_grew_is_named_with_what_changed(corpus):
         f"{corpus}.bin: bytes 300 -> 604, dtype uint16 -> int32, tokens 150 -> 151, content changed"
         in message
     )
-    assert "Put the data back as it was" in message
+    assert "Restore the data to resume" in message
 
 
 def test_an_edit_in_place(corpus):
@@ -55,7 +55,7 @@ def test_an_edit_in_place(corpus):
     with open(f"{corpus}.bin", "r+b") as file:
         file.write(b"\xff")
     assert said(before, TokenDataset(corpus, 5)).startswith(
-        f"the data set changed since the checkpoint: {corpus}.bin: content changed. Put"
+        f"the data set changed since the checkpoint: {corpus}.bin: content changed. Restore"
     )
 
 
@@ -81,15 +81,17 @@ def test_files_that_are_missing_or_new(tmp_path):
     paths = [write_megatron(tmp_path / f"part{n}", [[list(range(90))]]) for n in range(3)]
     before = saved(TokenDataset(paths, 5))
     message = said(before, TokenDataset(paths[:2], 5))
-    assert "it had 3 files, has 2" in message
+    assert "it had 3 files and now has 2" in message
     assert "part2.bin is missing" in message
-    assert "part2.bin was not there" in said(saved(TokenDataset(paths[:2], 5)), TokenDataset(paths, 5))
+    assert "part2.bin is new" in said(saved(TokenDataset(paths[:2], 5)), TokenDataset(paths, 5))
 
 
 def test_other_options(corpus):
     before = saved(TokenDataset(corpus, 5))
-    assert "seq_len was 5, is 6" in said(before, TokenDataset(corpus, 6))
-    assert "documents was packed, is padded" in said(before, TokenDataset(corpus, 5, documents="padded"))
+    assert "seq_len was 5 and is now 6" in said(before, TokenDataset(corpus, 6))
+    assert "documents was packed and is now padded" in said(
+        before, TokenDataset(corpus, 5, documents="padded")
+    )
 
 
 def test_a_source_or_weight_of_a_mixture(corpus, tmp_path):
@@ -100,18 +102,20 @@ def test_a_source_or_weight_of_a_mixture(corpus, tmp_path):
 
     before = saved(mixture(0.25))
     check_fingerprint(before, mixture(0.25))
-    assert "source 1: weight was 0.25, is 0.5" in said(before, mixture(0.5))
+    assert "source 1: weight was 0.25 and is now 0.5" in said(before, mixture(0.5))
     write_megatron(tmp_path / "other", [[list(range(91))]])
     message = said(before, mixture(0.25))
     assert "source 1: " in message
     assert "other.bin: bytes 180 -> 182" in message
     assert "corpus" not in message
-    assert "the mixture had 2 sources, has 1" in said(before, Mixture([(TokenDataset(corpus, 5), 1.0)]))
+    assert "the mixture had 2 sources and now has 1" in said(
+        before, Mixture([(TokenDataset(corpus, 5), 1.0)])
+    )
 
 
 def test_another_kind_of_data_set(corpus):
     data = TokenDataset(corpus, 5)
     assert "mixture" in said(saved(data), Mixture([(data, 1.0)]))
-    assert "list has none" in said(saved(data), [1, 2])
-    assert "its fingerprint was 0123456789abcdef, it is" in said("0123456789abcdef", data)
+    assert "list does not have a fingerprint" in said(saved(data), [1, 2])
+    assert "its fingerprint was 0123456789abcdef and is now" in said("0123456789abcdef", data)
     assert identity([1, 2]) is None

@@ -84,7 +84,7 @@ def test_a_pair_without_one_of_the_two(pair):
     bin_, idx = pair.with_suffix(".bin"), pair.with_suffix(".idx")
     content = idx.read_bytes()
     idx.unlink()
-    with pytest.raises(FileNotFoundError, match=r"corpus\.bin has no corpus\.idx beside it"):
+    with pytest.raises(FileNotFoundError, match=r"corpus\.bin needs corpus\.idx in the same folder"):
         TokenDataset(pair, 3)
     assert len(TokenDataset(bin_, 3, "uint16").tokens) == 10  # its name and dtype: raw
     idx.write_bytes(content)
@@ -94,7 +94,7 @@ def test_a_pair_without_one_of_the_two(pair):
 
 
 def test_a_dtype_that_contradicts_the_index(pair):
-    with pytest.raises(ValueError, match=r"holds uint16, not int32, says corpus\.idx"):
+    with pytest.raises(ValueError, match=r"contains uint16, not int32, according to corpus\.idx"):
         TokenDataset(pair, 3, "int32")
 
 
@@ -113,8 +113,11 @@ LENGTHS, POINTERS, FIRSTS = HEADER.size, HEADER.size + 4 * 4, HEADER.size + 12 *
     [
         (lambda data: data.clear(), "is not a Megatron index"),
         (changed(0, b"PK"), "is not a Megatron index"),
-        (changed(0, b"TNTIDX\x00\x00"), "format of before 2019"),
-        (lambda data: data.__delitem__(slice(20, None)), "cut short: it has 20 bytes, its header alone 34"),
+        (changed(0, b"TNTIDX\x00\x00"), "format used before 2019"),
+        (
+            lambda data: data.__delitem__(slice(20, None)),
+            "cut short: it has 20 bytes, but its header alone needs 34",
+        ),
         (changed(9, struct.pack("<Q", 2)), "has version 2; only version 1"),
         (changed(17, b"\x07"), "dtype code 7, which is not an integer type"),
         (changed(17, b"\x63"), "dtype code 99"),

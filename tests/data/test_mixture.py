@@ -179,7 +179,7 @@ def test_thirds_are_thirds():
         ([3, 1], "they are 0.75, 0.25"),
         ([1, 1, 1], "they are 0.333334, 0.333333, 0.333333"),
         ([1.5, -0.5], "weight 1 of the mixture is -0.5"),
-        ([1.0, 0.0], "weight 1 of the mixture is 0.0; leave the source out"),
+        ([1.0, 0.0], "weight 1 of the mixture is 0.0; remove the source"),
         ([1.0, float("nan")], "is nan"),
         ([float("inf")], "is inf"),
         ([1 - 1e-10, 1e-10], "weight 1 of the mixture, 1e-10, is less than a billionth"),
@@ -193,10 +193,13 @@ def test_weights_that_do_not_work(weights, says):
 def test_sources_that_do_not_work(files, tmp_path):
     with pytest.raises(ValueError, match=r"source 1 of the mixture, Numbers\(0\), is empty"):
         Mixture([(Numbers(1), 0.5), (Numbers(0), 0.5)])
-    with pytest.raises(ValueError, match=r"source 0 .* has no batch"):
+    with pytest.raises(ValueError, match=r"source 0 .* does not have batch"):
         Mixture([([1, 2], 1.0)])
     longer = TokenDataset(tmp_path / "0.npy", 5)
-    with pytest.raises(ValueError, match="samples of 4, 5 tokens; open all of them with one seq_len"):
+    with pytest.raises(
+        ValueError,
+        match=r"samples of different lengths \(4, 5 tokens\); open all of them with the same seq_len",
+    ):
         Mixture([(files[0], 0.5), (longer, 0.5)])
 
 
@@ -206,10 +209,10 @@ def test_positions_and_numbers_that_are_not_there():
         mixture.order(0).at_many([-1])
     with pytest.raises(ValueError, match="positions of a mixture run from 0"):
         mixture.order(0).at_many([2**62])
-    with pytest.raises(TypeError, match="give integers"):
+    with pytest.raises(TypeError, match="must be integers"):
         mixture.order(0).at_many([0.5])
     for ids in ([10], [-1]):
-        with pytest.raises(IndexError, match="holds 10 samples"):
+        with pytest.raises(IndexError, match="has 10 samples"):
             mixture.batch(ids)
 
 

@@ -172,17 +172,20 @@ def test_steps_run_across_the_seam_of_two_epochs_without_loss():
         (lambda order: order.micro_batch_samples(0, 0, 3, 8), "not a multiple"),
         (lambda order: order.micro_batch_samples(0, 0, 0, 8), "at least 1"),
         (lambda order: order.micro_batch_samples(0, 2, 4, 8), "micro-batch 2 of step 0 does not exist"),
-        (lambda order: order.micro_batch_samples(-1, 0, 4, 8), "steps count from 0"),
+        (lambda order: order.micro_batch_samples(-1, 0, 4, 8), "step must be at least 0"),
         (lambda order: order.micro_batch_samples(2**62, 0, 4, 8), "past position"),
-        (lambda order: order.at(-1), "position is -1"),
-        (lambda order: order.at(2**63), "positions run"),
-        (lambda order: order.at_many([3, -1]), "position is -1"),
+        (lambda order: order.at(-1), r"position must be between .* \(got -1\)"),
+        (lambda order: order.at(2**63), "position must be between|positions run"),
+        (lambda order: order.at_many([3, -1]), r"position must be between .* \(got -1\)"),
         (lambda order: order.at_many(np.arange(-1, 50)), "span -1 to 49"),
-        (lambda order: order.at_many(np.arange(50, dtype=np.uint64) + np.uint64(2**63)), "positions run"),
+        (
+            lambda order: order.at_many(np.arange(50, dtype=np.uint64) + np.uint64(2**63)),
+            "position must be between|positions run",
+        ),
         (lambda order: SampleOrder(0, seed=0), "between 1 and"),
         (lambda order: SampleOrder(MAX_SAMPLES + 1, seed=0), "between 1 and"),
-        (lambda order: SampleOrder(1, seed=-1), "seed is -1"),
-        (lambda order: SampleOrder(1, seed=2**64), "choose one"),
+        (lambda order: SampleOrder(1, seed=-1), r"seed must be between .* \(got -1\)"),
+        (lambda order: SampleOrder(1, seed=2**64), "seed must be between"),
     ],
 )
 def test_what_has_no_order_is_refused(call, says):
@@ -191,7 +194,7 @@ def test_what_has_no_order_is_refused(call, says):
 
 
 def test_fractions_are_no_positions():
-    with pytest.raises(TypeError, match="give integers"):
+    with pytest.raises(TypeError, match="must be integers"):
         SampleOrder(10, seed=0).at_many(np.array([0.5]))
     with pytest.raises(TypeError):
         SampleOrder(10, seed=0).at(0.5)

@@ -207,7 +207,7 @@ def test_every_order_in_which_two_workers_may_die_in_a_step(job, tmp_path, monke
 def test_ledgers_of_two_jobs_are_not_mixed(job, monkeypatch):
     monkeypatch.setenv("HOLDFAST_JOB", "other")
     SampleLedger(job.folder, "first", SAMPLES, GLOBAL, MICRO).close()
-    with pytest.raises(UsageError, match="ledgers of job, other"):
+    with pytest.raises(UsageError, match="records of job, other"):
         check(job.folder)
 
 

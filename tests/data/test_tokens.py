@@ -126,9 +126,9 @@ def test_the_fingerprint_sees_length_dtype_seq_len_and_both_ends(save):
 @pytest.mark.parametrize("ids", [[-1], [0, 4]])
 def test_a_sample_that_is_not_there_is_an_index_error(save, ids):
     data = TokenDataset(save(np.arange(13, dtype=np.uint8)), seq_len=3)
-    with pytest.raises(IndexError, match="holds 4 samples"):
+    with pytest.raises(IndexError, match="has 4 samples"):
         data.batch(ids)
-    with pytest.raises(IndexError, match="holds 4 samples"):
+    with pytest.raises(IndexError, match="has 4 samples"):
         data[ids[-1]]
 
 
@@ -143,7 +143,7 @@ def test_sample_numbers_are_a_flat_list_of_integers(save, ids):
     [
         (np.zeros(0, dtype=np.uint8), "holds 0 tokens"),
         (np.zeros(3, dtype=np.uint8), "holds 3 tokens, but one sample of seq_len 3 needs 4"),
-        (np.zeros((4, 4), dtype=np.uint8), r"shape \(4, 4\); tokens must be 1-D"),
+        (np.zeros((4, 4), dtype=np.uint8), r"shape \(4, 4\), but tokens must be 1-D"),
         (np.zeros(9, dtype=np.float32), "cannot be of dtype float32; use one of uint8"),
         (np.zeros(9, dtype=bool), "cannot be of dtype bool"),
         (np.array([{}] * 9, dtype=object), "not a readable .npy file"),
@@ -160,7 +160,7 @@ def test_an_array_that_is_no_token_stream_is_refused(save, array, says):
     ("name", "content", "dtype", "says"),
     [
         ("a.bin", b"", "uint8", "is empty"),
-        ("a.bin", b"abcdef", None, "say what it holds"),
+        ("a.bin", b"abcdef", None, "specify the type of its tokens"),
         ("a.bin", b"abcde", "uint16", "not a whole number of uint16 tokens"),
         ("a.bin", b"abcdefgh", "float16", "cannot be of dtype float16"),
         ("a.bin", b"abcdefgh", "words", "cannot be of dtype words"),
@@ -183,7 +183,7 @@ def test_a_file_that_was_cut_short_is_refused(save):
 
 
 def test_a_dtype_that_contradicts_the_file_is_refused(save):
-    with pytest.raises(ValueError, match="holds uint8, not uint16"):
+    with pytest.raises(ValueError, match="contains uint8, not uint16"):
         TokenDataset(save(np.zeros(9, dtype=np.uint8)), seq_len=3, dtype="uint16")
 
 

@@ -119,7 +119,7 @@ def test_a_job_may_outlive_its_launcher(tmp_path, monkeypatch):
 
 
 def test_a_port_that_is_in_use_is_the_user_s_to_choose(tmp_path):
-    with listen("127.0.0.1", 0) as taken, pytest.raises(UsageError, match="choose another --port"):
+    with listen("127.0.0.1", 0) as taken, pytest.raises(UsageError, match="choose another port"):
         listen("127.0.0.1", taken.getsockname()[1])
 
 
@@ -138,7 +138,7 @@ def test_a_full_disk_is_waited_for_as_long_as_it_takes_and_told_once(tmp_path, m
     job = without_pauses(Job(tmp_path, monkeypatch, *[EXIT_NO_ROOM] * 20, 0)).run()
     assert job.pauses == [1.0, 2.0] + [5.0] * 18
     (note,) = job.notes
-    assert "the system refuses what it needs" in note
+    assert "the system refuses a resource that it needs" in note
     # With other ends in between, three in a row are still too many.
     with pytest.raises(HoldfastError, match="ended 3 times with exit code 1"):
         without_pauses(Job(tmp_path, monkeypatch, EXIT_NO_ROOM, 1, EXIT_NO_ROOM, 1, 1, 1)).run()
@@ -157,7 +157,7 @@ def test_no_process_for_it_is_waited_for_too(tmp_path, monkeypatch):
     job.run()
     assert (job.begun, job.pauses) == (2, [1.0, 2.0, 5.0])
     assert job.notes[1].startswith(
-        "there is no coordinator: the system refuses what it needs (it cannot be started: not now)"
+        "there is no coordinator: the system refuses a resource that it needs (it cannot be started: not now)"
     )
 
 
@@ -174,7 +174,7 @@ def test_a_file_that_is_gone_is_put_back_for_its_owner_alone(tmp_path, monkeypat
     assert (tmp_path / "token").read_bytes() == b"secret"
     assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
     assert (tmp_path / "spec.json").read_bytes() == b'"another"'
-    assert job.notes[0] == f"{tmp_path / 'token'} was gone, and is put back"
+    assert job.notes[0] == f"{tmp_path / 'token'} was gone and has been restored"
 
 
 @pytest.mark.parametrize("name", ["token", "identity", "spec.json", "resume.json"])
@@ -185,7 +185,7 @@ def test_a_file_that_is_damaged_is_put_back(tmp_path, monkeypatch, name, there):
     (tmp_path / name).write_bytes(there)
     job.run()
     assert (tmp_path / name).read_bytes() == known
-    assert job.notes[0] == f"{tmp_path / name} was damaged, and is put back"
+    assert job.notes[0] == f"{tmp_path / name} was damaged and has been restored"
 
 
 def test_a_token_that_is_another_is_one_of_a_later_start(tmp_path, monkeypatch):
@@ -198,7 +198,7 @@ def test_a_token_that_is_another_is_one_of_a_later_start(tmp_path, monkeypatch):
 def test_what_cannot_be_put_back_is_told(tmp_path, monkeypatch):
     (tmp_path / "folder").write_text("")
     job = Job(tmp_path, monkeypatch, 0, files={"folder/token": b"secret"}).run()
-    assert job.notes == [f"{tmp_path / 'folder/token'} is gone, and cannot be put back: File exists"]
+    assert job.notes == [f"{tmp_path / 'folder/token'} is gone and cannot be restored: File exists"]
 
 
 class Waits:
@@ -271,12 +271,12 @@ def test_one_of_another_version_waits_for_nothing_and_a_person_is_told_once(tmp_
 
     asyncio.run(keep())
     (note,) = job.notes
-    assert note.startswith("the Holdfast that is installed here now is another version")
-    assert f"put version {holdfast.__version__} back" in note
+    assert note.startswith("the version of Holdfast that is now installed here differs")
+    assert f"install version {holdfast.__version__} again" in note
 
 
 def test_without_one_that_waits_another_version_is_waited_for_like_a_full_disk(tmp_path, monkeypatch):
     job = without_pauses(Job(tmp_path, monkeypatch, -9, *[EXIT_OTHER_VERSION] * 9, 0)).run()
     assert job.pauses == [1.0, 2.0] + [5.0] * 7
     assert len(job.notes) == 2
-    assert "What trains goes on for 60 s" in job.notes[1]
+    assert "Workers continue to train for 60 s" in job.notes[1]

@@ -52,7 +52,7 @@ def test_a_damaged_identity_costs_nobody_s_memory(folder: Path, data: bytes) -> 
     (other := jobs.job_dir("other")).mkdir()
     (other / "identity").write_text("1")
     (folder / "identity").write_bytes(data)
-    with pytest.raises(UsageError, match=f"{folder}/identity is damaged.*remove it to go on"):
+    with pytest.raises(UsageError, match=f"{folder}/identity is damaged.*remove it to resume"):
         jobs.memory_of(folder)
     jobs.sweep_memory()  # as any start of any job does
     assert [each.exists() for each in there] == [True, True, False]

@@ -200,6 +200,6 @@ def test_the_link_to_the_page_is_printed(tmp_path, monkeypatch):
             await launcher.close()
         return view.notes
 
-    link = f"page: {where.url}/enter?code=c0de  (good once, for a minute; later: holdfast ui --job j)"
+    link = f"page: {where.url}/enter?code=c0de  (valid once, for one minute; later: holdfast ui --job j)"
     assert asyncio.run(show("127.0.0.1")) == [link]
     assert asyncio.run(show("0.0.0.0")) == ["page: holdfast ui --job j"]

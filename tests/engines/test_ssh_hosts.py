@@ -88,7 +88,7 @@ def test_a_wish_takes_the_reserve_and_then_what_left_for_size_alone() -> None:
     assert hosts.provide(1.0) == ""
     assert hosts.due(1.0) == ["r0"]
     hosts.left("a", returns=False)  # drained
-    assert "no further host" in hosts.provide(2.0)
+    assert "no unused hosts left" in hosts.provide(2.0)
     hosts.left("b", returns=True)  # the job got smaller
     hosts.cut("b", 3.0)
     assert hosts.provide(3.0) == ""

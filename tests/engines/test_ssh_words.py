@@ -34,11 +34,11 @@ OURS = Greeting(version="1", python="3.11", torch="2.13.0", boot="x", client="",
         (
             1,
             "/p/python: Error while finding module: No module named 'holdfast.engines.ssh'",
-            "another version",
+            "a different version",
         ),
-        (1, "/p/python: No module named holdfast.engines.ssh.node", "another version"),
-        (1, "ModuleNotFoundError: No module named 'msgspec'", "lacks something"),
-        (1, "No module named 'holdfast'", "lacks something"),
+        (1, "/p/python: No module named holdfast.engines.ssh.node", "a different version"),
+        (1, "ModuleNotFoundError: No module named 'msgspec'", "is incomplete"),
+        (1, "No module named 'holdfast'", "is incomplete"),
         (3, "what nobody thought of", "exit code 3 (what nobody thought of)"),
         (0, "", "exit code 0"),
     ],
@@ -122,9 +122,9 @@ def test_hosts_of_one_kind_of_address_are_used_together() -> None:
 
 
 def test_loopback_and_addresses_of_others_are_refused() -> None:
-    with pytest.raises(UsageError, match="a, b must too"):
+    with pytest.raises(UsageError, match="a, b must reach it, too"):
         choose_address(AWAY, "127.0.0.1", lambda address: True)
-    with pytest.raises(UsageError, match="no such address"):
+    with pytest.raises(UsageError, match="does not have this address"):
         choose_address(AWAY, "10.0.0.77", lambda address: False)
     with pytest.raises(UsageError, match="jump host"):
         choose_address(AWAY, "", lambda address: False)
@@ -153,5 +153,5 @@ def test_hosts_and_their_options_are_checked_before_anything_starts(tmp_path) ->
     for nodes, spares, nproc in ((3, 1, "1"), (2, 0, "auto")):
         with pytest.raises(UsageError):
             check_ssh(planned, nodes, spares, nproc)
-    with pytest.raises(UsageError, match="name the hosts"):
+    with pytest.raises(UsageError, match="needs the hosts"):
         check_ssh(SshOptions(), 1, 0, "1")

@@ -50,14 +50,17 @@ def test_lists_of_hosts():
         "three fields": ("a z\nb z/r 7\n", "line 2: 3 fields"),
         "one field": ("a\n", "line 1: 1 fields"),
         "an empty name": ("a z//r\n", "line 1, field place: .* an empty name"),
-        "too many levels": ("a 1/2/3/4/5/6/7/8/9\n", "line 1, field place: a place has at most 8 levels"),
+        "too many levels": (
+            "a 1/2/3/4/5/6/7/8/9\n",
+            "line 1, field place: a place can have at most 8 levels",
+        ),
         "a range backwards": ("n[9-1] z\n", r"line 1, field hosts: \[9-1\]: 1 is before 9"),
-        "no range": ("n[a-b] z\n", "line 1, field hosts: .* is no range"),
-        "open brackets": ("n[1-2 z\n", "line 1, field hosts: .* brackets that do not close"),
-        "no host": ("-oProxy z\n", "line 1, field hosts: '-oProxy' is no name of a host"),
+        "no range": ("n[a-b] z\n", "line 1, field hosts: .* is not a range"),
+        "open brackets": ("n[1-2 z\n", "line 1, field hosts: .* brackets that are not closed"),
+        "no host": ("-oProxy z\n", "line 1, field hosts: '-oProxy' is not a valid name of a host"),
         "two places": (
             "n[1-3] z/a\nn2 z/b\n",
-            "line 2, field hosts: n2 stands in 'z/b' here and in 'z/a' before",
+            "line 2, field hosts: n2 has the place 'z/b' here and 'z/a' in an earlier line",
         ),
         "too many": ("n[1-999999999] z\n", "line 1, field hosts: .* more than 100000 hosts"),
         "a product that is too large": (
@@ -79,10 +82,10 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
     with pytest.raises(UsageError, match="No such file"):
         read_topology(tmp_path / "none")
     (tmp_path / "empty").write_text("# nothing\n")
-    with pytest.raises(UsageError, match="names no host"):
+    with pytest.raises(UsageError, match="does not contain any hosts"):
         read_topology(tmp_path / "empty")
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
-    with pytest.raises(UsageError, match="it is no text"):
+    with pytest.raises(UsageError, match="not a text file"):
         read_topology(tmp_path / "binary")
 
 
@@ -118,9 +121,9 @@ def test_only_hosts_that_may_be_the_jobs_count(tmp_path):
     assert set(plan_places(options, "local", ())) == {"node0", "node1", "node2", "node3"}
     assert plan_places(options, "ssh", ("host2", "other")) == {"host2": ("b",)}
     assert len(plan_places(options, "slurm", ())) == 6
-    with pytest.raises(UsageError, match="none of this job's nodes, which are x1, x2"):
+    with pytest.raises(UsageError, match="does not name any of this job's nodes, which are x1, x2"):
         plan_places(options, "ssh", ("x1", "x2"))
-    with pytest.raises(UsageError, match="give one of them"):
+    with pytest.raises(UsageError, match="pass only one of them"):
         plan_places(NodeOptions(topology=file, racks=2), "local", ())
 
 

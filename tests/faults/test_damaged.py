@@ -34,7 +34,7 @@ def test_an_older_checkpoint_is_taken_for_one_with_a_flipped_bit(tmp_path, undis
     damage(archive, newer)  # seen as it is loaded
     ran = run(tmp_path, "--nnodes", 3, *options, TINY, STEPS)
     assert ran.code == 0, ran.output[-3000:]
-    assert f"step-{newest}" in next(x for x in ran.output.splitlines() if "skips a checkpoint" in x)
+    assert f"step-{newest}" in next(x for x in ran.output.splitlines() if "skipped a checkpoint" in x)
     said = ran.fields("checkpoint-unread")
     assert [(f["step"], f["instead"]) for f in said] == [(newer, archive.where(older))]
     assert "do not match their checksums" in said[0]["reason"]

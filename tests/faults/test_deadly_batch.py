@@ -38,6 +38,6 @@ def test_a_batch_that_kills_whoever_computes_it_is_told_from_bad_machines(tmp_pa
         ran.report["reason"],
     )
     assert told, ran.report["reason"]
-    assert "computes all of them in one worker" in " ".join(ran.output.split())
+    assert "one worker computes all samples" in " ".join(ran.output.split())
     assert ran.report["steps"]["committed"] == DEADLY_STEP
     assert Archive(str(ran.job_dir / "checkpoint")).steps()[-1] == DEADLY_STEP

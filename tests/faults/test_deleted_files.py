@@ -24,7 +24,7 @@ def test_whatever_is_deleted_the_job_trains_on(tmp_path, undisturbed):
     for name in (*PUT_BACK, "coordinator.json"):
         (job_dir / name).unlink()
     shutil.rmtree(job_dir / "logs")
-    wait_for(process, *(f"{name} was gone, and is put back" for name in PUT_BACK))
+    wait_for(process, *(f"{name} was missing and has been restored" for name in PUT_BACK))
     assert (job_dir / "token").read_bytes() == token
     (job_dir / "token").unlink()
     os.kill(
@@ -44,7 +44,7 @@ def test_a_job_without_its_lock_stays_one_job(tmp_path):
     process = start(tmp_path, "--nnodes", 2, TINY, 1_000_000, "--device-s", 0.02)
     wait_for(process, "generation 1:")
     (tmp_path / "jobs" / "job" / "lock").unlink()
-    wait_for(process, "lock was gone, and is put back")
+    wait_for(process, "lock was missing and has been restored")
     other = start(tmp_path, "--nnodes", 2, TINY, 10)
     output, _ = other.communicate(timeout=60)
     assert other.returncode == 2

@@ -200,7 +200,7 @@ def test_a_rule_that_was_wrong_twice_about_a_machine_is_on_trial_there_in_the_ne
     sick = lose(folder, "first")
     for _ in range(2):
         told = holdfast(folder, "node", "clear", sick, "--false-positive", f"xid-{GONE}")
-    assert "the rule is on trial here from now on" in told
+    assert "from now on the rule is on trial there" in told
     second = Job(folder, "second", "--nnodes", 2)
     assert second.members() == {"node0", "node1"}
     second.has_xid(sick, GONE)

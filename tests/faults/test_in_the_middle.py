@@ -206,7 +206,7 @@ def test_a_disk_that_stands_still_holds_up_nothing_but_itself(tmp_path, gate_at)
     ]
     process = start(tmp_path, *options, wide, 1_000_000)
     gate.wait()
-    wait_for(process, "is still being written to", "nothing of step")
+    wait_for(process, "is still being written to", "no data of step")
     assert whole(tier) == []
     gate.open()
     wait_for(process, "skipped meanwhile")

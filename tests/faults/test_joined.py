@@ -77,7 +77,7 @@ def test_a_coordinator_and_a_node_are_killed_and_nothing_is_lost(tmp_path, job, 
     assert not driver.left
     assert (ran.code, ran.report["outcome"]) == (0, "finished"), ran.output[-3000:]
     assert ran.report["steps"]["lost"] == 0
-    assert "the job lacks a node; start one on another machine with: holdfast agent --join" in ran.output
+    assert "the job needs another node; start it on another machine with: holdfast agent --join" in ran.output
     assert (ran.report["final"], ran.losses()) == (undisturbed.report["final"], undisturbed.losses())
     ended = {name: node.wait(30) for name, node in nodes.items()}
     assert ended["b"] == -signal.SIGKILL

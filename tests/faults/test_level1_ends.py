@@ -154,7 +154,10 @@ def test_a_state_that_no_tier_takes_stays_in_memory_for_the_next_start(tmp_path,
     assert {f["url"] for f in first.fields("tier-failed")} == {str(t) for t in tiers}
     assert f"step {LAST} is only in memory" in first.output
     last = first.output.splitlines()[-1]
-    assert (first.code, f"step {LAST}, the last state, is in no durable tier" in last) == (3, True)
+    assert (first.code, f"the last state, of step {LAST}, was not saved to a durable tier" in last) == (
+        3,
+        True,
+    )
     assert memory_of(tmp_path)
     for tier in tiers:
         tier.unlink()
@@ -183,7 +186,7 @@ def test_stopped_at_once_the_memory_stays_as_after_a_kill(tmp_path, tiers, gates
         kill_all(tmp_path, process)
     else:
         process.send_signal(signal.SIGINT)
-        wait_for(process, "press Ctrl-C again to stop at once")
+        wait_for(process, "press Ctrl-C again to stop immediately")
         process.send_signal(signal.SIGINT)
         assert finish(process, tmp_path).report["outcome"] == "killed"
     (tmp_path / "near").unlink()

@@ -121,7 +121,7 @@ entry(task)
 @pytest.mark.parametrize(
     ("source", "sentence"),
     [
-        (REFUSED, "UsageError: run.mesh(shard=3) makes replicas of 3 workers, and the job has 2"),
+        (REFUSED, "UsageError: run.mesh(shard=3) makes replicas of 3 workers, but the job has 2"),
         (
             "from holdfast.errors import UsageError\nraise UsageError('train.stpes: did you mean train.steps?')\n",
             "UsageError: train.stpes: did you mean train.steps?",
@@ -135,7 +135,7 @@ def test_what_is_refused_ends_the_job_at_the_first_attempt(tmp_path, source, sen
     script.write_text(source)
     ran = run(tmp_path, "--nnodes", 2, "--spares", 1, script)
     assert ran.code == 1
-    assert ran.report["reason"] == "refused before the first step, as another attempt would be"
+    assert ran.report["reason"] == "refused before the first step; another attempt would be refused, too"
     told = " ".join(ran.output.split())
     assert sentence in told
     assert "Change the script as the message says" in told
@@ -204,7 +204,7 @@ def test_where_only_the_script_knows_where_it_went_on_lost_steps_are_not_known(t
     assert goodput["computed_s"] == goodput["classes"]["computed"] > 0
     assert {"start", "restart", "interrupted", "saving"} <= goodput["classes"].keys()
     assert "unexplained" not in goodput["classes"]
-    assert "only the script knows which it did again" in " ".join(ran.output.split())
+    assert "only the script knows which steps it repeated" in " ".join(ran.output.split())
     assert "– committed, – lost of" in ran.output
     assert "what to do" not in ran.output
 

@@ -41,7 +41,7 @@ def test_a_level_that_does_not_exist_is_refused_before_anything_starts(tmp_path)
     ran = run(tmp_path, "--log-level", "loud", tmp_path / "script.py")
     assert ran.code == 2
     assert (
-        "--log-level 'loud': write one of debug, info, warning, error, for example debug or info,json"
+        "--log-level must be one of debug, info, warning, error, with or without ,json (got 'loud'), for example debug or info,json"
         in ran.output
     )
     assert not ran.job_dir.exists()
@@ -72,7 +72,7 @@ def test_a_worker_that_prints_without_end_fills_no_disk(tmp_path):
     env = dict(os.environ, HOLDFAST_HOME=str(tmp_path))
     command = [sys.executable, "-m", "holdfast.cli", "logs", "--job", "job", "--rank", "0", "-n", "0"]
     shown = subprocess.run(command, env=env, capture_output=True, check=True)
-    assert b"were given back (--log-limit)" in shown.stderr
+    assert b"of this log were deleted (--log-limit)" in shown.stderr
     assert b"\0" not in shown.stdout
     assert len(shown.stdout) < 16 << 20
     assert b"held to the limit at" in shown.stdout

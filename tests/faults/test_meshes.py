@@ -90,7 +90,8 @@ def test_messages_without_stages_are_refused_with_a_sentence(tmp_path):
     process = start(tmp_path, "--nnodes", 2, SCRIPT, 6, "--layout", "fsdp", "--pipeline")
     ran = finish(process, tmp_path)
     assert ran.report["outcome"] == "failed"
-    assert "messages between two workers of a replica are those of a pipeline's stages" in " ".join(
-        ran.output.split()
+    assert (
+        "two workers of a replica can send messages to each other only as stages of a pipeline"
+        in " ".join(ran.output.split())
     )
     assert ran.report["steps"]["committed"] == 0

@@ -61,5 +61,5 @@ def test_a_stage_that_does_not_say_its_shapes_is_refused_with_a_sentence(tmp_pat
     process = start(tmp_path, "--nnodes", 2, SCRIPT, 6, "--silent")
     ran = finish(process, tmp_path)
     assert ran.report["outcome"] == "failed"
-    assert "does not say its shapes" in ran.output
+    assert "does not specify its shapes" in ran.output
     assert ran.report["steps"]["committed"] == 0

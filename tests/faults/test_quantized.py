@@ -94,4 +94,4 @@ def test_shards_that_cannot_be_cut_anew_are_refused_by_name(tmp_path):
     assert ran.code != 0
     said = " ".join(ran.output.split())
     assert "optimizer.state.0.exp_avg was saved as a shard at [0, 0] of (256, 64)" in said
-    assert "start with the sharding of the save" in said
+    assert "start with the same sharding as when it was saved" in said

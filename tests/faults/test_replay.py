@@ -69,5 +69,5 @@ def test_a_model_in_shards_is_refused_before_it_is_built(tmp_path):
     ran = run(tmp_path, "--nnodes", 2, "--replay", "1/5", HERE / "train_meshes.py", STEPS, "--layout", "fsdp")
     assert ran.report["outcome"] == "failed"
     said = " ".join(ran.output.split())
-    assert "after run.mesh() none does; start the job without --replay" in said
+    assert "which no worker does after run.mesh(); start the job without --replay" in said
     assert ran.report["steps"]["committed"] == 0

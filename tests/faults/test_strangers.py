@@ -281,7 +281,7 @@ def test_commands_tell_a_stranger_nothing_and_believe_nothing_of_his(job, monkey
 
     with stranger(listening(b"")) as said:
         token = left_to(job, said.recv())
-        with pytest.raises(NoAnswer, match="has not proven to be the job's coordinator"):
+        with pytest.raises(NoAnswer, match="has not proved that it is the job's coordinator"):
             asyncio.run(ask())
         head, _ = said.recv()
     assert head.startswith(b"GET /status ")

@@ -40,5 +40,5 @@ def test_a_job_that_fails_tells_people_and_a_tracker_that_fails_costs_nothing(tm
 def test_a_target_that_cannot_be_used_is_refused_before_anything_starts(tmp_path):
     ran = run(tmp_path, "--track", "jsonlines:x", HERE / "train_logging.py", 20, 0.001)
     assert ran.code == 2
-    assert "write jsonl:PATH" in ran.output
+    assert "must be jsonl:PATH" in ran.output
     assert not (tmp_path / "jobs").exists()

@@ -66,7 +66,7 @@ def test_a_job_survives_an_upgrade_beneath_it_and_the_loss_of_its_coordinator(tm
         job_dir, [Deed(upgrade_and_lose_the_coordinator, 5, when=stands_by), Deed(lose_it_again, 10)]
     ):
         # The one that waited has taken over; another that could wait is not to be had.
-        wait_for(process, "What trains goes on")
+        wait_for(process, "Workers continue to train")
         installed.use("this")
         ran = finish(process, home)
     assert ran.code == 0, ran.output[-3000:]

@@ -19,7 +19,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--schedule", choices=[*SCHEDULES, "one"], default="1f1b")
     parser.add_argument("--shard", type=int, default=1)
     parser.add_argument("--reduction", default="exact")
-    parser.add_argument("--silent", action="store_true", help="a stage that does not say its shapes")
+    parser.add_argument("--silent", action="store_true", help="a stage that does not specify its shapes")
     return parser.parse_args()
 
 

@@ -51,10 +51,10 @@ def test_the_exit_code_says_how_it_is(holdfast, monkeypatch, condition, code):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("--folder", "/none"), "there is no such folder"),
-        (("--seconds", "-1"), "--seconds -1"),
-        (("--json", "/none/x.json"), "there is no folder /none"),
-        (("node1",), "there is no job in"),
+        (("--folder", "/none"), "this folder does not exist"),
+        (("--seconds", "-1"), "--seconds must be between 0 and 3600"),
+        (("--json", "/none/x.json"), "/none does not exist"),
+        (("node1",), "there are no jobs in"),
     ],
 )
 def test_refused(holdfast, args, message):

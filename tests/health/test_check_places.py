@@ -142,7 +142,7 @@ def test_it_writes_over_its_own_file_and_over_no_other(holdfast, tmp_path):
     fleet = Racks("aabb")
     code, _, err = holdfast(fleet, state(0, 4), "--write-topology", file)
     assert code == 2
-    assert "it is there, and not from this command" in err
+    assert "the file exists and was not written by this command" in err
     assert (file.read_text(), fleet.calls) == ("n0 hall/rack1\n", [])
 
 
@@ -150,7 +150,10 @@ def test_without_a_difference_there_is_no_file(holdfast, tmp_path):
     file = tmp_path / "topology.txt"
     code, out, _ = holdfast(Racks("aabb", apart=False), state(0, 4), "--write-topology", file)
     assert code == 0
-    assert out.splitlines()[-1] == "one place: no difference was measured; no file was written"
+    assert (
+        out.splitlines()[-1]
+        == "all nodes are in one place: no difference between pairs was measured; no file was written"
+    )
     assert not file.exists()
 
 
@@ -173,7 +176,7 @@ def test_nodes_that_reach_nobody_are_named(holdfast, tmp_path):
         Racks("aaa", faulty={"n0", "n1"}), state(0, 3), "--write-topology", tmp_path / "b"
     )
     assert code == 3
-    assert "no pair could be measured; no file was written" in out
+    assert "no pair of nodes could be measured; no file was written" in out
 
 
 def test_programs_get_all_figures(holdfast, tmp_path):
@@ -188,14 +191,22 @@ def test_programs_get_all_figures(holdfast, tmp_path):
 @pytest.mark.parametrize(
     ("of", "args", "message"),
     [
-        (state(1, 5), ("n0", "n1", "n2"), "n0: measuring every pair would disturb what trains there"),
+        (
+            state(1, 5),
+            ("n0", "n1", "n2"),
+            "n0: measuring every pair would disturb the workers that train there",
+        ),
         (
             state(2, 2),
             (),
-            "it needs 3 nodes; there are 2: n2, n3. Nodes that train are measured with --disturb",
+            "it needs at least 3 nodes, but there are 2: n2, n3. Add --disturb to measure nodes that train, too",
         ),
-        (state(0, MOST_NODES + 1), (), f"name at most {MOST_NODES} nodes, or take the topology from Slurm"),
-        (state(0, 4), ("--deep",), "run --deep in a call of its own"),
+        (
+            state(0, MOST_NODES + 1),
+            (),
+            f"specify at most {MOST_NODES} nodes, or take the topology from Slurm",
+        ),
+        (state(0, 4), ("--deep",), "run `holdfast check --deep` separately"),
     ],
 )
 def test_refused(holdfast, tmp_path, of, args, message):
@@ -207,7 +218,7 @@ def test_refused(holdfast, tmp_path, of, args, message):
 
 def test_a_file_that_cannot_be_written_is_refused_first(holdfast, tmp_path):
     fleet = Racks("aabb")
-    for file, why in ((tmp_path / "none" / "t", "there is no folder"), (tmp_path, "Is a directory")):
+    for file, why in ((tmp_path / "none" / "t", "does not exist"), (tmp_path, "Is a directory")):
         code, _, err = holdfast(fleet, state(0, 4), "--write-topology", file)
         assert (code, why in err, fleet.orders) == (2, True, [])
 
@@ -230,7 +241,7 @@ def test_nobody_is_blamed_for_being_far_away():
     fleet = Racks("aabb")
     news = asyncio.run(fleet.check(EVERY, state(1, 3)))
     assert (len(news.pairs), fleet.found) == (6, {})
-    with pytest.raises(UsageError, match="needs 3 nodes"):
+    with pytest.raises(UsageError, match="needs at least 3 nodes"):
         fleet.runs.begin(EVERY, state(1, 1))
 
 

@@ -140,7 +140,7 @@ def test_deep_checks_leave_alone_what_trains():
         choose(CheckOptions(nodes=("n0", "n1"), deep=True), state())
     with pytest.raises(UsageError, match=r"no node is free to check \(training: n0, n1\)"):
         choose(CheckOptions(deep=True), state(training=2, spares=0))
-    with pytest.raises(UsageError, match="no node 'n9' in this job: there are n0"):
+    with pytest.raises(UsageError, match="this job does not have a node 'n9'; its nodes are n0"):
         choose(CheckOptions(nodes=("n9",)), state())
 
 

@@ -84,7 +84,7 @@ def test_a_spare_is_checked_and_hooks_run(tmp_path):
     others = [p.name for p in (job_dir / "logs").iterdir() if p.name.startswith("node") and p.name != spare]
     refused = check(tmp_path, "--deep", *others)
     assert refused.returncode == 2
-    assert "deep checks would disturb what trains there; add --disturb" in refused.stderr
+    assert "deep checks would disturb the workers that train there; add --disturb" in refused.stderr
     asyncio.run(post(job_dir, "/stop?reason=test"))
     ran = finish(process, tmp_path)
     assert ran.report["outcome"] == "stopped"

@@ -119,7 +119,7 @@ def test_a_users_rule_does_not_act_on_a_process_that_calls_itself_so():
 def test_a_users_rule_that_looks_anywhere_in_the_kernels_lines_is_refused(remedy):
     text = f'[[rule]]\nid = "ours"\nsource = "kmsg"\npattern = "wedged"\nremedy = "{remedy}"\n'
     with pytest.raises(
-        UsageError, match=rf"ours.toml, line 4: ours: a pattern that asks for {remedy} begins with \^"
+        UsageError, match=rf"ours.toml, line 4: ours: a pattern that asks for {remedy} must begin with \^"
     ):
         RuleSet().read(text, "ours.toml")
     RuleSet().read(text.replace(remedy, "ask"), "ours.toml")

@@ -44,11 +44,11 @@ def test_files_are_named_from_the_root(tmp_path, monkeypatch):
     ("given", "message"),
     [
         (HealthOptions(rules=(Path("none.toml"),)), "none.toml cannot be read"),
-        (HealthOptions(dry_run_rules=("no-such-rule",)), "no rule is called 'no-such-rule'"),
+        (HealthOptions(dry_run_rules=("no-such-rule",)), "there is no rule named 'no-such-rule'"),
         (HealthOptions(watch=False, dry_run_rules=("*",)), "--no-health"),
         (HealthOptions(history="mysql://x/y"), "postgresql://"),
-        (HealthOptions(history="none/nodes.sqlite"), "there is no folder"),
-        (HealthOptions(hooks=Path("none")), "there is no such folder"),
+        (HealthOptions(history="none/nodes.sqlite"), "does not exist"),
+        (HealthOptions(hooks=Path("none")), "this folder does not exist"),
     ],
 )
 def test_refused(tmp_path, monkeypatch, given, message):
@@ -60,9 +60,9 @@ def test_refused(tmp_path, monkeypatch, given, message):
 @pytest.mark.parametrize(
     ("name", "mode", "text", "message"),
     [
-        ("other", 0o755, "x", "it has none of on-create, before-join"),
+        ("other", 0o755, "x", "does not contain any of on-create, before-join"),
         ("on-drain", 0o755, "", "on-drain is empty"),
-        ("after-job", 0o644, "x", "after-job cannot be executed; chmod"),
+        ("after-job", 0o644, "x", "after-job is not executable; run `chmod"),
     ],
 )
 def test_hooks_refused(tmp_path, name, mode, text, message):
@@ -95,12 +95,12 @@ def test_the_command_line_refuses_before_anything_starts(tmp_path, monkeypatch, 
     with pytest.raises(SystemExit) as left:
         main()
     assert left.value.code == 2
-    assert "there is no such folder" in capsys.readouterr().err
+    assert "this folder does not exist" in capsys.readouterr().err
     assert not (tmp_path / "home").exists()
 
 
 def test_a_slowness_that_noise_may_be_is_refused():
-    with pytest.raises(UsageError, match="is told from noise"):
+    with pytest.raises(UsageError, match="cannot be told from noise"):
         plan_health(HealthOptions(replace_slow=1.05))
     assert plan_health(HealthOptions(replace_slow=1.3)).replace_slow == 1.3
     assert plan_health(HealthOptions(dry_run_rules=("slow-rank", "part-*"))).dry_run == (

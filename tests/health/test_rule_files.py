@@ -92,7 +92,7 @@ def test_rules_on_trial(tmp_path):
     assert rules.get("soft-lockup").dry_run
     assert not rules.get("sxid-20034").dry_run
     assert all(r.dry_run for r in load_rules([], ["*"]))
-    with pytest.raises(UsageError, match="no rule is called 'xid-9999'"):
+    with pytest.raises(UsageError, match="there is no rule named 'xid-9999'"):
         load_rules([], ["xid-9999"])
 
 
@@ -121,7 +121,7 @@ def test_lines_that_are_no_unicode_are_searched(tmp_path):
 @pytest.mark.parametrize("pattern", ["(?=a)b", r"(a)\1", r"a\Z", "(?x) a", "a{1001}"])
 def test_what_linear_time_excludes_is_refused_with_its_line(tmp_path, pattern):
     path = write(tmp_path, f"[[rule]]\nid = 'ours'\nsource = 'kmsg'\npattern = '{pattern}'\n")
-    with pytest.raises(UsageError, match=r"line 4: ours: the pattern is no regular expression of RE2"):
+    with pytest.raises(UsageError, match=r"line 4: ours: the pattern is not a regular expression of RE2"):
         load_rules([path])
 
 
@@ -129,9 +129,9 @@ def test_a_pattern_of_the_catalogue_stays_its_own_until_a_user_writes_another(tm
     changed = write(tmp_path, "[[rule]]\nid = 'xid-79'\nseverity = 'warning'\n")
     assert load_rules([changed]).get("xid-79").own
     other = write(tmp_path, "[[rule]]\nid = 'xid-79'\nfamily = ''\npattern = '^NVRM: (?!Xid)'\n")
-    with pytest.raises(UsageError, match="line 4: xid-79: the pattern is no regular expression of RE2"):
+    with pytest.raises(UsageError, match="line 4: xid-79: the pattern is not a regular expression of RE2"):
         load_rules([other])
-    with pytest.raises(UsageError, match="'own' is no field of a rule"):
+    with pytest.raises(UsageError, match="'own' is not a field of a rule"):
         load_rules([write(tmp_path, "[[rule]]\nid = 'xid-79'\nown = true\n")])
 
 
@@ -139,21 +139,21 @@ WRONG = {
     "no TOML": ("[[rule]\nid = 1", "line 1"),
     "a misspelt field": (
         '[[rule]]\nid = "a"\nsource = "kmsg"\npatern = "x"\n',
-        "line 4: 'patern' is no field",
+        "line 4: 'patern' is not a field",
     ),
     "a bad expression": (
         '\n[[rule]]\nid = "a"\nsource = "kmsg"\npattern = "("\n',
-        "line 5: a: the pattern is no regular",
+        "line 5: a: the pattern is not a regular",
     ),
     "a remedy that is none": (
         '[[rule]]\nid = "a"\nsource = "kmsg"\npattern = "x"\nremedy = "pray"\n',
         "line 5: Invalid enum value 'pray'",
     ),
-    "no id": ('[[rule]]\nsource = "kmsg"\n', "line 1: this rule has no id"),
+    "no id": ('[[rule]]\nsource = "kmsg"\n', "line 1: this rule does not have an id"),
     "no source": ('[[rule]]\nid = "a"\npattern = "x"\n', "line 1: a: source is missing"),
     "nothing to look at": (
         '[[rule]]\nid = "a"\nsource = "kmsg"\n',
-        "give one of pattern, reading and unknown",
+        "must have exactly one of pattern, reading and unknown",
     ),
     "a count without a window": (
         '[[rule]]\nid = "a"\nsource = "kmsg"\npattern = "x"\ncount = 3\n',
@@ -173,7 +173,7 @@ WRONG = {
     ),
     "lines from nowhere": (
         '[[rule]]\nid = "a"\nsource = "kmesg"\npattern = "x"\n',
-        "line 3: a: lines come from kmsg and log, not 'kmesg'",
+        "line 3: a: the source of lines must be kmsg or log, not 'kmesg'",
     ),
     "a family without codes": (
         '[family.oam]\nsource = "kmsg"\npattern = "x"\n[family.oam.class.bad]\n[family.oam.code]\n7 = { class = "bad" }\n',
@@ -191,7 +191,7 @@ WRONG = {
         '[[rule]]\nid = "a"\nsource = "kmsg"\npattern = "x"\n[[rule]]\nid = "a"\n',
         "line 5: rule 'a' is in this file twice",
     ),
-    "another table": ('[rules]\nid = "a"\n', "line 1: 'rules' is no table of a rule file"),
+    "another table": ('[rules]\nid = "a"\n', "line 1: 'rules' is not a table of a rule file"),
     "one bracket": ('[rule]\nid = "a"\n', "line 1: write [[rule]]"),
     "a class that is none": (
         '[family.xid.code]\n7 = { class = "odd" }\n',
@@ -199,7 +199,7 @@ WRONG = {
     ),
     "an error in the second rule": (
         '[[rule]]\nid = "a"\nsource = "kmsg"\npattern = "x"\n\n[[rule]]\nid = "b"\nsource = "kmsg"\npattern = "x"\nshare = 2\n',
-        "line 10: b: share is between 0 and 1",
+        "line 10: b: share must be between 0 and 1",
     ),
 }
 
@@ -243,8 +243,8 @@ def test_a_rule_that_says_more_where_it_comes_again(tmp_path):
 @pytest.mark.parametrize(
     ("repeat", "said"),
     [
-        ("repeat = 3", "'repeat' is no field of a rule"),
-        ("repeat = {counts = 3}", "'counts' is no field of a rule"),
+        ("repeat = 3", "'repeat' is not a field of a rule"),
+        ("repeat = {counts = 3}", "'counts' is not a field of a rule"),
     ],
 )
 def test_a_repeat_that_cannot_be_is_refused_with_its_line(tmp_path, repeat, said):

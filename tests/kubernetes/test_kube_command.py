@@ -113,7 +113,7 @@ def test_a_queue_that_chooses_machines_is_told_how_near_they_are_to_be(kind: str
 
 
 def test_an_unknown_scheduler_is_refused_with_those_that_are_known():
-    with pytest.raises(UsageError, match="--gang 'slurm': there are KAI, PodGroup and Volcano"):
+    with pytest.raises(UsageError, match=r"--gang must be KAI, PodGroup or Volcano \(got 'slurm'\)"):
         check_options(ours(gang="slurm"))
 
 
@@ -159,21 +159,24 @@ def test_a_template_keeps_what_it_says(tmp_path: Path):
             "nowhere.py: No such file or directory",
         ),
         ({"kubernetes": ours(pod_template=Path("/nowhere.yaml"))}, "--pod-template /nowhere.yaml"),
-        ({"kubernetes": ours(gang="PodGroup", queue="team-a")}, "--gang PodGroup with --queue team-a"),
+        (
+            {"kubernetes": ours(gang="PodGroup", queue="team-a")},
+            "--gang PodGroup cannot be combined with --queue team-a",
+        ),
         ({"kubernetes": ours(gang_queue="team-a")}, "--gang-queue team-a: --gang is missing"),
         ({"kubernetes": ours(gang="PodGroup", gang_queue="team-a")}, "--gang-queue team-a: Kubernetes' own"),
-        ({"kubernetes": ours(gang="KAI")}, "--gang KAI: --gang-queue NAME is missing"),
+        ({"kubernetes": ours(gang="KAI")}, "--gang KAI needs --gang-queue NAME"),
         (
             {"kubernetes": ours(queue_topology="required=rack")},
-            "--queue-topology required=rack: --queue is missing",
+            "--queue-topology required=rack needs --queue",
         ),
         (
             {"kubernetes": ours(queue="team-a", queue_topology="rack")},
-            "--queue-topology rack: required=LABEL or preferred=LABEL",
+            "--queue-topology must be required=LABEL or preferred=LABEL (got rack)",
         ),
         (
             {"kubernetes": ours(queue="team-a", queue_topology="required=")},
-            "--queue-topology required=: required=LABEL or preferred=LABEL",
+            "--queue-topology must be required=LABEL or preferred=LABEL (got required=)",
         ),
     ],
 )
@@ -287,7 +290,7 @@ def test_the_service_account_of_a_new_namespace_is_waited_for():
     fake.soon = NO_ACCOUNT.format("default"), 2
     assert submitted(fake, plan(), told) == "u-1"
     assert [what for _, what, dry in fake.asked if dry] == ["llm", "pods", "pods", "pods"]
-    assert told == ["the namespace research is new; waits up to 60 s for its service account"]  # once
+    assert told == ["the namespace research is new; waiting up to 60 s for its service account"]  # once
 
 
 @pytest.mark.parametrize(("account", "account_s"), [("default", 0), ("mine", 60)])
@@ -312,7 +315,10 @@ def test_its_words_are_beside_ours():
 
 @pytest.mark.parametrize(
     ("condition", "words"),
-    [("Training", "`holdfast attach --job llm -n research` shows it"), ("Complete", "which is over (Known)")],
+    [
+        ("Training", "`holdfast attach --job llm -n research` shows it"),
+        ("Complete", "which has ended (Known)"),
+    ],
 )
 def test_a_name_that_is_taken(condition: str, words: str):
     fake = ApplyApi()
@@ -326,7 +332,7 @@ def test_a_name_that_is_taken(condition: str, words: str):
 def test_a_cluster_without_the_definition():
     fake = ApplyApi()
     fake.objects.clear()
-    with pytest.raises(UsageError, match="its operator is not installed"):
+    with pytest.raises(UsageError, match="because the operator is not installed"):
         submitted(fake, plan())
 
 

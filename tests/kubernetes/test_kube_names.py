@@ -158,4 +158,4 @@ def test_the_plugin_of_kubectl_names_the_folder(two: Cluster) -> None:
 
 
 def test_a_place_without_a_job_is_refused(two: Cluster) -> None:
-    assert "give its name with --job too" in holdfast("status", "-n", "team-b")
+    assert "pass its name with --job, too" in holdfast("status", "-n", "team-b")

@@ -99,7 +99,7 @@ def test_it_says_what_is_saved_and_how_old_it_is(status):
     assert "step 1,000 in /scratch/run, 0:45 ago; s3://bucket/run FAILS" in said
     assert max(map(len, drawn(board(status)).splitlines())) <= 100
     status["saving"]["tiers"][0] |= {"under_way": 1200, "written": [300_000_000, 4_000_000_000]}
-    assert "step 1,200 on its way to /scratch/run: 300 MB of 4.00 GB" in saved_line(status).plain
+    assert "step 1,200 being written to /scratch/run: 300 MB of 4.00 GB" in saved_line(status).plain
     status["workers"] = []
     assert progress_line(SPEC, status) == "saving step 1,200 in /scratch/run: 300 MB of 4.00 GB"
 

@@ -42,10 +42,13 @@ EARLY = KNOWN | {"productive_s": 0.0, "share": 0.0, "classes": {"start": 100.0}}
     [
         (KNOWN, "80.0% of 100.0 s wall time"),
         (EARLY, "0.0% of 100.0 s wall time"),
-        (UNTOLD, "– of 100.0 s wall time: of 85.0 s of steps only the script knows which it did again"),
+        (
+            UNTOLD,
+            "– of 100.0 s wall time: only the script knows which steps it repeated in 85.0 s of computing",
+        ),
         (
             SILENT,
-            "– of 100.0 s wall time: the script told Holdfast of no step",
+            "– of 100.0 s wall time: the script did not report steps to Holdfast",
         ),
         (
             KNOWN | {"wall_s": 9000.0, "recent": {"wall_s": 3600.0, "share": 0.91}},

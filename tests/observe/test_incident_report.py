@@ -27,7 +27,7 @@ FINDING = {
 }  # fmt: skip
 VERDICT = {
     "incident": 1, "node": "n1", "rule": "xid-79", "asked": "reboot", "does": "replace", "would": "replace",
-    "against": "", "reason": "xid-79 asks for reboot, which was tried before: reboot, reboot",
+    "against": "", "reason": "xid-79 asks for reboot, which was done before: reboot, reboot",
     "weighed": ["done before for xid-79 on M1: reboot, reboot", "nodes acted on in 600 s: 0 of 1 (4 in all)"],
 }  # fmt: skip
 
@@ -50,12 +50,12 @@ def test_a_finding_and_what_came_of_it():
     text = "\n".join(story(1, entries))
     assert text.startswith("Incident 1 on n1, rank 1, at step 12: xid-79: fallen off the bus")
     assert "the rule xid-79 (gpu 0) by kmsg: Xid (PCI:0000:18:00): 79 [fatal, asks for reboot]" in text
-    assert "it is replaced, because xid-79 asks for reboot, which was tried before: reboot, reboot" in text
-    assert "weighed: nodes acted on in 600 s: 0 of 1 (4 in all)" in text
+    assert "it is replaced, because xid-79 asks for reboot, which was done before: reboot, reboot" in text
+    assert "considered: nodes acted on in 600 s: 0 of 1 (4 in all)" in text
     assert "and then, on n1: killed by signal 9" in text
     assert "n1 is lost" in text
     assert "n7" not in text
-    assert "training stood for 0.90 s; 0 steps to be done again" in text
+    assert "training stalled for 0.90 s; 0 steps to be repeated" in text
     assert "full strength after 1.00 s (spare)" in text
     # What is in brackets is explained where it stands.
     assert (
@@ -110,11 +110,11 @@ def test_a_hang_says_where_its_ranks_stood_as_far_as_that_is_known():
         "where": "2 ranks in all_reduce",
     }
     text = "\n".join(story(1, ledger((4.0, "incident-opened", hang | known))))
-    assert "its ranks had made 20 optimizer steps since the start" in text
+    assert "its ranks had done 20 optimizer steps since the start" in text
     assert "they had not entered all_reduce 41 of default_pg, in which others waited" in text
     assert "all ranks: 2 ranks in all_reduce" in text
     unknown = dict.fromkeys(known)
-    assert "Where it stood" not in "\n".join(story(1, ledger((4.0, "incident-opened", hang | unknown))))
+    assert "Where the ranks were" not in "\n".join(story(1, ledger((4.0, "incident-opened", hang | unknown))))
 
 
 def test_a_decision_not_to_act():

@@ -24,7 +24,7 @@ def test_it_fits_100_columns(report, failed, incident):
         | {
             "id": i,
             "fault": None,
-            "cause": "hang: stands still in backward while others wait for it, for a very long time",
+            "cause": "hang: makes no progress in backward while others wait for it, for a very long time",
             "node": f"ip-10-0-12-{i}.ec2.internal",
             "ranks": list(range(i, 64, 2)),
             "at_step": 1_234_567,
@@ -43,7 +43,7 @@ def test_it_fits_100_columns(report, failed, incident):
 def test_it_holds_what_was_measured(report):
     text = shown(report)
     for words in (
-        "400 committed, 0 lost, 9.91 steps/s; a step by itself takes 0.21 s",
+        "400 committed, 0 lost, 9.91 steps/s; one step takes 0.21 s",
         "85.8% of 93.2 s",
         "4 → 3 → 4 (target 4)",
         "xxh3 5df08a9268549ac9, bit-equal",
@@ -59,7 +59,7 @@ def test_it_holds_what_was_measured(report):
 def test_a_script_without_steps_has_no_table_of_them(report):
     none = {"committed": None, "lost": 0, "computed": None, "median_s": None, "skipped": None}
     text = shown(report | {"outcome": "finished", "steps": none, "incidents": []})
-    assert "steps      none: the script told Holdfast of no step" in text
+    assert "steps      none: the script did not report steps to Holdfast" in text
     assert not any(words in text for words in ("goodput", "–", "Wall time"))
 
 
@@ -193,9 +193,9 @@ def test_the_closing_error_says_nothing_of_what_is_not_known(failed):
 
 
 def test_a_saved_job_is_told_how_to_go_on(failed):
-    assert "goes on" not in shown(failed)
+    assert "continues" not in shown(failed)
     failed["saved"] = {"step": 12, "url": "s3://bucket/run"}
-    assert "--job demo goes on from the newest saved step" in " ".join(shown(failed).split())
+    assert "--job demo continues from the newest saved step" in " ".join(shown(failed).split())
 
 
 def test_a_finished_job_has_no_closing_error(report):
@@ -218,11 +218,11 @@ def test_long_lines_of_code_are_not_broken(failed):
         ),
         ("the same error at step 3", "ValueError: x", "fix the script"),
         (
-            "refused before the first step, as another attempt would be",
+            "refused before the first step; another attempt would be refused, too",
             "UsageError: x",
             "as the message says",
         ),
-        ("the restart budget is spent", "exit code 1", "--max-restarts"),
+        ("the restart budget is used up", "exit code 1", "--max-restarts"),
         ("too few workers for 300 s", None, "--spares"),
         ("no restarts are allowed", "killed by signal 9 (SIGKILL)", "memory"),
         ("no restarts are allowed", str(KilledForMemory(1 << 30)), "--node-memory"),
@@ -244,32 +244,32 @@ SAVED = {"step": 50, "url": "/data/run"}
 @pytest.mark.parametrize(
     ("told", "words"),
     [
-        ({"saved": SAVED}, "Step 50 is saved: the same command with --job demo goes on from it."),
+        ({"saved": SAVED}, "Step 50 is saved: the same command with --job demo continues from it."),
         (
             {"saved": SAVED, "queued_again": True},
-            "Step 50 is saved. The job is queued again and goes on from it by itself.",
+            "Step 50 is saved. The job is queued again and continues from it without further action.",
         ),
         (
             {"saved": SAVED, "unsaved": 70},
-            "Step 70 could not be saved: the same command with --job demo goes on from step 50.",
+            "Step 70 could not be saved: the same command with --job demo continues from step 50.",
         ),
         (
             {"saved": None, "unsaved": 70},
-            "Step 70 could not be saved: the same command with --job demo begins anew.",
+            "Step 70 could not be saved: the same command with --job demo starts from the beginning.",
         ),
         (
             {"saved": SAVED, "unsaved": 70, "in_memory": {"step": 70}},
-            "Step 70 is saved nowhere but in the memory of the nodes: the same command with --job demo goes on from it, on the "
-            "same machines and before they are restarted.",
+            "Step 70 is only in the memory of the nodes: the same command with --job demo continues from it if it is "
+            "run on the same machines before they are restarted.",
         ),
         (
             {"saved": None, "steps": {"computed": 0}},
-            "No step was done: the same command with --job demo begins anew.",
+            "No step was done: the same command with --job demo starts from the beginning.",
         ),
         (
             {"saved": None},
-            "Holdfast saved no state: the same command with --job demo begins anew, unless the script goes on from what it saved "
-            "itself.",
+            "Holdfast did not save a state: the same command with --job demo starts from the beginning, unless the "
+            "script resumes from a checkpoint of its own.",
         ),
     ],
 )

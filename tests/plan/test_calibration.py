@@ -54,7 +54,7 @@ def test_no_rate_is_said_where_none_is_known():
     assert why_no_rate(short) == "no failure in 0.0 node-hours"
     often = calibrate([Run(report([incident()], hours=0.01))])
     assert "rate" not in fields(often)
-    assert why_no_rate(often) == "625% per node-hour is no rate of a cluster"
+    assert why_no_rate(often) == "625% per node-hour is not a plausible rate for a cluster"
     seldom = calibrate([Run(report([incident()]))])
     assert (fields(seldom)["rate"], why_no_rate(seldom)) == ("0.062500%", "")
 

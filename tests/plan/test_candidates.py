@@ -43,19 +43,19 @@ def test_without_failures_only_saving_costs():
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"nodes": -4}, "nodes: -4 is less than 1; for example 256"),
-        ({"nodes": 0.5}, "nodes: 0.5 is no whole number"),
+        ({"nodes": -4}, "nodes must be at least 1 (got -4), for example 256"),
+        ({"nodes": 0.5}, "nodes must be a whole number (got 0.5)"),
         ({"rate": 0.05}, "rate: 0.05 means that every node fails after 20.0 hours; if a percentage is meant, write 0.05%"),
         ({"rate": {"gpu": "-1%"}}, "rate.gpu: '-1%' is negative; for example 0.016%"),
-        ({"detect": "90 minutes"}, "detect: '90 minutes' is no time; for example 90s, 15m"),
+        ({"detect": "90 minutes"}, "detect must be a time (got '90 minutes'), for example 90s, 15m"),
         ({"gpu_hours": 0}, "gpu_hours: 0 is zero; for example 10M"),
-        ({"checkpoint_size": 840}, "checkpoint_size: 840 is no size: it needs a unit, for example 840GB"),
-        ({"tokens": "15T"}, "gpu_hours and tokens: give one of them"),
-        ({"mtbf": "3h"}, "rate and mtbf: give one of them"),
-        ({"preset": "cloud"}, "preset: 'cloud' is none of self-managed"),
+        ({"checkpoint_size": 840}, "checkpoint_size must be a size with a unit (got 840), for example 840GB"),
+        ({"tokens": "15T"}, "gpu_hours and tokens cannot be combined"),
+        ({"mtbf": "3h"}, "rate and mtbf cannot be combined"),
+        ({"preset": "cloud"}, "preset must be one of self-managed"),
         ({"preset": "holdfast"}, "needs the report of a job"),
         ({"nodez": 4}, "unknown field 'nodez': did you mean 'nodes'?"),
-        ({"price": True}, "price: True is no number"),
+        ({"price": True}, "price must be a number (got True)"),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_by_its_name_with_an_example(fields, said):
@@ -69,9 +69,11 @@ def test_what_is_missing_is_asked_for():
         read({})
     with pytest.raises(UsageError, match="nodes is missing; for example --nodes 256"):
         read({}, as_flags=True)
-    with pytest.raises(UsageError, match="give --gpu-hours 10M, or --tokens 15T and --tokens-per-gpu-s 400"):
+    with pytest.raises(
+        UsageError, match="specify --gpu-hours 10M, or --tokens 15T and --tokens-per-gpu-s 400"
+    ):
         read({"nodes": 4}, as_flags=True)
-    with pytest.raises(UsageError, match="give gpu_hours: 10M, or tokens"):
+    with pytest.raises(UsageError, match="specify gpu_hours: 10M, or tokens"):
         read({"nodes": 4, "rate": 0})
     with pytest.raises(UsageError, match="rate is missing"):
         read({"nodes": 4, "gpu_hours": 5})
@@ -91,7 +93,7 @@ def test_times_of_ones_own_report():
     spare = from_report({"incidents": [{"stall_s": 2.0, "replace_s": 0.1, "rung": "spare"}]})
     assert spare.replace_s == 900
     assert "no node was replaced without a spare" in spare.source
-    with pytest.raises(UsageError, match="training survived no incident in it"):
+    with pytest.raises(UsageError, match="there is no incident in it that training survived"):
         from_report({"incidents": []})
 
 

@@ -198,7 +198,10 @@ def test_logs_that_are_put_away_go_on_in_a_new_file(configured, tmp_path):
 
 @pytest.mark.parametrize("text", ["loud", "debug,info", "info,xml"])
 def test_an_unknown_level_is_refused(text):
-    with pytest.raises(UsageError, match=f"--log-level '{text}': write one of debug, info, warning, error"):
+    with pytest.raises(
+        UsageError,
+        match=rf"--log-level must be one of debug, info, warning, error, .* \(got '{text}'\)",
+    ):
         logs.parse_settings(text, "--log-level")
 
 

@@ -198,7 +198,7 @@ def test_in_a_pod_volumes_have_any_mode(tmp_path: Path, monkeypatch: pytest.Monk
     volume = tmp_path / "volume"
     (volume / "jobs").mkdir(parents=True, mode=0o700)
     volume.chmod(0o777)  # as the kubelet makes an emptyDir
-    with pytest.raises(UsageError, match="is open to all"):
+    with pytest.raises(UsageError, match="is writable by all"):
         refuse_open_to_others(volume / "jobs", "the job's folder")
     monkeypatch.setenv(ownership.IN_A_POD, "10.96.0.1")
     refuse_open_to_others(volume / "jobs", "the job's folder")

@@ -48,7 +48,7 @@ def test_commands(holdfast, url, tmp_path):
     assert holdfast("ls", url)[0] == 0
     assert "3000x1000 at 1300,0" in holdfast("show", f"{url}/step-4")[1]
     code, said = holdfast("verify", url)
-    assert [code, said.splitlines()[-1]] == [0, f"the newest complete one: {url}/step-8"]
+    assert [code, said.splitlines()[-1]] == [0, f"the newest complete checkpoint: {url}/step-8"]
 
     assert holdfast("export", url, tmp_path / "out")[0] == 0
     assert torch.equal(load_file(tmp_path / "out/model.safetensors")["m.w"], WHOLE + 8)
@@ -58,7 +58,7 @@ def test_commands(holdfast, url, tmp_path):
     archive = Archive(url)
     flip(archive.tier, archive.manifest(9).shards[0].blob.name, 7)
     code, said = holdfast("verify", url)
-    assert [code, said.splitlines()[-1]] == [1, f"the newest complete one: {url}/step-8"]
+    assert [code, said.splitlines()[-1]] == [1, f"the newest complete checkpoint: {url}/step-8"]
     assert holdfast("prune", url, "--keep", "1")[0] == 1
     archive.remove(9)
     assert holdfast("prune", url, "--keep", "1") == (0, f"{url}: 1 checkpoint removed: 4\n")

@@ -191,7 +191,7 @@ def test_an_ordinary_user_has_everything_but_draining(users_home: Path, undistur
         left = job.event("node-lost", node=sick)
         job.event("incident-closed", left["seq"])
         until(lambda: f"{sick} is not drained in Slurm" in job.notes(), "it is said")
-        assert "this job does not use it any more, others may get it" in job.notes()
+        assert "this job does not use it any more, but other jobs may" in job.notes()
         until(lambda: state(sick) == "idle", "Slurm has it")
 
         status = job.training(
@@ -229,7 +229,7 @@ def test_commands_from_elsewhere_and_a_submitter_that_dies(home: Path) -> None:
     [
         (["--partition", "nope"], "invalid partition specified: nope"),
         (["--nnodes", 40], "Requested node configuration is not available"),
-        (["--partition", "short", "--time", 30], "the partition 'short' gives 2 minutes at most"),
+        (["--partition", "short", "--time", 30], "the partition 'short' allows at most 2 minutes"),
         (["--time", 1], "60 s is too short"),
     ],
 )

@@ -102,7 +102,7 @@ def test_who_may_not_drain_says_so_once(tmp_path: Path) -> None:
     assert [a[:2] for a in engine.slurm.asked].count(("scontrol", "update")) == 1
     assert engine.notes == [
         "n2 is not drained in Slurm (scontrol: slurm_update error: Invalid user id); this job does not use it any more, "
-        "others may get it"
+        "but other jobs may"
     ]
 
 
@@ -160,7 +160,7 @@ def test_many_lost_at_once_are_nobodys_fault(tmp_path: Path) -> None:
     asyncio.run(lost())
     assert not engine.slurm.asked
     assert not engine.posts
-    assert "2 nodes were lost at once, n2 among them: they are not reported to Slurm" in engine.notes
+    assert "2 nodes were lost at the same time, n2 among them: they are not reported to Slurm" in engine.notes
 
 
 def test_a_follow_up_is_asked_for_once(tmp_path: Path) -> None:
@@ -327,4 +327,4 @@ def test_an_answer_that_cannot_be_used_does_not_end_the_look(
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(engine._poll())
     assert looks == [0, 1, 2]
-    assert engine.notes == ["Slurm's answer cannot be used, and it is asked again: unexpected"] * 2
+    assert engine.notes == ["Slurm's answer cannot be used, and the request is repeated: unexpected"] * 2

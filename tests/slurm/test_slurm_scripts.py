@@ -54,20 +54,20 @@ def test_a_time_limit_must_leave_time_to_stop() -> None:
     check_options(spec(SlurmOptions(time_limit="UNLIMITED")))
     with pytest.raises(UsageError, match=r"--time 3: 180 s is too short"):
         check_options(spec(SlurmOptions(time_limit="3")))
-    with pytest.raises(UsageError, match=r"--time 'soon': write it as Slurm does"):
+    with pytest.raises(UsageError, match=r"--time must be in Slurm's notation"):
         check_options(spec(SlurmOptions(time_limit="soon")))
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("--array=0-3", "give each run a --job of its own"),
-        ("--arr=0-3", "give each run a --job of its own"),
-        ("-a0-3", "give each run a --job of its own"),
-        ("-N 4", "write --nnodes and --spares"),
-        ("--time=10", "write --time"),
-        ("--ntasks-per-node=8", "write --nproc-per-node"),
-        ("--no-requeue", "leave out --requeue"),
+        ("--array=0-3", "with its own --job"),
+        ("--arr=0-3", "with its own --job"),
+        ("-a0-3", "with its own --job"),
+        ("-N 4", "use --nnodes and --spares"),
+        ("--time=10", "use --time"),
+        ("--ntasks-per-node=8", "use --nproc-per-node"),
+        ("--no-requeue", "remove --requeue"),
         ("--wait", "waits for the job's end"),
     ],
 )

@@ -173,7 +173,7 @@ def test_a_wrong_environment_is_refused(hosts, tmp_path) -> None:
     hosts["a"].boot()
     job = hosts.start("--hosts", "a", "--remote-python", "/usr/bin/python3", TRAIN, 10)
     job.finish()
-    assert "a: its Python environment lacks something" in job.output
+    assert "a: its Python environment is incomplete" in job.output
 
 
 def test_checkpoints_that_hosts_do_not_share_are_refused(hosts, tmp_path) -> None:

@@ -69,5 +69,5 @@ def test_the_command_says_that_the_package_was_replaced():
     )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert ran.returncode == 2
-    assert "is not of holdfast-train" in ran.stderr
+    assert "does not belong to holdfast-train" in ran.stderr
     assert "pip uninstall holdfast" in ran.stderr

@@ -221,12 +221,12 @@ def test_without_a_link_of_its_own_a_matter_links_to_the_page(tmp_path, hook, ta
     ("target", "said"),
     [
         ("slack:https://hooks/T0/S3CRET", "every user of the machine"),
-        ("https://hooks/T0/S3CRET", r"write slack:FILE"),
+        ("https://hooks/T0/S3CRET", r"use slack:FILE"),
         ("slack:/nowhere", "cannot be read"),
-        ("webhook:env:NOT_THERE", "has no NOT_THERE"),
-        ("webhook:env:NO_URL", "no http:// or https:// URL"),
-        ("mail:nobody", "write slack:FILE"),
-        ("mail:me@example.org", "there is no program '/nowhere'"),
+        ("webhook:env:NOT_THERE", "NOT_THERE is not set"),
+        ("webhook:env:NO_URL", "does not contain an http:// or https:// URL"),
+        ("mail:nobody", "use slack:FILE"),
+        ("mail:me@example.org", "the program '/nowhere' was not found"),
     ],
 )
 def test_what_is_refused(tmp_path, monkeypatch, target, said):

@@ -172,11 +172,11 @@ def test_an_evaluation_before_the_first_step_leaves_no_trace():
 @pytest.mark.parametrize(
     ("declared", "words"),
     [
-        ([("mean", ("model.means",))], "no protected module has a buffer of this name.*model.mean"),
-        ([("mean", ("model.cache",))], "no protected module has a buffer of this name"),
+        ([("mean", ("model.means",))], "none of the protected modules has a buffer of this name.*model.mean"),
+        ([("mean", ("model.cache",))], "none of the protected modules has a buffer of this name"),
         (
             [("sum", ("model.flags",))],
-            r"is of torch\.bool.*run\.buffers\(\"restore\", \"model\.flags\"",
+            r"its dtype torch\.bool.*run\.buffers\(\"restore\", \"model\.flags\"",
         ),
     ],
 )
@@ -283,7 +283,7 @@ def test_spectral_norm_keeps_its_vectors_at_norm_1(old):
 def test_a_sum_of_what_is_no_count_is_refused(model, pattern, rule):
     with pytest.raises(
         UsageError,
-        match=f'would grow without bound; name counts alone here, and this one gets the rule "{rule}"',
+        match=f'would grow without bound; use this rule only for counts. This buffer gets the rule "{rule}"',
     ):
         BufferRules({"model": model()}, [("sum", (pattern,))], sharded=False, exact=True)
     BufferRules(
@@ -323,5 +323,5 @@ def test_ranges_are_those_of_all_micro_batches_and_a_mean_of_them_is_refused():
 
 
 def test_an_average_by_sequence_is_for_modules_whose_momentum_is_known():
-    with pytest.raises(UsageError, match=r"for running averages of torch's norms"):
+    with pytest.raises(UsageError, match=r"for the running averages of torch's normalization layers"):
         BufferRules({"model": Range()}, [("sequence", ())], sharded=False, exact=False)

@@ -50,13 +50,13 @@ def test_the_state_has_the_hash_alone_and_goes_into_a_model_with_the_same_base()
 
 def test_a_state_of_another_base_is_refused():
     image = state_image.capture(state_of(Adapted())[1], 1)
-    with pytest.raises(UsageError, match=r"run\.constant\(base=\.\.\.\): its tensors have other bytes"):
+    with pytest.raises(UsageError, match=r"run\.constant\(base=\.\.\.\): its tensors differ"):
         state_image.load(state_of(Adapted(1))[1], image)
     named = Adapted()
     other = state_image.WithConstants(
         {"model": named, NAME: Constants({"frozen": named})}, {"model": {"base.0.weight"}}
     )
-    with pytest.raises(UsageError, match=r"run\.constant of \['base'\], this script has \['frozen'\]"):
+    with pytest.raises(UsageError, match=r"run\.constant of \['base'\], but this script has \['frozen'\]"):
         other[NAME].load_state_dict(state_of(named)[0].state_dict())
     state_of(Adapted(1), (0, 2))[0].load_state_dict(state_of(Adapted())[0].state_dict())  # other pieces
 
@@ -99,7 +99,7 @@ def test_bytes_that_changed_at_the_peer_are_found_by_who_fetches_them(donor):
     donor.publish(4, state_image.capture(state, 7), theirs.image())
     mine, _ = state_of(Adapted(1))
     fetch, _ = fetch_of(donor)
-    with pytest.raises(StateError, match=r"base, of run\.constant, has other bytes at the peer"):
+    with pytest.raises(StateError, match=r"base, of run\.constant, differs on the peer"):
         mine.take(fetch.fill(mine.targets, fetch.index()))
 
 
@@ -109,7 +109,7 @@ def test_another_model_is_refused(donor):
     model = Adapted()
     model.base[0].bias = None
     fetch, _ = fetch_of(donor)
-    with pytest.raises(UsageError, match=r"base\.base\.0\.bias is not what the other workers have"):
+    with pytest.raises(UsageError, match=r"base\.base\.0\.bias differs from that of the other workers"):
         state_of(model)[0].are_those_of(fetch.index())
 
 
@@ -161,12 +161,12 @@ def uncounted(model, step):
     ],
 )
 def test_a_change_is_found_in_a_commit_too(change, when, monkeypatch):
-    with pytest.raises(StateChanged, match=rf"base\.base\.1\.bias {when}.*run\.constant says"):
+    with pytest.raises(StateChanged, match=rf"base\.base\.1\.bias {when}.*it was passed to run\.constant"):
         train(change)
 
 
 def test_what_cannot_be_constant_is_refused():
-    with pytest.raises(UsageError, match=r"run\.constant\(base=\.\.\.\): no parameter of it is frozen"):
+    with pytest.raises(UsageError, match=r"run\.constant\(base=\.\.\.\): none of its parameters is frozen"):
         train(freeze=False)
-    with pytest.raises(UsageError, match="a list is no module"):
+    with pytest.raises(UsageError, match="a list is not a module"):
         hf.start(lambda run: run.constant(base=[]))

@@ -244,7 +244,7 @@ def test_workers_that_train_different_parameters_are_refused(kind):
         built[-1][0].requires_grad_(len(built) != 2)
         return built[-1]
 
-    with pytest.raises(UsageError, match=r"not all workers train the same parameters.*>= 1000"):
+    with pytest.raises(UsageError, match=r"the workers do not all train the same parameters.*>= 1000"):
         train([3], 6, build=build, kind=kind)
 
 
@@ -481,7 +481,7 @@ def test_a_layer_that_is_thawed_after_the_first_backward_is_refused(reduction):
                     net[0].requires_grad_(True)
                 step.apply(sgd)
 
-    with pytest.raises(UsageError, match=r"shape \(5, 12\) was thawed .* after the first step.backward"):
+    with pytest.raises(UsageError, match=r"shape \(5, 12\) was unfrozen .* after the first step.backward"):
         hf.start(main)
 
 

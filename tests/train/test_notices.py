@@ -152,7 +152,7 @@ def test_what_cannot_be_called_is_refused_at_once():
     try:
         run = Run(attachment)
         assert run.notice is None
-        with pytest.raises(UsageError, match="a str cannot be called"):
+        with pytest.raises(UsageError, match="a str is not callable"):
             run.on_warning("save")
     finally:
         attachment.close()

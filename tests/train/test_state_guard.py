@@ -418,7 +418,7 @@ def test_the_advice_is_that_of_the_adapter():
     text = str(caught.value)
     assert "write Trainer(model.seen=mean) before training" in text
     assert "Trainer(model.seen=sum) for a count" in text
-    assert "Put it into the commit: Trainer(call=update(model));" in text
+    assert "Make the change in the commit: Trainer(call=update(model));" in text
     assert "run." not in text
 
 
@@ -517,7 +517,7 @@ def test_an_optimizer_trains_protected_modules_only():
     things = Things()
     head = torch.nn.Linear(3, 3)
     things.more = {"second": torch.optim.SGD(head.parameters(), 0.1)}
-    words = r"run\.protect\(second=.*second\.param_groups\.0\.params\.0, of shape \(3, 3\), which is in no protected module"
+    words = r"run\.protect\(second=.*second\.param_groups\.0\.params\.0, of shape \(3, 3\), which does not belong to a protected module"
     with pytest.raises(UsageError, match=words):
         train(things)
     head.requires_grad_(False)
@@ -525,7 +525,7 @@ def test_an_optimizer_trains_protected_modules_only():
 
 
 def test_an_optimizer_that_calls_the_model_is_refused():
-    with pytest.raises(UsageError, match=r"LBFGS\.step wants a closure"):
+    with pytest.raises(UsageError, match=r"LBFGS\.step needs a closure"):
         train(Things(optimizer=torch.optim.LBFGS))
 
 
@@ -567,7 +567,7 @@ def test_what_lies_on_an_accelerator_is_added_up_there(change, monkeypatch):
 def test_what_cannot_be_called_is_refused_with_an_example(also, kind):
     things = Things()
     with pytest.raises(
-        UsageError, match=rf"step\.apply\(also=\.\.\.\): a {kind} cannot be called; give a func"
+        UsageError, match=rf"step\.apply\(also=\.\.\.\): a {kind} is not callable; pass a func"
     ):
         train(things, also=also)
 
@@ -646,7 +646,7 @@ def once(things, also=(), **apply):
             lambda t: {"optimizer": torch.optim.SGD(t.model.parameters())},
             r"optimizer=\.\.\.\): this SGD is not",
         ),
-        (lambda t: {"scheduler": Counting(t.optimizer)}, r"counts in its attribute calls"),
+        (lambda t: {"scheduler": Counting(t.optimizer)}, r"keeps a count in its attribute calls"),
         (lambda t: {"also": lambda: t.average.update_parameters(t.model)}, None),
         (lambda t: {"also": t.scheduler.step}, r"also=\.\.\.\) uses StepLR, a StepLR that is not protected"),
         (lambda t: {"also": (lambda s: lambda: s.step())(t.scheduler)}, r"uses s, a StepLR that is not"),
@@ -663,7 +663,7 @@ def once(things, also=(), **apply):
         ),
         (
             lambda t: {"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(t.optimizer)},
-            r"ReduceLROnPlateau steps by a figure.*also=lambda: scheduler\.step\(step\.loss\)",
+            r"ReduceLROnPlateau needs a metric.*also=lambda: scheduler\.step\(step\.loss\)",
         ),
     ],
 )
@@ -687,7 +687,7 @@ def test_what_a_commit_only_reads_need_not_be_protected():
     [
         (torch.nn.Embedding(4, 2, sparse=True), r"model\.0|0 is Embedding with sparse=True"),
         (torch.nn.Embedding(4, 2, max_norm=1.0), r"max_norm=1\.0"),
-        (torch.nn.SyncBatchNorm(3), r"SyncBatchNorm, whose collectives"),
+        (torch.nn.SyncBatchNorm(3), r"SyncBatchNorm, which computes its statistics"),
     ],
 )
 def test_modules_that_would_train_otherwise_are_refused_by_name(module, said):

@@ -50,7 +50,7 @@ def test_what_has_no_exact_sum_is_no_error(numbers, total):
 
 
 def test_what_cannot_be_summed_is_refused():
-    with pytest.raises(UsageError, match=r"step\.sum\(name=\.\.\.\).*give numbers"):
+    with pytest.raises(UsageError, match=r"step\.sum\(name=\.\.\.\).*pass numbers"):
         addends({"name": "text"})
     with pytest.raises(UsageError, match="too many"):
         addends({"x": torch.zeros(MOST_NUMBERS)})

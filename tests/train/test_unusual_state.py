@@ -118,7 +118,7 @@ class Keeping(torch.optim.SGD):
 
 
 REFUSED = {
-    "opaque": (lambda: Opaque(torch.ones(3)), "it has no memory of its own"),
+    "opaque": (lambda: Opaque(torch.ones(3)), "it does not have its own memory"),
     "sparse": (lambda: torch.eye(3).to_sparse(), "sparse_coo"),
     "windows": (lambda: torch.arange(9.0).as_strided((3, 3), (1, 1)), "share memory"),
 }

@@ -22,7 +22,7 @@ class TrainersAdvice(Advice):
 
     def schedule(self, optimizer: str, scheduler: str) -> str:
         """The trainer steps its scheduler with every step."""
-        return f"give the trainer {scheduler}, and leave {scheduler}.step() to it"
+        return f"pass {scheduler} to the trainer, and let it call {scheduler}.step()"
 
     def unprotected(self, name: str) -> str | None:
         """The adapter decides what is protected."""
@@ -47,7 +47,7 @@ class LoopAdvice(Advice):
     def unprotected(self, name: str) -> str | None:
         """What was registered is protected; so is what was prepared."""
         if name.startswith("registered"):
-            return "leave it out of register_for_checkpointing if it need not survive"
+            return "do not pass it to register_for_checkpointing if it need not survive a fault"
         return None
 
     def put_back(self) -> str | None:

@@ -25,7 +25,7 @@ class Buffers:
         self._advice = advice
         if not isinstance(rules or {}, Mapping):
             raise UsageError(
-                f"buffers=...: a {type(rules).__name__} has no rule for each name; write "
+                f"buffers=...: must be a dict of names to rules, not a {type(rules).__name__}; write for example "
                 f"{advice.buffer('sum', 'model.*.loads')}"
             )
         self._rules = dict(rules or {})

@@ -30,11 +30,11 @@ class Saver:
             UsageError: no number of steps; or that module was imported.
         """
         if every < 1:
-            raise UsageError(f"Snapshots(every={every}): give a number of steps, at least 1")
+            raise UsageError(f"Snapshots(every={every}): every must be a number of steps, at least 1")
         if level_2 is not None and world.entered():
             raise UsageError(
-                f"Snapshots: {level_2} is imported, which takes the job to level 2 and saves by itself; leave Snapshots "
-                f"out, or the import of {level_2}"
+                f"Snapshots: {level_2} is imported, which runs the job at level 2 and saves the state itself; remove "
+                f"either Snapshots or the import of {level_2}"
             )
         self._every, self._to = every, to
         self._step = 0

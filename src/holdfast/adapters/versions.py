@@ -21,8 +21,8 @@ class Supported(NamedTuple):
         if not self.oldest <= numbers < self.before:
             low, high = (".".join(map(str, v)) for v in (self.oldest, self.before))
             raise UsageError(
-                f"{self.distribution} {version} is installed, and {who} supports {low} up to but without {high}: "
-                f"pip install '{self.distribution}>={low},<{high}'"
+                f"{self.distribution} {version} is installed, but {who} supports versions from {low} to below "
+                f"{high}: pip install '{self.distribution}>={low},<{high}'"
             )
 
 

@@ -57,8 +57,8 @@ def own_run() -> Run:
     """
     if is_decoder():
         raise UsageError(
-            "a process that loads data has imported the script, and would train: put what trains below "
-            'if __name__ == "__main__":'
+            "a process that loads data imported the script, and would start to train: put the training code below if "
+            '__name__ == "__main__":'
         )
     begun = under_way()
     # A script may call `holdfast.start(main)` as well, for sharded replicas: then `main` has the run. Of a job of one, a
@@ -85,8 +85,8 @@ def run_for_training() -> Run:
     if run in _trained:
         if not run.alone:
             raise UsageError(
-                "this job has trained before: one job is one call of train(). Start a second training as a job of its "
-                "own, with another script or another argument"
+                "this job has already trained: a job can call train() only once. Start the second training as a "
+                "separate job, with another script or another argument"
             )
         # Its hooks are on the parameters, which may be those of the next training, too.
         run.close()

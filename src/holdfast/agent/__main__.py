@@ -32,7 +32,9 @@ def main(arguments: Sequence[str] | None = None, zygote: Zygote | None = None) -
     parser.add_argument("--node", required=True)
     parser.add_argument("--job-dir", type=Path, required=True)
     parser.add_argument(
-        "--coordinator", metavar="HOST:PORT", help="where it listens; without it the job's folder says it"
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="address where it listens; by default the address in the job's folder",
     )
     parser.add_argument("--slots", type=int, required=True)
     parser.add_argument("--host", default="127.0.0.1")
@@ -40,16 +42,16 @@ def main(arguments: Sequence[str] | None = None, zygote: Zygote | None = None) -
     parser.add_argument("--detection", type=float, default=Timing().detection_s)
     parser.add_argument("--stall-factor", type=float, default=Timing().stall_factor)
     parser.add_argument("--memory", type=Path, required=True, help="folder of the snapshot memory")
-    parser.add_argument("--memory-bytes", type=int, default=0, help="its budget; 0: half of what is free")
+    parser.add_argument("--memory-bytes", type=int, default=0, help="its budget; 0: half of the free memory")
     parser.add_argument(
-        "--place", help=f"where this node stands, as zone/rack; else {PLACE_VARIABLE} says it"
+        "--place", help=f"location of this node, as zone/rack; by default the value of {PLACE_VARIABLE}"
     )
     parser.add_argument("--grace", type=float, default=30.0, help="seconds from SIGTERM to the node's end")
     parser.add_argument("--ready-port", type=int, help="takes connections once the node has joined")
     parser.add_argument(
         "--join-within", type=float, help="seconds in which it has to find its first coordinator"
     )
-    parser.add_argument("--shared-machine", action="store_true", help="other nodes are on this machine too")
+    parser.add_argument("--shared-machine", action="store_true", help="other nodes are on this machine, too")
     parser.add_argument("--lifeline", type=int)
     parser.add_argument("--log", default="", help="LEVEL[,json] of the agent's own log")
     parser.add_argument("--log-file", type=Path, help="gets the log; without it stderr does")

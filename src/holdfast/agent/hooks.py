@@ -53,7 +53,7 @@ def timeout_s() -> float:
         seconds = -1.0
     # NaN fails this comparison too.
     if not 0 < seconds < 86400:
-        raise UsageError(f"{TIMEOUT_VARIABLE}={text!r}: write seconds, for example 60")
+        raise UsageError(f"{TIMEOUT_VARIABLE}={text!r}: must be a number of seconds, for example 60")
     return seconds
 
 
@@ -64,21 +64,23 @@ def check_hooks(folder: Path) -> tuple[str, ...]:
         UsageError: there is no such folder, it has none, or one cannot be executed.
     """
     if not folder.is_dir():
-        raise UsageError(f"--hooks {folder}: there is no such folder")
+        raise UsageError(f"--hooks {folder}: this folder does not exist")
     timeout_s()
     refuse_open_to_others(folder, "--hooks", owner=False)
     there = tuple(hook for hook in HOOKS if (folder / hook).exists())
     if not there:
-        raise UsageError(f"--hooks {folder}: it has none of {', '.join(HOOKS)}")
+        raise UsageError(f"--hooks {folder}: the folder does not contain any of {', '.join(HOOKS)}")
     for hook in there:
         path = folder / hook
         if not path.is_file() or not os.access(path, os.X_OK):
-            raise UsageError(f"--hooks {folder}: {hook} cannot be executed; chmod +x {path}")
+            raise UsageError(f"--hooks {folder}: {hook} is not executable; run `chmod +x {path}`")
         refuse_open_to_others(path, "--hooks", owner=False)
         with path.open("rb") as script:
             # An empty file is executable and ends with an error that names neither the hook nor the reason.
             if not script.read(1):
-                raise UsageError(f"--hooks {folder}: {hook} is empty; it begins with #!/bin/sh, for example")
+                raise UsageError(
+                    f"--hooks {folder}: {hook} is empty; write a script that begins for example with #!/bin/sh"
+                )
     return there
 
 

@@ -107,8 +107,8 @@ class LogLimit:
         cannot = error.errno in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
         why = "its file system cannot punch holes" if cannot else str(error)
         _log.warning(
-            "%s is larger than --log-limit, and its oldest part cannot be given back: %s. Training goes on, and the logs "
-            "of this node's workers grow without a limit",
+            "%s is larger than --log-limit, and its oldest part cannot be deleted: %s. Training continues, and the "
+            "logs of this node's workers grow without a limit",
             log,
             why,
         )

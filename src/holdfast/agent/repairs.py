@@ -44,13 +44,13 @@ class Repairs:
     async def _repair(self, order: m.Repair) -> str | None:
         """What went wrong; None: nothing."""
         if order.remedy is not Remedy.RESET_DEVICE:
-            return f"an agent cannot {order.remedy.value}"
+            return f"an agent cannot carry out {order.remedy.value}"
         # The other nodes of this machine train on the same devices.
         if self._shared:
             return "the node shares its machine with others, and has no device of its own to reset"
         path = shutil.which(self._tool)
         if path is None:
-            return f"there is no {self._tool} on this node"
+            return f"{self._tool} was not found on this node"
         which = ("-i", order.device) if order.device else ()
         process = await asyncio.create_subprocess_exec(
             path,

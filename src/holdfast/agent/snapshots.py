@@ -388,7 +388,7 @@ class SnapshotKeeper:
         for piece in slot.buffers():
             if self._closing.is_set():
                 # The manifest is written last, so a shard that ends here is no part of any checkpoint.
-                raise TierError("the job was over before all of it was written")
+                raise TierError("the job ended before all of it was written")
             yield piece
 
     async def publish(self, order: m.Publish) -> None:

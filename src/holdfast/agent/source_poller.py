@@ -302,7 +302,7 @@ def _refused(readings: Iterable[Reading | Line]) -> str:
     given = [r for r in readings if isinstance(r, Reading) and not r.name.endswith("silent_s")]
     if any(r.value is not None for r in given):
         return ""
-    return next((r.why or "it gives no value" for r in given), "")
+    return next((r.why or "it does not return a value" for r in given), "")
 
 
 def _unwatched(source: str, why: str) -> Finding:

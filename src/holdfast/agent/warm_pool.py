@@ -97,7 +97,7 @@ class WarmPool:
                 for _ in range(len(self._waiting) + max(0, self._size - len(self._ready))):
                     self._fork()
         except Exception as error:  # noqa: BLE001 - whoever waits hears it, and says so
-            _log.error("no worker can be started on this node any more: %s", error, exc_info=error)
+            _log.error("workers can no longer be started on this node: %s", error, exc_info=error)
             # Set before the event: whoever wakes up from `take` must see it, and not wait for a process that
             # never comes.
             self._broken = error
@@ -130,7 +130,9 @@ class WarmPool:
         while self._waiting:
             waiter = self._waiting.popleft()
             if not waiter.done():
-                waiter.set_exception(RuntimeError(f"no process to start a worker from: {error}"))
+                waiter.set_exception(
+                    RuntimeError(f"the process from which workers are started failed: {error}")
+                )
                 return
 
     async def _spawn(self) -> socket.socket:
@@ -166,7 +168,7 @@ class WarmPool:
         # A worker that is asked for during a restart of the zygote waits here, and its order does not fail.
         await self._up.wait()
         if self._broken is not None and not self._ready and not self._imported:
-            raise RuntimeError(f"no process to start a worker from: {self._broken}")
+            raise RuntimeError(f"the process from which workers are started failed: {self._broken}")
         while self._imported:
             process = self._imported.popleft()
             # It may have been ended while it waited, as where memory became short.
@@ -208,12 +210,15 @@ class WarmPool:
             while len(self._imported) < self._size and self._failed < TRIES:
                 free = available_bytes()
                 if free is not None and free < LEAST_FREE_BYTES:
-                    _log.info("nothing is imported ahead: little memory is free", extra={"bytes": free})
+                    _log.info(
+                        "no modules are imported in advance, because little memory is free",
+                        extra={"bytes": free},
+                    )
                     return
                 await self._import_one()
         except (OSError, RuntimeError) as error:
             # Whoever needs a process asks for one himself, and hears this error then.
-            _log.info("nothing is imported ahead: %s", error)
+            _log.info("no modules are imported in advance: %s", error)
 
     async def _import_one(self) -> None:
         order = self._order
@@ -240,9 +245,9 @@ class WarmPool:
         self._failed += 1
         if isinstance(answer, m.Preloaded):
             self._without |= set(answer.without)
-            _log.info("modules not imported ahead: %s (%s)", ", ".join(answer.without), answer.reason)
+            _log.info("modules not imported in advance: %s (%s)", ", ".join(answer.without), answer.reason)
         else:
-            _log.info("a warm process ended while it imported modules ahead", extra={"pid": process.pid})
+            _log.info("a warm process ended while it imported modules", extra={"pid": process.pid})
 
     def _fork(self) -> None:
         task = asyncio.create_task(self._fork_one())
@@ -294,7 +299,7 @@ class WarmPool:
             writer.close()
             self._lost += 1
             if self._lost % TRIES == 0 and self._channel is not None:
-                raise ChildProcessError(f"{TRIES} forked processes ended at once")
+                raise ChildProcessError(f"{TRIES} forked processes ended immediately")
         return None
 
     async def close(self) -> None:

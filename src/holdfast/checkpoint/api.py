@@ -110,8 +110,8 @@ def save(state: Mapping[str, Any], step: int, *, to: str | None = None, overlap:
         copy_tensors(blob, tensors, ready)
         if any(t._version != was for t, was in versions):
             raise StateError(
-                "a trained parameter, or what an optimizer keeps for it, was changed while it was copied, and not by an "
-                "optimizer's step; save with overlap=False, or change it before the save"
+                "a trained parameter or the optimizer's state for it was changed while it was being copied, and not "
+                "by a step of the optimizer; save with overlap=False, or make the change before the save"
             )
 
     was = _versions(tensors)
@@ -167,7 +167,7 @@ def load(
 
     def on_skip(why: str) -> None:
         reasons.append(why)
-        _log.warning(f"rank {backend.rank} skips a checkpoint: {why}")
+        _log.warning(f"rank {backend.rank} skipped a checkpoint: {why}")
 
     candidates: Iterator[Located] = (f for f in backend.candidates(on_skip) if step in (None, f.step))
     if newer_than is not None:
@@ -367,12 +367,12 @@ def _alone(to: str, rank: int, world: int, store: Any) -> StandaloneBackend:
     if not to and "HOLDFAST_WORKER" in os.environ:
         raise UsageError(
             "only the worker itself can save into the memory of its node's agent, not a process that it started: "
-            "give dcp.async_save AsyncCheckpointerType.THREAD"
+            "pass AsyncCheckpointerType.THREAD to dcp.async_save"
         )
     if not to:
         raise UsageError(
-            "nowhere to save to: start the script with `holdfast run`, give save(..., to='folder or URL'), "
-            "or set HOLDFAST_CHECKPOINT"
+            "no destination for the checkpoint: start the script with `holdfast run`, pass save(..., to='folder or "
+            "URL'), or set HOLDFAST_CHECKPOINT"
         )
     return StandaloneBackend((parse_tier(to, every="1"),), rank, world, store, to)
 

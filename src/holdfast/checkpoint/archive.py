@@ -65,7 +65,9 @@ class Archive:
         # A renamed or copied folder passes every checksum. Loading it would resume training at a step whose
         # data and schedule belong elsewhere.
         if manifest.step != step:
-            raise StateError(f"{where} is of step {manifest.step}: was the folder renamed?")
+            raise StateError(
+                f"{where} contains a checkpoint of step {manifest.step}: was the folder renamed?"
+            )
         return manifest
 
     def head(self, shard: Shard) -> Head:
@@ -252,8 +254,8 @@ class Archive:
         if f"{folder}/{BEING_REMOVED}" in files or not parts.items() <= files.items():
             self.tier.remove(f"{folder}/{MANIFEST}")
             raise TierError(
-                f"{self.where(manifest.step)} was removed while it was being written, by `holdfast checkpoint prune` or by "
-                "another job that saves there; the next checkpoint tries again"
+                f"{self.where(manifest.step)} was removed while it was being written, by `holdfast checkpoint prune` "
+                "or by another job that saves there; saving is tried again with the next checkpoint"
             )
 
     # ------------------------------------------------------------ removing

@@ -260,7 +260,7 @@ class AgentBackend:
         if given is not None and given.path is not None:
             self._skipping = False
             return given.path
-        reason = given.reason if given else f"the agent gave no memory within {SLOT_WAIT_S:g} s"
+        reason = given.reason if given else f"the agent did not provide memory within {SLOT_WAIT_S:g} s"
         # Said once for a series of skipped snapshots: a script that saves in every step would fill its
         # log with the same line.
         if not self._skipping and not (given is not None and given.paced):
@@ -605,7 +605,7 @@ def _own_memory() -> tuple[int, Path]:
         except FileNotFoundError:
             continue
         except OSError as error:
-            raise TierError(f"no snapshot memory in {folder}: {error.strerror}") from error
+            raise TierError(f"the snapshot memory in {folder} cannot be used: {error.strerror}") from error
         fcntl.flock(lock, fcntl.LOCK_EX)
         # Having the lock is not enough: the file may have been removed by a process that took it for one of a
         # dead owner, in the moment before the lock. Then this lock protects a file without a name, and nobody

@@ -84,7 +84,7 @@ class Merged:
             UsageError: nothing is left of a name.
         """
         if prefix in self.tensors or prefix in self.values:
-            raise UsageError(f"nothing would be left of the name {prefix!r}: end --only at a dot")
+            raise UsageError(f"the name {prefix!r} would become empty: end --only at a dot")
 
         def short(name: str) -> str:
             return name.removeprefix(prefix)
@@ -142,7 +142,7 @@ def merge(located: Located, only: str = "", seen: Seen = lambda nbytes: None) ->
         trees.append(state.named(names, only))
     if only and not named:
         there = ", ".join(sorted({n.partition(".")[0] for s in states for n in s.tree}))
-        raise UsageError(f"no name in {located.where} begins with {only!r}; there are {there}")
+        raise UsageError(f"no name in {located.where} begins with {only!r}; names begin with {there}")
     return Merged(
         located,
         {name: _whole(located, name, leaf) for name, leaf in named.items() if leaf.is_tensor},
@@ -235,8 +235,8 @@ class _State:
                     continue
                 if path in by_path:
                     raise StateError(
-                        f"{self.where}: two entries are called {path}: an exported name could mean either; "
-                        "leave them out with --only, or save them under other keys"
+                        f"{self.where}: two entries are named {path}, so the exported name would be ambiguous; "
+                        "exclude them with --only, or save them under other keys"
                     )
                 by_path[path] = self._leaf(kind, value)
         return by_path
@@ -330,7 +330,7 @@ def _object(located: Located, rank: int, spec: TensorSpec) -> Any:
         pack(value, spec.path, [])
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, UsageError) as error:
         raise StateError(
-            f"{located.where}: {spec.path} is an object and not a plain value, so it cannot be exported: leave it out "
+            f"{located.where}: {spec.path} is an object, not a plain value, so it cannot be exported: exclude it "
             f"with --only, or save its state_dict() ({str(error).splitlines()[0]})"
         ) from error
     return value
@@ -368,7 +368,8 @@ def _whole(located: Located, name: str, leaf: _Leaf) -> MergedTensor:
         # and equal boxes were taken for one by `pieces`.
         if there != math.prod(shape):
             raise StateError(
-                f"{located.where}: {spec.path}: the ranks' pieces have {there} elements, the whole {math.prod(shape)}"
+                f"{located.where}: {spec.path}: the pieces of the ranks have {there} elements, but the whole tensor "
+                f"has {math.prod(shape)}"
             )
     return MergedTensor(name, dtype_of(spec), shape, leaf)
 

@@ -114,7 +114,9 @@ def export_safetensors(
     """
     _need_library()
     if out.name.endswith(safetensors_io.SUFFIX):
-        raise UsageError(f"{out}: an export is a folder with model.safetensors in it: give a folder's name")
+        raise UsageError(
+            f"{out}: an export is a folder that contains model.safetensors: pass the name of a folder"
+        )
     # Checked before anything is read, which may take hours from an object store. An export never replaces
     # what is there: it may be the only copy.
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
@@ -258,7 +260,7 @@ def _from_dicts(value: Any) -> Any:
             return inner
         kind, about = value[WRAPPER]
         if kind not in ("w", "p") or not isinstance(about, dict):
-            raise ValueError(f"no such kind: {kind!r}")
+            raise ValueError(f"unknown kind: {kind!r}")
         return Apart(kind, about, inner if kind == "w" else inner["shard"])
     return type(value)(map(_from_dicts, value)) if type(value) in (list, tuple) else value
 
@@ -308,7 +310,7 @@ def _written_beside(out: Path, nbytes: int) -> Iterator[Path]:
     """
     folder = out.absolute().parent
     if not folder.is_dir():
-        raise UsageError(f"{folder} is not a folder: create it first, or choose another")
+        raise UsageError(f"{folder} is not an existing folder: create it first, or choose another one")
     check_room(out, nbytes, shutil.disk_usage(folder).free)
     work = folder / f".{out.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
     try:
@@ -326,8 +328,8 @@ def check_room(out: Path, nbytes: int, free_bytes: int) -> None:
     """Raises TierError unless so much is free."""
     if nbytes > free_bytes:
         raise TierError(
-            f"{out} could not be written: it takes {units.size(nbytes)}, and {units.size(free_bytes)} are free: "
-            "make room, or choose another folder"
+            f"{out} could not be written: it needs {units.size(nbytes)}, but only {units.size(free_bytes)} are free: "
+            "free some space, or choose another folder"
         )
 
 
@@ -347,7 +349,9 @@ def read_portable(source: Path) -> list[dict[str, Any]]:
         UsageError: it is not there, is none of these, is cut short, or holds objects.
     """
     if not source.exists():
-        raise UsageError(f"{source} does not exist: give a folder or file of safetensors, or of torch.save")
+        raise UsageError(
+            f"{source} does not exist: pass a safetensors file, a folder of them, or a file written by torch.save"
+        )
     if source.is_dir() or source.name.endswith((safetensors_io.SUFFIX, safetensors_io.INDEX_SUFFIX)):
         _need_library()
         return _with_values(safetensors_io.read_files(source), source)
@@ -355,8 +359,7 @@ def read_portable(source: Path) -> list[dict[str, Any]]:
         state = _from_dicts(_load_torch(source))
     except (KeyError, ValueError, TypeError) as error:
         raise UsageError(
-            f"{source}: what stands there for a tensor that is made of others ({WRAPPER}) was changed: export it again "
-            f"({error!r})"
+            f"{source}: its description of a tensor subclass ({WRAPPER}) was changed: export it again ({error!r})"
         ) from error
     ranks = [name for name in state if RANK_NAME.fullmatch(name)]
     if not ranks:
@@ -365,7 +368,8 @@ def read_portable(source: Path) -> list[dict[str, Any]]:
         isinstance(state[r], dict) for r in ranks
     ):
         raise UsageError(
-            f"{source}: its entries {', '.join(ranks)} are not the states of all ranks from 0 on: rename them"
+            f"{source}: its entries {', '.join(ranks)} look like states of ranks, but are not those of all ranks "
+            "from 0 on: rename them"
         )
     return [state[f"rank-{n}"] for n in range(len(ranks))]
 
@@ -388,9 +392,11 @@ def import_checkpoint(source: Path, archive: Archive, step: int, seen: Seen = un
     # A common mistake: the folder of one checkpoint instead of the one around it. The import would create
     # step-N/step-N, which nothing ever finds.
     if step_of(archive.tier.url.rpartition("/")[2]) is not None:
-        raise UsageError(f"{archive.tier.url} is one checkpoint: give the folder around it, and its --step")
+        raise UsageError(
+            f"{archive.tier.url} is a single checkpoint: pass the folder that contains it, and its --step"
+        )
     if folder_of(step) in archive.tier.folders():
-        raise UsageError(f"{archive.where(step)} exists: choose another --step, or remove it")
+        raise UsageError(f"{archive.where(step)} already exists: choose another --step, or remove it")
     shards = _shards_of(read_portable(source), source, step, seen)
     with _nothing_left_of(archive, step):
         written: set[str] = set()
@@ -498,7 +504,8 @@ def _with_values(tensors: dict[str, torch.Tensor], source: Path) -> list[dict[st
         version, values, nesting = document["format"], document["values"], document["nesting"]
         if version > VALUES_FORMAT:
             raise UsageError(
-                f"{path} has format {version}; this version reads up to {VALUES_FORMAT}: update it"
+                f"{path} has format {version}, but this version of Holdfast reads formats up to {VALUES_FORMAT}: "
+                "update Holdfast"
             )
         used: set[str] = set()
 
@@ -513,19 +520,19 @@ def _with_values(tensors: dict[str, torch.Tensor], source: Path) -> list[dict[st
         states = [{name: build(tree, leaf) for name, tree in tree.items()} for tree in trees]
     except KeyError as error:
         raise UsageError(
-            f"{path} names {error}, which does not exist: copy all files of the export, or take {VALUES} away to "
-            "import the tensors alone"
+            f"{path} names {error}, which does not exist: copy all files of the export, or remove {VALUES} to import "
+            "only the tensors"
         ) from error
     except (OSError, ValueError, TypeError, AttributeError, IndexError, StateError) as error:
         raise UsageError(
-            f"{path} was not written by an export, or was changed: copy it again, or take it away to import the "
-            f"tensors alone ({error})"
+            f"{path} was not written by an export, or was changed: copy it again, or remove it to import only the "
+            f"tensors ({error})"
         ) from error
     more = sorted(tensors.keys() - used)
     if more or not states:
         raise UsageError(
-            f"{path} does not name {', '.join(more[: safetensors_io.MOST_NAMED]) or 'any state'}: it belongs to other files; "
-            "take it away to import the tensors alone"
+            f"{path} does not name {', '.join(more[: safetensors_io.MOST_NAMED]) or 'any state'}: it belongs to "
+            "other files; remove it to import only the tensors"
         )
     return states
 
@@ -536,13 +543,13 @@ def _load_torch(source: Path) -> dict[str, Any]:
         state = torch.load(source, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         raise UsageError(
-            f"{source} holds objects, which could run code when they are loaded: save tensors and plain values (a "
-            f"state_dict()) with torch.save, or it was cut short ({_reason(error)})"
+            f"{source} either contains objects that could run code when they are loaded, or is cut short: save only "
+            f"tensors and plain values (a state_dict()) with torch.save ({_reason(error)})"
         ) from error
     except (RuntimeError, OSError, ValueError, EOFError, KeyError, AttributeError, TypeError) as error:
         raise UsageError(
-            f"{source} cannot be read as a file of torch.save: is it cut short, or something else? Copy it again; save "
-            f"one from before torch 1.6 again with this torch ({_reason(error)})"
+            f"{source} cannot be read as a file of torch.save: it may be cut short or have another format. Copy it "
+            f"again; files from before torch 1.6 must be saved again with a newer torch ({_reason(error)})"
         ) from error
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
         what = (
@@ -550,7 +557,9 @@ def _load_torch(source: Path) -> dict[str, Any]:
             if isinstance(state, dict)
             else f"a {type(state).__name__}"
         )
-        raise UsageError(f"{source} holds {what}: save a dict of names to tensors and values, a state_dict()")
+        raise UsageError(
+            f"{source} contains {what}: save a dict of names to tensors and values, for example a state_dict()"
+        )
     return state
 
 
@@ -563,5 +572,6 @@ def _need_library() -> None:
         import safetensors  # noqa: F401
     except ImportError as error:
         raise UsageError(
-            f"safetensors need an extra: pip install 'holdfast-train[export]'; or use --format torch ({error})"
+            "safetensors support is not installed: pip install 'holdfast-train[export]'; or use --format torch "
+            f"({error})"
         ) from error

@@ -115,7 +115,7 @@ class TieredWriter(StorageWriter):
         # Whoever saves with dcp is told that it is saved, or gets an error: it is never passed over.
         fill = backend.begin(index, wanted=True)
         if isinstance(fill, PassedOver) or fill(lambda blob: copy_tensors(blob, tensors, ready)) is not True:
-            raise TierError(f"step {step} was not saved: see the message before")
+            raise TierError(f"step {step} was not saved: see the previous message")
         self._saved = step
         done: Future[list[WriteResult]] = Future()
         done.set_result(
@@ -184,7 +184,7 @@ class TieredReader(StorageReader):
                 self.found = located
                 break
         for why in reasons:
-            _log.warning(f"rank {backend.rank} skips a checkpoint: {why}")
+            _log.warning(f"rank {backend.rank} skipped a checkpoint: {why}")
         if self.found is None:
             if self._step is None and not reasons:
                 backend.loaded(None)
@@ -215,7 +215,7 @@ class TieredReader(StorageReader):
         # tier may have gained a newer one between two ranks' listings.
         if len({(step, identity) for step, identity, _ in choices}) > 1:
             where = "; ".join(f"rank {rank}: {where}" for rank, (_, _, where) in enumerate(choices))
-            raise StateError(f"the ranks found different checkpoints, name one by its step: {where}")
+            raise StateError(f"the ranks found different checkpoints; choose one by its step: {where}")
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -341,7 +341,7 @@ def _piece(located: Located, item: ReadItem, reader: int) -> tuple[int, TensorSp
     for owner, spec in located.pieces(item.storage_index.fqn, reader):
         if (spec.start or (0,) * len(spec.shape)) == (offset or (0,) * len(spec.shape)):
             return owner, spec
-    raise StateError(f"{item.storage_index.fqn}: the checkpoint has no piece at {offset}")
+    raise StateError(f"{item.storage_index.fqn}: the checkpoint does not contain a piece at {offset}")
 
 
 def _resolve(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
@@ -353,8 +353,9 @@ def _resolve(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
     inside = inside_of(data)
     if is_wrapper(inside):
         raise UsageError(
-            f"{item.index.fqn}: a {type(inside).__name__} is made of other tensors, and torch.distributed.checkpoint has one "
-            "entry for it: save it with holdfast.checkpoint.save, or put what it is made of into the state"
+            f"{item.index.fqn}: a {type(inside).__name__} consists of several tensors, but "
+            "torch.distributed.checkpoint has only one entry for it: save it with holdfast.checkpoint.save, or put "
+            "its inner tensors into the state"
         )
     writable.check(item.index.fqn, inside)
     return data.detach()

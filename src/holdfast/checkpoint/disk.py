@@ -14,10 +14,10 @@ from holdfast.errors import StateError, TierError
 
 WRITE_BYTES = 8 << 20
 ADVICE = {
-    errno.ENOSPC: "the disk is full: make room, keep fewer checkpoints, or choose another folder",
-    errno.EDQUOT: "the quota is used up: make room, keep fewer checkpoints, or choose another folder",
-    errno.EACCES: "no permission: choose a folder of yours, or change its owner",
-    errno.EPERM: "no permission: choose a folder of yours, or change its owner",
+    errno.ENOSPC: "the disk is full: free some space, keep fewer checkpoints, or choose another folder",
+    errno.EDQUOT: "the quota is used up: free some space, keep fewer checkpoints, or choose another folder",
+    errno.EACCES: "no permission: choose a folder that belongs to you, or change its owner",
+    errno.EPERM: "no permission: choose a folder that belongs to you, or change its owner",
     errno.EROFS: "the file system is read-only: choose another folder",
     errno.EEXIST: "there is a file where a folder should be: choose another folder",
     errno.ENOTDIR: "there is a file where a folder should be: choose another folder",
@@ -88,7 +88,7 @@ class DiskTier:
             # Raised inside `_replacing`, before the rename: a source that ended early leaves no file under
             # the final name.
             if done != nbytes:
-                raise StateError(f"{name}: {done} bytes came, not {nbytes}")
+                raise StateError(f"{name}: received {done} bytes instead of {nbytes}")
 
     def publish(self, name: str, data: bytes) -> None:
         """Written beside it, made durable, renamed."""

@@ -48,7 +48,7 @@ def flatten(state: Mapping[str, Any], step: int) -> Flat:
     # would be saved, and one of them loaded twice.
     twice = [path for path, count in Counter(path for path, _ in tensors).items() if count > 1]
     if twice:
-        raise UsageError(f"two tensors of the state have the path {twice[0]}: rename one")
+        raise UsageError(f"two tensors of the state have the same path {twice[0]}: rename one of them")
     kept: dict[int, int] = {}
     small: dict[int, list[Any]] = {}
     leaves: list[Leaf] = []

@@ -131,7 +131,8 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     # Newer formats are refused. Older ones must be read for ever: checkpoints outlive versions.
     if manifest.format > FORMAT:
         raise StateError(
-            f"{where} has format {manifest.format}; this version reads up to {FORMAT}: update it"
+            f"{where} has format {manifest.format}, but this version of Holdfast reads formats up to {FORMAT}: "
+            "update Holdfast"
         )
     # Their number first: `world` is only a number, and a list of so many ranks would be made of it.
     complete = len(manifest.shards) == manifest.world
@@ -174,5 +175,7 @@ def decode_head(data: bytes | memoryview, part: Part, where: str) -> Head:
     # Later code slices `sums` by chunk number without looking at its length. Too few sums would make the
     # slices empty, and an empty slice must not compare equal to anything.
     if len(head.sums) != 8 * -(-head.index.nbytes // CHUNK_BYTES):
-        raise StateError(f"{where} names {len(head.sums) // 8} checksums for {head.index.nbytes} bytes")
+        raise StateError(
+            f"{where} contains {len(head.sums) // 8} checksums for {head.index.nbytes} bytes, which do not match"
+        )
     return head

@@ -125,9 +125,9 @@ def _other_shards(state: Mapping[str, Any], index: Index) -> list[str]:
     for lies in shards_of_wrappers(index):
         model = outer.get(lies["path"])
         if not isinstance(model, DTensor):
-            why = "there is no DTensor here to say where; give the optimizer its state first"
+            why = "this script has no DTensor that determines the position; initialize the optimizer's state first"
         elif shard_of(lies["path"], model) != lies:
-            why = "here it lies otherwise; start with the sharding of the save"
+            why = "this script shards it differently; start with the same sharding as when it was saved"
         else:
             continue
         differences.append(
@@ -215,7 +215,7 @@ def check(state: Mapping[str, Any], located: Located, rank: int) -> None:
         more = len(differences) - MOST_DIFFERENCES
         shown = "\n  ".join([*differences[:MOST_DIFFERENCES], *([f"and {more} more"] if more > 0 else [])])
         raise StateError(
-            f"{located.where} holds another state than this script's; nothing was loaded:\n  {shown}"
+            f"{located.where} does not match the state of this script; nothing was loaded:\n  {shown}"
         )
 
 
@@ -258,8 +258,9 @@ def read(state: Mapping[str, Any], located: Located, backend: Backend) -> Loaded
             # tell which part belongs to this rank, unless a DTensor with a mesh is there.
             if spec.global_shape:
                 raise UsageError(
-                    f"{spec.path}: the checkpoint has it in pieces, and there is no DTensor here to say which are "
-                    "wanted; give the optimizer its state first (torch.distributed.checkpoint.state_dict)"
+                    f"{spec.path}: the checkpoint contains it in pieces, but this script has no DTensor that "
+                    "determines which of them are needed; initialize the optimizer's state first "
+                    "(torch.distributed.checkpoint.state_dict)"
                 )
             leaf = Leaf(spec.path, torch.empty(spec.shape, dtype=dtype_of(spec)))
             tensors.append(leaf.local)

@@ -606,9 +606,13 @@ def own_folder(folder: Path) -> None:
         _make_folder(folder)
         safe = _is_own(folder) and not _is_exchangeable(folder)
     except OSError as error:
-        raise TierError(f"no snapshot memory in {folder}: {error.strerror}; set HOLDFAST_MEMORY") from error
+        raise TierError(
+            f"the snapshot memory in {folder} cannot be used: {error.strerror}; set HOLDFAST_MEMORY to another folder"
+        ) from error
     if not safe:
-        raise TierError(f"{folder} is open to others: remove it, or set HOLDFAST_MEMORY to another folder")
+        raise TierError(
+            f"other users have access to {folder}: remove it, or set HOLDFAST_MEMORY to another folder"
+        )
 
 
 def _is_exchangeable(folder: Path) -> bool:

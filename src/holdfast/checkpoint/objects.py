@@ -39,12 +39,15 @@ MAX_PARTS = 9_000
 """S3 takes 10,000 parts; parts of larger files grow."""
 
 CREDENTIALS = {
-    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (and AWS_SESSION_TOKEN if they are temporary), or give "
-    "the machine a role; profiles are not read: aws configure export-credentials --format env prints one",
-    "gs": "set GOOGLE_APPLICATION_CREDENTIALS to the file of an account, or give the machine one",
-    "az": "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or give the machine an identity",
+    "s3": (
+        "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (and AWS_SESSION_TOKEN if they are temporary), or assign a "
+        "role to the machine; profiles are not read, but `aws configure export-credentials --format env` prints "
+        "their variables"
+    ),
+    "gs": "set GOOGLE_APPLICATION_CREDENTIALS to the key file of a service account, or assign one to the machine",
+    "az": "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or assign an identity to the machine",
 }
-AGAIN = "The next checkpoint tries again; save less often if it stays so"
+AGAIN = "Saving is tried again with the next checkpoint; save less often if this continues"
 FAMILIES = {"s3a": "s3", "azure": "az", "adl": "az", "abfs": "az", "abfss": "az"}
 
 NO_BUCKET = r"NoSuchBucket|ContainerNotFound|bucket does not exist"
@@ -64,7 +67,7 @@ ADVICE = (
     ),
     (
         r"code: 403|AccessDenied|AuthorizationFailure",
-        "access is denied: these credentials need leave to list, read, write and delete below this URL",
+        "access is denied: these credentials need permission to list, read, write and delete below this URL",
     ),
     (
         r"BareRedirect|PermanentRedirect|AuthorizationHeaderMalformed",
@@ -72,11 +75,11 @@ ADVICE = (
     ),
     (
         r"BadScheme|builder error|RelativeUrl",
-        "the endpoint is no URL: give it as https://host:port (AWS_ENDPOINT_URL)",
+        "the endpoint is not a URL: set AWS_ENDPOINT_URL to https://host:port",
     ),
     (
         r"code: 507|QuotaExceeded|StorageFull|InsufficientStorage",
-        "the store is full: make room, keep fewer checkpoints, or choose another one",
+        "the store is full: free some space, keep fewer checkpoints, or choose another store",
     ),
     (
         r"kind: Timeout|TimedOut",
@@ -153,8 +156,8 @@ class ObjectTier:
             self.remove(name)
         if not same:
             raise TierError(
-                f"the object tier {self.url} does not return what was just written: a cache or proxy in between, "
-                "or a store without read-after-write consistency; choose another one"
+                f"the object tier {self.url} does not return data that was just written: there is a cache or proxy "
+                "in between, or the store does not have read-after-write consistency; choose another one"
             )
 
     def folders(self) -> list[str]:
@@ -335,21 +338,24 @@ def _checked(url: str) -> str:
         parts = urlsplit(url)
     except ValueError as error:
         raise UsageError(
-            f"{url}: not a URL of an object store ({error}); give one like s3://bucket/folder"
+            f"{url}: not a URL of an object store ({error}); use for example s3://bucket/folder"
         ) from error
     shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"  # without what may be a secret
     if parts.scheme not in SCHEMES:
         raise UsageError(
-            f"{shown}: no object store is called {parts.scheme!r}; there are {', '.join(SCHEMES)}"
+            f"{shown}: {parts.scheme!r} is not a known object store; use one of {', '.join(SCHEMES)}"
         )
     if parts.scheme != "memory" and not parts.netloc:
-        raise UsageError(f"{shown}: no bucket is named; give one like {parts.scheme}://bucket/folder")
+        raise UsageError(
+            f"{shown}: the name of the bucket is missing; use for example {parts.scheme}://bucket/folder"
+        )
     if parts.query or parts.fragment or ("@" in parts.netloc and not parts.scheme.startswith("abfs")):
         raise UsageError(
-            f"{shown}: a URL with ?, # or @ could hold credentials, and is refused; put them into the environment"
+            f"{shown}: a URL with ?, # or @ is refused because it could contain credentials; put credentials into "
+            "the environment"
         )
     if ".." in parts.path.split("/") or "//" in parts.path:
-        raise UsageError(f"{shown}: empty names and .. do not name a folder of an object store")
+        raise UsageError(f"{shown}: the path of an object store must not contain empty names or ..")
     return parts.scheme
 
 
@@ -357,7 +363,7 @@ def open_store(url: str, scheme: str, patience_s: float, options: dict[str, Any]
     """The library's store; see `ObjectTier` for patience and options. Raises UsageError."""
     if scheme == "memory":
         if options:
-            raise UsageError(f"{url}: memory takes no options, and {', '.join(options)} was given")
+            raise UsageError(f"{url}: memory does not take options, but {', '.join(options)} was given")
         return _memory_stores.setdefault(url, MemoryStore())
     # A request that stalls is given a third of the time, and retries begin in the first half of it: with the longest
     # pause before the last one that is 1/2 + 1/6 + 1/3.
@@ -386,7 +392,10 @@ def open_store(url: str, scheme: str, patience_s: float, options: dict[str, Any]
     except (BaseError, ValueError, TypeError) as error:
         why = short(str(error))
         if "Account must be specified" in why:
-            why = "which account? Set AZURE_STORAGE_ACCOUNT_NAME, or give abfss://container@account.dfs.core.windows.net"
+            why = (
+                "the account is not specified: set AZURE_STORAGE_ACCOUNT_NAME, or use "
+                "abfss://container@account.dfs.core.windows.net"
+            )
         raise UsageError(f"{url}: {why}") from error
 
 
@@ -412,7 +421,7 @@ def _parts(
     for buffer in buffers:
         data, at = buffer.cast("B"), 0
         if done + len(data) > nbytes:
-            raise StateError(f"{name}: more than {nbytes} bytes came")
+            raise StateError(f"{name}: received more than {nbytes} bytes")
         while at < len(data):
             if filled == len(part):
                 yield part
@@ -422,7 +431,7 @@ def _parts(
             part[filled : filled + step] = data[at : at + step]
             at, filled, done = at + step, filled + step, done + step
     if done != nbytes:
-        raise StateError(f"{name}: {done} bytes came, not {nbytes}")
+        raise StateError(f"{name}: received {done} bytes instead of {nbytes}")
     yield part
     seen(filled)
 

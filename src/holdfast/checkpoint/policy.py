@@ -81,7 +81,7 @@ def parse_cadence(text: str) -> Cadence:
         seconds = math.nan
     if not 0 < seconds < math.inf:
         raise UsageError(
-            f"{text!r} is not an interval: give steps (100), a time (30s, 10m, 2h), auto, or 0 for never"
+            f"{text!r} is not an interval: use a number of steps (100), a time (30s, 10m, 2h), auto, or 0 for never"
         )
     return Cadence(seconds=seconds)
 

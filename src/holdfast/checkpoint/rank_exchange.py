@@ -70,7 +70,7 @@ class RankExchange:
             raise TierError(
                 f"rank {self.rank}: the other ranks did not answer: {_first_line(error)}"
             ) from error
-        what = f"{self._name}/{about}: what the ranks told each other is damaged"
+        what = f"{self._name}/{about}: the data that the ranks exchanged is damaged"
         parts: list[bytes] = decode(_lists.decode, together, what, error=TierError)
         return [decode(_values.decode, part, what, error=TierError) for part in parts]
 
@@ -93,7 +93,7 @@ class RankExchange:
                 return decode(
                     _values.decode,
                     self._store.get(name),
-                    f"{name}: what rank 0 says is damaged",
+                    f"{name}: the data from rank 0 is damaged",
                     error=TierError,
                 )
             self._answer(name, msgspec.msgpack.encode(value))

@@ -69,12 +69,12 @@ def check_names(tensors: Iterable[MergedTensor]) -> None:
     for tensor in tensors:
         if tensor.dtype not in DTYPES:
             raise UsageError(
-                f"{tensor.name}: safetensors has no {str(tensor.dtype)[6:]}; export with --format torch, or leave it "
-                "out with --only"
+                f"{tensor.name}: safetensors does not support {str(tensor.dtype)[6:]}; export with --format torch, "
+                "or exclude it with --only"
             )
         if tensor.name == _METADATA:
             raise UsageError(
-                f"a tensor cannot be called {_METADATA} in safetensors; export with --format torch"
+                f"a tensor cannot be named {_METADATA} in safetensors; export with --format torch"
             )
 
 
@@ -174,8 +174,8 @@ class Opened:
             dtype = self._file.get_slice(name).get_dtype()
             if dtype not in DTYPES.values():
                 raise UsageError(
-                    f"{self.path}: {name}: this torch has no dtype {dtype}; convert it to one of "
-                    f"{', '.join(DTYPES.values())}"
+                    f"{self.path}: {name}: this version of torch does not have the dtype {dtype}; convert the tensor "
+                    f"to one of {', '.join(DTYPES.values())}"
                 )
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -198,22 +198,28 @@ def read_files(source: Path) -> dict[str, torch.Tensor]:
         for index in indices:
             others = set(_weight_map(index).values())
             if source.name in others and len(others) > 1:
-                raise UsageError(f"{source} is one of {len(others)} files: give {index}, or the folder")
+                raise UsageError(f"{source} is one of {len(others)} files: pass {index}, or the folder")
         return Opened(source).tensors()
     if len(indices) > 1:
-        raise UsageError(f"{source} has several models: give one of {', '.join(i.name for i in indices)}")
+        raise UsageError(
+            f"{source} contains several models: pass one of {', '.join(i.name for i in indices)}"
+        )
     if indices:
         return _by_index(indices[0])
     tensors: dict[str, torch.Tensor] = {}
     files = sorted(folder.glob(f"*{SUFFIX}"))
     if not files:
-        raise UsageError(f"{source} has no {SUFFIX} file: give the folder, or a file of torch.save")
+        raise UsageError(
+            f"{source} does not contain a {SUFFIX} file: pass the folder that contains them, or a file written by "
+            "torch.save"
+        )
     for path in files:
         part = Opened(path).tensors()
         twice = next(iter(part.keys() & tensors.keys()), None)
         if twice is not None:
             raise UsageError(
-                f"{source}: {twice} is in two files, and no index says which counts: give one file"
+                f"{source}: {twice} is in two files, and there is no index that says which of them to use: pass one "
+                "file"
             )
         tensors |= part
     return tensors
@@ -234,7 +240,7 @@ def _by_index(index: Path) -> dict[str, torch.Tensor]:
         if different:
             named = ", ".join(different[:MOST_NAMED])
             raise UsageError(
-                f"{index} does not fit {file}: only one of them has {named}; copy all files again"
+                f"{index} does not match {file}: only one of them contains {named}; copy all files again"
             )
         tensors |= part
     return tensors

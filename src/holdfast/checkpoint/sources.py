@@ -67,7 +67,7 @@ class Blob:
             StateError: no source has all of them; the message has every source's reason. Or the blob has no such bytes.
         """
         if not 0 <= low <= high <= self.nbytes:
-            raise StateError(f"bytes {low} to {high} are not within a blob of {self.nbytes}")
+            raise StateError(f"bytes {low} to {high} are outside of a blob of {self.nbytes} bytes")
         if low == high:
             return memoryview(b"")
         # The caller gets a slice of a larger, verified buffer. No byte reaches a tensor before the checksum

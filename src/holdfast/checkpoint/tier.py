@@ -85,11 +85,12 @@ def open_tier(url: str | Path) -> Tier:
         from holdfast.checkpoint.objects import SCHEMES, ObjectTier
     except ImportError as error:
         raise UsageError(
-            f"{text}: object stores need an extra: pip install 'holdfast-train[object]' ({error})"
+            f"{text}: support for object stores is not installed: pip install 'holdfast-train[object]' ({error})"
         ) from error
     if parts.scheme not in SCHEMES:
         raise UsageError(
-            f"{text}: no tier is called {parts.scheme}; give a folder, or one of {', '.join(SCHEMES)}"
+            f"{text}: {parts.scheme} is not a known kind of tier; use a folder, or a URL with one of "
+            f"{', '.join(SCHEMES)}"
         )
     return ObjectTier(text)
 
@@ -107,7 +108,7 @@ def parse_tier(text: str, every: str = "auto") -> DurableTier:
     for option in options:
         name, equals, value = option.partition("=")
         if name not in ("every", "keep", "keep-every") or not equals or name in fields:
-            raise UsageError(f"{text!r}: {option!r} is not one of its options, for example {TIER_EXAMPLE}")
+            raise UsageError(f"{text!r}: {option!r} is not a known option; write for example {TIER_EXAMPLE}")
         fields[name] = value
     for name in ("keep", "keep-every"):
         if not re.fullmatch(r"\d+", fields.get(name, "1")):
@@ -115,7 +116,7 @@ def parse_tier(text: str, every: str = "auto") -> DurableTier:
     # Refused, not raised to 1: who writes 0 may mean all or none, and with one of the two meanings
     # checkpoints would be deleted.
     if int(fields.get("keep", "2")) < 1:
-        raise UsageError(f"{text!r}: keep at least 1, the newest")
+        raise UsageError(f"{text!r}: keep must be at least 1, because the newest checkpoint is always kept")
     every = fields.get("every", every)
     try:
         parse_cadence(every)

@@ -13,7 +13,7 @@ def agent(
     address: Annotated[
         str,
         typer.Option(
-            "--join", metavar="HOST:PORT", help="The job's coordinator, as `holdfast run` prints it."
+            "--join", metavar="HOST:PORT", help="URL of the job's coordinator, as `holdfast run` prints it."
         ),
     ],
     token_file: Annotated[
@@ -22,25 +22,32 @@ def agent(
             "--token-file",
             metavar="FILE",
             envvar="HOLDFAST_TOKEN_FILE",
-            help="A copy of the job's token, readable by you alone.",
+            help="File with a copy of the job's token. Only you may have permission to read it.",
         ),
     ],
     node: Annotated[
         str,
-        typer.Option("--node", metavar="NAME", help="The node's name.", show_default="the machine's name"),
+        typer.Option(
+            "--node", metavar="NAME", help="Name of this node.", show_default="the machine's host name"
+        ),
     ] = "",
     place: Annotated[
         str,
         typer.Option(
-            "--place", metavar="ZONE/RACK", help="Where it stands.", show_default="what HOLDFAST_PLACE says"
+            "--place",
+            metavar="ZONE/RACK",
+            help="Location of this node, for example zone-a/rack7.",
+            show_default="the value of HOLDFAST_PLACE",
         ),
     ] = "",
     wait: Annotated[
         float,
-        typer.Option("--wait", metavar="SECONDS", min=0.0, help="How long to wait for the coordinator."),
+        typer.Option(
+            "--wait", metavar="SECONDS", min=0.0, help="How long to wait for the coordinator to answer."
+        ),
     ] = 300.0,
     shared_machine: Annotated[
-        bool, typer.Option("--shared-machine", help="Other nodes of the job are on this machine too.")
+        bool, typer.Option("--shared-machine", help="Other nodes of the job run on this machine, too.")
     ] = False,
 ) -> None:
     """Joins a job as one of its nodes, and runs until the job is over or does not need it any more.
@@ -56,7 +63,9 @@ def agent(
 
     name = jobs.check_name(node or socket.gethostname().partition(".")[0], "--node")
     if name.isdecimal():
-        raise UsageError(f"--node {name!r}: a number alone is no name; node{name} is one")
+        raise UsageError(
+            f"--node {name!r}: a node's name must not be a number alone; use for example node{name}"
+        )
     try:
         stands = parse_place(place)
     except ValueError as error:

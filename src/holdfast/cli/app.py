@@ -121,7 +121,7 @@ def holdfast(
 def main() -> None:
     """Entry point of the console script. Exit code 2 for bad input, 1 for a job that failed."""
     if "start" not in getattr(package, "__all__", ()):
-        sys.stderr.write(f"holdfast: {package.__file__} is not of {NAME}. {way_out()}\n")
+        sys.stderr.write(f"holdfast: {package.__file__} does not belong to {NAME}. {way_out()}\n")
         sys.exit(EXIT_USAGE)
     try:
         app()
@@ -147,5 +147,5 @@ def _way_out(error: OSError) -> str:
 
     where, path = home().absolute(), Path(os.fsdecode(error.filename)).absolute()
     if path == where or where in path.parents:
-        return f"; it is in HOLDFAST_HOME ({where}): set that to a folder that you can read and write"
-    return "; see its permissions" if isinstance(error, PermissionError) else ""
+        return f"; this path is in HOLDFAST_HOME ({where}): set HOLDFAST_HOME to a folder that you can read and write"
+    return "; check the permissions of the file" if isinstance(error, PermissionError) else ""

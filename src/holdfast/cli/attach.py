@@ -16,10 +16,17 @@ def attach(
     job: JobName = None,
     namespace: Annotated[
         str,
-        typer.Option("--namespace", "-n", metavar="NAME", help="Kubernetes: of the job that --job names."),
+        typer.Option(
+            "--namespace", "-n", metavar="NAME", help="Kubernetes: namespace of the job that --job names."
+        ),
     ] = "",
     context: Annotated[
-        str, typer.Option("--context", metavar="NAME", help="Of the kubeconfig; by default the current one.")
+        str,
+        typer.Option(
+            "--context",
+            metavar="NAME",
+            help="Kubernetes: context of the kubeconfig. By default the current one.",
+        ),
     ] = "",
     no_ui: Annotated[
         bool, typer.Option("--no-ui", help="Print plain lines instead of the live view.")
@@ -37,7 +44,9 @@ def attach(
 
         folder = located(job, namespace, context)
     elif namespace or context:
-        raise UsageError("--namespace and --context say where a job is; give its name with --job too")
+        raise UsageError(
+            "--namespace and --context say where to look for a job, but not which one: pass its name with --job, too"
+        )
     else:
         folder = jobs.existing(job)
     if not jobs.is_running(folder):
@@ -87,10 +96,10 @@ def _look_on(folder: Path, no_ui: bool) -> Mapping[str, Any]:
         with view:
             ended = asyncio.run(watch())
     except (KeyboardInterrupt, asyncio.CancelledError):
-        sys.stderr.write(f"[holdfast] the job {folder.name} goes on without this command\n")
+        sys.stderr.write(f"[holdfast] the job {folder.name} continues without this command\n")
         return {"outcome": jobs.LEFT}
     if ended is None:
-        sys.stderr.write(f"[holdfast] the job {folder.name} does not run any more\n")
+        sys.stderr.write(f"[holdfast] the job {folder.name} is not running any more\n")
         return _known_end(folder)
     view.ended(ended)
     return ended

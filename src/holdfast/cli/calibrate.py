@@ -18,13 +18,16 @@ def calibrate(
     runs: Annotated[
         list[str],
         typer.Argument(
-            help="Reports (JSON), ledgers (job.sqlite), job folders, or names of jobs; a job counts with each of its starts that is kept."
+            help=(
+                "Reports (JSON), ledgers (job.sqlite), job folders, or names of jobs. Of a job, all starts whose "
+                "ledgers were kept are used."
+            )
         ),
     ],
     per_node: Annotated[
         int,
         typer.Option(
-            "--nproc-per-node", metavar="N", help="Workers on each node, for reports that do not have it."
+            "--nproc-per-node", metavar="N", help="Workers on each node, for reports that do not record it."
         ),
     ] = 1,
     out: Annotated[
@@ -47,7 +50,7 @@ def calibrate(
     made = fields(found)
     lines = [f"{k}: {v}\n" for k, v in made.items()]
     if why := why_no_rate(found):
-        lines.insert(0, f"# rate is left out: {why}; give one of your own, for example rate: 0.016%\n")
+        lines.insert(0, f"# rate is left out: {why}; set your own, for example rate: 0.016%\n")
     if out is not None:
         out.write_text("".join(lines))
     if write_as(msgspec.to_builtins(found) | {"fields": made}, as_json, output):
@@ -80,9 +83,11 @@ def _print_rates(found: Calibration, width: int) -> None:
     # Beside the rate, since nobody reads an interval who was given a number: with two failures the true rate
     # may be a third or three times as much.
     if found.rates[-1].few:
-        sys.stdout.write(f"fewer than {FEW} failures: the rate may be anything in that range\n")
+        sys.stdout.write(f"fewer than {FEW} failures were seen: the rate may be anywhere in that range\n")
     if found.injected:
-        sys.stdout.write(f"{units.plural(found.injected, 'injected fault')} counted for the times only\n")
+        sys.stdout.write(
+            f"{units.plural(found.injected, 'injected fault')} used for the times only, not for the rate\n"
+        )
 
 
 def _print_times(found: Calibration, width: int) -> None:
@@ -134,7 +139,7 @@ def _read(name: str, per_node: int) -> list[Run]:
         what = f"{path} is neither a report (JSON) nor a ledger named job.sqlite"
         found: object = decode_file(msgspec.json.decode, path, what, error=UsageError)
         if not isinstance(found, dict) or "incidents" not in found:
-            raise UsageError(f"{path} is no report of a job: it has no incidents")
+            raise UsageError(f'{path} is not the report of a job: it has no field "incidents"')
         return [Run(found, per_node)]
     # A name of a job last. A folder of the same name in the working folder is what a person who typed a
     # path means.
@@ -163,7 +168,7 @@ def _earlier(folder: Path, per_node: int) -> Run | None:
     try:
         return _run(folder, per_node)
     except UsageError as error:
-        sys.stderr.write(f"start {folder.name} is left out: {error}\n")
+        sys.stderr.write(f"start {folder.name} was left out: {error}\n")
         return None
 
 
@@ -196,7 +201,8 @@ def validate(as_json: AsJson = False, output: Output = None) -> None:
     print_table(sys.stdout, ("", "expected", "ours", "what"), rows, width=width_of(output, WIDTH))
     open_ = sum(c.reproduced is None for c in checks)
     sys.stdout.write(
-        f"\n{len(checks) - open_ - wrong} of {len(checks)} agree, {wrong} (≠) do not; {open_} (?) public numbers cannot be reproduced\n"
+        f"\n{len(checks) - open_ - wrong} of {len(checks)} agree, {wrong} (≠) do not; {open_} (?) published numbers "
+        "cannot be reproduced\n"
     )
     if wrong:
         raise typer.Exit(1)

@@ -36,21 +36,25 @@ def check(
         typer.Option(
             "--folder",
             metavar="DIR",
-            help="Without a job: the folder whose disk is tested.",
+            help="Without a job: folder on the disk that is tested.",
             show_default="the working folder",
         ),
     ] = Path(),
     json: Annotated[
         Path | None,
-        typer.Option("--json", metavar="FILE", help="Write the results as JSON; - for standard output."),
+        typer.Option(
+            "--json", metavar="FILE", help="Write the results as JSON to this file; - means standard output."
+        ),
     ] = None,
     write_topology: Annotated[
         Path | None,
         typer.Option(
             "--write-topology",
             metavar="FILE",
-            help="Instead measure every pair of nodes, and write which of them stand together, for "
-            "`holdfast run --topology FILE`.",
+            help=(
+                "Instead of the checks, measure the network between every pair of nodes, and write to this file "
+                "which nodes are close to each other, for `holdfast run --topology FILE`."
+            ),
         ),
     ] = None,
     output: Output = None,
@@ -65,7 +69,7 @@ def check(
 
     # Before the checks, because they take a minute: a report that cannot be written would come too late.
     if json is not None and str(json) != "-" and not json.resolve().parent.is_dir():
-        raise UsageError(f"--json {json}: there is no folder {json.resolve().parent}")
+        raise UsageError(f"--json {json}: the folder {json.resolve().parent} does not exist")
     if write_topology is not None:
         _write_topology(write_topology, job, options, json, output)
         return
@@ -74,7 +78,7 @@ def check(
         results: Results = {node: list(results) for node, results in news.results.items()}
     else:
         if not folder.is_dir():
-            raise UsageError(f"--folder {folder}: there is no such folder")
+            raise UsageError(f"--folder {folder}: this folder does not exist")
         results = {HERE: _of_machine(folder.resolve(), options.deep, options.seconds)}
     conditions = summary(results)
     _show(results, conditions, json, output)
@@ -121,7 +125,9 @@ def _write_topology(
     from holdfast.errors import UsageError
 
     if options.deep:
-        raise UsageError("--write-topology measures pairs and nothing else; run --deep in a call of its own")
+        raise UsageError(
+            "--write-topology measures pairs of nodes and does nothing else; run `holdfast check --deep` separately"
+        )
     refuse_file(path)
     news = _of_job(job, replace(options, every_pair=True))
     if not write_places(news.pairs, options.seconds, path, json, output):
@@ -145,7 +151,7 @@ async def _ask(folder: Path, options: CheckOptions) -> CheckNews:
     from holdfast.protocol.decoding import decode
 
     read = partial(msgspec.convert, type=CheckNews)
-    what = "what the coordinator says cannot be read"
+    what = "the coordinator's answer cannot be read"
     async with client_of(folder) as client:
         with _Doing() as doing:
             said = await client.post("/check", msgspec.json.encode(options).decode())

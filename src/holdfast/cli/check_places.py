@@ -29,7 +29,7 @@ def refuse_file(path: Path) -> None:
     from holdfast.errors import UsageError
 
     if not path.resolve().parent.is_dir():
-        raise UsageError(f"--write-topology {path}: there is no folder {path.resolve().parent}")
+        raise UsageError(f"--write-topology {path}: the folder {path.resolve().parent} does not exist")
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             first = file.readline()
@@ -40,7 +40,7 @@ def refuse_file(path: Path) -> None:
     # What a person wrote knows of switches that no pair can see, and it would be lost without a word.
     if first and not first.startswith(f"# {MARK}"):
         raise UsageError(
-            f"--write-topology {path}: it is there, and not from this command; name another file"
+            f"--write-topology {path}: the file exists and was not written by this command; choose another file"
         )
 
 
@@ -88,7 +88,11 @@ def _left_out(places: Places, measured: Mapping[Pair, Measured]) -> dict[str, st
     """Node to why it has no place."""
     reasons: dict[str, str] = {}
     for pair, m in measured.items():
-        told = m.why or ("bytes came back changed" if m.damaged else "its pairs reach too few of the others")
+        told = m.why or (
+            "the bytes that came back differ from those sent"
+            if m.damaged
+            else "too few of the other nodes could be measured against it"
+        )
         reasons |= {n: told for n in pair if n not in places and n not in reasons}
     return reasons
 
@@ -99,8 +103,8 @@ def _notes(utc: str, seconds: float, rows: Sequence[Between], left_out: Mapping[
     count = len(rows[0].nodes)
     notes = [
         f"{MARK} at {utc}: {units.plural(sum(r.pairs for r in rows), 'pair')} of {units.plural(count, 'node')},",
-        f"one TCP connection each, {seconds:g} s. d1, d2 and so on are parts of what stands before them.",
-        "Rename them as you like, and remove the first line: with it a later call writes over this file.",
+        f"one TCP connection each, {seconds:g} s. d1, d2 and so on are parts of the place that is written before them.",
+        "Rename them as you like, and remove the first line: while it is there, a later call overwrites this file.",
         *(f"between {what}: {latency}, {rate}" for what, _, _, latency, rate in _cells(rows)),
     ]
     return [*notes, *(f"not placed: {node}: {why}" for node, why in left_out.items())]
@@ -146,6 +150,10 @@ def _show(
         sys.stdout.write(f"written: {path}, for `holdfast run --topology {path}`\n")
         return
     # An older file may say otherwise, and whoever reads on would take it for the answer.
-    older = f"; {path} is of an earlier call" if path.exists() else ""
-    found = "one place: no difference was measured" if len(rows[0].nodes) else "no pair could be measured"
+    older = f"; {path} was written by an earlier call" if path.exists() else ""
+    found = (
+        "all nodes are in one place: no difference between pairs was measured"
+        if len(rows[0].nodes)
+        else "no pair of nodes could be measured"
+    )
     sys.stdout.write(f"{found}; no file was written{older}\n")

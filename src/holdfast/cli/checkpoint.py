@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from holdfast.protocol.verified import Verified
     from holdfast.tensors.index import SmallTensor, TensorSpec
 
-app = typer.Typer(no_args_is_help=True, help="Checkpoints: list, show, verify, remove and convert them.")
+app = typer.Typer(no_args_is_help=True, help="Lists, shows, verifies, removes and converts checkpoints.")
 PLACE_WIDTH = 40
 Place = Annotated[
     str | None,
     typer.Argument(
         metavar="[PLACE]",
-        help="Folder or URL of checkpoints, or one checkpoint. By default all tiers of the job.",
+        help="Folder or URL that contains checkpoints, or a single checkpoint. By default all tiers of the job.",
     ),
 ]
 
@@ -209,16 +209,16 @@ def _keep(savers: dict[str, list[Path]], archive: Archive, step: int, result: di
             note_verified(folder, found)
         # The answer is what was asked for, and it is there. That it is not kept is worth a line.
         except OSError as error:
-            _note(f"{folder} does not keep that step {step} was read back: {error.strerror}")
+            _note(f"the result for step {step} could not be recorded in {folder}: {error.strerror}")
 
 
 def _newest_complete(results: list[dict[str, Any]]) -> str:
     # `whole` is a key of the JSON output, which scripts read: the key stays, people read "complete".
     complete = [r for r in results if r["whole"]]
     if not complete:
-        return "none of them is complete\n"
+        return "none of these checkpoints is complete\n"
     step = complete[-1]["step"]
-    return f"the newest complete one: {next(r['place'] for r in complete if r['step'] == step)}\n"
+    return f"the newest complete checkpoint: {next(r['place'] for r in complete if r['step'] == step)}\n"
 
 
 @app.command("prune")
@@ -226,7 +226,7 @@ def prune(
     place: Place = None,
     job: JobName = None,
     keep: Annotated[
-        int, typer.Option("--keep", min=1, metavar="N", help="Keep this many of the newest.")
+        int, typer.Option("--keep", min=1, metavar="N", help="How many of the newest checkpoints to keep.")
     ] = 2,
     keep_every: Annotated[
         int,
@@ -234,14 +234,14 @@ def prune(
             "--keep-every",
             min=0,
             metavar="STEPS",
-            help="Also keep every checkpoint whose step is a multiple of this; 0: none.",
+            help="Also keep every checkpoint whose step is a multiple of this number; 0 keeps no others.",
         ),
     ] = 0,
     verified: Annotated[
         bool,
         typer.Option(
             "--verify/--no-verify",
-            help="Read the newest checkpoint first, and remove nothing if it is not complete.",
+            help="First read the newest checkpoint, and remove nothing if it is not complete.",
         ),
     ] = True,
 ) -> None:
@@ -254,7 +254,7 @@ def prune(
     retention = Retention(keep, keep_every)
     for archive, only in _archives(place, job):
         if only is not None:
-            raise UsageError(f"{place} is one checkpoint: name the folder that it is in")
+            raise UsageError(f"{place} is a single checkpoint: pass the folder that contains it")
         # Only if something would go: reading a checkpoint of terabytes for nothing takes hours.
         if verified and retention.superfluous(archive.steps()):
             _check_newest(archive, _savers({archive.tier.url}, place, job))
@@ -298,7 +298,7 @@ def _check_newest(archive: Archive, savers: dict[str, list[Path]]) -> None:
         _keep(savers, archive, step, {"whole": False, "why": str(error)})
         raise StateError(
             f"the newest checkpoint is not complete: {error}. Nothing was removed from {archive.tier.url}: remove "
-            f"{archive.where(step)} first, or give --no-verify"
+            f"{archive.where(step)} first, or pass --no-verify"
         ) from error
 
 
@@ -324,7 +324,7 @@ def _archives(place: str | None, job: str | None) -> list[tuple[Archive, int | N
     step = step_of(name)
     if "://" not in place and not Path(place).is_dir():
         raise UsageError(
-            f"there is no folder {place}: give a folder of checkpoints or a URL, or leave it out and give --job"
+            f"the folder {place} does not exist: pass a folder or URL that contains checkpoints, or pass --job instead"
         )
     if step is not None:
         return [(Archive(parent or "."), step)]
@@ -359,15 +359,17 @@ def find(
             if len(tiers) == 1:
                 raise
             reasons.append(str(error))
-            _note(f"skips a checkpoint: {error}")
+            _note(f"skipped a checkpoint: {error}")
     if not found and reasons:
         raise TierError("; ".join(reasons))
     if not found:
         there = ", ".join(a.tier.url for a, _ in tiers)
         what = (
-            f"the job has saved nothing yet in {there}" if place is None else f"no checkpoint is in {place}"
+            f"the job has not saved a checkpoint yet in {there}"
+            if place is None
+            else f"{place} does not contain a checkpoint"
         )
-        raise UsageError(f"{what}; a checkpoint is a folder step-N with a {MANIFEST}")
+        raise UsageError(f"{what}; a checkpoint is a folder named step-N that contains a file {MANIFEST}")
     # Sorting is stable, so within a step the tiers keep the order of the job: the first is the one that a start loads from.
     return sorted(found, key=lambda x: x[1])
 

@@ -35,7 +35,11 @@ class Format(StrEnum):
 
 Output = Annotated[
     Format | None,
-    typer.Option("-o", "--output", help="wide: every column, with full paths; json or yaml: for programs."),
+    typer.Option(
+        "-o",
+        "--output",
+        help="Format of the output. wide: every column, with full paths. json or yaml: for programs.",
+    ),
 ]
 
 
@@ -69,7 +73,7 @@ def kept_state(store: Store, folder: Path) -> CoreState:
 
     state = store.load()
     if state is None:
-        raise UsageError(never_started(folder, "nothing is in its ledger"))
+        raise UsageError(never_started(folder, "its ledger is empty"))
     return state
 
 
@@ -82,7 +86,7 @@ def never_started(folder: Path, why: str) -> str:
         has_logs = False
     # What has logs was started, and they say why nothing else came of it.
     if has_logs:
-        return f"the job {folder.name!r} ended before it had a ledger ({why}): see its logs in {logs}"
+        return f"the job {folder.name!r} ended before it wrote a ledger ({why}): see its logs in {logs}"
     return f"the job {folder.name!r} was never started: {why}"
 
 
@@ -119,10 +123,10 @@ def _why_no_ledger(folder: Path, path: Path) -> str:
     allocation = read_allocation(folder)
     if allocation is not None and allocation.engine == "kubernetes":
         return (
-            f"the ledger of the job {folder.name!r} ended with its coordinator's pod: nobody looked on here at its end, with "
-            "`holdfast run` or `holdfast attach`"
+            f"the ledger of the job {folder.name!r} was lost with its coordinator's pod: no `holdfast run` or "
+            "`holdfast attach` was running here when the job ended, which would have copied it"
         )
-    return never_started(folder, f"there is no {path}")
+    return never_started(folder, f"{path} does not exist")
 
 
 def _copy_from_afar(folder: Path) -> bytes | None:

@@ -34,21 +34,28 @@ def export(
         list[str],
         typer.Argument(
             metavar="[PLACE] OUT",
-            help="PLACE: a folder or URL of checkpoints, or one checkpoint; by default all tiers of the job. OUT: a new "
-            "folder for safetensors, or a new file for torch.save.",
+            help=(
+                "PLACE: a folder or URL that contains checkpoints, or a single checkpoint; by default all tiers of "
+                "the job. OUT: a new folder for safetensors, or a new file in the format of torch.save."
+            ),
         ),
     ],
     job: JobName = None,
     kind: Annotated[
         Format | None,
-        typer.Option("--format", help=f"By default torch if OUT ends in {', '.join(TORCH_ENDINGS)}."),
+        typer.Option(
+            "--format",
+            help=(
+                f"Format of OUT. By default torch if OUT ends in {', '.join(TORCH_ENDINGS)}, else safetensors."
+            ),
+        ),
     ] = None,
     max_shard_size: Annotated[
         str,
         typer.Option(
             "--max-shard-size",
             metavar="SIZE",
-            help="The largest size of one safetensors file, for example 500M.",
+            help="Largest size of one safetensors file, for example 500M.",
         ),
     ] = "5G",
     only: Annotated[
@@ -56,20 +63,27 @@ def export(
         typer.Option(
             "--only",
             metavar="PREFIX",
-            help="Only tensors whose names begin with this, for example model. (with the dot).",
+            help="Export only tensors whose names begin with this prefix, for example model. (with the dot).",
         ),
     ] = "",
     strip: Annotated[
         bool,
         typer.Option(
             "--strip",
-            help="Remove the prefix of --only from the names, so that other programs find a module's own names.",
+            help=(
+                "Remove the prefix of --only from the names, so that other programs find the names that the module "
+                "itself uses."
+            ),
         ),
     ] = False,
     step: Annotated[
         int | None,
         typer.Option(
-            "--step", min=0, metavar="STEP", show_default="the newest", help="The checkpoint to export."
+            "--step",
+            min=0,
+            metavar="STEP",
+            show_default="the newest",
+            help="Step of the checkpoint to export. By default the newest complete one.",
         ),
     ] = None,
 ) -> None:
@@ -83,12 +97,14 @@ def export(
     from holdfast.protocol.sizes import parse_size
 
     if len(places) > 2:
-        raise UsageError(f"{len(places)} paths are given; give OUT, or PLACE and OUT")
+        raise UsageError(f"{len(places)} paths were given; pass either OUT, or PLACE and OUT")
     file_bytes = parse_size("--max-shard-size", max_shard_size)
     out = Path(places[-1])
     as_torch = kind is Format.TORCH or (kind is None and out.suffix in TORCH_ENDINGS)
     if strip and (as_torch or not only):
-        raise UsageError("--strip is for safetensors and needs --only, the prefix to remove")
+        raise UsageError(
+            "--strip works only with --format safetensors and with --only, which gives the prefix to remove"
+        )
     archives, chosen = _chosen(places[0] if len(places) == 2 else None, job, step)
     _need_torch()
     from holdfast.checkpoint.convert import export_safetensors, export_torch
@@ -105,12 +121,14 @@ def export(
 def import_(
     source: Annotated[
         Path,
-        typer.Argument(help="A folder or file of safetensors, or a file of torch.save.", metavar="SOURCE"),
+        typer.Argument(
+            help="A safetensors file, a folder of them, or a file written by torch.save.", metavar="SOURCE"
+        ),
     ],
     place: Annotated[
-        str, typer.Argument(help="The folder or URL of checkpoints that it goes to.", metavar="PLACE")
+        str, typer.Argument(help="Folder or URL to which the checkpoint is written.", metavar="PLACE")
     ],
-    step: Annotated[int, typer.Option("--step", min=0, help="The step of the new checkpoint.")],
+    step: Annotated[int, typer.Option("--step", min=0, help="Step of the new checkpoint.")],
 ) -> None:
     """Makes a checkpoint from safetensors or from a file of torch.save. No code in the file is executed."""
     _need_torch()
@@ -132,7 +150,9 @@ def _chosen(place: str | None, job: str | None, step: int | None) -> tuple[list[
     steps = sorted({s for _, s in found})
     chosen = steps[-1] if step is None else step
     if chosen not in steps:
-        raise UsageError(f"there is no checkpoint of step {step}; there are {', '.join(map(str, steps))}")
+        raise UsageError(
+            f"there is no checkpoint of step {step}; there are checkpoints of steps {', '.join(map(str, steps))}"
+        )
     return [archive for archive, s in found if s == chosen], chosen
 
 
@@ -154,7 +174,7 @@ def _first_whole(archives: list[Archive], write: Callable[[Archive], Exported]) 
             reasons.append(str(error))
     raise StateError(
         f"{'; '.join(reasons)}. Nothing was exported; `holdfast checkpoint verify` shows which checkpoints are "
-        "complete, and --step chooses another"
+        "complete, and --step chooses one of them"
     )
 
 
@@ -168,7 +188,7 @@ def _tell(exported: Exported, step: int, out: Path) -> None:
     if exported.of_ranks:
         more = len(exported.of_ranks) - MOST_NAMED
         named = ", ".join(exported.of_ranks[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
-        sys.stdout.write(f"ranks differ in {named}\n")
+        sys.stdout.write(f"the ranks have different values of {named}\n")
 
 
 @contextmanager
@@ -197,5 +217,5 @@ def _need_torch() -> None:
         import torch  # noqa: F401
     except ImportError as error:
         raise UsageError(
-            f"this needs PyTorch: pip install 'holdfast-train[train,export]' ({error})"
+            f"this command needs PyTorch: pip install 'holdfast-train[train,export]' ({error})"
         ) from error

@@ -24,19 +24,20 @@ if TYPE_CHECKING:
     from holdfast.data.files import TokenFile
 
 app = typer.Typer(
-    no_args_is_help=True, help="Token files: build, show and verify them. What a job trained on."
+    no_args_is_help=True,
+    help="Builds, shows and verifies token files, and shows which samples a job trained on.",
 )
 app.command("samples")(samples.samples)
 FIRST_TOKENS = 16
 Dataset = Annotated[
-    Path, typer.Argument(help="The name without .bin and .idx, or one file.", metavar="PREFIX")
+    Path, typer.Argument(help="Path of the token files without .bin and .idx, or one file.", metavar="PREFIX")
 ]
 RawDtype = Annotated[
     str | None,
     typer.Option(
         "--dtype",
         metavar="TYPE",
-        help="The type of the tokens in a file without a header, for example uint16.",
+        help="Type of the tokens in a file without a header, for example uint16.",
     ),
 ]
 
@@ -48,7 +49,11 @@ def build(
     workers: Annotated[
         int | None,
         typer.Option(
-            "--workers", min=1, metavar="N", help="Processes to use.", show_default="one for each processor"
+            "--workers",
+            min=1,
+            metavar="N",
+            help="Number of processes to use.",
+            show_default="one for each processor",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -135,7 +140,7 @@ def verify(prefix: Dataset, dtype: RawDtype = None) -> None:
 
 @app.command("verify-cache")
 def verify_cache(
-    folder: Annotated[Path, typer.Argument(help="The folder that --data-cache was given.", metavar="DIR")],
+    folder: Annotated[Path, typer.Argument(help="The folder that was given to --data-cache.", metavar="DIR")],
 ) -> None:
     """Reads every file of a node's cache and removes damaged ones. The exit code is 1 if there were any."""
     from holdfast.data.cache import Cache
@@ -143,7 +148,7 @@ def verify_cache(
     from holdfast.protocol.units import size
 
     if not (folder / "entries").is_dir():
-        raise UsageError(f"{folder} is not a data cache: there is no {folder / 'entries'}")
+        raise UsageError(f"{folder} is not a data cache: {folder / 'entries'} does not exist")
     troubles = 0
     for found in Cache(folder).verify():
         troubles += found.trouble is not None
@@ -178,7 +183,9 @@ def _usage_errors() -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise UsageError(f"this needs numpy: pip install 'holdfast-train[train]' ({error})") from error
+        raise UsageError(
+            f"this command needs numpy: pip install 'holdfast-train[train]' ({error})"
+        ) from error
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
 

@@ -16,23 +16,32 @@ WIDTH = 100
 
 def events(
     job: JobName = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue until the job ends.")] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Keep printing new events until the job ends.")
+    ] = False,
     as_json: AsJson = False,
     output: Output = None,
     kind: Annotated[
         list[str] | None,
-        typer.Option("--kind", metavar="KIND", help="Show only events of this kind. Can be repeated."),
+        typer.Option(
+            "--kind",
+            metavar="KIND",
+            help="Show only events of this kind, for example lost. Can be repeated.",
+        ),
     ] = None,
     since: Annotated[
         str | None,
         typer.Option(
             "--since",
             metavar="AGO|TIME",
-            help="Show only what happened in the last 30m, 2h, or since a time (UTC), for example 2026-11-23T09:30.",
+            help=(
+                "Show only events of the last 30m or 2h, for example, or since a time (UTC), for example "
+                "2026-11-23T09:30."
+            ),
         ),
     ] = None,
     tail: Annotated[
-        int | None, typer.Option("--tail", "-n", metavar="N", help="Show only the newest N.", min=1)
+        int | None, typer.Option("--tail", "-n", metavar="N", help="Show only the newest N events.", min=1)
     ] = None,
 ) -> None:
     """Shows everything that happened to a job: nodes, generations, faults, incidents, decisions."""
@@ -43,7 +52,9 @@ def events(
 
     folder = jobs.existing(job)
     if output is Format.YAML:
-        raise UsageError("-o yaml: events are printed one by one; -o json prints each as a line")
+        raise UsageError(
+            "-o yaml is not available, because events are printed one by one; -o json prints one JSON object per line"
+        )
     show = _Printer(as_json or output is Format.JSON, _kinds(kind), moment(since) if since else "")
     follows = follow and jobs.is_running(folder)
     if tail is not None or not follows:
@@ -84,7 +95,7 @@ def moment(text: str) -> str:
             when = datetime.now(UTC) - timedelta(seconds=parse_seconds("--since", text))
         except UsageError:
             raise UsageError(
-                f"--since {text!r}: write how long ago, for example 30m, or a time (UTC), for example 2026-11-23T09:30"
+                f"--since {text!r}: must be a duration, for example 30m, or a time (UTC), for example 2026-11-23T09:30"
             ) from None
     return (
         # A time without a zone is UTC, as the ledger's are: read as local time it would mean another moment
@@ -132,7 +143,9 @@ def _kinds(chosen: list[str] | None) -> frozenset[str] | None:
 
     for kind in chosen:
         if kind not in EVENTS:
-            raise UsageError(f"--kind {kind!r}: there are {', '.join(sorted(EVENTS))}")
+            raise UsageError(
+                f"--kind {kind!r}: there is no such kind of event; choose one of {', '.join(sorted(EVENTS))}"
+            )
     return frozenset(chosen)
 
 

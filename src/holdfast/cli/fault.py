@@ -14,7 +14,10 @@ from holdfast.cli.common import JobName
 def fault(
     words: Annotated[
         list[str],
-        typer.Argument(metavar="KIND [KEY=VALUE]...", help="For example kill-node:node=1, or xid=79 node=2."),
+        typer.Argument(
+            metavar="KIND [KEY=VALUE]...",
+            help="The fault to inject, for example kill-node:node=1, or xid=79 node=2.",
+        ),
     ],
     job: JobName = None,
 ) -> None:
@@ -29,7 +32,7 @@ def fault(
     folder = jobs.existing(job)
     asyncio.run(_inject(folder, spec, deadly=parsed.kind == "kill-coordinator"))
     sys.stdout.write(
-        f"injected {parsed} into the job {folder.name}; `holdfast events --job {folder.name}` shows what happens\n"
+        f"injected {parsed} into the job {folder.name}; `holdfast events --job {folder.name}` shows the effects\n"
     )
 
 

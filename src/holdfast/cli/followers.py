@@ -80,7 +80,9 @@ class Followers:
         self._processes.append(process)
         # One that fails costs the job nothing, but whoever counts on it has to know.
         if await process.wait():
-            self._view.note(f"`holdfast {command[0]}` ended with {process.returncode}: see {self._log}")
+            self._view.note(
+                f"`holdfast {command[0]}` ended with exit code {process.returncode}: see {self._log}"
+            )
 
     @property
     def has_begun(self) -> bool:

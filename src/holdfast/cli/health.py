@@ -16,14 +16,15 @@ if TYPE_CHECKING:
     from holdfast.health.ruleset import RuleSet
 
 app = typer.Typer(
-    no_args_is_help=True, help="Health rules: list and explain them, judge lines by them, check your own."
+    no_args_is_help=True,
+    help="Lists and explains health rules, applies them to lines of a log, and checks your own rules.",
 )
 SXID_DIGITS = 5
 """SXids have this many digits, Xids fewer."""
 RuleFiles = Annotated[
     list[str] | None,
     typer.Option(
-        "--rules", metavar="FILE", help="A file of your own rules, which add to or change the built-in ones."
+        "--rules", metavar="FILE", help="File with your own rules, which add to or change the built-in ones."
     ),
 ]
 
@@ -32,11 +33,17 @@ RuleFiles = Annotated[
 def rules(
     source: Annotated[
         str | None,
-        typer.Option("--source", metavar="SOURCE", help="Only rules of this source, for example kmsg."),
+        typer.Option(
+            "--source", metavar="SOURCE", help="Show only rules that read this source, for example kmsg."
+        ),
     ] = None,
     remedy: Annotated[
         str | None,
-        typer.Option("--remedy", metavar="REMEDY", help="Only rules with this remedy, for example reboot."),
+        typer.Option(
+            "--remedy",
+            metavar="REMEDY",
+            help="Show only rules that ask for this remedy, for example reboot.",
+        ),
     ] = None,
     files: RuleFiles = None,
     as_json: AsJson = False,
@@ -51,9 +58,9 @@ def rules(
     known = load_rules(files or ())
     sources = sorted({rule.source for rule in known})
     if source is not None and source not in sources:
-        raise UsageError(f"--source {source!r}: there are {', '.join(sources)}")
+        raise UsageError(f"--source {source!r}: there is no such source; choose one of {', '.join(sources)}")
     if remedy is not None and remedy not in set(Remedy):
-        raise UsageError(f"--remedy {remedy!r}: there are {', '.join(Remedy)}")
+        raise UsageError(f"--remedy {remedy!r}: there is no such remedy; choose one of {', '.join(Remedy)}")
     shown = [r for r in known if source in (None, r.source) and remedy in (None, r.remedy.value)]
     if write_as([_fields(known, r) for r in shown], as_json, output):
         return
@@ -64,7 +71,7 @@ def rules(
 
 @app.command("explain")
 def explain(
-    name: Annotated[str, typer.Argument(help="A rule, or an Xid: xid-79, 79, `xid 79`.")],
+    name: Annotated[str, typer.Argument(help="Name of a rule, or an Xid: xid-79, 79 or `xid 79`.")],
     files: RuleFiles = None,
     as_json: AsJson = False,
     output: Output = None,
@@ -84,13 +91,19 @@ def judge(
     line: Annotated[
         str,
         typer.Argument(
-            help="A line as the kernel's log, dmesg, syslog or the journal shows it; a file of such lines; or - for "
-            "standard input."
+            help=(
+                "A line as the kernel's log, dmesg, syslog or the journal shows it, a file of such lines, or - for "
+                "standard input."
+            )
         ),
     ],
     source: Annotated[
         str,
-        typer.Option("--source", metavar="SOURCE", help="kmsg: the kernel's log. log: a worker's log."),
+        typer.Option(
+            "--source",
+            metavar="SOURCE",
+            help="Where the lines come from. kmsg: the kernel's log. log: a worker's log.",
+        ),
     ] = "kmsg",
     files: RuleFiles = None,
     as_json: AsJson = False,
@@ -106,7 +119,9 @@ def judge(
     from holdfast.health.samples import Line
 
     if source not in LINE_SOURCES:
-        raise UsageError(f"--source {source!r}: lines come from {' and '.join(LINE_SOURCES)}")
+        raise UsageError(
+            f"--source {source!r}: must be one of {', '.join(LINE_SOURCES)}, where lines come from"
+        )
     known = load_rules(files or ())
     matchers = Matchers(known)
     text = _lines_of(line)
@@ -130,7 +145,7 @@ def judge(
             sys.stdout.write(_judged(known, record, found))
     if len(judged) != 1:
         hit = sum(bool(found) for _, found in judged)
-        sys.stdout.write(f"{len(judged)} records, {hit} of them with a rule\n")
+        sys.stdout.write(f"{len(judged)} records, {hit} of them matched a rule\n")
 
 
 def _lines_of(given: str) -> str:
@@ -162,7 +177,7 @@ def _judged(known: RuleSet, record: str, found: list[tuple[Rule, str]]) -> str:
 
     lines = [printable(part) for part in record.split("\n")]
     if not found:
-        lines.append("  no rule is about it")
+        lines.append("  no rule matches it")
     for rule, about in found:
         rows = [
             ("rule", rule.id + (f", about {printable(about)}" if about.strip() else "")),
@@ -183,22 +198,22 @@ def _done(rule: Rule) -> str:
 
     when = _when(rule)
     if not rule.enabled:
-        return "nothing: the rule is switched off"
+        return "nothing is done: the rule is switched off"
     if rule.dry_run:
-        return "recorded only: the rule is on trial"
+        return "it is only recorded: the rule is on trial"
     if rule.remedy is Remedy.ASK:
-        words = "a person is asked"
+        words = "a person is asked to act"
     elif rule.remedy is Remedy.WATCH or rule.severity in (Severity.INFO, Severity.WARNING):
-        words = "it is recorded, nothing else"
+        words = "it is only recorded"
     else:
         words = re.sub("^it ", "the node ", remedy_text(rule.remedy))
         at_once = rule.severity is Severity.FATAL or rule.remedy is Remedy.RESTART_WORKER
-        words += " at once" if at_once else " at the next step's edge"
+        words += " at once" if at_once else " between two steps"
     return words + (f" ({when})" if when else "")
 
 
 @app.command("check")
-def check(file: Annotated[Path, typer.Argument(help="A file of rules.")]) -> None:
+def check(file: Annotated[Path, typer.Argument(help="File of rules (TOML).")]) -> None:
     """Checks a file of rules: shows what it adds and changes, or the line with an error."""
     from holdfast.errors import UsageError
     from holdfast.health.ruleset import catalogue
@@ -219,7 +234,7 @@ def check(file: Annotated[Path, typer.Argument(help="A file of rules.")]) -> Non
         sys.stdout.write(f"{what:<12} {id}: {rule.severity}, asks for {rule.remedy}\n")
         if rule.reading and (rule.source, rule.reading) not in readings:
             sys.stdout.write(
-                f"{'':<12} no other rule is about {rule.reading} of {rule.source}: is it misspelt?\n"
+                f"{'':<12} no other rule uses the reading {rule.reading} of {rule.source}: is it misspelt?\n"
             )
     sys.stdout.write(f"{file} is valid\n")
 
@@ -246,12 +261,12 @@ def _find(known: RuleSet, name: str) -> list[Rule]:
         number = plain.rpartition("-")[2]
         family = "sxid" if plain.startswith("sxid") or len(number) > SXID_DIGITS - 1 else "xid"
         raise UsageError(
-            f"{name!r} is not in the catalogue; such a code is judged by the rule {family}-unknown. "
-            f"`holdfast health explain {family}-unknown` explains it"
+            f"{name!r} is not in the catalogue; the rule {family}-unknown applies to such codes, see `holdfast "
+            f"health explain {family}-unknown`"
         )
     near = difflib.get_close_matches(plain, [r.id for r in known], n=3)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
-    raise UsageError(f"no rule is called {name!r}{hint}; `holdfast health rules` lists them")
+    raise UsageError(f"there is no rule named {name!r}{hint}; `holdfast health rules` lists all rules")
 
 
 def _told(known: RuleSet, rule: Rule) -> str:
@@ -292,7 +307,7 @@ def _looks(rule: Rule) -> str:
     from holdfast.health.rules import CONDITIONS
 
     if rule.unknown:
-        return "values that cannot be read"
+        return "a value that cannot be read"
     if rule.reading:
         condition = next(c for c in CONDITIONS if getattr(rule, c) not in (None, ""))
         return f"{rule.reading} {condition.replace('_', ' ')} {getattr(rule, condition)}"
@@ -305,7 +320,7 @@ def _when(rule: Rule) -> str:
     if rule.start_within:
         words.append(f"no such line within {rule.start_within:g} s of the start")
     if rule.every:
-        words.append(f"no such line for {rule.every:g} s")
+        words.append(f"no such line for {rule.every:g} s or longer")
     if rule.above is not None and rule.pattern:
         words.append(f"its number is above {rule.above:g}")
     if rule.below is not None and rule.pattern:

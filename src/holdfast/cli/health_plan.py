@@ -18,7 +18,8 @@ def plan_health(given: HealthOptions) -> HealthSpec:
     """Raises UsageError for what cannot work; nothing is written."""
     if not given.watch and (given.rules or given.dry_run_rules):
         raise UsageError(
-            "--no-health turns all health rules off, so --health-rules and --health-dry-run have no effect; leave one out"
+            "--no-health turns all health rules off, so --health-rules and --health-dry-run would have no effect; "
+            "remove either --no-health or these options"
         )
     rules = tuple(str(path.resolve()) for path in given.rules)
     if rules or given.dry_run_rules:
@@ -27,7 +28,8 @@ def plan_health(given: HealthOptions) -> HealthSpec:
         check_hooks(given.hooks)
     if given.replace_slow and given.replace_slow < SLOWER:
         raise UsageError(
-            f"--replace-slow {given.replace_slow:g}: from {SLOWER:g} on a rank is told from noise; for example 1.3"
+            f"--replace-slow must be 0 (only report) or at least {SLOWER:g}, below which a slow rank cannot be told "
+            f"from noise (got {given.replace_slow:g}), for example 1.3"
         )
     return HealthSpec(
         watch=given.watch,
@@ -47,7 +49,7 @@ def parse_share(option: str, text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)(%?)", text.strip())
     share = float(match[1]) / (100 if match[2] else 1) if match else 0.0
     if not 0 < share <= 1:
-        raise UsageError(f"{option} {text!r}: a share of the nodes, for example 25% or 0.25")
+        raise UsageError(f"{option} must be a share of the nodes (got {text!r}), for example 25% or 0.25")
     return share
 
 
@@ -60,16 +62,16 @@ def _history(text: str) -> str:
     if separator:
         if scheme not in ("postgresql", "postgres"):
             raise UsageError(
-                f"--node-history {scheme}://...: write a file, or postgresql://USER@HOST/DATABASE"
+                f"--node-history {scheme}://...: must be a file, or a URL like postgresql://USER@HOST/DATABASE"
             )
         return text
     path = Path(text).resolve()
     if path.is_dir():
         raise UsageError(
-            f"--node-history {text}: that is a folder; name a file in it, for example health.sqlite"
+            f"--node-history {text}: this is a folder; specify a file in it, for example health.sqlite"
         )
     if not path.parent.is_dir():
-        raise UsageError(f"--node-history {text}: there is no folder {path.parent}")
+        raise UsageError(f"--node-history {text}: the folder {path.parent} does not exist")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise UsageError(f"--node-history {text}: it cannot be written there")
+        raise UsageError(f"--node-history {text}: the file cannot be written")
     return str(path)

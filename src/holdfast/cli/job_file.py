@@ -40,7 +40,7 @@ def expand(args: Sequence[str], params: Sequence[Any]) -> list[str]:
     read = read_yaml("-f", path)
     for key in read:
         if key not in (*options, *negations, SCRIPT, ARGS) or f"-{key}" in FLAGS or f"--{key}" in FLAGS:
-            raise UsageError(f"-f {path}: {key!r} is no option of `holdfast run`{_nearest(key, options)}")
+            raise UsageError(f"-f {path}: {key!r} is not an option of `holdfast run`{_nearest(key, options)}")
     words = [
         word
         for key, value in read.items()
@@ -71,7 +71,7 @@ def _split(args: Sequence[str], options: dict[str, Any]) -> tuple[Path | None, l
         if name in FLAGS:
             given = value if equals else next(rest, "")
             if not given:
-                raise UsageError("-f: name a file, for example job.yaml")
+                raise UsageError("-f needs the name of a file, for example job.yaml")
             path = Path(given)
             continue
         own.append(word)
@@ -92,7 +92,7 @@ def _words(path: Path, key: str, value: Any, option: Any, negation: Any) -> Iter
     flagged = option if option is not None else negation
     if flagged.is_flag:
         if not isinstance(value, bool):
-            raise UsageError(f"-f {path}: {key}: {value!r}; accepted: true or false")
+            raise UsageError(f"-f {path}: {key} must be true or false (got {value!r})")
         # `no-health: true` says what `health: false` says.
         wanted = value if option is not None else not value
         if wanted:
@@ -109,7 +109,7 @@ def _list(path: Path, key: str, value: Any) -> list[Any]:
     if isinstance(value, list):
         return value
     if isinstance(value, dict) or value is None:
-        raise UsageError(f"-f {path}: {key}: {value!r}; accepted: a list, or one text or number")
+        raise UsageError(f"-f {path}: {key} must be a list, a string or a number (got {value!r})")
     return [value]
 
 
@@ -117,6 +117,7 @@ def _text(path: Path, key: str, value: Any) -> str:
     # YAML reads a bare `no` as false. The text `False` is not what the person wrote, so it is refused.
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise UsageError(
-            f"-f {path}: {key}: {value!r}; accepted: a text or a number; in quotes where YAML reads another"
+            f"-f {path}: {key} must be a string or a number (got {value!r}); write it in quotes if YAML reads it as "
+            "another type"
         )
     return str(value)

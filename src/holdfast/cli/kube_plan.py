@@ -31,7 +31,8 @@ def plan_submission(given: RunOptions) -> Submission:
     name = given.job or _name_of(given.script)
     if len(name) > MAX_NAME or not re.fullmatch(NAME_PATTERN, name):
         raise UsageError(
-            f"--job {name!r}: on Kubernetes lower-case letters, digits and '-', beginning with a letter, at most {MAX_NAME}"
+            f"--job {name!r}: on Kubernetes a job's name must begin with a letter and have only lower-case letters, "
+            f"digits and '-', at most {MAX_NAME} characters"
         )
     low, high = parse_nnodes(given.nodes.nnodes or "1")
     code = None if given.module or ours.in_image else _code(given.script)
@@ -73,24 +74,31 @@ def _refuse_others(given: RunOptions) -> None:
     """Of this machine, or of what the object does not have. An option that would be ignored is refused."""
     if not given.kubernetes.image and given.kubernetes.pod_template is None:
         raise UsageError(
-            "--image is missing: the image of the nodes, with Holdfast and PyTorch, for example registry/train:1"
+            "--image is missing: specify the container image of the nodes, with Holdfast and PyTorch, for example "
+            "registry/train:1"
         )
     for option in _set(given.nodes, "racks", "topology"):
         raise UsageError(
-            f"{option}: on Kubernetes the machines' labels say where they stand; see spec.topology of the object"
+            f"{option} cannot be used with --engine kubernetes, where the labels of the machines give their "
+            "location; see spec.topology of the HoldfastJob"
         )
     for option in _set(given.health, "watch", "rules", "history", "hooks", "replay"):
-        raise UsageError(f"{option} is not for --engine kubernetes: a HoldfastJob has no such field")
+        raise UsageError(f"{option} cannot be used with --engine kubernetes: a HoldfastJob has no such field")
     for option in _set(given.save, "data_cache"):
-        raise UsageError(f"{option} is not for --engine kubernetes; mount a volume with --pod-template")
+        raise UsageError(
+            f"{option} cannot be used with --engine kubernetes; mount a volume with --pod-template instead"
+        )
     for option in _set(given, "track", "notify"):
         raise UsageError(
-            f"{option} is not for --engine kubernetes, where this command may be left; run `holdfast {option[2:]}` beside it"
+            f"{option} cannot be used with --engine kubernetes, where the job does not depend on this command; run "
+            f"`holdfast {option[2:]}` separately"
         )
     for option in _set(given, "log_limit"):
-        raise UsageError(f"{option} is not for --engine kubernetes: there each worker's log may have 1 GiB")
+        raise UsageError(
+            f"{option} cannot be used with --engine kubernetes: there the log of each worker is limited to 1 GiB"
+        )
     for option in _set(given, "port"):
-        raise UsageError(f"{option} is not for --engine kubernetes: the coordinator has a pod of its own")
+        raise UsageError(f"{option} cannot be used with --engine kubernetes: the coordinator has its own pod")
 
 
 def _scheduling(ours: KubernetesOptions) -> dict[str, Any]:
@@ -98,16 +106,17 @@ def _scheduling(ours: KubernetesOptions) -> dict[str, Any]:
     gang, queue = ours.gang, ours.gang_queue
     if gang is not None and ours.queue:
         raise UsageError(
-            f"--gang {gang} with --queue {ours.queue}: a gang and a queue of Kueue's exclude each other, so leave one of them out"
+            f"--gang {gang} cannot be combined with --queue {ours.queue}: a job is admitted either by its gang "
+            "scheduler or by Kueue; remove one of the two options"
         )
     if queue and gang not in pod_group.WITH_QUEUES:
         other = "Kubernetes' own scheduler has no queues" if gang is not None else "--gang is missing"
         raise UsageError(
-            f"--gang-queue {queue}: {other}; it is for --gang {' and --gang '.join(pod_group.WITH_QUEUES)}, and Kueue's queue "
-            "is --queue"
+            f"--gang-queue {queue}: {other}; it works with --gang {' and --gang '.join(pod_group.WITH_QUEUES)}; for "
+            "a queue of Kueue use --queue"
         )
     if gang == "KAI" and not queue:
-        raise UsageError("--gang KAI: --gang-queue NAME is missing, and without a queue KAI binds nothing")
+        raise UsageError("--gang KAI needs --gang-queue NAME: KAI does not bind pods that have no queue")
     return {
         **({"gang": gang} if gang is not None else {}),
         **({"queue": queue} if queue else {}),
@@ -119,11 +128,11 @@ def _queue_topology(ours: KubernetesOptions) -> dict[str, str]:
     kind, _, label = ours.queue_topology.partition("=")
     if kind not in ("required", "preferred") or not label:
         raise UsageError(
-            f"--queue-topology {ours.queue_topology}: required=LABEL or preferred=LABEL, with a label of machines that is a level "
-            "of Kueue's Topology"
+            f"--queue-topology must be required=LABEL or preferred=LABEL (got {ours.queue_topology}), where LABEL is "
+            "a label of machines that is a level of Kueue's Topology"
         )
     if not ours.queue:
-        raise UsageError(f"--queue-topology {ours.queue_topology}: --queue is missing, the queue of Kueue's")
+        raise UsageError(f"--queue-topology {ours.queue_topology} needs --queue, the LocalQueue of Kueue")
     return {kind: label}
 
 
@@ -162,11 +171,13 @@ def _code(script: str) -> dict[str, str]:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "no text"
         raise UsageError(
-            f"{script}: {why}; name a script of this machine, which is sent along, or a path in the image with --in-image"
+            f"{script}: {why}; specify a script on this machine, which is sent along, or a path in the image "
+            "together with --in-image"
         ) from None
     if len(text.encode()) > CODE_BYTES:
         raise UsageError(
-            f"{script}: a ConfigMap has at most {CODE_BYTES} bytes; put the script into the image, and give --in-image"
+            f"{script}: larger than {CODE_BYTES} bytes, the most that fit into a ConfigMap; put the script into the "
+            "image, and pass --in-image"
         )
     return {path.name: text}
 
@@ -183,7 +194,8 @@ def _checkpoint(text: str) -> dict[str, Any]:
         raise UsageError(f"--checkpoint {error}") from error
     if "://" not in text and not text.startswith("/"):
         raise UsageError(
-            f"--checkpoint {text}: a URL, or an absolute folder of a volume that all nodes mount (--pod-template)"
+            f"--checkpoint {text}: with --engine kubernetes this must be a URL, or an absolute path on a volume that "
+            "all nodes mount (--pod-template)"
         )
     return {
         "url": tier.url,
@@ -245,7 +257,7 @@ def _read_template(path: Path) -> dict[str, Any]:
         del template["metadata"]
     spec = template.get("spec")
     if not isinstance(spec, dict) or not isinstance(spec.get("containers", []), list):
-        raise UsageError(f"--pod-template {path}: a pod template has `spec` with `containers`")
+        raise UsageError(f"--pod-template {path}: not a pod template: `spec.containers` is missing")
     if not all(isinstance(one, Mapping) for one in spec.get("containers", [])):
-        raise UsageError(f"--pod-template {path}: each of `spec.containers` has a `name`")
+        raise UsageError(f"--pod-template {path}: each entry of `spec.containers` must have a `name`")
     return template

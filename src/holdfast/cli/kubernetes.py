@@ -148,7 +148,7 @@ def find(name: str, namespace: str, context: str) -> Path:
     try:
         raw = asyncio.run(get())
     except ApiError as error:
-        raise UsageError(f"--job {name}: the API server says: {error}") from None
+        raise UsageError(f"--job {name}: the API server refused it: {error}") from None
     except NoAnswer as error:
         raise UsageError(f"the API server does not answer: {error}") from None
     if found := check(raw):
@@ -215,7 +215,8 @@ def _folder_of(name: str, namespace: str, context: str) -> str:
     other = jobs.read_allocation(jobs.job_dir(folder))
     where = "here" if other is None else f"on {other.engine} {other.namespace} {other.context}".strip()
     raise UsageError(
-        f"a job named {name!r} is running {where}: choose another --job, or set HOLDFAST_HOME to another folder"
+        f"a job named {name!r} is running {where}: choose another name with --job, or set HOLDFAST_HOME to another "
+        "folder"
     )
 
 

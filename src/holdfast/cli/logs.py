@@ -22,25 +22,36 @@ def logs(
     job: JobName = None,
     rank: Annotated[
         int | None,
-        typer.Option("--rank", metavar="RANK", help="Logs of every worker that ever had this rank.", min=0),
+        typer.Option(
+            "--rank", metavar="RANK", help="Show the logs of every worker that ever had this rank.", min=0
+        ),
     ] = None,
     node: Annotated[
         str | None,
         typer.Option(
-            "--node", metavar="NODE", help="Logs of the workers of this node: its name, or 2 for node2."
+            "--node",
+            metavar="NODE",
+            help="Show the logs of the workers of this node. Pass its name, or 2 for node2.",
         ),
     ] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue until the job ends.")] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Keep printing new lines until the job ends.")
+    ] = False,
     lines: Annotated[
         int,
-        typer.Option("-n", "--lines", metavar="N", help="Show the last N lines of each log; 0: all.", min=0),
+        typer.Option(
+            "-n", "--lines", metavar="N", help="Show only the last N lines of each log; 0 shows all.", min=0
+        ),
     ] = LINES,
     since: Annotated[
         str | None,
         typer.Option(
             "--since",
             metavar="AGO|TIME",
-            help="Show only logs that were written to in the last 30m, 2h, or since a time (UTC). Their lines have no times.",
+            help=(
+                "Show only logs that were written to in the last 30m or 2h, for example, or since a time (UTC). "
+                "Single lines cannot be selected, because they have no times."
+            ),
         ),
     ] = None,
 ) -> None:
@@ -51,7 +62,7 @@ def logs(
     from holdfast.errors import UsageError
 
     if rank is not None and node is not None:
-        raise UsageError("give --rank or --node, not both")
+        raise UsageError("--rank and --node cannot be combined; pass one of them")
     since_s = datetime.fromisoformat(moment(since)).timestamp() if since else 0.0
     folder = jobs.existing(job)
     sources = LogSources(rank, node)
@@ -69,7 +80,8 @@ def logs(
 
         if since:
             raise UsageError(
-                f"--since: the logs of {folder.name!r} are in its pods; use -n, or kubectl logs --since"
+                f"--since is not available for {folder.name!r}, whose logs are in its pods; use -n, or kubectl logs "
+                "--since"
             )
         show_logs(folder, sources.placed(_chosen(sources, folder)), lines, write, follow=follow)
         return
@@ -85,7 +97,7 @@ def logs(
         away = (
             ""
             if all(path.exists() for path in chosen)
-            else "; logs that are missing there are on the hosts of their nodes"
+            else "; logs that are not there are on the hosts of their nodes"
         )
         sys.stderr.write(f"nothing was printed; the logs are in {folder / 'logs'}{away}\n")
 
@@ -103,7 +115,7 @@ def _chosen(sources: LogSources, folder: Path) -> dict[Path, str]:
 
     if not (chosen := sources.chosen()):
         raise UsageError(
-            f"the job {folder.name!r} has no such log: {sources.known() or 'no worker was started'}"
+            f"the job {folder.name!r} does not have such a log: {sources.known() or 'no worker was started'}"
         )
     return chosen
 
@@ -117,7 +129,9 @@ def _print(path: Path, label: str, lines: int, write: Write) -> bool:
     try:
         with path.open("rb") as file:
             if lines <= 0 and (gone := first_data(file, 0)):
-                sys.stderr.write(f"{label}: the first {units.size(gone)} were given back (--log-limit)\n")
+                sys.stderr.write(
+                    f"{label}: the first {units.size(gone)} of this log were deleted (--log-limit)\n"
+                )
             for block in last_lines(file, lines):
                 if whole := cut.take(block):
                     write(label, whole)

@@ -19,7 +19,7 @@ SHOWN = 20
 
 def ls(
     all_jobs: Annotated[
-        bool, typer.Option("--all", help=f"All jobs, and not the newest {SHOWN} only.")
+        bool, typer.Option("--all", help=f"List all jobs, not only the newest {SHOWN}.")
     ] = False,
     as_json: AsJson = False,
     output: Output = None,
@@ -71,7 +71,7 @@ def ls(
         if x["problem"]:
             sys.stderr.write(f"{x['job']}: {x['problem']}\n")
     if len(shown) < len(folders):
-        sys.stdout.write(f"and {len(folders) - len(shown)} older ones: holdfast ls --all\n")
+        sys.stdout.write(f"{len(folders) - len(shown)} older jobs are not shown: use `holdfast ls --all`\n")
 
 
 async def look_at(folders: list[Path]) -> list[dict[str, Any]]:
@@ -116,7 +116,7 @@ async def _entry(folder: Path) -> dict[str, Any]:
             await _running(folder) if jobs.is_running(folder) else await asyncio.to_thread(_ended, folder)
         )
     except TimeoutError:
-        known["problem"] = f"its coordinator does not answer within {ANSWER_S:g} s"
+        known["problem"] = f"its coordinator did not answer within {ANSWER_S:g} s"
     # An OSError: it was removed meanwhile, or is another user's.
     except (HoldfastError, OSError) as error:
         known["problem"] = str(error)

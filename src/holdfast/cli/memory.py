@@ -18,6 +18,6 @@ def check_memory(nodes: int, nproc: int, available: int | None) -> None:
     if available is not None and available < needed:
         raise UsageError(
             f"{plural(nodes, 'node')} with {plural(nproc, 'worker')} each take about {needed >> 20} MiB of memory "
-            f"before the model, and {available >> 20} MiB are free: use fewer --nnodes, --nproc-per-node or --spares, "
-            "or end other programs"
+            f"before the model, but only {available >> 20} MiB are free: use a smaller --nnodes, --nproc-per-node or "
+            "--spares, or end other programs"
         )

@@ -15,23 +15,28 @@ if TYPE_CHECKING:
 
 def memory(
     parameters: Annotated[
-        str, typer.Option("--parameters", metavar="N", help="Of the model, for example 8.03B.")
+        str,
+        typer.Option(
+            "--parameters", metavar="N", help="Number of parameters of the model, for example 8.03B."
+        ),
     ],
-    layers: Annotated[int, typer.Option("--layers", metavar="N", help="Blocks of the model.")],
-    hidden: Annotated[int, typer.Option("--hidden", metavar="N", help="Channels of a token.")],
-    vocabulary: Annotated[
-        int, typer.Option("--vocabulary", metavar="N", help="Tokens that the model knows.")
+    layers: Annotated[
+        int, typer.Option("--layers", metavar="N", help="Number of blocks (layers) of the model.")
     ],
-    seq_len: Annotated[int, typer.Option("--seq-len", metavar="TOKENS", help="Tokens of a sample.")],
+    hidden: Annotated[
+        int, typer.Option("--hidden", metavar="N", help="Width of the model: channels of each token.")
+    ],
+    vocabulary: Annotated[int, typer.Option("--vocabulary", metavar="N", help="Size of the vocabulary.")],
+    seq_len: Annotated[int, typer.Option("--seq-len", metavar="TOKENS", help="Tokens in a sample.")],
     micro_batch: Annotated[
-        int, typer.Option("--micro-batch", metavar="SAMPLES", help="Samples of one forward pass.")
+        int, typer.Option("--micro-batch", metavar="SAMPLES", help="Samples in one forward pass.")
     ] = 1,
     trained: Annotated[
         str | None,
         typer.Option(
             "--trained",
             metavar="N",
-            help="Parameters that are trained, as with LoRA. Without it: all.",
+            help="Number of parameters that are trained, for example with LoRA. By default all.",
             show_default=False,
         ),
     ] = None,
@@ -40,13 +45,18 @@ def memory(
         typer.Option(
             "--block",
             metavar="N",
-            help="Parameters of a block that a worker gathers, where experts stay where they are. Without it: all of a "
-            "block.",
+            help=(
+                "Parameters of a block that a worker gathers, for models whose experts are not gathered. By default "
+                "all of a block."
+            ),
             show_default=False,
         ),
     ] = None,
     shard: Annotated[
-        str, typer.Option("--shard", metavar="N,...", help="Workers of a replica, one number or several.")
+        str,
+        typer.Option(
+            "--shard", metavar="N,...", help="Workers in a replica: one number, or several to compare."
+        ),
     ] = "1,2,4,8,16",
     nproc_per_node: Annotated[
         int, typer.Option("--nproc-per-node", metavar="N", help="Workers on each node.")
@@ -84,7 +94,7 @@ def memory(
     rows = [(str(one.shard), *map(_gb, (one.state, one.compute, one.device, one.snapshot))) for one in found]
     head = ("shard", "state", "while it computes", "each device", "a snapshot, each node")
     print_table(sys.stdout, head, rows, right=5, width=width_of(output, WIDTH))
-    sys.stdout.write(f"sums, not measurements; up to {HELD_SNAPSHOTS} snapshots are held\n")
+    sys.stdout.write(f"these are calculated, not measured; up to {HELD_SNAPSHOTS} snapshots are held\n")
 
 
 def _gb(nbytes: float) -> str:
@@ -96,7 +106,9 @@ def _degrees(text: str) -> list[int]:
 
     words = text.split(",")
     if not all(word.isdecimal() and int(word) for word in words):
-        raise UsageError(f"--shard {text!r}: write numbers of workers, for example 8 or 4,8,16")
+        raise UsageError(
+            f"--shard must be one or several numbers of workers (got {text!r}), for example 8 or 4,8,16"
+        )
     return sorted({int(word) for word in words})
 
 
@@ -104,7 +116,7 @@ def _refuse(sizes: Sizes, nproc_per_node: int) -> None:
     from holdfast.errors import UsageError
 
     if sizes.trained > sizes.parameters:
-        raise UsageError("--trained is more than --parameters: those that are trained are a part of all")
+        raise UsageError("--trained must not be larger than --parameters, the number of all parameters")
     counts = {
         "--layers": sizes.layers,
         "--hidden": sizes.hidden,
@@ -115,4 +127,4 @@ def _refuse(sizes: Sizes, nproc_per_node: int) -> None:
     }
     for name, count in counts.items():
         if count < 1:
-            raise UsageError(f"{name} {count}: at least 1")
+            raise UsageError(f"{name} must be at least 1 (got {count})")

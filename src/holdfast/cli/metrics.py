@@ -11,11 +11,12 @@ import typer
 from holdfast.cli.common import JobName, kept_state, ledger
 
 app = typer.Typer(
-    help="Prints a job's figures for Prometheus; writes its configuration, alerts and dashboards.",
+    help="Prints a job's metrics for Prometheus, and writes Prometheus' configuration, alert rules and dashboards.",
     invoke_without_command=True,
 )
 Out = Annotated[
-    Path, typer.Option("--out", metavar="DIR", help="Folder to write into; it is made if it is not there.")
+    Path,
+    typer.Option("--out", metavar="DIR", help="Folder to write into. It is created if it does not exist."),
 ]
 
 

@@ -14,7 +14,10 @@ from holdfast.cli.common import AsJson, JobName, Output, width_of, write_as
 if TYPE_CHECKING:
     from holdfast.coordinator.service.history_store import Entry, History
 
-app = typer.Typer(help="Histories of nodes, over all jobs.", no_args_is_help=True)
+app = typer.Typer(
+    help="Shows and changes the histories of machines over all jobs, and takes nodes out of a job.",
+    no_args_is_help=True,
+)
 
 Where = Annotated[
     str | None,
@@ -22,11 +25,15 @@ Where = Annotated[
         "--node-history",
         metavar="FILE|URL",
         show_default="$HOLDFAST_HOME/health.sqlite",
-        help="A SQLite file or a PostgreSQL URL.",
+        help="History of the machines: a SQLite file or a PostgreSQL URL.",
     ),
 ]
 Name = Annotated[
-    str, typer.Argument(metavar="NODE", help="As `holdfast node ls` shows it, or a node's name in a job.")
+    str,
+    typer.Argument(
+        metavar="NODE",
+        help="Name of the machine as `holdfast node ls` shows it, or the name of a node in a job.",
+    ),
 ]
 
 
@@ -40,7 +47,7 @@ def ls(where: Where = None, as_json: AsJson = False, output: Output = None) -> N
     if write_as({"machines": machines, "false_positives": wrong}, as_json, output):
         return
     if not machines:
-        sys.stdout.write("no node has a history\n")
+        sys.stdout.write("no machine has a history\n")
         return
     from holdfast.observe.tables import WIDTH, print_table
 
@@ -51,7 +58,9 @@ def ls(where: Where = None, as_json: AsJson = False, output: Output = None) -> N
     heads = ("machine", "last as", "incidents", "jobs", "last", "standing")
     print_table(sys.stdout, heads, rows, width=width_of(output, WIDTH))
     for rule, times in wrong.items():
-        sys.stdout.write(f"\nthe rule {rule} was wrong {times} times: see `holdfast health explain {rule}`\n")
+        sys.stdout.write(
+            f"\nthe rule {rule} was reported as wrong {times} times: see `holdfast health explain {rule}`\n"
+        )
 
 
 @app.command("show")
@@ -75,7 +84,7 @@ def show(name: Name, where: Where = None, as_json: AsJson = False, output: Outpu
     print_table(sys.stdout, ("when", "job", "as", "what", ""), rows, width=width_of(output, WIDTH))
 
 
-InJob = Annotated[str, typer.Argument(metavar="NODE", help="The node's name, as `holdfast status` shows it.")]
+InJob = Annotated[str, typer.Argument(metavar="NODE", help="Name of the node as `holdfast status` shows it.")]
 Reason = Annotated[str, typer.Option("--reason", metavar="TEXT", help="The reason to record in the ledger.")]
 
 
@@ -84,8 +93,8 @@ def replace(node: InJob, job: JobName = None, reason: Reason = "holdfast node re
     """Takes a node out of a running job between two steps, and its machine out of use until `holdfast node clear`."""
     _order(node, job, "replace", reason)
     sys.stdout.write(
-        f"{node} leaves when another node has taken its place. Its machine is not used again before it has passed the deep "
-        "checks, or `holdfast node clear` says that it is well\n"
+        f"{node} leaves the job when another node has taken its place. Its machine is not used again until it has "
+        "passed the deep checks, or until you run `holdfast node clear`\n"
     )
 
 
@@ -94,8 +103,8 @@ def reboot(node: InJob, job: JobName = None, reason: Reason = "holdfast node reb
     """Takes a node out of a running job between two steps and has its machine booted; it comes back by itself."""
     _order(node, job, "reboot", reason)
     sys.stdout.write(
-        f"{node} leaves when another node has taken its place, and is booted then. Over ssh and with `holdfast agent` a "
-        "person has to boot it: the launcher says when\n"
+        f"{node} leaves the job when another node has taken its place, and is rebooted then. With --engine ssh or "
+        "`holdfast agent` you have to reboot it yourself: the launcher says when\n"
     )
 
 
@@ -124,7 +133,10 @@ def clear(
         typer.Option(
             "--false-positive",
             metavar="RULE",
-            help="Record that this rule was wrong. After two times it is only on trial on this machine.",
+            help=(
+                "Record that this rule was wrong on this machine. After the second time the rule is only on trial "
+                "there: it records what it finds but does not act."
+            ),
         ),
     ] = None,
     where: Where = None,
@@ -147,7 +159,8 @@ def clear(
         rules = sorted({e.rule for e in entries if e.machine == machine and e.rule})
         if false_positive is not None and false_positive not in rules:
             raise UsageError(
-                f"--false-positive {false_positive!r}: rules that matched on {machine}: {', '.join(rules) or 'none'}"
+                f"--false-positive {false_positive!r}: this rule did not match on {machine}; rules that did: "
+                f"{', '.join(rules) or 'none'}"
             )
         node = next(e.node for e in reversed(entries) if e.machine == machine)
         kind = Kind.CLEARED if false_positive is None else Kind.FALSE_POSITIVE
@@ -170,7 +183,7 @@ def clear(
     wrong = sum(e.kind is Kind.FALSE_POSITIVE and e.rule == false_positive for e in mine)
     if wrong >= DOUBTED:
         sys.stdout.write(
-            f"{false_positive} was wrong on this machine {wrong} times: the rule is on trial here from now on\n"
+            f"{false_positive} was wrong on this machine {wrong} times: from now on the rule is on trial there\n"
         )
 
 

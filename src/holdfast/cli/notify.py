@@ -20,8 +20,10 @@ def notify(
         typer.Option(
             "--to",
             metavar="TARGET",
-            help="slack:FILE or webhook:FILE, a file with the URL; slack:env:NAME or webhook:env:NAME, a variable that has "
-            "it; mail:ADDRESS. Can be repeated.",
+            help=(
+                "Where to send messages. slack:FILE or webhook:FILE: a file contains the URL. slack:env:NAME or "
+                "webhook:env:NAME: an environment variable contains it. mail:ADDRESS: by mail. Can be repeated."
+            ),
             show_default=False,
         ),
     ],
@@ -33,8 +35,11 @@ def notify(
             metavar="URL",
             envvar=LINK_VARIABLE,
             show_envvar=False,
-            help="A link for each message, with {job} and {incident}; empty: none. Without it: the page that `holdfast ui` "
-            f"serves on this machine. {LINK_VARIABLE} sets it too, also for `run --notify`.",
+            help=(
+                "Link to put into each message; {job} and {incident} in it are replaced. An empty text means no "
+                f"link. By default the page that `holdfast ui` serves on this machine. {LINK_VARIABLE} sets it, too, "
+                "also for `run --notify`."
+            ),
             show_default=False,
         ),
     ] = LINK,

@@ -26,13 +26,15 @@ def plan_places(given: NodeOptions, engine: str, hosts: tuple[str, ...]) -> dict
     if given.topology is None:
         return {}
     if given.racks:
-        raise UsageError("--racks and --topology both say where nodes stand; give one of them")
+        raise UsageError("--racks and --topology both give the locations of nodes; pass only one of them")
     found = read_topology(given.topology)
     # A file of the whole site may have thousands of hosts: the job's specification gets those that may be its own.
     ours = {name: place for name, place in found.items() if _may_be_ours(name, engine, hosts)}
     if not ours:
         names = "node0, node1 and so on" if engine == "local" else ", ".join(hosts[:SHOWN])
-        raise UsageError(f"--topology {given.topology}: it names none of this job's nodes, which are {names}")
+        raise UsageError(
+            f"--topology {given.topology}: the file does not name any of this job's nodes, which are {names}"
+        )
     return ours
 
 

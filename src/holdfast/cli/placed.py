@@ -17,14 +17,25 @@ from typer.core import TyperCommand
 from holdfast.cli.common import JobName
 
 Namespace = Annotated[
-    str, typer.Option("--namespace", "-n", metavar="NAME", help="Kubernetes: of the job that --job names.")
+    str,
+    typer.Option(
+        "--namespace", "-n", metavar="NAME", help="Kubernetes: namespace of the job that --job names."
+    ),
 ]
 LongNamespace = Annotated[
-    str, typer.Option("--namespace", metavar="NAME", help="Kubernetes: of the job that --job names; -n, too.")
+    str,
+    typer.Option(
+        "--namespace", metavar="NAME", help="Kubernetes: namespace of the job that --job names. Also -n."
+    ),
 ]
 """Of commands whose `-n` is a number, too."""
 Context = Annotated[
-    str, typer.Option("--context", metavar="NAME", help="Of the kubeconfig; by default the current one.")
+    str,
+    typer.Option(
+        "--context",
+        metavar="NAME",
+        help="Kubernetes: context of the kubeconfig. By default the current one.",
+    ),
 ]
 
 
@@ -83,7 +94,9 @@ def _found(job: str | None, namespace: str, context: str) -> str:
     from holdfast.errors import UsageError
 
     if job is None:
-        raise UsageError("--namespace and --context say where a job is; give its name with --job too")
+        raise UsageError(
+            "--namespace and --context say where to look for a job, but not which one: pass its name with --job, too"
+        )
     return located(job, namespace, context).name
 
 

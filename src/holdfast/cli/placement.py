@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 def placement(
     topology: Annotated[
         File,
-        typer.Option("--topology", metavar="FILE", help="Where each host stands, as for `holdfast run`."),
+        typer.Option(
+            "--topology", metavar="FILE", help="File with the location of each host, as for `holdfast run`."
+        ),
     ],
     nnodes: Annotated[
         int | None,
@@ -28,7 +30,7 @@ def placement(
             "--nnodes",
             metavar="N",
             min=1,
-            help="Nodes of the job; default: all of the file.",
+            help="Number of nodes of the job. By default all hosts in the file.",
             show_default=False,
         ),
     ] = None,
@@ -38,11 +40,17 @@ def placement(
     shards: Annotated[
         int,
         typer.Option(
-            "--shards", metavar="N", min=1, help="Workers of a replica: shard degree times tensor degree."
+            "--shards", metavar="N", min=1, help="Workers in a replica: shard degree times tensor degree."
         ),
     ] = 1,
     copies: Annotated[
-        int, typer.Option("--copies", metavar="N", min=0, help="Other nodes that keep each node's snapshots.")
+        int,
+        typer.Option(
+            "--copies",
+            metavar="N",
+            min=0,
+            help="Number of other nodes that keep a copy of each node's snapshots.",
+        ),
     ] = 1,
     as_json: AsJson = False,
     output: Output = None,
@@ -56,10 +64,10 @@ def placement(
     places = read_topology(topology)
     count = nnodes or len(places)
     if count > len(places):
-        raise UsageError(f"--nnodes {count}: {topology} names {len(places)} hosts")
+        raise UsageError(f"--nnodes {count}: {topology} names only {len(places)} hosts")
     if count * nproc_per_node < shards:
         raise UsageError(
-            f"--shards {shards}: {count} nodes have {count * nproc_per_node} workers; give more nodes"
+            f"--shards {shards}: {count} nodes have only {count * nproc_per_node} workers; use more nodes"
         )
     found = crossings(places, count, nproc_per_node, shards, copies)
     if write_as(found, as_json, output):

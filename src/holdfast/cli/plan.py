@@ -13,7 +13,7 @@ from holdfast.cli.common import AsJson, Output, width_of, write_as
 SHOWN = 3
 
 app = typer.Typer(
-    help="Estimate what failures cost and what to do about them, before the run.",
+    help="Estimates, before the run, what failures will cost and which settings reduce that cost.",
     invoke_without_command=True,
     pretty_exceptions_enable=False,
 )
@@ -28,14 +28,14 @@ app.command("memory")(memory_plan.memory)
 GlobalBatch = Annotated[
     int | None,
     typer.Option(
-        "--global-batch", metavar="SAMPLES", help="Samples of one step, over all workers.", show_default=False
+        "--global-batch", metavar="SAMPLES", help="Samples in one step, over all workers.", show_default=False
     ),
 ]
 MicroBatch = Annotated[
     int | None,
-    typer.Option("--micro-batch", metavar="SAMPLES", help="Samples of one forward pass.", show_default=False),
+    typer.Option("--micro-batch", metavar="SAMPLES", help="Samples in one forward pass.", show_default=False),
 ]
-Nodes = Annotated[str, typer.Option("--nnodes", metavar="N|MIN:MAX", help="Nodes, or MIN:MAX.")]
+Nodes = Annotated[str, typer.Option("--nnodes", metavar="N|MIN:MAX", help="Number of nodes, or MIN:MAX.")]
 PerNode = Annotated[int, typer.Option("--nproc-per-node", metavar="N", help="Workers on each node.")]
 
 
@@ -76,21 +76,21 @@ def division(
 
     low, high = parse_nnodes(nnodes)
     if global_batch is None or micro_batch is None:
-        raise UsageError("give both --global-batch and --micro-batch; for example 256 and 4")
+        raise UsageError("--global-batch and --micro-batch are both needed, for example 256 and 4")
     if micro_batch < 1 or global_batch < 1 or global_batch % micro_batch:
         raise UsageError(
             f"--global-batch {global_batch} is not a multiple of --micro-batch {micro_batch}; for example 256 and 4"
         )
     if nproc_per_node < 1:
-        raise UsageError(f"--nproc-per-node {nproc_per_node}: at least 1")
+        raise UsageError(f"--nproc-per-node must be at least 1 (got {nproc_per_node})")
     count = global_batch // micro_batch
     # Every size between MIN and MAX and not the two alone: a job that lost a node trains at one of those
     # between, and may be idle there by a half.
     worlds = [n * nproc_per_node for n in range(low, high + 1)]
     if count < worlds[0]:
         raise UsageError(
-            f"{count} micro-batches are too few for {worlds[0]} workers; make --micro-batch smaller or "
-            "--global-batch larger"
+            f"{count} micro-batches are too few for {worlds[0]} workers; use a smaller --micro-batch or a larger "
+            "--global-batch"
         )
     found, better = divide(count, worlds), suggest(global_batch, micro_batch, worlds)[:SHOWN]
     if write_as({"sizes": found, "better": better}, as_json, output):

@@ -22,23 +22,27 @@ if TYPE_CHECKING:
 def run(
     options: PlanOptions,
     config: Annotated[
-        Path | None, typer.Argument(metavar="CONFIG", help="YAML file with the fields that the flags have.")
+        Path | None,
+        typer.Argument(metavar="CONFIG", help="YAML file whose fields have the names of the options."),
     ] = None,
     report: Annotated[
         Path | None,
         typer.Option(
             "--report",
             metavar="FILE",
-            help="A job's report.json, from which --preset holdfast takes its times.",
+            help="The report.json of a job, from which --preset holdfast takes its times.",
         ),
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option("--plot", metavar="DIR", help="Draw the plots into this folder, with matplotlib."),
+        typer.Option("--plot", metavar="DIR", help="Draw the plots into this folder. Needs matplotlib."),
     ] = None,
     svg: Annotated[bool, typer.Option("--svg", help="With --plot: SVG instead of PNG.")] = False,
     chart: Annotated[bool, typer.Option("--chart", help="Draw the plots in the terminal.")] = False,
-    every: Annotated[bool, typer.Option("--all", help="Show all ways that were compared.")] = False,
+    every: Annotated[
+        bool,
+        typer.Option("--all", help="Show all strategies that were compared, not only the best of each kind."),
+    ] = False,
     as_json: AsJson = False,
     output: Output = None,
 ) -> None:
@@ -129,11 +133,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
     from holdfast.protocol.stored import decode_file
 
     try:
-        found: Any = decode_file(msgspec.yaml.decode, path, f"{path} is no YAML", error=UsageError)
+        found: Any = decode_file(msgspec.yaml.decode, path, f"{path} is not valid YAML", error=UsageError)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
     except ImportError:
-        raise UsageError("reading YAML needs PyYAML: pip install pyyaml") from None
+        raise UsageError("PyYAML is needed to read YAML: pip install pyyaml") from None
     if not isinstance(found, dict):
         raise UsageError(f"{path}: fields are missing; for example\nnodes: 256\ngpu_hours: 10M\nrate: 0.016%")
     return {str(k): v for k, v in found.items()}
@@ -148,13 +152,15 @@ def _report(path: Path | None) -> dict[str, Any] | None:
     from holdfast.protocol.stored import decode_file
 
     try:
-        found: Any = decode_file(msgspec.json.decode, path, f"--report {path} is no report", error=UsageError)
+        found: Any = decode_file(
+            msgspec.json.decode, path, f"--report {path} is not the report of a job", error=UsageError
+        )
     except OSError as error:
         raise UsageError(f"--report {path} cannot be read: {error.strerror}") from error
     # A ledger's or another program's JSON has none. Read as a report it would give times of no incidents,
     # which are those of the preset, and look measured.
     if not isinstance(found, dict) or "incidents" not in found:
-        raise UsageError(f"--report {path} is no report of a job: it has no incidents")
+        raise UsageError(f'--report {path} is not the report of a job: it has no field "incidents"')
     return found
 
 
@@ -181,16 +187,15 @@ def _print(
 
     price = f", for {units.amount(best.cost)}" if inputs.price else ""
     out.write(
-        f"recommended: {best.name}\n"
-        f"Of {len(ways)} ways it takes the fewest GPU-hours, spares included: {days(best.wall_s)}, of which "
-        f"{units.share(best.goodput)} train{price}.\n\n"
+        f"recommended: {best.name}\nOf the {len(ways)} strategies compared, it takes the fewest GPU-hours, spares "
+        f"included: {days(best.wall_s)}, of which {units.share(best.goodput)} is training{price}.\n\n"
     )
     shown = ways if every else shortlist(inputs, ways)
     heads = ["", "way", "spares", "then", "days", "10%", "50%", "90%", "goodput", "save every"]
     heads += ["cost"] if inputs.price else []
     print_table(out, heads, [_cells(way, bool(inputs.price)) for way in shown], width=width)
     if not every:
-        out.write(f"the best of each strategy; --all shows all {len(ways)} ways\n")
+        out.write(f"the best of each strategy; --all shows all {len(ways)}\n")
     # Said and not left out in silence: three dashes in the table could also mean that the run does not
     # finish.
     if not best.percentiles_s:
@@ -199,7 +204,7 @@ def _print(
     shares = [(x.part, days(x.seconds, ""), x.seconds / best.wall_s) for x in losses]
     bars = [(part, spent, units.share(share), "█" * round(50 * share)) for part, spent, share in shares]
     print_table(out, ("", "days", "share", ""), bars, width=width)
-    out.write("\nif the failure rate is another\n")
+    out.write("\nif the failure rate is different\n")
     others = [
         (
             f"x {r.factor:g}",

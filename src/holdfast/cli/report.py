@@ -18,28 +18,36 @@ def report(
     as_csv: Annotated[
         bool,
         typer.Option(
-            "--csv", help="Print the goodput as CSV: one row for each start of the job and class of time."
+            "--csv",
+            help="Print the goodput as CSV, with one row for each class of time in each start of the job.",
         ),
     ] = False,
     curve: Annotated[
         Path | None,
-        typer.Option("--curve", metavar="FILE", help="Draw the loss and the incidents into this PNG."),
+        typer.Option(
+            "--curve", metavar="FILE", help="Draw the loss curve with the incidents into this PNG file."
+        ),
     ] = None,
     picture: Annotated[
-        Path | None, typer.Option("--picture", metavar="FILE", help="Draw the tables into this SVG.")
+        Path | None, typer.Option("--picture", metavar="FILE", help="Draw the tables into this SVG file.")
     ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(
             "--trace",
             metavar="FILE",
-            help="Write nodes, ranks, generations and incidents over time as JSON that ui.perfetto.dev opens.",
+            help=(
+                "Write the timeline of nodes, ranks, generations and incidents to this file, as JSON that "
+                "ui.perfetto.dev opens."
+            ),
         ),
     ] = None,
     baseline: Annotated[
         str | None,
         typer.Option(
-            "--baseline", metavar="NAME", help="With --curve: also draw the loss of this job, for comparison."
+            "--baseline",
+            metavar="NAME",
+            help="With --curve: also draw the loss curve of this job, for comparison.",
         ),
     ] = None,
 ) -> None:
@@ -49,9 +57,12 @@ def report(
     from holdfast.protocol.sample_check import samples_shown
 
     if baseline is not None and curve is None:
-        raise UsageError("--baseline is drawn into the picture: give --curve FILE.png too")
+        raise UsageError("--baseline needs --curve FILE.png, the picture into which it is drawn")
     if (as_json or output is not None) and as_csv:
-        raise UsageError("--csv is another format of what is printed than --json and -o: choose one")
+        raise UsageError(
+            "--csv cannot be combined with --json or -o, because each chooses the format of the output; pass one of "
+            "them"
+        )
     folder = jobs.existing(job)
     shown = read_report(folder)
     shown |= {
@@ -71,7 +82,7 @@ def report(
         sys.stderr.write(f"the tables are in {picture}\n")
     if trace is not None:
         _write_trace(folder, trace)
-        sys.stderr.write(f"the trace is in {trace}: open it with https://ui.perfetto.dev\n")
+        sys.stderr.write(f"the trace is in {trace}: open it at https://ui.perfetto.dev\n")
     if curve is not None:
         from holdfast.observe.curve import draw_curve
 
@@ -93,14 +104,17 @@ def read_report(folder: Path) -> dict[str, Any]:
         # of the newest start, and its figures are final. Without that a resumed job would show how its
         # earlier start had ended.
         written: dict[str, Any] = read_stored(
-            folder / "report.json", jobs.reports, "remove it, and the report is made from the ledger"
+            folder / "report.json",
+            jobs.reports,
+            "remove the file, and the report is computed from the ledger",
         )
     except FileNotFoundError:
         pass
     else:
         if not isinstance(written.get("outcome"), str | None) or not isinstance(written.get("goodput"), dict):
             raise UsageError(
-                f"{folder / 'report.json'} is no report of a job: remove it, and it is made from the ledger"
+                f"{folder / 'report.json'} is not the report of a job: remove the file, and the report is computed "
+                "from the ledger"
             )
         return written
     with ledger(folder) as store:
@@ -139,7 +153,7 @@ def _earlier(folder: Path) -> list[tuple[int, dict[str, Any]]]:
         try:
             found.append((number, read_report(path)))
         except UsageError as error:  # it was refused before it had a ledger, or a disk lost that
-            sys.stderr.write(f"start {number} is left out: {error}\n")
+            sys.stderr.write(f"start {number} was left out: {error}\n")
     return found
 
 

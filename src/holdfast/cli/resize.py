@@ -12,13 +12,13 @@ import typer
 from holdfast.cli.common import JobName
 
 Reason = Annotated[
-    str, typer.Option("--reason", metavar="TEXT", help="The reason to record in the ledger and the report.")
+    str, typer.Option("--reason", metavar="TEXT", help="Reason to record in the ledger and the report.")
 ]
 
 
 def resize(
     nodes: Annotated[
-        int, typer.Argument(help="Nodes to train on, between MIN and MAX of the job's --nnodes.")
+        int, typer.Argument(help="Number of nodes to train on, between MIN and MAX of the job's --nnodes.")
     ],
     job: JobName = None,
     reason: Reason = "holdfast resize",
@@ -33,20 +33,23 @@ def resize(
     answer = asyncio.run(_post(folder, f"/resize?{query}"))
     limit = answer["capacity"]
     held = (
-        f", which is all there may be now (capacity {limit})" if limit is not None and limit < nodes else ""
+        f", the most that are available now (capacity {limit})" if limit is not None and limit < nodes else ""
     )
     sys.stdout.write(f"the job {folder.name} goes from {answer['before']} to {answer['nodes']} nodes{held}\n")
 
 
 def drain(
-    node: Annotated[str, typer.Argument(help="The node's name, as `holdfast status` shows it.")],
+    node: Annotated[str, typer.Argument(help="Name of the node as `holdfast status` shows it.")],
     job: JobName = None,
     within: Annotated[
         str | None,
         typer.Option(
             "--within",
             metavar="TIME",
-            help="Leave after this time at the latest, for example 2m. By default the node trains until a replacement is ready.",
+            help=(
+                "Latest time after which the node leaves, for example 2m. By default the node trains until a "
+                "replacement is ready."
+            ),
         ),
     ] = None,
     reason: Reason = "holdfast drain",
@@ -65,7 +68,7 @@ def drain(
     going = NodeGoing(node, reason, within_s)
     asyncio.run(_post(folder, "/drain", msgspec.json.encode(going).decode()))
     sys.stdout.write(
-        f"{node} leaves the job {folder.name}; `holdfast events --job {folder.name}` shows when\n"
+        f"{node} will leave the job {folder.name}; `holdfast events --job {folder.name}` shows when it does\n"
     )
 
 

@@ -11,10 +11,14 @@ import typer
 
 def rm(
     names: Annotated[
-        list[str], typer.Argument(metavar="NAME...", help="Names of jobs, as `holdfast ls` shows them.")
+        list[str], typer.Argument(metavar="NAME...", help="Names of jobs as `holdfast ls` shows them.")
     ],
     checkpoints: Annotated[
-        bool, typer.Option("--checkpoints", help="Also where checkpoints are in the job's folder.")
+        bool,
+        typer.Option(
+            "--checkpoints",
+            help="Also remove jobs that have checkpoints in their folder, together with the checkpoints.",
+        ),
     ] = False,
 ) -> None:
     """Removes ended jobs: ledger, logs, report, and snapshots in memory. Checkpoints elsewhere stay."""
@@ -30,14 +34,14 @@ def rm(
     for folder in folders:
         if jobs.is_running(folder):
             raise UsageError(
-                f"the job {folder.name!r} is running: `holdfast stop --job {folder.name}` ends it"
+                f"the job {folder.name!r} is running: end it first with `holdfast stop --job {folder.name}`"
             )
         # Looked for by what makes a checkpoint, and not by the specification: that names the tiers of the newest start.
         inside = [path.parent for path in folder.rglob(MANIFEST)]
         if inside and not checkpoints:
             raise UsageError(
                 f"the job {folder.name!r} has {units.plural(len(inside), 'checkpoint')} in its folder, for example "
-                f"{max(inside)}: they are removed with it only if you add --checkpoints"
+                f"{max(inside)}: add --checkpoints to remove them, too"
             )
     for folder in folders:
         # Before the folder: whoever is killed in between still has a folder, and can run this again.

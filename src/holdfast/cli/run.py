@@ -60,10 +60,18 @@ def run(
     code = exit_code(ended)
     if code == EXIT_UNSAVED:
         saved = ended.get("saved")
-        there = f"step {saved['step']} is the newest there" if saved else "nothing is there"
-        here = "; `holdfast run` with this --job goes on from memory" if ended.get("in_memory") else ""
+        there = (
+            f"the newest checkpoint there is of step {saved['step']}"
+            if saved
+            else "there is no checkpoint there"
+        )
+        here = (
+            "; `holdfast run` with this --job continues from the snapshot in memory"
+            if ended.get("in_memory")
+            else ""
+        )
         sys.stderr.write(
-            f"[holdfast] step {ended['unsaved']}, the last state, is in no durable tier: {there}{here} "
+            f"[holdfast] the last state, of step {ended['unsaved']}, was not saved to a durable tier: {there}{here} "
             f"(exit code {EXIT_UNSAVED})\n"
         )
     sys.exit(code)

@@ -21,8 +21,8 @@ class NodeOptions:
         Option(
             usual=True,
             metavar="N|MIN:MAX",
-            default="1; with --hosts all but the spares",
-            help="Nodes. With MIN:MAX the job continues on fewer when some are lost.",
+            default="1; with --hosts, all hosts but the spares",
+            help="Number of nodes. With MIN:MAX the job continues on fewer nodes when some are lost.",
         ),
     ] = ""
     """Empty: 1, or with `--hosts` all of them but the spares."""
@@ -32,17 +32,20 @@ class NodeOptions:
             usual=True,
             names=("--nproc-per-node", "--nproc_per_node"),
             metavar="N|auto|cpu|gpu",
-            help="Workers on each node. auto: one for each GPU, or for each core if there is none.",
+            help="Workers on each node. auto: one for each GPU, or one for each core if there are no GPUs.",
         ),
     ] = "1"
     spares: Annotated[
         int,
         Option(
-            usual=True, metavar="N", least=0, help="Nodes that are checked and ready to replace a lost one."
+            usual=True,
+            metavar="N",
+            least=0,
+            help="Number of additional nodes that are checked and ready to replace a lost one.",
         ),
     ] = 0
     wait_for_spare: Annotated[
-        bool, Option(help="Wait for a replacement instead of continuing on fewer nodes.")
+        bool, Option(help="When a node is lost, wait for a replacement instead of continuing on fewer nodes.")
     ] = False
     racks: Annotated[
         int,
@@ -58,7 +61,10 @@ class NodeOptions:
         Option(
             metavar="FILE",
             example="topology.txt",
-            help="Where each host stands: lines `node[01-16] zone-a/rack7`, or what `scontrol show topology` prints.",
+            help=(
+                "File with the location of each host: lines like `node[01-16] zone-a/rack7`, or the output of "
+                "`scontrol show topology`."
+            ),
         ),
     ] = None
 
@@ -75,7 +81,7 @@ class FailureOptions:
             names=("--max-restarts", "--max_restarts"),
             metavar="N",
             least=0,
-            help="Give up after this many restarts in a row without a new step between them; 0: start none again.",
+            help="Give up after this many restarts in a row without a new step between them; 0 never restarts.",
         ),
     ] = 100
     faults: Annotated[
@@ -99,8 +105,10 @@ class SaveOptions:
             usual=True,
             names=("--checkpoint",),
             metavar="URL[,every=...]",
-            help="Save checkpoints to this folder or s3:// URL. Options: every=auto|STEPS|10m, keep=2, keep-every=STEPS. "
-            "Can be repeated, with a slower cadence for a slower tier.",
+            help=(
+                "Save checkpoints to this folder or s3:// URL. Options: every=auto|STEPS|10m, keep=2, "
+                "keep-every=STEPS. Can be repeated to save to several tiers, to slower ones less often."
+            ),
         ),
     ] = ()
     snapshot_every: Annotated[
@@ -108,18 +116,21 @@ class SaveOptions:
         Option(
             usual=True,
             metavar="auto|STEPS|TIME",
-            help="Copy the state to the memory of the nodes this often: auto, 100 (steps), 30s, or 0 for never.",
+            help="How often to copy the state to the memory of the nodes: auto, 100 (steps), 30s, or 0 for never.",
         ),
     ] = "auto"
     copies: Annotated[
-        int, Option(metavar="N", least=0, help="Other nodes that keep a copy of each snapshot in memory.")
+        int,
+        Option(
+            metavar="N", least=0, help="Number of other nodes that keep a copy of each snapshot in memory."
+        ),
     ] = 1
     snapshot_memory: Annotated[
         str,
         Option(
             usual=True,
             metavar="SIZE",
-            default="half of what is free",
+            default="half of the free memory",
             help="Memory for snapshots on each node, for example 8G.",
         ),
     ] = ""
@@ -127,7 +138,7 @@ class SaveOptions:
         str,
         Option(
             metavar="DIR[,size=50G]",
-            help="Folder on each node that caches data files read from URLs.",
+            help="Folder on each node in which data files read from URLs are cached.",
         ),
     ] = ""
 
@@ -145,7 +156,7 @@ class HealthOptions:
         Option(
             names=("--health-rules",),
             metavar="FILE",
-            help="Health rules (TOML) that add to or change the built-in ones. Can be repeated.",
+            help="File of health rules (TOML) that add to or change the built-in ones. Can be repeated.",
         ),
     ] = ()
     dry_run_rules: Annotated[
@@ -153,7 +164,7 @@ class HealthOptions:
         Option(
             names=("--health-dry-run",),
             metavar="RULE",
-            help="Record what this rule finds but never act on it; * for all rules. Can be repeated.",
+            help="Record what this rule finds but never act on it; * means all rules. Can be repeated.",
         ),
     ] = ()
     history: Annotated[
@@ -162,7 +173,7 @@ class HealthOptions:
             names=("--node-history",),
             metavar="FILE|URL",
             default="$HOLDFAST_HOME/health.sqlite",
-            help="Where the history of machines is kept across jobs: a SQLite file or a PostgreSQL URL.",
+            help="Where the history of machines is kept over all jobs: a SQLite file or a PostgreSQL URL.",
         ),
     ] = ""
     blast_radius: Annotated[
@@ -177,14 +188,14 @@ class HealthOptions:
         Path | None,
         Option(
             metavar="DIR",
-            help="Folder of scripts that run on each node: on-create, before-join, on-drain, after-job.",
+            help="Folder of scripts that run on each node, named on-create, before-join, on-drain and after-job.",
         ),
     ] = None
     replace_slow: Annotated[
         float,
         Option(
             metavar="FACTOR",
-            default="0: only report it",
+            default="0: only report slow nodes",
             help="Replace a node that computes this many times slower than its peers (for example 1.3), once it has "
             "cost more time than a replacement would.",
         ),
@@ -193,7 +204,7 @@ class HealthOptions:
         str,
         Option(
             metavar="1/N",
-            default="nothing is computed twice",
+            default="no step is computed twice",
             help="Compute one micro-batch of one step in N again on another node and compare the gradients' bits, for "
             'example 1/1000. For scripts with reduction="exact".',
         ),
@@ -202,7 +213,10 @@ class HealthOptions:
         bool,
         Option(
             names=("--replace-suspect/--ask-suspect",),
-            help="Replace a node whose local loss or gradient is repeatedly wrong, and on no other rank.",
+            help=(
+                "Replace a node whose local loss or gradient is repeatedly wrong while those of all other ranks are "
+                "not."
+            ),
         ),
     ] = False
 
@@ -211,19 +225,22 @@ class HealthOptions:
 class RunOptions:
     """What was given on the command line."""
 
-    script: Annotated[str, Argument(help="Training script, or the name of a module with -m.")]
+    script: Annotated[str, Argument(help="Training script or, with -m, the name of a module.")]
     args: Annotated[tuple[str, ...], Argument(help="Arguments for the script.")] = ()
     job: Annotated[
         str | None,
         Option(
             usual=True,
             metavar="NAME",
-            default="from the script's name and the time",
-            help="The job's name. A job of the same name is resumed.",
+            default="made from the script's name and the time",
+            help="Name of the job. If a job of this name was started before, it is resumed.",
         ),
     ] = None
     module: Annotated[
-        bool, Option(usual=True, names=("-m", "--module"), help="SCRIPT is the name of a module.")
+        bool,
+        Option(
+            usual=True, names=("-m", "--module"), help="SCRIPT is the name of a module, as with `python -m`."
+        ),
     ] = False
     preload: Annotated[
         str,
@@ -237,16 +254,19 @@ class RunOptions:
         Option(
             usual=True,
             choices=("local", "ssh", "slurm", "kubernetes", "join"),
-            help="Where the nodes come from: processes on this machine, hosts reached by ssh, Slurm, Kubernetes, or whoever "
-            "starts `holdfast agent --join` on other machines.",
+            help=(
+                "Where the nodes come from: processes on this machine, hosts reached by ssh, Slurm, Kubernetes, or "
+                "(join) machines on which you start `holdfast agent --join`."
+            ),
         ),
     ] = "local"
     port: Annotated[
-        int, Option(least=0, most=65535, metavar="PORT", help="The coordinator's port; 0 takes any free one.")
+        int,
+        Option(least=0, most=65535, metavar="PORT", help="Port of the coordinator; 0 takes any free one."),
     ] = 0
     report: Annotated[
         Path | None,
-        Option(usual=True, metavar="FILE", help="Write the report to this file as JSON when the job ends."),
+        Option(usual=True, metavar="FILE", help="When the job ends, write its report to this file as JSON."),
     ] = None
     track: Annotated[
         tuple[str, ...],
@@ -255,8 +275,10 @@ class RunOptions:
             names=("--track",),
             group="Trackers and people",
             metavar="TARGET",
-            help="Follow the job for a tracker until it ends, as `holdfast track --to TARGET` does: jsonl:PATH, "
-            "tensorboard:DIR, mlflow:URI, wandb:PROJECT or otlp:URL. Can be repeated.",
+            help=(
+                "Send the job's metrics to a tracker until the job ends, as `holdfast track --to TARGET` does: "
+                "jsonl:PATH, tensorboard:DIR, mlflow:URI, wandb:PROJECT or otlp:URL. Can be repeated."
+            ),
         ),
     ] = ()
     notify: Annotated[
@@ -266,8 +288,10 @@ class RunOptions:
             names=("--notify",),
             group="Trackers and people",
             metavar="TARGET",
-            help="Tell people what the job needs them for, as `holdfast notify --to TARGET` does: slack:FILE, "
-            "webhook:FILE or mail:ADDRESS. Can be repeated.",
+            help=(
+                "Send people a message when the job needs them, as `holdfast notify --to TARGET` does: slack:FILE, "
+                "webhook:FILE or mail:ADDRESS. Can be repeated."
+            ),
         ),
     ] = ()
     no_ui: Annotated[bool, Option(usual=True, help="Print plain lines instead of the live view.")] = False
@@ -275,8 +299,10 @@ class RunOptions:
         str,
         Option(
             metavar="LEVEL[,json]",
-            help="Of the logs in the job's folder: debug, info, warning or error. With ,json each line is a JSON object. "
-            "Without it HOLDFAST_LOG applies.",
+            help=(
+                "Level of the logs in the job's folder: debug, info, warning or error. With ,json appended, each "
+                "line is a JSON object. By default HOLDFAST_LOG applies."
+            ),
         ),
     ] = ""
     log_limit: Annotated[
@@ -284,7 +310,9 @@ class RunOptions:
         Option(
             metavar="SIZE",
             example="1G",
-            help="Disk for the log of each worker, 16M or more. Beyond it the oldest output is given back.",
+            help=(
+                "Disk space for the log of each worker, 16M or more. When it is used up, the oldest output is deleted."
+            ),
         ),
     ] = "1G"
     nodes: Annotated[NodeOptions, Group("Nodes")] = NodeOptions()
@@ -302,7 +330,10 @@ class RunOptions:
         bool,
         Option(
             usual=True,
-            help="Print what would be started, and exit: the job as YAML, Slurm's batch script, or Kubernetes' objects.",
+            help=(
+                "Print what would be started, and exit: the job as YAML, the batch script for Slurm, or the objects "
+                "for Kubernetes."
+            ),
         ),
     ] = False
     file: Annotated[
@@ -311,6 +342,9 @@ class RunOptions:
             usual=True,
             names=("-f", "--file"),
             metavar="FILE",
-            help="YAML with options by their names, for example `nnodes: 4`; script and args too. The command line goes before it.",
+            help=(
+                "YAML file with options by their names, for example `nnodes: 4`; also script and args. Options on "
+                "the command line override it."
+            ),
         ),
     ] = None

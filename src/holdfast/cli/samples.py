@@ -25,7 +25,10 @@ def samples(
         list[Path] | None,
         typer.Argument(
             metavar="[FOLDER]...",
-            help="What `run.steps(ledger=)` was given, of one job. By default the folder that the job's workers named.",
+            help=(
+                "The record of samples of one job, as given to `run.steps(ledger=)`. By default the folder that the "
+                "job's workers reported."
+            ),
         ),
     ] = None,
     job: JobName = None,
@@ -34,7 +37,7 @@ def samples(
         typer.Option(
             "--most",
             metavar="SIZE",
-            help="Refuse a larger record: reading takes some ten times its size of memory.",
+            help="Refuse to read a record larger than this: reading takes about ten times its size in memory.",
         ),
     ] = MOST,
     as_json: AsJson = False,
@@ -81,13 +84,14 @@ def _check(folders: list[Path], most: int, job: str | None) -> tuple[str, Sample
     for folder in folders:
         if not folder.is_dir():
             raise UsageError(
-                f"there is no folder {folder} on this machine: run this where it is, or copy it and name the copy"
+                f"the folder {folder} does not exist on this machine: run this command on the machine that has it, "
+                "or copy the folder and pass the copy"
             )
     nbytes = sum(path.stat().st_size for path in files_of(*folders))
     if nbytes > most:
         raise UsageError(
-            f"the record has {units.size(nbytes)}, more than --most {units.size(most)}: it is read into memory, so give a "
-            "larger --most on a machine that has room"
+            f"the record has {units.size(nbytes)}, more than --most {units.size(most)}: it is read into memory, so "
+            "use a larger --most on a machine that has enough memory"
         )
     utc = datetime.now(UTC).isoformat(timespec="milliseconds")
     places = tuple(str(folder.absolute()) for folder in folders)
@@ -97,10 +101,10 @@ def _check(folders: list[Path], most: int, job: str | None) -> tuple[str, Sample
     except DataError as error:
         # Nobody can say of which job a record is that cannot be read; the person has said it.
         return job or "", SamplesChecked(
-            utc=utc, folders=places, once=None, why=f"the record does not tell: {error}"
+            utc=utc, folders=places, once=None, why=f"the record cannot answer this: {error}"
         )
     if job is not None and seen.job != job:
-        raise UsageError(f"{folders[0]} is the record of the job {seen.job!r} and not of {job!r}")
+        raise UsageError(f"{folders[0]} is the record of the job {seen.job!r}, not of {job!r}")
     return seen.job, _judged(seen, utc, places)
 
 
@@ -129,12 +133,13 @@ def _judged(seen: Checked, utc: str, places: tuple[str, ...]) -> SamplesChecked:
         # A mixture repeats by its weights. What the check shows is that no micro-batch was lost or came twice.
         once = None
         why = (
-            f"the data set has an order of its own, in which samples may repeat: they are not counted. Every micro-batch of "
-            f"{units.plural(seen.steps, 'step')} came once"
+            "the data set defines its own order, in which samples may repeat, so samples are not counted. Every "
+            f"micro-batch of {units.plural(seen.steps, 'step')} was trained on once"
         )
     elif bad:
         told = [
-            f"epoch {e.epoch}: {units.count(e.repeated)} came more than once, {units.count(e.missing)} did not come"
+            f"epoch {e.epoch}: {units.plural(e.repeated, 'sample')} trained on more than once, {units.count(e.missing)} "
+            "not at all"
             for e in bad[:TOLD]
         ]
         more = f"; and {units.plural(len(bad) - TOLD, 'epoch')} more" if len(bad) > TOLD else ""
@@ -142,7 +147,7 @@ def _judged(seen: Checked, utc: str, places: tuple[str, ...]) -> SamplesChecked:
     else:
         rest = f"; {units.count(epochs[-1].came)} of epoch {last} so far" if epochs[-1].missing else ""
         whole = last + (0 if epochs[-1].missing else 1)
-        why = f"{done}: each came once in {units.plural(whole, 'complete epoch')}{rest}, none twice"
+        why = f"{done}: each sample was trained on once in {units.plural(whole, 'complete epoch')}{rest}, none twice"
     kept = (
         [] if seen.own_order else sorted({*bad[:EPOCHS_KEPT], *epochs[-EPOCHS_KEPT:]}, key=lambda e: e.epoch)
     )
@@ -167,8 +172,9 @@ def _recorded(job: str | None) -> Path:
         state = store.load()
     if state is None or not state.membership.samples:
         raise UsageError(
-            f"no record of samples is known of the job {folder.name!r}: name the folder that `run.steps(ledger=)` was given, "
-            "or give `run.steps` one; scripts that do not use `run.steps` have no record"
+            f"the job {folder.name!r} has not reported a record of samples: specify the folder that was given to "
+            "`run.steps(ledger=)`. If none was given, the job has no record, and neither do scripts that do not use "
+            "`run.steps`"
         )
     return Path(state.membership.samples)
 

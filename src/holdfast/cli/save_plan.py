@@ -27,7 +27,7 @@ def plan_saving(given: SaveOptions, default: Path) -> Saving:
     tiers = tuple(_tier(text) for text in given.checkpoints) or (DurableTier(str(default)),)
     # Two tiers of one URL would prune each other's checkpoints, each by its own retention.
     if len({t.url for t in tiers}) < len(tiers):
-        raise UsageError(f"--checkpoint: the same place is named twice: {', '.join(t.url for t in tiers)}")
+        raise UsageError(f"--checkpoint: the same place is given twice: {', '.join(t.url for t in tiers)}")
     # The default tier is not tried: its folder is the job's own, which does not exist before the job starts.
     for tier in tiers if given.checkpoints else ():
         try:

@@ -23,16 +23,16 @@ def read_script(script: str, module: bool) -> ast.Module | None:
     """
     if module:
         if not importable(script):
-            raise UsageError(f"there is no module {script!r}; is it on PYTHONPATH?")
+            raise UsageError(f"the module {script!r} was not found; is its folder on PYTHONPATH?")
         return None
     path = Path(script)
     if path.is_dir():
         raise UsageError(
-            f"{script!r} is a folder; name the training script in it, for example {script}/train.py"
+            f"{script!r} is a folder; specify the training script in it, for example {script}/train.py"
         )
     if not path.is_file():
-        hint = "; for a module use -m" if "/" not in script and not script.endswith(".py") else ""
-        raise UsageError(f"there is no script {script!r} in {Path.cwd()}{hint}")
+        hint = "; use -m to run a module" if "/" not in script and not script.endswith(".py") else ""
+        raise UsageError(f"the script {script!r} does not exist in {Path.cwd()}{hint}")
     return _syntax(path)
 
 
@@ -41,7 +41,9 @@ def _syntax(path: Path) -> ast.Module | None:
     try:
         source = path.read_bytes()
     except OSError as error:
-        raise UsageError(f"the script {path} cannot be read: {error.strerror}; see its permissions") from None
+        raise UsageError(
+            f"the script {path} cannot be read: {error.strerror}; check its permissions"
+        ) from None
     try:
         with warnings.catch_warnings():
             # The workers show them. Here they would stand in front of the job's lines.
@@ -57,7 +59,7 @@ def _syntax(path: Path) -> ast.Module | None:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         words = error.msg if isinstance(error, SyntaxError) else str(error)
         raise UsageError(
-            f"the script {path}{line}: SyntaxError: {words}; correct it, and start again"
+            f"the script {path}{line}: SyntaxError: {words}; correct the script, and start again"
         ) from None
 
 

@@ -29,28 +29,31 @@ def simulate(
         Path | None,
         typer.Argument(
             metavar="CONFIG",
-            help="YAML file with the fields that the flags have, and `failures`: a list of classes of failures.",
+            help=(
+                "YAML file whose fields have the names of the options, and a field `failures`, a list of classes of "
+                "failures."
+            ),
         ),
     ] = None,
     trials: Annotated[int, typer.Option("--trials", metavar="N", help="How many runs to simulate.")] = 20,
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="The seed of the first run.")] = 0,
     replay: Annotated[
         int | None,
-        typer.Option("--replay", metavar="SEED", help="Repeat the run of this seed and keep its ledger."),
+        typer.Option("--replay", metavar="SEED", help="Repeat the run with this seed and keep its ledger."),
     ] = None,
     job: Annotated[
         str | None,
         typer.Option(
             "--job",
             metavar="NAME",
-            help="With --replay or --page: the job's name.",
+            help="With --replay or --page: name of the job.",
             show_default="simulated-SEED",
         ),
     ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(
-            "--trace", metavar="FILE", help="Nodes come and go as recorded in this file (CSV or JSON)."
+            "--trace", metavar="FILE", help="File (CSV or JSON) that records when nodes come and go."
         ),
     ] = None,
     page: Annotated[
@@ -78,7 +81,7 @@ def simulate(
     from holdfast.simulate.scenario import read
 
     if trials < 1:
-        raise UsageError(f"--trials {trials}: at least 1")
+        raise UsageError(f"--trials must be at least 1 (got {trials})")
     fields = (read_yaml(config) if config else {}) | given(options)
     if port is not None and not page:
         raise UsageError("--port is for --page")
@@ -209,8 +212,9 @@ def _print(scenario: Scenario, trials: list[Trial], width: int) -> None:
     out = sys.stdout
     ideal = scenario.work_s
     out.write(
-        f"{scenario.nodes} nodes x {scenario.gpus_per_node} GPUs, {scenario.spares} spares, at least {scenario.least}; "
-        f"{days(ideal)} of work; {len(trials)} trials, seeds {trials[0].seed} to {trials[-1].seed}\n\n"
+        f"{scenario.nodes} nodes x {scenario.gpus_per_node} GPUs, {scenario.spares} spares, at least "
+        f"{scenario.least} nodes; {days(ideal)} of work; {len(trials)} trials, seeds {trials[0].seed} to "
+        f"{trials[-1].seed}\n\n"
     )
     measures: list[tuple[str, list[float], Any]] = [
         ("wall time", [t.wall_s for t in trials], days),
@@ -235,7 +239,7 @@ def _print(scenario: Scenario, trials: list[Trial], width: int) -> None:
         "stalled": "recovery",
         "changes": "planned changes",
         "starting": "start",
-        "given_up": "started again by hand",
+        "given_up": "restarted by hand",
     }
     parts = [(word, sum(getattr(t.spent, name) for t in trials) / wall) for name, word in words.items()]
     print_table(
@@ -263,8 +267,8 @@ def _print_trouble(trials: list[Trial]) -> None:
     if reasons:
         count = sum(bool(t.given_up) for t in trials)
         sys.stdout.write(
-            f"in {count} of {len(trials)} trials the job gave up and was restarted: {max(set(reasons), key=reasons.count)}"
-            " (spares, --min-nodes or a longer --detection help)\n"
+            f"in {count} of {len(trials)} trials the job gave up and was restarted by hand: "
+            f"{max(set(reasons), key=reasons.count)} (spares, --min-nodes or a longer --detection help)\n"
         )
     short = [t for t in trials if t.done < 1]
     if short:

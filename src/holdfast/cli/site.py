@@ -7,7 +7,7 @@ import sys
 import typer
 
 app = typer.Typer(
-    help="Scripts for slurm.conf: print them to install them where Slurm finds them.", no_args_is_help=True
+    help="Prints scripts for slurm.conf, to be installed where Slurm finds them.", no_args_is_help=True
 )
 
 

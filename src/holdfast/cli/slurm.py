@@ -68,7 +68,7 @@ async def submit_and_follow(spec: JobSpec, folder: JobFolder, view: View) -> dic
         submitter = Submitter(spec, folder, shown)
         id = await submitter.submit()
         folder.close()  # the job is Slurm's now
-        view.note(f"submitted Slurm job {id}; it continues if this command ends")
+        view.note(f"submitted Slurm job {id}, which continues if this command ends")
         return await submitter.follow()
     finally:
         shown.close()

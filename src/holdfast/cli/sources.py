@@ -63,7 +63,8 @@ class LogSources:
         if not self._logs:
             return ""
         return (
-            f"there are ranks {ranks(list(self._holders))} and {', '.join(sorted(set(self._nodes.values())))}"
+            f"there are logs of ranks {ranks(list(self._holders))} and of "
+            f"{', '.join(sorted(set(self._nodes.values())))}"
         )
 
     def _label(self, worker: str) -> str:

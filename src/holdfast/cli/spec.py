@@ -101,7 +101,7 @@ def check_text(spec: object) -> None:
     except UnicodeEncodeError as error:
         name = os.fsencode(error.object)
         raise UsageError(
-            f"{name!r} is not UTF-8, which names of folders and scripts, and options, have to be: rename it"
+            f"{name!r} is not valid UTF-8; options and the names of folders and scripts must be: rename it"
         ) from error
 
 
@@ -117,7 +117,8 @@ def parse_log_limit(text: str) -> int:
     limit = parse_size("--log-limit", text)
     if limit < LEAST_LOG_LIMIT:
         raise UsageError(
-            f"--log-limit {text!r}: a log is given back in pieces of megabytes; give {LEAST_LOG_LIMIT >> 20}M or more"
+            f"--log-limit must be at least {LEAST_LOG_LIMIT >> 20}M (got {text!r}), because old output is deleted in "
+            "pieces of megabytes"
         )
     return limit
 
@@ -126,11 +127,13 @@ def parse_nnodes(text: str) -> tuple[int, int]:
     """`4` or `2:4` as (min, max). Raises UsageError."""
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
     if match is None:
-        raise UsageError(f"--nnodes {text!r}: write a number or MIN:MAX, for example 4 or 2:4")
+        raise UsageError(f"--nnodes must be a number or MIN:MAX (got {text!r}), for example 4 or 2:4")
     low = int(match[1])
     high = int(match[2]) if match[2] else low
     if low < 1 or high < low:
-        raise UsageError(f"--nnodes {text!r}: MIN is at least 1 and MAX at least MIN, for example 2:4")
+        raise UsageError(
+            f"--nnodes {text!r}: MIN must be at least 1, and MAX must not be less than MIN, for example 2:4"
+        )
     return low, high
 
 
@@ -141,11 +144,12 @@ def parse_replay(text: str, workers: int) -> int:
     match = re.fullmatch(r"1/(\d{1,7})", text)
     if match is None or not int(match[1]):
         raise UsageError(
-            f"--replay {text!r}: write 1/N, one step in N, with N from 1 to 9999999, for example 1/1000"
+            f"--replay must be 1/N, one step in N, with N from 1 to 9999999 (got {text!r}), for example 1/1000"
         )
     if workers < 2:
         raise UsageError(
-            f"--replay {text}: with one worker nobody else can compute again; give more, or leave it out"
+            f"--replay {text} needs at least two workers, because another worker computes the micro-batch again; use "
+            "more workers, or remove --replay"
         )
     return int(match[1])
 
@@ -160,11 +164,11 @@ def parse_nproc(text: str, gpus_per_node: int = 0) -> int:
         # command does before the job starts.
         gpus = sum(1 for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
         if text == "gpu" and not gpus:
-            raise UsageError("--nproc-per-node gpu: this machine has no NVIDIA GPU; give a number")
+            raise UsageError("--nproc-per-node gpu: this machine has no NVIDIA GPU; specify a number")
         return gpus if gpus and text != "cpu" else len(os.sched_getaffinity(0))
     if not re.fullmatch(r"\d+", text) or int(text) < 1:
         raise UsageError(
-            f"--nproc-per-node {text!r}: write the number of workers per node, at least 1, or auto, cpu or gpu"
+            f"--nproc-per-node must be the number of workers per node, at least 1, or auto, cpu or gpu (got {text!r})"
         )
     return int(text)
 
@@ -175,16 +179,17 @@ def check_engine(given: RunOptions) -> None:
         _check_slurm_step()
     # Compared with the defaults, so an option that is added to a dataclass is checked here without a line of its own.
     if given.engine != "slurm":
-        _refuse(given_flags(given.slurm, SlurmOptions()), "for Slurm: give --engine slurm too")
+        _refuse(given_flags(given.slurm, SlurmOptions()), "--engine slurm")
     if given.engine != "kubernetes":
         options = given_flags(given.kubernetes, KubernetesOptions())
-        _refuse(options, "for Kubernetes: give --engine kubernetes too")
+        _refuse(options, "--engine kubernetes")
     if given.engine != "ssh":
         allowed = SshOptions(address=given.ssh.address) if given.engine == "join" else SshOptions()
-        _refuse(given_flags(given.ssh, allowed), "for hosts: give --engine ssh too")
+        _refuse(given_flags(given.ssh, allowed), "--engine ssh")
     if given.engine == "join" and not given.nodes.nproc_per_node.isdecimal():
         raise UsageError(
-            f"--nproc-per-node {given.nodes.nproc_per_node}: this machine's devices say nothing about the nodes'; give a number"
+            f"--nproc-per-node {given.nodes.nproc_per_node} counts the devices of this machine, but the nodes are "
+            "other machines; specify a number"
         )
 
 
@@ -193,25 +198,26 @@ def _check_slurm_step() -> None:
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "")
     if "SLURM_PROCID" in os.environ and tasks.isdecimal() and int(tasks) > 1:
         raise UsageError(
-            f"srun starts this command {tasks} times, and each would be a job on its own machine: write `holdfast run "
-            "--engine slurm ...` without srun, which asks Slurm for the nodes, or `srun --ntasks 1` for one machine"
+            f"srun starts this command {tasks} times, and each would run a separate job on its own machine: use "
+            "`holdfast run --engine slurm ...` without srun, which asks Slurm for the nodes, or `srun --ntasks 1` "
+            "for one machine"
         )
 
 
-def _refuse(options: tuple[str, ...], why: str) -> None:
+def _refuse(options: tuple[str, ...], engine: str) -> None:
     if options:
-        raise UsageError(f"{', '.join(options)} {'is' if len(options) == 1 else 'are'} {why}")
+        raise UsageError(f"{', '.join(options)} {'needs' if len(options) == 1 else 'need'} {engine}")
 
 
 def _fault(text: str, nodes: int, nproc: int, spares: int) -> FaultSpec:
     spec = parse_fault(text)
     if spec.rank is not None and spec.rank >= nodes * nproc:
         raise UsageError(
-            f"--fault {text!r}: there is no rank {spec.rank}; ranks are 0 to {nodes * nproc - 1}"
+            f"--fault {text!r}: there is no rank {spec.rank}; the ranks are 0 to {nodes * nproc - 1}"
         )
     if isinstance(spec.node, int) and spec.node >= nodes + spares:
         raise UsageError(
-            f"--fault {text!r}: there is no node {spec.node}; nodes are 0 to {nodes + spares - 1}"
+            f"--fault {text!r}: there is no node {spec.node}; the nodes are 0 to {nodes + spares - 1}"
         )
     return spec
 
@@ -222,8 +228,9 @@ def _preload(given: RunOptions, source: ast.Module | None) -> tuple[str, ...]:
         return names
     name, line = early
     sys.stderr.write(
-        f"[holdfast] {given.script}, line {line}: {name} is read when torch is imported, so torch is not imported ahead, and workers "
-        "start some seconds slower; to avoid that, set it where you start the job and not in the script\n"
+        f"[holdfast] {given.script}, line {line}: {name} is read when torch is imported, so torch is not imported in "
+        "advance, and workers start some seconds later; to avoid that, set the variable in the environment of "
+        "`holdfast run` instead of in the script\n"
     )
     return ()
 
@@ -232,7 +239,7 @@ def _modules(text: str) -> tuple[str, ...]:
     names = tuple(filter(None, (part.strip() for part in text.split(","))))
     for name in names:
         if not importable(name):
-            raise UsageError(f"--preload {text!r}: there is no module {name!r} in this environment")
+            raise UsageError(f"--preload {text!r}: the module {name!r} was not found in this environment")
     return names
 
 
@@ -242,30 +249,35 @@ def check_report(report: Path | None) -> None:
         return
     folder = report.resolve().parent
     if not folder.is_dir():
-        raise UsageError(f"--report {report}: there is no folder {folder}")
+        raise UsageError(f"--report {report}: the folder {folder} does not exist")
     if report.is_dir():
-        raise UsageError(f"--report {report}: that is a folder; name a file in it, for example report.json")
+        raise UsageError(
+            f"--report {report}: this is a folder; specify a file in it, for example report.json"
+        )
     if not os.access(report if report.exists() else folder, os.W_OK):
-        raise UsageError(f"--report {report}: it cannot be written there")
+        raise UsageError(f"--report {report}: the file cannot be written")
 
 
 def _check_port(port: int) -> None:
     if not 0 <= port <= 65535:
-        raise UsageError(f"--port {port}: between 0 and 65535; 0 takes any free one")
+        raise UsageError(f"--port must be between 0 and 65535 (got {port}); 0 takes any free port")
     try:
         socket.create_server((HOST, port)).close()
     except PermissionError:
-        raise UsageError(f"--port {port}: ports below 1024 belong to the system; take a higher one") from None
+        raise UsageError(
+            f"--port {port}: ports below 1024 are reserved for the system; choose a higher one"
+        ) from None
     except OSError:
-        raise UsageError(f"--port {port} is in use; choose another, or leave --port out") from None
+        raise UsageError(f"--port {port} is in use; choose another port, or remove --port") from None
 
 
 def _check_disk(base: Path) -> None:
     there = next(folder for folder in (base, *base.resolve().parents) if folder.is_dir())
     if not os.access(there, os.W_OK):
-        raise UsageError(f"{base} cannot be written; set HOLDFAST_HOME to a folder that can")
+        raise UsageError(f"{base} cannot be written; set HOLDFAST_HOME to a folder that can be written")
     free = shutil.disk_usage(there).free
     if free < MIN_FREE_BYTES:
         raise UsageError(
-            f"{base} has {free >> 20} MiB left, too little for checkpoints and logs; set HOLDFAST_HOME elsewhere"
+            f"{base} has only {free >> 20} MiB left, too little for checkpoints and logs; set HOLDFAST_HOME to a "
+            "folder on another disk"
         )

@@ -82,4 +82,6 @@ def _show(shown: dict[str, Any], output: Format | None) -> None:
         return
     console.print(headline(shown))
     job = shown["job"]
-    console.print(f"It is not running. `holdfast report --job {job}` shows what it did.", highlight=False)
+    console.print(
+        f"The job is not running. `holdfast report --job {job}` shows what it did.", highlight=False
+    )

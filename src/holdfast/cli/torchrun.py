@@ -52,13 +52,20 @@ _NEEDLESS = (
 
 _NEEDLESS_FLAGS = ("--standalone",)
 _REFUSED = {
-    "--no-python": "a worker is a warm Python process, so SCRIPT must be a Python file or, with -m, a module",
-    "--run-path": "SCRIPT is always run as a path; leave it out",
-    "--logs-specs": "every worker has a log file of its own, which `holdfast logs` shows; leave it out",
-    "--numa-binding": "Holdfast binds no worker to processors; leave it out, and bind in the script by LOCAL_RANK "
-    "(os.sched_setaffinity)",
-    "--virtual-local-rank": "every worker sees all devices of its node; leave it out, and let the script take device LOCAL_RANK",
-    "--print-completion": "`holdfast --show-completion` prints Holdfast's own",
+    "--no-python": (
+        "workers are Python processes that were started in advance, so SCRIPT must be a Python file or, with -m, a "
+        "module"
+    ),
+    "--run-path": "SCRIPT is always run as a path; remove the option",
+    "--logs-specs": "every worker has its own log file, which `holdfast logs` shows; remove the option",
+    "--numa-binding": (
+        "Holdfast does not bind workers to processors; remove the option, and bind in the script by LOCAL_RANK "
+        "(os.sched_setaffinity)"
+    ),
+    "--virtual-local-rank": (
+        "every worker sees all devices of its node; remove the option, and let the script use device LOCAL_RANK"
+    ),
+    "--print-completion": "use `holdfast --show-completion`, which prints Holdfast's own",
 }
 _SHARED = ("--nnodes", "--nproc-per-node", "--max-restarts", "-m", "--module")
 """Options that Holdfast has, too."""
@@ -128,7 +135,7 @@ def _name(written: str, options: Mapping[str, bool]) -> str:
         return name
     found = [each for each in _LONG if each.startswith(name)]
     if len(found) > 1:
-        raise UsageError(f"{written} may be {' or '.join(found)}; write the one that you mean")
+        raise UsageError(f"{written} is ambiguous: it may mean {' or '.join(found)}; write the full option")
     return found[0] if found else written
 
 
@@ -149,9 +156,9 @@ def of_environment(args: Sequence[str], options: Mapping[str, bool], environ: Ma
         if name == "--nnodes" and value.rpartition(":")[2] not in ("0", "1"):
             # Each of these nodes would run a job of its own, with so many nodes in it.
             raise UsageError(
-                f"{variable}={value}: this is one of several nodes that torchrun was to start on, and one command of Holdfast's "
-                "starts all nodes; on Kubernetes use `--engine kubernetes` in the place of a TrainJob, or give --nnodes to run "
-                "all of them here"
+                f"{variable}={value}: this is the environment of one of several torchrun nodes, but one `holdfast "
+                "run` starts all nodes; on Kubernetes use `--engine kubernetes` instead of a TrainJob, or pass "
+                "--nnodes to run all nodes here"
             )
         if name not in _FLAGS:
             words.append(f"{name}={value}")
@@ -188,15 +195,15 @@ def _check(left_out: dict[str, str | None], line: str) -> None:
     # that one; each further one would start a job of its own, which trains the same steps again.
     if rank not in (None, "0"):
         raise UsageError(
-            f"--node-rank {rank}: one command starts all nodes; give this command once, without --node-rank; for "
-            f"several machines: {line}"
+            f"--node-rank {rank}: one `holdfast run` starts all nodes; run this command once, without --node-rank. "
+            f"For several machines: {line}"
         )
     for name in _ADDRESSES:
         address = left_out.get(name)
         if address and not _is_here(address):
             raise UsageError(
-                f"{name} {address}: one command starts all nodes, so it cannot join another; leave {name} out to run them "
-                f"on this machine; for several machines: {line}"
+                f"{name} {address}: one `holdfast run` starts all nodes and cannot join another command; remove "
+                f"{name} to run all nodes on this machine. For several machines: {line}"
             )
 
 
@@ -250,13 +257,13 @@ class RunCommand(TyperCommand):
         pasted = take_out([*found, *args], options)
         if pasted.left_out:
             names = ", ".join(pasted.left_out)
-            sys.stderr.write(f"[holdfast] left out, because Holdfast needs no rendezvous: {names}\n")
+            sys.stderr.write(f"[holdfast] ignored, because Holdfast does not need a rendezvous: {names}\n")
         rest = super().parse_args(ctx, pasted.kept)
         script, given = str(ctx.params.get("script") or ""), ctx.params.get("args") or ()
         if behind := misplaced(script, list(map(str, given)), options):
             sys.stderr.write(
-                f"[holdfast] {', '.join(behind)} behind {script} goes to the script, which does not name it; options of holdfast run "
-                "come before the script\n"
+                f"[holdfast] {', '.join(behind)} after {script} is passed to the script, which does not mention it; "
+                "options of `holdfast run` must come before the script\n"
             )
         return rest
 

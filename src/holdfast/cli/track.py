@@ -15,7 +15,7 @@ def track(
         typer.Option(
             "--to",
             metavar="TARGET",
-            help="jsonl:PATH, tensorboard:DIR, mlflow:URI, wandb:PROJECT or otlp:URL. Can be repeated.",
+            help="The tracker: jsonl:PATH, tensorboard:DIR, mlflow:URI, wandb:PROJECT or otlp:URL. Can be repeated.",
             show_default=False,
         ),
     ],

@@ -24,24 +24,35 @@ def ui(
     port: Annotated[
         int,
         typer.Option(
-            "--port", metavar="PORT", help="Of this machine's loopback address; 0 takes a free one.", min=0
+            "--port",
+            metavar="PORT",
+            help="Port on this machine's loopback address; 0 takes any free one.",
+            min=0,
         ),
     ] = PORT,
     act: Annotated[
         bool,
-        typer.Option("--act", help="The link may also drain, resize, clear and stop, and not only look."),
+        typer.Option(
+            "--act",
+            help=(
+                "Let the page drain and clear nodes and resize and stop the job. Without it the page can only show."
+            ),
+        ),
     ] = False,
     at: Annotated[
         str | None,
         typer.Option(
             "--at",
             metavar="URL",
-            help="Where a proxy serves the page, as JupyterHub's: https://hub.example/user/ada/proxy/8765/",
+            help=(
+                "URL at which a proxy serves the page, for example JupyterHub's: "
+                "https://hub.example/user/ada/proxy/8765/"
+            ),
         ),
     ] = None,
     html: Annotated[
         Path | None,
-        typer.Option("--html", metavar="FILE", help="Write the job's page into one file, and end."),
+        typer.Option("--html", metavar="FILE", help="Write the job's page into one HTML file, and exit."),
     ] = None,
 ) -> None:
     """Shows jobs in a browser: running ones wherever their coordinator is, and those that have ended."""
@@ -103,8 +114,8 @@ async def serve(
         listener = loopback(port)
     except OSError as error:
         raise UsageError(
-            f"port {port} cannot be had ({error.strerror}): choose another --port. If a `holdfast ui` has it, press Enter "
-            "in its terminal for a new link"
+            f"port {port} cannot be used ({error.strerror}): choose another --port. If another `holdfast ui` uses "
+            "it, press Enter in its terminal to get a new link"
         ) from None
     bound = listener.getsockname()[1]
     # With the port that was really given: the cookie's name has it, so two pages on one machine keep apart.
@@ -114,7 +125,7 @@ async def serve(
 
     def link() -> None:
         code = sessions.new_code(Role.ACT if act else Role.VIEW)
-        sys.stdout.write(f"page: {page}enter?code={code}  (good once, for a minute)\n")
+        sys.stdout.write(f"page: {page}enter?code={code}  (valid once, for one minute)\n")
         sys.stdout.flush()
 
     def again() -> None:
@@ -131,7 +142,7 @@ async def serve(
         link()
         # Only for a person: a pipe that has something to read would make links that nobody asked for.
         if sys.stdin.isatty():
-            sys.stdout.write("press Enter for another link, Ctrl-C to end\n")
+            sys.stdout.write("press Enter for another link, Ctrl-C to exit\n")
             sys.stdout.flush()
             loop.add_reader(sys.stdin, again)
 

@@ -13,7 +13,9 @@ from holdfast.cli.common import AsJson, Format, JobName, Output, ledger, write_a
 def why(
     incident: Annotated[
         int | None,
-        typer.Argument(metavar="[NUMBER]", help="The number of an incident; without one, all are listed."),
+        typer.Argument(
+            metavar="[NUMBER]", help="Number of an incident. By default all incidents are listed."
+        ),
     ] = None,
     job: JobName = None,
     as_json: AsJson = False,
@@ -37,8 +39,8 @@ def why(
         return
     lines = story(incident, entries)
     if not lines:
-        there = f"it has incidents 1 to {max(numbers)}" if numbers else "the job has had none"
-        raise UsageError(f"no incident {incident} in the job {folder.name}: {there}")
+        there = f"it had incidents 1 to {max(numbers)}" if numbers else "it has not had any"
+        raise UsageError(f"the job {folder.name} did not have an incident {incident}: {there}")
     if not write_as({"incident": incident, "story": lines}, as_json, output):
         sys.stdout.write("\n".join(map(printable, lines)) + "\n")
 
@@ -61,7 +63,7 @@ def _list(entries: list[dict[str, Any]], ignored: list[str], as_json: bool, outp
     if write_as(told, as_json, output):
         return
     if not causes and not ignored:
-        sys.stdout.write("nothing happened to this job\n")
+        sys.stdout.write("this job has not had any incidents\n")
     for number, cause in causes.items():
         done = f" -> {remedy_text(decided[number]['does'])}" if number in decided else ""
         where = f"{cause['node']}: " if cause.get("node") else ""

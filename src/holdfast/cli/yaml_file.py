@@ -34,11 +34,13 @@ def read_yaml(option: str, path: Path) -> dict[str, Any]:
             raise ValueError(" ".join(str(error).split())) from None
 
     try:
-        read = decode_file(mapping, path, f"{option} {path}: no YAML", error=UsageError, most=MOST_BYTES)
+        read = decode_file(
+            mapping, path, f"{option} {path}: not valid YAML", error=UsageError, most=MOST_BYTES
+        )
     except OSError as error:
         raise UsageError(f"{option} {path}: {error.strerror}") from None
     if not isinstance(read, dict) or not all(isinstance(key, str) for key in read):
-        raise UsageError(f"{option} {path}: a mapping of names to values is expected")
+        raise UsageError(f"{option} {path}: must contain a mapping of names to values")
     return read
 
 
@@ -48,7 +50,7 @@ def _check_depth(text: str) -> None:
     for bracket in re.findall(r"[\[\]{}]", text):
         depth += 1 if bracket in "[{" else -1
         if depth > MOST_DEPTH:
-            raise ValueError("it is nested too deep")
+            raise ValueError("it is nested too deeply")
 
 
 def yaml_text(values: list[dict[str, Any]]) -> str:

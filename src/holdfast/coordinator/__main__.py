@@ -160,15 +160,15 @@ def _take_up(given: argparse.Namespace, spec: JobSpec, resume: Resume) -> Coordi
         except sqlite3.DatabaseError as error:
             if not logged and isinstance(error, sqlite3.OperationalError):
                 _log.error(
-                    "the ledger in %s cannot be opened (%s); make room there, or make it writable: opening it "
+                    "the ledger in %s cannot be opened (%s); free some space there, or make it writable: opening it "
                     "is retried until it succeeds",
                     given.job_dir,
                     error,
                 )
             elif not logged:
                 _log.error(
-                    "the ledger %s is damaged (%s), so there is no coordinator; what trains goes on. Put a whole copy of the file "
-                    "there: opening it is retried until it succeeds",
+                    "the ledger %s is damaged (%s), so the coordinator cannot start; workers that train continue. "
+                    "Replace the file by an intact copy: opening it is retried until it succeeds",
                     own_ledger(given.job_dir, given.term),
                     error,
                 )

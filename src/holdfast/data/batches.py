@@ -72,7 +72,7 @@ class DatasetBatches:
                 f"global_batch={global_batch} is not a multiple of micro_batch={micro_batch}; {_that_fit(global_batch, micro_batch)}"
             )
         if not 0 <= seed < 2**64:
-            raise UsageError(f"seed={seed}: between 0 and 2**64 - 1, for example 0")
+            raise UsageError(f"seed must be between 0 and 2**64 - 1 (got {seed}), for example 0")
         how = (
             data
             if isinstance(data, Shuffled)
@@ -275,7 +275,7 @@ class DatasetBatches:
 def _that_fit(global_batch: int, micro_batch: int) -> str:
     """The nearest sizes that can be used."""
     if micro_batch < 1 or global_batch < 1:
-        return "both are 1 or more, for example global_batch=256, micro_batch=4"
+        return "both must be at least 1, for example global_batch=256, micro_batch=4"
     smaller = next(n for n in range(min(micro_batch, global_batch), 0, -1) if global_batch % n == 0)
     larger = -(-global_batch // micro_batch) * micro_batch
-    return f"take micro_batch={smaller}, or global_batch={larger}"
+    return f"use micro_batch={smaller} or global_batch={larger}"

@@ -94,7 +94,7 @@ def build(
     """
     if options.prefix.suffix in (".bin", ".idx", ".npy"):
         raise UsageError(
-            f"--out {options.prefix} has an ending; leave it out: {options.prefix.with_suffix('')}"
+            f"--out {options.prefix} must not have a suffix; use {options.prefix.with_suffix('')}"
         )
     recipe, largest = _recipe_of(options)
     files = find_files(options.inputs)
@@ -151,12 +151,13 @@ def _recipe_of(options: BuildOptions) -> tuple[Recipe, int]:
     dtype = options.dtype or _smallest_dtype(largest, options.format)
     if dtype not in _dtypes_of(options.format):
         raise UsageError(
-            f"--dtype {dtype} is not one that {options.format} files can have: {', '.join(_dtypes_of(options.format))}"
+            f"--dtype {dtype} is not available for {options.format} files; choose one of "
+            f"{', '.join(_dtypes_of(options.format))}"
         )
     if largest > np.iinfo(dtype).max:
         raise UsageError(
-            f"--dtype {dtype} holds numbers up to {np.iinfo(dtype).max}, but tokens go up to {largest}; leave --dtype "
-            f"out, or give {_smallest_dtype(largest, options.format)}"
+            f"--dtype {dtype} holds numbers up to {np.iinfo(dtype).max}, but tokens go up to {largest}; remove "
+            f"--dtype, or use {_smallest_dtype(largest, options.format)}"
         )
     return Recipe(
         reading=options.reading,
@@ -169,15 +170,18 @@ def _recipe_of(options: BuildOptions) -> tuple[Recipe, int]:
 
 def _eod_of(options: BuildOptions, encoder: Encoder) -> int | None:
     if options.eod is not None and options.eod_id is not None:
-        raise UsageError("--eod and --eod-id name the same thing; give one")
+        raise UsageError(
+            "--eod and --eod-id both specify the token that ends documents; use only one of them"
+        )
     if options.eod is None:
         if options.eod_id is not None and not 0 <= options.eod_id < 2**31:
-            raise UsageError(f"--eod-id {options.eod_id} is not a token; it can be 0 to {2**31 - 1}")
+            raise UsageError(f"--eod-id must be between 0 and {2**31 - 1} (got {options.eod_id})")
         return options.eod_id
     number = encoder.number_of(options.eod)
     if number is None:
         raise UsageError(
-            f"the tokenizer {options.tokenizer} has no token {options.eod!r}; look into its file, or give --eod-id NUMBER"
+            f"the tokenizer {options.tokenizer} does not have a token {options.eod!r}; look into its file for the "
+            "right one, or use --eod-id NUMBER"
         )
     return number
 
@@ -210,7 +214,7 @@ def _make_all(
     # a hole.
     if None in made:
         raise DataError(
-            f"somebody removed finished parts from {folder} during the build; run the same command again"
+            f"finished parts were removed from {folder} during the build; run the same command again"
         )
     return [unit for unit in made if unit is not None]
 
@@ -264,7 +268,7 @@ def _make_in_processes(
     except BrokenProcessPool as error:
         raise DataError(
             "a process that was encoding was killed, perhaps for lack of memory; run the same command again, with "
-            "fewer --workers: what is finished stays"
+            "fewer --workers: finished parts are kept"
         ) from error
     except BaseException:
         # The pool's own shutdown waits for units that are being encoded, which takes up to minutes. They are
@@ -304,7 +308,9 @@ class _Output:
                 # builders would remove each other's `.part` files as leftovers.
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                raise UsageError(f"{self._prefix} is being built already; wait for it or end it") from error
+                raise UsageError(
+                    f"another process is already building {self._prefix}; wait for it or end it"
+                ) from error
             for left in self.work.glob("*.part"):
                 left.unlink()
             try:

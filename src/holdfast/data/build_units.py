@@ -149,7 +149,7 @@ def make_unit(
                     continue
                 if len(tokens) + len(end) > MOST_TOKENS:
                     raise DataError(
-                        f"a document of {unit.spans[0].path} (or files after it) has {len(tokens)} tokens; the most "
+                        f"a document of {unit.spans[0].path} (or files after it) has {len(tokens)} tokens; the limit "
                         f"is {MOST_TOKENS}"
                     )
                 lengths.append(len(tokens) + len(end))
@@ -173,8 +173,8 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise DataError(
-            f"{path} could not be written: {error.strerror or error}; make room or repair it, then run the same command "
-            "again: what is finished stays"
+            f"{path} could not be written: {error.strerror or error}; free some space or repair the disk, then run "
+            "the same command again: finished parts are kept"
         ) from error
 
 

@@ -95,12 +95,15 @@ def local(path: str | os.PathLike[str]) -> Path:
     asked = os.environ.get(CACHE_VARIABLE)
     if not asked:
         raise UsageError(
-            f"{text} is remote: name a folder to keep it in with holdfast run --data-cache DIR, or {CACHE_VARIABLE}=DIR"
+            f"{text} is a remote file: specify a folder in which to cache it with `holdfast run --data-cache DIR` or "
+            f"{CACHE_VARIABLE}=DIR"
         )
     try:
         from holdfast.data.fetching import Remote
     except ModuleNotFoundError as error:
-        raise UsageError(f"{text} is remote: pip install 'holdfast-train[object]' ({error})") from error
+        raise UsageError(
+            f"{text} is a remote file, which needs another package: pip install 'holdfast-train[object]' ({error})"
+        ) from error
     return Cache(*parse_cache(asked)).get(Remote(text))
 
 
@@ -140,7 +143,9 @@ def parse_cache(text: str) -> tuple[Path, int | None]:
             raise UsageError(f"--data-cache {text!r}: unknown {key!r}; write DIR[,size=50G]")
         size = parse_size("--data-cache: size", value)
     if not folder:
-        raise UsageError(f"--data-cache {text!r}: name a folder, for example /scratch/cache,size=50G")
+        raise UsageError(
+            f"--data-cache must begin with a folder (got {text!r}), for example /scratch/cache,size=50G"
+        )
     return Path(folder), size
 
 
@@ -166,7 +171,7 @@ class Cache:
                 refuse_open_to_others(each, "--data-cache", group=True, owner=False)
         except OSError as error:
             raise UsageError(
-                f"--data-cache {folder}: {error.strerror}; name a folder that can be written"
+                f"--data-cache {folder}: {error.strerror}; specify a folder that can be written"
             ) from error
 
     def get(self, remote: Remote) -> Path:
@@ -355,8 +360,9 @@ class Cache:
                 excess -= self._evicted(key) if excess > 0 else 0
             if excess > 0:
                 raise DataError(
-                    f"{url} has {nbytes} bytes, which is {excess} more than the data cache {self.folder} has room for "
-                    f"(its bound is {bound}; files in use stay): give more, --data-cache {self.folder},size=..."
+                    f"{url} has {nbytes} bytes, which is {excess} more than fits into the data cache {self.folder} "
+                    f"(its limit is {bound}, and files in use are kept): increase the limit with --data-cache "
+                    f"{self.folder},size=..."
                 )
             # Reserves the room: from now on the others count it.
             part.touch()

@@ -46,8 +46,9 @@ class Decoders:
             self._sent = pickle.dumps(maker)
         except Exception as error:
             raise UsageError(
-                f"holdfast.data.shuffled({describe(maker.dataset)}): it cannot be sent to a decoding process ({error}); "
-                "define the dataset, its transforms and `collate` at the top level of a module, or use workers=0"
+                f"holdfast.data.shuffled({describe(maker.dataset)}): the dataset cannot be sent to a decoding "
+                f"process ({error}); define the dataset, its transforms and `collate` at the top level of a module, "
+                "or use workers=0"
             ) from error
         self._start()
 

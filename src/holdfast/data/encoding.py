@@ -73,11 +73,12 @@ class HuggingFaceEncoder:
             self._tokenizer = Tokenizer.from_buffer(content)
         except OSError as error:
             raise UsageError(
-                f"--tokenizer {path} cannot be read ({error.strerror}); give a tokenizer.json, or bytes"
+                f"--tokenizer {path} cannot be read ({error.strerror}); specify a tokenizer.json, or bytes"
             ) from error
         except Exception as error:  # the library raises nothing more special
             raise UsageError(
-                f"--tokenizer {path} is not a file of the tokenizers library ({error}); give a tokenizer.json, or bytes"
+                f"--tokenizer {path} is not a file of the tokenizers library ({error}); specify a tokenizer.json, or "
+                "bytes"
             ) from error
         # A tokenizer.json carries the settings of the model that it was trained for. Truncation would
         # silently drop the end of every long document.

@@ -29,7 +29,7 @@ PARTS_IN_FLIGHT = 8
 PATIENCE_S = 45.0
 PAUSES_S = (1.0, 5.0, 20.0)
 """Between attempts at one request, on top of the library's own retries, which end after PATIENCE_S."""
-AGAIN = "What has arrived is kept, and not fetched again"
+AGAIN = "The part that has arrived is kept and not fetched again"
 FINAL = (PreconditionError, FileNotFoundError, PermissionError, PermissionDeniedError, UnauthenticatedError)
 """Answers that will not change."""
 
@@ -64,7 +64,8 @@ class Remote:
         place = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
         if parts.scheme not in SCHEMES or not parts.netloc or not self.name:
             raise UsageError(
-                f"{place}: not a remote file; give one like s3://bucket/corpus.npy (known are {', '.join(SCHEMES)})"
+                f"{place}: not the URL of a remote file; use for example s3://bucket/corpus.npy (supported schemes: "
+                f"{', '.join(SCHEMES)})"
             )
         if parts.query or parts.fragment or ("@" in parts.netloc and not parts.scheme.startswith("abfs")):
             raise UsageError(
@@ -120,7 +121,7 @@ class Remote:
             file.flush()
         except OSError as error:
             raise DataError(
-                f"{self.url}: cannot be written to {file.name}: {error.strerror}; make room, or choose another "
+                f"{self.url}: cannot be written to {file.name}: {error.strerror}; free some space, or choose another "
                 "folder with --data-cache"
             ) from error
 
@@ -171,7 +172,7 @@ class Remote:
             raise Changed
         data = memoryview(answer.bytes())
         if len(data) != high - low:
-            raise OSError(f"IncompleteBody: {len(data)} bytes came, not {high - low}")
+            raise OSError(f"IncompleteBody: received {len(data)} bytes instead of {high - low}")
         return data
 
     @contextmanager

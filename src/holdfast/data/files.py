@@ -145,14 +145,15 @@ def _find(path: Path) -> tuple[Path, Path | None]:
         return npy, None
     if tokens.exists():
         raise FileNotFoundError(
-            f"{tokens} has no {index.name} beside it; copy that too, or give {tokens.name} itself and its dtype"
+            f"{tokens} needs {index.name} in the same folder; copy that file, too, or pass {tokens.name} itself and "
+            "its dtype"
         )
     return path, None
 
 
 def _check_there(path: Path) -> None:
     if path.is_dir():
-        raise ValueError(f"{path} is a folder; give the token file itself")
+        raise ValueError(f"{path} is a folder; specify the token file itself")
     if not path.exists():
         where = "" if path.is_absolute() else f" in {Path.cwd()}"
         raise FileNotFoundError(
@@ -170,7 +171,7 @@ def _is_npy(path: Path) -> bool:
 def _map_indexed(path: Path, index: Index, dtype: np.dtype[Any] | None) -> Mapped:
     if dtype is not None and dtype.name != index.dtype.name:
         raise ValueError(
-            f"{path} holds {index.dtype.name}, not {dtype}, says {index.path.name}; leave dtype out"
+            f"{path} contains {index.dtype.name}, not {dtype}, according to {index.path.name}; remove dtype"
         )
     return np.memmap(path, dtype=index.dtype, mode="r")
 
@@ -181,12 +182,12 @@ def _map_npy(path: Path, dtype: np.dtype[Any] | None) -> Mapped:
     tokens: Mapped = decode(_as_memory, path, what, error=ValueError)
     if tokens.ndim != 1:
         raise ValueError(
-            f"{path} holds an array of shape {tokens.shape}; tokens must be 1-D, so flatten it first"
+            f"{path} contains an array of shape {tokens.shape}, but tokens must be 1-D; flatten it first"
         )
     token_dtype(path, tokens.dtype)
     if dtype is not None and dtype != tokens.dtype:
         raise ValueError(
-            f"{path} holds {tokens.dtype}, not {dtype}; leave dtype out, a .npy file states its own"
+            f"{path} contains {tokens.dtype}, not {dtype}; remove dtype, because a .npy file states its own"
         )
     return tokens
 
@@ -196,12 +197,14 @@ def _as_memory(path: Path) -> Mapped:
         return np.lib.format.open_memmap(path, mode="r")
     # The head is read as an expression of Python's, which fails in its own ways; MemoryError: it is nested too deep.
     except (tokenize.TokenError, SyntaxError, MemoryError) as error:
-        raise ValueError(str(error) or "its head cannot be read") from None
+        raise ValueError(str(error) or "its header cannot be read") from None
 
 
 def _map_raw(path: Path, dtype: np.dtype[Any] | None) -> Mapped:
     if dtype is None:
-        raise ValueError(f"{path} is a raw file; say what it holds, dtype= one of {', '.join(TOKEN_DTYPES)}")
+        raise ValueError(
+            f"{path} is a raw file; specify the type of its tokens with dtype=, one of {', '.join(TOKEN_DTYPES)}"
+        )
     size_bytes = path.stat().st_size
     # The only check that a raw file allows. A wrong dtype with a fitting size cannot be seen here; the
     # vocabulary check of `verify` finds it.

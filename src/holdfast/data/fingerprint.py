@@ -47,7 +47,7 @@ def check_fingerprint(saved: Mapping[str, Any] | str, dataset: Any) -> None:
     if now is None:
         raise UsageError(
             f"the checkpoint was made with a data set of fingerprint {before.get('fingerprint')}, but "
-            f"{type(dataset).__name__} has none; resume with the data set that the run began with"
+            f"{type(dataset).__name__} does not have a fingerprint; resume with the data set that the run began with"
         )
     # The fingerprints decide. Everything after this line only finds words for the difference, so a field that
     # an older version did not save can never refuse a run.
@@ -55,12 +55,12 @@ def check_fingerprint(saved: Mapping[str, Any] | str, dataset: Any) -> None:
         return
     differences = list(_differences(before, now)) if len(before) > 1 else []
     if not differences:
-        differences = [f"its fingerprint was {before.get('fingerprint')}, it is {now['fingerprint']}"]
+        differences = [f"its fingerprint was {before.get('fingerprint')} and is now {now['fingerprint']}"]
     more = len(differences) - _MOST_NAMED
     listed = "; ".join(differences[:_MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
     raise UsageError(
-        f"the data set changed since the checkpoint: {listed}. Put the data back as it was to resume, or begin a new "
-        "run (another --job)"
+        f"the data set changed since the checkpoint: {listed}. Restore the data to resume, or start a new run "
+        "(another --job)"
     )
 
 
@@ -68,11 +68,11 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any], where: str =
     for setting in ("seq_len", "documents", "pad_token", "mixture", "weight"):
         if before.get(setting) != now.get(setting):
             name = "the version of mixtures" if setting == "mixture" else setting
-            yield f"{where}{name} was {before.get(setting)}, is {now.get(setting)}"
+            yield f"{where}{name} was {before.get(setting)} and is now {now.get(setting)}"
     yield from _changed_files(before.get("files", []), now.get("files", []), where)
     sources, present = before.get("sources", []), now.get("sources", [])
     if len(sources) != len(present):
-        yield f"{where}the mixture had {len(sources)} sources, has {len(present)}"
+        yield f"{where}the mixture had {len(sources)} sources and now has {len(present)}"
         return
     for number, (old, new) in enumerate(zip(sources, present, strict=True)):
         if old.get("fingerprint") != new.get("fingerprint") or old.get("weight") != new.get("weight"):
@@ -85,9 +85,9 @@ def _changed_files(
 ) -> Iterator[str]:
     if len(before) != len(now):
         paths, present = [file["path"] for file in before], [file["path"] for file in now]
-        yield f"{where}it had {len(before)} files, has {len(now)}"
+        yield f"{where}it had {len(before)} files and now has {len(now)}"
         yield from (f"{where}{path} is missing" for path in paths if path not in present)
-        yield from (f"{where}{path} was not there" for path in present if path not in paths)
+        yield from (f"{where}{path} is new" for path in present if path not in paths)
         return
     for old, new in zip(before, now, strict=True):
         changed = [field for field in _FIELDS if old.get(field) != new.get(field)]

@@ -87,7 +87,7 @@ def find_files(inputs: Iterable[str | os.PathLike[str]]) -> list[Path]:
             # that differs between machines, and the data set would too.
             below = sorted(_below(path))
             if not below:
-                raise UsageError(f"the folder {path} has no files in it")
+                raise UsageError(f"the folder {path} does not contain any files")
             files += below
         elif path.is_file():
             files.append(path)
@@ -96,7 +96,7 @@ def find_files(inputs: Iterable[str | os.PathLike[str]]) -> list[Path]:
                 f"the input {path} does not exist" if not path.exists() else f"the input {path} is not a file"
             )
     if not files:
-        raise UsageError("nothing to build from: name files or folders")
+        raise UsageError("there is no input: specify files or folders")
     return files
 
 
@@ -105,7 +105,9 @@ def _below(folder: Path) -> Iterator[Path]:
     missing without a word."""
 
     def refuse(error: OSError) -> None:
-        raise UsageError(f"the folder {error.filename} cannot be read: {error.strerror}; see its permissions")
+        raise UsageError(
+            f"the folder {error.filename} cannot be read: {error.strerror}; check its permissions"
+        )
 
     for at, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -295,7 +297,8 @@ class Reader:
     def _bad(self, what: str, number: int, why: str) -> None:
         if not self._reading.skip_bad:
             raise DataError(
-                f"{self._span.path}, {what} {number}: {why}; repair it, or skip what cannot be read with --skip-bad"
+                f"{self._span.path}, {what} {number}: {why}; repair the file, or skip records that cannot be read "
+                "with --skip-bad"
             )
         self.skipped += 1
 
@@ -327,11 +330,13 @@ def _row_groups(path: Path, column: str, unit_bytes: int) -> Iterator[tuple[int,
         raise UsageError(f"{path} is not a readable Parquet file: {error}") from error
     if column not in schema.names:
         raise UsageError(
-            f"{path} has no column {column!r}; name one of {', '.join(schema.names)} with --field"
+            f"{path} does not have a column {column!r}; choose one of {', '.join(schema.names)} with --field"
         )
     kind = str(schema.field(column).type)
     if kind not in ("string", "large_string", "string_view"):
-        raise UsageError(f"the column {column!r} of {path} holds {kind}, not text; name another with --field")
+        raise UsageError(
+            f"the column {column!r} of {path} contains {kind}, not text; choose another column with --field"
+        )
     first = nbytes = 0
     for group in range(metadata.num_row_groups):
         nbytes += metadata.row_group(group).total_byte_size
@@ -345,6 +350,6 @@ def _parquet() -> Any:
         from pyarrow import parquet
     except ImportError as error:
         raise UsageError(
-            f"Parquet files need a library: pip install 'holdfast-train[data]' ({error})"
+            f"Parquet files need another library: pip install 'holdfast-train[data]' ({error})"
         ) from error
     return parquet

@@ -55,17 +55,21 @@ def shuffled(
         UsageError: no map-style dataset, or a setting that cannot be.
     """
     if isinstance(dataset, Shuffled):
-        raise UsageError("holdfast.data.shuffled(...) of holdfast.data.shuffled(...): once is enough")
+        raise UsageError(
+            "holdfast.data.shuffled was applied to a dataset that is already shuffled; call it only once"
+        )
     # Refused now and not in a decoding process, whose error would arrive with the first batch.
     check_dataset(dataset)
     if not 0 <= workers <= MOST_WORKERS:
-        raise UsageError(f"holdfast.data.shuffled: workers={workers}; 0 to {MOST_WORKERS}, for example 4")
-    if steps_ahead < 1:
-        raise UsageError(f"holdfast.data.shuffled: steps_ahead={steps_ahead}; at least 1, for example 2")
-    if collate is not None and not callable(collate):
         raise UsageError(
-            "holdfast.data.shuffled: collate is not a function; give one that takes a list of samples"
+            f"holdfast.data.shuffled: workers must be between 0 and {MOST_WORKERS} (got {workers}), for example 4"
         )
+    if steps_ahead < 1:
+        raise UsageError(
+            f"holdfast.data.shuffled: steps_ahead must be at least 1 (got {steps_ahead}), for example 2"
+        )
+    if collate is not None and not callable(collate):
+        raise UsageError("holdfast.data.shuffled: collate must be a function that takes a list of samples")
     return Shuffled(
         dataset=dataset,
         workers=workers,
@@ -82,13 +86,13 @@ def check_dataset(data: Any) -> None:
     ):
         if (dataset := getattr(data, "dataset", None)) is not None and hasattr(dataset, "__getitem__"):
             raise UsageError(
-                f"{describe(data)} deals samples itself, and Holdfast deals them to whoever computes a step: give the data set "
-                f"that it loads, a {describe(dataset)}, and the batch size as micro_batch=. For decoding in other processes wrap "
-                "it: holdfast.data.shuffled(dataset, workers=4)"
+                f"{describe(data)} assigns samples to workers itself, but with Holdfast the assignment changes "
+                f"during a job: pass the data set that it loads, a {describe(dataset)}, and the batch size as "
+                "micro_batch=. For decoding in other processes wrap it: holdfast.data.shuffled(dataset, workers=4)"
             )
         raise UsageError(
-            f"{describe(data)} is not a map-style dataset: give it `__len__` and `__getitem__` (or `batch(ids)`); "
-            "a stream has no order from which a job could continue"
+            f"{describe(data)} is not a map-style dataset: it needs `__len__` and `__getitem__` (or `batch(ids)`), "
+            "because a job could not be resumed at the right position of a stream"
         )
     if len(data) < 1:
         raise UsageError("the dataset is empty")

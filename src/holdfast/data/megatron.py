@@ -72,11 +72,11 @@ class Index:
         # Named separately, because the advice differs: such a file is not damaged but of a format that is no
         # longer read.
         if head.startswith(LEGACY_MAGIC):
-            raise self._broken("has the format of before 2019 (TNTIDX)", "build it again from the text")
+            raise self._broken("has the format used before 2019 (TNTIDX)", "build it again from the text")
         if not head.startswith(MAGIC[: len(head)]) or len(head) < len(MAGIC):
             raise self._broken("is not a Megatron index (it does not begin with MMIDIDX)")
         if len(head) < HEADER.size:
-            raise self._broken(f"is cut short: it has {size} bytes, its header alone {HEADER.size}")
+            raise self._broken(f"is cut short: it has {size} bytes, but its header alone needs {HEADER.size}")
         _, version, code, sequences, edges = HEADER.unpack(head)
         if version != VERSION:
             raise self._broken(f"has version {version}; only version {VERSION} is known")
@@ -151,7 +151,7 @@ class Index:
         if end != self._nbytes or (self._sequences and self._pointers[0] != 0):
             raise self._broken(
                 f"describes {end} bytes of tokens, but {self.path.with_suffix('.bin')} has {self._nbytes}: one of "
-                "them is cut short, or they are not of one data set"
+                "them is cut short, or they do not belong to the same data set"
             )
 
     def _broken(self, what: str, advice: str = "copy or build it again") -> ValueError:

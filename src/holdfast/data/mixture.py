@@ -127,7 +127,7 @@ class Mixture:
         numbers = np.asarray(ids, dtype=np.int64)
         if numbers.size and not (numbers.min() >= 0 and numbers.max() < len(self)):
             raise IndexError(
-                f"sample numbers span {numbers.min()} to {numbers.max()}, but the mixture holds {len(self)} samples"
+                f"sample numbers span {numbers.min()} to {numbers.max()}, but the mixture has {len(self)} samples"
             )
         # A sample number alone tells its source, so a batch may mix sources in any order, and each source is
         # still asked once, with all of its numbers.
@@ -245,7 +245,7 @@ class MixtureOrder:
         if asked.size == 0:
             return np.zeros(asked.shape, np.int64)
         if asked.dtype.kind not in "iu":
-            raise TypeError(f"positions have dtype {asked.dtype}; give integers")
+            raise TypeError(f"positions must be integers (got dtype {asked.dtype})")
         if int(asked.min()) < 0 or int(asked.max()) >= 2**62:
             raise ValueError(
                 f"positions span {asked.min()} to {asked.max()}; positions of a mixture run from 0 to 2**62 - 1"
@@ -302,7 +302,7 @@ def _checked_units(weights: list[float]) -> list[int]:
     for number, weight in enumerate(weights):
         if not (math.isfinite(weight) and weight > 0):
             raise ValueError(
-                f"weight {number} of the mixture is {weight}; leave the source out or weigh it above 0"
+                f"weight {number} of the mixture is {weight}; remove the source, or use a weight above 0"
             )
     # fsum, because a naive sum of many weights such as 0.1 misses 1 by more than a careful user should have
     # to think about.
@@ -319,7 +319,7 @@ def _checked_units(weights: list[float]) -> list[int]:
     if 0 in units:
         number = units.index(0)
         raise ValueError(
-            f"weight {number} of the mixture, {weights[number]:g}, is less than a billionth; leave the source out"
+            f"weight {number} of the mixture, {weights[number]:g}, is less than a billionth; remove the source"
         )
     # Without it the same proportions, written as 0.5 or as 1/2 of other sums, would be other mixtures with
     # other fingerprints.
@@ -331,10 +331,10 @@ def _checked_length(source: Source, number: int) -> int:
     for name in ("__len__", "batch", "fingerprint"):
         if not hasattr(source, name):
             raise ValueError(
-                f"source {number} of the mixture, {source!r}, has no {name}; mix data sets such as TokenDataset"
+                f"source {number} of the mixture, {source!r}, does not have {name}; mix data sets such as TokenDataset"
             )
     if len(source) < 1:
-        raise ValueError(f"source {number} of the mixture, {source!r}, is empty; leave it out")
+        raise ValueError(f"source {number} of the mixture, {source!r}, is empty; remove it")
     return len(source)
 
 
@@ -342,7 +342,7 @@ def _common_length(sources: list[Source]) -> int | None:
     lengths: set[int] = {getattr(source, "seq_len", None) for source in sources} - {None}  # type: ignore[assignment]
     if len(lengths) > 1:
         raise ValueError(
-            f"the sources of the mixture have samples of {', '.join(map(str, sorted(lengths)))} tokens; "
-            "open all of them with one seq_len"
+            f"the sources of the mixture have samples of different lengths ({', '.join(map(str, sorted(lengths)))} "
+            "tokens); open all of them with the same seq_len"
         )
     return lengths.pop() if lengths else None

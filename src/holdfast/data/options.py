@@ -42,16 +42,18 @@ class Reading:
     field: Annotated[
         str,
         Option(
-            metavar="NAME", help="The field of a JSON line, or the column of Parquet, that holds the text."
+            metavar="NAME", help="Field of a JSON line, or column of a Parquet file, that contains the text."
         ),
     ] = "text"
-    documents: Annotated[Documents, Option(help="What one document is in a text file.")] = Documents.FILE
+    documents: Annotated[Documents, Option(help="What counts as one document in a text file.")] = (
+        Documents.FILE
+    )
     kind: Annotated[
         Kind | None,
         Option(
             names=("--input-format",),
-            default="by the files' names",
-            help="The format of all inputs.",
+            default="determined by the files' names",
+            help="Format of all inputs.",
         ),
     ] = None
     skip_bad: Annotated[bool, Option(help="Skip and count lines and rows that cannot be read.")] = False
@@ -65,7 +67,7 @@ class BuildOptions:
         tuple[str, ...],
         Argument(
             metavar="INPUT",
-            help="Files, or folders of them: text, .jsonl or .parquet; text and .jsonl also as .gz.",
+            help="Files or folders of files: text, .jsonl or .parquet; text and .jsonl also compressed as .gz.",
         ),
     ]
     prefix: Annotated[
@@ -82,22 +84,31 @@ class BuildOptions:
     ] = "bytes"
     eod: Annotated[
         str | None,
-        Option(group="Tokens", metavar="TOKEN", help="The token that ends every document: '<|endoftext|>'."),
+        Option(
+            group="Tokens",
+            metavar="TOKEN",
+            help="Token that ends every document, for example '<|endoftext|>'.",
+        ),
     ] = None
     eod_id: Annotated[
-        int | None, Option(group="Tokens", metavar="ID", help="The same token by its number.")
+        int | None, Option(group="Tokens", metavar="ID", help="Number of the token that ends every document.")
     ] = None
     dtype: Annotated[
         str | None,
         Option(
             group="Tokens",
-            default="the smallest that holds every token",
-            help="The type of the tokens, for example uint16.",
+            default="the smallest that can hold every token",
+            help="Type of the tokens, for example uint16.",
         ),
     ] = None
     format: Annotated[
-        Format, Option(help="megatron writes PREFIX.bin and PREFIX.idx; npy writes PREFIX.npy.")
+        Format,
+        Option(
+            help="Format of the output. megatron writes PREFIX.bin and PREFIX.idx; npy writes PREFIX.npy."
+        ),
     ] = Format.MEGATRON
-    overwrite: Annotated[bool, Option(help="Replace different data of the same name.")] = False
+    overwrite: Annotated[
+        bool, Option(help="Replace existing data of the same name that was built differently.")
+    ] = False
     unit_bytes: int | None = None
     """Input bytes of one unit of work, for tests. None: 4 MiB, up to 32 MiB where that would be more than 4,096 units."""

@@ -64,9 +64,9 @@ class SampleOrder:
 
     def __post_init__(self) -> None:
         if not 1 <= self.samples <= MAX_SAMPLES:
-            raise ValueError(f"samples is {self.samples}; an order needs between 1 and 2**62 samples")
+            raise ValueError(f"samples must be between 1 and 2**62 (got {self.samples})")
         if not 0 <= self.seed <= _MASK:
-            raise ValueError(f"seed is {self.seed}; choose one between 0 and 2**64 - 1")
+            raise ValueError(f"seed must be between 0 and 2**64 - 1 (got {self.seed})")
 
     def at(self, position: int) -> int:
         """The sample at one position.
@@ -83,7 +83,7 @@ class SampleOrder:
         """
         position = operator.index(position)
         if not 0 <= position < 2**63:
-            raise ValueError(f"position is {position}; positions run from 0 to 2**63 - 1")
+            raise ValueError(f"position must be between 0 and 2**63 - 1 (got {position})")
         epoch, sample = divmod(position, self.samples)
         keys = _epoch_keys(self.seed, epoch)
         sample = _permute(sample, self._halves, keys)
@@ -110,7 +110,7 @@ class SampleOrder:
         if asked.size == 0:
             return np.zeros(asked.shape, dtype=np.int64)
         if asked.dtype.kind not in "iu":
-            raise TypeError(f"positions have dtype {asked.dtype}; give integers")
+            raise TypeError(f"positions must be integers (got dtype {asked.dtype})")
         if asked.size < _VECTOR_FROM:
             few = [self.at(position) for position in asked.ravel().tolist()]
             return np.array(few, dtype=np.int64).reshape(asked.shape)
@@ -153,11 +153,11 @@ class SampleOrder:
                 "choose sizes of at least 1 that divide evenly"
             )
         if step < 0:
-            raise ValueError(f"step is {step}; steps count from 0")
+            raise ValueError(f"step must be at least 0 (got {step})")
         if not 0 <= micro < global_batch // micro_batch:
             raise ValueError(
-                f"micro-batch {micro} of step {step} does not exist: global_batch {global_batch} holds "
-                f"{global_batch // micro_batch} of {micro_batch} samples, numbered from 0"
+                f"micro-batch {micro} of step {step} does not exist: global_batch {global_batch} has "
+                f"{global_batch // micro_batch} micro-batches of {micro_batch} samples, numbered from 0"
             )
         first = step * global_batch + micro * micro_batch
         if first + micro_batch > 2**63:

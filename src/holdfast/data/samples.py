@@ -114,7 +114,7 @@ class SampleLedger:
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
         except OSError as error:
             raise UsageError(
-                f"run.steps(ledger={str(folder)!r}): {error.strerror}; give a folder that can be written"
+                f"run.steps(ledger={str(folder)!r}): {error.strerror}; specify a folder that can be written"
             ) from error
         self._path = path
         self._write(
@@ -201,7 +201,8 @@ def check(*folders: str | os.PathLike[str], seen: Callable[[int], None] = lambda
     if len({(h.job, h.samples) for h in heads}) != 1:
         jobs = ", ".join(sorted({h.job for h in heads})) or "no job"
         raise UsageError(
-            f"{', '.join(map(str, folders))}: ledgers of {jobs}; give the folder of exactly one job and data set"
+            f"{', '.join(map(str, folders))}: records of {jobs} were found there; specify the folder of exactly one job and "
+            "data set"
         )
     began_ns: dict[str, int] = {}
     for head in heads:
@@ -254,7 +255,7 @@ def _read(path: Path, size: int, seen: Callable[[int], None]) -> tuple[_Head, li
     except Damaged as error:
         number = 1 if decoded is None else len(lines) + 2
         raise DataError(
-            f"{path}, line {number}, is damaged ({error}): what this worker did is not known"
+            f"{path}, line {number}, is damaged ({error}): the samples of this worker are not known"
         ) from None
     return decoded, lines, content.count(b"\n", 0, size) - 1
 
@@ -298,7 +299,7 @@ def _seen(step: int, parts: list[_Line], counts: set[int], samples: int) -> Iter
     if sorted(micros) != list(range(len(micros))) or len(micros) not in counts:
         raise DataError(
             f"step {step} was committed with the micro-batches {sorted(micros)}; each of "
-            f"{' or '.join(map(str, sorted(counts)))} must be there once"
+            f"{' or '.join(map(str, sorted(counts)))} must occur exactly once"
         )
     for part in parts:
         for micro, ids in (part.m or {}).items():

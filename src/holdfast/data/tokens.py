@@ -72,12 +72,12 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         pad_token: int = 0,
     ) -> None:
         if seq_len < 1:
-            raise ValueError(f"seq_len is {seq_len}; a sample needs at least 1 token")
+            raise ValueError(f"seq_len must be at least 1 token (got {seq_len})")
         if documents not in ("packed", "padded"):
-            raise ValueError(f"documents is {documents!r}; it can be 'packed' or 'padded'")
+            raise ValueError(f"documents must be 'packed' or 'padded' (got {documents!r})")
         paths = [path] if isinstance(path, str | os.PathLike) else list(path)
         if not paths:
-            raise ValueError("the list of token files is empty; name at least one")
+            raise ValueError("the list of token files is empty; pass at least one")
         self.seq_len = seq_len
         self._asked = paths, dtype, documents, pad_token
         self.files = tuple(TokenFile(one, dtype) for one in paths)
@@ -102,7 +102,7 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         """
         if len(self.files) > 1:
             raise ValueError(
-                f"{self!r} has {len(self.files)} files; take the tokens of one: data.files[0].tokens"
+                f"{self!r} has {len(self.files)} files; use the tokens of one of them: data.files[0].tokens"
             )
         return self.files[0].tokens
 
@@ -202,8 +202,8 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
             return Packed(file, self.seq_len)
         if file.index is None:
             raise ValueError(
-                f"{file.path} does not say where documents begin, so they cannot be padded; "
-                "`holdfast data build` writes a .bin with an .idx, which does"
+                f"{file.path} does not contain the beginnings of documents, so documents cannot be padded; `holdfast "
+                "data build` writes a .bin with an .idx, which contains them"
             )
         return Padded(file, file.index, self.seq_len, pad_token)
 
@@ -220,13 +220,12 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         numbers = np.asarray(ids)
         if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu"):
             raise ValueError(
-                f"sample numbers have shape {numbers.shape} and dtype {numbers.dtype}; "
-                "give a 1-D array of integers"
+                f"sample numbers must be a 1-D array of integers (got shape {numbers.shape} and dtype {numbers.dtype})"
             )
         if numbers.size and not (numbers.min() >= 0 and numbers.max() < len(self)):
             raise IndexError(
-                f"sample numbers span {numbers.min()} to {numbers.max()}, but {self.path} holds {len(self)} "
-                "samples, numbered from 0"
+                f"sample numbers span {numbers.min()} to {numbers.max()}, but {self.path} has {len(self)} samples, "
+                "numbered from 0"
             )
         return numbers.astype(np.int64)
 

@@ -82,13 +82,15 @@ class FolderReach:
         try:
             self._token = read_stored_word(
                 self._job_dir / "token",
-                "without it no command reaches the running job; stop its launcher with Ctrl-C",
+                "without this file no command can reach the running job; stop its launcher with Ctrl-C",
             )
         except FileNotFoundError:
             # A simulated job never had one: its ledger is all that there is.
             if (self._job_dir / "spec.json").exists() and not jobs.is_running(self._job_dir):
                 raise self._not_running() from None
-            raise UsageError(f"there is no job {self._job_dir.name!r} in {self._job_dir.parent}") from None
+            raise UsageError(
+                f"the job {self._job_dir.name!r} does not exist in {self._job_dir.parent}"
+            ) from None
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -179,7 +181,7 @@ class JobClient:
 
     @property
     def _unreadable(self) -> str:
-        return f"what the coordinator of the job {self._name!r} answers cannot be read"
+        return f"the answer of the coordinator of the job {self._name!r} cannot be read"
 
     async def _request(self, method: str, path: str, body: str = "", repeat: bool = False) -> bytes:
         deadline = time.monotonic() + PATIENCE_S

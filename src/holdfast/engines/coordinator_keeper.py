@@ -41,12 +41,12 @@ PAUSES_S = 1.0, 2.0, 5.0
 
 
 OTHER_VERSION = (
-    "the Holdfast that is installed here now is another version than the one that this job was started with"
+    "the version of Holdfast that is now installed here differs from the one with which this job was started"
 )
 
 
 def _way_back() -> str:
-    return f"put version {__version__} back, or end the job and start it again, which resumes it"
+    return f"install version {__version__} again, or end the job and start it again, which resumes it"
 
 
 class Superseded(HoldfastError):
@@ -212,7 +212,7 @@ class CoordinatorKeeper:
             if standby.process.returncode == EXIT_OTHER_VERSION and not told:
                 told = True
                 self._note(
-                    f"{OTHER_VERSION}. If the coordinator of this job is lost, none can take its place: {_way_back()}"
+                    f"{OTHER_VERSION}. If the coordinator of this job is lost, it cannot be replaced: {_way_back()}"
                 )
 
     async def keep(self) -> None:
@@ -238,7 +238,8 @@ class CoordinatorKeeper:
                 raise HoldfastError(f"the coordinator ended {failures} times with exit code {code}")
             if code == EXIT_OTHER_VERSION:
                 await self._wait(
-                    f"there is no coordinator: {OTHER_VERSION}. What trains goes on for {self._config.timing.orphan_s:g} s; {_way_back()}"
+                    f"the job has no coordinator: {OTHER_VERSION}. Workers continue to train for "
+                    f"{self._config.timing.orphan_s:g} s; {_way_back()}"
                 )
             elif refused:
                 await self._wait_for_room("see the line above, or logs/coordinator.log")
@@ -263,8 +264,8 @@ class CoordinatorKeeper:
     async def _wait_for_room(self, why: str) -> None:
         # Training goes on meanwhile, and would end with this process. So there is no last attempt.
         await self._wait(
-            f"there is no coordinator: the system refuses what it needs ({why}). What trains goes on; the coordinator is "
-            "started again until it succeeds"
+            f"the job has no coordinator: the system refuses a resource that it needs ({why}). Workers continue to "
+            "train; starting the coordinator is retried until it succeeds"
         )
 
     async def _wait(self, told: str) -> None:
@@ -299,11 +300,11 @@ class CoordinatorKeeper:
                 work.replace(path)
             except OSError as error:
                 if path not in self._lost:
-                    told.append(f"{path} is {what}, and cannot be put back: {error.strerror}")
+                    told.append(f"{path} is {what} and cannot be restored: {error.strerror}")
                 self._lost.add(path)
             else:
                 self._lost.discard(path)
-                told.append(f"{path} was {what}, and is put back")
+                told.append(f"{path} was {what} and has been restored")
         return told
 
     def hand_over(self) -> None:
@@ -397,5 +398,7 @@ def listen(host: str, port: int) -> socket.socket:
         return listening(host, port, BACKLOG)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise UsageError(f"port {port} is in use; choose another --port, or leave it out") from None
+            raise UsageError(
+                f"port {port} is in use; choose another port with --port, or remove the option"
+            ) from None
         raise UsageError(f"cannot listen on {host_and_port(host, port)}: {error.strerror}") from None

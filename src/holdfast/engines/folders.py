@@ -32,20 +32,20 @@ def find_environment_problems(
     found = []
     folder = Path(cwd)
     if not folder.is_dir():
-        found.append(f"there is no folder {folder}; the job runs in the same folder on every host")
+        found.append(f"the folder {folder} does not exist; the job runs in the same folder on every host")
     elif module:
         sys.path.append(str(folder))
         if importlib.util.find_spec(script.partition(".")[0]) is None:
-            found.append(f"there is no module {script!r}; give it the same environment")
+            found.append(f"the module {script!r} was not found; install the same environment there")
     if not module:
         try:
             if sha256(Path(cwd, script).read_bytes()).hexdigest() != digest and digest:
-                found.append(f"{script} differs from the one on the launching machine; copy it")
+                found.append(f"{script} differs from the script on the launching machine; copy it")
         except OSError as error:
-            found.append(f"{script}: {error.strerror}; copy the script to the same place")
+            found.append(f"{script}: {error.strerror}; copy the script to the same path")
     for name in preload:
         if importlib.util.find_spec(name) is None:
-            found.append(f"there is no module {name!r} (--preload); give it the same environment")
+            found.append(f"the module {name!r} (--preload) was not found; install the same environment there")
     return found
 
 
@@ -66,8 +66,8 @@ def find_tier_problem(url: str, own: Path, shared: bool, name: str) -> str:
         # That a folder of this path is here proves nothing: every machine may have one. Checkpoints of some nodes would be
         # where the others never look, and the job would only find out when it needs them.
         return (
-            f"the checkpoints' folder {folder} is not shared with the launching machine; name one on a file system that all hosts "
-            "share, or an object store, with --checkpoint"
+            f"the checkpoints' folder {folder} is not shared with the launching machine; use --checkpoint with a "
+            "folder on a file system that all hosts share, or with an object store"
         )
     return ""
 

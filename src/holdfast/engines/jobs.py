@@ -26,9 +26,7 @@ from holdfast.protocol.ownership import refuse_open_to_others
 from holdfast.protocol.stored import START_ANEW, decode_file, read_stored, read_stored_word
 
 KEEP_LEDGERS = 5
-MEMORY_ADVICE = (
-    "it names the job's snapshot memory; remove it to go on from a checkpoint, without that memory"
-)
+MEMORY_ADVICE = "it contains the name of the job's snapshot memory; remove it to resume from a checkpoint, without that memory"
 
 
 def home() -> Path:
@@ -42,11 +40,12 @@ def home() -> Path:
         str(path.absolute()).encode()
     except RuntimeError:
         raise UsageError(
-            "this user has no home folder, and jobs need one: set HOLDFAST_HOME to a folder that you can write"
+            "this user does not have a home folder, in which jobs are stored: set HOLDFAST_HOME to a folder that you "
+            "can write"
         ) from None
     except UnicodeEncodeError:
         raise UsageError(
-            f"HOLDFAST_HOME {os.fsencode(path.absolute())!r} is not UTF-8: name another"
+            f"HOLDFAST_HOME {os.fsencode(path.absolute())!r} is not valid UTF-8: choose another folder"
         ) from None
     return path
 
@@ -71,7 +70,8 @@ def check_name(name: str, option: str = "--job") -> str:
     """Raises UsageError for a name that is no good as a folder. option: as which it was given."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", name):
         raise UsageError(
-            f"{option} {name!r}: use letters, digits, '.', '_' and '-', beginning with a letter or digit"
+            f"{option} {name!r}: must begin with a letter or digit and may contain only letters, digits, '.', '_' "
+            "and '-'"
         )
     return name
 
@@ -99,13 +99,13 @@ def existing(name: str | None) -> Path:
     chosen = newest_job() if name is None else check_name(name)
     if chosen is None:
         raise UsageError(
-            f"there is no job in {home() / 'jobs'}; start one with `holdfast run`, or set HOLDFAST_HOME"
+            f"there are no jobs in {home() / 'jobs'}; start one with `holdfast run`, or set HOLDFAST_HOME"
         )
     folder = job_dir(chosen)
     if not (folder / "spec.json").is_file():
         names = [d.name for d in folders()[:5]]
-        there = f"; the newest are {', '.join(names)}" if names else ""
-        raise UsageError(f"there is no job {chosen!r} in {home() / 'jobs'}{there}")
+        there = f"; the newest jobs are {', '.join(names)}" if names else ""
+        raise UsageError(f"the job {chosen!r} does not exist in {home() / 'jobs'}{there}")
     return folder
 
 
@@ -163,7 +163,7 @@ def read_allocation(folder: Path) -> Allocation | None:
         return read_stored(
             folder / "allocation.json",
             _allocations,
-            "it names the cluster's job; remove the file if no job of the cluster is running",
+            "it contains the number of the cluster's job; remove the file if that job is not running",
         )
     except FileNotFoundError:
         return None
@@ -215,7 +215,7 @@ def find_checkpoints(spec: JobSpec, note: Callable[[str], None]) -> Resume:
             else:
                 there += [Durable(step, tier.url) for step in steps]
     for why in passed_over:
-        note(f"skips a checkpoint: {why}")
+        note(f"skipped a checkpoint: {why}")
     return Resume(tuple(sorted(there, key=lambda d: -d.step)), tuple(passed_over))
 
 
@@ -279,7 +279,7 @@ def check_own(folder: Path) -> None:
     try:
         refuse_open_to_others(folder, "the job's folder")
     except OSError as error:
-        raise UsageError(f"the job's folder {folder} cannot be looked at: {error.strerror}") from None
+        raise UsageError(f"the job's folder {folder} cannot be read: {error.strerror}") from None
 
 
 class JobFolder:
@@ -300,9 +300,9 @@ class JobFolder:
             blocking = next(
                 (p for p in (self.path, *self.path.parents) if p.exists() and not p.is_dir()), None
             )
-            why = f"{blocking} is no folder" if blocking else f"{error.filename}: {error.strerror}"
+            why = f"{blocking} is not a folder" if blocking else f"{error.filename}: {error.strerror}"
             raise UsageError(
-                f"the job's folder cannot be made: {why}; remove it, or set HOLDFAST_HOME"
+                f"the job's folder cannot be created: {why}; remove it, or set HOLDFAST_HOME to another folder"
             ) from None
         check_own(self.path)
         self.lock = self._lock(name) if here else -1
@@ -325,7 +325,7 @@ class JobFolder:
             self._locks.append(self._lock(self.path.name))
         except (OSError, UsageError):
             return ""
-        return f"{path} was gone, and is put back"
+        return f"{path} was missing and has been restored"
 
     def _lock(self, name: str) -> int:
         # The descriptor is inherited by the coordinator. The job counts as running until the launcher and the
@@ -336,7 +336,8 @@ class JobFolder:
         except BlockingIOError:
             os.close(lock)
             raise UsageError(
-                f"a job named {name!r} is running: see `holdfast status --job {name}`, or choose another --job"
+                f"a job named {name!r} is running: see `holdfast status --job {name}`, or choose another name with "
+                "--job"
             ) from None
         return lock
 

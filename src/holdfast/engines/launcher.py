@@ -179,7 +179,7 @@ class Launcher(ABC):
         if where is not None:
             link = f"{where.url}/enter?code={code}"
             self.view.note(
-                f"page: {link}  (good once, for a minute; later: holdfast ui --job {self.spec.name})"
+                f"page: {link}  (valid once, for one minute; later: holdfast ui --job {self.spec.name})"
             )
 
     async def _watch(self) -> None:
@@ -271,8 +271,8 @@ class Launcher(ABC):
         if resume.checkpoints:
             newest = resume.checkpoints[0]
             self.note(
-                f"--job {self.spec.name} has run before and goes on from step {newest.step} ({newest.where}); to train from the "
-                "start choose another --job"
+                f"--job {self.spec.name} has run before and continues from step {newest.step} ({newest.where}); to "
+                "train from the beginning, choose another --job"
             )
 
     def note(self, text: str, **fields: object) -> None:
@@ -302,11 +302,11 @@ class Launcher(ABC):
         self.interrupts += 1
         if self.interrupts == 1:
             self.stop("interrupted")  # before anything is shown: this is what was asked for
-            self.note("stopping after this step; press Ctrl-C again to stop at once")
+            self.note("stopping after this step; press Ctrl-C again to stop immediately")
         else:
             self.end_now()
             self.note(
-                "snapshots that are only in the nodes' memory stay there for the next start of this job"
+                "snapshots that are only in the nodes' memory are kept there for the next start of this job"
             )
 
     def stop(self, reason: str, cause: NoticeCause = NoticeCause.STOP) -> None:
@@ -364,5 +364,5 @@ class Launcher(ABC):
         except (OSError, Damaged):
             if self._told is not None:  # it could not be written
                 return self._told
-            return {"outcome": KILLED, "reason": "stopped at once", "incidents": []}
+            return {"outcome": KILLED, "reason": "stopped immediately", "incidents": []}
         return report

@@ -34,13 +34,15 @@ def read_topology(path: Path) -> dict[str, NodePlace]:
     except OSError as error:
         raise UsageError(f"--topology {path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise UsageError(f"--topology {path}: it is no text; write lines such as {_EXAMPLE!r}") from None
+        raise UsageError(f"--topology {path}: not a text file; write lines such as {_EXAMPLE!r}") from None
     try:
         found = parse_topology(text)
     except ValueError as error:
         raise UsageError(f"--topology {path}: {error}") from None
     if not found:
-        raise UsageError(f"--topology {path}: it names no host; write lines such as {_EXAMPLE!r}")
+        raise UsageError(
+            f"--topology {path}: the file does not contain any hosts; write lines such as {_EXAMPLE!r}"
+        )
     return found
 
 
@@ -58,7 +60,8 @@ def parse_topology(text: str) -> dict[str, NodePlace]:
         fields = line.split()
         if len(fields) != 2:
             raise ValueError(
-                f"line {number}: {len(fields)} fields; write the hosts and their place, as in {_EXAMPLE!r}"
+                f"line {number}: {len(fields)} fields instead of two; write the hosts and their place, as in "
+                f"{_EXAMPLE!r}"
             )
         try:
             place = parse_place(fields[1])
@@ -97,7 +100,7 @@ def expand(hosts: str) -> Iterator[str]:
     for word in _words(hosts):
         parts = _PART.findall(word)
         if "".join(parts) != word:
-            raise ValueError(f"{word!r} has brackets that do not close; write for example node[01-16]")
+            raise ValueError(f"{word!r} has brackets that are not closed; write for example node[01-16]")
         yield from map("".join, itertools.product(*map(_names, parts)))
 
 
@@ -121,7 +124,7 @@ def _names(part: str) -> list[str]:
     for text in part[1:-1].split(","):
         match = _RANGE.fullmatch(text)
         if match is None:
-            raise ValueError(f"{part} is no range; write for example [01-16] or [1,3,7-9]")
+            raise ValueError(f"{part} is not a range; write for example [01-16] or [1,3,7-9]")
         first, last = match[1], match[2] or match[1]
         if int(last) < int(first):
             raise ValueError(f"{part}: {last} is before {first}")
@@ -141,13 +144,13 @@ def _give(found: dict[str, NodePlace], number: int, hosts: str, place: NodePlace
         raise ValueError(f"line {number}, field hosts: more than {MOST_HOSTS} hosts")
     for name in names:
         if not _HOST.fullmatch(name):
-            raise ValueError(f"line {number}, field hosts: {name!r} is no name of a host")
+            raise ValueError(f"line {number}, field hosts: {name!r} is not a valid name of a host")
         # Twice in the same place is no error: files are put together from several. In two places one of them
         # is wrong, and nobody can say which.
         if found.setdefault(name, place) != place:
             raise ValueError(
-                f"line {number}, field hosts: {name} stands in {shown(place)!r} here and in {shown(found[name])!r} before; "
-                "give each host one place"
+                f"line {number}, field hosts: {name} has the place {shown(place)!r} here and {shown(found[name])!r} "
+                "in an earlier line; each host can have only one place"
             )
 
 

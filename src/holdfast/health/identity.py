@@ -72,8 +72,9 @@ def identity(root: Path, part: str = "", *, environ: Mapping[str, str]) -> str:
     if given := environ.get(IDENTITY_VARIABLE, ""):
         if _GIVEN.fullmatch(given) is None:
             raise UsageError(
-                f"{IDENTITY_VARIABLE}={given[:80]!r} is not KIND:VALUE, for example serial:J7XK9: a kind of at most 16 "
-                "small letters, digits and hyphens, a value of at most 200 ASCII characters without spaces"
+                f"{IDENTITY_VARIABLE}={given[:80]!r} must be KIND:VALUE, for example serial:J7XK9, where the kind "
+                "has at most 16 lower-case letters, digits and hyphens, and the value at most 200 ASCII characters "
+                "without spaces"
             )
         return f"{given}/{part}" if part else given
     contained = in_container(root, environ)

@@ -194,7 +194,7 @@ class Journal:
         """Raises OSError when there is no journalctl, or it does not start."""
         command = shutil.which("journalctl")
         if command is None:
-            raise FileNotFoundError(errno.ENOENT, "there is no journalctl")
+            raise FileNotFoundError(errno.ENOENT, "journalctl was not found")
         self._process = subprocess.Popen(
             # JSON, see `journal_text`. `--lines=0`: only what comes from now on, as with /dev/kmsg.
             [command, "--dmesg", "--follow", "--lines=0", "--output=json", "--quiet"],
@@ -319,8 +319,8 @@ def open_kernel_log(left: Path | None) -> Kmsg | Journal:
         except OSError as other:
             raise OSError(
                 error.errno,
-                f"/dev/kmsg: {error.strerror}; journal: {other.strerror}. Kernel and GPU errors (Xid) are not seen on "
-                "this node. Let the agent's user into the group systemd-journal or adm, give it CAP_SYSLOG, or set "
+                f"/dev/kmsg: {error.strerror}; journal: {other.strerror}. Kernel and GPU errors (Xid) are not seen "
+                "on this node. Add the agent's user to the group systemd-journal or adm, give it CAP_SYSLOG, or set "
                 "kernel.dmesg_restrict=0",
             ) from None
 

@@ -23,13 +23,13 @@ def compiled(pattern: str, own: bool) -> re.Pattern[str]:
         try:
             return re.compile(pattern)
         except re.error as error:
-            raise ValueError(f"is no regular expression: {error}") from None
+            raise ValueError(f"is not a regular expression: {error}") from None
     try:
         import re2
     except ImportError as error:
         raise ValueError(f"needs google-re2, which is not installed here: {error}") from None
     if len(pattern) > MOST_CHARS:
-        raise ValueError(f"has {len(pattern):,} characters; {MOST_CHARS:,} are the most")
+        raise ValueError(f"has {len(pattern):,} characters; the limit is {MOST_CHARS:,}")
     options = re2.Options()
     options.log_errors, options.max_mem = False, MEMORY_BYTES
     try:
@@ -39,5 +39,5 @@ def compiled(pattern: str, own: bool) -> re.Pattern[str]:
     except UnicodeEncodeError:
         why = "it is not Unicode"
     raise ValueError(
-        f"is no regular expression of RE2, which has no look-around, no back-references and no (?x): {why}"
+        f"is not a regular expression of RE2, which does not support look-around, back-references and (?x): {why}"
     )

@@ -149,7 +149,9 @@ def make_rule(fields: dict[str, Any], own: bool = False) -> Rule:
     known = set(Rule.__struct_fields__) - {"own"}
     for key in fields:
         if key not in known:
-            raise RuleError(key, f"{key!r} is no field of a rule; there are {', '.join(sorted(known))}")
+            raise RuleError(
+                key, f"{key!r} is not a field of a rule; the fields are {', '.join(sorted(known))}"
+            )
     fields = dict(fields)
     for key in DURATIONS:
         if isinstance(fields.get(key), str):
@@ -174,24 +176,29 @@ def make_rule(fields: dict[str, Any], own: bool = False) -> Rule:
 
 def _check(rule: Rule) -> None:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", rule.id):
-        raise RuleError("id", f"id {rule.id!r}: letters, digits, '.', '_' and '-', at most 64 of them")
+        raise RuleError(
+            "id",
+            f"id {rule.id!r}: an id may have only letters, digits, '.', '_' and '-', at most 64 characters",
+        )
     kinds = [
         k for k, on in (("pattern", rule.pattern), ("reading", rule.reading), ("unknown", rule.unknown)) if on
     ]
     if rule.family:
         kinds = ["pattern"]
     if len(kinds) != 1:
-        raise RuleError("id", f"{rule.id}: give one of pattern, reading and unknown, not {len(kinds)}")
+        raise RuleError(
+            "id", f"{rule.id}: a rule must have exactly one of pattern, reading and unknown, not {len(kinds)}"
+        )
     if not rule.source:
         raise RuleError("source", f'{rule.id}: source is missing, for example "kmsg" or "log"')
     if rule.count < 1 or rule.count > SAMPLES_CAP:
-        raise RuleError("count", f"{rule.id}: count is between 1 and {SAMPLES_CAP}")
+        raise RuleError("count", f"{rule.id}: count must be between 1 and {SAMPLES_CAP}")
     # A log's lines have an order of their own, so a count without a window means `in a row` there. Kernel
     # lines and readings have none: without a window two faults a year apart would count as two.
     if rule.count > 1 and not rule.window and rule.source != "log":
         raise RuleError("count", f'{rule.id}: a count needs a window, for example window = "10m"')
     if not 0 <= rule.share <= 1 or (rule.share and not rule.window):
-        raise RuleError("share", f"{rule.id}: share is between 0 and 1, of a window that is given too")
+        raise RuleError("share", f"{rule.id}: share must be between 0 and 1, and needs a window")
     for key in DURATIONS:
         if getattr(rule, key) < 0:
             raise RuleError(key, f"{rule.id}: {key} cannot be below 0")
@@ -211,13 +218,14 @@ def _check_reading(rule: Rule) -> None:
     if rule.rate_above is not None and not rule.window:
         raise RuleError("rate_above", f'{rule.id}: a rate needs a window, for example window = "60s"')
     if rule.absence or rule.ranks:
-        raise RuleError("every", f"{rule.id}: start_within, every and ranks are for lines")
+        raise RuleError("every", f"{rule.id}: start_within, every and ranks can be used only for lines")
 
 
 def _check_line(rule: Rule) -> None:
     if rule.source not in LINE_SOURCES:
         raise RuleError(
-            "source", f"{rule.id}: lines come from {' and '.join(LINE_SOURCES)}, not {rule.source!r}"
+            "source",
+            f"{rule.id}: the source of lines must be {' or '.join(LINE_SOURCES)}, not {rule.source!r}",
         )
     pattern = _compiled(rule, "pattern")
     if rule.variant:
@@ -230,24 +238,25 @@ def _check_line(rule: Rule) -> None:
         rule.subject.format(**dict.fromkeys(pattern.groupindex, ""))
     except KeyError as error:
         raise RuleError(
-            "subject", f"{rule.id}: subject names {error}, which is no group of the pattern"
+            "subject", f"{rule.id}: subject names {error}, which is not a group of the pattern"
         ) from None
     except (IndexError, ValueError, AttributeError) as error:
         raise RuleError("subject", f"{rule.id}: subject {rule.subject!r}: {error}") from None
     if (rule.above is not None or rule.below is not None) and not pattern.groups:
         raise RuleError(
-            "pattern", f"{rule.id}: above and below judge a number: give it a group (?P<value>...)"
+            "pattern",
+            f"{rule.id}: above and below compare a number: the pattern needs a group (?P<value>...)",
         )
     if rule.absence and rule.source != "log":
-        raise RuleError("every", f'{rule.id}: start_within and every are for source = "log"')
+        raise RuleError("every", f'{rule.id}: start_within and every can be used only with source = "log"')
     # A process chooses its own name, and the kernel prints it in its lines. A pattern that could match
     # anywhere would let any user of the node take it out of the job by naming a process `NVRM: Xid ... 79`.
     severe = rule.source == "kmsg" and acts_on_node(rule.remedy)
     if severe and not re.match(r"(?:\(\?[a-zA-Z]+\)\s*)?\^", rule.pattern):
         raise RuleError(
             "pattern",
-            f"{rule.id}: a pattern that asks for {rule.remedy.value} begins with ^ and the kernel's own words: further on in "
-            "the kernel's lines stand names that any process gives itself",
+            f"{rule.id}: a pattern that asks for {rule.remedy.value} must begin with ^ and words of the kernel "
+            "itself, because later parts of a line may contain names that any process can choose",
         )
     # Examples are checked whenever rules are read, not only in our tests: a user who changes a pattern learns
     # at the start that it does not match the line that it was written for.

@@ -70,7 +70,8 @@ class RuleSet:
         if unknown:
             key = min(unknown)
             raise UsageError(
-                f"{name}, line {_line(text, key)}: {key!r} is no table of a rule file; write [[rule]] or [family.NAME]"
+                f"{name}, line {_line(text, key)}: {key!r} is not a table of a rule file; write [[rule]] or "
+                "[family.NAME]"
             )
         # Everything is gathered and checked before anything is stored: a file with one wrong rule must not
         # leave half of itself behind.
@@ -89,7 +90,7 @@ class RuleSet:
         for nth, given in enumerate(rules):
             id = given.get("id")
             if not isinstance(id, str):
-                raise UsageError(f"{name}, line {_rule_line(text, nth)}: this rule has no id")
+                raise UsageError(f"{name}, line {_rule_line(text, nth)}: this rule does not have an id")
             if id in lines:
                 raise UsageError(
                     f"{name}, line {_rule_line(text, nth)}: rule {id!r} is in this file twice, first in line {lines[id]}"
@@ -142,7 +143,7 @@ class RuleSet:
         for name in names:
             hit = self.named(name)
             if not hit:
-                raise UsageError(f"no rule is called {name!r}; `holdfast health rules` lists them")
+                raise UsageError(f"there is no rule named {name!r}; `holdfast health rules` lists all rules")
             for id in hit:
                 self._fields[id] = self._fields[id] | {"dry_run": True}
                 # The fields are changed as well as the rule: a file that is read later and changes the rule
@@ -153,7 +154,7 @@ class RuleSet:
         for key in given:
             if key not in (*_FAMILY_KEYS, *_TABLES):
                 raise UsageError(
-                    f"{name}, line {_line(text, key)}: {key!r} is no field of a family; there are "
+                    f"{name}, line {_line(text, key)}: {key!r} is not a field of a family; the fields are "
                     f"{', '.join((*_FAMILY_KEYS, *_TABLES))}"
                 )
         merged = {**(before or {}), **given}

@@ -30,11 +30,12 @@ _ADVICE = (
     ),
     (
         r"^NonFiniteGradient\b",
-        "Do what the message says. If samples and script are in order, `holdfast check --deep` looks for a machine that computes wrongly.",
+        "Follow the message. If the samples and the script are in order, use `holdfast check --deep` to look for a "
+        "machine that computes wrongly.",
     ),
     (
         r"^FileNotFoundError\b",
-        "The file must be there on every node, under this path.",
+        "The file must exist under this path on every node.",
     ),
     (
         r"^the same error",
@@ -42,46 +43,48 @@ _ADVICE = (
     ),
     (
         r"the script failed",
-        "The error is the script's own: fix the script.",
+        "The error was raised by the script itself: fix the script.",
     ),
     (
         r"^refused before",
-        "No machine is at fault, and no step was done: change what the cause names, then start again.",
+        "No machine is at fault, and no step was done: correct what is described above, then start again.",
     ),
     (
-        r"killed for want of memory",
+        r"out-of-memory killer",
         "Give each node more memory (on Kubernetes --node-memory), or use fewer workers, a smaller batch, or less for snapshots "
         "(--snapshot-memory).",
     ),
     (
         r"^step \d+ ended a worker",
-        "Look at the samples of that step: `--nnodes 1` goes on from the newest saved step and computes all of them in one worker, "
-        "so let the data set print the numbers that it is asked for. After SIGKILL see `dmesg | grep -i oom` first.",
+        "Look at the samples of that step. With `--nnodes 1` the job continues from the newest saved step and one "
+        "worker computes all samples, so the data set can print the numbers of the samples that it loads. If a "
+        "worker was ended by SIGKILL, see `dmesg | grep -i oom` first.",
     ),
     (
         r"SIGKILL|out of memory",
-        "Was it short of memory? See `dmesg | grep -i oom`; use fewer workers or a smaller batch.",
+        "The machine may have run out of memory: see `dmesg | grep -i oom`, and use fewer workers or a smaller batch.",
     ),
     (
         r"refused for the same reason \(shm:",
-        "Snapshots need room in /dev/shm: give it more (`docker run --shm-size 2g`; as root `mount -o remount,size=2g /dev/shm`), "
-        "or name a folder in other memory with HOLDFAST_MEMORY.",
+        "Snapshots need more space in /dev/shm: increase its size (`docker run --shm-size 2g`; as root `mount -o "
+        "remount,size=2g /dev/shm`), or set HOLDFAST_MEMORY to a folder in another memory file system.",
     ),
     (
         r"restart budget|no restarts|no more nodes",
-        "Find out why so much failed (the incidents above), or allow more with --max-restarts.",
+        "Find out why there were so many failures (see the incidents above), or allow more restarts with "
+        "--max-restarts.",
     ),
     (
         r"too few workers",
-        "Give the job more nodes or --spares, or let it go on smaller with --nnodes MIN:MAX.",
+        "Give the job more nodes or --spares, or let it continue on fewer nodes with --nnodes MIN:MAX.",
     ),
 )
 _FRAME = re.compile(r'  File "(?P<path>[^"]+)", line (?P<line>\d+)(?P<name>, in .*)?$')
 _LIBRARY = re.compile(
     r'"<|/(?:site|dist)-packages/|/lib/python3\.\d+/|' + re.escape(str(Path(__file__).parents[1])) + "/"
 )
-_DEFAULT_ADVICE = "Look at the log; `holdfast events` shows all that happened."
-_GO_ON = "The same command with --job {job} goes on from the newest saved step."
+_DEFAULT_ADVICE = "Look at the log. `holdfast events` shows everything that happened in the job."
+_GO_ON = "The same command with --job {job} continues from the newest saved step."
 
 
 def closing(report: Mapping[str, Any], saved: bool) -> RenderableType:
@@ -122,19 +125,25 @@ def going_on(report: Mapping[str, Any]) -> str:
     saved, unsaved, memory = report.get("saved"), report.get("unsaved"), report.get("in_memory")
     if unsaved is not None and memory:
         return (
-            f"Step {units.count(unsaved)} is saved nowhere but in the memory of the nodes: {again} goes on from it, on the same "
-            "machines and before they are restarted."
+            f"Step {units.count(unsaved)} is only in the memory of the nodes: {again} continues from it if it is run "
+            "on the same machines before they are restarted."
         )
     if unsaved is not None:
-        older = f"goes on from step {units.count(saved['step'])}" if saved else "begins anew"
+        older = f"continues from step {units.count(saved['step'])}" if saved else "starts from the beginning"
         return f"Step {units.count(unsaved)} could not be saved: {again} {older}."
     if saved is None and (report.get("steps") or {}).get("computed") == 0:
-        return f"No step was done: {again} begins anew."
+        return f"No step was done: {again} starts from the beginning."
     if saved is None:
-        return f"Holdfast saved no state: {again} begins anew, unless the script goes on from what it saved itself."
+        return (
+            f"Holdfast did not save a state: {again} starts from the beginning, unless the script resumes from a "
+            "checkpoint of its own."
+        )
     if report.get("queued_again"):
-        return f"Step {units.count(saved['step'])} is saved. The job is queued again and goes on from it by itself."
-    return f"Step {units.count(saved['step'])} is saved: {again} goes on from it."
+        return (
+            f"Step {units.count(saved['step'])} is saved. The job is queued again and continues from it without "
+            "further action."
+        )
+    return f"Step {units.count(saved['step'])} is saved: {again} continues from it."
 
 
 def place(blame: Mapping[str, Any], report: Mapping[str, Any]) -> str:

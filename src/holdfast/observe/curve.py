@@ -37,7 +37,7 @@ def draw_curve(
     """
     if not steps:
         raise UsageError(
-            "there is no loss to draw: the script reported none (holdfast.Run does, plain DDP does not)"
+            "there is no loss to draw, because the script did not report one (holdfast.Run does, plain DDP does not)"
         )
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -130,5 +130,5 @@ def _legend(figure: Any, axes: Any, incidents: Sequence[Mapping[str, Any]]) -> N
 def _label(incident: Mapping[str, Any]) -> str:
     what = clip(incident["fault"] or incident["cause"], 34)
     full = incident["full_strength_s"]
-    end = "never at full strength again" if full is None else f"full strength {seconds(full)}"
+    end = "never back at full strength" if full is None else f"full strength {seconds(full)}"
     return f"{incident['id']}  {what}: stall {seconds(incident['stall_s'])}, {end}"

@@ -123,11 +123,11 @@ def saved_line(status: Status) -> Text | None:
         if tier["step"] is not None:
             parts.append(f"step {units.count(tier['step'])} in {place}, {units.clock(tier['age_s'])} ago")
         if tier["under_way"] is not None:
-            parts.append(f"step {units.count(tier['under_way'])} on its way to {place}{written(tier)}")
+            parts.append(f"step {units.count(tier['under_way'])} being written to {place}{written(tier)}")
         if tier["failing"]:
             parts.append(f"{place} FAILS")
         elif tier.get("slow"):
-            parts.append(f"{place} STANDS STILL")
+            parts.append(f"{place} MAKES NO PROGRESS")
     if not parts:
         return None
     return Text("saved  " + "; ".join(parts), style="dim", overflow="ellipsis", no_wrap=True)
@@ -145,7 +145,7 @@ def slow_line(slow: Mapping[str, Any]) -> Text:
 def asks(status: Status) -> list[str]:
     """What a person is to look at."""
     asked = (status.get("health") or {}).get("asks") or []
-    return [units.clip(f"to be inspected: {a['node']}: {a['text']}", 100) for a in asked[-ASKS_SHOWN:]]
+    return [units.clip(f"please inspect {a['node']}: {a['text']}", 100) for a in asked[-ASKS_SHOWN:]]
 
 
 def written(tier: Mapping[str, Any]) -> str:

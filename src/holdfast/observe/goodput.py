@@ -19,26 +19,26 @@ LATELY_S = 60.0
 
 WORDS = {
     TimeClass.START: "until the job's first step",
-    TimeClass.COMPUTED: "steps; only the script knows which of them it did again",
-    TimeClass.PRODUCTIVE: "steps that stayed",
-    TimeClass.RECOMPUTED: "steps that were rolled back and done again",
-    TimeClass.SLOW_RANKS: "in steps, until slow ranks had computed",
-    TimeClass.DATA_WAIT: "in steps, until the last one's data had come",
-    TimeClass.SNAPSHOT_STALL: "in steps, until the state was copied",
-    TimeClass.FEWER_WORKERS: "the missing share of steps with fewer workers than wanted",
-    TimeClass.IDLE_DIVISION: "the idle share of steps that do not divide evenly",
+    TimeClass.COMPUTED: "steps, of which the script may have repeated some: only it knows",
+    TimeClass.PRODUCTIVE: "steps whose result was kept",
+    TimeClass.RECOMPUTED: "steps that were rolled back and repeated",
+    TimeClass.SLOW_RANKS: "in steps, waiting for slow ranks",
+    TimeClass.DATA_WAIT: "in steps, waiting for the data of the last rank",
+    TimeClass.SNAPSHOT_STALL: "in steps, waiting until the state was copied",
+    TimeClass.FEWER_WORKERS: "share of steps lost to having fewer workers than wanted",
+    TimeClass.IDLE_DIVISION: "share of steps in which workers are idle, because micro-batches do not divide evenly",
     TimeClass.PAUSED: "the script's own work between steps",
-    TimeClass.INTERRUPTED: "steps that a fault ended",
+    TimeClass.INTERRUPTED: "steps that were interrupted by a fault",
     TimeClass.DETECT: "until a fault was noticed",
-    TimeClass.DECIDE: "until all workers had left what a fault disturbed",
-    TimeClass.REPLACE: "until there were workers enough",
-    TimeClass.JOIN: "until they were connected",
-    TimeClass.RESTORE: "until they had the state",
-    TimeClass.FIRST_STEP: "until the first step after a fault",
+    TimeClass.DECIDE: "from there until all workers had left the broken generation",
+    TimeClass.REPLACE: "from there until there were enough workers",
+    TimeClass.JOIN: "from there until the workers were connected",
+    TimeClass.RESTORE: "from there until the workers had the state",
+    TimeClass.FIRST_STEP: "from there until the first step was done",
     TimeClass.RESTART: "from a new start of all workers to its first step",
     TimeClass.PLANNED: "around planned changes of the membership",
     TimeClass.SAVING: "after the last step",
-    TimeClass.UNEXPLAINED: "not known: the script told Holdfast of no step",
+    TimeClass.UNEXPLAINED: "not known: the script did not report steps to Holdfast",
 }
 
 LARGE_LOSS = 0.1
@@ -126,14 +126,16 @@ def _divisors(number: int, most: int = 8) -> str:
 def goodput_words(goodput: Mapping[str, Any]) -> str:
     """`85.8% of 93.2 s wall time`; where it is not known, what is, and why."""
     if goodput.get("unknown") and goodput.get("wall_s") is None:
-        return f"{units.UNKNOWN}: what an earlier start did cannot be read"
+        return f"{units.UNKNOWN}: the record of an earlier start cannot be read"
     wall = f"{units.seconds(goodput.get('wall_s'))} wall time"
     if goodput.get("share") is not None or not goodput.get("unknown"):
         return f"{units.share(goodput.get('share'))} of {wall}{_recent_words(goodput)}"
     if "unexplained" in goodput["classes"]:
-        return f"{units.UNKNOWN} of {wall}: the script told Holdfast of no step"
+        return f"{units.UNKNOWN} of {wall}: the script did not report steps to Holdfast"
     computed = units.seconds(goodput["computed_s"])
-    return f"{units.UNKNOWN} of {wall}: of {computed} of steps only the script knows which it did again"
+    return (
+        f"{units.UNKNOWN} of {wall}: only the script knows which steps it repeated in {computed} of computing"
+    )
 
 
 def _recent_words(goodput: Mapping[str, Any]) -> str:

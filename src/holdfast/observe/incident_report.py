@@ -130,9 +130,9 @@ def _seen(mine: Sequence[Entry]) -> list[str]:
         elif entry["kind"] == "incident-joined":
             lines.append(f"  and then, on {f['node'] or 'some node'}: {f['cause']}")
         elif entry["kind"] == "incident-explained":
-            lines.append(f"  what was seen first: {f['was']}")
+            lines.append(f"  first symptom: {f['was']}")
     if not lines:
-        return ["No health rule matched: the fault was known by its effect alone."]
+        return ["No health rule matched: the fault was noticed only by its effect."]
     return ["What was seen:", *lines]
 
 
@@ -140,12 +140,12 @@ def _stood(told: Entry) -> list[str]:
     """Of a hang: where its ranks stood, as far as that is known."""
     lines = []
     if (steps := told.get("stood_at_step")) is not None:
-        lines.append(f"  its ranks had made {units.plural(steps, 'optimizer step')} since the start")
+        lines.append(f"  its ranks had done {units.plural(steps, 'optimizer step')} since the start")
     if told.get("collective"):
         lines.append(f"  they had not entered {told['collective']}, in which others waited")
     if told.get("where"):
         lines.append(f"  all ranks: {told['where']}")
-    return ["", "Where it stood:", *lines] if lines else []
+    return ["", "Where the ranks were:", *lines] if lines else []
 
 
 def _weighed(mine: Sequence[Entry]) -> list[str]:
@@ -159,7 +159,7 @@ def _weighed(mine: Sequence[Entry]) -> list[str]:
             lines.append(f"    otherwise: {remedy_text(f['would'])}")
         if f.get("again_s") is not None:
             lines.append(f"    decided again after {units.seconds(f['again_s'])}, if the finding still holds")
-        lines += [f"    weighed: {w}" for w in f.get("weighed") or []]
+        lines += [f"    considered: {w}" for w in f.get("weighed") or []]
     return ["", "What was decided:", *lines] if lines else []
 
 
@@ -178,21 +178,22 @@ def _cost(told: Entry) -> list[str]:
     lines = ["", "What it cost:"]
     if told.get("quiet"):
         took = told.get("full_strength_s")
-        settled = f" It was settled after {units.seconds(took)}." if took is not None else ""
+        settled = f" The incident was settled after {units.seconds(took)}." if took is not None else ""
         return [*lines, f"  Nothing: training was not disturbed.{settled}"]
     if before := told.get("earlier_stalls"):
         stood = units.seconds(told["earlier_stall_s"])
-        lines.append(f"  training stood for {stood} before, in {units.plural(before, 'stall')}")
+        lines.append(f"  training had stalled for {stood} before that, in {units.plural(before, 'stall')}")
     if told.get("stall_s") is None:
         return [*lines, "  Not known: no step was committed after it."]
     lost = told.get("lost_steps")
-    again = "how many steps are done again is not known"
+    again = "how many steps have to be repeated is not known"
     if lost is not None:
-        again = f"{units.plural(lost, 'step')} to be done again"
-    lines.append(f"  training stood for {units.seconds(told['stall_s'])}; {again}")
+        again = f"{units.plural(lost, 'step')} to be repeated"
+    lines.append(f"  training stalled for {units.seconds(told['stall_s'])}; {again}")
     if own := told.get("paused_s"):
         lines.append(
-            f"  beside {units.seconds(own)} of the script's own work between two steps, which no fault costs"
+            f"  not counting {units.seconds(own)} of the script's own work between two steps, which the fault did "
+            "not cause"
         )
     if told.get("full_strength_s") is not None:
         rung = told.get("rung") or "by itself"

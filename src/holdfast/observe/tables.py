@@ -148,7 +148,11 @@ def _header(report: Report, job_dir: Path) -> Table:
     if dropped := report.get("dropped"):
         gone = ", ".join(f"{units.count(number)} {what}" for what, number in dropped.items())
         table.add_row(
-            "let go", Text(f"of the ledger's rows: {gone}; all are counted above, and in the curves")
+            "dropped",
+            Text(
+                f"rows that were removed from the ledger to save space: {gone}; they are included in the figures "
+                "above and in the curves"
+            ),
         )
     table.add_row("logs", Text(str(job_dir / "logs")))
     return table
@@ -158,14 +162,14 @@ def _add_figures(table: Table, report: Report) -> None:
     """What the steps came to."""
     if not _knows_steps(report):
         wall_s = (report.get("goodput") or {}).get("wall_s")
-        table.add_row("steps", "none: the script told Holdfast of no step")
+        table.add_row("steps", "none: the script did not report steps to Holdfast")
         table.add_row("wall time", units.seconds(wall_s))
         return
     steps = report.get("steps") or {}
     table.add_row(
         "steps",
         f"{units.count(steps.get('committed'))} committed, {units.count(steps.get('lost'))} lost{_of(steps)}, "
-        f"{units.rate(steps_per_s(report))}; a step by itself takes {units.seconds(steps.get('median_s'))} (median)",
+        f"{units.rate(steps_per_s(report))}; one step takes {units.seconds(steps.get('median_s'))} (median)",
     )
     goodput = report.get("goodput") or {}
     table.add_row("goodput", goodput_words(goodput))
@@ -200,12 +204,12 @@ def _taken(snapshots: Report) -> str:
     if not snapshots["skipped"]:
         return complete
     skipped = units.plural(snapshots["skipped"], "shard")
-    return f"{complete}; {skipped} skipped, as memory was short or those before were still on their way"
+    return f"{complete}; {skipped} skipped, because memory was short or earlier snapshots were still being copied"
 
 
 def _kept(memory: Report, job: str) -> str:
     what = "left by an earlier run" if memory["step"] is None else f"step {units.count(memory['step'])}"
-    return f"{what} stays for the next start; `holdfast checkpoint free --job {job}` gives it back"
+    return f"{what} is kept for the next start; `holdfast checkpoint free --job {job}` frees the memory"
 
 
 def _samples(samples: Report) -> str:
@@ -251,10 +255,13 @@ def _covered(final: Report) -> str:
     covered, left_out = final.get("covered"), final.get("left_out")
     if not covered:
         return ""
-    names = f", like all of {', '.join(covered)}"
+    names = f", as are all tensors of {', '.join(covered)}"
     if not left_out:
         return names
-    return f"{names}, without {units.count(len(left_out))} buffers that are each worker's own ({left_out[0]}{', …' if len(left_out) > 1 else ''})"
+    return (
+        f"{names} except {units.count(len(left_out))} buffers that each worker has for itself "
+        f"({left_out[0]}{', …' if len(left_out) > 1 else ''})"
+    )
 
 
 def _summary(incidents: Sequence[Report]) -> str:

@@ -167,7 +167,7 @@ def why_no_rate(found: Calibration) -> str:
     if not every.failures:
         return f"no failure in {found.node_hours:,.1f} node-hours"
     if every.rate > 1:
-        return f"{100 * every.rate:,.0f}% per node-hour is no rate of a cluster"
+        return f"{100 * every.rate:,.0f}% per node-hour is not a plausible rate for a cluster"
     return ""
 
 

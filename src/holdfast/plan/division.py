@@ -16,7 +16,7 @@ def idle_share(micro_batches: int, world: int) -> float:
     """
     if not 1 <= world <= micro_batches:
         raise ValueError(
-            f"{world} workers for {micro_batches} micro-batches: between 1 and {micro_batches} can share"
+            f"{world} workers cannot share {micro_batches} micro-batches; use between 1 and {micro_batches} workers"
         )
     return 1.0 - micro_batches / (world * -(-micro_batches // world))
 

@@ -132,7 +132,7 @@ def read(given: Mapping[str, Any], report: Mapping[str, Any] | None = None, as_f
         # cluster, with nothing to show for it.
         if name not in FIELDS:
             near = difflib.get_close_matches(name, FIELDS, 1)
-            hint = f": did you mean {near[0]!r}?" if near else f"; there are {', '.join(FIELDS)}"
+            hint = f": did you mean {near[0]!r}?" if near else f"; the fields are {', '.join(FIELDS)}"
             raise UsageError(f"unknown field {name!r}{hint}")
 
     def value(name: str) -> Any:
@@ -178,8 +178,8 @@ def from_report(report: Mapping[str, Any]) -> Times:
     incidents = [i for i in report.get("incidents", []) if i.get("stall_s") is not None]
     if not incidents:
         raise UsageError(
-            "report: training survived no incident in it, so it has no recovery times; run a job with a fault: "
-            "holdfast run --fault kill-worker:step=20 ..."
+            "report: there is no incident in it that training survived, so it does not contain recovery times; run a "
+            "job with a fault: holdfast run --fault kill-worker:step=20 ..."
         )
     stall = _median(incidents, "stall_s") or 0.0
     detect = _median(incidents, "detect_s") or 0.0
@@ -214,14 +214,16 @@ def _needed(given: Mapping[str, Any], name: str, as_flags: bool) -> Any:
 def _gpu_hours(given: Mapping[str, Any], as_flags: bool) -> float:
     if "gpu_hours" in given:
         if "tokens" in given:
-            raise UsageError("gpu_hours and tokens: give one of them; for example gpu_hours: 10M")
+            raise UsageError(
+                "gpu_hours and tokens cannot be combined; use one of them, for example gpu_hours: 10M"
+            )
         return quantities.amount("gpu_hours", given["gpu_hours"], "10M")
     if "tokens" not in given:
         hours, words, pace = (
             quantities.as_given(name, value, as_flags)
             for name, value in (("gpu_hours", "10M"), ("tokens", "15T"), ("tokens_per_gpu_s", "400"))
         )
-        raise UsageError(f"how much work is it? give {hours}, or {words} and {pace}")
+        raise UsageError(f"the amount of work is missing; specify {hours}, or {words} and {pace}")
     tokens = quantities.amount("tokens", given["tokens"], "15T")
     speed = quantities.amount("tokens_per_gpu_s", _needed(given, "tokens_per_gpu_s", as_flags), "400")
     return tokens / speed / formulas.HOUR_S
@@ -229,7 +231,7 @@ def _gpu_hours(given: Mapping[str, Any], as_flags: bool) -> float:
 
 def _rates(given: Mapping[str, Any], nodes: int, as_flags: bool) -> dict[str, float]:
     if "rate" in given and "mtbf" in given:
-        raise UsageError("rate and mtbf: give one of them; for example rate: 0.016%")
+        raise UsageError("rate and mtbf cannot be combined; use one of them, for example rate: 0.016%")
     if "mtbf" in given:
         hours = quantities.time_s("mtbf", given["mtbf"]) / formulas.HOUR_S
         # An MTBF is of the whole job, a rate of one node. So the same job on more nodes fails more often in
@@ -245,14 +247,14 @@ def _times(given: Mapping[str, Any], preset: str, report: Mapping[str, Any] | No
     if preset == "holdfast":
         if report is None:
             raise UsageError(
-                "preset: holdfast is measured, so it needs the report of a job that had failures: "
-                "--report ~/.holdfast/jobs/NAME/report.json"
+                "preset: holdfast uses measured times, so it needs the report of a job that had failures: --report "
+                "~/.holdfast/jobs/NAME/report.json"
             )
         times = from_report(report)
     elif preset in PRESETS:
         times = PRESETS[preset]
     else:
-        raise UsageError(f"preset: {preset!r} is none of {', '.join([*PRESETS, 'holdfast'])}")
+        raise UsageError(f"preset must be one of {', '.join([*PRESETS, 'holdfast'])} (got {preset!r})")
     names = {
         "detect": "detect_s",
         "replace": "replace_s",

@@ -24,33 +24,34 @@ class Work:
     """The cluster, and the work that it does."""
 
     nodes: Annotated[
-        Text, Option(names=("--nnodes", "--nodes"), metavar="N", help="Nodes that train.", example="256")
+        Text,
+        Option(names=("--nnodes", "--nodes"), metavar="N", help="Number of nodes that train.", example="256"),
     ] = None
     gpus_per_node: Annotated[
         Text,
-        Option(metavar="N", help="GPUs of each node.", example="8", default="8"),
+        Option(metavar="N", help="GPUs in each node.", example="8", default="8"),
     ] = None
     gpu_hours: Annotated[
         Text,
-        Option(metavar="HOURS", help="The work, for example 10M.", example="10M"),
+        Option(metavar="HOURS", help="Amount of work in GPU-hours, for example 10M.", example="10M"),
     ] = None
     tokens: Annotated[
         Text,
         Option(
             metavar="COUNT",
-            help="The work in tokens instead, with --tokens-per-gpu-s.",
+            help="Amount of work in tokens, instead of GPU-hours. Needs --tokens-per-gpu-s.",
             example="15T",
         ),
     ] = None
     tokens_per_gpu_s: Annotated[
         Text,
-        Option(metavar="COUNT", help="Tokens per second of one GPU.", example="400"),
+        Option(metavar="COUNT", help="Tokens per second that one GPU processes.", example="400"),
     ] = None
     step: Annotated[
         Text,
         Option(
             metavar="TIME",
-            help="The time of one step.",
+            help="Duration of one step.",
             example="10s",
             default="10s",
         ),
@@ -59,7 +60,7 @@ class Work:
         Text,
         Option(
             metavar="PRICE",
-            help="The price of a GPU-hour, in any currency.",
+            help="Price of a GPU-hour, in any currency.",
             example="2.5 (per GPU-hour)",
             default="0",
         ),
@@ -82,7 +83,7 @@ class Recovery:
         Text,
         Option(
             metavar="TIME",
-            help="The mean time between failures of the whole job instead, for example 3h.",
+            help="Mean time between failures of the whole job, instead of --rate, for example 3h.",
             example="3h (of the whole job)",
         ),
     ] = None
@@ -90,25 +91,27 @@ class Recovery:
         Text,
         Option(
             metavar="NAME",
-            help="Where the times below come from: self-managed, managed-cloud, checkpointless, or holdfast "
-            "with --report.",
+            help=(
+                "Source of the default times below: self-managed, managed-cloud, checkpointless, or holdfast with "
+                "--report."
+            ),
             example="managed-cloud",
             default="managed-cloud",
         ),
     ] = None
     detect: Annotated[
         Text,
-        Option(metavar="TIME", help="To detect a failure.", example="90s"),
+        Option(metavar="TIME", help="Time to detect a failure.", example="90s"),
     ] = None
     replace: Annotated[
         Text,
-        Option(metavar="TIME", help="To get a new node.", example="15m"),
+        Option(metavar="TIME", help="Time to get a new node.", example="15m"),
     ] = None
     spare: Annotated[
         Text,
         Option(
             metavar="TIME",
-            help="To put a spare in a failed node's place.",
+            help="Time to replace a failed node by a spare.",
             example="1m",
         ),
     ] = None
@@ -116,7 +119,7 @@ class Recovery:
         Text,
         Option(
             metavar="TIME",
-            help="To restart all workers with the state from storage.",
+            help="Time to restart all workers with the state from storage.",
             example="24m",
         ),
     ] = None
@@ -124,7 +127,7 @@ class Recovery:
         Text,
         Option(
             metavar="TIME",
-            help="To restart all workers with the state from memory.",
+            help="Time to restart all workers with the state from memory.",
             example="5m",
         ),
     ] = None
@@ -132,7 +135,7 @@ class Recovery:
         Text,
         Option(
             metavar="TIME",
-            help="Until the survivors continue, where a newcomer gets the state from a peer.",
+            help="Time until the survivors continue, when a new worker gets the state from a peer.",
             example="2m",
         ),
     ] = None
@@ -140,7 +143,7 @@ class Recovery:
         Text,
         Option(
             metavar="N",
-            help="The most spares to consider.",
+            help="Largest number of spares to consider.",
             example="4 (at most)",
             default="4",
         ),
@@ -149,7 +152,7 @@ class Recovery:
         Text,
         Option(
             metavar="TIME",
-            help="Until a spare that was used is replenished; by default as long as --replace.",
+            help="Time until a used spare is replaced by a new one; by default the same as --replace.",
             example="24h",
         ),
     ] = None
@@ -163,7 +166,7 @@ class Saves:
         Text,
         Option(
             metavar="TIME",
-            help="How long a checkpoint to storage stalls training.",
+            help="Time for which a checkpoint to storage stalls training.",
             example="30s",
             default="30s",
         ),
@@ -172,7 +175,7 @@ class Saves:
         Text,
         Option(
             metavar="TIME",
-            help="How long a snapshot to memory stalls training.",
+            help="Time for which a snapshot to memory stalls training.",
             example="1s",
             default="1s",
         ),
@@ -181,7 +184,7 @@ class Saves:
         Text,
         Option(
             metavar="SIZE",
-            help="The size of one checkpoint.",
+            help="Size of one checkpoint.",
             example="840GB",
             default="840GB",
         ),

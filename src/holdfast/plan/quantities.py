@@ -24,7 +24,7 @@ def time_s(field: str, given: float | str, zero: bool = False) -> float:
     """`90`, `90s`, `15m`, `4h`, `54d` in seconds."""
     number, unit = _parts(field, given, "90s, 15m, 4h or 54d")
     if unit and unit not in _TIMES:
-        raise UsageError(f"{field}: {given!r} is no time; for example 90s, 15m, 4h or 54d")
+        raise UsageError(f"{field} must be a time (got {given!r}), for example 90s, 15m, 4h or 54d")
     return _positive(field, given, number * _TIMES.get(unit, 1.0), "90s", zero)
 
 
@@ -32,7 +32,7 @@ def nbytes(field: str, given: float | str) -> float:
     """`840GB`, `2TB` in bytes."""
     number, unit = _parts(field, given, "840GB")
     if unit not in _SIZES:
-        raise UsageError(f"{field}: {given!r} is no size: it needs a unit, for example 840GB or 2TB")
+        raise UsageError(f"{field} must be a size with a unit (got {given!r}), for example 840GB or 2TB")
     return _positive(field, given, number * _SIZES[unit], "840GB")
 
 
@@ -40,7 +40,9 @@ def rate(field: str, given: float | str) -> float:
     """Failures per node-hour: `0.016%` or `0.00016`; 0: none."""
     number, unit = _parts(field, given, "0.016% (per node-hour)")
     if unit not in ("", "%"):
-        raise UsageError(f"{field}: {given!r} is no rate; for example 0.016% (failures per node-hour)")
+        raise UsageError(
+            f"{field} must be a rate (got {given!r}), for example 0.016% (failures per node-hour)"
+        )
     found = _positive(field, given, number / 100 if unit else number, "0.016%", zero=True)
     if found > HIGHEST_RATE:
         hint = "" if unit else f"; if a percentage is meant, write {number:g}%"
@@ -54,9 +56,9 @@ def count(field: str, given: float | str, least: int = 1, example: str = "256") 
     """A whole number."""
     number, unit = _parts(field, given, example)
     if unit or number != int(number):
-        raise UsageError(f"{field}: {given!r} is no whole number; for example {example}")
+        raise UsageError(f"{field} must be a whole number (got {given!r}), for example {example}")
     if number < least:
-        raise UsageError(f"{field}: {given!r} is less than {least}; for example {example}")
+        raise UsageError(f"{field} must be at least {least} (got {given!r}), for example {example}")
     return int(number)
 
 
@@ -65,19 +67,19 @@ def amount(field: str, given: float | str, example: str, zero: bool = False) -> 
     number, unit = _parts(field, given, example)
     factor = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(unit)
     if factor is None:
-        raise UsageError(f"{field}: {given!r} is no number; for example {example}")
+        raise UsageError(f"{field} must be a number (got {given!r}), for example {example}")
     return _positive(field, given, number * factor, example, zero)
 
 
 def _parts(field: str, given: float | str, example: str) -> tuple[float, str]:
     # YAML reads `yes` and `on` as True, and a bool is an int to Python: without this, `nodes: yes` would be one node.
     if isinstance(given, bool) or not isinstance(given, (int, float, str)):
-        raise UsageError(f"{field}: {given!r} is no number; for example {example}")
+        raise UsageError(f"{field} must be a number (got {given!r}), for example {example}")
     if not isinstance(given, str):
         return float(given), ""
     found = _FORM.fullmatch(given)
     if found is None:
-        raise UsageError(f"{field}: {given!r} is no number; for example {example}")
+        raise UsageError(f"{field} must be a number (got {given!r}), for example {example}")
     return float(found[1].replace(",", "").replace("_", "")), found[2]
 
 

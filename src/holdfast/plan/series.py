@@ -39,7 +39,7 @@ def cost_by_spares(inputs: Inputs, most: int = 16) -> list[Curve]:
     priced = inputs if inputs.price else msgspec.structs.replace(inputs, price=1 / 24)
     return [
         Curve(
-            f"{strategy}, {'wait' if waits else 'go on smaller'}",
+            f"{strategy}, {'wait' if waits else 'continue with fewer nodes'}",
             tuple((float(k), c.evaluate(priced, strategy, k, waits).cost) for k in range(most + 1)),
         )
         for strategy in c.STRATEGIES

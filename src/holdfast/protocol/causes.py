@@ -95,7 +95,7 @@ class ContainerOutOfMemory(_Cause, frozen=True):
 
     def __str__(self) -> str:
         limit = "" if self.limit_bytes is None else f", whose memory limit is {units.size(self.limit_bytes)}"
-        return f"all its processes were killed for want of memory in their container{limit}"
+        return f"the kernel's out-of-memory killer ended all its processes in their container{limit}"
 
 
 class PlaceLost(_Cause, frozen=True):
@@ -134,7 +134,7 @@ class WorkersFail(_Cause, frozen=True):
     """What makes the failures the same."""
 
     def __str__(self) -> str:
-        return f"its workers fail again and again: {self.signature}"
+        return f"its workers keep failing: {self.signature}"
 
 
 class WorkersDoNotStart(_Cause, frozen=True):
@@ -213,7 +213,7 @@ class LeftEarly(_Cause, frozen=True):
     """What ended another one then, in words; empty: nothing did."""
 
     def __str__(self) -> str:
-        return "left with exit code 0 while others trained on" + (
+        return "exited with exit code 0 while others continued to train" + (
             f", and then: {self.then}" if self.then else ""
         )
 
@@ -235,7 +235,7 @@ class KilledForMemory(_Cause, frozen=True):
             if self.limit_bytes is None
             else f"in its container, whose memory limit is {units.size(self.limit_bytes)}"
         )
-        return f"killed by signal 9 (SIGKILL): the kernel killed for want of memory {where}"
+        return f"killed by signal 9 (SIGKILL): the kernel's out-of-memory killer was active {where}"
 
 
 class ProcessVanished(_Cause, frozen=True):
@@ -370,7 +370,7 @@ class NobodyHasState(_Cause, frozen=True):
     KIND = CauseKind.STATE
 
     def __str__(self) -> str:
-        return "no worker holds the state, and no checkpoint does"
+        return "neither a worker nor a checkpoint holds the state"
 
 
 class LastStateIncomplete(_Cause, frozen=True):
@@ -379,7 +379,7 @@ class LastStateIncomplete(_Cause, frozen=True):
     KIND = CauseKind.STATE
 
     def __str__(self) -> str:
-        return "the last state is incomplete: no worker holds some of its shards"
+        return "the last state is incomplete: some of its shards are not held by any worker"
 
 
 class Stopping(_Cause, frozen=True):
@@ -469,8 +469,8 @@ class GradientsDiffer(_Cause, frozen=True, kw_only=True):
         what = f"the gradient of micro-batch {self.micro} of step {self.step}"
         if self.agree:
             return (
-                f"{what} that {', '.join(self.workers)} computed differs from that of {' and '.join(self.agree)}, who "
-                "agree: silent data corruption"
+                f"{what} that {', '.join(self.workers)} computed differs from that of {' and '.join(self.agree)}, "
+                "which agree: silent data corruption"
             )
         return (
             f"{what} has other bits on each of {', '.join(self.workers)}, and no two agree: silent data corruption, or a "

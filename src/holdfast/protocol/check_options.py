@@ -16,17 +16,19 @@ class CheckOptions:
 
     nodes: Annotated[
         tuple[str, ...],
-        Argument(metavar="NODE", help="Nodes of the job; without any, all nodes that do not train."),
+        Argument(
+            metavar="NODE", help="Names of nodes of the job to check. By default all nodes that do not train."
+        ),
     ] = ()
     """Nodes by name; empty: those that do not train."""
     deep: Annotated[
         bool,
         Option(
-            help="Also test processor, memory, disk, network and GPUs, which takes some ten seconds each."
+            help="Also test processor, memory, disk, network and GPUs, each of which takes about ten seconds."
         ),
     ] = False
     disturb: Annotated[
-        bool, Option(help="Run deep checks on nodes that train too. It slows the training down.")
+        bool, Option(help="Run deep checks also on nodes that train. This slows the training down.")
     ] = False
     seconds: Annotated[
         float,
@@ -35,7 +37,7 @@ class CheckOptions:
             least=0,
             most=3600,
             example="10",
-            help="About how long each deep check lasts.",
+            help="Approximate duration of each deep check, in seconds.",
             default="2",
         ),
     ] = 0.0

@@ -55,7 +55,7 @@ def decode(
         Damaged: or `error`: it cannot be read. The message says why.
     """
     if isinstance(data, bytes | bytearray | memoryview | str) and len(data) > most:
-        raise error(f"{what}: it has {len(data)} bytes, and at most {most} are read")
+        raise error(f"{what}: it has {len(data)} bytes, more than the limit of {most}")
     try:
         return reader(data)
     except _NOT_READABLE as reason:
@@ -64,7 +64,7 @@ def decode(
 
 def _why(reason: BaseException) -> str:
     if isinstance(reason, RecursionError):
-        return "it is nested too deep"
+        return "it is nested too deeply"
     if isinstance(reason, msgspec.MsgspecError | ValueError):
         return str(reason)
     return f"{type(reason).__name__}: {reason}"

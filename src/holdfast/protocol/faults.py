@@ -137,14 +137,14 @@ def parse_fault(text: str) -> FaultSpec:
         kind = FaultKind(kind_text)
     except ValueError:
         raise UsageError(
-            f"--fault {text!r}: no fault is called {kind_text!r}; there are {', '.join(FaultKind)}; {_EXAMPLE}"
+            f"--fault {text!r}: {kind_text!r} is not a kind of fault; choose one of {', '.join(FaultKind)}; {_EXAMPLE}"
         ) from None
     fields: dict[str, str] = {}
     for part in filter(None, rest.split(",")):
         key, equals, value = part.partition("=")
         if not equals or key not in _KEYS:
             raise UsageError(
-                f"--fault {text!r}: {part!r} is not one of {', '.join(_KEYS)} with =value; {_EXAMPLE}"
+                f"--fault {text!r}: {part!r} must be KEY=VALUE with one of the keys {', '.join(_KEYS)}; {_EXAMPLE}"
             )
         if key in fields:
             raise UsageError(f"--fault {text!r}: {key} is given twice")
@@ -170,7 +170,8 @@ def check_watched(spec: FaultSpec, watch: bool) -> None:
     """A fault of a machine that nobody watches is none. Raises UsageError."""
     if spec.kind in MACHINE_FAULTS and not watch:
         raise UsageError(
-            f"--fault {str(spec)!r}: a fault of a machine is found by the health watch, which --no-health turns off; leave --no-health out"
+            f"--fault {str(spec)!r}: faults of a machine are found by the health rules, which --no-health turns off; "
+            "remove --no-health"
         )
 
 
@@ -189,19 +190,27 @@ def _check(text: str, spec: FaultSpec) -> None:
     when = [name for name in ("step", "after_s", "every_s") if getattr(spec, name) is not None]
     # One trigger for each fault: with two, a test that passed would not say which of them it was about.
     if len(when) > 1:
-        raise UsageError(f"--fault {text!r}: give one of step=, after= and every=, not {len(when)}")
+        raise UsageError(
+            f"--fault {text!r}: only one of step=, after= and every= can be used, not {len(when)}"
+        )
     if spec.rank is not None and spec.node is not None:
-        raise UsageError(f"--fault {text!r}: give rank= or node=, not both")
+        raise UsageError(f"--fault {text!r}: rank= and node= cannot be combined; use one of them")
     if spec.kind is FaultKind.KILL_COORDINATOR and (spec.rank is not None or spec.node is not None):
-        raise UsageError(f"--fault {text!r}: the coordinator has no rank or node; leave rank= and node= out")
+        raise UsageError(
+            f"--fault {text!r}: the coordinator does not have a rank or node; remove rank= and node="
+        )
     if spec.kind is FaultKind.XID and spec.code is None:
-        raise UsageError(f"--fault {text!r}: say which Xid, for example --fault xid=79,node=2")
+        raise UsageError(
+            f"--fault {text!r}: specify the number of the Xid, for example --fault xid=79,node=2"
+        )
     if spec.kind is not FaultKind.XID and spec.code is not None:
-        raise UsageError(f"--fault {text!r}: only xid has a code")
+        raise UsageError(f"--fault {text!r}: only a fault xid takes a code")
     if spec.code is not None and not 1 <= spec.code <= LARGEST_XID:
-        raise UsageError(f"--fault {text!r}: an Xid is a number from 1 to {LARGEST_XID}, for example 79")
+        raise UsageError(f"--fault {text!r}: an Xid must be a number from 1 to {LARGEST_XID}, for example 79")
     if spec.kind in MACHINE_FAULTS and spec.phase is not None:
-        raise UsageError(f"--fault {text!r}: a machine knows nothing of phases; leave phase= out")
+        raise UsageError(
+            f"--fault {text!r}: faults of a machine do not depend on the phase of a step; remove phase="
+        )
     if spec.every_s is not None and spec.every_s <= 0:
         raise UsageError(f"--fault {text!r}: every= must be longer than 0 s")
 
@@ -229,7 +238,7 @@ def _node(text: str, fields: dict[str, str]) -> int | str | None:
 def _times(text: str, fields: dict[str, str]) -> int:
     times = _whole(text, fields, "times")
     if times == 0:
-        raise UsageError(f"--fault {text!r}: times=0 would never happen; leave the fault out")
+        raise UsageError(f"--fault {text!r}: with times=0 the fault would never happen; remove the fault")
     if times is None:
         # A fault that repeats has no end unless one is given; any other strikes once. A number and not
         # infinity: the count travels in a message.
@@ -244,7 +253,9 @@ def _seconds(text: str, fields: dict[str, str], key: str) -> float | None:
 
 def _factor(text: str, kind: FaultKind, value: str | None) -> float | None:
     if (value is None) == (kind is FaultKind.SLOW):
-        raise UsageError(f"--fault {text!r}: slow needs a factor, and only slow has one; {_SLOW_EXAMPLE}")
+        raise UsageError(
+            f"--fault {text!r}: slow needs a factor, and no other fault takes one; {_SLOW_EXAMPLE}"
+        )
     if value is None:
         return None
     if not re.fullmatch(r"\d+(\.\d+)?x?", value) or not 1.0 <= float(value.rstrip("x")) <= 100.0:

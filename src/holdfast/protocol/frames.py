@@ -18,7 +18,7 @@ from holdfast.protocol.decoding import decode
 
 MAX_FRAME_BYTES = 16 << 20
 _HEADER = struct.Struct(">I")
-_CANNOT = "cannot read a message; run one version on all nodes"
+_CANNOT = "cannot read a message; run the same version of Holdfast on all nodes"
 # One for all: an encoder holds no state between calls, and making one costs more than encoding a heartbeat.
 _encoder = msgspec.msgpack.Encoder()
 
@@ -105,5 +105,5 @@ def _size(header: bytes | bytearray, most: int = MAX_FRAME_BYTES) -> int:
     # Checked before a buffer of that size is made: four bytes of a stranger could otherwise ask for four
     # gigabytes.
     if size > most:
-        raise ProtocolError(f"a frame of {size} bytes is over the limit of {most}")
+        raise ProtocolError(f"a frame of {size} bytes is larger than the limit of {most}")
     return size

@@ -65,7 +65,7 @@ _REMEDY_TEXT = {
     Remedy.RESET_DEVICE: "the device is reset",
     Remedy.REBOOT: "it is rebooted",
     Remedy.REPLACE: "it is replaced",
-    Remedy.ASK: "a person is asked",
+    Remedy.ASK: "a person is asked to act",
 }
 
 

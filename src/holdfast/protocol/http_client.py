@@ -44,7 +44,7 @@ def proving_to(token: str, server: str, address: str, who: str) -> ClientMiddlew
         # otherwise tell a launcher that its job is over.
         if not question.proves(response.headers.get(ANSWER_HEADER, "")):
             response.close()
-            raise Unproven(f"who listens at {address} has not proven to be {who}")
+            raise Unproven(f"the process that listens at {address} has not proved that it is {who}")
         return response
 
     return prove

@@ -22,7 +22,7 @@ class Timing:
             most=600,
             unit="seconds",
             example="2",
-            help="A node that is silent for this many seconds is lost.",
+            help="A node from which nothing is heard for this many seconds counts as lost.",
         ),
     ] = 2.0
     """A node that is silent for this long is lost. It is also the scale of the other time-outs."""
@@ -34,7 +34,10 @@ class Timing:
             most=1000,
             unit="median steps",
             example="5",
-            help="A worker is stalled when it makes no progress for this many median steps (at least 3 s).",
+            help=(
+                "A worker counts as stalled when it makes no progress for this many times the median step time (at "
+                "least 3 s)."
+            ),
         ),
     ] = 5.0
     """A worker that stands still for `max(1.5 * detection_s, stall_factor * median step)` is stalled."""
@@ -116,7 +119,7 @@ class Timing:
 class SlurmOptions:
     """What `--engine slurm` asks Slurm for."""
 
-    partition: Annotated[str, Option(usual=True, help="The partition to queue in.", metavar="NAME")] = ""
+    partition: Annotated[str, Option(usual=True, help="Partition to queue the job in.", metavar="NAME")] = ""
     """Empty: the cluster's default partition."""
     time_limit: Annotated[
         str,
@@ -124,14 +127,14 @@ class SlurmOptions:
             usual=True,
             names=("--time",),
             metavar="LIMIT",
-            help="The time limit, as Slurm writes it: 30 (minutes), 4:00:00 or 2-0 (days).",
+            help="Time limit in Slurm's notation: 30 (minutes), 4:00:00 or 2-0 (days).",
         ),
     ] = ""
     """As Slurm writes it (`30`, `4:00:00`, `2-0`). Empty: the partition's limit."""
-    account: Annotated[str, Option(help="The account to charge.", metavar="NAME")] = ""
+    account: Annotated[str, Option(help="Account to charge.", metavar="NAME")] = ""
     """Empty: the user's default account."""
     gpus_per_node: Annotated[
-        int, Option(help="GPUs to ask for on each node.", metavar="N", least=0, example="8")
+        int, Option(help="Number of GPUs to request on each node.", metavar="N", least=0, example="8")
     ] = 0
     """0: none are asked for."""
     sbatch_args: Annotated[
@@ -139,13 +142,13 @@ class SlurmOptions:
         Option(
             names=("--sbatch-arg",),
             metavar="OPTION",
-            help="Pass another option to sbatch. Can be repeated.",
+            help="Pass this option on to sbatch. Can be repeated.",
         ),
     ] = ()
     """Further options of sbatch, as they are."""
     requeue: Annotated[
         bool,
-        Option(help="Queue the job again when it is preempted or runs out of time or nodes, and resume it."),
+        Option(help="When the job is preempted or runs out of time or nodes, queue it again and resume it."),
     ] = False
     """The job is queued again when it is preempted, out of time or out of nodes, and resumes from its state."""
     warn_s: Annotated[
@@ -156,12 +159,15 @@ class SlurmOptions:
             least=10,
             unit="seconds",
             example="120",
-            help="Save the state and stop this many seconds before the time limit.",
+            help="How many seconds before the time limit to save the state and stop.",
         ),
     ] = 120
     """The job saves its state and stops this many seconds before its time limit."""
     replace_command: Annotated[
-        str, Option(help="Command to run for a faulty node; the node's name is appended.", metavar="COMMAND")
+        str,
+        Option(
+            help="Command to run when a node is faulty. The node's name is appended to it.", metavar="COMMAND"
+        ),
     ] = ""
     """Runs for a faulty node, whose name is appended. Empty: nothing runs."""
 
@@ -175,7 +181,7 @@ class SshOptions:
         Option(
             usual=True,
             metavar="HOST,...",
-            help="The hosts, as ssh knows them: names, user@name or aliases of ~/.ssh/config. Can be repeated.",
+            help="Hosts as ssh accepts them: names, user@name, or aliases in ~/.ssh/config. Can be repeated.",
         ),
     ] = ()
     """What ssh is given, one for each host."""
@@ -189,8 +195,8 @@ class SshOptions:
         Option(
             names=("--remote-python",),
             metavar="PATH",
-            default="this one's path",
-            help="The Python of the hosts, with the same environment as this one.",
+            default="the path of this Python",
+            help="Path of Python on the hosts, in an environment with the same packages as this one.",
         ),
     ] = ""
     """Empty: the path of this process's."""
@@ -198,8 +204,8 @@ class SshOptions:
         str,
         Option(
             metavar="IPV4",
-            default="the one that the hosts see",
-            help="The address of this machine that the hosts reach; the coordinator listens there.",
+            default="the address that the hosts see",
+            help="Address of this machine that the hosts can reach. The coordinator listens there.",
         ),
     ] = ""
     """Empty: what most hosts see."""
@@ -207,7 +213,7 @@ class SshOptions:
         tuple[str, ...],
         Option(
             metavar="NAME",
-            help="Pass this variable of the environment on to the hosts, for example NCCL_SOCKET_IFNAME. Can be repeated.",
+            help="Pass this environment variable on to the hosts, for example NCCL_SOCKET_IFNAME. Can be repeated.",
         ),
     ] = ()
     """Names only. The values go to the hosts beside the token, and are in no file."""

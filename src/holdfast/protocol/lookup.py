@@ -147,5 +147,5 @@ def parse_address(text: str, option: str) -> AddressLookup:
     """
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise UsageError(f"{option} {text!r}: give HOST:PORT, for example node0:29400")
+        raise UsageError(f"{option} must be HOST:PORT (got {text!r}), for example node0:29400")
     return AddressLookup(host.removeprefix("[").removesuffix("]"), int(port))

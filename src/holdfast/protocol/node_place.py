@@ -35,16 +35,17 @@ def parse_place(text: str) -> NodePlace:
         return ()
     names = tuple(text.split("/"))
     if len(names) > MOST_LEVELS:
-        raise ValueError(f"a place has at most {MOST_LEVELS} levels, and {text!r} has {len(names)}")
+        raise ValueError(f"a place can have at most {MOST_LEVELS} levels, but {text!r} has {len(names)}")
     for name in names:
         if len(name) > MOST_CHARS:
             raise ValueError(
-                f"a name of a place has at most {MOST_CHARS} characters, and one has {len(name)}"
+                f"the name of a place can have at most {MOST_CHARS} characters, but one has {len(name)}"
             )
         if not _NAME.fullmatch(name):
             what = "an empty name" if not name else f"the name {name!r}"
             raise ValueError(
-                f"{text!r} has {what}; write names without spaces and separate them with one /, for example zone-a/rack7"
+                f"{text!r} contains {what}; write names without spaces and separate them with one /, for example "
+                "zone-a/rack7"
             )
     return names
 

@@ -159,7 +159,7 @@ def _check(declared: Declared, value: Any) -> None:
     option, flag = declared.option, declared.flag
     if option.choices and value is not None and value not in option.choices:
         raise UsageError(
-            f"{flag} {value!r}: there are {', '.join(option.choices[:-1])} and {option.choices[-1]}"
+            f"{flag} must be {', '.join(option.choices[:-1])} or {option.choices[-1]} (got {value!r})"
         )
     if not isinstance(value, int | float):
         return
@@ -171,10 +171,9 @@ def _check(declared: Declared, value: Any) -> None:
     if low is not None and high is not None:
         allowed = f"between {low:g} and {high:g}{unit}"
     else:
-        limit = f"{low:g}{unit} or more" if low is not None else f"{high:g}{unit} or less"
-        allowed = f"give {limit}" if declared.default is MISSING else f"leave it out, or give {limit}"
+        allowed = f"at least {low:g}{unit}" if low is not None else f"at most {high:g}{unit}"
     example = f", for example {option.example}" if option.example else ""
-    raise UsageError(f"{flag} {value:g}: {allowed}{example}")
+    raise UsageError(f"{flag} must be {allowed} (got {value:g}){example}")
 
 
 def _fields(options: Any) -> Iterator[tuple[dataclasses.Field[Any], Any, tuple[Any, ...]]]:

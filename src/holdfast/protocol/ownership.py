@@ -41,7 +41,8 @@ def refuse_open_to_others(path: Path, what: str, *, group: bool = False, owner: 
     kind = path.stat()
     if owner and kind.st_uid not in (os.getuid(), _ROOT):
         raise UsageError(
-            f"{what} {path} belongs to {_user(kind.st_uid)}, who can change what is taken from it: name one of yours"
+            f"{what} {path} belongs to {_user(kind.st_uid)}, who could change its content: choose one that belongs "
+            "to you"
         )
     if kind.st_mode & stat.S_IWOTH:
         raise _refusal(what, path, kind, "everybody", "o-w")
@@ -50,8 +51,8 @@ def refuse_open_to_others(path: Path, what: str, *, group: bool = False, owner: 
     if (above := exchangeable_in(path)) is not None:
         kind = above.stat()
         raise UsageError(
-            f"everybody can put another in the place of {what} {path}, because {above}, which belongs to {_user(kind.st_uid)}, "
-            f"is open to all: `chmod o-w {above}` or `chmod +t {above}`, or name another"
+            f"every user could replace {what} {path}, because {above}, which belongs to {_user(kind.st_uid)}, is "
+            f"writable by all: `chmod o-w {above}` or `chmod +t {above}`, or choose another path"
         )
 
 
@@ -72,8 +73,8 @@ def exchangeable_in(path: Path) -> Path | None:
 
 def _refusal(what: str, path: Path, kind: os.stat_result, who: str, change: str) -> UsageError:
     return UsageError(
-        f"{what} {path}, which belongs to {_user(kind.st_uid)}, can be written by {who}: `chmod {change} {path}` when you have "
-        "seen that nobody has changed it, or name another"
+        f"{what} {path}, which belongs to {_user(kind.st_uid)}, can be written by {who}: `chmod {change} {path}` "
+        "after you have checked that nobody has changed it, or choose another path"
     )
 
 

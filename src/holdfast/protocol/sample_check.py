@@ -83,7 +83,7 @@ def samples_shown(job_dir: Path, recorded: str | None) -> dict[str, Any]:
             f"the samples are recorded in {recorded}; `holdfast data samples --job {job_dir.name}` reads them"
         )
     else:
-        why = "no record of samples is known of: `run.steps(ledger=FOLDER)` makes one"
+        why = "the job has not reported a record of samples: `run.steps(ledger=FOLDER)` writes one"
     return {"once": None, "why": f"not checked: {why}", **known}
 
 

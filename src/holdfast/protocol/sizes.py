@@ -15,5 +15,5 @@ def parse_size(option: str, text: str) -> int:
     # Powers of 1024, as memory is sized. Zero is refused: it would mean "no memory at all" for one reader and
     # "no limit" for the next.
     if match is None or float(match[1]) <= 0:
-        raise UsageError(f"{option} {text!r}: write a size, for example 8G")
+        raise UsageError(f"{option} must be a size (got {text!r}), for example 8G")
     return int(float(match[1]) * SIZES[match[2]])

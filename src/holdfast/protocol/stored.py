@@ -14,7 +14,7 @@ from holdfast.protocol.decoding import MOST_BYTES, decode
 T = TypeVar("T")
 
 _PIECE_BYTES = 1 << 20
-START_ANEW = "the next start of the job writes it anew; checkpoints are not touched by it"
+START_ANEW = "the next start of the job writes a new one; checkpoints are not affected"
 
 
 def decode_file(
@@ -42,7 +42,7 @@ def decode_file(
             pieces.append(piece)
             left -= len(piece)
             if left < 0:
-                raise error(f"{what}: it has more than the {most} bytes that are read")
+                raise error(f"{what}: it has more bytes than the limit of {most}")
     return decode(reader, b"".join(pieces), what, error=error, most=most)
 
 
@@ -76,7 +76,9 @@ def read_stored_word(path: Path, advice: str = START_ANEW) -> str:
     except OSError as error:
         raise UsageError(f"{path} cannot be read ({error.strerror}): {advice}") from None
     except Damaged:
-        raise UsageError(f"{path} is damaged (it is no word of ours): {advice}") from None
+        raise UsageError(
+            f"{path} is damaged (its content is not a value that Holdfast writes): {advice}"
+        ) from None
 
 
 def word(data: bytes) -> str:

@@ -19,5 +19,5 @@ def parse_seconds(where: str, text: str) -> float:
     # guessed.
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m|h)?", text)
     if match is None:
-        raise UsageError(f"{where}={text!r} is not a time; write 8s, 500ms or 2m")
+        raise UsageError(f"{where}={text!r} is not a time; write for example 8s, 500ms or 2m")
     return float(match[1]) * _UNITS_S[match[2] or "s"]

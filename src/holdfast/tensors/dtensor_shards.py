@@ -74,7 +74,7 @@ def piece_of(path: str, tensor: torch.Tensor) -> Leaf:
     start = start_of(tensor, local)
     if start is None:
         raise UsageError(
-            f"{path}: a DTensor placed as {tensor.placements} is no single box of the whole tensor"
+            f"{path}: the local part of a DTensor placed as {tensor.placements} is not a single box of the whole tensor"
         )
     return Leaf(path, local, tuple(tensor.shape), start)
 
@@ -126,7 +126,9 @@ def _word(placement: Any) -> str:
     split = getattr(placement, "split_factor", None)
     if split is not None:
         return f"S{placement.dim}/{split}"
-    raise UsageError(f"a DTensor is placed as {placement}: only shards and replicas can be protected")
+    raise UsageError(
+        f"a DTensor is placed as {placement}: only sharded and replicated DTensors can be protected"
+    )
 
 
 def place(piece: torch.Tensor, words: str, shape: tuple[int, ...], submesh: Submesh | None) -> torch.Tensor:
@@ -138,7 +140,7 @@ def place(piece: torch.Tensor, words: str, shape: tuple[int, ...], submesh: Subm
     if not words:
         return piece
     if submesh is None:
-        raise StateError("the state is of a sharded model, and this script has not called run.mesh()")
+        raise StateError("the state belongs to a sharded model, but this script has not called run.mesh()")
     names, placements = parsed(words)
     stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
     mesh = submesh(names)

@@ -129,12 +129,12 @@ def checked(index: Index) -> Index:
         if depth > MOST_DEPTH:
             raise ValueError(f"{path[:60]} is nested more than {MOST_DEPTH} deep")
         if not isinstance(tree, list) or len(tree) != 2:
-            raise ValueError(f"{path}: {str(tree)[:60]} is no [kind, value]")
+            raise ValueError(f"{path}: {str(tree)[:60]} is not [kind, value]")
         kind, value = tree
         if kind == "T" and not (isinstance(value, int) and 0 <= value < len(index.tensors)):
             raise ValueError(f"{path}: there is no tensor {value!r}")
         if kind == "b" and not _is_small(value):
-            raise ValueError(f"{path}: {str(value)[:60]} is no small tensor")
+            raise ValueError(f"{path}: {str(value)[:60]} is not a small tensor")
         if kind in ("d", "l", "t", "w", "p"):
             open_ += [(part, f"{path}.{key}", depth + 1) for key, part in _parts(kind, value, path)]
     return index
@@ -152,7 +152,7 @@ def _is_small(value: Any) -> bool:
 def _parts(kind: str, value: Any, path: str) -> list[tuple[Any, Any]]:
     """The trees in a tree, with their keys. A kind of a later version has none here; it is refused where it is loaded."""
     if not isinstance(value, list):
-        raise ValueError(f"{path}: {str(value)[:60]} is no list")
+        raise ValueError(f"{path}: {str(value)[:60]} is not a list")
     if kind in ("l", "t"):
         return list(enumerate(value))
     if kind in ("w", "p"):
@@ -163,5 +163,5 @@ def _parts(kind: str, value: Any, path: str) -> list[tuple[Any, Any]]:
         value = value[1]
     pairs = isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in value)
     if not pairs or not all(isinstance(key, str | int) for key, _ in value):
-        raise ValueError(f"{path}: {str(value)[:60]} is no list of keys and values")
+        raise ValueError(f"{path}: {str(value)[:60]} is not a list of keys and values")
     return [(key, part) for key, part in value]

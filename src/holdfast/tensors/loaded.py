@@ -118,7 +118,7 @@ def _load_module(
         found = module.load_state_dict(rest, strict=False)
         wrong = sorted({*found.missing_keys, *found.unexpected_keys} - {*left_out, *own})
         if wrong:
-            raise ValueError(f"{wrong[0]} is in one of state and module only")
+            raise ValueError(f"{wrong[0]} is only in the state or only in the module")
     else:
         module.load_state_dict(state)
     for key in own:
@@ -149,10 +149,13 @@ def _check_source(path: Path, live: torch.Tensor, given: torch.Tensor) -> None:
         writable.check_source(path, live, given)
         return
     if type(live) is not type(given):
-        raise StateError(f"{path} is a {type(live).__name__} here, and a {type(given).__name__} was saved")
+        raise StateError(
+            f"{path} is a {type(live).__name__} in this script, but a {type(given).__name__} was saved"
+        )
     if not same_settings(live, given):
         raise StateError(
-            f"{path}: a {type(live).__name__} of other settings than were saved (what its __tensor_flatten__ returns)"
+            f"{path}: the settings of this {type(live).__name__} (returned by its __tensor_flatten__) differ from "
+            "those that were saved"
         )
     for at, part in _attributes(given):
         if isinstance(mine := getattr(live, at, None), torch.Tensor):
@@ -162,7 +165,9 @@ def _check_source(path: Path, live: torch.Tensor, given: torch.Tensor) -> None:
 def _overwrite_as(path: Path, live: torch.Tensor, given: torch.Tensor) -> None:
     _overwrite(live, given)
     if not alike(live, given):
-        raise StateError(f"{path} could not be made what was saved, a {type(inside_of(given)).__name__}")
+        raise StateError(
+            f"{path} could not be converted to the saved type, a {type(inside_of(given)).__name__}"
+        )
 
 
 def _overwrite(live: torch.Tensor, given: torch.Tensor) -> None:
@@ -195,7 +200,7 @@ def _settle(path: Path, live: Any, given: Any) -> None:
         if not is_wrapper(inside_of(given)):
             return
         if not isinstance(live, torch.Tensor):
-            raise StateError(f"{path} is a {type(live).__name__} after load_state_dict, and no tensor")
+            raise StateError(f"{path} is a {type(live).__name__} after load_state_dict, not a tensor")
         overwrite(path, live, given)
     elif isinstance(given, Mapping) and isinstance(live, Mapping):
         for key in given:

@@ -58,7 +58,7 @@ def dtype_of(spec: TensorSpec) -> torch.dtype:
     """Raises StateError for a dtype that this torch does not have."""
     dtype = getattr(torch, spec.dtype, None)
     if not isinstance(dtype, torch.dtype):
-        raise StateError(f"{spec.path}: this torch knows no dtype {spec.dtype!r}")
+        raise StateError(f"{spec.path}: this version of torch does not have the dtype {spec.dtype!r}")
     return dtype
 
 
@@ -125,7 +125,8 @@ def no_mesh(lies: dict[str, Any], shard: torch.Tensor) -> torch.Tensor:
         StateError: always.
     """
     raise StateError(
-        f"{lies.get('path', 'a tensor')} is a shard of a DTensor, and nothing here says on which mesh it lies"
+        f"{lies.get('path', 'a tensor')} is a shard of a DTensor, but this script does not determine on which mesh "
+        "it is placed"
     )
 
 

@@ -112,13 +112,11 @@ def put_together(about: Mapping[str, Any], inner: Mapping[str, torch.Tensor]) ->
         RuntimeError,
         AssertionError,
     ) as error:
-        raise StateError(
-            f"a tensor that is made of others cannot be made of what was saved: {error!r}"
-        ) from error
+        raise StateError(f"a tensor subclass cannot be restored from the saved data: {error!r}") from error
     if not found:
         raise StateError(
-            f"the state holds a {name} of {module}, and nothing here has imported such a tensor: import {module} before the "
-            "state is loaded"
+            f"the state contains a {name} of {module}, which this script has not imported: import {module} before "
+            "the state is loaded"
         )
     if not isinstance(made, torch.Tensor):
         raise StateError(f"{about['class']} made a {type(made).__name__} of what was saved")
@@ -136,7 +134,7 @@ def shard_of(path: str, tensor: DTensor) -> dict[str, Any]:
     start = start_of(tensor, local)
     if start is None:
         raise UsageError(
-            f"{path}: a DTensor placed as {tensor.placements} is no single box of the whole tensor"
+            f"{path}: the local part of a DTensor placed as {tensor.placements} is not a single box of the whole tensor"
         )
     return {
         "path": path,
@@ -165,8 +163,8 @@ def check(path: str, tensor: torch.Tensor) -> None:
         raise UsageError(f"{path}: {error}; keep plain tensors in the state") from error
     if again.about != apart.about or list(again.inner) != list(apart.inner):
         raise UsageError(
-            f"{path}: a {type(inside).__qualname__} is another one after __tensor_flatten__ and __tensor_unflatten__, so it "
-            "could not be restored; keep plain tensors in the state"
+            f"{path}: a {type(inside).__qualname__} changes when it passes through __tensor_flatten__ and "
+            "__tensor_unflatten__, so it could not be restored; keep plain tensors in the state"
         )
 
 
@@ -268,8 +266,8 @@ def _encoded(value: Any, where: str) -> Context:
         fields = [[f.name, _encoded(getattr(value, f.name), where)] for f in dataclasses.fields(value)]
         return ["fields", [_found(value, where), fields]]
     raise UsageError(
-        f"{where} has a {type(value).__name__} in what __tensor_flatten__ returns, which cannot be saved; only plain values, "
-        "torch's dtypes, sizes and devices, enumerations, named tuples and dataclasses can"
+        f"{where} has a {type(value).__name__} in what __tensor_flatten__ returns, which cannot be saved; only plain "
+        "values, torch's dtypes, sizes and devices, enumerations, named tuples and dataclasses can be saved"
     )
 
 
@@ -282,8 +280,8 @@ def _found(value: Any, where: str) -> str:
     name = _name(type(value))
     if _value_class(name) is not type(value):
         raise UsageError(
-            f"{where} has a {type(value).__qualname__} in what __tensor_flatten__ returns, whose class nobody could find "
-            "again by its name: define it at the top of a module"
+            f"{where} has a {type(value).__qualname__} in what __tensor_flatten__ returns, whose class cannot be "
+            "found by its name: define it at the top level of a module"
         )
     return name
 
@@ -299,7 +297,7 @@ def _decoded(tagged: Context, device: torch.device) -> Any:
     if kind in _NAMED:
         found = getattr(torch, value)
         if not isinstance(found, _NAMED[kind]):
-            raise ValueError(f"torch.{value} is no {kind}")
+            raise ValueError(f"torch.{value} is not a {kind}")
         return found
     each: Callable[[Any], list[Any]] = lambda values: [_decoded(v, device) for v in values]  # noqa: E731
     match kind:
@@ -326,7 +324,7 @@ def _decoded(tagged: Context, device: torch.device) -> Any:
             kind_of = _value_of(value[0], dataclasses.is_dataclass)
             made = object.__new__(kind_of)
             if {name for name, _ in value[1]} != {f.name for f in dataclasses.fields(kind_of)}:
-                raise ValueError(f"{value[0]} has other fields here")
+                raise ValueError(f"{value[0]} has other fields in this script")
             for name, part in value[1]:
                 object.__setattr__(made, name, _decoded(part, device))
             return made
@@ -337,5 +335,5 @@ def _decoded(tagged: Context, device: torch.device) -> Any:
 def _value_of(name: str, fits: Callable[[type], bool]) -> Any:
     found = _value_class(name)
     if found is None or not fits(found):
-        raise ValueError(f"nothing here has imported {name.replace(':', '.')}")
+        raise ValueError(f"this script has not imported {name.replace(':', '.')}")
     return found

@@ -38,8 +38,9 @@ def check(path: str, tensor: torch.Tensor) -> None:
         )
     if is_wrapper(tensor) or (tensor.numel() and not _address(tensor)):
         raise UsageError(
-            f"{path}: a {kind} cannot be saved: it has no memory of its own, and no __tensor_flatten__ and "
-            "__tensor_unflatten__ that say of which tensors it is made; keep a plain tensor in the state"
+            f"{path}: a {kind} cannot be saved: it does not have its own memory, and does not define "
+            "__tensor_flatten__ and __tensor_unflatten__, which would return its inner tensors; keep a plain tensor "
+            "in the state"
         )
     if overlaps(tensor):
         raise UsageError(

@@ -123,9 +123,13 @@ class KeptFile:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(self._lock)
-            raise UsageError(f"another `holdfast track` writes to this target: it has {path}.lock") from None
+            raise UsageError(
+                f"another `holdfast track` is writing to this target: it holds {path}.lock"
+            ) from None
         try:
-            self.value = read_stored(path, _kept, "remove it and what was tracked, and all is tracked anew")
+            self.value = read_stored(
+                path, _kept, "remove this file and the data that was tracked, and everything is tracked again"
+            )
         except FileNotFoundError:
             self.value = Kept()
         except BaseException:

@@ -25,7 +25,7 @@ EVERY_S = 1.0
 exchange a job of many steps a second costs its coordinator one request a second."""
 
 KINDS = ("jsonl", "tensorboard", "mlflow", "wandb", "otlp")
-HOW = "write jsonl:PATH, tensorboard:DIR, mlflow:URI, wandb:PROJECT or otlp:URL"
+HOW = "must be jsonl:PATH, tensorboard:DIR, mlflow:URI, wandb:PROJECT or otlp:URL"
 OpenLedger = Callable[[Path], AbstractContextManager[Store]]
 _news = msgspec.json.Decoder(News)
 
@@ -71,7 +71,7 @@ def check_target(target: str) -> None:
         raise UsageError(f"{target!r}: {HOW}")
     library = LIBRARIES.get(kind)
     if library is not None and find_spec(library) is None:
-        raise UsageError(f"{kind}: needs {library}: pip install 'holdfast-train[{kind}]'")
+        raise UsageError(f"{kind} needs {library}: pip install 'holdfast-train[{kind}]'")
     if kind == "mlflow":
         from holdfast.tracking.mlflow import tracking_uri
 
@@ -100,7 +100,7 @@ async def _follow_running(folder: Path, client: JobClient, to: Tracker, open_led
         at = to.position
         try:
             told = await client.get_bytes(f"/news?seq={at.seq}&place={at.place}")
-            news = decode(_news.decode, told, "what the coordinator tells cannot be read", error=UsageError)
+            news = decode(_news.decode, told, "the coordinator's answer cannot be read", error=UsageError)
         except NoAnswer:
             continue  # it was asked for several seconds
         if news.ledger and news.ledger != at.ledger:

@@ -31,7 +31,7 @@ ROWS = 1000
 TAGS = 100
 """MLflow refuses a request of more tags."""
 TEXT_CHARS = 1000
-NEEDS = "mlflow: needs MLflow: pip install 'holdfast-train[mlflow]'"
+NEEDS = "mlflow needs the package MLflow: pip install 'holdfast-train[mlflow]'"
 
 
 class MLflow(FileTracker):
@@ -135,7 +135,7 @@ class MLflow(FileTracker):
     def _refused(self, error: Exception) -> UsageError:
         said = str(error).partition("\n")[0][:TEXT_CHARS]
         return UsageError(
-            f"mlflow: the tracker does not take it: {said}. Run it again, and it goes on from here"
+            f"mlflow: the server did not accept the data: {said}. Run the command again to continue from here"
         )
 
 
@@ -143,12 +143,12 @@ def tracking_uri(uri: str) -> str:
     """The one that was given, or else that of the environment. Raises UsageError: there is none, or it has a password."""
     if _has_password(uri):
         raise UsageError(
-            "mlflow: the URI has a password, and every user of the machine sees command lines: set "
-            "MLFLOW_TRACKING_URI to it, and write mlflow: alone"
+            "mlflow: the URI contains a password, which every user of the machine could see in the command line: set "
+            "MLFLOW_TRACKING_URI to the URI, and use mlflow: without one"
         )
     found = uri or os.environ.get("MLFLOW_TRACKING_URI", "")
     if not found:
-        raise UsageError("mlflow: where to? Write mlflow:URI, or set MLFLOW_TRACKING_URI")
+        raise UsageError("mlflow: no tracking URI was given; use mlflow:URI, or set MLFLOW_TRACKING_URI")
     return found
 
 

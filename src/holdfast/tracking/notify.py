@@ -42,7 +42,7 @@ OLD_S = 3600.0
 """What happened longer before a notifier's first start is history, and no news."""
 MAIL_VARIABLE = "HOLDFAST_MAIL_COMMAND"
 MAIL_COMMAND = "sendmail -i -t"
-HOW = "write slack:FILE, slack:env:NAME, webhook:FILE, webhook:env:NAME or mail:ADDRESS"
+HOW = "use slack:FILE, slack:env:NAME, webhook:FILE, webhook:env:NAME or mail:ADDRESS"
 
 OF_INCIDENT = "#/incident/{incident}"
 """How a link ends that opens the page at an incident."""
@@ -119,9 +119,7 @@ class Notifier(FileTracker):
             if attempt + 1 < LAST_ATTEMPTS:
                 time.sleep(LAST_APART_S)  # on the tracker's own thread
         count = plural(len(self._notes.waiting), "notification")
-        raise UsageError(
-            f"{count} could not be delivered: run `holdfast notify` again, and it goes on from here"
-        )
+        raise UsageError(f"{count} could not be delivered: run `holdfast notify` again to continue from here")
 
     def _deliver(self, batch: Batch) -> bool:
         notes = self._notes
@@ -129,7 +127,7 @@ class Notifier(FileTracker):
         try:
             self._send(message)
         except NotDelivered as error:
-            _log.warning("a notification is not delivered: %s; it is tried again", error)
+            _log.warning("a notification could not be delivered: %s; it is tried again", error)
             self._keep(matters.not_sent(notes, time.time()), batch)
             return False
         self._keep(matters.sent(notes, time.time()), batch)
@@ -183,8 +181,8 @@ def sender(target: str) -> Send:
         command = shlex.split(os.environ.get(MAIL_VARIABLE, MAIL_COMMAND))
         if not command or shutil.which(command[0]) is None:
             raise UsageError(
-                f"mail: there is no program {command[0] if command else ''!r}: install one that takes a message from "
-                f"its input, or set {MAIL_VARIABLE}"
+                f"mail: the program {command[0] if command else ''!r} was not found: install a program that reads a "
+                f"message from its standard input, or set {MAIL_VARIABLE}"
             )
         return lambda message: _mail(command, where, message)
     raise UsageError(f"--to {_harmless(target)!r}: {HOW}")
@@ -203,20 +201,20 @@ def _utc_s(matter: Matter) -> float:
 def _secret_url(kind: str, where: str) -> str:
     if "//" in where:
         raise UsageError(
-            f"{kind}: every user of the machine sees command lines, and the URL is a secret: {HOW}, with the URL in "
-            "that file or variable"
+            f"{kind}: the URL is a secret, which every user of the machine could see in the command line: {HOW}, "
+            "with the URL in that file or variable"
         )
     if where.startswith("env:"):
         url = os.environ.get(where.removeprefix("env:"), "").strip()
         if not url:
-            raise UsageError(f"{kind}: the environment has no {where.removeprefix('env:')}")
+            raise UsageError(f"{kind}: the environment variable {where.removeprefix('env:')} is not set")
     else:
         try:
             url = Path(where).read_text().strip()
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"{kind}: {where} cannot be read: {error}") from None
     if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-        raise UsageError(f"{kind}: what {where} has is no http:// or https:// URL")
+        raise UsageError(f"{kind}: {where} does not contain an http:// or https:// URL")
     return url
 
 

@@ -117,7 +117,7 @@ def _with_patience(send: Callable[[], str | None]) -> None:
         if attempt + 1 < ATTEMPTS:
             time.sleep(APART_S * 2**attempt)  # on the tracker's own thread
     raise UsageError(
-        f"otlp: the collector does not take the spans: {why}. Run it again, and it goes on from here"
+        f"otlp: the collector did not accept the spans: {why}. Run the command again to continue from here"
     )
 
 
@@ -141,17 +141,18 @@ def traces_url(url: str) -> str:
     base = url or os.environ.get(ENDPOINT, "")
     found = whole_url or (base.rstrip("/") + "/v1/traces" if base else "")
     if not found:
-        raise UsageError(f"otlp: where to? Write otlp:URL, or set {ENDPOINT}")
+        raise UsageError(f"otlp: no endpoint was given; use otlp:URL, or set {ENDPOINT}")
     try:
         parts = urlsplit(found)
     except ValueError:
         raise UsageError("otlp: the URL cannot be read") from None
     if url and parts.password is not None:
         raise UsageError(
-            f"otlp: the URL has a password, and every user of the machine sees command lines: set {HEADERS}, or {ENDPOINT}"
+            "otlp: the URL contains a password, which every user of the machine could see in the command line: set "
+            f"{HEADERS} or {ENDPOINT} instead"
         )
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UsageError("otlp: an http:// or https:// URL is wanted; gRPC is not spoken")
+        raise UsageError("otlp: the URL must begin with http:// or https://; gRPC is not supported")
     return found
 
 

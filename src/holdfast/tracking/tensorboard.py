@@ -73,7 +73,7 @@ class TensorBoard(FileTracker):
             from tensorboardX import SummaryWriter
         except ImportError:
             raise UsageError(
-                "tensorboard: needs tensorboardX: pip install 'holdfast-train[tensorboard]'"
+                "tensorboard needs the package tensorboardX: pip install 'holdfast-train[tensorboard]'"
             ) from None
         # Readers take files in the order of their names, which have whole seconds. The number keeps those of one second apart.
         number = self._kept.value.files + 1

@@ -27,7 +27,7 @@ ROWS = 5000
 SEGMENT_S = 600.0
 """Or after so long: each segment costs seconds of a processor."""
 TEXT_CHARS = 1000
-NEEDS = "wandb: needs W&B: pip install 'holdfast-train[wandb]'"
+NEEDS = "wandb needs the package W&B: pip install 'holdfast-train[wandb]'"
 
 
 class WeightsAndBiases(FileTracker):

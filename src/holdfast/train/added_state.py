@@ -111,8 +111,9 @@ class UsedState:
                 continue
             if not self._protects(role, thing) and (hasattr(thing, "state_dict") or role != "scheduler"):
                 raise UsageError(
-                    f"step.apply({role}=...): this {type(thing).__name__} is not protected, so a worker that joins later would "
-                    f"begin with a new one; call run.protect({role}={role}) with the others before run.steps"
+                    f"step.apply({role}=...): this {type(thing).__name__} is not protected, so a worker that joins "
+                    f"later would start with a fresh one; call run.protect({role}={role}) before run.steps, together "
+                    "with the other objects"
                 )
             self._known.add(id(thing))
         if not self._first:
@@ -121,8 +122,9 @@ class UsedState:
         for name, thing in (found for part in parts for found in _reached(part)):
             if isinstance(thing, STEPPED) and not self._protects("", thing):
                 raise UsageError(
-                    f"step.apply(also=...) uses {name}, {_a(thing)} that is not protected: a worker that joins later would "
-                    f"begin with a new one; call run.protect({name.rpartition('.')[2]}=...) with the others before run.steps"
+                    f"step.apply(also=...) uses {name}, {_a(thing)} that is not protected: a worker that joins later "
+                    f"would start with a fresh one; call run.protect({name.rpartition('.')[2]}=...) before "
+                    "run.steps, together with the other objects"
                 )
             if isinstance(thing, torch.nn.Module) and not any(thing in _modules_of(o) for o in self._objects):
                 self._modules.append((name, thing, _writes(thing)))
@@ -145,15 +147,16 @@ class UsedState:
         for name, was in (self._plain or {}).items():
             if isinstance(was, int | float) and now.get(name) != was:
                 raise UsageError(
-                    f"step.apply(scheduler=...): this {type(scheduler).__name__} counts in its attribute {name}, and has no "
-                    "state_dict, so a worker that joins later would begin anew; give it state_dict and load_state_dict and "
-                    "protect it, or let it compute from run.samples alone"
+                    f"step.apply(scheduler=...): this {type(scheduler).__name__} keeps a count in its attribute "
+                    f"{name} but does not have a state_dict, so a worker that joins later would start from zero; add "
+                    "state_dict and load_state_dict to it and protect it, or compute the learning rate from "
+                    "run.samples alone"
                 )
         for name, module, was_written in self._modules:
             if _writes(module) != was_written:
                 raise UsageError(
-                    f"the commit of the first step changed {name}, {_a(module)} that is not protected: a worker that joins later "
-                    "would have another one; protect it before run.steps"
+                    f"the commit of the first step changed {name}, {_a(module)} that is not protected: a worker that "
+                    "joins later would have different values; protect it before run.steps"
                 )
         self._modules.clear()
 

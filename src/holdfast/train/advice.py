@@ -20,7 +20,7 @@ class Advice:
 
     def unprotected(self, name: str) -> str | None:
         """How a protected object becomes one that may change at any time; None: it cannot."""
-        return f"leave `{name}` out of run.protect if it need not survive"
+        return f"do not pass `{name}` to run.protect if it need not survive a fault"
 
     def skip_nonfinite(self) -> str | None:
         """What commits a step without its update when the gradient is not finite; None: the script has no line for it."""

@@ -194,8 +194,9 @@ class BufferRules:
             number = next(n for n, of in enumerate(self._slices) if bool(value[of].isnan().any()))
             path = self._summed[number].at.path
             raise UsageError(
-                f"{path} was infinite before this step, and from that no change can be told, as the rule "
-                f"{self._summed[number].rule!r} needs; for a range write {self.advice.buffer('min', path)} or 'max'"
+                f"{path} was infinite before this step, so the change of the step that the rule "
+                f"{self._summed[number].rule!r} needs cannot be computed; for a minimum or maximum write "
+                f"{self.advice.buffer('min', path)} or 'max'"
             )
         torch.where(self._is_whole, value.round(), value, out=self._flat)
         with torch.no_grad():
@@ -304,17 +305,17 @@ def _rules(objects: Protected, declared: Declared, advice: Advice) -> list[tuple
             if patterns and not named:
                 shown = ", ".join(list(there)[:8]) or "none"
                 raise UsageError(
-                    f"{advice.buffer(rule, pattern)}: no protected module has a buffer of this name that its "
-                    f"state_dict holds; there are: {shown}{', …' if len(there) > 8 else ''}"
+                    f"{advice.buffer(rule, pattern)}: none of the protected modules has a buffer of this name in its "
+                    f"state_dict; the buffers are: {shown}{', …' if len(there) > 8 else ''}"
                 )
             for path in named:
                 # Added up, an average or a direction grows without bound, and the loss says nothing: what it does to the
                 # model is seen in evaluations.
                 if rule == "sum" and by_themselves.get(path, "sum") != "sum":
                     raise UsageError(
-                        f"{advice.buffer(rule, pattern)}: {path} of torch's {type(there[path].module).__name__} is no count, and a "
-                        f"sum over the micro-batches would grow without bound; name counts alone here, and this one gets the rule "
-                        f'"{by_themselves[path]}" by itself'
+                        f"{advice.buffer(rule, pattern)}: {path} of torch's {type(there[path].module).__name__} is "
+                        "not a count, and a sum over the micro-batches would grow without bound; use this rule only "
+                        f'for counts. This buffer gets the rule "{by_themselves[path]}" automatically'
                     )
                 found[path] = (there[path], rule)
     return list(found.values())
@@ -355,13 +356,17 @@ def advised(at: BufferPlace, advice: Advice) -> str:
     """What to write for a buffer that a forward pass was seen to change."""
     path = at.path
     if at.tensor.dtype is torch.bool:
-        return f"write {advice.buffer('restore', path)} before training (a mask of the step's own)"
+        return f"write {advice.buffer('restore', path)} before training, if it is used within one step only, like a mask"
     if not at.tensor.is_floating_point():
-        return f"write {advice.buffer('sum', path)} before training (a count: what all micro-batches add is added up)"
+        return (
+            f"write {advice.buffer('sum', path)} before training, if it is a count: what all micro-batches add to it "
+            "is summed"
+        )
     return (
-        f"write {advice.buffer('mean', path)} before training for a running average, a range or a direction (the mean of what "
-        f"the micro-batches make of it), {advice.buffer('sum', path)} for a count or a load (what all of them add), or "
-        f"{advice.buffer('restore', path)} for what a step alone uses"
+        f"write {advice.buffer('mean', path)} before training for a running average, a range or a direction (the "
+        f"mean over the micro-batches is kept), {advice.buffer('sum', path)} for a count or a load (the "
+        f"contributions of all micro-batches are summed), or {advice.buffer('restore', path)} for a buffer that is "
+        "used within one step only"
     )
 
 
@@ -375,7 +380,8 @@ def _check_plain(at: BufferPlace, rule: BufferRule, advice: Advice) -> None:
     else:
         return
     raise UsageError(
-        f"{advice.buffer(rule, at.path)}: {what}, and no rule can be kept for it; register a plain tensor (tensor.clone())"
+        f"{advice.buffer(rule, at.path)}: {what}, to which no rule can be applied; register a plain tensor instead "
+        "(tensor.clone())"
     )
 
 
@@ -383,16 +389,18 @@ def _check_summed(ruled: _Ruled, advice: Advice, alike: int) -> None:
     path = ruled.at.path
     if is_spread(ruled.at.module._buffers[ruled.at.name], alike):
         raise UsageError(
-            f"{advice.buffer(ruled.rule, path)}: it is a DTensor, and workers with different micro-batches hold different parts of "
-            f"it, which are not summed; register it as a plain tensor, or give it a rule of its own: {advice.buffer('restore', path)}"
+            f"{advice.buffer(ruled.rule, path)}: it is a DTensor, and workers with different micro-batches hold "
+            "different parts of it, which cannot be summed; register it as a plain tensor, or choose another rule "
+            f"for it: {advice.buffer('restore', path)}"
         )
     if ruled.rule == "sequence" and not hasattr(ruled.at.module, "momentum"):
         raise UsageError(
-            f"{advice.buffer(ruled.rule, path)}: this rule is for running averages of torch's norms, whose momentum it knows; "
-            f"give {path} another one: {advice.buffer('mean', path)}"
+            f"{advice.buffer(ruled.rule, path)}: this rule works only for the running averages of torch's "
+            f"normalization layers, whose momentum is known; choose another rule for {path}: "
+            f"{advice.buffer('mean', path)}"
         )
     if ruled.now.dtype is torch.bool or ruled.now.is_complex():
         raise UsageError(
-            f"{advice.buffer(ruled.rule, path)}: it is of {ruled.now.dtype}, which is not summed; give it a rule of its own: "
-            f"{advice.buffer('restore', path)}"
+            f"{advice.buffer(ruled.rule, path)}: its dtype {ruled.now.dtype} cannot be summed; choose another rule "
+            f"for it: {advice.buffer('restore', path)}"
         )

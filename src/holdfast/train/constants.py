@@ -108,8 +108,8 @@ class Constants:
         """
         if set(saved[HASHES]) != set(self.names):
             raise UsageError(
-                f"the state was made with run.constant of {sorted(saved[HASHES])}, this script has {sorted(self.names)}: "
-                "name the same constants"
+                f"the state was saved with run.constant of {sorted(saved[HASHES])}, but this script has "
+                f"{sorted(self.names)}: pass the same constants to run.constant"
             )
         # Not compared, and not refused: after a change of the shape, hashes of pieces say nothing. What a
         # newcomer fetches from a peer is compared all the same.
@@ -118,8 +118,8 @@ class Constants:
         other = [name for name, found in self.hashes.items() if saved[HASHES][name] != found]
         if other:
             raise UsageError(
-                f"run.constant({other[0]}=...): its tensors have other bytes than those that the state was made with; "
-                "a state has only their hash, so build them from the same weights"
+                f"run.constant({other[0]}=...): its tensors differ from those that were used when the state was "
+                "saved; the state contains only their hash, so build them from the same weights"
             )
 
     # ------------------------------------------------------------ from a peer
@@ -141,7 +141,7 @@ class Constants:
         if mine != theirs:
             differ = sorted({path for path, *_ in set(mine) ^ set(theirs)})
             raise UsageError(
-                f"run.constant(): {differ[0]} is not what the other workers have; run the same script everywhere"
+                f"run.constant(): {differ[0]} differs from that of the other workers; run the same script on all nodes"
             )
         return bool(_hashes_of(index) == self.hashes)
 
@@ -162,7 +162,8 @@ class Constants:
         wrong = [name for name, said in _hashes_of(image.index).items() if self.hashes.get(name) != said]
         if wrong:
             raise StateError(
-                f"{wrong[0]}, of run.constant, has other bytes at the peer than when it was hashed: it changed there"
+                f"{wrong[0]}, of run.constant, differs on the peer from what it was when it was hashed: it was "
+                "changed there"
             )
 
     def _read(self) -> dict[str, list[int]]:
@@ -180,8 +181,8 @@ class Constants:
 
 
 ADVICE = (
-    "run.constant says that it never changes. Freeze it (requires_grad_(False)), or leave it out of run.constant, "
-    "protect it and change it in the commit"
+    "it was passed to run.constant, which is for values that never change. Freeze it (requires_grad_(False)), or "
+    "pass it to run.protect instead and change it in the commit"
 )
 
 
@@ -193,8 +194,8 @@ class _Frozen:
         self.tensors: dict[str, torch.Tensor] = {n: p for n, p in parameters.items() if not p.requires_grad}
         if not self.tensors:
             raise UsageError(
-                f"run.constant({name}=...): no parameter of it is frozen; call requires_grad_(False) on what never "
-                "changes, or give it to run.protect"
+                f"run.constant({name}=...): none of its parameters is frozen; call requires_grad_(False) on "
+                "parameters that never change, or pass the module to run.protect"
             )
         if len(self.tensors) == len(parameters):
             here = {at.path.partition(".")[2] for at in state_image.persistent_buffers({name: module})}

@@ -74,7 +74,7 @@ class ChannelListener:
         hello = _hellos.decode(body_of(frame))
         answer = answer_to(hello.credential, self._token, self._name, str(hello.generation), str(hello.rank))
         if answer is None:
-            raise ProtocolError("a caller did not prove that it knows the job's token")
+            raise ProtocolError("a process that connected did not prove that it knows the job's token")
         with self._news:
             # A slow member may still call for a generation that is over. Its socket would never be taken, and
             # would stay open until the process ends.
@@ -162,7 +162,9 @@ class ControlChannel:
                 if answer is None or not question.proves(answer.decode("latin-1")):
                     sock.close()
                     who = f"{member.host} port {member.vote_port}, where {member.worker} listened,"
-                    raise OSError(f"{who} does not prove that it is this worker; is another process there?")
+                    raise OSError(
+                        f"{who} did not prove that it is this worker; does another process listen there?"
+                    )
                 sock.settimeout(None)
             self.reached()
         # Lower ranks are called and higher ranks are awaited, so every pair has exactly one connection and
@@ -286,8 +288,8 @@ class ControlChannel:
         if (their_step ^ step) & OF_A_SUM:
             here, there = ("is", "is not") if step & OF_A_SUM else ("is not", "is")
             raise UsageError(
-                f"rank {self.rank} {here} in step.sum(), and rank {rank} {there}: call it on every worker in the same "
-                "steps, as often and in the same order; not on one rank only"
+                f"rank {self.rank} {here} in step.sum(), and rank {rank} {there}: call it on every worker in the "
+                "same steps, equally often and in the same order; not on one rank only"
             )
         # The stream has no other frame than the step's number. If two members are at different steps, one has
         # committed what the other has not, and adding their words up would hide it.
@@ -360,7 +362,7 @@ class ChannelStore(dist.Store):  # type: ignore[misc, name-defined, unused-ignor
                 # All peers have ended and have nothing to send, so the key can never come. Without this the
                 # `select` on nothing would wait for ever.
                 if not selector.get_map():
-                    raise CollectiveFailed("a rank asked for a key that no rank has set")
+                    raise CollectiveFailed("a rank requested a key that no rank has set")
                 for key, events in selector.select():
                     if events & selectors.EVENT_WRITE:
                         self._write(key.data)

@@ -77,13 +77,13 @@ class DataCursor:
         batch = state["global_batch"]
         if batch != self._global_batch and self._batch_changed == "refuse":
             raise UsageError(
-                f"run.steps(global_batch={self._global_batch}): the saved state was made with {batch}; say what "
-                'becomes of the learning rate: batch_changed="keep", "linear" or "sqrt" (see holdfast.scale_lr)'
+                f"run.steps(global_batch={self._global_batch}): the state was saved with {batch}; specify how to "
+                'change the learning rate: batch_changed="keep", "linear" or "sqrt" (see holdfast.scale_lr)'
             )
         if state["seed"] != self._seed:
             raise UsageError(
-                f"run.steps(seed={self._seed}): the saved state was made with seed {state['seed']}, which gives "
-                "another order of samples; use the same seed"
+                f"run.steps(seed={self._seed}): the state was saved with seed {state['seed']}, which gives a "
+                "different order of samples; use the same seed"
             )
         if state["data"] is not None:
             check_fingerprint(state["data"], self._data)
@@ -91,14 +91,16 @@ class DataCursor:
         # Of a checkpoint nobody asks it: a run may go on with more data.
         if self.from_peer and theirs is not None and self._probe is not None and theirs != self._probe:
             raise UsageError(
-                "run.steps(data): this worker's data set has other samples than another worker's, so they would not train on "
-                "one global batch. Seed your split (torch.utils.data.random_split(data, lengths, "
-                "generator=torch.Generator().manual_seed(0))), sort the names of files, and use one version of the data everywhere"
+                "run.steps(data): the data set of this worker contains different samples than that of another "
+                "worker, so they would not train on the same global batch. Seed your split "
+                "(torch.utils.data.random_split(data, lengths, generator=torch.Generator().manual_seed(0))), sort "
+                "the names of files, and use one version of the data everywhere"
             )
         if self._threads and state["threads"] and state["threads"] != self._threads:
             raise UsageError(
-                f'reduction="exact": this worker computes with {self._threads} threads, the saved state was made '
-                f"with {state['threads']}, and the number changes the last bits: set OMP_NUM_THREADS alike everywhere"
+                f'reduction="exact": this worker computes with {self._threads} threads, but the state was saved with '
+                f"{state['threads']}, and the number changes the last bits: set OMP_NUM_THREADS to the same value "
+                "everywhere"
             )
         self.samples = int(state["samples"])
         # Kept until `adapt`: the learning rates that were loaded are those of this batch. A peer that joins

@@ -300,8 +300,8 @@ class ExactSum(BucketedSum):
         # checkpointing runs a backward pass within the backward pass and is the known cause.
         if p in bucket.arrived and not self._several:
             raise UsageError(
-                'reduction="exact": a parameter received its gradient twice in one backward pass; with activation '
-                "checkpointing use_reentrant=False is needed"
+                'reduction="exact": a parameter received its gradient twice in one backward pass; activation '
+                "checkpointing needs use_reentrant=False"
             )
         # The copy is made inside autograd's hook, while the gradient is still in the cache.
         bucket.take(p)

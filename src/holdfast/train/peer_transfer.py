@@ -125,7 +125,7 @@ class DonorServer(RangeServer):
         constant = url.path.startswith("/constant/")
         image = self._wait(int(number), constant) if number.isdecimal() else None
         if image is None and number.isdecimal() and self._is_to_come(int(number)):
-            request.send_error(503, "this generation is not served yet: ask again")
+            request.send_error(503, "this generation is not served yet: try again")
         # 410 and 503 mean different things to the reader: at 410 it asks the next donor, at 503 it asks this
         # one again. A donor that reads the state from a tier for all answers 503 until it has it.
         elif image is None:
@@ -351,7 +351,7 @@ class Fetch:
                     if not question.proves(response.getheader(ANSWER_HEADER, "")):
                         who = f"{member.host} port {member.data_port}, where {member.worker} listened,"
                         raise StateError(
-                            f"{who} answered {response.status} and does not prove that it is this worker"
+                            f"{who} answered {response.status} and did not prove that it is this worker"
                         )
                     yield connection, response
         finally:

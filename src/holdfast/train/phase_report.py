@@ -81,7 +81,9 @@ class PhaseReport:
         if self._page.phase == Phase.DONE:
             return
         if on and self._page.phase not in (Phase.COMMIT, Phase.JOIN):
-            raise UsageError("run.relaxed_watchdog() is for work between two steps; leave `with step` first")
+            raise UsageError(
+                "run.relaxed_watchdog() is for work between two steps; use it outside of `with step`"
+            )
         # The coordinator takes the time of what is announced by itself, as it comes.
         if on:
             self._resumes = self._leaves_s is not None

@@ -67,20 +67,20 @@ def _check(schedule: Any) -> None:
 
     if not isinstance(schedule, PipelineScheduleSingle) or not isinstance(schedule._stage, PipelineStage):
         raise UsageError(
-            f"step.pipeline(): {type(schedule).__name__} was not tried here; give a schedule with one PipelineStage on each worker, "
-            "Schedule1F1B or ScheduleGPipe"
+            f"step.pipeline(): {type(schedule).__name__} is not supported; use a schedule with one PipelineStage on "
+            "each worker, Schedule1F1B or ScheduleGPipe"
         )
     stage = schedule._stage
     if schedule._loss_fn is None or schedule.scale_grads:
         raise UsageError(
-            "step.pipeline(): give the schedule a loss_fn that sums, and scale_grads=False; gradients are divided once, by the "
-            "weight of the global batch"
+            "step.pipeline(): create the schedule with a loss_fn that sums, and with scale_grads=False; gradients "
+            "are divided once, by the weight of the global batch"
         )
     if InferenceMode.needs_dynamic(stage._user_meta, True):
         raise UsageError(
-            f"step.pipeline(): stage {stage.stage_index} does not say its shapes, and a worker that comes after a fault could not "
-            "ask for them: give PipelineStage input_args and output_args (for DTensors the gradients too), of one part of a "
-            "micro-batch"
+            f"step.pipeline(): stage {stage.stage_index} does not specify its shapes, which a worker that joins "
+            "after a fault could not find out: pass input_args and output_args (for DTensors also the gradients) of "
+            "one part of a micro-batch to PipelineStage"
         )
     # Torch makes room for a gradient where the example asks for one, and computes without it where it does not.
     ends = [
@@ -89,8 +89,9 @@ def _check(schedule: Any) -> None:
     ]
     if not all(meta.requires_grad for meta in ends):
         raise UsageError(
-            f"step.pipeline(): what stage {stage.stage_index} exchanges with the others takes no gradient by its input_args or "
-            "output_args: give examples with requires_grad=True"
+            "step.pipeline(): according to its input_args or output_args, the tensors that stage "
+            f"{stage.stage_index} exchanges with the others do not require a gradient: pass examples with "
+            "requires_grad=True"
         )
 
 

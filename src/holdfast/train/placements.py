@@ -28,23 +28,26 @@ def why_not(p: torch.Tensor, *, workers: Sequence[int], alike: int) -> str | Non
     """
     if not isinstance(p, DTensor):
         # A stage of one worker has nobody to share it with.
-        return "is no DTensor: nothing shards or replicates it" if len(workers) > 1 else None
+        return "is not a DTensor: it is neither sharded nor replicated" if len(workers) > 1 else None
     ranks, mesh = ranks_of(p.device_mesh), p.device_mesh
     if mesh.get_coordinate() is None:
         return (
-            f"lies on the workers {_some(ranks)} of its replica, and this one is none of them: every worker holds a part of "
-            "every parameter of its model; a pipeline has a model for each stage, see run.mesh(stage=...)"
+            f"is on the workers {_some(ranks)} of its replica, but not on this worker: every worker must hold a part "
+            "of every parameter of its model; in a pipeline each stage is its own model, see run.mesh(stage=...)"
         )
     if any(placement.is_partial() for placement in p.placements):
-        return f"is placed as {p.placements}: a sum that nobody has completed is no state"
+        return (
+            f"is placed as {p.placements}: a sum that is not complete (Partial) cannot be saved or restored"
+        )
     # Along the tensor dimension all compute the same gradient, so one of them is enough for each share of the data.
     computing = {rank // alike for rank in ranks}
     missing = sorted({rank // alike for rank in workers} - computing)
     if missing:
         others = [rank * alike for rank in missing]
         return (
-            f"lies on the workers {_some(ranks)} of its replica alone, and nobody adds the gradients of worker "
-            f"{_some(others)}, which see other samples: shard it over those too, as fully_shard(..., mesh=run.mesh(...)) does"
+            f"is only on the workers {_some(ranks)} of its replica, so the gradients of worker {_some(others)}, "
+            "which computes other samples, would not be summed: shard it over those, too, as fully_shard(..., "
+            "mesh=run.mesh(...)) does"
         )
     return None
 

@@ -106,8 +106,9 @@ class ProgressReport:
         if long is not None or len(self._figure_names) > m.MOST_FIGURES:
             what = f"{long[:FIGURE_SHOWN]}…" if long else f"{len(self._figure_names)} names"
             raise UsageError(
-                f"run.log({what}): at most {m.MOST_FIGURES} names of {m.FIGURE_NAME} characters can be logged in a run; "
-                'keep numbers that change out of the names: run.log(norm=x), not run.log(**{f"norm_{step}": x})'
+                f"run.log({what}): at most {m.MOST_FIGURES} names of {m.FIGURE_NAME} characters can be logged in a "
+                'run; do not put numbers that change into the names: run.log(norm=x), not run.log(**{f"norm_{step}": '
+                "x})"
             )
         self._figures.setdefault(step, {}).update(values)
         if self._durations[-1] >= PROGRESS_EVERY_S:

@@ -69,8 +69,8 @@ class ReplicaGroups:
         """
         if dist.is_initialized():
             raise UsageError(
-                "run.mesh() came after torch.distributed.init_process_group(): leave that to Holdfast, which makes "
-                "the process groups of a replica and reconnects them after a fault"
+                "run.mesh() was called after torch.distributed.init_process_group(): remove that call, because "
+                "Holdfast makes the process groups of a replica and reconnects them after a fault"
             )
         if BACKEND not in dist.Backend.backend_list:
             dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
@@ -214,8 +214,8 @@ class ReconnectableGroup(_ProcessGroup):  # type: ignore[misc]
             return self._run_beside(name, *args)  # gloo would copy it, of a GPU to host memory and back
         if name in BETWEEN_TWO and self._replica_groups.stages == 1:
             raise UsageError(
-                f"{name}: messages between two workers of a replica are those of a pipeline's stages, and this replica has none: "
-                "give run.mesh(stage=...) their number"
+                f"{name}: two workers of a replica can send messages to each other only as stages of a pipeline, and "
+                "this replica has no stages: pass their number to run.mesh(stage=...)"
             )
         gloo = self.gloo
         if gloo is None:
@@ -224,9 +224,9 @@ class ReconnectableGroup(_ProcessGroup):  # type: ignore[misc]
             if self._replica_groups.aborted:
                 raise CollectiveFailed("the generation broke")
             raise UsageError(
-                f"{name} before the first step: the workers of a replica are connected when run.steps() begins. Build "
-                "the model without communication: every worker from the same seed, distribute_tensor and "
-                "parallelize_module with src_data_rank=None"
+                f"{name} was called before the first step, but the workers of a replica are connected only when "
+                "run.steps() begins. Build the model without communication: with the same seed on every worker, and "
+                "distribute_tensor and parallelize_module with src_data_rank=None"
             )
         # Counted before anything can fail, and once for each call that reaches the other workers. All members
         # of a group make the same calls of it in the same order, which is what makes its counts comparable.
@@ -288,7 +288,8 @@ class ReconnectableGroup(_ProcessGroup):  # type: ignore[misc]
             args[0].copy_(args[1].view(self._size, -1)[self._rank].view_as(args[0]))
         elif name not in BY_ITSELF:
             raise UsageError(
-                f"{name}: this worker's replica is not intact (run.world.replica is -1): skip it here"
+                f"{name}: the replica of this worker is not complete (run.world.replica is -1): skip the call on "
+                "this worker"
             )
         return ended()
 

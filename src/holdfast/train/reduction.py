@@ -141,8 +141,9 @@ def check_dense(p: torch.Tensor) -> None:
     if p.grad is None or p.grad.layout is torch.strided:
         return
     raise UsageError(
-        f"a parameter of shape {tuple(p.shape)} got a sparse gradient, which is not summed over workers; make its module "
-        "without sparse=True, and with an optimizer for dense gradients (AdamW for SparseAdam)"
+        f"a parameter of shape {tuple(p.shape)} received a sparse gradient, which cannot be summed over workers; "
+        "create its module without sparse=True, and use an optimizer for dense gradients (AdamW instead of "
+        "SparseAdam)"
     )
 
 
@@ -326,8 +327,9 @@ class BucketedSum(Gradients):
         # Its gradient of some micro-batches would be this worker's alone, and not divided by the weight.
         if thawed := self._thawed():
             raise UsageError(
-                f"a parameter of shape {tuple(thawed[0].shape)} was thawed (requires_grad) after the first step.backward() of the "
-                "step; freeze and thaw layers before the step's micro-batches, by the step's index"
+                f"a parameter of shape {tuple(thawed[0].shape)} was unfrozen (requires_grad) after the first "
+                "step.backward() of the step; freeze and unfreeze layers before the step's micro-batches, depending "
+                "on the step's index"
             )
         self._sealed = self._signs()
 
@@ -336,10 +338,10 @@ class BucketedSum(Gradients):
             return
         # Some buckets are on their way to the others: the change would be in some workers' sum and not in others'.
         raise UsageError(
-            "a gradient was changed between step.backward() and step.apply(), where it is this worker's part alone and may be "
-            "on its way to the others. Clip by step.apply(optimizer, max_grad_norm=1.0); for anything else that is done with "
-            "the summed gradient use torch's optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: ...), which "
-            "step.apply() calls on every worker"
+            "a gradient was changed between step.backward() and step.apply(), where it is only this worker's part "
+            "and may already be being sent to the others. To clip, use step.apply(optimizer, max_grad_norm=1.0); for "
+            "other changes of the summed gradient use torch's optimizer.register_step_pre_hook(lambda optimizer, "
+            "args, kwargs: ...), which step.apply() calls on every worker"
         )
 
     def _signs(self) -> tuple[list[int], list[int]]:

@@ -339,7 +339,7 @@ class Replica:
         self._settle(order.apply)
         self.state.leave(order)
         raise JobStopped(
-            "this worker was asked to leave before its first step: the job ends, or needs it no more"
+            "this worker was asked to leave before its first step, because the job ends or no longer needs it"
         )
 
     # ------------------------------------------------------------ a step

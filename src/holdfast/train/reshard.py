@@ -75,6 +75,8 @@ def _target(
     if not spec.placed:
         return torch.empty(shape, dtype=dtype_of(spec))
     if submesh is None:
-        raise StateError(f"{spec.path} was saved in pieces, and nothing here says which are wanted")
+        raise StateError(
+            f"{spec.path} was saved in pieces, but this script does not determine which of them it needs"
+        )
     names, placements = parsed(spec.placed)
     return zeros(shape, dtype=dtype_of(spec), device_mesh=submesh(names), placements=placements)

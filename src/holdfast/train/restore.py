@@ -133,8 +133,9 @@ class StateRestorer:
         except StateError as error:
             # Its bytes were whole. Whoever changed the model is told so at the first attempt: the others would say the same.
             raise UsageError(
-                f"the checkpoint of step {form.durable.step} in {form.durable.url} is of other objects than the script protects; "
-                f"put them back as they were, or name another checkpoint and another --job: {error}"
+                f"the checkpoint of step {form.durable.step} in {form.durable.url} contains other objects than those "
+                "that the script protects; protect the same objects as before, or use another --checkpoint and "
+                f"another --job: {error}"
             ) from error
 
     def _seen(self, form: m.JoinGeneration) -> Seen:

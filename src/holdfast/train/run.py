@@ -123,11 +123,11 @@ class Run:
         """
         if self._replica is not None:
             raise UsageError(
-                "run.on_commit() came after run.steps(); give every function before the first step"
+                "run.on_commit() was called after run.steps(); register every function before the first step"
             )
         if not callable(callback):
             raise UsageError(
-                f"run.on_commit(): a {type(callback).__name__} cannot be called; give a function of the step"
+                f"run.on_commit(): a {type(callback).__name__} is not callable; pass a function that takes the step"
             )
         self._on_commit.append(callback)
 
@@ -151,7 +151,8 @@ class Run:
         """
         if not callable(callback):
             raise UsageError(
-                f"run.on_warning({callback!r}): a {type(callback).__name__} cannot be called; give a function of a notice"
+                f"run.on_warning({callback!r}): a {type(callback).__name__} is not callable; pass a function that "
+                "takes a notice"
             )
         self._warnings.add(callback)
 
@@ -196,12 +197,13 @@ class Run:
                 job under `--replay`.
         """
         if self._replica is not None:
-            raise UsageError("run.mesh() came after run.steps(); make the mesh before the model")
+            raise UsageError("run.mesh() was called after run.steps(); make the mesh before the model")
         # Here and not at the first step: until then a large model would be built and loaded for nothing.
         if every := self._replays_one_in():
             raise UsageError(
-                f"--replay 1/{every} computes a micro-batch again on a worker that holds the whole model, and after run.mesh() "
-                "none does; start the job without --replay: replicas still compare checksums of their state (the rule state-apart)"
+                f"--replay 1/{every} computes a micro-batch again on a worker that holds the whole model, which no "
+                "worker does after run.mesh(); start the job without --replay: replicas still compare checksums of "
+                "their state (the rule state-apart)"
             )
         if self._sharding is None:
             where = self._attachment
@@ -220,7 +222,7 @@ class Run:
                 torchrun_world.show(self._sharding.shard_index, self._sharding.size, given)
         elif self._sharding.degrees != (shard, stage, context, tensor):
             before = "shard={}, stage={}, context={}, tensor={}".format(*self._sharding.degrees)
-            raise UsageError(f"run.mesh() was called with {before} before; a run has one mesh")
+            raise UsageError(f"run.mesh() was already called with {before}; a run has only one mesh")
         return self._sharding.mesh
 
     def replicate(self, model: torch.nn.Module) -> None:
@@ -231,7 +233,9 @@ class Run:
             UsageError: no mesh was made, or a parameter is neither sharded nor replicated over it.
         """
         if self._sharding is None:
-            raise UsageError("run.replicate() came before run.mesh(): shard the model over run.mesh() first")
+            raise UsageError(
+                "run.replicate() was called before run.mesh(): shard the model over run.mesh() first"
+            )
         self._sharding.replicate(model)
 
     def _on_collective(self, begins: bool) -> None:
@@ -252,10 +256,12 @@ class Run:
                 closure, or a call after `steps`.
         """
         if self._replica is not None:
-            raise UsageError("run.protect() came after run.steps(); protect everything before the first step")
+            raise UsageError(
+                "run.protect() was called after run.steps(); protect everything before the first step"
+            )
         if NAME in objects:
             raise UsageError(
-                f"run.protect({NAME}=...): the name is taken by the position in the data; choose another"
+                f"run.protect({NAME}=...): this name is reserved for the position in the data; choose another one"
             )
         state_image.check_protected(objects)
         self._protected.update(objects)
@@ -277,13 +283,13 @@ class Run:
         """
         if self._replica is not None:
             raise UsageError(
-                "run.constant() came after run.steps(); name every constant before the first step"
+                "run.constant() was called after run.steps(); pass every constant before the first step"
             )
         for name, module in modules.items():
             if not isinstance(module, torch.nn.Module):
                 raise UsageError(
-                    f"run.constant({name}=...): a {type(module).__name__} is no module; give modules, and everything "
-                    "else to run.protect"
+                    f"run.constant({name}=...): a {type(module).__name__} is not a module; pass only modules to "
+                    "run.constant, and everything else to run.protect"
                 )
         self._constant.update(modules)
 
@@ -314,7 +320,9 @@ class Run:
         """
         check_rule(rule, f"run.buffers({rule!r})")
         if self._replica is not None:
-            raise UsageError("run.buffers() came after run.steps(); give every rule before the first step")
+            raise UsageError(
+                "run.buffers() was called after run.steps(); set every rule before the first step"
+            )
         self._buffer_rules.append((rule, names))
 
     def steps(
@@ -359,7 +367,9 @@ class Run:
         """
         modules = [t for t in self._protected.values() if isinstance(t, torch.nn.Module)]
         if not modules:
-            raise UsageError("nothing to train: call run.protect(model=model, optimizer=optimizer) first")
+            raise UsageError(
+                "there is nothing to train: call run.protect(model=model, optimizer=optimizer) first"
+            )
         state_image.check_optimizers(self._protected)
         state_image.check_restorable(self._protected)
         threads = prepare(reduction, self.device)
@@ -417,8 +427,8 @@ class Run:
             replica.done(stopped=replica.stopped)
             if (done := replica.state.committed or 0) < until:
                 raise JobStopped(
-                    f"training ends after {done} of {until} steps, since the job was stopped, failed elsewhere or needs this "
-                    "worker no more; what stands after the loop is not run"
+                    f"training ends after {done} of {until} steps, because the job was stopped, failed elsewhere, or "
+                    "no longer needs this worker; the code after the loop is not run"
                 )
         finally:
             batches.close()
@@ -458,7 +468,7 @@ class Run:
         try:
             figures = {name: float(value) for name, value in values.items()}
         except (TypeError, ValueError, RuntimeError) as error:
-            raise UsageError(f"run.log(): {error}; give numbers, or tensors of one element") from error
+            raise UsageError(f"run.log(): {error}; pass numbers, or tensors with one element") from error
         self._replica.log(self._step.index, figures)
 
     @contextmanager
@@ -514,8 +524,8 @@ class Run:
         every = self._replays_one_in()
         if every and reduction != "exact":
             raise UsageError(
-                f'--replay 1/{every} compares bits, which run.steps(reduction="{reduction}") does not promise; give '
-                'reduction="exact", or leave --replay out'
+                f'--replay 1/{every} compares gradients bit by bit, but run.steps(reduction="{reduction}") does not '
+                'compute them reproducibly; use reduction="exact", or remove --replay'
             )
         assert not every or self._sharding is None  # `mesh` refuses it
         return every
@@ -530,7 +540,9 @@ class Run:
         samples: str,
     ) -> Replica:
         if self._replica is not None:
-            raise UsageError("run.steps() is called once per run; put epochs into `until`")
+            raise UsageError(
+                "run.steps() can be called only once per run; to train several epochs, increase `until`"
+            )
         minimum = self._attachment.minimum
         sharding = self._sharding
         if sharding is not None:
@@ -539,14 +551,14 @@ class Run:
             minimum = -(-minimum // sharding.size) * sharding.shape[0]
             if micro_batches % sharding.shape[0]:
                 raise UsageError(
-                    f"global_batch / micro_batch = {micro_batches} micro-batches cannot be dealt evenly to the "
-                    f"{sharding.shape[0]} shards of a replica: make it a multiple of {sharding.shape[0]}"
+                    f"global_batch / micro_batch = {micro_batches} micro-batches cannot be divided evenly among the "
+                    f"{sharding.shape[0]} shards of a replica: make the number a multiple of {sharding.shape[0]}"
                 )
         # A job that may be smaller is, and says so: see `FewMicroBatches`.
         if micro_batches < minimum:
             raise UsageError(
-                f"global_batch / micro_batch = {micro_batches} micro-batches are too few for {minimum} workers; "
-                "make micro_batch smaller or global_batch larger"
+                f"global_batch / micro_batch = {micro_batches} micro-batches are too few for {minimum} workers; use "
+                "a smaller micro_batch or a larger global_batch"
             )
         rules = BufferRules(
             self._protected,

@@ -33,7 +33,7 @@ def scale_lr(
         raise UsageError(f"scale_lr(rule={rule!r}); choose one of {', '.join(map(repr, get_args(Rule)))}")
     if not (factor > 0 and math.isfinite(factor)):
         raise UsageError(
-            f"scale_lr(factor={factor}); give new global batch / old global batch, for example 2.0"
+            f"scale_lr(factor={factor}): factor must be the new global batch divided by the old one, for example 2.0"
         )
     multiplier = factor if rule == "linear" else math.sqrt(factor)
     for group in optimizer.param_groups:
@@ -62,8 +62,8 @@ def adascale_gain(factor: float, variance: float, square: float) -> float:
     """
     if not (factor > 0 and variance >= 0 and square >= 0 and 0 < variance + square < math.inf):
         raise UsageError(
-            f"adascale_gain(factor={factor}, variance={variance}, square={square}): the factor must be positive, "
-            "the others not negative and not both 0"
+            f"adascale_gain(factor={factor}, variance={variance}, square={square}): factor must be positive, and the "
+            "other two must not be negative and not both be 0"
         )
     return (variance + square) / (variance / factor + square)
 

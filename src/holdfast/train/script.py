@@ -72,7 +72,7 @@ def open_log(path: str) -> int:
     except OSError as error:
         with suppress(OSError):
             sys.stderr.write(
-                f"holdfast: {path} cannot be written, and this worker has no log: {error.strerror}\n"
+                f"holdfast: {path} cannot be written, so there is no log of this worker: {error.strerror}\n"
             )
         return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 

@@ -63,23 +63,24 @@ class Sharding:
         given |= {"stage": stages} if stages != 1 else {}
         if min(given.values()) < 1:
             what = ", ".join(f"{name}={degree}" for name, degree in given.items())
-            raise UsageError(f"run.mesh({what}): {'both are' if len(given) == 2 else 'all are'} at least 1")
+            raise UsageError(f"run.mesh({what}): {'both' if len(given) == 2 else 'all'} must be at least 1")
         # The number of workers at full strength, not of those that are there: a job may train with fewer
         # replicas for a while, but what is left over at full strength would never compute.
         if target % size:
             what = ", ".join(f"{n}={d}" for n, d in given.items() if n == "shard" or d > 1)
             raise UsageError(
-                f"run.mesh({what}) makes replicas of {size} workers, and the job has {target}: choose --nnodes and "
+                f"run.mesh({what}) makes replicas of {size} workers, but the job has {target}: choose --nnodes and "
                 f"--nproc-per-node so that their product is a multiple of {size}"
             )
         if stages > 1 and device.type != "cpu":
             raise UsageError(
-                f"run.mesh(stage={stages}): pipelines were tried with gloo alone, and {device} would take NCCL, whose messages "
-                "wait for each other in another way; shard the model over shard=, tensor= or context= instead"
+                f"run.mesh(stage={stages}): pipelines are supported only with gloo, but {device} would use NCCL, "
+                "whose point-to-point messages block differently; shard the model over shard=, tensor= or context= "
+                "instead"
             )
         if stages > 1 and not pipeline.known_to_torch():
             raise UsageError(
-                f"run.mesh(stage={stages}): pipelines need PyTorch 2.13 or newer, and this is {torch.__version__}"
+                f"run.mesh(stage={stages}): pipelines need PyTorch 2.13 or newer, but this is {torch.__version__}"
             )
         self.shape, self.shard_index = (shard, stages * context * tensor), position % size
         self.degrees, self.context, self.alike = (shard, stages, context, tensor), context, tensor
@@ -134,7 +135,7 @@ class Sharding:
             return found[0]
         if found or not set(names) <= set(self.mesh.mesh_dim_names or ()):
             what = "several meshes have" if found else "neither run.mesh() nor a parameter's mesh has"
-            raise StateError(f"the state lies on the dimensions {', '.join(names)}, which {what}")
+            raise StateError(f"the state is placed on the mesh dimensions {', '.join(names)}, which {what}")
         return self.mesh if names == self.mesh.mesh_dim_names else self.mesh[names]
 
     def replicate(self, model: torch.nn.Module) -> None:
@@ -149,8 +150,8 @@ class Sharding:
         if loose:
             more = f" and {len(loose) - SHOWN} more" if len(loose) > SHOWN else ""
             raise UsageError(
-                f"run.replicate(): nothing shards or replicates {', '.join(loose[:SHOWN])}{more}: call "
-                "fully_shard(..., mesh=run.mesh(...)) on the whole model too, after its parts"
+                f"run.replicate(): {', '.join(loose[:SHOWN])}{more} are neither sharded nor replicated: after the "
+                "parts of the model, call fully_shard(..., mesh=run.mesh(...)) on the whole model, too"
             )
         for name, p in named:
             if reason := why_not(p, workers=self.own_stage, alike=self.alike):
@@ -159,13 +160,14 @@ class Sharding:
             if isinstance(module, FSDPModule):
                 if not hasattr(module, "reset_iter_state"):
                     raise UsageError(
-                        f"run.replicate(): after a fault FSDP2 has to begin a step anew (reset_iter_state), which PyTorch "
-                        f"{torch.__version__} cannot: install PyTorch 2.13 or newer"
+                        "run.replicate(): after a fault FSDP2 has to restart a step (reset_iter_state), which "
+                        f"PyTorch {torch.__version__} cannot do: install PyTorch 2.13 or newer"
                     )
                 if _offloads(module):
                     raise UsageError(
-                        "run.replicate(): CPUOffloadPolicy is not supported: a replica's groups are those of its GPUs, "
-                        "which cannot sum gradients that lie in host memory; shard over more workers instead"
+                        "run.replicate(): CPUOffloadPolicy is not supported: the process groups of a replica are "
+                        "those of its GPUs, which cannot sum gradients in host memory; shard over more workers "
+                        "instead"
                     )
                 # Losses are sums and are divided once, by the weight of the global batch. FSDP2's default
                 # would divide by the shards as well.
@@ -186,8 +188,9 @@ class Sharding:
             for name, p in module.named_parameters():
                 if p not in known:
                     raise UsageError(
-                        f"{name} of a protected module is in no model that run.replicate() was given: with run.mesh() "
-                        "call run.replicate(model) after fully_shard, for every model that is trained"
+                        f"{name} of a protected module does not belong to a model that was passed to "
+                        "run.replicate(): with run.mesh(), call run.replicate(model) after fully_shard for every "
+                        "model that is trained"
                     )
 
     def counts(self, p: torch.Tensor) -> bool:

@@ -120,7 +120,10 @@ class StateGuard:
         c = self._committed
         when = f"between step {c - 1}'s commit and step {c}" if c else "before step 0"
         self._look(
-            self._watched, when, "some workers would make this change after a fault, and others not", True
+            self._watched,
+            when,
+            "after a fault some workers would make this change and others would not",
+            True,
         )
 
     def before_update(self, step: int) -> None:
@@ -131,7 +134,7 @@ class StateGuard:
         """
         if not self._on:
             return
-        why = "a step that a fault strikes is computed again, and would make this change twice"
+        why = "a step that is interrupted by a fault is computed again, and would make this change twice"
         self._look(self._in_steps, f"in step {step} before step.apply", why, False)
 
     @contextmanager
@@ -171,8 +174,9 @@ class StateGuard:
         """
         if (path := self._added.found()) is not None:
             raise StateChanged(
-                f"{path} was added {when}: a worker that joins later would not have it. Make all parameters, buffers and "
-                "groups of the optimizer before run.steps; freeze what is to be trained only from some step on"
+                f"{path} was added {when}: a worker that joins later would not have it. Create all parameters, "
+                "buffers and parameter groups of the optimizer before run.steps; freeze parameters that are trained "
+                "only from a later step on"
             )
         for watched in among:
             if (path := watched.change(between)) is not None:
@@ -185,15 +189,15 @@ class StateGuard:
         stepped = [w.name for w in self._watched if isinstance(w, _Optimizer) and w.has_stepped()]
         if stepped and isinstance(watched, _Parameters):
             return StateChanged(
-                f"{path} changed {when}, by {stepped[0]}.step(): {why}. Leave that call out: step.apply({stepped[0]}) makes it as a "
-                "part of the step's commit"
+                f"{path} changed {when}, by {stepped[0]}.step(): {why}. Remove that call: step.apply({stepped[0]}) "
+                "makes the update as part of the step's commit"
             )
         unprotected = self._advice.unprotected(watched.name)
         put_back = self._advice.put_back() if isinstance(watched, _Parameters) else None
         return StateChanged(
-            f"{path} changed {when}: {why}. Put it into the commit: {watched.remedy}"
+            f"{path} changed {when}: {why}. Make the change in the commit: {watched.remedy}"
             + (f"; or {unprotected}" if unprotected else "")
-            + (f". Weights that are swapped for an evaluation are put back {put_back}" if put_back else "")
+            + (f". If you swap weights for an evaluation, restore them {put_back}" if put_back else "")
         )
 
 
@@ -373,8 +377,9 @@ class _Statistics(_Buffers):
     def remedy(self) -> str:
         assert self._changed is not None
         return (
-            f"{self._advice.commit(f'update({self.name})')}; if an evaluation has done it, call {self.name}.eval() before; to "
-            f"have such changes undone write {self._advice.buffer('restore', self._changed.path)} before training"
+            f"{self._advice.commit(f'update({self.name})')}; if an evaluation changed it, call {self.name}.eval() "
+            "before the evaluation; to undo such changes automatically, write "
+            f"{self._advice.buffer('restore', self._changed.path)} before training"
         )
 
 

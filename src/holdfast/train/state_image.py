@@ -87,20 +87,20 @@ def check_protected(objects: Protected) -> None:
     for name, thing in objects.items():
         if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
             raise UsageError(
-                f"run.protect({name}=...): a {type(thing).__name__} has no state_dict and load_state_dict; "
-                "protect modules, optimizers, schedulers or objects with these two methods"
+                f"run.protect({name}=...): a {type(thing).__name__} does not have state_dict and load_state_dict; "
+                "protect modules, optimizers, schedulers or other objects with these two methods"
             )
         if isinstance(thing, torch.nn.Module) and (lazy := _without_shape(thing)):
             raise UsageError(
-                f"run.protect({name}=...): {lazy} has no shape before the first forward pass, and workers compare their "
-                "state before it; call the module once with a sample batch before the training"
+                f"run.protect({name}=...): {lazy} does not have a shape before the first forward pass, but workers "
+                "compare their states before that; call the module once with a sample batch before the training"
             )
         if isinstance(thing, torch.nn.Module):
             _check_modules(name, thing)
         if isinstance(thing, torch.optim.Optimizer) and _needs_closure(thing):
             raise UsageError(
-                f"run.protect({name}=...): {type(thing).__name__}.step wants a closure and calls it several times, and one "
-                "step has one backward pass over the job; choose another optimizer"
+                f"run.protect({name}=...): {type(thing).__name__}.step needs a closure and calls it several times, "
+                "but a step computes each micro-batch only once; choose another optimizer"
             )
 
 
@@ -117,8 +117,9 @@ def check_optimizers(objects: Protected) -> None:
                 if parameter.requires_grad and id(parameter) not in held:
                     raise UsageError(
                         f"run.protect({name}=...): it trains {name}.param_groups.{number}.params.{called}, of shape "
-                        f"{tuple(parameter.shape)}, which is in no protected module. Protect its module as well, and make "
-                        "the optimizer after whatever replaces parameters, such as fully_shard"
+                        f"{tuple(parameter.shape)}, which does not belong to a protected module. Protect its module "
+                        "as well, and create the optimizer after any call that replaces parameters, such as "
+                        "fully_shard"
                     )
 
 
@@ -128,19 +129,21 @@ def _check_modules(name: str, thing: torch.nn.Module) -> None:
         where = f"run.protect({name}=...): {at or name} is {type(module).__name__}"
         if getattr(module, "sparse", False) is True:
             raise UsageError(
-                f"{where} with sparse=True, and sparse gradients are not summed over workers; make it without, and with an "
-                "optimizer for dense gradients (AdamW in place of SparseAdam)"
+                f"{where} with sparse=True, but sparse gradients cannot be summed over workers; create it without "
+                "sparse=True, and use an optimizer for dense gradients (AdamW instead of SparseAdam)"
             )
         if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.max_norm is not None:
             raise UsageError(
-                f"{where} with max_norm={module.max_norm}, which writes into its weights in each forward pass, on each worker "
-                "into other rows; make it without, and bound the rows in the commit: step.apply(optimizer, also=lambda: "
-                f"weight.copy_(torch.renorm(weight, {module.norm_type}, 0, {module.max_norm}))), under torch.no_grad()"
+                f"{where} with max_norm={module.max_norm}, which changes its weights in each forward pass, and other "
+                "rows on each worker; create it without max_norm, and limit the norm of the rows in the commit: "
+                f"step.apply(optimizer, also=lambda: weight.copy_(torch.renorm(weight, {module.norm_type}, 0, "
+                f"{module.max_norm}))), under torch.no_grad()"
             )
         if isinstance(module, torch.nn.SyncBatchNorm):
             raise UsageError(
-                f"{where}, whose collectives are those of torch's world, and at level 2 that is this worker alone: it would "
-                "compute as BatchNorm, without a word; use that, or run the script at level 1"
+                f"{where}, which computes its statistics over torch's default process group, and at level 2 that "
+                "contains only this worker: it would silently compute like BatchNorm; use BatchNorm, or run the "
+                "script at level 1"
             )
 
 
@@ -311,8 +314,9 @@ def _placing(
         if submesh is not None and model is None:
             return place(shard, lies["placed"], shape, submesh)
         raise StateError(
-            f"{lies['path']} was saved as a shard at {lies['start']} of {shape}, placed as {lies['placed']}, and this worker "
-            "holds another one: what is made of other tensors cannot be cut anew, so start with the sharding of the save"
+            f"{lies['path']} was saved as a shard at {lies['start']} of {shape}, placed as {lies['placed']}, but "
+            "this worker holds another shard: tensor subclasses that contain other tensors cannot be resharded, so "
+            "start with the same sharding as when it was saved"
         )
 
     return placing
@@ -361,7 +365,7 @@ def give(
     """
     # Checked before the first object is changed: a half loaded state must not be trained on.
     if set(tree) != set(objects):
-        raise StateError(f"the state holds {sorted(tree)}, this script protects {sorted(objects)}")
+        raise StateError(f"the state contains {sorted(tree)}, but this script protects {sorted(objects)}")
     for name, thing in objects.items():
         try:
             state = unpack(tree[name], tensors, placing=_placing(objects, submesh))

@@ -141,8 +141,8 @@ class Step:
         for done, micro in enumerate(mine):
             if replica.gradients.exact and len(mine) - self._left != done:
                 raise UsageError(
-                    f"step {self.index}: micro-batch {micro} was taken before step.backward() of the one before; "
-                    'under reduction="exact" compute them one after the other'
+                    f"step {self.index}: micro-batch {micro} was requested before step.backward() of the previous "
+                    'one; with reduction="exact" compute them one after the other'
                 )
             replica.check()
             replica.phases.enter(Phase.DATA, self.index)
@@ -190,8 +190,8 @@ class Step:
         # Outside of it a fault is not swallowed, and what the script changes meanwhile is not compared: replicas would come apart.
         if not self._entered:
             raise UsageError(
-                f"step {self.index}: its micro-batches are used inside `with step:`; write that as the first line of the loop over "
-                "run.steps(), with the rest of the step indented below"
+                f"step {self.index}: its micro-batches can be used only inside `with step:`; write that as the first "
+                "line of the loop over run.steps(), with the rest of the step indented below it"
             )
 
     def backward(self, loss: torch.Tensor, weight: float = 1.0) -> None:
@@ -244,9 +244,9 @@ class Step:
             return
         self._warns_of_means = False
         warnings.warn(
-            f"step.backward(loss, weight={weight:g}) takes a sum of losses, and this loss is a mean ({kind}): divided by the weight "
-            f'once more, its gradient is {weight:g} times too small. Compute it with reduction="sum", or write '
-            "step.backward(loss * weight, weight=weight)",
+            f"step.backward(loss, weight={weight:g}) expects a sum of losses, but this loss is a mean ({kind}): it "
+            f"would be divided by the weight a second time, and the gradient would be {weight:g} times too small. "
+            'Compute the loss with reduction="sum", or write step.backward(loss * weight, weight=weight)',
             stacklevel=3,
         )
 
@@ -287,7 +287,9 @@ class Step:
     def _taken(self, call: str) -> bool:
         """One of this worker's micro-batches is being computed; whether it is the last one."""
         if not self._left:
-            raise UsageError(f"step {self.index}: {call} is called once for every micro-batch of the step")
+            raise UsageError(
+                f"step {self.index}: {call} must be called once for every micro-batch of the step"
+            )
         if self._left == len(self._mine):
             # Layers that were thawed since the step began: the words that go out say which are trained now.
             self._replica.gradients.admit()
@@ -328,7 +330,7 @@ class Step:
         """
         if not self._entered or self._stage is not Stage.OPEN or self._words or self._sent is not None:
             raise UsageError(
-                f"step {self.index}: step.sum() goes inside `with step`, before the first step.backward()"
+                f"step {self.index}: step.sum() must be called inside `with step`, before the first step.backward()"
             )
         own, channel = addends(values), self._replica.group.channel
         words, tag = own.words(), self.index | OF_A_SUM
@@ -343,8 +345,8 @@ class Step:
         for rank, (theirs, _) in enumerate(heads):
             if theirs[0] != own.fingerprint:
                 raise UsageError(
-                    f"step {self.index}: step.sum({list(values)}) has other names or shapes on rank {rank} than on rank "
-                    f"{channel.rank}; give the same on every worker"
+                    f"step {self.index}: step.sum({list(values)}) has different names or shapes on rank {rank} and "
+                    f"on rank {channel.rank}; pass the same names and shapes on every worker"
                 )
         self._replica.phases.alive()
         return own.total(words for theirs, words in heads if theirs[2])
@@ -387,19 +389,20 @@ class Step:
         parts = _callables(also)
         if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise UsageError(
-                "step.apply(scheduler=...): ReduceLROnPlateau steps by a figure, which has to be the same on every worker; "
-                "protect it, and give apply(also=lambda: scheduler.step(step.loss)), or the result of step.sum in place of the loss"
+                "step.apply(scheduler=...): ReduceLROnPlateau needs a metric that is the same on every worker; "
+                "protect the scheduler, and call step.apply(also=lambda: scheduler.step(step.loss)), or pass it a "
+                "result of step.sum instead of the loss"
             )
         if self._left != 0:
             left = "the" if self._left is None else self._left
             raise UsageError(
-                f"step {self.index}: step.apply() came before step.backward() of {left} micro-batches; "
-                "write step.backward(loss, weight=n) in place of loss.backward(), once for every micro-batch"
+                f"step {self.index}: step.apply() was called before step.backward() of {left} micro-batches; call "
+                "step.backward(loss, weight=n) instead of loss.backward(), once for every micro-batch"
             )
         if self._replay is not None:
             raise UsageError(
-                f"step {self.index}: step.apply() came before the loop over the step had ended; under --replay it may have one "
-                "more micro-batch than this worker's share, so go through `for batch in step` to its end"
+                f"step {self.index}: step.apply() was called before the loop over the step had ended; with --replay "
+                "a step may have one more micro-batch than this worker's share, so run `for batch in step` to its end"
             )
         replica = self._replica
         scaler = self.scaler if scaler is None else scaler
@@ -495,7 +498,8 @@ class Step:
         by_worker = {form.generation.members[r].worker: digest for r, digest in digests.items()}
         replica.disagree(self.index, replay.micro, by_worker)
         raise GradientsDiffer(
-            f"the gradient of micro-batch {replay.micro} of step {self.index} has other bits where it was computed again"
+            f"the gradient of micro-batch {replay.micro} of step {self.index} differs bit by bit from the one that "
+            "another worker computed"
         )
 
     def _once_more(self, micro: int) -> Iterator[Any]:
@@ -510,7 +514,7 @@ class Step:
             self._is_again = False
         if self._replays != before + 1:
             raise UsageError(
-                f"step {self.index}: step.backward() is called once for every micro-batch of the step"
+                f"step {self.index}: step.backward() must be called once for every micro-batch of the step"
             )
         replica.phases.enter(Phase.REDUCE, self.index)
 
@@ -612,8 +616,8 @@ class Step:
         if error is None:
             if not self.committed:
                 raise UsageError(
-                    f"step {self.index} was left without step.apply(optimizer): call it once, inside `with step`, in place of "
-                    "optimizer.step()"
+                    f"step {self.index} ended without step.apply(optimizer): call it once, inside `with step`, "
+                    "instead of optimizer.step()"
                 )
             return False
         self._waited = True
@@ -650,16 +654,17 @@ class Step:
             sharding = self._replica.sharding
             if (sharding is None or sharding.stages == 1) and len({layout for _, _, layout in words}) > 1:
                 raise UsageError(
-                    f"step {self.index}: not all workers train the same parameters, as requires_grad says: freeze and thaw layers "
-                    "by the step's index (`if step.index >= 1000:`, not `== 1000`), so that a worker that joins later does it too"
+                    f"step {self.index}: the workers do not all train the same parameters (requires_grad differs): "
+                    "freeze and unfreeze layers depending on the step's index (`if step.index >= 1000:`, not `== "
+                    "1000`), so that a worker that joins later does the same"
                 )
             # Under the exact reduction there is one word for each micro-batch, and `fsum` rounds once. So the
             # scale does not depend on how the micro-batches were spread over the members.
             self._global_weight = math.fsum(w for w, _, _ in words)
             if not self._global_weight > 0:
                 raise UsageError(
-                    f"step {self.index}: the weights of the global batch sum to {self._global_weight}; "
-                    "give step.backward(loss, weight=number of samples or tokens)"
+                    f"step {self.index}: the weights of the global batch sum to {self._global_weight}; call "
+                    "step.backward(loss, weight=number of samples or tokens)"
                 )
             self.loss = math.fsum(x for _, x, _ in words) / self._global_weight / self._loss_scale
         return 1.0 / (self._global_weight * self._loss_scale)
@@ -676,7 +681,7 @@ class Step:
         skip = self._replica.state.buffer_rules.advice.skip_nonfinite()
         clip = ", or clip gradients (max_grad_norm=)" if max_grad_norm is None and skip else ""
         return f"Look at the samples of this step, or lower the learning rate{clip}" + (
-            f"; {skip} goes on without the update of such a step" if skip else ""
+            f"; {skip} skips the update of such a step and continues" if skip else ""
         )
 
 
@@ -715,7 +720,7 @@ def _callables(
     for part in parts:
         if not callable(part):
             raise UsageError(
-                f"step.apply(also=...): a {type(part).__name__} cannot be called; give a function, for example "
-                "also=lambda: ema.update_parameters(model), or leave also= out"
+                f"step.apply(also=...): a {type(part).__name__} is not callable; pass a function, for example "
+                "also=lambda: ema.update_parameters(model), or remove also="
             )
     return parts

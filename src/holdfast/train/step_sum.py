@@ -87,12 +87,12 @@ def addends(values: Mapping[str, Any]) -> Addends:
                 numbers[name] = [float(value)]
         except (TypeError, ValueError, RuntimeError) as error:
             raise UsageError(
-                f"step.sum({name}=...): {error}; give numbers, lists of numbers, or tensors"
+                f"step.sum({name}=...): {error}; pass numbers, lists of numbers, or tensors"
             ) from error
     count = sum(1 + len(part) for part in numbers.values())
     if count > MOST_NUMBERS:
         raise UsageError(
-            f"step.sum(): {count} numbers are too many for the control channel, which takes {MOST_NUMBERS} at once"
+            f"step.sum(): {count} numbers are too many for the control channel, whose limit is {MOST_NUMBERS} per call"
         )
     return Addends(numbers, shapes)
 

@@ -199,8 +199,9 @@ def become(sock: socket.socket) -> int:
             link.send(m.Imported(imported(before), (*start.env, *other)[: m.MOST_MODULES]))
             if "torch" in before and (late := ", ".join(filter(_unheeded, other))):
                 _log.warning(
-                    "the script has changed %s, which torch read as it was imported, before this process became a worker: it is "
-                    "not heeded. Set it where you start the job, or give --preload ''",
+                    "the script changed %s after torch had read it: torch was imported before this process became a "
+                    "worker, so the change has no effect. Set the variable in the environment of `holdfast run`, or "
+                    "pass --preload ''",
                     late,
                 )
 

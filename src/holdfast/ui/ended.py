@@ -37,7 +37,7 @@ class EndedJob:
 
     async def act(self, name: str, arguments: Mapping[str, str], dry: bool) -> Answer:
         """See `Source.act`."""
-        raise Refused("the job does not run: nothing of it can be changed", 409)
+        raise Refused("the job is not running, so it cannot be changed", 409)
 
     def close(self) -> None:
         """Nothing more will be asked."""

@@ -70,7 +70,7 @@ class RunningJob:
     def _token(self) -> str:
         try:
             # Read for each request: every start of the job makes a new token.
-            return read_stored_word(self._folder / "token", "the running job cannot be spoken with")
+            return read_stored_word(self._folder / "token", "the running job cannot be reached")
         except (FileNotFoundError, UsageError) as error:
             raise Refused(str(error), 503) from None
 
@@ -98,7 +98,9 @@ class RunningJob:
                 # action could be done twice.
                 if not again:
                     raise Refused(
-                        f"the coordinator did not answer; look before you try again: {failure}", 504
+                        "the coordinator did not answer, but the action may have been carried out; check before you "
+                        f"try again: {failure}",
+                        504,
                     ) from None
                 error = failure
             if asyncio.get_running_loop().time() > deadline:

@@ -27,16 +27,22 @@ if TYPE_CHECKING:
 
 LOOP = "loop with `for step in accelerator.steps(loader, until=N)` (docs/accelerate.md)"
 REFUSED = {
-    "accumulate": f"a step has all its micro-batches, and a fault repeats all of them; {LOOP}",
-    "clip_grad_norm_": "gradients are summed when the step is applied; give step.apply(optimizer, max_grad_norm=...)",
-    "clip_grad_value_": "gradients are summed when the step is applied; give step.apply(optimizer, max_grad_norm=...)",
-    "unscale_gradients": "step.apply() divides by the scale of fp16; leave it out",
-    "no_sync": f"a step sums its gradients once; {LOOP}",
-    "join_uneven_inputs": f"every sample is dealt to exactly one worker; {LOOP}",
-    "skip_first_batches": f"a job goes on at its next sample by itself; {LOOP}",
-    "save_state": "the job keeps its state by itself; leave it out, and save a trained model with save_model",
-    "load_state": "a job goes on from its newest state by itself; load the weights of another job before prepare()",
-    "init_trackers": "ranks change, so another worker would begin a second record; give figures to accelerator.run.log(...)",
+    "accumulate": f"a step contains all its micro-batches, and all of them are repeated after a fault; {LOOP}",
+    "clip_grad_norm_": "gradients are summed when the step is applied; use step.apply(optimizer, max_grad_norm=...)",
+    "clip_grad_value_": "gradients are summed when the step is applied; use step.apply(optimizer, max_grad_norm=...)",
+    "unscale_gradients": "step.apply() already divides by the loss scale of fp16; remove the call",
+    "no_sync": f"the gradients of a step are summed once, by step.apply(); {LOOP}",
+    "join_uneven_inputs": f"Holdfast assigns every sample to exactly one worker; {LOOP}",
+    "skip_first_batches": f"a job continues at its next sample without this call; {LOOP}",
+    "save_state": "the job saves its state itself; remove the call, and save a trained model with save_model",
+    "load_state": (
+        "a job resumes from its newest state without this call; to start from the weights of another job, load them "
+        "before prepare()"
+    ),
+    "init_trackers": (
+        "ranks change during a job, so another worker would begin a second record; pass values to "
+        "accelerator.run.log(...)"
+    ),
 }
 """Methods of Accelerate's that cannot work at level 2: the reason, and what to write."""
 SPLITTING = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin", "torch_tp_plugin", "parallelism_config")
@@ -73,8 +79,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc] # it has no typ
         for name in SPLITTING:
             if options.get(name) is not None:
                 raise UsageError(
-                    f"Accelerator({name}=...): a replica is one process here; leave it out, or shard with "
-                    "holdfast.start(main) and run.mesh() (docs/sharded.md)"
+                    f"Accelerator({name}=...): with this Accelerator a replica is one process; remove the argument, "
+                    "or shard with holdfast.start(main) and run.mesh() (docs/sharded.md)"
                 )
         handlers = options.get("kwargs_handlers") or ()
         of_ddp = DistributedDataParallelKwargs | InitProcessGroupKwargs
@@ -84,12 +90,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc] # it has no typ
         super().__init__(**options)
         if self.distributed_type != DistributedType.NO or os.environ.get("ACCELERATE_USE_FSDP") == "true":
             raise UsageError(
-                f"Accelerator: Accelerate is set up for {self.distributed_type.value}, and a replica is one process here; "
-                "start the script with `holdfast run`, without `accelerate launch`"
+                f"Accelerator: Accelerate is configured for {self.distributed_type.value}, but with this Accelerator "
+                "a replica is one process; start the script with `holdfast run`, not with `accelerate launch`"
             )
         if self.split_batches:
             raise UsageError(
-                "Accelerator(split_batches=True): batch_size is that of a micro-batch; leave it out"
+                "Accelerator(split_batches=True): batch_size is already the size of a micro-batch; remove the argument"
             )
 
     @property
@@ -122,7 +128,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc] # it has no typ
             UsageError: nothing is prepared, a loader whose samples cannot be dealt, or a rule that there is not.
         """
         if not self._models:
-            raise UsageError("accelerator.steps(): this Accelerator has no model; call prepare() before")
+            raise UsageError(
+                "accelerator.steps(): this Accelerator does not have a model yet; call prepare() first"
+            )
         micro_batch = _micro_batch(loader)
         rules = Buffers(buffers, LoopAdvice())
         # Here and not in the constructor: a script makes an Accelerator to print or to load data, too, and
@@ -168,7 +176,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc] # it has no typ
         """
         if self._holdfast_step is None:
             raise UsageError(
-                f"accelerator.backward() came outside of a step, where a fault could not repeat it; {LOOP}"
+                "accelerator.backward() was called outside of a step, where it could not be repeated after a fault; "
+                f"{LOOP}"
             )
         total = loss * weight
         self._holdfast_step.backward(
@@ -205,7 +214,7 @@ def _named(kind: str, objects: list[Any]) -> dict[str, Any]:
 def _micro_batch(loader: Any) -> int:
     if (own := own_order(loader)) is not None:
         raise UsageError(
-            f"accelerator.steps(): the loader has {own}, and the order of samples is the job's; "
-            "give a DataLoader(dataset, batch_size=..., shuffle=True) of a map-style dataset"
+            f"accelerator.steps(): the loader has {own}, but Holdfast determines the order of samples; pass a "
+            "DataLoader(dataset, batch_size=..., shuffle=True) with a map-style dataset"
         )
     return int(loader.batch_sampler.batch_size)

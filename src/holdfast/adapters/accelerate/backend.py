@@ -16,7 +16,8 @@ def ignore(given: Collection[str]) -> None:
     """Says so of what a script has given for DDP and its process group, if anything."""
     if given:
         _log.warning(
-            "%s: ignored. They are for DistributedDataParallel and its process group; the job sums the gradients",
+            "%s: ignored, because these settings are for DistributedDataParallel and its process group, and Holdfast "
+            "sums the gradients itself",
             ", ".join(given),
         )
 

@@ -52,7 +52,9 @@ class Snapshots:
         ACCELERATE.check(accelerate.__version__, "Snapshots")
         self._saver = Saver(every, to, level_2="holdfast.accelerate")
         if not accelerator._models:
-            raise UsageError("Snapshots: this Accelerator has no model; make Snapshots after prepare()")
+            raise UsageError(
+                "Snapshots: this Accelerator does not have a model yet; create Snapshots after prepare()"
+            )
         meshed = getattr(accelerator, "parallelism_config", None) is not None  # since 1.10
         if meshed or accelerator.distributed_type in SPLITTING:
             how = "parallelism_config" if meshed else accelerator.distributed_type.value
@@ -84,8 +86,8 @@ class Snapshots:
         # be taken for another loader's.
         if len(kept.value["places"]) != len(self._places):
             raise UsageError(
-                f"Snapshots: the snapshot is of {len(kept.value['places'])} prepared data loaders, and here are "
-                f"{len(self._places)}; prepare the same ones"
+                f"Snapshots: the snapshot was made with {len(kept.value['places'])} prepared data loaders, but this "
+                f"script prepared {len(self._places)}; prepare the same data loaders"
             )
         for place, saved in zip(self._places, kept.value["places"], strict=True):
             place.restore(saved, kept.value["random"])
@@ -108,7 +110,7 @@ class Snapshots:
         # The random generators of this process are one for all loaders. With two loops under way no place
         # could be found by reading one of them again.
         if sum(place.active for place in self._places) > 1:
-            raise UsageError("Snapshots: a loop over another data loader is under way; save after it")
+            raise UsageError("Snapshots: another data loader is being iterated over; save after that loop")
         more = {
             "step": accelerator.step,
             "places": [place.state() for place in self._places],
@@ -203,13 +205,17 @@ def _state_of(generator: Any) -> Any:
 def _refuse(loader: Any) -> None:
     if not isinstance(loader, DataLoaderShard):
         raise UsageError(
-            f"Snapshots: {type(loader).__name__} reads on rank 0 for all; give DataLoaderConfiguration(dispatch_batches=False)"
+            f"Snapshots: {type(loader).__name__} reads the data of all ranks on rank 0; pass "
+            "DataLoaderConfiguration(dispatch_batches=False)"
         )
     if loader.use_stateful_dataloader:
-        raise UsageError("Snapshots: leave use_stateful_dataloader out; a loader finds its place by itself")
+        raise UsageError(
+            "Snapshots: remove use_stateful_dataloader; the position of a loader is restored without it"
+        )
 
 
 def _skips_by_itself(*args: Any, **more: Any) -> None:
     raise UsageError(
-        "Snapshots: leave skip_first_batches out, and loop over the prepared loader; it goes on where the snapshot was taken"
+        "Snapshots: remove skip_first_batches, and loop over the prepared loader; it continues where the snapshot "
+        "was taken"
     )

@@ -61,7 +61,7 @@ class Snapshots:
         }
         for what in (name for name, there in wrong.items() if there):
             raise UsageError(
-                f"Snapshots: {what} is not all in what the engine gives to a checkpoint engine; save with "
+                f"Snapshots: the state of {what} is not completely passed to checkpoint engines; save with "
                 "engine.save_checkpoint, which works at level 0"
             )
         self._engine = engine
@@ -86,8 +86,8 @@ class Snapshots:
         # part of the optimizer's state.
         if ranks.value != engine.world_size:
             raise UsageError(
-                f"Snapshots: the snapshot of step {found} is of {ranks.value} ranks, and here are {engine.world_size}; "
-                "DeepSpeed's partitions fit the same number of ranks only"
+                f"Snapshots: the snapshot of step {found} was made by {ranks.value} ranks, but now there are "
+                f"{engine.world_size}; DeepSpeed's partitions can only be loaded by the same number of ranks"
             )
         memory = _Memory(_with_scaler(files.value, engine))
         with tempfile.TemporaryDirectory(prefix="holdfast-") as folder, self._saving_to(memory):

@@ -31,8 +31,8 @@ def follow(args: TrainingArguments, run: Run, slot: int) -> None:
     # A process without torchrun's variables takes the first GPU that it sees. All workers of a node would.
     if args.device.type == run.device.type and args.device != run.device:
         raise UsageError(
-            f"transformers computes on {args.device}, and this worker's is {run.device}: run one worker on a node "
-            "(--nproc-per-node 1), or use level 1 (docs/levels.md)"
+            f"transformers computes on {args.device}, but the device of this worker is {run.device}: run one worker "
+            "on each node (--nproc-per-node 1), or use level 1 (docs/levels.md)"
         )
     # Two trainers may have the same arguments: then they follow already, and `kind` is what was followed first.
     kind = vars(type(args)).get("followed", type(args))
@@ -69,7 +69,9 @@ def refuse(args: TrainingArguments, dataset: Any, scheduler: Any = None, workers
     """
     wrong = [text for found, text in _checks(args, dataset, scheduler, workers) if found]
     if wrong:
-        raise UsageError("holdfast.transformers.Trainer cannot train so:\n  " + "\n  ".join(wrong))
+        raise UsageError(
+            "holdfast.transformers.Trainer does not support this configuration:\n  " + "\n  ".join(wrong)
+        )
 
 
 def refuse_loader(loader: Any, micro_batch: int) -> None:
@@ -80,12 +82,12 @@ def refuse_loader(loader: Any, micro_batch: int) -> None:
     """
     if (own := own_order(loader)) is not None:
         raise UsageError(
-            f"holdfast.transformers.Trainer cannot train with {own}: the order "
-            "of samples is the job's; put the choice of samples into the dataset"
+            f"holdfast.transformers.Trainer cannot train with {own}, because Holdfast determines the order of "
+            "samples; put the selection of samples into the dataset"
         )
     if (size := loader.batch_sampler.batch_size) != micro_batch:
         raise UsageError(
-            f"get_train_dataloader() returns batches of {size} samples, and a micro-batch has {micro_batch}: set "
+            f"get_train_dataloader() returns batches of {size} samples, but a micro-batch has {micro_batch}: set "
             f"per_device_train_batch_size={size}"
         )
 
@@ -96,14 +98,18 @@ def _checks(args: TrainingArguments, dataset: Any, scheduler: Any, workers: int)
     return [
         (
             dataset is None or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"),
-            f"train_dataset is {type(dataset).__name__}, which has no length and no samples by number: use a map-style "
-            "dataset, so that every sample is trained exactly once at any number of workers",
+            f"train_dataset is {type(dataset).__name__}, which does not have a length or access to samples by "
+            "number: use a map-style dataset, so that every sample is trained exactly once at any number of workers",
         ),
-        (bool(args.deepspeed), "deepspeed=...: DeepSpeed owns the step; use level 1 (docs/levels.md)"),
+        (
+            bool(args.deepspeed),
+            "deepspeed=...: DeepSpeed controls the training step itself; use level 1 (docs/levels.md)",
+        ),
         (
             bool(args.fsdp),
-            "fsdp=...: Accelerate would shard over groups that a fault breaks; call run.mesh(shard=N) in holdfast.start(main), and "
-            "load the model with distributed_config=DistributedConfig(fsdp_size=N) (docs/transformers.md)",
+            "fsdp=...: Accelerate would shard over process groups that break in a fault; call run.mesh(shard=N) in "
+            "holdfast.start(main), and load the model with distributed_config=DistributedConfig(fsdp_size=N) "
+            "(docs/transformers.md)",
         ),
         (
             args.auto_find_batch_size,
@@ -111,40 +117,43 @@ def _checks(args: TrainingArguments, dataset: Any, scheduler: Any, workers: int)
         ),
         (
             getattr(args, "enable_jit_checkpoint", False),  # not in every version that is supported
-            "enable_jit_checkpoint=True: at a SIGTERM it ends the training of this worker alone; leave it out, the job "
-            "keeps its state by itself",
+            "enable_jit_checkpoint=True: on SIGTERM it would end the training of this worker only; remove it, "
+            "because the job saves its state itself",
         ),
         (
             getattr(args, "sync_ref_model", False),  # of TRL's
-            "sync_ref_model=True: it changes the reference model between two steps, which a fault would undo; leave it out",
+            "sync_ref_model=True: it changes the reference model between two steps, which a fault would undo; remove "
+            "it",
         ),
         (
             args.load_best_model_at_end,
-            "load_best_model_at_end=True: a worker on another node may not have the best checkpoint's folder; leave it out, keep "
-            "metric_for_best_model, and load the folder trainer.state.best_model_checkpoint on rank 0 after train()",
+            "load_best_model_at_end=True: a worker on another node may not have the folder of the best checkpoint; "
+            "remove it, keep metric_for_best_model, and load the folder trainer.state.best_model_checkpoint on rank "
+            "0 after train()",
         ),
         (
             workers > 1 and not args.average_tokens_across_devices,
-            "average_tokens_across_devices=False: the loss is the mean over all tokens of a step, whose weights would otherwise "
-            "depend on which worker has which samples; leave it out",
+            "average_tokens_across_devices=False: the loss is the mean over all tokens of a step, whose weights "
+            "would otherwise depend on which worker has which samples; remove it",
         ),
         (
             "lomo" in optimizer or "layerwise" in optimizer,
-            f"optim={optimizer}: it updates inside of the backward pass, before the workers agree; choose another",
+            f"optim={optimizer}: it updates parameters during the backward pass, before the gradients of the workers "
+            "are summed; choose another optimizer",
         ),
         (
             optimizer.startswith("schedule_free"),
-            f"optim={optimizer}: an evaluation exchanges its parameters between two steps, which a fault would undo; choose "
-            "another",
+            f"optim={optimizer}: for an evaluation it swaps parameters between two steps, which a fault would undo; "
+            "choose another optimizer",
         ),
         (
             args.include_num_input_tokens_seen not in ("no", False),
-            "include_num_input_tokens_seen: it is counted on one worker only; leave it out",
+            "include_num_input_tokens_seen: the tokens would be counted on one worker only; remove it",
         ),
         (
             args.train_sampling_strategy != "random",
-            f"train_sampling_strategy={args.train_sampling_strategy}: the order of samples is the job's; leave it at "
-            "random",
+            f"train_sampling_strategy={args.train_sampling_strategy}: Holdfast determines the order of samples; use "
+            "the default, random",
         ),
         (
             schedule in ("reduce_lr_on_plateau", "greedy"),
@@ -158,6 +167,6 @@ def _checks(args: TrainingArguments, dataset: Any, scheduler: Any, workers: int)
         ),
         (
             args.parallelism_config is not None,
-            "parallelism_config: a replica is one process here; take holdfast.start(main) and run.mesh()",
+            "parallelism_config: with this Trainer a replica is one process; use holdfast.start(main) and run.mesh()",
         ),
     ]

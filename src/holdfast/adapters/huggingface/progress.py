@@ -95,8 +95,8 @@ class Progress:
             return
         if len(exporters) != len(saved["callbacks"]):
             raise ValueError(
-                f"the saved state has {len(saved['callbacks'])} callbacks that export their state, this trainer has "
-                f"{len(exporters)}: give the trainer the same callbacks, in the same order"
+                f"the saved state has {len(saved['callbacks'])} callbacks that export their state, but this trainer "
+                f"has {len(exporters)}: pass the same callbacks to the trainer, in the same order"
             )
         self._take_commit(saved)
         self.outstanding = saved["outstanding"]

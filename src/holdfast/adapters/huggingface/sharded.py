@@ -27,19 +27,20 @@ def join(run: Run, trainer: Any) -> None:
     if not is_sharded(model):
         if run.sharded:
             raise UsageError(
-                "run.mesh() was called, and the Trainer's model is whole: load it with from_pretrained(folder, "
-                "distributed_config=DistributedConfig(fsdp_size=N)), or leave run.mesh() out"
+                "run.mesh() was called, but the Trainer's model is not sharded: load it with from_pretrained(folder, "
+                "distributed_config=DistributedConfig(fsdp_size=N)), or do not call run.mesh()"
             )
         return
     if not run.sharded:
         raise UsageError(
-            "the model is sharded over process groups that a fault breaks: call run.mesh(shard=N) before "
+            "the model is sharded over process groups that break in a fault: call run.mesh(shard=N) before "
             "from_pretrained, in the main of holdfast.start (docs/transformers.md)"
         )
     wrong = [text for found, text in _checks(trainer.args, model) if found]
     if wrong:
         raise UsageError(
-            "holdfast.transformers.Trainer cannot train a sharded model so:\n  " + "\n  ".join(wrong)
+            "holdfast.transformers.Trainer does not support this configuration of a sharded model:\n "
+            " " + "\n  ".join(wrong)
         )
     config = model.config.distributed_config
     try:
@@ -47,7 +48,7 @@ def join(run: Run, trainer: Any) -> None:
     except UsageError as error:
         # With another one, workers that share every sample would be given samples of their own.
         raise UsageError(
-            f"DistributedConfig(fsdp_size={config.fsdp_size}, tp_size={config.tp_size}) goes with "
+            f"DistributedConfig(fsdp_size={config.fsdp_size}, tp_size={config.tp_size}) needs "
             f"run.mesh(shard={config.fsdp_size}, tensor={config.tp_size}): {error}"
         ) from error
     if config.fsdp_size == 1:
@@ -70,8 +71,8 @@ def refuse_saving(model: Any) -> None:
     """Raises UsageError for a model of which every worker has a part."""
     if is_sharded(model):
         raise UsageError(
-            "save_model(): no worker has the model, and the workers part when the training ends; holdfast checkpoint export "
-            "writes what from_pretrained reads"
+            "save_model(): no worker has the whole model, and the process groups of the workers end with the "
+            "training; `holdfast checkpoint export` writes files that from_pretrained reads"
         )
 
 
@@ -81,32 +82,34 @@ def _checks(args: Any, model: Any) -> list[tuple[bool, str]]:
     return [
         (
             config.pp_size > 1,
-            f"DistributedConfig(pp_size={config.pp_size}): the Trainer has no schedule for stages; shard with fsdp_size, tp_size "
-            "and ep_size, or write a loop of your own (docs/sharded.md)",
+            f"DistributedConfig(pp_size={config.pp_size}): the Trainer does not have a schedule for pipeline stages; "
+            "shard with fsdp_size, tp_size and ep_size, or write your own training loop (docs/sharded.md)",
         ),
         (
             config.tp_size > 1 and not hasattr(model, "_mesh_manager"),
-            f"DistributedConfig(tp_size={config.tp_size}): in this version of transformers it was not tried; take 5.24",
+            f"DistributedConfig(tp_size={config.tp_size}): this is not supported with this version of transformers; "
+            "use 5.24",
         ),
         (
             replicas > 1,
-            f"DistributedConfig(dp_replicate_size={replicas}): the job has the replicas; leave it out",
+            f"DistributedConfig(dp_replicate_size={replicas}): Holdfast itself manages the replicas; remove it",
         ),
         (
             config.fsdp_cpu_offload,
-            "DistributedConfig(fsdp_cpu_offload=True): a replica's groups are those of its GPUs; shard over more workers",
+            "DistributedConfig(fsdp_cpu_offload=True): the process groups of a replica work on GPU memory only; "
+            "shard over more workers instead",
         ),
         # A fault in a collective between two steps skips the rest of what follows the step, on some workers alone. Then they
         # would decide otherwise than the others.
         (
             IntervalStrategy(args.eval_strategy) is not IntervalStrategy.NO or args.eval_on_start,
-            'eval_strategy: an evaluation of a sharded model cannot be repeated after a fault; give eval_strategy="no", '
-            "and evaluate what holdfast checkpoint export writes",
+            "eval_strategy: an evaluation of a sharded model cannot be repeated after a fault; set "
+            'eval_strategy="no", and evaluate the model that `holdfast checkpoint export` writes',
         ),
         (
             SaveStrategy(args.save_strategy) is not SaveStrategy.NO,
-            'save_strategy: no worker has the model; give save_strategy="no". The job keeps its state by itself, and '
-            "holdfast checkpoint export writes what from_pretrained reads",
+            'save_strategy: no worker has the whole model; set save_strategy="no". The job saves its state itself, '
+            "and `holdfast checkpoint export` writes files that from_pretrained reads",
         ),
         (args.fp16, "fp16=True: not tested with sharded models; use bf16=True"),
     ]

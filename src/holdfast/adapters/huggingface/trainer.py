@@ -109,7 +109,8 @@ class HoldfastMixin:
                 _job_of(folder) == self._holdfast_run.job or not (Path(folder) / TRAINER_STATE_NAME).exists()
             ):
                 _log.warning(
-                    "resume_from_checkpoint=%s is ignored: this job has written it, and goes on from its own newest state",
+                    "resume_from_checkpoint=%s is ignored: this job wrote that checkpoint, and resumes from its own "
+                    "newest state",
                     given,
                 )
                 given = None
@@ -158,11 +159,13 @@ class HoldfastMixin:
         # silence. The job's own is never older.
         if resume is not None:
             raise UsageError(
-                "resume_from_checkpoint: a job goes on from its newest state by itself; leave it out. To begin with the "
-                "weights of another job, give their folder to from_pretrained"
+                "resume_from_checkpoint: a job resumes from its newest state without it; remove it. To start from "
+                "the weights of another job, pass their folder to from_pretrained"
             )
         if trial is not None:
-            raise UsageError("hyperparameter_search(): one job is one training; start one job for each trial")
+            raise UsageError(
+                "hyperparameter_search(): a job is a single training; start one job for each trial"
+            )
         super()._init_training_state(max_steps, steps_per_epoch, epochs, None, None)  # type: ignore[misc]
         sharded.join(world.own_run(), self)
         # The Trainer wants to know the epoch before it makes model and optimizer ready. A newcomer knows it when it has
@@ -352,9 +355,9 @@ class HoldfastMixin:
         if self.control.should_epoch_stop and not ends and not self.control.should_training_stop:
             # With the next step a new order of samples would begin, which the others, and a newcomer, could not know.
             raise UsageError(
-                f"a callback set control.should_epoch_stop after step {self.state.global_step}, in the middle of an epoch: "
-                "which samples a step has follows from its number alone; make the dataset smaller, or end the training by "
-                "control.should_training_stop"
+                f"a callback set control.should_epoch_stop after step {self.state.global_step}, in the middle of an "
+                "epoch: the samples of a step depend only on its number, so an epoch cannot be shortened; make the "
+                "dataset smaller, or end the training with control.should_training_stop"
             )
         over: bool = ends or self.control.should_training_stop
         with (
@@ -496,14 +499,14 @@ def wrap(
     if any(kind.__module__.partition(".")[0] == "trl" for kind in trainer.__mro__):
         TRL.check(metadata.version("trl"), "wrap")
     if not issubclass(trainer, transformers.Trainer):
-        raise UsageError(f"wrap({trainer.__name__}): give a class that is derived from transformers.Trainer")
+        raise UsageError(f"wrap({trainer.__name__}): the argument must be a subclass of transformers.Trainer")
     # By identity with the Trainer's own: a class that replaces the loop would run its own steps, and none of
     # them would be the job's.
     replaced = [name for name in _OURS if getattr(trainer, name) is not getattr(transformers.Trainer, name)]
     if replaced:
         raise UsageError(
-            f"wrap({trainer.__name__}): it replaces {', '.join(replaced)}, which the job's loop over steps stands for; "
-            "use level 1 for it (docs/levels.md)"
+            f"wrap({trainer.__name__}): it overrides {', '.join(replaced)}, which Holdfast replaces by its own loop "
+            "over steps; use level 1 for this class (docs/levels.md)"
         )
     own = {
         "reduction": reduction,

@@ -104,8 +104,8 @@ class LoopProgress:
         fetched = _updates(saved)
         if fetched not in (updates, updates + 1):
             raise RuntimeError(
-                f"the update of step {updates} failed here, and the newest state of the job is that after {fetched} steps: "
-                "this worker ends, and another one takes its place"
+                f"the update of step {updates} failed on this worker, and the newest state of the job is that after "
+                f"{fetched} steps: this worker ends, and another one replaces it"
             )
         if fetched == updates:
             return False

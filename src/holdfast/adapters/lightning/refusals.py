@@ -22,21 +22,28 @@ from holdfast.adapters.lightning.samples import Plan, validations
 from holdfast.errors import UsageError
 
 OURS = {
-    "optimizer_step": "the update is the job's commit",
-    "optimizer_zero_grad": "the job owns the gradients",
-    "configure_gradient_clipping": "clipping takes the norm of the gradient of all workers; use gradient_clip_val",
-    "backward": "the job adds the gradients of all workers",
+    "optimizer_step": "Holdfast makes the update when it commits the step",
+    "optimizer_zero_grad": "Holdfast manages the gradients",
+    "configure_gradient_clipping": "clipping needs the norm of the gradient of all workers; use gradient_clip_val",
+    "backward": "Holdfast sums the gradients of all workers",
 }
 """Hooks of a module that a step at level 2 has no place for, and why."""
 
 CALLBACKS: dict[type, str] = {
-    StochasticWeightAveraging: "puts another scheduler and other weights in place while the training goes on; use "
-    "EMAWeightAveraging or WeightAveraging",
-    BaseFinetuning: "adds parameters to the optimizer while the training goes on; give the optimizer all of them, and freeze "
-    "by a learning rate of 0",
+    StochasticWeightAveraging: (
+        "replaces the scheduler and the weights during the training; use EMAWeightAveraging or WeightAveraging"
+    ),
+    BaseFinetuning: (
+        "adds parameters to the optimizer during the training; pass all of them to the optimizer at first, and "
+        "freeze some with a learning rate of 0"
+    ),
     ModelPruning: "changes weights outside of the step's commit",
-    LearningRateFinder: "trains and goes back; find the learning rate in a run of its own, without Holdfast",
-    BatchSizeFinder: "trains and goes back; find the batch size in a run of its own, without Holdfast",
+    LearningRateFinder: (
+        "trains and then restores the earlier state; find the learning rate in a separate run without Holdfast"
+    ),
+    BatchSizeFinder: (
+        "trains and then restores the earlier state; find the batch size in a separate run without Holdfast"
+    ),
 }
 """Callbacks of Lightning's that cannot work, and what they do."""
 
@@ -55,16 +62,16 @@ def refuse_data(trainer: Any, loader: Any) -> None:
             (
                 not (hasattr(data, "__len__") and hasattr(data, "__getitem__"))
                 or not getattr(loader, "batch_size", None),
-                "the training data has no length and no samples by number, or batches of its own: give a DataLoader with a "
-                "map-style dataset and a batch_size",
+                "the training data does not have a length or access to samples by number, or makes its own batches: "
+                "use a DataLoader with a map-style dataset and a batch_size",
             ),
             (
                 bool(trainer.overfit_batches),
-                "overfit_batches: the job deals samples of all the data; give a dataset of few samples",
+                "overfit_batches: Holdfast uses the samples of the whole dataset; pass a dataset with few samples",
             ),
             (
                 bool(trainer.reload_dataloaders_every_n_epochs),
-                "reload_dataloaders_every_n_epochs: a job has one data set",
+                "reload_dataloaders_every_n_epochs: the dataset of a job cannot change",
             ),
         ]
     )
@@ -94,9 +101,9 @@ def refuse_validation(trainer: Any, plan: Plan, until: int) -> None:
         accumulate = plan.accumulated(epoch)
         if (batch + 1) % accumulate and batch + 1 != plan.batches:
             raise UsageError(
-                f"val_check_interval={trainer.val_check_interval}: batch {batch} of epoch {epoch} is not the last one of an "
-                f"update, which has {accumulate} batches there, and a validation within a step cannot be; choose a multiple "
-                "of accumulate_grad_batches"
+                f"val_check_interval={trainer.val_check_interval}: batch {batch} of epoch {epoch} is not the last "
+                f"one of an update, which has {accumulate} batches there, and a validation cannot run within a step; "
+                "choose a multiple of accumulate_grad_batches"
             )
 
 
@@ -120,8 +127,8 @@ def refuse_monitors(trainer: Any, trained: set[str]) -> None:
         [
             (
                 monitor in known,
-                f'{name} monitors "{monitor}", which each worker logs of its own training batches; monitor what '
-                "validation_step logs: every worker validates all of the validation data",
+                f'{name} monitors "{monitor}", which each worker logs for its own training batches; monitor a value '
+                "that validation_step logs, because every worker validates all of the validation data",
             )
             for name, monitor in monitors
         ]
@@ -131,7 +138,9 @@ def refuse_monitors(trainer: Any, trained: set[str]) -> None:
 def _raise(checks: list[tuple[bool, str]]) -> None:
     wrong = [text for found, text in checks if found]
     if wrong:
-        raise UsageError('Trainer(strategy="holdfast") cannot train so:\n  ' + "\n  ".join(wrong))
+        raise UsageError(
+            'Trainer(strategy="holdfast") does not support this configuration:\n  ' + "\n  ".join(wrong)
+        )
 
 
 def _callbacks(trainer: Any) -> Iterator[tuple[bool, str]]:
@@ -140,7 +149,7 @@ def _callbacks(trainer: Any) -> Iterator[tuple[bool, str]]:
             yield isinstance(callback, kind), f"{type(callback).__name__} {why}"
         yield (
             isinstance(callback, Timer) and callback._duration is not None,
-            "max_time or a Timer with a duration: no two workers have the same clock; set max_steps or max_epochs",
+            "max_time or a Timer with a duration: the clocks of workers differ; set max_steps or max_epochs",
         )
         average = getattr(callback, "_average_model", None) if isinstance(callback, WeightAveraging) else None
         types = [
@@ -148,12 +157,12 @@ def _callbacks(trainer: Any) -> Iterator[tuple[bool, str]]:
         ]
         yield (
             len(types) == 2 and types[0] != types[1],
-            f"{type(callback).__name__} averages in another precision than the module's, and each validation would round the "
-            "weights to it; make the module of that precision yourself, and leave precision= at 32-true",
+            f"{type(callback).__name__} averages in a precision that is not the module's, and each validation would "
+            "round the weights to it; convert the module to that precision yourself, and leave precision= at 32-true",
         )
         yield (
             isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None,
-            "ModelCheckpoint(train_time_interval=...): no two workers have the same clock; give every_n_train_steps",
+            "ModelCheckpoint(train_time_interval=...): the clocks of workers differ; set every_n_train_steps",
         )
 
 
@@ -161,19 +170,24 @@ def _checks(trainer: Any, module: Any) -> list[tuple[bool, str]]:
     return [
         (
             trainer._val_check_time_interval is not None,
-            "val_check_interval as a time: no two workers have the same clock; give a number of batches",
+            "val_check_interval as a time: the clocks of workers differ; set a number of batches",
         ),
         (
             not module.automatic_optimization,
-            "automatic_optimization is off: a step at level 2 has one optimizer; write the loop with holdfast.start",
+            "automatic_optimization is off: at level 2 Holdfast controls the step; write the training loop with "
+            "holdfast.start",
         ),
-        (len(trainer.optimizers) != 1, f"{len(trainer.optimizers)} optimizers: a step at level 2 has one"),
+        (
+            len(trainer.optimizers) != 1,
+            f"{len(trainer.optimizers)} optimizers: at level 2 a module can have only one",
+        ),
         (
             trainer.gradient_clip_algorithm not in (None, "norm"),
-            f"gradient_clip_algorithm={trainer.gradient_clip_algorithm}: the global norm is clipped; use 'norm'",
+            f"gradient_clip_algorithm={trainer.gradient_clip_algorithm}: only the global norm can be clipped; use "
+            "'norm'",
         ),
         (
             trainer.max_steps == -1 and (trainer.max_epochs is None or trainer.max_epochs < 0),
-            "max_steps=-1 and max_epochs=-1: a job has an end; set one of them",
+            "max_steps=-1 and max_epochs=-1: a job needs an end; set one of them",
         ),
     ]

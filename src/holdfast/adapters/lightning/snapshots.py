@@ -81,7 +81,7 @@ class Snapshots(Callback):
         # one's state.
         if self._trainer is not None:
             raise UsageError(
-                "Snapshots: this one is used already; give each Trainer its own, and call fit() once"
+                "Snapshots: this object was already used; create one for each Trainer, and call fit() once"
             )
         self._trainer = trainer
         connector, fit_loop = trainer._checkpoint_connector, trainer.fit_loop
@@ -146,20 +146,22 @@ class Snapshots(Callback):
     def _refuse(self, fetcher: Any) -> None:
         if hasattr(fetcher, "iterator_wrapper"):
             raise UsageError(
-                "Snapshots: training_step takes dataloader_iter, and reads as many batches as it likes; take a batch"
+                "Snapshots: training_step has the argument dataloader_iter, so it may read any number of batches; "
+                "write it with the argument batch"
             )
         loaders = self._trainer.fit_loop._combined_loader.flattened
         if self._has_state():
             return
         if any(isinstance(loader, Stateful) for loader in loaders):
             raise UsageError(
-                "Snapshots: some of the training loaders have a state_dict and some have none; give all of them one, or none"
+                "Snapshots: some of the training loaders have a state_dict and some do not; use either only loaders "
+                "with a state_dict or only loaders without"
             )
         for loader in loaders:
             if any(getattr(x, "generator", None) for x in (loader, getattr(loader, "sampler", None))):
                 raise UsageError(
-                    "Snapshots: the training data has a random generator of its own, which no snapshot has; leave "
-                    "generator= out and seed torch, or give a loader with state_dict and load_state_dict"
+                    "Snapshots: the training data has its own random generator, which snapshots do not contain; "
+                    "remove generator= and seed torch, or use a loader with state_dict and load_state_dict"
                 )
 
     def _has_state(self) -> bool:
@@ -189,10 +191,10 @@ class Snapshots(Callback):
             ranks = self._trainer.world_size
             if place["ranks"] != ranks:
                 _log.warning(
-                    f"the snapshot is of {place['ranks']} ranks, and {ranks} train now: the rest of the epoch is not "
-                    "the samples that were left"
+                    f"the snapshot was made by {place['ranks']} ranks, but now {ranks} train: the rest of this epoch "
+                    "does not have exactly the remaining samples"
                 )
-            rank_zero_info(f"reading the {batches} batches of the epoch that were trained")
+            rank_zero_info(f"skipping the {batches} batches of the epoch that were already trained on")
             set_random_state(place["made"])
             iter(fetcher)
             set_random_state(place["begun"])

@@ -178,7 +178,8 @@ class Window:
         # stand where no batch is.
         if self._source.progress.has_fetched_step():
             raise RuntimeError(
-                "the others have committed a step that this worker has not computed: it ends, and another one takes its place"
+                "the other workers committed a step that this worker has not computed: it ends, and another one "
+                "replaces it"
             )
 
     def _next_there(self) -> Any:
@@ -404,8 +405,8 @@ class Optimization(_AutomaticOptimization):
         if loss is None:
             if source.plan.workers > 1:
                 raise UsageError(
-                    "training_step() returned None: with several workers every batch has a loss, as under DDP; return a loss "
-                    "that is 0, such as (output * 0).sum()"
+                    "training_step() returned None: with several workers every batch needs a loss, as with DDP; "
+                    "return a loss that is 0, such as (output * 0).sum()"
                 )
             Closure.warning_cache.warn(
                 "`training_step` returned `None`. If this was on purpose, ignore this warning..."

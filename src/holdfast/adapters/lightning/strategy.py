@@ -145,7 +145,8 @@ class HoldfastStrategy(SingleDeviceStrategy):
             return dataloader
         if self._loader is not None:
             raise UsageError(
-                'Trainer(strategy="holdfast"): there are several training data loaders; give one, whose dataset holds all'
+                'Trainer(strategy="holdfast"): there are several training data loaders; use a single one, whose '
+                "dataset contains all samples"
             )
         refuse_data(trainer, dataloader)
         self._loader = dataloader

@@ -54,25 +54,26 @@ def save_snapshots(config: Any, every: int, to: str | None = None) -> None:
     wrong = (
         (
             not checkpoint.save,
-            "checkpoint.save is not set, and Bridge saves nothing without it; give a folder",
+            "checkpoint.save is not set, and Bridge does not save anything without it; set it to a folder",
         ),
         (
             checkpoint.ckpt_format != "torch_dist",
-            f"checkpoint.ckpt_format is {checkpoint.ckpt_format!r}, and local checkpoints are of 'torch_dist' only",
+            f"checkpoint.ckpt_format is {checkpoint.ckpt_format!r}, but local checkpoints exist only for 'torch_dist'",
         ),
         (
             config.peft is not None,
-            "Bridge looks for no local checkpoint with peft; leave save_snapshots out, and give checkpoint.save_interval",
+            "Bridge does not look for local checkpoints with peft; do not call save_snapshots, and set "
+            "checkpoint.save_interval",
         ),
         # From a local checkpoint Bridge then takes the weights alone, and begins at iteration 0.
         (
             bool(checkpoint.pretrained_checkpoint or checkpoint.finetune),
-            "with checkpoint.pretrained_checkpoint or finetune Bridge would go on from a snapshot without optimizer and "
-            "iteration; leave save_snapshots out, and give checkpoint.save_interval",
+            "with checkpoint.pretrained_checkpoint or finetune Bridge would resume from a snapshot without the "
+            "optimizer and the iteration; do not call save_snapshots, and set checkpoint.save_interval",
         ),
         (
             "muon" in kind or "soap" in kind,
-            f"the optimizer {kind} writes files of its own; leave save_snapshots out, and give checkpoint.save_interval",
+            f"the optimizer {kind} writes its own files; do not call save_snapshots, and set checkpoint.save_interval",
         ),
         (not HAVE_NVRX, "Megatron's local checkpoints need a package: pip install nvidia-resiliency-ext"),
     )
@@ -141,8 +142,9 @@ class Snapshots:
             # Refused before Bridge sees it: a rank's part of the optimizer would fit no rank of another number.
             if ranks.value != _ranks():
                 raise UsageError(
-                    f"save_snapshots: the snapshot of iteration {found} is of {ranks.value} ranks, and here are {_ranks()}; start "
-                    f"{ranks.value}, or remove the job's snapshots to go on from config.checkpoint.load"
+                    f"save_snapshots: the snapshot of iteration {found} was made by {ranks.value} ranks, but now "
+                    f"there are {_ranks()}; start {ranks.value}, or remove the job's snapshots to resume from "
+                    "config.checkpoint.load"
                 )
             self._found = found, _Loaded(kept.value)
         return self._found[0]
@@ -179,8 +181,8 @@ class _Loaded(MCoreTensorAwareStateDict):  # type: ignore[misc] # it has no type
             device, tensor = _found(self._tensors, _name(_sharded_tensor_shard_id(part)))
             if part.data is not None and (tensor.shape, tensor.dtype) != (part.data.shape, part.data.dtype):
                 raise StateError(
-                    f"the snapshot's {part.key} is {tuple(tensor.shape)} {tensor.dtype}, and the model's is "
-                    f"{tuple(part.data.shape)} {part.data.dtype}: it is of another model"
+                    f"the snapshot's {part.key} is {tuple(tensor.shape)} {tensor.dtype}, but the model's is "
+                    f"{tuple(part.data.shape)} {part.data.dtype}: the snapshot was made with another model"
                 )
             return tensor.to(device)
 
@@ -190,7 +192,8 @@ class _Loaded(MCoreTensorAwareStateDict):  # type: ignore[misc] # it has no type
 def _found(parts: Mapping[str, Any], name: str) -> Any:
     if name not in parts:
         raise StateError(
-            f"the snapshot has no {name}: it is of another model, or of one that is divided otherwise"
+            f"the snapshot does not contain {name}: it was made with another model, or with another parallel "
+            "configuration"
         )
     return parts[name]
 

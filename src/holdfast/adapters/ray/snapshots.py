@@ -76,12 +76,13 @@ class Snapshots:
 
 def _in_the_runs_storage() -> str:
     if not ray.is_initialized():
-        raise UsageError("Snapshots: make them in the function that a TorchTrainer runs on its workers")
+        raise UsageError("Snapshots: create it in the function that a TorchTrainer runs on its workers")
     storage = ray.train.get_context().get_storage()
     where = getattr(storage, "storage_filesystem", None)
     if getattr(where, "type_name", None) != "local":
         kind = getattr(where, "type_name", type(where).__name__)
         raise UsageError(
-            f"Snapshots: the run's storage is {kind}; give Snapshots(..., to='s3://bucket/run,every=1') or a shared folder"
+            f"Snapshots: the run's storage is {kind}; pass Snapshots(..., to='s3://bucket/run,every=1') or a shared "
+            "folder"
         )
     return f"{Path(storage.experiment_fs_path) / 'holdfast'},every=1,keep=2"

@@ -74,10 +74,11 @@ class Checkpoints(CheckpointManager):  # type: ignore[misc] # it has no types he
         if (owner := _owner(folder)) == job:
             return
         if (step := self._find_load_step()) >= 0:
-            whose = "a training without Holdfast" if owner is None else f"the job {owner!r}"
+            whose = "a run without Holdfast" if owner is None else f"the job {owner!r}"
             raise UsageError(
-                f"--checkpoint.folder: {folder} has checkpoints up to step {step} of {whose}, and this job would write over them. "
-                f"Give another folder. --checkpoint.initial_load_path {folder}/step-{step} begins with its weights"
+                f"--checkpoint.folder: {folder} has checkpoints up to step {step} of {whose}, which this job would "
+                "overwrite. Choose another folder. To start from those weights, use --checkpoint.initial_load_path "
+                f"{folder}/step-{step}"
             )
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -102,7 +103,7 @@ class Checkpoints(CheckpointManager):  # type: ignore[misc] # it has no types he
         except (ValueError, RuntimeError, KeyError, CheckpointException) as error:
             given = self.initial_load_path or "--hf_assets_path"
             raise UsageError(
-                f"holdfast.titan: the model's first weights cannot be read from {given}: {_cause(error)}"
+                f"holdfast.titan: the initial weights of the model cannot be read from {given}: {_cause(error)}"
             ) from error
         finally:
             del self.states[MODEL]
@@ -146,7 +147,7 @@ class Checkpoints(CheckpointManager):  # type: ignore[misc] # it has no types he
         wanted, reader = state_dict, None
         if from_hf:
             if self.sd_adapter is None:
-                raise ValueError("torchtitan has no way to read Hugging Face's weights into this model")
+                raise ValueError("torchtitan cannot read Hugging Face's weights into this model")
             wanted = self.sd_adapter.to_hf(state_dict)
             reader = self.sd_adapter.get_hf_storage_reader(checkpoint_id, from_quantized)
         with warnings.catch_warnings():
@@ -258,7 +259,7 @@ def _put(whole: Any, into: torch.Tensor) -> None:
     here, start = local_of(into), (0,) * into.ndim
     if isinstance(into, DTensor):
         if (begin := start_of(into, here)) is None:
-            raise ValueError(f"{into.placements} keeps no box of a tensor")
+            raise ValueError(f"{into.placements}: the local part of the tensor is not a single box of it")
         start = begin
     at = tuple(slice(first, first + size) for first, size in zip(start, here.shape, strict=True))
     here.copy_(whole[at])

@@ -36,8 +36,8 @@ def row_of(parallelism: Any, workers_per_node: int) -> Row:
         if workers_per_node % (context * tensor * stage):
             stages = f" and pipeline_parallel_degree {stage}" if stage > 1 else ""
             raise UsageError(
-                f"--parallelism.tensor_parallel_degree {tensor} and context_parallel_degree {context}{stages} do not divide the "
-                f"{workers_per_node} workers of a node; give --parallelism.data_parallel_shard_degree, too"
+                f"--parallelism.tensor_parallel_degree {tensor} and context_parallel_degree {context}{stages} do not "
+                f"divide the {workers_per_node} workers of a node; set --parallelism.data_parallel_shard_degree, too"
             )
         shard = workers_per_node // (context * tensor * stage)
     return Row(shard, context, tensor, stage)
@@ -61,8 +61,8 @@ def refuse_hooks(optimizers: Any) -> None:
     """
     if optimizers._optimizer_step_pre_hooks:
         raise UsageError(
-            "holdfast.titan: this configuration has a hook that runs before each update of its optimizers, and a commit may come "
-            "after a fault, without it. Leave the model_spec's post_optimizer_build_fn out"
+            "holdfast.titan: this configuration has a hook that runs before each update of its optimizers, but after "
+            "a fault a step may be committed without it. Remove post_optimizer_build_fn from the model_spec"
         )
 
 
@@ -73,8 +73,8 @@ def refuse_biased_stages(config: Any) -> None:
     """
     if config.parallelism.pipeline_parallel_degree > 1:
         raise UsageError(
-            "holdfast.titan: --parallelism.pipeline_parallel_degree with experts whose biases balance their load was not tried. "
-            "Use shards and expert parallelism"
+            "holdfast.titan: --parallelism.pipeline_parallel_degree is not supported for experts whose biases "
+            "balance their load. Use shards and expert parallelism"
         )
 
 
@@ -90,8 +90,9 @@ def _of_stages(config: Any) -> list[tuple[bool, str]]:
     return [
         (
             stages and max(degrees) > 1,
-            f"{option} with tensor, context or expert parallelism was not tried. Stages go with FSDP2 "
-            "(--parallelism.data_parallel_shard_degree); torchtitan's own trainer works at level 1",
+            f"{option} is not supported together with tensor, context or expert parallelism. Combine stages with "
+            "FSDP2 (--parallelism.data_parallel_shard_degree), or use torchtitan's own trainer, which works at level "
+            "1",
         ),
         (
             stages
@@ -99,13 +100,13 @@ def _of_stages(config: Any) -> list[tuple[bool, str]]:
                 parallelism.pipeline_parallel_schedule.lower() not in SCHEDULES
                 or bool(parallelism.pipeline_parallel_schedule_csv)
             ),
-            f"--parallelism.pipeline_parallel_schedule {parallelism.pipeline_parallel_schedule}: after a fault a schedule has to "
-            "begin anew, which was tried with one stage on each worker. Give 1F1B or GPipe",
+            f"--parallelism.pipeline_parallel_schedule {parallelism.pipeline_parallel_schedule}: only schedules with "
+            "one stage on each worker can be restarted after a fault. Use 1F1B or GPipe",
         ),
         (
             stages and config.validator.enable,
-            f"--validator.enable with {option}: this torch has no way to give a schedule its parts one by one, as torchtitan's "
-            "evaluation wants. Leave it out, or the stages",
+            f"--validator.enable with {option}: this version of torch cannot pass the parts of a batch to a schedule "
+            "one by one, which torchtitan's evaluation needs. Remove either the validator or the stages",
         ),
     ]
 
@@ -117,30 +118,32 @@ def _of_checkpoints(checkpoint: Any) -> list[tuple[bool, str]]:
     return [
         (
             type(checkpoint) is not Checkpoints.Config,
-            f"its manager of checkpoints is {type(checkpoint).__qualname__} of {type(checkpoint).__module__}, and only torchtitan's "
-            "own was tried. Leave --checkpoint.enable out: the job saves its state by itself",
+            f"its checkpoint manager is {type(checkpoint).__qualname__} of {type(checkpoint).__module__}, but only "
+            "torchtitan's own is supported. Remove --checkpoint.enable: the job saves its state itself",
         ),
         (
             getattr(checkpoint, "async_mode", "disabled") != "disabled",
-            f"--checkpoint.async_mode {checkpoint.async_mode} makes a process group, which could lose no worker. Leave it out: the "
-            "job's own snapshots are what is quick",
+            f"--checkpoint.async_mode {checkpoint.async_mode} makes a process group, which would not survive the "
+            "loss of a worker. Remove it: the job's own snapshots are already asynchronous",
         ),
         (
             checkpoint.load_step != -1,
-            f"--checkpoint.load_step {checkpoint.load_step}: a job goes on from its own state. To begin with the weights of that "
-            "step, give --checkpoint.initial_load_path and its folder",
+            f"--checkpoint.load_step {checkpoint.load_step}: a job resumes from its own state. To start from the "
+            "weights of that step, use --checkpoint.initial_load_path with its folder",
         ),
         (
             bool(first) and not checkpoint.initial_load_model_only,
-            "--checkpoint.initial_load_model_only false: a job begins at its own first step, with a new optimizer. Leave it true",
+            "--checkpoint.initial_load_model_only false: a job begins at its own first step, with a new optimizer. "
+            "Leave the option true",
         ),
         (
             checkpoint.create_seed_checkpoint,
-            "--checkpoint.create_seed_checkpoint is for a training of its own, on one worker: make it with torchtitan",
+            "--checkpoint.create_seed_checkpoint needs a separate run on one worker: create the seed checkpoint with "
+            "torchtitan",
         ),
         (
             "://" in checkpoint.folder,
-            f"--checkpoint.folder {checkpoint.folder}: another place than a file system was not tried",
+            f"--checkpoint.folder {checkpoint.folder}: only file systems are supported",
         ),
     ]
 
@@ -152,20 +155,20 @@ def _all(config: Any) -> list[tuple[bool, str]]:
         *_of_checkpoints(config.checkpoint),
         (
             parallelism.data_parallel_replicate_degree > 1,
-            "--parallelism.data_parallel_replicate_degree: replicas are the job's, and their number may change. Leave it out, "
-            "and give --nnodes",
+            "--parallelism.data_parallel_replicate_degree: Holdfast manages the replicas, and their number may "
+            "change. Remove it, and use --nnodes",
         ),
         (
             not training.disable_cuda_graphs,
-            "a captured graph of a step cannot be left in its middle. Give --training.disable_cuda_graphs",
+            "a captured graph of a step cannot be interrupted by a fault. Add --training.disable_cuda_graphs",
         ),
         (
             config.comm.mode != "default",
-            f"--comm.mode {config.comm.mode} simulates a world. Leave it out",
+            f"--comm.mode {config.comm.mode} simulates a world of workers. Remove it",
         ),
         (
             hasattr(config.loss, "num_chunks"),
-            "the loss is computed in chunks, each with a backward pass of its own, which no step would know. Give "
-            "the configuration its inner loss, as `-m holdfast.titan` does",
+            "the loss is computed in chunks, each with its own backward pass, of which Holdfast would not know. Use "
+            "the inner loss in the configuration, as `-m holdfast.titan` does",
         ),
     ]

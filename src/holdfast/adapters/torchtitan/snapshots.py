@@ -44,7 +44,7 @@ class Snapshots(CheckpointManager):  # type: ignore[misc] # it has no types here
         self.enable = False  # until this manager is complete: torchtitan closes one whose making failed
         if len(more["model_parts"]) > 1:
             raise UsageError(
-                "Snapshots: a worker has several stages of a pipeline, which has not been tried; take torchtitan's "
+                "Snapshots: several stages of a pipeline on one worker are not supported; use torchtitan's "
                 "CheckpointManager, which works at level 0"
             )
         self._saver = Saver(config.every, config.to)

@@ -38,14 +38,14 @@ class Streams:
             stream = self._read[number] = _Stream(iter(self._open(number)))
         missing = step - stream.at
         if missing > FAR:
-            logger.info(f"micro-batch {number}: reading over {missing} batches that others computed")
+            logger.info(f"micro-batch {number}: skipping {missing} batches that other workers computed")
         while stream.at <= step:
             try:
                 stream.last = next(stream.batches)
             except StopIteration:
                 raise DataError(
-                    f"stream {number} of {self._count} ended after {stream.at} batches, and step {step} needs one more; "
-                    "give fewer --training.steps, or a data set that begins again at its end"
+                    f"stream {number} of {self._count} ended after {stream.at} batches, but step {step} needs one "
+                    "more; use fewer --training.steps, or a data set that begins again at its end"
                 ) from None
             stream.at += 1
         inputs, labels = stream.last

@@ -39,7 +39,7 @@ def advance(context: Context) -> None:
     )
     blast_radius.entered(context, act)
     blast_radius.count_act(context, act.remedy)
-    context.request(DrainNode(lemon, f"its history: {lemon.lemon}; {instead} takes its place"))
+    context.request(DrainNode(lemon, f"its history: {lemon.lemon}; {instead} replaces it"))
 
 
 def deadlines(context: Context) -> list[float]:

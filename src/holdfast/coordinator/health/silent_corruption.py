@@ -55,7 +55,7 @@ def heard(context: Context, worker: Worker, losses: tuple[m.StepTold, ...]) -> N
         step, loss = told.step, told.loss
         jump = context.transient(Curves).losses.take(step, loss)
         if jump is not None:
-            what = f"the loss of step {step} is {loss:.4g}, against {jump.usual:.4g} in the steps before it"
+            what = f"the loss of step {step} is {loss:.4g}, compared with {jump.usual:.4g} in the steps before it"
             _say(context, worker, LOSS_JUMP, Severity.WARNING, Remedy.WATCH, what, shared=True)
 
 
@@ -67,8 +67,8 @@ def compared(context: Context, spent: dict[str, Spent]) -> None:
     if apart is None:
         return
     told = (
-        f"its local loss is {apart.loss:.4g} against a median of {apart.usual:.4g}, {apart.times} times and on "
-        "no other rank: possible silent data corruption"
+        f"its local loss is {apart.loss:.4g} against a median of {apart.usual:.4g}, {apart.times} times and not on "
+        "any other rank: possible silent data corruption"
     )
     _suspect(context, context.state.membership.workers[apart.worker], PART_APART, told)
 
@@ -101,13 +101,16 @@ def _differs(
     others = ", ".join(name for name in sums if name != worker.name)
     if not found.proven:
         told = (
-            f"after step {committed - 1} it holds another state than {others}, and no majority tells whose is right: "
-            "possible silent data corruption"
+            f"after step {committed - 1} its state differs from that of {others}, and there is no majority that "
+            "would show whose is right: possible silent data corruption"
         )
         _suspect(context, worker, STATE_APART, told)
         return
     agree = len(sums) - len(found.workers)
-    told = f"after step {committed - 1} it holds another state than {agree} others of its shard: silent data corruption"
+    told = (
+        f"after step {committed - 1} its state differs from that of {agree} others of its shard: silent data "
+        "corruption"
+    )
     _proven(context, worker, STATE_APART, told)
     node = context.state.membership.nodes.get(worker.node)
     if node is not None and not on_trial(context, STATE_APART):
@@ -157,7 +160,7 @@ def brought(context: Context, worker: Worker, message: m.Failed) -> None:
             context,
             worker,
             NOT_FINITE,
-            f"{told}, at {TIMES} different steps and on no other node: possible silent data corruption",
+            f"{told}, at {TIMES} different steps and not on any other node: possible silent data corruption",
         )
 
 

@@ -145,12 +145,12 @@ def _past(context: Context, node: Node, incident: Incident) -> Decision | None:
         if act.machine == node.machine and act.at_s > incident.heard_s and helped:
             return Decision(
                 does=Remedy.WATCH,
-                reason=f"{act.remedy.value} was done since, and the finding did not recur",
+                reason=f"{act.remedy.value} was done since then, and the finding did not recur",
                 against="done",
             )
     silent_s = context.now - incident.heard_s
     if incident.source in escalation.SOFT_SOURCES and silent_s > BURST_S:
-        told = f"what {incident.source} says must be new, and it was last seen {silent_s:.0f} s ago"
+        told = f"findings of {incident.source} must be new, and this one was last seen {silent_s:.0f} s ago"
         return Decision(does=Remedy.WATCH, reason=told, against="past")
     return None
 
@@ -198,7 +198,7 @@ def decide(context: Context, incident: Incident) -> None:
         return
     # It has no workers, and its deep checks will say more than the finding does.
     if node.checking is not None:
-        told = "it is not used anyway before it has passed the deep checks"
+        told = "the node is not used in any case before it has passed the deep checks"
         _withhold(context, node, incident, Decision(does=Remedy.WATCH, reason=told, against="held"))
         return
     soft = escalation.soft(incident.source, incident.firm)
@@ -222,7 +222,7 @@ def decide(context: Context, incident: Incident) -> None:
         # A stronger remedy is on its way: a reboot includes what a reset would do. Only what is stronger, or
         # fatal while nothing has begun, replaces it.
         if not stronger(decision.does, node.then) and (doing or not fatal):
-            told = f"{node.then.value} is under way for it already"
+            told = f"{node.then.value} is already under way for it"
             _withhold(context, node, incident, Decision(does=Remedy.WATCH, reason=told, against="under way"))
             return
         if stronger(node.then, decision.does):
@@ -304,7 +304,7 @@ def on_trial(context: Context, node: Node, finding: Finding) -> None:
             does=Remedy.WATCH,
             would=decision.does,
             against="trial",
-            reason=f"the rule is on trial; it would be: {decision.reason}",
+            reason=f"the rule is on trial; otherwise: {decision.reason}",
             weighed=list(decision.weighed),
         )
     )
@@ -339,12 +339,12 @@ def _decision(
     weighed = [f"done before for {rule} on {node.machine}: {_told(before)}"]
     why = f"{rule} asks for it"
     if does is not asked:
-        why = f"{rule} asks for {asked.value}, which was tried before: {_told(before)}"
+        why = f"{rule} asks for {asked.value}, which was done before: {_told(before)}"
     if does is Remedy.RESTART_WORKER:
         if context.budget_spent():
             return Decision(
                 does=Remedy.ASK,
-                reason="the restart budget is spent",
+                reason="the restart budget is used up",
                 against="budget",
                 weighed=tuple(weighed),
             )
@@ -358,7 +358,7 @@ def _decision(
     weighed.append(f"repairs of this job in a day: {all_done} of {most}")
     # Then a person is asked, because a job that repairs for ever does not train.
     if all_done >= most:
-        told = f"the job's budget of {most} repairs in a day is spent"
+        told = f"the job's budget of {most} repairs in a day is used up"
         return Decision(does=does, reason=told, against="budget", weighed=tuple(weighed))
     near = blast_radius.acted_on(context)
     window_s = context.spec.health.blast_window_s
@@ -396,7 +396,9 @@ def _not_its_own(context: Context, node: Node, rule: str, soft: bool, asked: Rem
         blast_radius.follows_the_script(context, rule) if soft or asked is Remedy.RESTART_WORKER else None
     )
     if script is not None:
-        return Decision(does=Remedy.WATCH, reason=f"{script}: the script, not the node", against="script")
+        return Decision(
+            does=Remedy.WATCH, reason=f"{script}: the script is at fault, not the node", against="script"
+        )
     if not soft:
         return None
     # A majority that is well is needed to call one sick. Of two nodes that differ nobody knows which one is
@@ -404,7 +406,10 @@ def _not_its_own(context: Context, node: Node, rule: str, soft: bool, asked: Rem
     members = {w.node for w in context.members()}
     others = blast_radius.others_show_it(context, node, rule)
     if len(members) < 3 or others * 2 >= len(members):
-        told = f"{others} other of {len(members)} nodes show the same, so no healthy majority singles out {node.name}"
+        told = (
+            f"{others} others of {len(members)} nodes show the same, so there is no healthy majority against "
+            f"{node.name}"
+        )
         return Decision(does=Remedy.WATCH, reason=told, against="canary")
     seen = [x for x in context.state.health.sightings if (x.rule, x.machine) == (rule, node.machine)]
     # Soft evidence (times, losses, log lines) must come twice on the same machine: any node has one bad

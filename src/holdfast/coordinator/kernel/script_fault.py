@@ -54,8 +54,8 @@ def script_fault(failures: Sequence[Failure], trained: bool = False, nodes: int 
         if others and last.signature.startswith((SIGNAL, EXIT)):
             named = f"{', '.join([first, *others[:-1]])} and {others[-1]}"
             return ScriptFault(
-                f"step {last.step} ended a worker in {len(attempts)} attempts, on {named}, which have nothing in common but "
-                "the script and the samples of that step"
+                f"step {last.step} ended a worker in {len(attempts)} attempts, on {named}, which have only the "
+                "script and the samples of that step in common"
             )
         return ScriptFault(
             f"the same error at step {last.step} in {len(attempts)} attempts on {len(workers)} workers"

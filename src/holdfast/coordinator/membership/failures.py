@@ -89,7 +89,7 @@ def failed(context: Context, worker: Worker, message: m.Failed) -> None:
             worker.told_to_end = True
             context.request(EndGeneration(cause))
         context.request(
-            StopJob("refused before the first step, as another attempt would be", "failed", blame)
+            StopJob("refused before the first step; another attempt would be refused, too", "failed", blame)
         )
         return
     if message.refused and _alone_refuses(context, worker):
@@ -183,7 +183,7 @@ def gradients_differ(context: Context, worker: Worker, message: m.GradientsDiffe
             log=known[0].log,
         )
         context.request(EndGeneration(cause))
-        context.request(StopJob(f"twice in a row {cause}", "failed", blame))
+        context.request(StopJob(f"the same failure twice in a row: {cause}", "failed", blame))
         return
     context.open_incident(cause, node=known[0].node, workers=[w.name for w in known], rung="retry in process")
     context.request(EndGeneration(cause))

@@ -174,7 +174,7 @@ def gather(context: Context) -> None:
     s.membership.fruitless += 1
     if s.membership.fruitless >= MAX_ATTEMPTS:
         context.request(
-            StopJob(f"no step could be finished in {s.membership.fruitless} attempts: {cause}", "failed")
+            StopJob(f"no step could be completed in {s.membership.fruitless} attempts: {cause}", "failed")
         )
     elif s.membership.fruitless > PATIENT_ATTEMPTS:
         # Growing pauses: whatever makes every generation fail for no known reason (a switch that reboots, a
@@ -206,7 +206,7 @@ def try_form(context: Context) -> None:
     # quietly throw away what a person trained for weeks; a person must decide that.
     if s.storage.unread and nothing_saved and not any(w.committed is not None for w in survivors):
         more = f" (and {len(s.storage.unread) - 1} more)" if len(s.storage.unread) > 1 else ""
-        advice = "remove it, or choose another --job, to begin anew"
+        advice = "remove it, or choose another --job, to start from the beginning"
         context.request(
             StopJob(f"no checkpoint could be loaded: {s.storage.unread[0]}{more}; {advice}", "failed")
         )
@@ -241,7 +241,7 @@ def try_form(context: Context) -> None:
     # Nothing is starting, nothing was asked for and nothing may be asked for. Waiting for the deadline would
     # only make a person wait for the same answer.
     if queries.hopeless(context):
-        why = "the restart budget is spent" if context.budget_spent() else "no more nodes may be asked for"
+        why = "the restart budget is used up" if context.budget_spent() else "no more nodes can be requested"
         context.request(StopJob(why, "failed", incidents.last_blame(s)))
 
 

@@ -185,7 +185,7 @@ def fence(context: Context, node: Node | None, name: str) -> None:
     # One Fence is enough, while the node may have dozens of messages on the way; each would get an order to
     # kill its workers again.
     if node is None or not node.fenced:
-        context.send(name, m.Fence("the job went on without this node"))
+        context.send(name, m.Fence("the job continued without this node"))
     if node is not None:
         node.fenced = True
 

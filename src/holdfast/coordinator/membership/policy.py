@@ -166,7 +166,8 @@ def find_culprits(
     if busy and waiting:
         names = ", ".join(sorted({Phase(v.page.phase).name.lower() for v in busy}))
         return Verdict(
-            workers=tuple(v.worker for v in busy), reason=f"stands still in {names} while others wait for it"
+            workers=tuple(v.worker for v in busy),
+            reason=f"makes no progress in {names} while others wait for it",
         )
     # From here on the verdict is "who is furthest behind", a comparison. If a member was not seen, it may be
     # the one that is behind, and the worst of those that were seen would be taken out for nothing.
@@ -174,7 +175,7 @@ def find_culprits(
         return Verdict(workers=(), reason="not every worker reported its position")
     if len(busy) == len(views) == 1:
         return Verdict(
-            workers=(busy[0].worker,), reason=f"stands still in {Phase(busy[0].page.phase).name.lower()}"
+            workers=(busy[0].worker,), reason=f"makes no progress in {Phase(busy[0].page.phase).name.lower()}"
         )
     # Somebody still moves. What looks like a hang may be the others' wait for a slow step, and time will
     # tell: the next stall report asks again.
@@ -209,13 +210,13 @@ def find_culprits(
     # Stacks are compared only of a job that stands still as a whole. Of a job that moves they are taken at
     # different moments, differ by chance, and the odd one would be innocent.
     if len(still) < len(views):  # they may have gone on while they were looked at, each with another stack
-        return Verdict(workers=(), reason="not every worker stands still")
+        return Verdict(workers=(), reason="some workers make progress again")
     return odd_stack(views, stacks)
 
 
 _OUTSIDE = (
-    "stands still between two steps, in code of the script's own, while others wait for it; if that is work which takes "
-    "long, put it into `with run.relaxed_watchdog():`"
+    "makes no progress between two steps, in the script's own code, while others wait for it; if this code takes "
+    "long on purpose, put it into `with run.relaxed_watchdog():`"
 )
 
 
@@ -244,7 +245,7 @@ def _unreached(connecting: Sequence[WorkerView], ranks: Mapping[str, int]) -> Ve
     # Being missed is no proof: a worker that misses others may itself be unreachable. Calling nobody is a
     # proof, because everyone starts to call at once.
     if deaf := tuple(sorted(w for w in missed if not misses.get(w))):
-        return Verdict(workers=deaf, reason="opens no connection while others wait for it")
+        return Verdict(workers=deaf, reason="does not open a connection while others wait for it")
     most = tuple(sorted(w for w in missed if missed[w] == max(missed.values())))
     missing = ", ".join(
         f"rank {ranks[a]} waits for rank {ranks[b]}" for a, b in sorted(misses.items()) if b and a in ranks

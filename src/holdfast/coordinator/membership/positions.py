@@ -53,7 +53,7 @@ def _judge(
     if not complete:
         return Verdict(workers=(), reason="not every worker reported its position")
     if any(v.idle_s < allowed_s[v.worker] for v in views):
-        return Verdict(workers=(), reason="some workers still make optimizer steps")
+        return Verdict(workers=(), reason="some workers still do optimizer steps")
     waiting = _waiting(views, stacks)
     return (
         _behind_in_collectives(views, waiting)
@@ -134,7 +134,7 @@ def _without_answer(views: Sequence[WorkerView], waiting: frozenset[str], world:
         if at is None or at.size != world or len(group.readings) != world - 1:
             continue
         if all(r.waits and r.entered == at.entered for r in group.readings.values()):
-            reason = f"does not say where it is, while all others wait in {_named(at)}"
+            reason = f"did not report its position, while all others wait in {_named(at)}"
             return Verdict(workers=silent, reason=reason, collective=_named(at))
     return None
 
@@ -149,4 +149,4 @@ def _behind_in_steps(views: Sequence[WorkerView], waiting: frozenset[str]) -> Ve
     behind = tuple(w for w, count in steps.items() if count == least and w not in waiting)
     if not behind:
         return None
-    return Verdict(workers=behind, reason=f"made {least} optimizer steps, others {most}")
+    return Verdict(workers=behind, reason=f"did {least} optimizer steps, others {most}")

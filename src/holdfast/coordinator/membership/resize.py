@@ -48,7 +48,8 @@ def check_resize(state: CoreState, nodes: int) -> None:
     # is written.
     if state.spec.wait_for_spare:
         raise UsageError(
-            f"this job was started with one size only ({high} nodes): start it again with --nnodes MIN:MAX to resize it"
+            f"this job was started with a fixed size ({high} nodes): start it again with --nnodes MIN:MAX to be able "
+            "to resize it"
         )
     if not low <= nodes <= high:
         raise UsageError(
@@ -66,9 +67,9 @@ def check_drain(state: CoreState, name: str) -> None:
     node = state.membership.nodes.get(name)
     if node is None or not node.alive:
         there = ", ".join(n.name for n in state.membership.nodes.values() if n.alive)
-        raise UsageError(f"no node {name!r} in this job; there are {there}")
+        raise UsageError(f"this job does not have a node {name!r}; its nodes are {there}")
     if node.leaving is not None:
-        raise UsageError(f"{name} is leaving already: {node.leaving}")
+        raise UsageError(f"{name} is already leaving: {node.leaving}")
 
 
 def resize(context: Context, nodes: int, reason: str) -> None:

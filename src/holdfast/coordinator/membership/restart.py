@@ -204,7 +204,7 @@ class Restart:
         count = min(len(usable), s.wanted_nodes)
         minimum = s.wanted_nodes if spec.wait_for_spare else spec.min_nodes
         if context.budget_spent():
-            context.request(StopJob("the restart budget is spent", "failed", s.membership.blame))
+            context.request(StopJob("the restart budget is used up", "failed", s.membership.blame))
             self.advance(context)
             return
         if count < minimum:
@@ -214,7 +214,7 @@ class Restart:
                 s.deadlines.set(Timer.WAIT, context.now + context.timing.wait_s)
                 context.record(ledger.Waiting(workers=count * spec.nproc, target=s.target))
             if not queries.coming(context):
-                context.request(StopJob("no more nodes may be asked for", "failed", s.membership.blame))
+                context.request(StopJob("no more nodes can be requested", "failed", s.membership.blame))
                 self.advance(context)
             return
         s.deadlines.clear(Timer.WAIT)

@@ -50,7 +50,7 @@ def fits(context: Context, worker: Worker, ready: m.Ready) -> bool:
                 )
             )
         return True
-    reason = f"{worker.name} made replicas of shard x tensor = {ready.shape}, other workers made {s.membership.shape}"
+    reason = f"{worker.name} made replicas of shard x tensor = {ready.shape}, but other workers made {s.membership.shape}"
     advice = "call run.mesh() with the same sizes everywhere"
     blame = Blame(cause=ShapesDiffer(reason), rank=None, node=worker.node, log=worker.log)
     context.request(StopJob(f"{reason}: {advice}", "failed", blame))

@@ -50,14 +50,14 @@ def choose(wish: CheckOptions, state: CoreState) -> list[Node]:
     chosen = _chosen(wish, state)
     if wish.every_pair and len(chosen) < places.LEAST_NODES:
         raise UsageError(
-            f"--write-topology compares pairs of nodes, so it needs {places.LEAST_NODES} nodes; there are {len(chosen)}: "
-            f"{', '.join(n.name for n in chosen)}. Nodes that train are measured with --disturb"
+            f"--write-topology compares pairs of nodes, so it needs at least {places.LEAST_NODES} nodes, but there "
+            f"are {len(chosen)}: {', '.join(n.name for n in chosen)}. Add --disturb to measure nodes that train, too"
         )
     if wish.every_pair and len(chosen) > places.MOST_NODES:
         raise UsageError(
-            f"--write-topology measures every pair, and {len(chosen)} nodes have {len(chosen) * (len(chosen) - 1) // 2}: "
-            f"name at most {places.MOST_NODES} nodes, or take the topology from Slurm, from the labels of a cluster, or "
-            "write its file (docs/topology.md)"
+            f"--write-topology measures every pair, and {len(chosen)} nodes have "
+            f"{len(chosen) * (len(chosen) - 1) // 2} pairs: specify at most {places.MOST_NODES} nodes, or take the "
+            "topology from Slurm, from the labels of a cluster, or write its file (docs/topology.md)"
         )
     return chosen
 
@@ -69,19 +69,22 @@ def _chosen(wish: CheckOptions, state: CoreState) -> list[Node]:
     training = {x.node for x in state.membership.generation.members} if state.membership.generation else set()
     for name in wish.nodes:
         if name not in there:
-            raise UsageError(f"no node {name!r} in this job: there are {', '.join(there) or 'none'}")
+            raise UsageError(
+                f"this job does not have a node {name!r}; its nodes are {', '.join(there) or 'none'}"
+            )
     if not wish.nodes:
         idle = [n for name, n in there.items() if name not in training or wish.disturb or not loads]
         if not idle:
             raise UsageError(
                 f"no node is free to check (training: {', '.join(sorted(training)) or 'none'}): {what} would disturb "
-                "them; name nodes and add --disturb"
+                "them; specify nodes and add --disturb"
             )
         return idle
     busy = [name for name in wish.nodes if name in training]
     if loads and busy and not wish.disturb:
         raise UsageError(
-            f"{', '.join(busy)}: {what} would disturb what trains there; add --disturb, or `holdfast drain` first"
+            f"{', '.join(busy)}: {what} would disturb the workers that train there; add --disturb, or use `holdfast "
+            "drain` first"
         )
     return [there[name] for name in dict.fromkeys(wish.nodes)]
 
@@ -179,7 +182,9 @@ def check_routes(runs: CheckRuns, state: Callable[[], CoreState]) -> list[web.Ro
 
     async def begin(request: web.Request) -> web.StreamResponse:
         try:
-            wish = decode(_wishes.decode, await request.read(), "CheckOptions are wanted", error=UsageError)
+            wish = decode(
+                _wishes.decode, await request.read(), "the body must be CheckOptions", error=UsageError
+            )
             id = runs.begin(wish, state())
         except UsageError as error:
             return web.Response(status=400, text=str(error))
@@ -190,7 +195,7 @@ def check_routes(runs: CheckRuns, state: Callable[[], CoreState]) -> list[web.Ro
             id, after = (int(request.query[key]) for key in ("id", "after"))
             return _json(await runs.news(id, after, NEWS_S))
         except (KeyError, ValueError):
-            return web.Response(status=400, text="send ?id=N&after=VERSION, whole numbers")
+            return web.Response(status=400, text="id and after must be whole numbers: ?id=N&after=VERSION")
         except UsageError as error:
             return web.Response(status=400, text=str(error))
 
@@ -338,7 +343,7 @@ class _Run:
     async def _measure(self, check: str, pair: pairs.Pair) -> pairs.Measured:
         listener, caller = (self._nodes[n] for n in pair)
         if not listener.ports:
-            return pairs.Measured(None, why=f"{listener.name} offers no port")
+            return pairs.Measured(None, why=f"{listener.name} did not offer a port")
         port = listener.ports[LISTENING]
         seconds = self._wish.seconds
         to_caller = m.Peer(caller.name, caller.host, 0)

@@ -331,13 +331,13 @@ class DecisionLoop:
             self._failed_at = now_s
             where = f"{self._job_dir} ({why})"
             self._watchers.say(
-                f"the ledger cannot be written in {where}: training continues, but changes of the membership wait; make "
-                "room there, or make it writable"
+                f"the ledger cannot be written in {where}: training continues, but changes of the membership wait; "
+                "free some space there, or make it writable"
             )
             self.note(ledger.LedgerFailed(reason=why))
         else:
             failed_s = round(now_s - self._failed_at, 1)
-            text = f"the ledger can be written again, after {failed_s:g} s; nothing is missing in it"
+            text = f"the ledger can be written again, after {failed_s:g} s; no entries are missing"
             self._watchers.say(text)
             self.note(ledger.LedgerBack(failed_s=failed_s))
 

@@ -92,7 +92,7 @@ class History:
                 Path(where).parent.mkdir(parents=True, exist_ok=True)
                 self._db = sqlite3.connect(where, isolation_level=None, timeout=CONNECT_S, factory=Connection)
             except self._errors as error:
-                raise HistoryError(f"the history of nodes {where} cannot be opened: {error}") from error
+                raise HistoryError(f"the history of machines {where} cannot be opened: {error}") from error
         serial = "bigserial primary key" if postgres else "integer primary key autoincrement"
         for statement in _SCHEMA.format(serial=serial).strip().split(";\n"):
             self._run(statement)
@@ -130,7 +130,7 @@ class History:
             return [_entry(*row) for row in self._run(query, values)]
         except ValueError as error:
             raise HistoryError(
-                f"the history of nodes {shown(self.where)} has a record that this version cannot read: {error}"
+                f"the history of machines {shown(self.where)} has a record that this version cannot read: {error}"
             ) from error
 
     def _run(self, statement: str, values: tuple[Any, ...] = ()) -> list[Any]:
@@ -142,9 +142,13 @@ class History:
             cursor = self._db.execute(statement, values)
             return list(cursor.fetchall()) if cursor.description else []
         except self._errors as error:
-            advice = "move it away to begin a new one" if "://" not in self.where else "see that it is up"
+            advice = (
+                "move the file away to begin a new history"
+                if "://" not in self.where
+                else "check that the server is running"
+            )
             raise HistoryError(
-                f"the history of nodes {shown(self.where)} cannot be used: {error}; {advice}"
+                f"the history of machines {shown(self.where)} cannot be used: {error}; {advice}"
             ) from error
 
 
@@ -168,19 +172,20 @@ def _connect_postgres(url: str) -> tuple[Any, tuple[type[Exception], ...]]:
     if not url.startswith(("postgresql://", "postgres://")):
         scheme = url.partition("://")[0]
         raise HistoryError(
-            f"the history of nodes {scheme}://...: use a file, or postgresql://USER@HOST/DATABASE"
+            f"the history of machines {scheme}://...: use a file, or postgresql://USER@HOST/DATABASE"
         )
     try:
         import psycopg
     except ImportError as error:
         raise HistoryError(
-            "the history of nodes is in PostgreSQL, and psycopg is not installed: pip install 'holdfast-train[postgres]'"
+            "the history of machines is in PostgreSQL, but psycopg is not installed: pip install "
+            "'holdfast-train[postgres]'"
         ) from error
     try:
         return psycopg.connect(url, autocommit=True, connect_timeout=CONNECT_S), (psycopg.Error, OSError)
     except psycopg.Error as error:
         raise HistoryError(
-            f"the history of nodes in PostgreSQL cannot be reached: {error}".strip()
+            f"the history of machines in PostgreSQL cannot be reached: {error}".strip()
         ) from error
 
 
@@ -202,8 +207,10 @@ def the_one(meant: Sequence[str], name: str) -> str:
     if len(meant) == 1:
         return meant[0]
     if not meant:
-        raise UsageError(f"no node {name!r} has a history; `holdfast node ls` shows those that have")
-    raise UsageError(f"{name!r} may be {', '.join(meant[:5])}: give one of these")
+        raise UsageError(
+            f"there is no history of a machine {name!r}; `holdfast node ls` shows the machines that have one"
+        )
+    raise UsageError(f"{name!r} is ambiguous: choose one of {', '.join(meant[:5])}")
 
 
 def find_machine(entries: Sequence[Entry], name: str) -> str:

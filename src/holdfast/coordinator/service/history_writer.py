@@ -39,7 +39,7 @@ class Memory:
         except HistoryError as error:
             self._failed(str(error))
         except TimeoutError:
-            self._failed(f"the history of nodes {shown(self._where)} did not answer within {PAST_S:g} s")
+            self._failed(f"the history of machines {shown(self._where)} did not answer within {PAST_S:g} s")
         return ()
 
     def remember(self, record: Remember) -> None:

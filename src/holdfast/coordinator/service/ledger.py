@@ -192,7 +192,7 @@ class Ledger:
         # reported, and then awaited.
         done, _ = await asyncio.wait([attempt], timeout=SLOW_S)
         if not done:
-            self._say(f"it does not answer for {SLOW_S:g} s")
+            self._say(f"no answer for {SLOW_S:g} s")
             await asyncio.wait([attempt])
         error = attempt.exception()
         if error is None:

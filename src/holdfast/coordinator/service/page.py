@@ -172,7 +172,8 @@ class PageSource:
             known = (await self._older([number])).get(number)
         if known is None:
             raise Refused(
-                f"no incident {number} in this job: it has {story.forgotten + len(story.incidents)}", 404
+                f"this job does not have an incident {number}: it has {story.forgotten + len(story.incidents)}",
+                404,
             )
         one, began = known, self._facts["began_utc_s"]
         begun_utc_s = None if began is None else began + (one.get("first_t_s") or 0.0)

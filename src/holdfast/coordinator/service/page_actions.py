@@ -16,7 +16,7 @@ from holdfast.protocol.availability import NodeGoing
 from holdfast.protocol.notices import NoticeCause
 from holdfast.web.sources import Refused
 
-REASON = "asked for on the page"
+REASON = "requested on the page"
 
 
 class PageActions:
@@ -36,7 +36,7 @@ class PageActions:
         if not dry:
             # A change that cannot be written would be carried out much later, when nobody expects it.
             if self._ledger.why is not None:
-                raise Refused(f"the ledger cannot be written ({self._ledger.why}): nothing is changed", 503)
+                raise Refused(f"the ledger cannot be written ({self._ledger.why}): nothing was changed", 503)
             await self._loop.effect(event)
         return {
             "action": name,
@@ -62,7 +62,7 @@ def prepared(state: CoreState, name: str, arguments: Mapping[str, str]) -> tuple
         case "clear":
             machine = arguments.get("machine", "")
             if not machine or len(machine) > 200:
-                raise UsageError("send machine, as the list of what to do names it")
+                raise UsageError("the body must contain machine, a name from the list of what to do")
             why = state.health.quarantine.get(machine)
             told = f"{machine} may be used again" + (f"; it was not, because {why}" if why else "")
             return [told], ev.MachineCleared(machine, remember=True)
@@ -75,18 +75,26 @@ def drained(state: CoreState, name: str) -> list[str]:
     members = state.membership.generation.members if state.membership.generation else ()
     here = sum(x.node == name for x in members)
     if not here:
-        return [f"{name} has no workers of the job: it leaves at once, and training does not notice"]
+        return [
+            f"{name} does not have any workers of the job: it leaves immediately, and training is not affected"
+        ]
     world = len(members)
     # Without those that leave already: two drains at once must not count on each other's node.
     others = sum(
         1 for n in state.membership.nodes.values() if n.alive and n.leaving is None and n.name != name
     )
     if others >= state.wanted_nodes:
-        told = f"a spare node takes its place, and training goes on with {units.plural(world, 'worker')}"
+        told = f"a spare node replaces it, and training continues with {units.plural(world, 'worker')}"
     elif (world - here) >= state.needed:
-        told = f"no spare is there: training goes on with {units.plural(world - here, 'worker')} until a node comes"
+        told = (
+            f"there is no spare node: training continues with {units.plural(world - here, 'worker')} until another "
+            "node joins"
+        )
     else:
-        told = f"{name} trains on until another node is there: {units.plural(state.needed, 'worker')} are the least"
+        told = (
+            f"{name} continues to train until another node has joined, because at least "
+            f"{units.plural(state.needed, 'worker')} are needed"
+        )
     return [f"{name} leaves between two steps", told, "no committed step is lost"]
 
 
@@ -97,11 +105,11 @@ def resized(state: CoreState, nodes: int) -> list[str]:
     # A replica is whole or does not train, so workers that fill none are not counted.
     workers -= workers % state.membership.shard_count
     if nodes == before:
-        return [f"nothing: {units.plural(nodes, 'node')} are wanted already"]
-    how = "as soon as the nodes are there" if nodes > before else "between two steps"
+        return [f"nothing changes: the job already has {units.plural(nodes, 'node')} as its size"]
+    how = "as soon as the nodes have joined" if nodes > before else "between two steps"
     return [
         f"from {before} to {units.plural(nodes, 'node')}, which are {units.plural(workers, 'worker')}, {how}",
-        "the global batch and the order of samples stay",
+        "the global batch and the order of samples stay the same",
         "no committed step is lost",
     ]
 
@@ -112,9 +120,13 @@ def stopped(state: CoreState) -> list[str]:
     saved = (
         f"its last state is saved to {tiers[0]}"
         if tiers
-        else "its last state stays in the nodes' memory, and nowhere else"
+        else "its last state stays only in the nodes' memory"
     )
-    return ["the job ends at its next commit", saved, "`holdfast run` with the same --job goes on from there"]
+    return [
+        "the job ends at its next commit",
+        saved,
+        "`holdfast run` with the same --job continues from there",
+    ]
 
 
 def command(job: str, name: str, arguments: Mapping[str, str]) -> str:

@@ -94,12 +94,17 @@ def may_leave(state: CoreState, spares: int) -> dict[str, Any] | None:
         return None
     after = len(generation.members) - state.spec.nproc
     if spares:
-        words = f"a spare takes its place; {units.plural(spares, 'spare')} there"
+        words = f"a spare node replaces it; {units.plural(spares, 'spare')} available"
     elif after >= state.needed:
-        words = f"training goes on with {units.plural(after, 'worker')} until another node comes"
+        words = f"training continues with {units.plural(after, 'worker')} until another node joins"
     else:
         least = units.plural(state.needed, "worker")
-        return {"yes": False, "text": f"it trains on until another node is there: {least} are the least"}
+        return {
+            "yes": False,
+            "text": (
+                f"it continues to train until another node has joined, because at least {least} are needed"
+            ),
+        }
     return {"yes": True, "text": f"{words}, and no committed step is lost"}
 
 

@@ -192,6 +192,7 @@ def series(store: Store, query: Mapping[str, str]) -> dict[str, Any]:
         return found | {"columns": store.series(first, last, points)}
     if name not in names:
         raise Refused(
-            f"nothing is logged as {name[:64]!r} in this job; there is {', '.join(names) or 'nothing'}", 404
+            f"this job has not logged a value named {name[:64]!r}; logged names: {', '.join(names) or 'none'}",
+            404,
         )
     return found | {"figure": {"name": name, "columns": store.figure_series(name, first, last, points)}}

@@ -191,7 +191,7 @@ class Routes:
         try:
             seq, place = (int(request.query.get(name, "0")) for name in ("seq", "place"))
         except ValueError:
-            return web.Response(status=400, text="send ?seq=N&place=N, whole numbers")
+            return web.Response(status=400, text="seq and place must be whole numbers: ?seq=N&place=N")
         # A follower is given a step once and never again. So it gets a step only when what the script logged
         # for it can no longer come.
         until_s = self._loop.clock() - self._loop.core.state.began_s - SETTLED_S
@@ -264,19 +264,21 @@ class Routes:
         state = self._loop.core.state
         members = state.membership.generation.members if state.membership.generation else ()
         if rank is not None and rank not in {x.rank for x in members}:
-            raise UsageError(f"no rank {rank} in this job: there are {len(members)}, counted from 0")
+            raise UsageError(
+                f"this job does not have a rank {rank}: it has {len(members)} ranks, counted from 0"
+            )
         if node is not None and node_name(node) not in {
             n for n, x in state.membership.nodes.items() if x.alive
         }:
             alive = ", ".join(n for n, x in state.membership.nodes.items() if x.alive)
-            raise UsageError(f"no node {node_name(node)} in this job: there are {alive}")
+            raise UsageError(f"this job does not have a node {node_name(node)}; its nodes are {alive}")
 
     async def _resize(self, request: web.Request) -> web.StreamResponse:
         """`?nodes=N&reason=`: how many to train on from now on."""
         try:
             nodes = int(request.query.get("nodes", ""))
         except ValueError:
-            return web.Response(status=400, text="send ?nodes=N, a whole number")
+            return web.Response(status=400, text="nodes must be a whole number: ?nodes=N")
         state = self._loop.core.state
         try:
             resize.check_resize(state, nodes)
@@ -295,7 +297,9 @@ class Routes:
     async def _drain(self, request: web.Request) -> web.StreamResponse:
         """A NodeGoing as JSON, of a node that must be there."""
         try:
-            going = decode(_going.decode, await request.read(), "a NodeGoing is wanted", error=UsageError)
+            going = decode(
+                _going.decode, await request.read(), "the body must be a NodeGoing", error=UsageError
+            )
             resize.check_drain(self._loop.core.state, going.node)
         except UsageError as error:
             return web.Response(status=400, text=str(error))
@@ -337,7 +341,7 @@ class Routes:
     async def _engine(self, request: web.Request) -> web.StreamResponse:
         """What the engine knows of capacity: one of `protocol.availability`, as JSON."""
         try:
-            event = decode(_engine_says.decode, await request.read(), "an Availability is wanted")
+            event = decode(_engine_says.decode, await request.read(), "the body must be an Availability")
         except Damaged as error:
             return web.Response(status=400, text=str(error))
         # What an engine reports about capacity is a fact, and not a wish. It is taken in, and decided when it
@@ -352,7 +356,7 @@ class Routes:
         """What a person hears who wants something changed that cannot be written: else it would happen much later."""
         if self._ledger.why is None:
             return None
-        told = f"the ledger cannot be written ({self._ledger.why}): nothing is changed; try again when it can"
+        told = f"the ledger cannot be written ({self._ledger.why}): nothing was changed; try again when it can be written"
         return web.Response(status=503, text=told)
 
 

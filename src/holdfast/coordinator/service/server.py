@@ -234,7 +234,7 @@ class Coordinator:
             # Without cleaning up: closing the ledger or a connection properly would write or send something,
             # and both belong to the successor by now.
             logs.exit_now(EXIT_SUPERSEDED)
-        _log.info("the job is over", extra={"outcome": self.outcome})
+        _log.info("the job has ended", extra={"outcome": self.outcome})
         await self._write_report()
         page.news.end()
         await self._take_leave()
@@ -246,7 +246,7 @@ class Coordinator:
         self._copies.close()
         # Last of all, since everything above may still write an entry.
         if not await self._ledger.close(0.0 if self._loop.unwritten else LAST_S):
-            _log.error("the ledger's last entries are lost: %s", self._ledger.why)
+            _log.error("the last entries of the ledger are lost: %s", self._ledger.why)
 
     def _write_where(self, where: Endpoint) -> OSError | None:
         """Puts the address into the job's folder, unless it is there. Returns why it could not."""
@@ -284,7 +284,7 @@ class Coordinator:
 
     def _on_superseded(self) -> None:
         """Ends this process without another word: somebody else decides."""
-        _log.warning("another coordinator took over; this one ends at once", extra={"term": self._term})
+        _log.warning("another coordinator took over; this one ends immediately", extra={"term": self._term})
         self.superseded = True
         self._loop.over.set()
 
@@ -432,7 +432,7 @@ class Coordinator:
             steps, told = await self._ledger.summary(), await self._ledger.incidents(incidents.total(state))
         except Unreadable as error:
             self._watchers.say(
-                f"the report has no steps and no old incidents, because they cannot be read: {error}"
+                f"the report does not contain steps and old incidents, because they cannot be read: {error}"
             )
             steps, told = StepSummary(), []
         report = build_report(state, steps, self._clock(), told)

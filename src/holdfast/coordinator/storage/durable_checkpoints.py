@@ -327,7 +327,9 @@ def last_on_its_way(context: Context) -> bool:
         # needs, one that stands still does not.
         elif context.now >= current.moved_s + context.timing.start_s:
             current.last = True
-            _failed(context, current, f"no byte of it reached {tier.url} for {context.timing.start_s:g} s")
+            _failed(
+                context, current, f"no data of it has reached {tier.url} for {context.timing.start_s:g} s"
+            )
     return bool(todo)
 
 

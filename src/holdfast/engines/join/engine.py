@@ -19,7 +19,7 @@ class JoinEngine:
 
     async def provide(self) -> bool:
         """Says what is missing. Who reads it may start a node at any time."""
-        self._note(f"the job lacks a node; start one on another machine with: {self._line}")
+        self._note(f"the job needs another node; start it on another machine with: {self._line}")
         return False
 
     async def release(self, order: ReleaseNode) -> None:
@@ -27,7 +27,7 @@ class JoinEngine:
 
     async def mark(self, node: str, reason: str) -> None:
         """Tells whoever looks on."""
-        self._note(f"{node} is bad ({reason}): start no node there before it is repaired")
+        self._note(f"{node} is faulty ({reason}): do not start a node there before it is repaired")
 
     async def reboot(self, node: str, reason: str) -> None:
         """Tells whoever looks on."""

@@ -41,7 +41,7 @@ class JoinLauncher(Launcher):
         line = f"holdfast agent --join {address} --token-file {shlex.quote(str(token))}"
         self.note(f"start {self.spec.max_nodes + self.spec.spares} nodes, each with: {line}")
         self.note(
-            "each machine needs a copy of that file, readable by you alone, and the script at the same path"
+            "each machine needs a copy of that file, readable only by you, and the script at the same path"
         )
         self.heed_signals()
         return JoinEngine(line, self.note)

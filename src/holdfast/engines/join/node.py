@@ -86,7 +86,7 @@ def join(given: Joining, note: Callable[[str], None]) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not has_token(folder, token) and jobs.is_running(folder):
             raise UsageError(
-                f"another job named {spec.name!r} is running on this machine; set HOLDFAST_HOME elsewhere"
+                f"another job named {spec.name!r} is running on this machine; set HOLDFAST_HOME to another folder"
             )
         prepare_folder(folder, spec, token, job.identity)
     logs = folder / "logs" / "agents"
@@ -115,7 +115,7 @@ def _read_token(path: Path) -> str:
             f"--token-file {path}: {why}; `holdfast run --engine join` prints its path"
         ) from None
     if not token:
-        raise UsageError(f"--token-file {path}: it is empty")
+        raise UsageError(f"--token-file {path}: the file is empty")
     return token
 
 
@@ -124,7 +124,7 @@ async def _describe(
 ) -> tuple[Endpoint, JobDescription]:
     """The job, of a coordinator that has proved that it knows the token."""
     lookup = parse_address(given.address, "--join")
-    began, told, why = time.monotonic(), False, "nothing answers there"
+    began, told, why = time.monotonic(), False, "there is no answer"
     while True:
         # Asked anew each time, so a coordinator that begins on another machine behind the same name is found
         # without a restart of this node.
@@ -134,14 +134,16 @@ async def _describe(
                 return where, await _ask(where, token)
             except Unproven:
                 why = (
-                    "who answers there has not proven to be the job's coordinator: compare the token with that of the job, and "
-                    "the address with the one that the coordinator was started with"
+                    "the process that answers there has not proved that it is the job's coordinator: compare the "
+                    "token with that of the job, and the address with the one with which the coordinator was started"
                 )
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 why = str(error) or type(error).__name__
         waited_s = time.monotonic() - began
         if waited_s > given.wait_s:
-            raise HoldfastError(f"no coordinator at {given.address} within {given.wait_s:g} s: {why}")
+            raise HoldfastError(
+                f"no coordinator was reached at {given.address} within {given.wait_s:g} s: {why}"
+            )
         if waited_s > TELL_S and not told:
             told = True
             note(f"waiting for the coordinator at {given.address}: {why}")
@@ -153,7 +155,7 @@ async def _ask(where: Endpoint, token: str) -> JobDescription:
     answer = await request(token, where, "GET", DESCRIPTION_PATH, limit_s=ANSWER_S)
     if answer.status >= 400:
         raise aiohttp.ClientError(f"it answers {answer.status}: {answer.words}")
-    what = f"the job at {where.address} is of another version of Holdfast; install the same here"
+    what = f"the job at {where.address} uses another version of Holdfast; install the same version here"
     return decode(_descriptions.decode, answer.body, what, error=UsageError)
 
 

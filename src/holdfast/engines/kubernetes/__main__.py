@@ -33,70 +33,90 @@ OWN_NAMESPACE = ACCOUNT / "namespace"
 def main() -> int | str:
     """Serves until SIGTERM: 0. A text says why it cannot."""
     parser = argparse.ArgumentParser(prog="python -m holdfast.engines.kubernetes", description=__doc__)
-    parser.add_argument("--namespace", help="where its Lease is; by default that of its own pod")
+    parser.add_argument("--namespace", help="namespace of its Lease; by default that of its own pod")
     parser.add_argument(
-        "--watch", default="", metavar="NAMESPACE", help="only the jobs there; by default all"
+        "--watch",
+        default="",
+        metavar="NAMESPACE",
+        help="namespace whose jobs are managed; by default all namespaces",
     )
-    parser.add_argument("--coordinator-image", default="", help="by default the image of each job's workers")
+    parser.add_argument(
+        "--coordinator-image",
+        default="",
+        help="image of the coordinators; by default the image of each job's workers",
+    )
     parser.add_argument("--coordinator-priority-class", default="")
-    parser.add_argument("--python", default="python3", help="the interpreter in the images")
+    parser.add_argument("--python", default="python3", help="path of the Python interpreter in the images")
     parser.add_argument(
         "--topology-labels",
         default=",".join(TOPOLOGY_LABELS),
         metavar="A,B,...",
-        help="labels of machines that say where they stand, from the outermost in; by default those of clouds, %(default)s",
+        help=(
+            "labels of machines that give their location, from the outermost level to the innermost; by default "
+            "those that clouds set, %(default)s"
+        ),
     )
     parser.add_argument(
         "--going-conditions",
         default=",".join(GOING_CONDITIONS),
         metavar="A,B,...",
-        help="conditions of machines that call one sick, so that jobs leave it; by default %(default)s",
+        help="conditions that mark a machine as sick, so that jobs leave it; by default %(default)s",
     )
     parser.add_argument(
         "--going-at-most",
         type=_percent,
         default=Setting().most_left_percent,
         metavar="PERCENT",
-        help="of the cluster's machines that jobs leave for such a condition at once, %(default)s by default; one may always be",
+        help=(
+            "largest share of the cluster's machines that jobs leave at the same time because of such a condition, "
+            "in percent, %(default)s by default; one machine is always allowed"
+        ),
     )
     parser.add_argument(
         "--mark",
         default="none",
         choices=get_args(Marking),
-        help="what is written on a machine that a job blames: nothing (by default), a condition, or a taint beside it",
+        help=(
+            "what is set on a machine that a job found faulty: nothing (by default), a condition, or a condition and "
+            "a taint"
+        ),
     )
     parser.add_argument(
         "--mark-at-most",
         type=_percent,
         default=Setting().most_marked_percent,
         metavar="PERCENT",
-        help="of the cluster's machines that are marked at once, %(default)s by default; one may always be",
+        help=(
+            "largest share of the cluster's machines that are marked at the same time, in percent, %(default)s by "
+            "default; one machine is always allowed"
+        ),
     )
     parser.add_argument(
         "--replace",
         type=_way,
         metavar="HOW",
-        help=f"whom to ask for another machine in place of one that stays marked: {ACCEPTED}; by default none",
+        help=f"how to request a replacement for a machine that stays marked: {ACCEPTED}; by default none",
     )
     parser.add_argument(
         "--replace-after",
         type=_seconds,
         default=AFTER_S,
         metavar="SECONDS",
-        help="how long it has been marked by then, %(default)g by default",
+        help="how many seconds a machine must have been marked before it is replaced, %(default)g by default",
     )
     parser.add_argument(
         "--replace-at-most",
         type=_count,
         default=MOST_A_DAY,
         metavar="N",
-        help="machines in 24 hours, %(default)s by default",
+        help="largest number of machines that are replaced in 24 hours, %(default)s by default",
     )
     parser.add_argument("--log", default="", metavar="LEVEL[,json]")
     given = parser.parse_args()
     if given.replace is not None and given.mark == "none":
         parser.error(
-            "--replace needs --mark=condition or --mark=taint: what is asked for a machine stands in its mark"
+            "--replace needs --mark=condition or --mark=taint, because the request for a replacement is recorded in "
+            "the machine's mark"
         )
     setting = Setting(
         namespace=given.namespace or _own_namespace(),
@@ -148,7 +168,8 @@ async def _lead(lease: Lease, api: Api, setting: Setting, watch: str) -> None:
             # What may pass is tried again where it happens. The rest is a right that is missing.
             first = next(_errors(refusals))
             raise HoldfastError(
-                f"the API server refuses what the operator needs ({first}); docs/kubernetes.md has its rights"
+                f"the API server refuses access that the operator needs ({first}); docs/kubernetes.md lists the "
+                "required permissions"
             ) from first
 
 
@@ -166,19 +187,19 @@ def _listed(text: str) -> tuple[str, ...]:
 
 def _percent(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 100:
-        raise argparse.ArgumentTypeError(f"{text!r}: a whole number from 1 to 100")
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number from 1 to 100")
     return int(text)
 
 
 def _seconds(text: str) -> float:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r}: whole seconds, 0 or more")
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of seconds, 0 or more")
     return float(text)
 
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: a whole number, 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number, at least 1")
     return int(text)
 
 

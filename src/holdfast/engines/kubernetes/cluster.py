@@ -57,7 +57,7 @@ async def open_client(context: str | None = None, account: Path = ACCOUNT) -> As
             await config.load_kube_config(_kubeconfig(), context, client_configuration=way)
     except (config.ConfigException, OSError) as error:
         raise UsageError(
-            f"no way to a cluster: {error}; name a kubeconfig in KUBECONFIG, as for kubectl"
+            f"no cluster is configured: {error}; set KUBECONFIG to a kubeconfig, as for kubectl"
         ) from None
     async with client.ApiClient(way) as transport:
         yield transport
@@ -95,7 +95,7 @@ def current_namespace(context: str | None) -> str:
         contexts, active = config.list_kube_config_contexts(_kubeconfig())
     except (config.ConfigException, OSError) as error:
         raise UsageError(
-            f"no way to a cluster: {error}; name a kubeconfig in KUBECONFIG, as for kubectl"
+            f"no cluster is configured: {error}; set KUBECONFIG to a kubeconfig, as for kubectl"
         ) from None
     found = active if context is None else next((one for one in contexts if one["name"] == context), None)
     if found is None:

@@ -55,7 +55,7 @@ class Follower:
             if leaving.done():
                 name = self._folder.name
                 self._view.note(
-                    f"the job goes on without this command: `holdfast attach --job {name}` shows it again, "
+                    f"the job continues without this command: `holdfast attach --job {name}` shows it again, "
                     f"`holdfast stop --job {name}` ends it"
                 )
                 return {"outcome": jobs.LEFT, "reason": "", "incidents": []}
@@ -123,9 +123,9 @@ class Follower:
                     # A version that is too old is listed anew, and a passing trouble passes. Anything else
                     # stays, and has to be told.
                     if not error.is_gone and not error.may_pass:
-                        raise UsageError(f"the API server refuses: {error}") from None
+                        raise UsageError(f"the API server refused the request: {error}") from None
                 except (aiohttp.ClientError, OSError) as error:
-                    self._note(f"the API server is not reached: {error}")
+                    self._note(f"the API server cannot be reached: {error}")
                 await asyncio.sleep(AGAIN_S)
 
     async def _look_on(self, client: Api) -> JobStatus | None:

@@ -43,7 +43,9 @@ def become_agent(pod: PodPlace, config: Path) -> NoReturn:
     """
     coordinator = os.environ.get(COORDINATOR_VARIABLE)
     if not coordinator:
-        raise UsageError(f"{COORDINATOR_VARIABLE} is not set: this program is for the pods of a HoldfastJob")
+        raise UsageError(
+            f"{COORDINATOR_VARIABLE} is not set: this program runs only in the pods of a HoldfastJob"
+        )
     spec = pod.spec
     if Path(spec.cwd).is_dir():
         os.chdir(spec.cwd)

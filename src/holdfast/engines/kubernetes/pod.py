@@ -83,18 +83,22 @@ def read_pod(environ: Mapping[str, str] = os.environ, config: Path = Path(CONFIG
     """
     missing = [name for name in (NODE_VARIABLE, HOST_VARIABLE) if not environ.get(name)]
     if missing:
-        raise UsageError(f"{' and '.join(missing)} not set: this program is for the pods of a HoldfastJob")
+        raise UsageError(
+            f"{' and '.join(missing)} not set: this program runs only in the pods of a HoldfastJob"
+        )
     try:
         token = (config / TOKEN_FILE).read_text().strip()
         spec = decode_file(
-            _specs.decode, config / SPEC_FILE, f"{config / SPEC_FILE} is of another version of Holdfast"
+            _specs.decode,
+            config / SPEC_FILE,
+            f"{config / SPEC_FILE} was written by another version of Holdfast",
         )
     except OSError as error:
         raise UsageError(
-            f"{error.filename}: {error.strerror}; the job's Secret and ConfigMap are to be mounted at {config}"
+            f"{error.filename}: {error.strerror}; the job's Secret and ConfigMap must be mounted at {config}"
         ) from None
     except Damaged as error:
-        raise UsageError(f"{error}; use the operator's version in the image") from None
+        raise UsageError(f"{error}; install the operator's version of Holdfast in the image") from None
     return PodPlace(
         name=environ[NODE_VARIABLE],
         host=environ[HOST_VARIABLE],

@@ -88,8 +88,8 @@ async def _show_logs(
     assert allocation is not None
     if allocation.over:
         raise UsageError(
-            f"the job {folder.name!r} is over: what its workers printed ended with their pods; a site's own log collection has "
-            "what rank 0 printed"
+            f"the job {folder.name!r} has ended, and the output of its workers was deleted with their pods; the "
+            "output of rank 0 is in the log collection of your cluster, if it has one"
         )
     async with KubernetesReach(folder, allocation) as reach:
         unreached: list[str] = []
@@ -105,7 +105,7 @@ async def _show_logs(
                         write(label, whole + newline)
             except (aiohttp.ClientError, OSError) as error:
                 # Told at the end: one pod that is gone must not hide the logs of all others.
-                unreached.append(f"{label}: the pod {node} is not reached: {error}")
+                unreached.append(f"{label}: the pod {node} cannot be reached: {error}")
             if rest:
                 write(label, rest + b"\n")
 

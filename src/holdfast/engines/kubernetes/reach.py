@@ -146,7 +146,9 @@ class KubernetesReach:
             status = await self._status()
             seen = status.coordinator
             if seen is None or seen.pod is None or seen.address is None:
-                raise NotHeard(f"it has no coordinator yet; the operator says: {status.state or 'nothing'}")
+                raise NotHeard(
+                    f"it does not have a coordinator yet; state reported by the operator: {status.state or 'none'}"
+                )
             self._token = self._token or await self._read_token()
             self._where = seen.pod, await self._ask_name(seen.pod, seen.address)
         return self._where
@@ -159,7 +161,7 @@ class KubernetesReach:
         # Where the pod is not reached, the API server answers by itself. That must not be
         # read as a coordinator's name.
         if answer.status != 200:
-            raise NotHeard(f"{pod} is not reached: {_words(answer)}")
+            raise NotHeard(f"{pod} cannot be reached: {_words(answer)}")
         said = decode(_names.decode, answer.body, f"the name of the coordinator in {pod}", error=NotHeard)
         # By its own address, as whoever asks within the cluster: see `Endpoint.dialled`. That it is this pod's is the API
         # server's word.
@@ -188,14 +190,14 @@ class KubernetesReach:
             # As a person wants it, or still, where the operator has not seen yet that nobody wants it any more.
             if there.get("spec", {}).get("runPolicy", {}).get("suspend"):
                 raise NoAnswer(
-                    f"the job {self._name!r} is suspended: it goes on when spec.runPolicy.suspend is false"
+                    f"the job {self._name!r} is suspended: it continues when spec.runPolicy.suspend is false"
                 )
             raise NotHeard(f"the job {self._name!r} is being resumed")
         return status
 
     async def _read_token(self) -> str:
         path = f"/api/v1/namespaces/{self._namespace}/secrets/{names.config_name(self._name)}"
-        secret = await self._get(path, "its Secret is not there yet")
+        secret = await self._get(path, "its Secret does not exist yet")
         return decode(_token_in, secret, "the job's Secret is damaged", error=UsageError)
 
     async def _get(self, path: str, gone: str) -> dict[str, Any]:
@@ -213,7 +215,7 @@ class KubernetesReach:
                 raise NoAnswer(f"the job {self._name!r} is not running: {gone}") from None
             if error.may_pass:
                 raise NotHeard(str(error)) from error
-            raise UsageError(f"the API server refuses: {error}") from None
+            raise UsageError(f"the API server refused the request: {error}") from None
 
     def _is_over(self) -> None:
         """No command asks for it again."""

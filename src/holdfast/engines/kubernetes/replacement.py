@@ -74,7 +74,9 @@ def read_way(text: str) -> Way | None:
         case "command" if rest.startswith("/"):
             return RunCommand(rest)
         case "command":
-            raise ValueError(f"{text!r}: a program is named by its whole path, as command:/opt/site/replace")
+            raise ValueError(
+                f"{text!r}: the program must be given with its full path, for example command:/opt/site/replace"
+            )
     raise ValueError(f"{text!r}: {ACCEPTED}")
 
 

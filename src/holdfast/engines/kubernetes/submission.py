@@ -112,7 +112,7 @@ async def submit(
             # Only now is there somebody to own it. It goes with the job.
             await client.apply(_config_map_path(submission), owned, manager=MANAGER)
     except ApiError as error:
-        raise UsageError(f"the API server refuses the job: {error}") from None
+        raise UsageError(f"the API server refused the job: {error}") from None
     except api.NoAnswer as error:
         raise UsageError(f"the API server does not answer: {error}") from None
     return uid
@@ -125,7 +125,8 @@ async def _refuse_taken(client: Api, submission: Submission) -> None:
         if error.status != 404:
             raise
         raise UsageError(
-            "this cluster knows no HoldfastJobs: its operator is not installed (docs/kubernetes.md has the two commands)"
+            "this cluster does not know HoldfastJobs, because the operator is not installed (docs/kubernetes.md has "
+            "the two commands)"
         ) from None
     try:
         there = await client.get(job_path(submission.namespace, submission.name))
@@ -134,11 +135,11 @@ async def _refuse_taken(client: Api, submission: Submission) -> None:
             return
         raise
     status = status_of(there, UsageError)
-    where = f"--job {submission.name}: the namespace {submission.namespace!r} has a job of this name"
+    where = f"--job {submission.name}: the namespace {submission.namespace!r} already has a job of this name"
     if has_ended(status):
         raise UsageError(
-            f"{where}, which is over ({status.state}): `kubectl delete hj {submission.name} -n {submission.namespace}` removes "
-            "it, or choose another name"
+            f"{where}, which has ended ({status.state}): `kubectl delete hj {submission.name} -n "
+            f"{submission.namespace}` removes it, or choose another name"
         )
     raise UsageError(
         f"{where} ({status.state or 'new'}): `holdfast attach --job {submission.name} -n {submission.namespace}` shows it"
@@ -187,7 +188,8 @@ async def _try_pod(
                 raise
             if not is_told:
                 tell(
-                    f"the namespace {submission.namespace} is new; waits up to {account_s:g} s for its service account"
+                    f"the namespace {submission.namespace} is new; waiting up to {account_s:g} s for its service "
+                    "account"
                 )
             is_told = True
             # Asked again and not watched: who may write jobs need not be allowed to read accounts.

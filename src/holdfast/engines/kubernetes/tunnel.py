@@ -60,7 +60,7 @@ class Tunnel:
             data = await response.read()
             # Before the answer is used: who stands between can answer by itself, with any status.
             if not question.proves(response.headers.get(ANSWER_HEADER, "")):
-                raise Unproven(f"{pod} is not reached: {data[:200].decode(errors='replace').strip()}")
+                raise Unproven(f"{pod} cannot be reached: {data[:200].decode(errors='replace').strip()}")
             return Answer(response.status, response.headers, data)
 
     @asynccontextmanager
@@ -88,7 +88,9 @@ class Tunnel:
             # aiohttp gives no public way to the headers of the handshake. Without this look anybody's
             # socket would be believed.
             if not question.proves(socket._response.headers.get(ANSWER_HEADER, "")):
-                raise Unproven(f"who answers for {pod} has not proven to be the job's coordinator")
+                raise Unproven(
+                    f"the process that answers for {pod} has not proved that it is the job's coordinator"
+                )
             yield socket
 
     async def run(self, pod: str, container: str, command: list[str]) -> AsyncIterator[bytes]:

@@ -139,13 +139,13 @@ def main() -> int | str:
     parser.add_argument(
         "--machine",
         default=os.environ.get(MACHINE_VARIABLE, ""),
-        help=f"its Node's name; by default {MACHINE_VARIABLE}",
+        help=f"name of its Node; by default the value of {MACHINE_VARIABLE}",
     )
     parser.add_argument(
         "--folder",
         type=Path,
         default=Path(STATE_FOLDER),
-        help="for what it remembers, by default %(default)s",
+        help="folder in which it keeps its state, by default %(default)s",
     )
     parser.add_argument(
         "--health-rules",
@@ -159,7 +159,7 @@ def main() -> int | str:
         action="append",
         default=[],
         metavar="RULE",
-        help="a rule that is only logged; * for all rules; can be repeated",
+        help="a rule whose findings are only logged; * means all rules; can be repeated",
     )
     parser.add_argument("--log", default="", metavar="LEVEL[,json]")
     given = parser.parse_args()
@@ -170,7 +170,7 @@ def main() -> int | str:
     try:
         if not given.machine:
             raise UsageError(
-                f"{MACHINE_VARIABLE} is not set: this program is for the pods of deploy/kubernetes/watch.yaml"
+                f"{MACHINE_VARIABLE} is not set: this program runs only in the pods of deploy/kubernetes/watch.yaml"
             )
         spec = HealthSpec(rules=tuple(given.health_rules), dry_run=tuple(given.health_dry_run))
         asyncio.run(until_stopped(_serve(given.machine, given.folder, spec)))
@@ -200,7 +200,8 @@ async def watch(api: Api, machine: str, folder: Path, spec: HealthSpec) -> None:
         await node.run()
     except ApiError as error:
         raise HoldfastError(
-            f"the API server refuses what the watch of {machine} needs ({error}); deploy/kubernetes/watch.yaml has its rights"
+            f"the API server refuses access that the watch of {machine} needs ({error}); "
+            "deploy/kubernetes/watch.yaml contains the required permissions"
         ) from error
     finally:
         watcher.close()

@@ -78,7 +78,9 @@ class ForkServer:
                     return AgentProcess(int(answer), fds[0])
                 # An answer that is empty means that the process is gone. Agents that it has forked live on.
                 await self.close()
-        raise HoldfastError("the process that starts agents was killed twice; is there enough memory?")
+        raise HoldfastError(
+            "the process that starts agents was killed twice; the machine may not have enough memory"
+        )
 
     async def _start(self) -> socket.socket:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

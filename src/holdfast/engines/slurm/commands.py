@@ -28,8 +28,8 @@ def check_installed() -> None:
     missing = [name for name in NEEDED if shutil.which(name) is None]
     if missing:
         raise UsageError(
-            f"--engine slurm: there is no {' and no '.join(missing)} in PATH; run this where Slurm's commands are "
-            "(on a login node, perhaps after `module load slurm`)"
+            f"--engine slurm: {' and '.join(missing)} not found in PATH; run this command where Slurm's commands are "
+            "installed (on a login node, perhaps after `module load slurm`)"
         )
 
 
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 def _read(reader: Callable[[str], T], output: str) -> T:
-    return decode(reader, output, "what Slurm prints cannot be read", error=SlurmError)
+    return decode(reader, output, "the output of Slurm cannot be read", error=SlurmError)
 
 
 class Slurm:

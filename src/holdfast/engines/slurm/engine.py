@@ -109,7 +109,7 @@ class SlurmEngine:
         self._own_step_of = "" if fresh else here
         job = await self.slurm.job(self._id)
         if job is None:
-            raise SlurmError(f"Slurm no longer knows the job {self._id}")
+            raise SlurmError(f"Slurm does not know the job {self._id} any more")
         self.batch_host = job.batch_host
         names = await self.slurm.names(job.nodes)
         # A launcher that took over finds everything running. It must not start a second agent on any node.
@@ -266,7 +266,7 @@ class SlurmEngine:
         # Draining the half of a cluster for that would be worse than anything it could prevent.
         if len(lost) > 1 and len(lost) > len(self.alive):
             self._note(
-                f"{len(lost)} nodes were lost at once, {node} among them: they are not reported to Slurm"
+                f"{len(lost)} nodes were lost at the same time, {node} among them: they are not reported to Slurm"
             )
             return
         await self._judge(node, reason)
@@ -370,8 +370,8 @@ class SlurmEngine:
             # so the next node is tried again.
             self._admin = "invalid user" not in str(error).lower() and "denied" not in str(error).lower()
             self._note(
-                f"{node} is not {'drained' if state == 'drain' else 'set down'} in Slurm ({error}); "
-                "this job does not use it any more, others may get it"
+                f"{node} is not {'drained' if state == 'drain' else 'set down'} in Slurm ({error}); this job does "
+                "not use it any more, but other jobs may"
             )
 
     async def reboot(self, node: str, reason: str) -> None:
@@ -448,8 +448,8 @@ class SlurmEngine:
             except SlurmError as error:
                 self._note(str(error))  # the job needs no controller: it is asked again
             except Exception as error:  # noqa: BLE001 - of a task that has ended nobody would hear, nor of the time limit
-                _log.exception("Slurm's answer cannot be used; it is asked again")
-                self._note(f"Slurm's answer cannot be used, and it is asked again: {error}")
+                _log.exception("Slurm's answer cannot be used; the request is repeated")
+                self._note(f"Slurm's answer cannot be used, and the request is repeated: {error}")
 
     async def _look(self) -> None:
         # Slurm's answer is about the moment of the question. While it is on its way another follow-up job may be

@@ -31,7 +31,7 @@ async def find_this_node(slurm: Slurm) -> ThisNode:
     """
     node, allocation = os.environ.get("SLURMD_NODENAME"), os.environ.get("SLURM_JOB_ID")
     if node is None or allocation is None:
-        raise SlurmError("only Slurm starts this, through `holdfast run --engine slurm`")
+        raise SlurmError("this program is started only by Slurm, through `holdfast run --engine slurm`")
     told = await slurm.nodes([node])
     address = told[node].address if node in told else node
     return ThisNode(node, ip_of(address), allocation, int(os.environ.get("SLURM_RESTART_COUNT", "0")))

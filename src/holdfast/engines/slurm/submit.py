@@ -36,36 +36,43 @@ def check_options(spec: JobSpec) -> None:
         limit_s = parse.parse_limit(options.time_limit)
     except ValueError:
         raise UsageError(
-            f"--time {options.time_limit!r}: write it as Slurm does: minutes, hours:minutes:seconds or days-hours, "
-            "for example 30, 4:00:00 or 2-0"
+            "--time must be in Slurm's notation: minutes, hours:minutes:seconds or days-hours (got "
+            f"{options.time_limit!r}), for example 30, 4:00:00 or 2-0"
         ) from None
     # Twice, so at least half of the time is for training: a job that begins to save as soon as it has started
     # would queue, start and save for ever.
     if limit_s is not None and limit_s < 2 * options.warn_s:
         raise UsageError(
-            f"--time {options.time_limit}: {limit_s:g} s is too short, for the job stops {options.warn_s} s before its "
-            f"limit to save its state; give {-(-2 * options.warn_s // 60)} minutes or more, or less --stop-before"
+            f"--time {options.time_limit}: {limit_s:g} s is too short, because the job stops {options.warn_s} s "
+            f"before its limit to save its state; use at least {-(-2 * options.warn_s // 60)} minutes, or a smaller "
+            "--stop-before"
         )
 
 
-_WORKERS = "Slurm starts one agent on each node, and the agent the workers: write --nproc-per-node"
-_LOGS = "what the job writes is in its folder; `holdfast logs` shows it"
+_WORKERS = "Slurm starts one agent on each node, which starts the workers: use --nproc-per-node instead"
+_LOGS = "the output of the job is in its folder; `holdfast logs` shows it"
 _NOT_FOR_SBATCH = {
-    "array": ("a", "all its jobs would be one job of one folder; give each run a --job of its own"),
-    "nodes": ("N", "write --nnodes and --spares"),
+    "array": (
+        "a",
+        "all jobs of the array would use the same folder; start each run separately with its own --job",
+    ),
+    "nodes": ("N", "use --nnodes and --spares instead"),
     "ntasks": ("n", _WORKERS),
     "ntasks-per-node": ("", _WORKERS),
     "job-name": ("J", "write --job"),
-    "time": ("t", "write --time, by which the job also knows when to save its state"),
+    "time": ("t", "use --time instead, from which the job also knows when to save its state"),
     "chdir": ("D", "start the command in that folder"),
     "output": ("o", _LOGS),
     "error": ("e", _LOGS),
     "requeue": ("", "write --requeue"),
-    "no-requeue": ("", "leave out --requeue"),
-    "no-kill": ("k", "the submitted script has it, for the job outlives the loss of a node"),
+    "no-requeue": ("", "remove --requeue"),
+    "no-kill": ("k", "the submitted script already contains it, because the job survives the loss of a node"),
     "signal": ("", "write --stop-before"),
-    "wrap": ("", "the script is the one that `holdfast run` was given"),
-    "test-only": ("", "`holdfast run --dry-run` prints the script, which `sbatch --test-only` takes"),
+    "wrap": ("", "the script is the one that was given to `holdfast run`"),
+    "test-only": (
+        "",
+        "`holdfast run --dry-run` prints the script, which can be passed to `sbatch --test-only`",
+    ),
     "wait": ("W", "`holdfast run` waits for the job's end"),
 }
 """Options of sbatch that contradict the submitted script, or make several jobs of it: the short form, and what to do."""
@@ -113,7 +120,7 @@ class Submitter:
             if there is not None and there.state not in ("COMPLETING", "COMPLETED", "CANCELLED", "FAILED"):
                 raise UsageError(
                     f"a job named {self._spec.name!r} is in Slurm's queue (job {there.id}, {there.state.lower()}): "
-                    f"see `holdfast status --job {self._spec.name}`, or choose another --job"
+                    f"see `holdfast status --job {self._spec.name}`, or choose another name with --job"
                 )
             # Everything that can be refused is refused before the old ledger is put away.
             await self._slurm.try_submit(self.script, path)
@@ -138,7 +145,8 @@ class Submitter:
         limit_s = parse.parse_limit(output.split()[0]) if output.split() else None
         if limit_s is not None and asked_s > limit_s:
             raise UsageError(
-                f"--time {options.time_limit}: the partition {options.partition!r} gives {limit_s / 60:g} minutes at most"
+                f"--time {options.time_limit}: the partition {options.partition!r} allows at most {limit_s / 60:g} "
+                "minutes"
             )
 
     async def follow(self) -> dict[str, Any]:

@@ -50,11 +50,11 @@ def choose_address(seen: Mapping[str, Seen], given: str, is_ours: Callable[[str]
     if given:
         if away and is_loopback(given):
             raise UsageError(
-                f"--address {given}: only this machine reaches it, and {', '.join(away)} must too; give an address "
-                "of this machine in their network"
+                f"--address {given}: this address can be reached only from this machine, but {', '.join(away)} must "
+                "reach it, too; specify an address of this machine in their network"
             )
         if not is_ours(given):
-            raise UsageError(f"--address {given}: this machine has no such address")
+            raise UsageError(f"--address {given}: this machine does not have this address")
         return given
     if not away:
         return "127.0.0.1"
@@ -65,8 +65,9 @@ def choose_address(seen: Mapping[str, Seen], given: str, is_ours: Callable[[str]
             return address
     name, ends = next(iter(away.items()))
     raise UsageError(
-        f"{name} sees this command come from {ends.client or 'an unknown address'}, which is no address of this machine "
-        "(a jump host's, perhaps); give one that the hosts reach with --address"
+        f"{name} sees the connection from this machine come from {ends.client or 'an unknown address'}, which is not "
+        "an address of this machine (perhaps that of a jump host); specify an address of this machine that the hosts "
+        "can reach with --address"
     )
 
 
@@ -76,8 +77,9 @@ def why_apart(ends: Seen, coordinator: str) -> str | None:
     if (":" in own) == (":" in coordinator):
         return None
     return (
-        f"ssh reaches it at {own}, and the coordinator is at {coordinator}; add `AddressFamily "
-        f"{'inet6' if ':' in coordinator else 'inet'}` to its entry in ~/.ssh/config, so that all use one kind of address"
+        f"ssh reaches it at {own}, but the coordinator is at {coordinator}; add `AddressFamily "
+        f"{'inet6' if ':' in coordinator else 'inet'}` to its entry in ~/.ssh/config, so that all use the same kind "
+        "of address"
     )
 
 

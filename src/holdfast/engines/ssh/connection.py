@@ -105,7 +105,7 @@ class Connection:
                 start_new_session=True,
             )
         except FileNotFoundError:
-            raise HostError(f"{host}: there is no `ssh` on this machine; install its client") from None
+            raise HostError(f"{host}: `ssh` was not found on this machine; install the ssh client") from None
         made = cls(host, process, reach)
         try:
             async with asyncio.timeout(GREETING_S):
@@ -136,7 +136,8 @@ class Connection:
                 break
         else:
             raise HostError(
-                f"{self.host}: its shell prints too much at a login without a terminal; silence it"
+                f"{self.host}: its shell prints too much at a login without a terminal; remove that output from its "
+                "start files"
             )
         await self.close()
         code, stderr = self._process.returncode, self._stderr.decode(errors="replace")
@@ -159,7 +160,7 @@ class Connection:
                         return answer
         except TimeoutError:
             raise HostError(f"{self.host}: no answer within {ANSWER_S:g} s") from None
-        raise HostError(f"{self.host}: the connection of ssh ended")
+        raise HostError(f"{self.host}: the ssh connection ended")
 
     async def send(self, order: ToHost) -> None:
         """Raises HostError when the connection has ended."""
@@ -168,7 +169,7 @@ class Connection:
             self._process.stdin.write(to_host(order))
             await self._process.stdin.drain()
         except (OSError, RuntimeError):
-            raise HostError(f"{self.host}: the connection of ssh ended") from None
+            raise HostError(f"{self.host}: the ssh connection ended") from None
 
     async def answers(self) -> AsyncIterator[FromHost]:
         """What the host says, until the connection ends."""
@@ -189,7 +190,7 @@ class Connection:
             return await self._process.stdout.readline() or None
         except ValueError:  # longer than LINE_BYTES
             raise HostError(
-                f"{self.host}: it sends a line of more than {LINE_BYTES} bytes; does its shell print something at login?"
+                f"{self.host}: it sent a line of more than {LINE_BYTES} bytes; does its shell print something at login?"
             ) from None
 
     def _read(self, line: bytes) -> FromHost | None:
@@ -197,7 +198,7 @@ class Connection:
             return read_answer(line)
         except ProtocolError:
             raise HostError(
-                f"{self.host}: it sends a message that cannot be decoded; install the same Holdfast there"
+                f"{self.host}: it sent a message that cannot be decoded; install the same version of Holdfast there"
             ) from None
 
     async def _drain(self) -> None:

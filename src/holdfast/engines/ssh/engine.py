@@ -145,7 +145,7 @@ class SshEngine:
         )
         if not isinstance(answer, Checked):
             raise HostError(
-                f"{link.host}: it gave an answer to another request; install the same Holdfast there"
+                f"{link.host}: its answer belongs to another request; install the same version of Holdfast there"
             )
         if answer.problems:
             raise HostError(f"{link.host}: {'; '.join(answer.problems)}")
@@ -224,7 +224,9 @@ class SshEngine:
             )
         )
         if not isinstance(answer, Begun):
-            raise HostError(f"{name}: it gave an answer to another request; install the same Holdfast there")
+            raise HostError(
+                f"{name}: its answer belongs to another request; install the same version of Holdfast there"
+            )
         if not self._hosts.begun(name):
             await link.send(Kill())
         elif running and answer.attached:
@@ -321,7 +323,7 @@ class SshEngine:
     async def reboot(self, node: str, reason: str) -> None:
         """A person has to: ssh gives no right to it. The host is used again once it was rebooted."""
         self._hosts.reboot(node, self._now())
-        self._note(f"reboot {node} ({reason}): it comes back to the job by itself")
+        self._note(f"reboot {node} ({reason}): it then joins the job again without further action")
         self._news.set()
 
     def on_event(self, kind: str, node: str) -> None:

@@ -7,7 +7,7 @@ from holdfast.engines.ssh.words import Greeting
 _MARKS = (
     (
         ("REMOTE HOST IDENTIFICATION HAS CHANGED",),
-        "its host key is not the known one; find out why, then remove the old one with `ssh-keygen -R {name}`",
+        "its host key has changed; find out why, then remove the old key with `ssh-keygen -R {name}`",
     ),
     (
         ("Host key verification failed", "host key is known"),
@@ -15,11 +15,11 @@ _MARKS = (
     ),
     (
         ("Permission denied", "Too many authentication failures"),
-        "it refused the key; `ssh {name}` must work without a question (see ssh-copy-id and ssh-agent)",
+        "it refused the key; `ssh {name}` must work without asking for a password (see ssh-copy-id and ssh-agent)",
     ),
     (
         ("Could not resolve hostname", "Name or service not known"),
-        "ssh does not know this name; correct --hosts, or give it a HostName in ~/.ssh/config",
+        "ssh does not know this name; correct --hosts, or add a HostName for it to ~/.ssh/config",
     ),
     (
         ("Connection refused",),
@@ -31,14 +31,17 @@ _MARKS = (
     ),
     (
         ("No module named 'holdfast.engines.ssh'", "No module named holdfast.engines.ssh"),
-        "it has another version of Holdfast; install this one ({version}) in {python}",
+        "it has a different version of Holdfast; install version {version} in {python}",
     ),
     (
         ("No module named",),
-        "its Python environment lacks something ({last}); give it the same environment as this machine's",
+        "its Python environment is incomplete ({last}); install the same environment as on this machine",
     ),
 )
-_NO_PYTHON = "there is no Python at {python}; give it the same environment at the same path, or name its Python with --remote-python"
+_NO_PYTHON = (
+    "there is no Python at {python}; install the same environment at the same path, or specify its Python with "
+    "--remote-python"
+)
 
 
 def failure(name: str, code: int | None, stderr: str, python: str, version: str) -> str:
@@ -67,7 +70,7 @@ def mismatch(name: str, theirs: Greeting, ours: Greeting, python: str) -> str | 
     ):
         if there != here:
             return (
-                f"{name}: {what} is {there or 'missing'} in {python} there, and {here or 'missing'} on this machine; "
-                "give both the same environment"
+                f"{name}: {what} is {there or 'missing'} in {python} there, but {here or 'missing'} on this machine; "
+                "install the same environment on both"
             )
     return None

@@ -92,7 +92,7 @@ class Hosts:
                 return ""
         away = sorted(h.name for h in self.all.values() if h.stage in (Stage.RESTING, Stage.STARTING))
         coming = f"; {', '.join(away)} {'is' if len(away) == 1 else 'are'} being tried" if away else ""
-        return f"no further host is left of --hosts{coming}"
+        return f"there are no unused hosts left in --hosts{coming}"
 
     def due(self, now: float) -> list[str]:
         """The hosts to connect now. Each of them counts as being connected from now on."""

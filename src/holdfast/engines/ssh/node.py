@@ -92,8 +92,8 @@ def find_problems(asked: Check, shared: bool) -> list[str]:
     except OSError as error:
         where = host_and_port(*asked.coordinator)
         found.append(
-            f"it cannot reach the coordinator at {where} ({error}); open that port (--port chooses it), or give an "
-            "address that it reaches with --address"
+            f"it cannot reach the coordinator at {where} ({error}); open that port (--port chooses it), or specify "
+            "an address that it can reach with --address"
         )
     return found
 
@@ -179,7 +179,7 @@ class Node:
         if not self._shared:
             if jobs.is_running(self._folder):
                 problems.append(
-                    f"a job named {asked.job!r} is already running on this host; choose another --job"
+                    f"a job named {asked.job!r} is already running on this host; choose another name with --job"
                 )
             try:
                 self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -188,7 +188,7 @@ class Node:
                 problems.append(str(error))
             except OSError as error:
                 problems.append(
-                    f"{self._folder} cannot be made ({error.strerror}); set HOLDFAST_HOME elsewhere"
+                    f"{self._folder} cannot be created ({error.strerror}); set HOLDFAST_HOME to another folder"
                 )
         return Checked(self._shared, tuple(problems))
 

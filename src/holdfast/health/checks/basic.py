@@ -85,7 +85,9 @@ def check_shm(memory: Path) -> Iterator[CheckResult]:
     # Unknown, not faulty: it is another user's folder, or HOLDFAST_MEMORY names one, and another node would have the same
     # setting and the same user.
     if not os.access(there, os.W_OK):
-        raise CannotCheck(f"{there} cannot be written by this user; set HOLDFAST_MEMORY to a folder that is")
+        raise CannotCheck(
+            f"{there} cannot be written by this user; set HOLDFAST_MEMORY to a folder that can be written"
+        )
     yield _at_least("shm", _free(there), SHM_FLOOR_BYTES, "B", f"free in {there}")
 
 
@@ -127,7 +129,7 @@ def check_files(slots: int) -> Iterator[CheckResult]:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     floor = FILES_FLOOR + 8 * slots
     if soft == resource.RLIM_INFINITY:
-        yield CheckResult(name="files", condition=Condition.HEALTHY, detail="no limit of open files")
+        yield CheckResult(name="files", condition=Condition.HEALTHY, detail="no limit on open files")
     else:
         yield _at_least("files", soft, floor, "files", "may be open at once (ulimit -n)")
 
@@ -254,7 +256,7 @@ def _at_least(name: str, value: float, floor: float, unit: str, what: str) -> Ch
     return CheckResult(
         name=name,
         condition=Condition.FAULTY,
-        detail=f"{has} {what}, at least {needs} are needed",
+        detail=f"{has} {what}, but at least {needs} are needed",
         value=value,
         floor=floor,
         unit=unit,

@@ -96,7 +96,7 @@ async def _listen(
         if not line:
             return ""
         try:
-            progress = decode(_progress.decode, line, "what it says cannot be read")
+            progress = decode(_progress.decode, line, "its output cannot be read")
         except Damaged as error:
             return str(error)
         if progress.result is not None:
@@ -129,7 +129,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 def _unfinished(name: str, why: str, code: int | None, first: bool) -> CheckResult:
     if not first:
-        return unknown(name, "not made: the one before did not end")
+        return unknown(name, "not run: the previous check did not end")
     if why:
         return unknown(name, why)
     # SIGKILL is not among them: it is the kernel's answer to a lack of memory, or a person's. SIGABRT is not

@@ -167,7 +167,10 @@ class FewMicroBatches(LedgerEvent, frozen=True, kw_only=True):
 
     def sentence(self) -> str:
         there = "1 micro-batch" if self.micro_batches == 1 else f"{self.micro_batches} micro-batches"
-        return f"{self.workers} of {plural(self.wanted, 'worker')} train, others are spares: a global batch has {there}"
+        return (
+            f"{self.workers} of {plural(self.wanted, 'worker')} train, the others are spares: a global batch has "
+            f"only {there}"
+        )
 
 
 class Capacity(LedgerEvent, frozen=True, kw_only=True):

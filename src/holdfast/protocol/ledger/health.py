@@ -96,7 +96,7 @@ class Storm(LedgerEvent, frozen=True, kw_only=True):
 
     def sentence(self) -> str:
         seen = f"{self.nodes} of {plural(self.of, 'node')} report {self.rule} within {seconds(self.within_s)}"
-        return f"{seen}: probably the network or the script, nothing is replaced"
+        return f"{seen}: the cause is probably the network or the script, so nothing is replaced"
 
 
 class BlastLimit(LedgerEvent, frozen=True, kw_only=True):
@@ -115,7 +115,7 @@ class BlastLimit(LedgerEvent, frozen=True, kw_only=True):
 
     def sentence(self) -> str:
         window = f"{self.nodes} of {plural(self.of, 'node')} acted on within {seconds(self.within_s)}"
-        return f"{window}, the limit: {self.node} is left alone for now"
+        return f"{window}, which is the limit: no action on {self.node} for now"
 
 
 class Asked(LedgerEvent, frozen=True, kw_only=True):
@@ -230,4 +230,4 @@ class History(LedgerEvent, frozen=True, kw_only=True):
     """Why."""
 
     def sentence(self) -> str:
-        return f"the history of nodes cannot be used: {self.reason}"
+        return f"the history of machines cannot be used: {self.reason}"

@@ -59,7 +59,7 @@ class HandedOver(LedgerEvent, frozen=True, kw_only=True):
     """How long there was none."""
 
     def sentence(self) -> str:
-        return f"another coordinator process took the job over after {seconds(self.away_s)}, as asked for"
+        return f"another coordinator process took the job over after {seconds(self.away_s)}, as requested"
 
 
 class JobGoing(LedgerEvent, frozen=True, kw_only=True):
@@ -81,7 +81,7 @@ class JobStays(LedgerEvent, frozen=True, kw_only=True):
     """Why."""
 
     def sentence(self) -> str:
-        return f"the job was to be ended, and now goes on: {self.reason}"
+        return f"the job continues and will no longer be ended: {self.reason}"
 
 
 class Ended(LedgerEvent, frozen=True, kw_only=True):

@@ -90,7 +90,7 @@ class NodeLeaving(LedgerEvent, frozen=True, kw_only=True):
 
     def sentence(self) -> str:
         time = "" if self.within_s is None else f" within {seconds(self.within_s)}"
-        return f"{self.node} is to leave{time}: {self.reason}"
+        return f"{self.node} will leave{time}: {self.reason}"
 
 
 class NodeStays(LedgerEvent, frozen=True, kw_only=True):
@@ -100,7 +100,7 @@ class NodeStays(LedgerEvent, frozen=True, kw_only=True):
     """Its name."""
 
     def sentence(self) -> str:
-        return f"{self.node} was to leave, and now stays"
+        return f"{self.node} stays and will no longer leave"
 
 
 class NodeTrainsOn(LedgerEvent, frozen=True, kw_only=True):

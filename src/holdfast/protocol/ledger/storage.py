@@ -82,7 +82,7 @@ class SnapshotBack(LedgerEvent, frozen=True, kw_only=True):
     """The generation that took it."""
 
     def sentence(self) -> str:
-        return f"snapshot of step {self.step}: complete again, a node came back with its shard"
+        return f"snapshot of step {self.step}: complete again, because a node came back with its shard"
 
 
 class FewCopies(LedgerEvent, frozen=True, kw_only=True):
@@ -176,7 +176,7 @@ class TierSlow(LedgerEvent, frozen=True, kw_only=True):
 
     def sentence(self) -> str:
         far = "" if self.nbytes is None else f" ({size(self.nbytes)} of {size(self.total_bytes)})"
-        return f"for {seconds(self.silent_s)} nothing of step {self.step} reached {self.url}{far}"
+        return f"no data of step {self.step} has reached {self.url} for {seconds(self.silent_s)}{far}"
 
     def paths(self) -> tuple[str, ...]:
         return (self.url,)
@@ -232,8 +232,8 @@ class OnlyInMemory(LedgerEvent, frozen=True, kw_only=True):
     def sentence(self) -> str:
         if self.kept:
             return f"step {self.step} is only in memory and stays there for the next start of this job"
-        saved = "nothing is saved" if self.saved is None else f"step {self.saved} is the newest that is saved"
-        return f"step {self.step} was only in memory, which ends with the job: {saved}"
+        saved = "no step is saved" if self.saved is None else f"the newest saved step is {self.saved}"
+        return f"step {self.step} was only in memory, which is freed when the job ends: {saved}"
 
 
 class LastNotSaved(LedgerEvent, frozen=True, kw_only=True):
@@ -245,5 +245,5 @@ class LastNotSaved(LedgerEvent, frozen=True, kw_only=True):
     """The newest step in a tier."""
 
     def sentence(self) -> str:
-        saved = "nothing is saved" if self.saved is None else f"step {self.saved} is the newest that is saved"
-        return f"step {self.step}, the last that the script gave, was not saved: {saved}"
+        saved = "no step is saved" if self.saved is None else f"the newest saved step is {self.saved}"
+        return f"the last state that the script passed to save, of step {self.step}, was not saved: {saved}"

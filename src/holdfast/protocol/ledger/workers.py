@@ -135,7 +135,7 @@ class Stalled(LedgerEvent, frozen=True, kw_only=True):
 
     def sentence(self) -> str:
         step = "" if self.step is None else f" at step {self.step}"
-        return f"{self.worker} stands still{step}: inspecting the stacks of every rank"
+        return f"{self.worker} makes no progress{step}: inspecting the stacks of every rank"
 
 
 class StallJudged(LedgerEvent, frozen=True, kw_only=True):
@@ -157,7 +157,7 @@ class StallJudged(LedgerEvent, frozen=True, kw_only=True):
     def sentence(self) -> str:
         where = f"; {self.where}" if self.where else ""
         if not self.workers:
-            return f"no rank is found at fault: {self.reason}{where}"
+            return f"no rank was found at fault: {self.reason}{where}"
         return f"held up by {', '.join(self.workers)}: {self.reason}{where}"
 
 
@@ -173,7 +173,7 @@ class Rebuild(LedgerEvent, frozen=True, kw_only=True):
 
     def sentence(self) -> str:
         return (
-            f"{self.worker} is rebuilding as shard {self.shard_index} (was {self.before}), which is missing"
+            f"{self.worker} becomes shard {self.shard_index}, which is missing (it was shard {self.before})"
         )
 
 
