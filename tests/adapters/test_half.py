@@ -159,7 +159,7 @@ def test_accelerate_says_that_a_step_was_skipped():
 def test_gradients_are_unscaled_by_the_step():
     PartialState._reset_state()
     AcceleratorState._reset_state()
-    with pytest.raises(UsageError, match=r"unscale_gradients\(\): .*leave it out"):
+    with pytest.raises(UsageError, match=r"unscale_gradients\(\): .*remove the call"):
         Accelerator().unscale_gradients()
 
 

@@ -31,7 +31,7 @@ def test_a_newcomer_ignores_what_the_job_itself_has_written_and_another_job_is_r
     assert json.loads((folder / "checkpoint-24" / "holdfast_job.json").read_text()) == {"job": "job"}
     logs = [log.read_text() for log in tmp_path.glob("**/logs/**/*.log")]
     assert sum("trained 24" in log for log in logs) == 2
-    assert any("is ignored: this job has written it" in log for log in logs)
+    assert any("is ignored: this job wrote that checkpoint" in log for log in logs)
     other = run(tmp_path, "--nnodes", 1, SCRIPT, job="other", timeout=LIMIT_S)
     assert other.report["outcome"] == "failed"
     assert "resume_from_checkpoint" in other.output

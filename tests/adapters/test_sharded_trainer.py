@@ -169,7 +169,7 @@ def test_one_of_the_two_lines_alone_is_refused(tmp_path, meshed, distributed, wo
     ("config", "arguments", "words"),
     [
         ({"pp_size": 2}, {}, "pp_size=2"),
-        ({"tp_size": 2}, {}, "take 5.24"),
+        ({"tp_size": 2}, {}, "use 5.24"),
         (
             {"fsdp_size": 4},
             {},

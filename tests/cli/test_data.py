@@ -95,7 +95,10 @@ def test_a_damaged_file(holdfast, corpus, tmp_path):
     [
         (["build", "nowhere", "--out", "out"], "the input nowhere does not exist"),
         (["build", "in.jsonl", "--out", "out", "--tokenizer", "x.json"], "--tokenizer x.json cannot be read"),
-        (["build", "in.jsonl", "--out", "out", "--dtype", "float"], "--dtype float is not one"),
+        (
+            ["build", "in.jsonl", "--out", "out", "--dtype", "float"],
+            "--dtype float is not available for megatron files",
+        ),
         (["show", "nowhere"], "token file nowhere does not exist"),
         (["verify", "in.jsonl"], "is a raw file; specify the type of its tokens"),
     ],

@@ -107,7 +107,7 @@ def test_a_damaged_tier_is_passed_over(holdfast, tiers, tmp_path):
         (["near", "out.safetensors"], "pass the name of a folder"),
         (["near", "far", "out"], "3 paths were given"),
         (["near", "out", "--max-shard-size", "5X"], "--max-shard-size must be a size (got '5X')"),
-        (["near", "out", "--only", "x."], "there are epoch, model"),
+        (["near", "out", "--only", "x."], "names begin with epoch, model"),
         (["near", "out", "--strip"], "with --only"),
         (["near", "out.pt", "--only", "model.", "--strip"], "--strip works only with --format safetensors"),
     ],

@@ -439,7 +439,10 @@ def test_an_injected_fault_is_judged_as_one_that_nobody_injected(told):
         lose_worker_and_park(desk, worker, 5)
     assert [i.injected for i in desk.incidents()] == ["kill-worker" if told else None] * 3
     assert desk.state.membership.outcome == "failed"
-    assert "which have nothing in common but the script" in desk.state.membership.stop_reason
+    assert (
+        "which have only the script and the samples of that step in common"
+        in desk.state.membership.stop_reason
+    )
 
 
 def test_an_injection_that_is_heard_of_late_explains_the_incident():

@@ -88,7 +88,7 @@ def test_training_goes_on_while_the_ledger_fails_and_nothing_is_missing_afterwar
             await fill(first, second, plane)
             assert await plane.figure("holdfast_ledger_writable") == 0.0
             async with plane.session.post(f"{plane.url}/resize?nodes=1") as answer:
-                assert (answer.status, "nothing is changed" in await answer.text()) == (503, True)
+                assert (answer.status, "nothing was changed" in await answer.text()) == (503, True)
             assert [n.name for n in plane.state.membership.nodes.values() if n.alive] == ["n0", "n1"]
             await second.leave()  # a real fault meanwhile
             await first.beaten(3 * plane.timing.detection_s)

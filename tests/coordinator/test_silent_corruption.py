@@ -33,7 +33,7 @@ def test_a_jump_of_the_loss_is_written_down_and_blames_nobody():
     lose(desk, 41, [math.nan, 2.0, 2.0])
     (found,) = findings(desk)
     assert (found["rule"], found["shared"], found["remedy"]) == ("loss-jump", True, "watch")
-    assert found["evidence"] == "the loss of step 41 is nan, against 2.01 in the steps before it"
+    assert found["evidence"] == "the loss of step 41 is nan, compared with 2.01 in the steps before it"
     assert desk.state.incidents == []
 
 

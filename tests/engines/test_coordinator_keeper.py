@@ -157,7 +157,7 @@ def test_no_process_for_it_is_waited_for_too(tmp_path, monkeypatch):
     job.run()
     assert (job.begun, job.pauses) == (2, [1.0, 2.0, 5.0])
     assert job.notes[1].startswith(
-        "there is no coordinator: the system refuses a resource that it needs (it cannot be started: not now)"
+        "the job has no coordinator: the system refuses a resource that it needs (it cannot be started: not now)"
     )
 
 

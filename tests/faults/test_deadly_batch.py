@@ -33,8 +33,8 @@ def test_a_batch_that_kills_whoever_computes_it_is_told_from_bad_machines(tmp_pa
     ran = run(tmp_path, "--nnodes", 3, "--spares", 1, script, 60)
     assert ran.code == 1, ran.output[-3000:]
     told = re.fullmatch(
-        rf"step {DEADLY_STEP} ended a worker in 3 attempts, on (\S+)(?:, (\S+))? and (\S+), which have nothing in common but the "
-        "script and the samples of that step",
+        rf"step {DEADLY_STEP} ended a worker in 3 attempts, on (\S+)(?:, (\S+))? and (\S+), which have only the script and "
+        "the samples of that step in common",
         ran.report["reason"],
     )
     assert told, ran.report["reason"]

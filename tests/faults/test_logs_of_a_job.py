@@ -82,4 +82,4 @@ def test_a_limit_that_readers_could_not_live_with_is_refused(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     ran = run(tmp_path, "--log-limit", "1M", tmp_path / "script.py")
     assert ran.code == 2
-    assert "give 16M or more" in ran.output
+    assert "must be at least 16M" in ran.output

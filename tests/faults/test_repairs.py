@@ -50,6 +50,6 @@ def test_a_tool_that_fails_is_quoted(tool):
 
 
 def test_what_cannot_be_done_is_said():
-    assert "there is no no-such-tool" in str(answers(ORDER)[0].error)
+    assert "no-such-tool was not found" in str(answers(ORDER)[0].error)
     assert "shares its machine" in str(answers(ORDER, shared=True)[0].error)
-    assert "cannot reboot" in str(answers(m.Repair(2, Remedy.REBOOT))[0].error)
+    assert "cannot carry out reboot" in str(answers(m.Repair(2, Remedy.REBOOT))[0].error)

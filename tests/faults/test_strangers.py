@@ -167,7 +167,7 @@ def test_an_agent_tells_a_stranger_nothing_and_obeys_no_order_of_his(job, tmp_pa
         assert head.startswith(b"GET /agent ")
         assert token.encode() not in head
         assert then == b"", "it went on talking with somebody who had not proven himself"
-    assert output.count("has not proven") == 1, output
+    assert output.count("has not proved") == 1, output
     assert not came.exists()
 
 

@@ -63,7 +63,7 @@ def test_too_little_memory_is_said_with_both_figures(monkeypatch):
     (result,) = basic.check_memory()
     assert (result.condition, result.detail) == (
         Condition.FAULTY,
-        "105 MB free memory, at least 268 MB are needed",
+        "105 MB free memory, but at least 268 MB are needed",
     )
 
 

@@ -94,5 +94,5 @@ def test_who_starts_the_agent_knows_best(tmp_path):
     "given", ["R7", ":x", "asset:", "asset:a b", "Asset:x", "asset:" + "x" * 201, "asset:é"]
 )
 def test_an_identity_that_is_none_is_refused(tmp_path, given):
-    with pytest.raises(UsageError, match="is not KIND:VALUE"):
+    with pytest.raises(UsageError, match="must be KIND:VALUE"):
         identity(tmp_path, HOLDFAST_NODE_IDENTITY=given)

@@ -139,7 +139,7 @@ def test_no_permission_says_what_would_help(monkeypatch):
     monkeypatch.setattr(kmsg, "Kmsg", refuse)
     monkeypatch.setattr(kmsg.shutil, "which", lambda _: None)
     monkeypatch.setattr(kmsg.os, "geteuid", lambda: 0)
-    with pytest.raises(OSError, match=r"not permitted.*no journalctl.*kernel.dmesg_restrict=0"):
+    with pytest.raises(OSError, match=r"not permitted.*journalctl was not found.*kernel.dmesg_restrict=0"):
         open_kernel_log(None)
 
 

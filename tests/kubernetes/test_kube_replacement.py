@@ -78,8 +78,8 @@ def test_what_is_no_way_is_refused_with_what_is(text: str) -> None:
     [
         (("--replace=karpenter",), "--replace needs --mark"),
         (("--mark=taint", "--replace=boot"), "'boot'"),
-        (("--replace-after=-1",), "whole seconds"),
-        (("--replace-at-most=0",), "1 or more"),
+        (("--replace-after=-1",), "a whole number of seconds"),
+        (("--replace-at-most=0",), "at least 1"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(

@@ -27,7 +27,8 @@ def test_a_terminal_shows_every_curve():
     said = io.StringIO()
     print_curves(said, "cost", series.cost_by_spares(INPUTS, 4), "spares")
     assert all(
-        name in said.getvalue() for name in ("restart from storage, wait", "peers in memory, go on smaller")
+        name in said.getvalue()
+        for name in ("restart from storage, wait", "peers in memory, continue with fewer nodes")
     )
     assert "4 spares" in said.getvalue()
 

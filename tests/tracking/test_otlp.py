@@ -135,7 +135,11 @@ def test_a_collector_that_takes_nothing_keeps_the_position(tmp_path: Path, colle
 
 @pytest.mark.parametrize(
     ("url", "said"),
-    [("", "where to"), ("https://me:secret@x", "a password"), ("grpc://x", "http:// or https://")],
+    [
+        ("", "no endpoint was given"),
+        ("https://me:secret@x", "a password"),
+        ("grpc://x", "http:// or https://"),
+    ],
 )
 def test_what_is_refused(tmp_path: Path, url: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):

@@ -46,7 +46,7 @@ def test_the_position_counts_samples():
 
 
 def test_a_changed_global_batch_is_refused_unless_told():
-    with pytest.raises(UsageError, match=r"global_batch=32.*made with 16.*linear"):
+    with pytest.raises(UsageError, match=r"global_batch=32.*saved with 16.*linear"):
         DataCursor(32, 0, Files("d1"), None, "refuse").load_state_dict(saved())
 
 
@@ -70,7 +70,7 @@ def test_the_rule_is_followed_once(rule, expected):
 def test_another_seed_or_data_set_is_refused():
     with pytest.raises(UsageError, match="seed 0"):
         DataCursor(16, 1, Files("d1"), None, "refuse").load_state_dict(saved())
-    with pytest.raises(UsageError, match="it is d2"):
+    with pytest.raises(UsageError, match="is now d2"):
         DataCursor(16, 0, Files("d2"), None, "refuse").load_state_dict(saved())
 
 
@@ -146,7 +146,7 @@ def test_the_name_of_the_position_is_taken():
     def main(run):
         run.protect(**{NAME: torch.nn.Linear(1, 1)})
 
-    with pytest.raises(UsageError, match="taken"):
+    with pytest.raises(UsageError, match="is reserved"):
         hf.start(main)
 
 

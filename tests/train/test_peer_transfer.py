@@ -236,7 +236,7 @@ def impostor():
 def test_who_listens_in_a_donors_place_is_shown_nothing_of_use_and_not_believed(donors, impostor):
     server, shown = impostor
     with pytest.raises(
-        StateError, match="where n0 listened, answered 200 and does not prove that it is this worker"
+        StateError, match="where n0 listened, answered 200 and did not prove that it is this worker"
     ):
         fetch(generation_of([server]), (0,), {"big": Big(1)})
     assert len(shown) == 1

@@ -189,27 +189,6 @@ def test_a_relaxed_watchdog_after_the_last_step_changes_nothing():
     assert phases == [Phase.DONE] * 2
 
 
-def test_the_old_name_of_the_relaxed_watchdog_works_and_warns():
-    def main(run):
-        model = torch.nn.Linear(4, 3)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        run.protect(model=model, optimizer=optimizer)
-        for step in run.steps(Points(), global_batch=4, micro_batch=4, until=1):
-            with step:
-                for x, y in step:
-                    step.backward(torch.nn.functional.cross_entropy(model(x), y, reduction="sum"))
-                step.apply(optimizer)
-            with pytest.warns(DeprecationWarning, match=r"run\.relaxed_watchdog\(\)") as warned, run.aside():
-                phases.append(run._replica.link.page.phase)
-            assert warned[0].filename == __file__
-            with run.relaxed_watchdog():
-                phases.append(run._replica.link.page.phase)
-
-    phases = []
-    hf.start(main)
-    assert phases == [Phase.ASIDE] * 2
-
-
 # ---------------------------------------------------------------- what belongs to a commit
 
 

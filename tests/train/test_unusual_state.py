@@ -217,6 +217,6 @@ def test_a_module_of_other_settings_is_refused_and_not_changed():
     before = bits(new.base), bits(new.head.weight)
     image = state_image.capture({"model": old}, 0)
     target = state_image.targets({"model": copy.deepcopy(new.head)}, image.index)
-    with pytest.raises(StateError, match=r"model\.base is a Other here, and a Quantized was saved"):
+    with pytest.raises(StateError, match=r"model\.base is a Other in this script, but a Quantized was saved"):
         state_image.load({"model": new}, target)
     assert (bits(new.base), bits(new.head.weight)) == before

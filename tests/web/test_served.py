@@ -296,7 +296,7 @@ def test_incidents_that_the_story_let_go_are_told_by_the_ledger(
         async with client.get(f"{url}/api/v1/incident?id={many + 1}") as page:
             assert (page.status, await page.text()) == (
                 404,
-                f"no incident {many + 1} in this job: it has {many}\n",
+                f"this job does not have an incident {many + 1}: it has {many}\n",
             )
         async with client.get(f"{url}/api/v1/cost") as page:
             assert ((await page.json())["incidents"], (await page.json())["went_back"]) == (many, many)

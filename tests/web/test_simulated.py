@@ -363,7 +363,7 @@ def test_the_commands_show_what_it_left() -> None:
         (["--page", "--json"], "leave out --trace, --replay"),
         (["--page", "--nodes", "100000"], "more than 8192"),
         (["--page", "--nodes", "x"], "nodes"),
-        (["--page", "--job", "../x"], "use letters, digits"),
+        (["--page", "--job", "../x"], "must begin with a letter or digit"),
     ],
 )
 def test_the_command_refuses_what_does_not_go_together(options: list[str], says: str) -> None:
