@@ -98,7 +98,10 @@ def write(mistake: Mistake, folder: Path) -> None:
 SECONDS = r"\d+(?:\.\d+)? m?s\b"
 SAME = (
     (r"^\[holdfast\] +(?:\d+\.\d+ s +)?", "[holdfast] "),
-    (r"^\[holdfast\] (?:page: |nodes warming up|waiting for nodes|waiting for the last|snapshots are in).*\n", ""),
+    (
+        r"^\[holdfast\] (?:page: |nodes warming up|waiting for nodes|waiting for the last|snapshots are in).*\n",
+        "",
+    ),
     (r'File ".*/(holdfast|torch)/(.*)", line \d+', r'File "\1/\2", line N'),
     (r"xxh3 \w{16}", "xxh3 0123456789abcdef"),
     (r"(loss +)\d+\.\d+", r"\g<1>1.234"),
