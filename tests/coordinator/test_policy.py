@@ -294,6 +294,25 @@ def test_level_0_a_process_that_just_ends_says_less():
     assert isinstance(gang_fault(deaths, nodes=2), ScriptFault)
 
 
+def test_level_0_processes_that_had_trained_for_long_just_end():
+    """In a job of months, whose script tells of no step, three of them are nobody's."""
+    deaths = [failure(f"n{i % 2}.0#{i}", i, None, "signal 9") for i in range(4)]
+    deaths[1].lasted_s = 7200.0
+    assert gang_fault(deaths, nodes=2) is None
+    deaths[1].lasted_s = 60.0
+    assert isinstance(gang_fault(deaths, nodes=2), ScriptFault)
+    # A node on which they end again and again is at fault all the same.
+    there = [failure(f"n0.0#{i}", i, None, "signal 9") for i in range(3)]
+    for one in there:
+        one.lasted_s = 7200.0
+    assert gang_fault(there, nodes=2) == NodeFault("n0")
+    # An exception names a line of the script, however long it took to come to it.
+    raised = [failure(f"n{i}.0#{i}", i, None) for i in range(2)]
+    for one in raised:
+        one.lasted_s = 7200.0
+    assert isinstance(gang_fault(raised, nodes=2), ScriptFault)
+
+
 def test_level_0_a_node_that_fails_again_and_again_is_at_fault():
     again = [failure(f"n0.0#{i}", i, None, "CudaError: ECC") for i in range(3)]
     assert gang_fault(again[:2], nodes=2) is None

@@ -245,6 +245,8 @@ class Failure(msgspec.Struct, kw_only=True):
     generation: int
     also_on: tuple[str, ...] = ()
     """Other nodes whose workers had raised the same in this attempt; known at level 0 only."""
+    lasted_s: float = 0.0
+    """For how long its process had run; known at level 0 only."""
 
 
 class Blame(msgspec.Struct, kw_only=True):

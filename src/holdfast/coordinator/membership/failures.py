@@ -213,6 +213,7 @@ def note_failure(
     worker: Worker,
     generation: int,
     also_on: tuple[str, ...] = (),
+    lasted_s: float = 0.0,
 ) -> None:
     """Remembers a failure for `script_fault` and `gang_fault`."""
     context.state.membership.failures.append(
@@ -223,6 +224,7 @@ def note_failure(
             node=worker.node,
             generation=generation,
             also_on=also_on,
+            lasted_s=lasted_s,
         )
     )
     # Counted per machine for the choice of newcomers. That decides nothing about fault, it only puts others

@@ -9,6 +9,7 @@ import msgspec
 
 from holdfast.coordinator.kernel.membership_state import Blame, Failure
 from holdfast.coordinator.kernel.phases import WorkerPhase
+from holdfast.coordinator.kernel.restart_budget import TRAINED_S
 from holdfast.coordinator.kernel.script_fault import EXIT, SIGNAL, ScriptFault
 from holdfast.coordinator.membership import locality
 from holdfast.health import stacks as health_stacks
@@ -295,34 +296,38 @@ def gang_fault(failures: Sequence[Failure], nodes: int = 1) -> ScriptFault | Nod
 
     Looked at are attempts that followed each other and ended with the same error at the same step (None: before
     the first that was counted). An exception in two of them is the script's, if workers of two nodes raised it, in one
-    attempt or in several, or the job has a single node; a process that just ends says less, so three are needed. Three
-    in eight attempts on one node of several show that it is the node's.
+    attempt or in several, or the job has a single node; a process that just ends says less, so three are needed, none of
+    which had trained for an hour: machines of a job that runs for months kill a process now and then. Three in eight
+    attempts on one node of several show that it is the node's.
     """
+    if not failures:
+        return None
+    last = failures[-1]
+    exception = not last.signature.startswith((SIGNAL, EXIT))
     run: list[Failure] = []
     # One failure per attempt, the newest attempts first, without a gap. At level 0 an error kills all workers
     # of an attempt, and they would be counted as many witnesses where there was one event.
     for failure in reversed(failures):
+        if failure.lasted_s >= TRAINED_S and not exception:
+            break
         if run and failure.generation == run[-1].generation:
             continue
         if run and failure.generation != run[-1].generation - 1:
             break
-        if run and (failure.step, failure.signature) != (run[0].step, run[0].signature):
+        if (failure.step, failure.signature) != (last.step, last.signature):
             break
         run.append(failure)
-    if not run:
-        return None
     # An exit code or a signal may be the machine's, see `script_fault`; so one attempt more is needed before
     # a person is told that the script is broken.
-    exception = not run[0].signature.startswith((SIGNAL, EXIT))
     everywhere = len({node for f in run for node in (f.node, *f.also_on)}) >= min(2, nodes)
     if everywhere and len(run) >= (2 if exception else 3):
         return ScriptFault(f"the same error in {len(run)} attempts in a row")
-    key = (run[0].node, run[0].step, run[0].signature)
+    key = (last.node, last.step, last.signature)
     # Not in a row this time: a bad node fails now and then, with attempts in between in which it was a spare
     # or got through.
-    recent = [f for f in failures if f.generation > run[0].generation - 8]
+    recent = [f for f in failures if f.generation > last.generation - 8]
     attempts = {f.generation for f in recent if (f.node, f.step, f.signature) == key}
-    return NodeFault(run[0].node) if len(attempts) >= 3 and nodes > 1 else None
+    return NodeFault(last.node) if len(attempts) >= 3 and nodes > 1 else None
 
 
 def refuses_the_job(refused: bool, told_to_end: bool, trained: bool, phases: Iterable[WorkerPhase]) -> bool:

@@ -299,7 +299,13 @@ def _judge(context: Context, worker: Worker, signature: str) -> None:
     ]
     also_on = tuple(dict.fromkeys(n for n in raised if n != worker.node))
     failures.note_failure(
-        context, membership.committed or None, signature, worker, membership.number, also_on
+        context,
+        membership.committed or None,
+        signature,
+        worker,
+        membership.number,
+        also_on,
+        context.now - worker.started_s,
     )
     verdict = policy.gang_fault(membership.failures, nodes=queries.hoped_for(context))
     match verdict:
