@@ -692,7 +692,7 @@ class Checks:
             allowed.add("failed")
             if self.newest > plan.bug_step >= (plan.durable_step or 0):
                 self.fail("step %d cannot be committed", plan.bug_step)
-        if plan.budget_is_small and any(x in reason for x in ("budget", "restarts", "may be")):
+        if plan.budget_is_small and any(x in reason for x in ("budget", "restarts", "can be requested")):
             allowed.add("failed")
         same = "same error" in reason or "ended a worker in" in reason
         if same and len(self.cluster.faults.killed) >= 3:
