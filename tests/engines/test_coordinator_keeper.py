@@ -174,7 +174,7 @@ def test_a_file_that_is_gone_is_put_back_for_its_owner_alone(tmp_path, monkeypat
     assert (tmp_path / "token").read_bytes() == b"secret"
     assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
     assert (tmp_path / "spec.json").read_bytes() == b'"another"'
-    assert job.notes[0] == f"{tmp_path / 'token'} was gone and has been restored"
+    assert job.notes[0] == f"{tmp_path / 'token'} was missing and has been restored"
 
 
 @pytest.mark.parametrize("name", ["token", "identity", "spec.json", "resume.json"])
@@ -198,7 +198,7 @@ def test_a_token_that_is_another_is_one_of_a_later_start(tmp_path, monkeypatch):
 def test_what_cannot_be_put_back_is_told(tmp_path, monkeypatch):
     (tmp_path / "folder").write_text("")
     job = Job(tmp_path, monkeypatch, 0, files={"folder/token": b"secret"}).run()
-    assert job.notes == [f"{tmp_path / 'folder/token'} is gone and cannot be restored: File exists"]
+    assert job.notes == [f"{tmp_path / 'folder/token'} is missing and cannot be restored: File exists"]
 
 
 class Waits:

@@ -62,7 +62,7 @@ def test_a_state_that_does_not_fit_is_refused_or_follows_its_rule(tmp_path, monk
         assert "OMP_NUM_THREADS" in refused.output
     refused = run(tmp_path, "--nnodes", 2, SCRIPT, done + 5, 44)
     assert refused.code == 1
-    assert "was made with 22" in refused.output
+    assert "was saved with 22" in refused.output
     assert "batch_changed" in refused.output
     told = run(tmp_path, "--nnodes", 2, SCRIPT, done + 5, 44, "linear")
     assert told.code == 0, told.output[-3000:]

@@ -145,7 +145,7 @@ def remove_memory_of(home):
 def test_ctrl_c_leaves_no_memory_behind(tmp_path):
     process = start(tmp_path, "--nnodes", 2, "--snapshot-every", EVERY, TINY, 1_000_000)
     wait_for(process, "generation 1")
-    wait_for(process, "training")
+    wait_for(process, "steps/s")
     assert memory_of(tmp_path)
     process.send_signal(signal.SIGINT)
     assert finish(process, tmp_path).report["outcome"] == "stopped"

@@ -33,7 +33,7 @@ def test_a_job_that_fails_tells_people_and_a_tracker_that_fails_costs_nothing(tm
     assert ran.report["outcome"] == "failed"
     [told] = [m for body in hook.bodies for m in json.loads(body)["matters"]]
     assert (told["key"], told["command"]) == ("ended", "holdfast report --job job")
-    assert "`holdfast track` ended with 1: see" in ran.output
+    assert "`holdfast track` ended with exit code 1: see" in ran.output
     assert "a file" in (ran.job_dir / "logs" / "followers.log").read_text()
 
 

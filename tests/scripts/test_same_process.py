@@ -152,5 +152,5 @@ def test_a_rank_that_leaves_early_is_the_cause(how, tmp_path: Path, monkeypatch:
     assert incident["ranks"] == [1]
     # And what the other one saw of it, which is all that torchrun tells.
     assert incident["cause"].startswith(
-        "left with exit code 0 while others trained on, and then: RuntimeError: "
+        "exited with exit code 0 while others continued to train, and then: RuntimeError: "
     )

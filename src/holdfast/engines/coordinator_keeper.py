@@ -377,7 +377,7 @@ def _trouble(path: Path) -> str:
     try:
         decode_file(_anything.decode if path.suffix == ".json" else word, path)
     except (FileNotFoundError, NotADirectoryError):
-        return "gone"
+        return "missing"
     except Damaged:
         return "damaged"
     except OSError:
