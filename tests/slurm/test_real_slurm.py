@@ -108,7 +108,7 @@ def test_the_time_limit_is_an_end_in_order(home: Path) -> None:
     assert (report["cause"], report["reason"]) == ("time-limit", TIME_LIMIT)
     assert report["saved"]["step"] == report["steps"]["committed"]
     said = " ".join(job.log.read_text().split())
-    saved = f"Step {report['saved']['step']} is saved: the same command with --job limit goes on from it."
+    saved = f"Step {report['saved']['step']} is saved: the same command with --job limit continues from it."
     assert said.endswith(f"what now {saved}")
     # Its nodes have done what they were to do.
     assert "is lost" not in said
