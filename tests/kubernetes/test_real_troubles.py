@@ -230,7 +230,7 @@ def test_an_agent_is_killed_for_memory_again_and_again(
             lost = [one["cause"] for one in incidents if one["cause_kind"] == "node"]
             # --node-memory 1500Mi
             assert len(lost) == 2
-            assert all("want of memory" in cause and "1.57 GB" in cause for cause in lost)
+            assert all("out-of-memory killer" in cause and "1.57 GB" in cause for cause in lost)
 
     play(scene)
 
