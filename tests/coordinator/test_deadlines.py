@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import random
 
-import pytest
-from golden import SHARDED_FROM
 from simcluster.checks import Checks, Violation
 from simcluster.run import run_seed
+from simcluster.seeds import some_and_at_night_many
 
 from holdfast.coordinator.kernel.events import Tick
 
@@ -18,17 +17,7 @@ FAR_S = 7200.0
 """So far ahead somebody looks where the core names no time at all."""
 
 
-@pytest.mark.parametrize(
-    "seeds",
-    [
-        [*range(4), SHARDED_FROM],
-        pytest.param(
-            [*range(4, 300), *range(SHARDED_FROM + 1, SHARDED_FROM + 60)], marks=pytest.mark.nightly
-        ),
-    ],
-    ids=["some", "many"],
-)
-@pytest.mark.timeout(3600)
+@some_and_at_night_many
 def test_a_look_at_the_clock_finds_nothing_before_the_next_deadline(seeds, monkeypatch):
     handled, probes = Checks.handled, 0
     rng = random.Random(5)

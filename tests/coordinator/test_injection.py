@@ -6,9 +6,9 @@ import ast
 from pathlib import Path
 
 import pytest
-from golden import SHARDED_FROM
 from simcluster.checks import Checks, Violation
 from simcluster.run import run_seed
+from simcluster.seeds import some_and_at_night_many
 
 import holdfast.coordinator
 from holdfast.coordinator.kernel.events import Injected, Record
@@ -47,17 +47,7 @@ def decided(seed: int, monkeypatch: pytest.MonkeyPatch, told: bool) -> tuple[lis
     return found, injected
 
 
-@pytest.mark.parametrize(
-    "seeds",
-    [
-        [*range(4), SHARDED_FROM],
-        pytest.param(
-            [*range(4, 300), *range(SHARDED_FROM + 1, SHARDED_FROM + 60)], marks=pytest.mark.nightly
-        ),
-    ],
-    ids=["some", "many"],
-)
-@pytest.mark.timeout(3600)
+@some_and_at_night_many
 def test_nothing_is_decided_upon_it(seeds, monkeypatch):
     injections = 0
     for seed in seeds:

@@ -169,17 +169,17 @@ def test_each_step_is_told_once_with_its_time() -> None:
 @pytest.mark.parametrize(
     ("target", "kind", "says"),
     [
-        ("rack-99", "power-off", "there is no rack-99: the last one is rack-4"),
-        ("switch-1", "cut", "there is no switch-1: the last one is switch-0"),
-        ("rank-64", "kill-worker", "there is no rank 64: the job has 64 ranks"),
-        ("n99999", "kill-node", "n99999 is no node of the job now"),
-        ("rack-1", "kill-worker", "cannot be done to a rack; there is power-off"),
-        ("n00001", "power-off", "cannot be done to a node; there is kill-worker"),
-        ("rack-1", "", "kind '' cannot be done"),
-        ("", "cut", "name a node, rank, rack or switch"),
-        ("rack-1; rack-2", "power-off", "name a node, rank, rack or switch"),
-        ("rack-٣", "power-off", "name a node, rank, rack or switch"),
-        ("rack-" + "9" * 5000, "power-off", "name a node, rank, rack or switch"),
+        ("rack-99", "power-off", "rack-99 does not exist; the last one is rack-4"),
+        ("switch-1", "cut", "switch-1 does not exist; the last one is switch-0"),
+        ("rank-64", "kill-worker", "the job does not have a rank 64: it has 64 ranks"),
+        ("n99999", "kill-node", "n99999 is not a node of the job at present"),
+        ("rack-1", "kill-worker", "is not available for a rack; choose one of power-off"),
+        ("n00001", "power-off", "is not available for a node; choose one of kill-worker"),
+        ("rack-1", "", "kind '' is not available"),
+        ("", "cut", "must be a node, rank, rack or switch"),
+        ("rack-1; rack-2", "power-off", "must be a node, rank, rack or switch"),
+        ("rack-٣", "power-off", "must be a node, rank, rack or switch"),
+        ("rack-" + "9" * 5000, "power-off", "must be a node, rank, rack or switch"),
     ],
 )
 def test_what_cannot_be_struck_is_refused_with_a_sentence(target: str, kind: str, says: str) -> None:

@@ -154,7 +154,7 @@ def test_no_more_than_half_of_a_core() -> None:
 @pytest.mark.parametrize("text", ["", "2", "1.5", "-1", "100 ", "nan", "1e2"])
 def test_a_speed_that_is_none_of_those_is_refused(text: str) -> None:
     async def look(host: SimulatedHost, clock: Clock) -> None:
-        with pytest.raises(UsageError, match="speed: send one of 0, 1, 10, 100"):
+        with pytest.raises(UsageError, match="speed must be one of 0, 1, 10, 100"):
             host.set_speed(text)
         assert host.facts()["speed"] == 1
 
@@ -284,13 +284,13 @@ def test_what_may_be_changed_of_a_real_job_may_be_changed_of_this_one() -> None:
 @pytest.mark.parametrize(
     ("action", "body", "status", "says"),
     [
-        ("strike", b'{"target": "rack-99", "kind": "power-off"}', 400, "there is no rack-99: the last one is rack-4"),
-        ("strike", b'{"target": "<b>", "kind": "cut"}', 400, "name a node, rank, rack or switch"),
-        ("strike", b"{}", 400, "name a node, rank, rack or switch"),
+        ("strike", b'{"target": "rack-99", "kind": "power-off"}', 400, "rack-99 does not exist; the last one is rack-4"),
+        ("strike", b'{"target": "<b>", "kind": "cut"}', 400, "must be a node, rank, rack or switch"),
+        ("strike", b"{}", 400, "must be a node, rank, rack or switch"),
         ("strike", b'{"target": 7}', 400, "send a JSON object of texts"),
         ("strike", b"[", 400, "send a JSON object of texts"),
         ("strike", b'{"target": "' + b"x" * 5000 + b'"}', 413, "more than 4096 bytes"),
-        ("speed", b'{"speed": "1000000"}', 400, "speed: send one of 0, 1, 10, 100"),
+        ("speed", b'{"speed": "1000000"}', 400, "speed must be one of 0, 1, 10, 100"),
         ("explode", b"{}", 404, "no action 'explode'"),
     ],
 )  # fmt: skip
@@ -358,9 +358,9 @@ def test_the_commands_show_what_it_left() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--port", "1"], "--port is for --page"),
-        (["--page", "--replay", "1"], "leave out --trace, --replay"),
-        (["--page", "--json"], "leave out --trace, --replay"),
+        (["--port", "1"], "--port needs --page"),
+        (["--page", "--replay", "1"], "remove --trace, --replay"),
+        (["--page", "--json"], "remove --trace, --replay"),
         (["--page", "--nodes", "100000"], "more than 8192"),
         (["--page", "--nodes", "x"], "nodes"),
         (["--page", "--job", "../x"], "must begin with a letter or digit"),

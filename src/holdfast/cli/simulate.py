@@ -60,7 +60,7 @@ def simulate(
         bool,
         typer.Option(
             "--page",
-            help="Open the job's page over one run that goes on, and strike racks, switches and ranks there.",
+            help="Show a simulated job on its page, where racks, switches and ranks can be made to fail.",
         ),
     ] = False,
     port: Annotated[
@@ -68,7 +68,7 @@ def simulate(
         typer.Option(
             "--port",
             metavar="PORT",
-            help="With --page: of this machine's loopback address; 0 takes a free one.",
+            help="With --page: port on this machine's loopback address; 0 takes any free one.",
             min=0,
             show_default=str(PORT),
         ),
@@ -84,11 +84,11 @@ def simulate(
         raise UsageError(f"--trials must be at least 1 (got {trials})")
     fields = (read_yaml(config) if config else {}) | given(options)
     if port is not None and not page:
-        raise UsageError("--port is for --page")
+        raise UsageError("--port needs --page")
     if page:
         if trace is not None or replay is not None or as_json or output is not None:
             raise UsageError(
-                "--page shows one run as it goes on: leave out --trace, --replay, --json and --output"
+                "--page shows a run while it goes on; remove --trace, --replay, --json and --output"
             )
         _page(fields, seed, job, PORT if port is None else port, as_flags=config is None)
         return
@@ -140,7 +140,9 @@ def _page(fields: dict[str, Any], seed: int, job: str | None, port: int, as_flag
         scenario = msgspec.structs.replace(scenario, min_nodes=least)
     name = jobs.check_name(job) if job else jobs.default_name("simulated")
     if (jobs.job_dir(name) / "spec.json").exists():
-        raise UsageError(f"there is a job {name} already: choose another --job")
+        raise UsageError(
+            f"the job {name!r} exists already; choose another --job, or remove it with `holdfast rm {name}`"
+        )
     asyncio.run(_serve(scenario, seed, name, port))
 
 
@@ -160,7 +162,9 @@ async def _serve(scenario: Scenario, seed: int, name: str, port: int) -> None:
             driving.cancel()
     finally:
         await host.finish()
-    sys.stdout.write(f"its ledger stays: holdfast events --job {name}, and holdfast rm {name} removes it\n")
+    sys.stdout.write(
+        f"its ledger is kept: `holdfast events --job {name}` shows it, `holdfast rm {name}` removes it\n"
+    )
 
 
 def _trace(path: Path) -> Trace:

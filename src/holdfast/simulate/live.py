@@ -62,7 +62,6 @@ STRIKES = {
 }
 """What may be done to what, as a person reads it."""
 
-_SLOW = FailureClass(name="slow", scope="slow", rate=0.0, factor=1.5, lasts_s=3600.0, found_s=120.0)
 _TARGET = re.compile(r"(?:(rack|switch|rank)-?|(n))([0-9]{1,7})")
 STALE = 4
 """So many planned events for each machine, and the heap is searched for those that will find nothing to do."""
@@ -283,7 +282,7 @@ class LiveCluster(Cluster):
             return "l"
         if node.phase is NodePhase.HELD:
             return "h"
-        if node.phase is NodePhase.LEAVING or node.leaving is not None:
+        if node.phase is NodePhase.LEAVING:
             return "d"
         state = self.core.state
         machine = self.machines[node.name]
@@ -307,17 +306,17 @@ class LiveCluster(Cluster):
             UsageError: there is no such thing, it cannot be struck this way, or nothing is left of it to strike.
         """
         if self.core.state.membership.phase is JobPhase.ENDED:
-            raise UsageError("the simulated job has ended: nothing of it can be struck")
+            raise UsageError("the simulated job has ended, so nothing of it can be struck")
         read = _TARGET.fullmatch(target)
         if read is None:
             raise UsageError(
-                f"target {units.clip(target, 40)!r}: name a node, rank, rack or switch, for example rack-7"
+                f"target {units.clip(target, 40)!r} must be a node, rank, rack or switch, for example rack-7"
             )
         what, number = read[1] or "node", int(read[3])
         known = STRIKES["node" if what == "rank" else what]
         if kind not in known:
             raise UsageError(
-                f"kind {units.clip(kind, 40)!r} cannot be done to a {what}; there is {', '.join(known)}"
+                f"kind {units.clip(kind, 40)!r} is not available for a {what}; choose one of {', '.join(known)}"
             )
         if what in ("rack", "switch"):
             return self._strike_group(what, number, dry)
@@ -331,19 +330,19 @@ class LiveCluster(Cluster):
             found = next((x.node for x in members if x.rank == number), None)
             if found is None:
                 raise UsageError(
-                    f"there is no rank {number}: the job has {units.plural(len(members), 'rank')}"
+                    f"the job does not have a rank {number}: it has {units.plural(len(members), 'rank')}"
                 )
             name = found
         machine = self.machines.get(name)
         if machine is None or not machine.up:
-            raise UsageError(f"{name} is no node of the job now: choose one that is")
+            raise UsageError(f"{name} is not a node of the job at present; choose one that is")
         return machine
 
     def _strike_node(self, machine: Machine, kind: str, dry: bool) -> str:
         if kind in ("kill-worker", "stop-worker") and machine.worker is None:
-            raise UsageError(f"no worker runs on {machine.name} now")
+            raise UsageError(f"{machine.name} does not run a worker at present")
         if kind in ("kill-worker", "stop-worker") and machine.hung_s is not None:
-            raise UsageError(f"the worker of {machine.name} hangs already")
+            raise UsageError(f"the worker on {machine.name} hangs already")
         rank = self._rank(machine)
         told = f"{NODE_STRIKES[kind]}: {machine.name}" + (f", rank {rank}" if rank is not None else "")
         if dry:
@@ -367,7 +366,7 @@ class LiveCluster(Cluster):
         places = self._places(what, number)
         struck = [x for x in self._latest()[places.start : places.stop] if x is not None and x.up]
         if not struck:
-            raise UsageError(f"no node of {what}-{number} is there: nothing is left to strike")
+            raise UsageError(f"all nodes of {what}-{number} are gone, so nothing is left to strike")
         how = "loses power" if what == "rack" else "is cut off"
         if not dry:
             self.failures[what] = self.failures.get(what, 0) + 1
@@ -378,7 +377,7 @@ class LiveCluster(Cluster):
         size = self.rack_size * (SWITCH if what == "switch" else 1)
         total = self.scenario.nodes + self.scenario.spares
         if number * size >= total:
-            raise UsageError(f"there is no {what}-{number}: the last one is {what}-{(total - 1) // size}")
+            raise UsageError(f"{what}-{number} does not exist; the last one is {what}-{(total - 1) // size}")
         return range(number * size, min((number + 1) * size, total))
 
     def _rank(self, machine: Machine) -> int | None:
@@ -396,5 +395,5 @@ _CLASSES = {
     "kill-worker": FailureClass(name="kill-worker", scope="worker", rate=0.0),
     "stop-worker": FailureClass(name="stop-worker", scope="hang", rate=0.0),
     "kill-node": FailureClass(name="kill-node", scope="node", rate=0.0),
-    "slow": _SLOW,
+    "slow": FailureClass(name="slow", scope="slow", rate=0.0, factor=1.5, lasts_s=3600.0, found_s=120.0),
 }

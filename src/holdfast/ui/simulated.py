@@ -305,7 +305,7 @@ class SimulatedHost:
     def set_speed(self, text: str) -> list[str]:
         """Raises UsageError."""
         if text not in map(str, SPEEDS):
-            raise UsageError(f"speed: send one of {', '.join(map(str, SPEEDS))}")
+            raise UsageError(f"speed must be one of {', '.join(map(str, SPEEDS))}")
         real_s = self._clock()
         # From what is shown now: a new speed must not move the time back or forth.
         self._time.set(self.now(), real_s, float(text))
@@ -329,7 +329,7 @@ class SimulatedHost:
         )
         if self.cluster.core is not self._core:
             self._wake()
-            raise UsageError("the simulated job was started again just now: look, and try again")
+            raise UsageError("the simulated job has just been started again; look at it, and try again")
 
     async def _act(self, name: str, arguments: Mapping[str, str], dry: bool) -> dict[str, Any]:
         """Drain, resize, clear and stop: checked as in a real job, and decided by the same core."""
