@@ -126,3 +126,20 @@ def test_the_last_traceback_of_a_log_is_its_stack() -> None:
     assert found["lines"] == lines[4:8]
     assert "traceback" in found["source"]
     assert worker_output.stack(Path("/nowhere"), "", ["step 3"], None) == {"lines": [], "source": ""}
+
+
+def test_what_cannot_be_read_costs_the_page_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be removed at any moment, or be of somebody who lets nobody read it."""
+    log = log_of(tmp_path, "n.0#1", b"one\n")
+    Path(log).with_suffix(".stacks").write_text(DUMP)
+
+    def refused(path: Path) -> list[str]:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(worker_output, "_end_of", refused)
+    assert worker_output.tail(tmp_path, log) == {
+        "path": log,
+        "lines": [],
+        "note": "the log cannot be read: Permission denied",
+    }
+    assert worker_output.stack(tmp_path, log, [], 0.0) == {"lines": [], "source": ""}

@@ -36,7 +36,10 @@ def tail(job_dir: Path, path: str, lines: int = LINES) -> dict[str, Any]:
     real = _inside(job_dir, path)
     if real is None:
         return {"path": path, "lines": [], "note": "the log is on its node, under this path"}
-    found = _end_of(real)[-lines:]
+    try:
+        found = _end_of(real)[-lines:]
+    except OSError as error:  # removed meanwhile, or of somebody who lets nobody read it
+        return {"path": path, "lines": [], "note": f"the log cannot be read: {error.strerror}"}
     return {"path": path, "lines": found, "note": "" if found else "it printed nothing"}
 
 
@@ -55,12 +58,9 @@ def stack(job_dir: Path, log: str, lines: list[str], from_utc_s: float | None) -
 
     from_utc_s: when its incident began; None: not known, and then no older stack can be told from its own.
     """
-    real = _inside(job_dir, log.removesuffix(".log") + ".stacks") if log else None
-    if real is not None and from_utc_s is not None and real.stat().st_mtime >= from_utc_s - _NEAR_S:
-        # Faulthandler writes the main thread last.
-        threads = "\n".join(_end_of(real)).strip().split("\n\n")
-        if main := _folded(threads[-1].splitlines()[1:])[:_STACK_LINES]:
-            return {"lines": main, "source": "as it stood still, the innermost call first"}
+    real = _inside(job_dir, log.removesuffix(".log") + ".stacks") if log and from_utc_s is not None else None
+    if real is not None and (main := _main_thread(real, from_utc_s or 0.0)):
+        return {"lines": main, "source": "as it stood still, the innermost call first"}
     begins = [n for n, line in enumerate(lines) if line.endswith(_TRACEBACK)]
     if not begins:
         return {"lines": [], "source": ""}
@@ -72,6 +72,18 @@ def stack(job_dir: Path, log: str, lines: list[str], from_utc_s: float | None) -
         "lines": whole[-_STACK_LINES:],
         "source": "the last traceback in its log, the innermost call last",
     }
+
+
+def _main_thread(path: Path, from_utc_s: float) -> list[str]:
+    """The main thread's calls in a file of stacks; empty: they are older, or cannot be read."""
+    try:
+        if path.stat().st_mtime < from_utc_s - _NEAR_S:
+            return []
+        # Faulthandler writes the main thread last.
+        threads = "\n".join(_end_of(path)).strip().split("\n\n")
+    except OSError:
+        return []
+    return _folded(threads[-1].splitlines()[1:])[:_STACK_LINES]
 
 
 def _folded(frames: list[str]) -> list[str]:
