@@ -20,9 +20,9 @@ from holdfast.coordinator.kernel.membership_state import Worker
 from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
 from holdfast.coordinator.machine import Core
 from holdfast.protocol import messages as m
-from holdfast.protocol.frames import encode
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.snapshots import Saving
+from holdfast.protocol.wire.frames import encode
 
 SIZES = ("16x8", "64x8", "256x8", "4096x1")
 REPEATS = 51

@@ -38,8 +38,7 @@ from holdfast.coordinator.service.ledger import SideThread
 from holdfast.coordinator.service.page import News, PageSource
 from holdfast.coordinator.service.store import LedgerEntry, Page, ReportedSteps, Store
 from holdfast.protocol.job import JobSpec
-from holdfast.protocol.messages import Generation, StepTold
-from holdfast.protocol.messages.generation import Member
+from holdfast.protocol.messages import Generation, Member, StepTold
 from holdfast.ui.server import UiServer, loopback
 from holdfast.web.sessions import Role, Sessions
 

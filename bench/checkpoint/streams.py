@@ -25,8 +25,8 @@ from holdfast.checkpoint.memory import SlotPool
 from holdfast.checkpoint.pages import PAGE
 from holdfast.checkpoint.replicate import Pull, replicate
 from holdfast.checkpoint.snapshot_server import SnapshotServer
+from holdfast.protocol.network.sockets import unpace
 from holdfast.protocol.snapshots import Holder, Key
-from holdfast.protocol.sockets import unpace
 from holdfast.train import checkpoint_restore, state_image
 from holdfast.train.snapshots import copy_into
 

@@ -23,7 +23,7 @@ from bench.progress import Progress
 from bench.recovery.environments import ROOT
 from bench.recovery.systems.base import worker_environment
 from holdfast.engines.client import JobClient
-from holdfast.protocol.python import python_module
+from holdfast.protocol.machine.processes import python_module
 from holdfast.train import nccl
 
 SCRIPT = Path(__file__).with_name("train.py")

@@ -15,7 +15,7 @@ from holdfast.engines.kubernetes.api import Api
 from holdfast.engines.kubernetes.cluster import open_client
 from holdfast.engines.kubernetes.operator import Operator
 from holdfast.engines.kubernetes.render import Setting
-from holdfast.protocol.lookup import FolderLookup, Lookup
+from holdfast.protocol.network.lookup import FolderLookup, Lookup
 
 _KIND = re.compile(r"/(?:api/v1|apis/[^/]+/[^/]+)(?:/namespaces/[^/]+)?/([a-z]+)")
 

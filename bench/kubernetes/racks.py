@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from holdfast.protocol.node_place import NodePlace
+from holdfast.protocol.place import NodePlace
 
 ZONE, BLOCK, RACK = (
     "topology.kubernetes.io/zone",

@@ -18,7 +18,7 @@ from holdfast.coordinator.membership.locality import path
 from holdfast.coordinator.membership.policy import assign_ranks
 from holdfast.engines.kubernetes import names
 from holdfast.engines.kubernetes.reach import job_path
-from holdfast.protocol.node_place import NodePlace, nearness, parse_place
+from holdfast.protocol.place import NodePlace, nearness, parse_place
 
 TOPOLOGY: Mapping[str, Mapping[str, str]] = {
     "none": {},

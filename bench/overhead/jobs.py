@@ -14,7 +14,7 @@ from bench.processes import Group
 from bench.progress import Progress
 from bench.recovery.environments import ROOT
 from bench.recovery.systems.base import worker_environment
-from holdfast.protocol.python import python_module
+from holdfast.protocol.machine.processes import python_module
 
 LOOK_S = 0.5
 """Between two looks at the progress."""

@@ -16,9 +16,9 @@ from aiohttp import WSCloseCode
 from test_coordinator_link import serving
 
 from holdfast.protocol import messages as m
-from holdfast.protocol.frames import encode
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.notices import Going, Notice, NoticeCause
+from holdfast.protocol.wire.frames import encode
 
 SLEEPER = "import signal\nsignal.pause()\n"
 

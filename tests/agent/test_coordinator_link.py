@@ -12,12 +12,11 @@ from holdfast.agent import coordinator_link
 from holdfast.agent.coordinator_link import CoordinatorLink, unheard_s
 from holdfast.coordinator.service.authentication import authorized, give_proof
 from holdfast.protocol import messages as m
-from holdfast.protocol.endpoint import Endpoint, write_endpoint
-from holdfast.protocol.frames import Codec, encode
-from holdfast.protocol.hearing import Hearing
-from holdfast.protocol.lookup import FolderLookup
+from holdfast.protocol.network.endpoint import Endpoint, Hearing, write_endpoint
+from holdfast.protocol.network.lookup import FolderLookup
 from holdfast.protocol.phases import Spent
 from holdfast.protocol.snapshots import Key
+from holdfast.protocol.wire.frames import Codec, encode
 
 HELLO = m.Hello(version=m.PROTOCOL_VERSION, node="n0", session="s", host="n0", slots=1, pid=1)
 CODEC: Codec = Codec(m.AgentMessage)

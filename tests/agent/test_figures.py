@@ -17,8 +17,8 @@ from holdfast.health.disks import Disks
 from holdfast.health.samples import Line, Reading
 from holdfast.health.sources import Machine
 from holdfast.protocol import messages as m
+from holdfast.protocol.health import MOST_READINGS
 from holdfast.protocol.job import JobSpec
-from holdfast.protocol.node_figures import MOST_READINGS
 
 
 def reading(name: str, subject: str, value: float | str | None) -> Reading:

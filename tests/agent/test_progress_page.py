@@ -7,8 +7,8 @@ import time
 import pytest
 
 from holdfast.agent.process import Standstill, waited_for_processor_s
+from holdfast.protocol.machine.progress_page import ProgressPage
 from holdfast.protocol.phases import Phase
-from holdfast.protocol.progress_page import ProgressPage
 
 
 def work(path):

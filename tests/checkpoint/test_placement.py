@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from counted import lines_of
 from holdfast.checkpoint.placement import Placement, place
-from holdfast.protocol.node_place import NodePlace, nearness
+from holdfast.protocol.place import NodePlace, nearness
 
 
 def nodes(count: int, per_rack: int | None = None) -> dict[str, NodePlace]:

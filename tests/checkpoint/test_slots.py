@@ -30,8 +30,8 @@ from holdfast.checkpoint.layout import CHUNK_BYTES
 from holdfast.checkpoint.memory import SlotPool, SlotState, default_budget, hand_on
 from holdfast.checkpoint.pages import PAGE, SlotMaps, map_slot
 from holdfast.errors import ChecksumError, StateError, TierError
-from holdfast.protocol import free_memory
-from holdfast.protocol.free_memory import Room
+from holdfast.protocol.machine import processes
+from holdfast.protocol.machine.processes import Room
 
 
 @pytest.fixture
@@ -682,8 +682,8 @@ def test_memory_of_nodes_that_are_not_started_again_is_handed_on(tmp_path):
 def test_memory_that_workers_have_taken_is_not_free(tmp_path, monkeypatch):
     """The memory file system says that it has room, and the machine has none."""
     meminfo = tmp_path / "meminfo"
-    monkeypatch.setattr(free_memory, "PROC", tmp_path)
-    monkeypatch.setattr(free_memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(processes, "PROC", tmp_path)
+    monkeypatch.setattr(processes, "CGROUP", tmp_path)
     meminfo.write_text("MemTotal:       16000 kB\nMemFree:  10 kB\nMemAvailable:    3000 kB\n")
     assert memory.free_bytes(tmp_path) == (3000 - 1000) << 10
     meminfo.write_text("MemTotal:       16000 kB\nMemAvailable:    300 kB\nHugePages_Total:  0\n")
@@ -692,8 +692,8 @@ def test_memory_that_workers_have_taken_is_not_free(tmp_path, monkeypatch):
 
 def test_memory_beyond_the_container_s_limit_is_not_free(tmp_path, monkeypatch):
     """Neither the machine nor the memory file system knows of the limit, and both have more."""
-    monkeypatch.setattr(free_memory, "PROC", tmp_path)
-    monkeypatch.setattr(free_memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(processes, "PROC", tmp_path)
+    monkeypatch.setattr(processes, "CGROUP", tmp_path)
     (tmp_path / "meminfo").write_text(f"MemTotal: {1 << 24} kB\nMemAvailable: {1 << 24} kB\n")
     (tmp_path / "memory.max").write_text(f"{1600 << 10}\n")
     (tmp_path / "memory.current").write_text(f"{500 << 10}\n")

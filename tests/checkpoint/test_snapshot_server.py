@@ -29,8 +29,8 @@ from holdfast.checkpoint.replicate import Pull, replicate
 from holdfast.checkpoint.snapshot_server import Peer, SnapshotServer
 from holdfast.checkpoint.sources import WINDOW_BYTES
 from holdfast.errors import ChecksumError, StateError, TierError
+from holdfast.protocol.network.sockets import shut
 from holdfast.protocol.snapshots import Holder, Part
-from holdfast.protocol.sockets import shut
 
 TOKEN = "the-token"
 LARGE = 5 * WINDOW_BYTES + 12_345

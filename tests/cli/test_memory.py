@@ -4,7 +4,7 @@ import pytest
 
 from holdfast.cli.memory import NODE_BYTES, WORKER_BYTES, check_memory
 from holdfast.errors import UsageError
-from holdfast.protocol.free_memory import available_bytes, kills, limit_bytes, rooms
+from holdfast.protocol.machine.processes import available_bytes, kills, limit_bytes, rooms
 
 NEEDED = 5 * (NODE_BYTES + 2 * WORKER_BYTES)
 

@@ -12,7 +12,7 @@ from test_finished_job import write_job
 
 from holdfast.coordinator.service.store import Store
 from holdfast.data.samples import SUFFIX, SampleLedger
-from holdfast.protocol.sample_check import NOTE
+from holdfast.protocol.verified import NOTE
 
 SAMPLES, BATCH = 10, 4
 

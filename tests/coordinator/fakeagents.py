@@ -16,12 +16,12 @@ import msgspec
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.service.server import Coordinator
 from holdfast.protocol import messages as m
-from holdfast.protocol.endpoint import read_endpoint
-from holdfast.protocol.frames import Codec, encode
 from holdfast.protocol.job import JobSpec, Resume
 from holdfast.protocol.job_options import Timing
+from holdfast.protocol.network.endpoint import read_endpoint
 from holdfast.protocol.snapshots import Saving
-from holdfast.protocol.status_change import CHANGED, WHOLE, Status
+from holdfast.protocol.wire.frames import Codec, encode
+from holdfast.protocol.wire.status_change import CHANGED, WHOLE, Status
 
 _codec: Codec[m.ToAgent] = Codec(m.ToAgent)
 FENCES = (m.Fence, m.Shutdown, m.KillWorker)

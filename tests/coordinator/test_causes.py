@@ -14,7 +14,7 @@ from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel.incidents import kind_of
 from holdfast.protocol import causes
 from holdfast.protocol import messages as m
-from holdfast.protocol.availability import NodeOutOfMemory, NodeTaken
+from holdfast.protocol.engine_orders import NodeOutOfMemory, NodeTaken
 from holdfast.protocol.phases import Phase
 
 SOURCES = Path(holdfast.__file__).parent

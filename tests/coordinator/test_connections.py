@@ -19,11 +19,11 @@ from holdfast.coordinator.service import server
 from holdfast.coordinator.service.server import Coordinator
 from holdfast.protocol import causes
 from holdfast.protocol import messages as m
-from holdfast.protocol.endpoint import Endpoint
-from holdfast.protocol.frames import Codec, encode
 from holdfast.protocol.job import JobSpec, Resume
 from holdfast.protocol.job_options import Timing
 from holdfast.protocol.leadership import EXIT_SUPERSEDED, claim_term
+from holdfast.protocol.network.endpoint import Endpoint
+from holdfast.protocol.wire.frames import Codec, encode
 
 Socket = aiohttp.ClientWebSocketResponse
 CODEC: Codec[m.ToAgent] = Codec(m.ToAgent)

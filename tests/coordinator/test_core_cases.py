@@ -8,9 +8,9 @@ from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel import incidents
 from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
 from holdfast.protocol import messages as m
-from holdfast.protocol.availability import OrderDone
+from holdfast.protocol.engine_orders import OrderDone
 from holdfast.protocol.job import Durable
-from holdfast.protocol.progress_page import PageReading, Phase
+from holdfast.protocol.machine.progress_page import PageReading, Phase
 
 
 def lose_worker_and_park(desk: Desk, worker: str, committed: int, prepared: bool = False) -> None:

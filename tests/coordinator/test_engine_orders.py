@@ -13,8 +13,14 @@ from fakeagents import Plane, serving
 
 from holdfast.coordinator.kernel.open_orders import KEPT, OpenOrders
 from holdfast.coordinator.kernel.state import CoreState
-from holdfast.protocol.availability import OrderDone
-from holdfast.protocol.engine_orders import EngineOrders, MarkNode, ProvideNode, RebootNode, ReleaseNode
+from holdfast.protocol.engine_orders import (
+    EngineOrders,
+    MarkNode,
+    OrderDone,
+    ProvideNode,
+    RebootNode,
+    ReleaseNode,
+)
 
 
 def open_orders(desk: Any, kind: type) -> list[Any]:

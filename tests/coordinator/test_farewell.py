@@ -13,8 +13,8 @@ from holdfast.coordinator.service.decision_loop import DecisionLoop
 from holdfast.coordinator.service.server import Coordinator
 from holdfast.engines import jobs
 from holdfast.engines.client import JobClient
-from holdfast.protocol.endpoint import Endpoint
 from holdfast.protocol.job import JobSpec, Resume
+from holdfast.protocol.network.endpoint import Endpoint
 
 
 async def watched_to_the_end(job_dir: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:

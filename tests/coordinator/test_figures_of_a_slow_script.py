@@ -27,8 +27,7 @@ from holdfast.observe.progress import progress_line
 from holdfast.observe.tables import report_view
 from holdfast.protocol import messages as m
 from holdfast.protocol import units
-from holdfast.protocol.phases import BLOCK_STEPS, Spent
-from holdfast.protocol.time_classes import TimeClass
+from holdfast.protocol.phases import BLOCK_STEPS, Spent, TimeClass
 from holdfast.web import views
 from holdfast.web.story import Story
 

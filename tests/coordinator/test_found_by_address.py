@@ -10,11 +10,10 @@ from aiohttp import web
 
 from holdfast.coordinator.service.authentication import Entrance, authorized, give_proof
 from holdfast.errors import UsageError
-from holdfast.protocol import lookup
-from holdfast.protocol.endpoint import Endpoint
-from holdfast.protocol.hearing import Whereabouts, told_by
-from holdfast.protocol.http_client import Unproven, proving
-from holdfast.protocol.lookup import AddressLookup, parse_address
+from holdfast.protocol.network import lookup
+from holdfast.protocol.network.endpoint import Endpoint, Whereabouts, told_by
+from holdfast.protocol.network.http_client import Unproven, proving
+from holdfast.protocol.network.lookup import AddressLookup, parse_address
 
 TOKEN = "secret"
 
@@ -162,7 +161,7 @@ async def found_where(named, told, term, monkeypatch):
 
         monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolve)
         if named is not silent:  # it answers, however long that takes on a busy machine
-            monkeypatch.setattr("holdfast.protocol.lookup.NAME_S", 30.0)
+            monkeypatch.setattr("holdfast.protocol.network.lookup.NAME_S", 30.0)
         lookup = AddressLookup("coordinator.job", old.port)
         lookup.told(Whereabouts(term, told))
         found = await lookup.find()

@@ -18,9 +18,9 @@ from holdfast.coordinator.service.ledger import Unreadable
 from holdfast.coordinator.service.ledger_copies import LedgerCopies, wanted_keepers
 from holdfast.coordinator.service.store import PAGES, SNAPSHOT, LedgerEntry, Page, Store
 from holdfast.protocol import messages as m
-from holdfast.protocol.frames import Codec
 from holdfast.protocol.job import JobSpec
-from holdfast.protocol.ledger_mark import LedgerMark
+from holdfast.protocol.messages import LedgerMark
+from holdfast.protocol.wire.frames import Codec
 
 NO_STATE = msgspec.msgpack.encode(CoreState(spec=JobSpec(name="j", script="x.py")))
 orders = Codec(m.ToAgent)

@@ -9,7 +9,7 @@ from holdfast.coordinator.kernel.phases import JobPhase
 from holdfast.coordinator.service.report import build_report
 from holdfast.coordinator.service.step_summary import StepSummary
 from holdfast.protocol import messages as m
-from holdfast.protocol.availability import Capacity, EngineTraits
+from holdfast.protocol.engine_orders import Capacity, EngineTraits
 from holdfast.protocol.job import Durable
 from holdfast.protocol.snapshots import DurableTier, Lack, Saving
 

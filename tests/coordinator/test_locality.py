@@ -24,7 +24,7 @@ from holdfast.coordinator.membership.locality import (
 from holdfast.coordinator.membership.policy import assign_ranks
 from holdfast.coordinator.membership.rank_assignment import seat
 from holdfast.protocol.messages import Generation, Member, Parked
-from holdfast.protocol.node_place import nearness
+from holdfast.protocol.place import nearness
 
 PLACES = st.sampled_from(
     [(), ("a",), ("a", "x"), ("a", "y"), ("b", "x"), ("b", "y"), ("c", "x", "1"), ("c", "x", "2")]

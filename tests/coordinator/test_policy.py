@@ -18,8 +18,8 @@ from holdfast.coordinator.membership.policy import (
     settle,
 )
 from holdfast.protocol.causes import KilledForMemory, ProcessEnded
+from holdfast.protocol.machine.progress_page import PageReading, Phase
 from holdfast.protocol.messages import Exited, Generation, Member, WorkerView
-from holdfast.protocol.progress_page import PageReading, Phase
 
 # ---------------------------------------------------------------- settle
 

@@ -10,7 +10,7 @@ from holdfast.coordinator.membership.hangs import _half
 from holdfast.coordinator.membership.resize import check_resize
 from holdfast.errors import UsageError
 from holdfast.protocol import messages as m
-from holdfast.protocol.availability import Capacity
+from holdfast.protocol.engine_orders import Capacity
 from holdfast.protocol.phases import BLOCK_STEPS, Spent
 from holdfast.protocol.snapshots import Saving
 

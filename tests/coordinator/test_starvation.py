@@ -15,8 +15,8 @@ from fakeagents import serving
 
 from holdfast.coordinator.service.starvation import Starving
 from holdfast.protocol import messages as m
-from holdfast.protocol.frames import encode
-from holdfast.protocol.processes import ThreadTimes, kernel_id, memory_stall_s
+from holdfast.protocol.machine.processes import ThreadTimes, kernel_id, memory_stall_s
+from holdfast.protocol.wire.frames import encode
 
 RIVALS = 8
 BUSY = """

@@ -23,7 +23,7 @@ from holdfast.coordinator.kernel import incidents
 from holdfast.coordinator.kernel.history import Kind, Remembered
 from holdfast.coordinator.kernel.incident_state import Incident
 from holdfast.protocol import messages as m
-from holdfast.protocol.availability import EngineTraits
+from holdfast.protocol.engine_orders import EngineTraits
 from holdfast.protocol.health import CheckResult, Condition, HealthSpec, Remedy, Severity
 
 # ---------------------------------------------------------------- one incident

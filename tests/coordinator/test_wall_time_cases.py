@@ -16,8 +16,7 @@ from holdfast.coordinator.service import goodput
 from holdfast.coordinator.service.metrics import metrics_text
 from holdfast.coordinator.service.tally import Tally
 from holdfast.protocol import messages as m
-from holdfast.protocol.phases import Spent
-from holdfast.protocol.time_classes import TimeClass
+from holdfast.protocol.phases import Spent, TimeClass
 
 T = TimeClass
 AFTER_S = 0.01

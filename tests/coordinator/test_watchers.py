@@ -22,9 +22,8 @@ from holdfast.coordinator.service.status_feed import StatusFeed
 from holdfast.coordinator.service.store import LedgerEntry, Page, Store
 from holdfast.coordinator.service.watchers import PIECE, QUEUE_BYTES, Watcher, Watchers
 from holdfast.protocol.job import JobSpec
-from holdfast.protocol.messages import Generation
-from holdfast.protocol.messages.generation import Member
-from holdfast.protocol.status_change import CHANGED, WHOLE, Status
+from holdfast.protocol.messages import Generation, Member
+from holdfast.protocol.wire.status_change import CHANGED, WHOLE, Status
 
 UTC = "2026-01-02T03:04:05.000+00:00"
 NOW = 100.0

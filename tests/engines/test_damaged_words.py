@@ -13,8 +13,8 @@ from holdfast.engines.client import FolderReach
 from holdfast.engines.folders import has_token
 from holdfast.errors import UsageError
 from holdfast.protocol.job import JobSpec, Resume
-from holdfast.protocol.python import python_module
-from holdfast.protocol.stored import read_stored_word
+from holdfast.protocol.machine.processes import python_module
+from holdfast.protocol.wire.stored import read_stored_word
 
 DAMAGED = (b"", b"\xff\xfe\x00", b"abc\x80", b"\0" * 32, b"two words", b"a\x1b[2J")
 

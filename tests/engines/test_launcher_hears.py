@@ -11,9 +11,9 @@ from holdfast.engines.launcher import Launcher
 from holdfast.engines.local.engine import LocalEngine
 from holdfast.engines.slurm.engine import SlurmEngine
 from holdfast.engines.ssh.engine import SshEngine
-from holdfast.protocol.availability import EngineTraits, OrderDone
-from holdfast.protocol.endpoint import Endpoint
+from holdfast.protocol.engine_orders import EngineTraits, OrderDone
 from holdfast.protocol.job import JobSpec
+from holdfast.protocol.network.endpoint import Endpoint
 
 
 class Broken:

@@ -15,8 +15,8 @@ from aiohttp import web
 
 from holdfast.coordinator.service.authentication import Entrance, authorized
 from holdfast.engines.scraping import publish, withdraw
-from holdfast.protocol.endpoint import Endpoint
-from holdfast.protocol.scrape_token import read_scrape_token
+from holdfast.protocol.network.endpoint import Endpoint
+from holdfast.protocol.network.proof import read_scrape_token
 
 
 def job(home: Path, name: str) -> Path:

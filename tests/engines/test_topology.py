@@ -9,7 +9,7 @@ from holdfast.cli.place_plan import plan_places
 from holdfast.cli.run_options import NodeOptions
 from holdfast.engines.topology import expand, parse_topology, place_of_variables, read_topology
 from holdfast.errors import UsageError
-from holdfast.protocol.node_place import PLACE_VARIABLE, common, nearness, parse_place, shown
+from holdfast.protocol.place import PLACE_VARIABLE, common, nearness, parse_place, shown
 
 TREE = """SwitchName=leaf0 Level=0 LinkSpeed=1 Nodes=n[01-02]
 SwitchName=leaf1 Level=0 LinkSpeed=1 Nodes=n[03-04],gpu

@@ -61,9 +61,9 @@ from holdfast.checkpoint.archive import Archive
 from holdfast.coordinator.service.store import Store
 from holdfast.engines.client import JobClient
 from holdfast.engines.jobs import EXIT_STOPPED
-from holdfast.protocol.endpoint import read_endpoint
 from holdfast.protocol.faults import MACHINE_FAULTS, PHASES, FaultKind
 from holdfast.protocol.job_options import Timing
+from holdfast.protocol.network.endpoint import read_endpoint
 
 EVERY = 10
 """Steps between two snapshots; there is a checkpoint for every second one."""

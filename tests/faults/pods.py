@@ -18,7 +18,7 @@ from holdfast.engines.kubernetes import names, render
 from holdfast.engines.kubernetes.check import accept
 from holdfast.engines.kubernetes.observed import Farewell
 from holdfast.engines.kubernetes.resource import HoldfastJob
-from holdfast.protocol.sockets import host_and_port
+from holdfast.protocol.network.sockets import host_and_port
 
 NAME = "llm"
 

@@ -7,7 +7,7 @@ import signal
 import pytest
 from harness import TINY, finish, start, wait_for
 
-from holdfast.protocol.endpoint import read_endpoint
+from holdfast.protocol.network.endpoint import read_endpoint
 
 STEPS = 150
 PUT_BACK = "token", "spec.json", "resume.json", "identity", "lock"

@@ -18,7 +18,7 @@ from harness import TINY, finish, leftovers, start, wait_for
 from stranger import needs_root, stranger
 
 from holdfast.engines.client import JobClient
-from holdfast.protocol.sockets import MOST_DESCRIPTORS
+from holdfast.protocol.network.sockets import MOST_DESCRIPTORS
 
 WORKER = re.compile(r"\S*python\S* -u \S")
 """Begins the command line of a worker, which is the script's."""

@@ -15,7 +15,7 @@ from harness import TINY, finish, start, wait_for
 
 from holdfast.coordinator.service.store import Store
 from holdfast.engines.client import JobClient
-from holdfast.protocol.endpoint import read_endpoint
+from holdfast.protocol.network.endpoint import read_endpoint
 
 STEPS = 150
 ROOM = "size=2g"

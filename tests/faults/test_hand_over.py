@@ -8,7 +8,7 @@ from conftest import STEPS
 from drive import Deed, Driver
 from harness import TINY, finish, leftovers, start, wait_for
 
-from holdfast.protocol.endpoint import read_endpoint
+from holdfast.protocol.network.endpoint import read_endpoint
 
 
 def sigterm(job_dir, others=lambda: ()):

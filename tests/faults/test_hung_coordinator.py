@@ -12,8 +12,8 @@ from harness import TINY, finish, leftovers, start, wait_for
 
 from holdfast.coordinator.service.store import Store
 from holdfast.engines.pulse import Look, Silence
-from holdfast.protocol.endpoint import read_endpoint
 from holdfast.protocol.job_options import Timing
+from holdfast.protocol.network.endpoint import read_endpoint
 
 HANGING = str(Path(__file__).parent / "hanging")
 

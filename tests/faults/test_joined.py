@@ -11,7 +11,7 @@ from drive import Deed, Driver
 from harness import TINY, end_leftovers, finish, leftovers, start, wait_for
 
 import preloaded
-from holdfast.protocol.endpoint import read_endpoint
+from holdfast.protocol.network.endpoint import read_endpoint
 
 pytestmark = pytest.mark.long
 

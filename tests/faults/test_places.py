@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from harness import run
 
-from holdfast.protocol.node_place import PLACE_VARIABLE
+from holdfast.protocol.place import PLACE_VARIABLE
 
 SCRIPT = Path(__file__).with_name("train_logging.py")
 

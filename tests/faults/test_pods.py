@@ -15,7 +15,7 @@ from pods import NAME, Pods, job_of
 from families import needs_ipv6
 from holdfast.engines.kubernetes import names, render
 from holdfast.engines.kubernetes.observed import Farewell
-from holdfast.protocol.endpoint import read_endpoint
+from holdfast.protocol.network.endpoint import read_endpoint
 
 
 def test_what_the_pods_start_is_there(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from test_snapshots import EVERY, kill_all, paused_at
 
-from holdfast.protocol.endpoint import read_endpoint
+from holdfast.protocol.network.endpoint import read_endpoint
 
 
 def scrape(job_dir, token):

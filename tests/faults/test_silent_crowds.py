@@ -20,8 +20,8 @@ from holdfast.checkpoint.snapshot_server import SnapshotServer
 from holdfast.engines.agents import agent_arguments
 from holdfast.engines.client import JobClient
 from holdfast.engines.jobs import JobFolder
-from holdfast.protocol.authentication import BACKLOG
 from holdfast.protocol.job import JobSpec
+from holdfast.protocol.network.listener import BACKLOG
 from holdfast.protocol.snapshots import Holder
 
 DESCRIPTORS = 1024

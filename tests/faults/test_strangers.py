@@ -35,9 +35,9 @@ from holdfast.errors import StateError, TierError
 from holdfast.health.checks.basic import check_shm
 from holdfast.health.checks.check import Task, attempt
 from holdfast.protocol import messages as m
-from holdfast.protocol.frames import encode
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.snapshots import Holder, Key
+from holdfast.protocol.wire.frames import encode
 
 
 def bind(port):

@@ -13,7 +13,7 @@ from harness import TINY, finish, leftovers, start, wait_for
 
 import holdfast
 import preloaded
-from holdfast.protocol.endpoint import read_endpoint
+from holdfast.protocol.network.endpoint import read_endpoint
 
 STEPS = 100
 

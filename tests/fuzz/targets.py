@@ -38,12 +38,12 @@ from holdfast.errors import Damaged, ProtocolError, StateError, UsageError
 from holdfast.health.ruleset import RuleSet
 from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
-from holdfast.protocol.availability import NodeGoing
 from holdfast.protocol.check_options import CheckOptions
-from holdfast.protocol.decoding import decode
-from holdfast.protocol.endpoint import FILE_NAME, Endpoint, read_endpoint
-from holdfast.protocol.frames import Codec
+from holdfast.protocol.engine_orders import NodeGoing
 from holdfast.protocol.job import JobSpec
+from holdfast.protocol.network.endpoint import FILE_NAME, Endpoint, read_endpoint
+from holdfast.protocol.wire.decoding import decode
+from holdfast.protocol.wire.frames import Codec
 from holdfast.tensors.index import Index, TensorSpec, decode_index, leaves, small_tensors
 
 WORK = Path(tempfile.mkdtemp(prefix="holdfast-fuzz-"))

@@ -11,8 +11,7 @@ from holdfast.errors import UsageError
 from holdfast.health.checks.fleet import summary
 from holdfast.protocol import messages as m
 from holdfast.protocol.check_options import CheckOptions
-from holdfast.protocol.checking import CheckNews
-from holdfast.protocol.health import CheckResult, Condition
+from holdfast.protocol.health import CheckNews, CheckResult, Condition
 from holdfast.protocol.job import JobSpec
 
 HEALTHY, FAULTY, UNKNOWN = Condition.HEALTHY, Condition.FAULTY, Condition.UNKNOWN

@@ -13,7 +13,7 @@ from harness import TINY, end_leftovers, finish, run, start, wait_for
 
 from holdfast.cli.check_places import write_places
 from holdfast.engines.client import JobClient
-from holdfast.protocol.checking import PairFigures
+from holdfast.protocol.health import PairFigures
 
 HOOK = '#!/bin/sh\necho "$HOLDFAST_HOOK $HOLDFAST_JOB $HOLDFAST_NODE: $HOLDFAST_REASON"\n'
 

@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.health.checks.pairs import Measured, Pair
 from holdfast.health.checks.places import TWICE_UP_TO, better, between, domains, tournament, turns
-from holdfast.protocol.node_place import MOST_LEVELS, NodePlace, nearness
+from holdfast.protocol.place import MOST_LEVELS, NodePlace, nearness
 
 NEAR_S, RATE = 40e-6, 10e9
 JITTER = 0.3

@@ -11,7 +11,7 @@ from rights import is_permitted
 
 from holdfast.engines.kubernetes.operator import Operator
 from holdfast.engines.kubernetes.render import DEFAULT, Setting
-from holdfast.protocol.endpoint import Endpoint
+from holdfast.protocol.network.endpoint import Endpoint
 
 JOB = "/apis/holdfast.dev/v1alpha1/namespaces/research/holdfastjobs/llm"
 PODS = "/api/v1/namespaces/research/pods"

@@ -21,8 +21,8 @@ from realkube import (
 )
 
 from holdfast.engines.kubernetes.api import Api
-from holdfast.protocol.http_client import request
-from holdfast.protocol.lookup import AddressLookup
+from holdfast.protocol.network.http_client import request
+from holdfast.protocol.network.lookup import AddressLookup
 
 
 async def drain_every_machine(api: Api) -> None:

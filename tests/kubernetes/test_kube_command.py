@@ -32,7 +32,7 @@ from holdfast.engines.kubernetes.schema import job_schema
 from holdfast.engines.kubernetes.status import QUEUED
 from holdfast.engines.kubernetes.submission import Submission, refuse_wrong, submit
 from holdfast.errors import UsageError
-from holdfast.protocol.endpoint import read_endpoint
+from holdfast.protocol.network.endpoint import read_endpoint
 from holdfast.protocol.options import check as check_options
 from holdfast.protocol.options import declared
 

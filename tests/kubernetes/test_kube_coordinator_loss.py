@@ -31,7 +31,7 @@ from holdfast.engines.kubernetes.node_link import ask_nodes
 from holdfast.engines.kubernetes.observed import MachineSeen, Observed, PodSeen
 from holdfast.engines.kubernetes.reconcile import reconcile
 from holdfast.engines.kubernetes.status import ConditionType, CoordinatorSeen, JobStatus
-from holdfast.protocol.hearing import Hearing, Whereabouts
+from holdfast.protocol.network.endpoint import Hearing, Whereabouts
 
 VOTED = "most nodes have lost it"
 PATIENCE_S = 4.0

@@ -23,8 +23,7 @@ from holdfast.engines.kubernetes.observed import MachineSeen, Observed
 from holdfast.engines.kubernetes.operator import Operator
 from holdfast.engines.kubernetes.reading import machine_seen
 from holdfast.engines.kubernetes.render import Setting
-from holdfast.protocol.availability import OrderDone
-from holdfast.protocol.engine_orders import MarkNode
+from holdfast.protocol.engine_orders import MarkNode, OrderDone
 
 ORDER = MarkNode("llm-n1", "Xid 79", order_id=3)
 SEEDS = 200

@@ -31,9 +31,8 @@ from holdfast.engines.kubernetes.observed import Observed
 from holdfast.engines.kubernetes.reconcile import reconcile
 from holdfast.engines.kubernetes.status import ConditionType, CoordinatorSeen, JobStatus, SavedState
 from holdfast.engines.kubernetes.status_patch import status_patch, written
-from holdfast.protocol.availability import OrderDone
-from holdfast.protocol.engine_orders import ReleaseNode
-from holdfast.protocol.lookup import FolderLookup
+from holdfast.protocol.engine_orders import OrderDone, ReleaseNode
+from holdfast.protocol.network.lookup import FolderLookup
 
 
 def test_what_the_operator_is_not_for_is_not_its_right() -> None:

@@ -17,7 +17,7 @@ from holdfast.engines.kubernetes.observed import MachineSeen
 from holdfast.engines.kubernetes.pod import read_place
 from holdfast.engines.kubernetes.reading import machine_seen
 from holdfast.engines.kubernetes.render import agent_pod
-from holdfast.protocol.node_place import parse_place
+from holdfast.protocol.place import parse_place
 
 ZONE, RACK, CLIQUE = "topology.kubernetes.io/zone", "topology.holdfast.dev/rack", "nvidia.com/gpu.clique"
 

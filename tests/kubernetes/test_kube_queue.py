@@ -37,8 +37,7 @@ from holdfast.engines.kubernetes.reconcile import reconcile
 from holdfast.engines.kubernetes.render import agent_pod, coordinator_pod, owner
 from holdfast.engines.kubernetes.resource import HoldfastJob
 from holdfast.engines.kubernetes.status import ConditionType, JobStatus
-from holdfast.protocol.availability import NodeGoing
-from holdfast.protocol.engine_orders import ReleaseNode
+from holdfast.protocol.engine_orders import NodeGoing, ReleaseNode
 from holdfast.protocol.notices import NoticeCause
 
 WORKLOADS = "/apis/kueue.x-k8s.io/v1beta2/namespaces/research/workloads"

@@ -38,8 +38,15 @@ from holdfast.engines.kubernetes.observed import (
 from holdfast.engines.kubernetes.reconcile import beside, reconcile
 from holdfast.engines.kubernetes.status import ConditionType, JobStatus, Progress, SavedState
 from holdfast.engines.kubernetes.times import timestamp
-from holdfast.protocol.availability import NodeGoing, NodeOutOfMemory, NodeTaken, OrderDone
-from holdfast.protocol.engine_orders import MarkNode, ProvideNode, ReleaseNode
+from holdfast.protocol.engine_orders import (
+    MarkNode,
+    NodeGoing,
+    NodeOutOfMemory,
+    NodeTaken,
+    OrderDone,
+    ProvideNode,
+    ReleaseNode,
+)
 from holdfast.protocol.notices import NoticeCause
 
 NOW_S = 1_000_000.0

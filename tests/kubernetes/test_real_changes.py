@@ -34,9 +34,9 @@ from realkube import (
 from holdfast.engines.kubernetes.api import Api
 from holdfast.engines.kubernetes.reach import job_path
 from holdfast.engines.reach import client_of
-from holdfast.protocol.endpoint import Endpoint
-from holdfast.protocol.lookup import AddressLookup
-from holdfast.protocol.proof import Question
+from holdfast.protocol.network.endpoint import Endpoint
+from holdfast.protocol.network.lookup import AddressLookup
+from holdfast.protocol.network.proof import Question
 
 pytestmark = [pytest.mark.kube, pytest.mark.nightly, pytest.mark.timeout(900)]
 

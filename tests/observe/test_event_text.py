@@ -4,7 +4,7 @@ import pytest
 
 from holdfast.observe.event_text import event_line
 from holdfast.protocol import ledger
-from holdfast.protocol.ledger.base import LINE_WIDTH
+from holdfast.protocol.ledger import LINE_WIDTH
 
 DROPPED = {kind for kind, event in ledger.EVENTS.items() if event.ROUTINE}
 

@@ -15,7 +15,7 @@ from holdfast.observe.goodput import (
     losses,
     losses_lines,
 )
-from holdfast.protocol.time_classes import TimeClass
+from holdfast.protocol.phases import TimeClass
 
 KNOWN = {
     "wall_s": 100.0,

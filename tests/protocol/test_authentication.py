@@ -7,11 +7,11 @@ import socket
 import subprocess
 import sys
 
-from holdfast.protocol import authentication
+from holdfast.protocol.network import listener
 
 BROKEN = """
 import socket, threading
-from holdfast.protocol.authentication import Door
+from holdfast.protocol.network.listener import Door
 server = socket.create_server(("127.0.0.1", 0))
 door = Door(server, "the door", lambda said: 1, lambda sock, said: False)
 {breaks}
@@ -57,10 +57,10 @@ CROWD = 1500
 @contextlib.contextmanager
 def served(monkeypatch, **seconds: float):
     """A door with a hall of HALL callers, through which comes who says one byte; its address, and what came."""
-    monkeypatch.setattr(authentication, "most_unproven", lambda: HALL)
+    monkeypatch.setattr(listener, "most_unproven", lambda: HALL)
     for name, value in seconds.items():
-        monkeypatch.setattr(authentication, name, value)
-    server = socket.create_server(("127.0.0.1", 0), backlog=authentication.BACKLOG)
+        monkeypatch.setattr(listener, name, value)
+    server = socket.create_server(("127.0.0.1", 0), backlog=listener.BACKLOG)
     address = server.getsockname()
     entered: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
@@ -68,7 +68,7 @@ def served(monkeypatch, **seconds: float):
         entered.put(said)
         return False
 
-    door = authentication.Door(server, "the door", lambda said: 1 - len(said), enter)
+    door = listener.Door(server, "the door", lambda said: 1 - len(said), enter)
     try:
         yield address, entered
     finally:

@@ -23,10 +23,9 @@ from holdfast.checkpoint import layout, memory
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.service.store import state_of
 from holdfast.protocol import ledger, messages
-from holdfast.protocol.endpoint import Endpoint
 from holdfast.protocol.job import JobSpec, Resume
-from holdfast.protocol.sample_check import SamplesChecked
-from holdfast.protocol.verified import Verified
+from holdfast.protocol.network.endpoint import Endpoint
+from holdfast.protocol.verified import SamplesChecked, Verified
 
 GOLDEN = Path(__file__).parent / "golden"
 FOLDER_VERSION = 1

@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.errors import ProtocolError
 from holdfast.protocol import messages as m
-from holdfast.protocol.frames import Codec, pack
+from holdfast.protocol.wire.frames import Codec, pack
 
 CODEC: Codec[m.WorkerMessage] = Codec(m.WorkerMessage)
 READY = msgspec.msgpack.encode(m.Ready(digest="digest", host="host", vote_port=1, data_port=2))

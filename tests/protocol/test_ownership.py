@@ -16,8 +16,8 @@ from holdfast.data.cache import Cache
 from holdfast.engines.jobs import JobFolder
 from holdfast.errors import UsageError
 from holdfast.health.ruleset import load_rules
-from holdfast.protocol import ownership
-from holdfast.protocol.ownership import refuse_open_to_others
+from holdfast.protocol.machine import ownership
+from holdfast.protocol.machine.ownership import refuse_open_to_others
 
 OTHERS = 12_345
 """A group that is nobody's own."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from holdfast.protocol.proof import MAX_CREDENTIAL, OWN_HEADER, Question, admit, answer_to
+from holdfast.protocol.network.proof import MAX_CREDENTIAL, OWN_HEADER, Question, admit, answer_to
 
 ASKED = ("GET", "/status?a=1")
 

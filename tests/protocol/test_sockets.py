@@ -8,13 +8,13 @@ import sys
 import pytest
 
 from families import needs_ipv6
-from holdfast.protocol.endpoint import Endpoint
-from holdfast.protocol.sockets import listening
+from holdfast.protocol.network.endpoint import Endpoint
+from holdfast.protocol.network.sockets import listening
 
 REPORT = """
 import os, resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, {hard}))
-from holdfast.protocol.sockets import raise_descriptor_limit
+from holdfast.protocol.network.sockets import raise_descriptor_limit
 raise_descriptor_limit()
 print(*resource.getrlimit(resource.RLIMIT_NOFILE), flush=True)
 """

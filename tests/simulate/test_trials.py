@@ -5,7 +5,7 @@ import pytest
 
 from holdfast.coordinator.membership import wall_time
 from holdfast.errors import UsageError
-from holdfast.protocol.time_classes import TimeClass
+from holdfast.protocol.phases import TimeClass
 from holdfast.simulate import trial as trials
 from holdfast.simulate.cluster import BEGIN_S, Cluster
 from holdfast.simulate.scenario import Scenario, check, read

@@ -14,15 +14,15 @@ from holdfast.engines.slurm.commands import SlurmError
 from holdfast.engines.slurm.engine import SlurmEngine
 from holdfast.engines.slurm.node import StandBy, _on_sigterm
 from holdfast.engines.slurm.parse import JobLine, NodeLine
-from holdfast.protocol.availability import (
+from holdfast.protocol.engine_orders import (
     Availability,
     Capacity,
     JobGoing,
     NodeGoing,
     NodeTaken,
     NodeUnavailable,
+    ReleaseNode,
 )
-from holdfast.protocol.engine_orders import ReleaseNode
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.ledger import NodeLeaving
 from holdfast.protocol.notices import NoticeCause

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.coordinator.service.store import Store
-from holdfast.protocol.sockets import host_and_port
+from holdfast.protocol.network.sockets import host_and_port
 
 NAMES = "a", "b", "c", "d"
 SOURCES = Path(__file__).parents[2] / "src"

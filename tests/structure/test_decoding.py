@@ -13,8 +13,8 @@ import pytest
 from imports import modules_of
 
 PACKAGE = Path(__file__).parents[2] / "src" / "holdfast"
-PLACE = "holdfast.protocol.decoding"
-TAKERS = {f"{PLACE}.decode", "holdfast.protocol.stored.decode_file"}
+PLACE = "holdfast.protocol.wire.decoding"
+TAKERS = {f"{PLACE}.decode", "holdfast.protocol.wire.stored.decode_file"}
 DECODING = {
     *(f"msgspec.{kind}.decode" for kind in ("json", "msgpack", "yaml", "toml")),
     "msgspec.convert",
@@ -75,7 +75,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
         "holdfast.observe.printable",
         "Decoder.decode",
     ): "Python's decoder of UTF-8, which replaces what is none",
-    ("holdfast.protocol.free_memory", "int"): KERNEL,
+    ("holdfast.protocol.machine.processes", "int"): KERNEL,
     ("holdfast.simulate.trace", "datetime.datetime.fromisoformat"): BAD_LINES,
     (
         "holdfast.train.collectives",
@@ -137,7 +137,7 @@ class Reading:
         self._codecs = {x for node in binding for x in self._bound_to(node, self._is_codec)}
 
     def _is_codec(self, value: ast.expr) -> bool:
-        return self._makes(value, {"holdfast.protocol.frames.Codec"})
+        return self._makes(value, {"holdfast.protocol.wire.frames.Codec"})
 
     def full(self, node: ast.AST) -> str:
         """The dotted name of an expression with what its first part was imported as; empty: it is none."""
@@ -305,8 +305,8 @@ def test_one_place_decodes_what_others_made():
         "from datetime import datetime\ndatetime.fromisoformat(text)",
         "int(path.read_text())",
         "float(sock.recv(9).strip())",
-        "from holdfast.protocol.decoding import decode\nimport json\ndecode(len, json.loads(data), 'x')",
-        "from holdfast.protocol.decoding import decode\nimport json\ndef f(x):\n return json.loads(x)\ndecode(f, d, 'x')\nf(d)",
+        "from holdfast.protocol.wire.decoding import decode\nimport json\ndecode(len, json.loads(data), 'x')",
+        "from holdfast.protocol.wire.decoding import decode\nimport json\ndef f(x):\n return json.loads(x)\ndecode(f, d, 'x')\nf(d)",
         "from elsewhere import decode\nimport json\ndecode(json.loads, data, 'x')",
         "import json\nclass A:\n def add(self, x):\n  self._all.add(json.loads(x))",
         "import json\ndef f(x):\n return g(x)\ndef g(x):\n f(json.loads(x))",
@@ -319,12 +319,12 @@ def test_a_decoding_elsewhere_is_found(source):
 @pytest.mark.parametrize(
     "source",
     [
-        "from holdfast.protocol.decoding import decode\nimport json\ndecode(json.loads, data, 'x')",
-        "from holdfast.protocol import decoding\nimport json\ndecoding.decode(json.loads, data, 'x')",
-        "from holdfast.protocol.stored import decode_file\nimport msgspec\nx = msgspec.json.Decoder(int)\ndecode_file(x.decode, p)",
-        "from holdfast.protocol.decoding import decode\nimport json\ndecode(lambda x: json.loads(x)['a'], data, 'x')",
-        "from holdfast.protocol.decoding import decode\nimport json\ndef f(x):\n return json.loads(x)\ndecode(f, data, 'x')",
-        "from holdfast.protocol.decoding import decode\nimport msgspec\nr = partial(msgspec.convert, type=int)\ndecode(r, data, 'x')",
+        "from holdfast.protocol.wire.decoding import decode\nimport json\ndecode(json.loads, data, 'x')",
+        "from holdfast.protocol.wire import decoding\nimport json\ndecoding.decode(json.loads, data, 'x')",
+        "from holdfast.protocol.wire.stored import decode_file\nimport msgspec\nx = msgspec.json.Decoder(int)\ndecode_file(x.decode, p)",
+        "from holdfast.protocol.wire.decoding import decode\nimport json\ndecode(lambda x: json.loads(x)['a'], data, 'x')",
+        "from holdfast.protocol.wire.decoding import decode\nimport json\ndef f(x):\n return json.loads(x)\ndecode(f, data, 'x')",
+        "from holdfast.protocol.wire.decoding import decode\nimport msgspec\nr = partial(msgspec.convert, type=int)\ndecode(r, data, 'x')",
         "data.decode()\ndata.decode('latin-1')\ndata.decode(errors='replace')\nint(text)",
         "import json\njson.dumps(1)",
     ],

@@ -8,7 +8,7 @@ import pytest
 from imports import modules_of
 
 PACKAGE = Path(__file__).parents[2] / "src" / "holdfast"
-PLACE = "holdfast.protocol.proof"
+PLACE = "holdfast.protocol.network.proof"
 SECRET = {"token", "secret", "credential", "authorization", "proof", "answer", "nonce"}
 EQUALITY = (ast.Eq, ast.NotEq, ast.In, ast.NotIn)
 

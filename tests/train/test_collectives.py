@@ -13,9 +13,9 @@ import pytest
 import torch.distributed  # noqa: F401 - its recorders are replaced
 
 from holdfast.protocol import messages as m
-from holdfast.protocol.frames import Codec, pack
+from holdfast.protocol.machine.progress_page import ProgressPage
 from holdfast.protocol.phases import MOST_GROUPS, GroupReading
-from holdfast.protocol.progress_page import ProgressPage
+from holdfast.protocol.wire.frames import Codec, pack
 from holdfast.train import collectives
 from holdfast.train.collectives import CollectivesTeller, positions
 from holdfast.train.link import Link

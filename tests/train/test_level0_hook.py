@@ -9,9 +9,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from holdfast.protocol import messages as m
 from holdfast.protocol.faults import ArmedFault, FaultKind
-from holdfast.protocol.frames import Codec, pack
+from holdfast.protocol.machine.progress_page import ProgressPage
 from holdfast.protocol.phases import Phase
-from holdfast.protocol.progress_page import ProgressPage
+from holdfast.protocol.wire.frames import Codec, pack
 from holdfast.train.faults import FaultPlan
 from holdfast.train.level0_hook import StepCounter
 from holdfast.train.link import Link

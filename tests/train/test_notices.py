@@ -8,11 +8,11 @@ import holdfast
 from holdfast.checkpoint import agent_link
 from holdfast.errors import UsageError
 from holdfast.protocol import messages as m
-from holdfast.protocol import notice_board
-from holdfast.protocol.frames import pack
-from holdfast.protocol.notice_board import NoticeBoard
+from holdfast.protocol.machine import notice_board
+from holdfast.protocol.machine.notice_board import NoticeBoard
+from holdfast.protocol.machine.progress_page import ProgressPage
 from holdfast.protocol.notices import Going, Notice, NoticeCause
-from holdfast.protocol.progress_page import ProgressPage
+from holdfast.protocol.wire.frames import pack
 from holdfast.train import worker
 from holdfast.train.link import Link
 from holdfast.train.notices import Warnings

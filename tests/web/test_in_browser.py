@@ -15,7 +15,7 @@ import typer
 
 from holdfast.cli.app import app
 from holdfast.coordinator.service.store import Store
-from holdfast.protocol.endpoint import read_endpoint
+from holdfast.protocol.network.endpoint import read_endpoint
 
 pytestmark = [pytest.mark.look, pytest.mark.timeout(300)]
 browser = pytest.importorskip("browser")

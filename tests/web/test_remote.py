@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from holdfast.engines.client import JobClient
-from holdfast.protocol.http_client import Answer
+from holdfast.protocol.network.http_client import Answer
 from holdfast.ui import remote
 from holdfast.web.sources import Refused
 

@@ -25,11 +25,10 @@ from holdfast.coordinator.service.authentication import Entrance, authorized
 from holdfast.coordinator.service.page import BATCH, FRAMES, News, PageSource
 from holdfast.coordinator.service.store import LedgerEntry, Page, ReportedSteps, Store
 from holdfast.engines import jobs
-from holdfast.protocol.endpoint import Endpoint
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.messages import StepTold
-from holdfast.protocol.sample_check import SamplesChecked, write_checked
-from holdfast.protocol.verified import Verified, note_verified
+from holdfast.protocol.network.endpoint import Endpoint
+from holdfast.protocol.verified import SamplesChecked, Verified, note_verified, write_checked
 from holdfast.ui import host as host_module
 from holdfast.ui.host import UiHost
 from holdfast.ui.server import UiServer, loopback

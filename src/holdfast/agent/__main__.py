@@ -15,10 +15,10 @@ from holdfast.agent.agent import Agent, AgentConfig
 from holdfast.agent.zygote import Zygote
 from holdfast.errors import UsageError
 from holdfast.protocol.job_options import Timing
-from holdfast.protocol.lookup import parse_address
-from holdfast.protocol.node_place import PLACE_VARIABLE, parse_place
-from holdfast.protocol.sockets import raise_descriptor_limit
-from holdfast.protocol.stored import read_stored_word
+from holdfast.protocol.network.lookup import parse_address
+from holdfast.protocol.network.sockets import raise_descriptor_limit
+from holdfast.protocol.place import PLACE_VARIABLE, parse_place
+from holdfast.protocol.wire.stored import read_stored_word
 
 _log = logging.getLogger("holdfast.agent")
 SWITCH_S = 0.0005

@@ -39,12 +39,12 @@ from holdfast.protocol.faults import MACHINE_FAULTS, NODE_FAULTS, ArmedFault, Fa
 from holdfast.protocol.health import CheckResult, Condition, Finding, Remedy, Severity
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.job_options import Timing
-from holdfast.protocol.lookup import FolderLookup, Lookup
-from holdfast.protocol.node_place import NodePlace
-from holdfast.protocol.notice_board import NoticeBoard
-from holdfast.protocol.processes import kernel_id
-from holdfast.protocol.sockets import listening
-from holdfast.protocol.stored import decode_file, read_stored_word
+from holdfast.protocol.machine.notice_board import NoticeBoard
+from holdfast.protocol.machine.processes import kernel_id
+from holdfast.protocol.network.lookup import FolderLookup, Lookup
+from holdfast.protocol.network.sockets import listening
+from holdfast.protocol.place import NodePlace
+from holdfast.protocol.wire.stored import decode_file, read_stored_word
 
 _log = logging.getLogger(__name__)
 _PR_SET_CHILD_SUBREAPER = 36

@@ -12,7 +12,7 @@ from holdfast.health.checks.check import SECONDS, Task
 from holdfast.health.checks.child import check_in_child
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import CheckResult, Condition
-from holdfast.protocol.stored import read_stored_word
+from holdfast.protocol.wire.stored import read_stored_word
 
 _log = logging.getLogger(__name__)
 

@@ -20,12 +20,11 @@ from holdfast.agent.orders import refusal
 from holdfast.agent.outbox import Letter, Outbox
 from holdfast.errors import ProtocolError
 from holdfast.protocol import messages as m
-from holdfast.protocol.endpoint import Endpoint
-from holdfast.protocol.frames import Codec, encode
 from holdfast.protocol.health import Finding, Remedy, Severity
-from holdfast.protocol.hearing import Hearing, Whereabouts
-from holdfast.protocol.http_client import Unproven, proving, request
-from holdfast.protocol.lookup import Lookup
+from holdfast.protocol.network.endpoint import Endpoint, Hearing, Whereabouts
+from holdfast.protocol.network.http_client import Unproven, proving, request
+from holdfast.protocol.network.lookup import Lookup
+from holdfast.protocol.wire.frames import Codec, encode
 
 
 def give_up_when_gone(websocket: aiohttp.ClientWebSocketResponse, within_s: float) -> None:

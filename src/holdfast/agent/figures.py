@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 from holdfast.health.samples import Line, Reading
 from holdfast.protocol import messages as m
-from holdfast.protocol.node_figures import MOST_READINGS, NODE_FIGURES, SUBJECT_CHARS
+from holdfast.protocol.health import MOST_READINGS, NODE_FIGURES, SUBJECT_CHARS
 
 STALE_S = 180.0
 """Three periods of the slowest source."""

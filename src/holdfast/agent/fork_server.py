@@ -16,7 +16,7 @@ import sys
 
 from holdfast import logs
 from holdfast.agent import zygote
-from holdfast.protocol.processes import set_title
+from holdfast.protocol.machine.processes import set_title
 
 PACKET_BYTES = 65536
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.errors import UsageError
-from holdfast.protocol.ownership import refuse_open_to_others
+from holdfast.protocol.machine.ownership import refuse_open_to_others
 
 _log = logging.getLogger(__name__)
 HOOKS = ("on-create", "before-join", "on-drain", "after-job")

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from holdfast.protocol import messages as m
-from holdfast.protocol.ledger_mark import LedgerMark
+from holdfast.protocol.messages import LedgerMark
 
 _log = logging.getLogger(__name__)
 _HEAD = struct.Struct(">QQQ")

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from holdfast.protocol.processes import stat_of
+from holdfast.protocol.machine.processes import stat_of
 
 _CLEANS_UP = b"multiprocessing.resource_tracker"
 """In the command line of the process that removes a worker's shared memory when the worker is gone. It ends by itself."""

@@ -13,10 +13,11 @@ from pathlib import Path
 
 from holdfast.agent.warm_pool import WarmProcess
 from holdfast.errors import ProtocolError
-from holdfast.protocol import free_memory
 from holdfast.protocol import messages as m
-from holdfast.protocol.frames import Codec, pack
 from holdfast.protocol.job_options import Timing
+from holdfast.protocol.machine import processes
+from holdfast.protocol.machine.processes import catches, stat_of
+from holdfast.protocol.machine.progress_page import STACKS_SIGNAL, ProgressPage
 from holdfast.protocol.phases import (
     OUTSIDE_PHASES,
     SLOW_PHASES,
@@ -25,8 +26,7 @@ from holdfast.protocol.phases import (
     PageReading,
     Phase,
 )
-from holdfast.protocol.processes import catches, stat_of
-from holdfast.protocol.progress_page import STACKS_SIGNAL, ProgressPage
+from holdfast.protocol.wire.frames import Codec, pack
 
 _log = logging.getLogger(__name__)
 _codec: Codec[m.WorkerMessage] = Codec(m.WorkerMessage)
@@ -70,7 +70,7 @@ class WorkerProcess:
         self.median_s: float | None = None
         self.gone = False
         self._killed = False
-        self._kills = free_memory.kills()
+        self._kills = processes.kills()
         self._warm = warm
         self._timing = timing
         self._on_message, self._stalled, self._exited, self._reaped = on_message, stalled, exited, reaped
@@ -214,7 +214,7 @@ class WorkerProcess:
             log=str(self.log),
             killed=self._killed,
             out_of_memory=short,
-            memory_limit=free_memory.limit_bytes() if short else None,
+            memory_limit=processes.limit_bytes() if short else None,
             steps=steps,
             script_ended=self._script_ended,
             groups=self._groups if self._script_ended else None,
@@ -227,7 +227,7 @@ class WorkerProcess:
 
     def _was_killed_for_memory(self) -> bool:
         """Some process of this group was. Which one the kernel tells nobody here, and it counts before it sends the signal."""
-        kills = free_memory.kills()
+        kills = processes.kills()
         return kills is not None and self._kills is not None and kills > self._kills
 
     async def finished(self) -> None:

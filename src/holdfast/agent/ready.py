@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from holdfast.protocol import hearing
-from holdfast.protocol.hearing import Hearing, Whereabouts
-from holdfast.protocol.range_server import RangeServer, Request
+from holdfast.protocol.network import endpoint
+from holdfast.protocol.network.endpoint import Hearing, Whereabouts
+from holdfast.protocol.network.range_server import RangeServer, Request
 
 
 async def show_ready(
@@ -48,13 +48,13 @@ class _Server(RangeServer):
         told: Callable[[Whereabouts], object],
     ) -> None:
         self._heard, self._told = heard, told
-        super().__init__(host, token, hearing.agent_name(node), "holdfast-ready", port)
+        super().__init__(host, token, endpoint.agent_name(node), "holdfast-ready", port)
 
     def answer(self, request: Request) -> None:
-        told = hearing.told_by(request.path)
+        told = endpoint.told_by(request.path)
         if told is not None:
             self._told(told)
-        if told is not None or request.path == hearing.PATH:
+        if told is not None or request.path == endpoint.PATH:
             request.send(msgspec.json.encode(self._heard()))
         else:
             request.send_error(404)

@@ -15,9 +15,8 @@ import msgspec
 from holdfast.agent.zygote import Zygote
 from holdfast.errors import ProtocolError
 from holdfast.protocol import messages as m
-from holdfast.protocol.frames import Codec, pack
-from holdfast.protocol.free_memory import available_bytes
-from holdfast.protocol.python import python_for_scripts
+from holdfast.protocol.machine.processes import available_bytes, python_for_scripts
+from holdfast.protocol.wire.frames import Codec, pack
 
 _log = logging.getLogger(__name__)
 _codec: Codec[m.WorkerMessage] = Codec(m.WorkerMessage)

@@ -17,8 +17,8 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from holdfast.protocol.frames import pack
 from holdfast.protocol.messages import Warm
+from holdfast.protocol.wire.frames import pack
 from holdfast.train.random_state import ImportedGenerators
 
 NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"

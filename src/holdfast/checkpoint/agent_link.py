@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from holdfast.protocol import messages as m
-from holdfast.protocol.notice_board import NoticeBoard
-from holdfast.protocol.progress_page import ProgressPage
+from holdfast.protocol.machine.notice_board import NoticeBoard
+from holdfast.protocol.machine.progress_page import ProgressPage
 from holdfast.protocol.snapshots import Key
 
 

@@ -42,8 +42,8 @@ from holdfast.checkpoint.rank_exchange import RankExchange
 from holdfast.errors import HoldfastError, StateError, TierError
 from holdfast.observe.transfer_progress import ByteCount, HowFar
 from holdfast.protocol import messages as m
-from holdfast.protocol.decoding import decode
 from holdfast.protocol.snapshots import DurableTier, Key, Shard, tiers_of
+from holdfast.protocol.wire.decoding import decode
 from holdfast.tensors.index import Index
 
 _log = logging.getLogger(__name__)

@@ -46,8 +46,8 @@ from holdfast.checkpoint.layout import encode_head, folder_of, parts_of, step_of
 from holdfast.checkpoint.located import find_in_archive
 from holdfast.errors import HoldfastError, StateError, TierError, UsageError
 from holdfast.protocol import units
-from holdfast.protocol.decoding import decode
 from holdfast.protocol.snapshots import Shard
+from holdfast.protocol.wire.decoding import decode
 from holdfast.tensors.tree import Apart, buffer_of
 
 VALUES = "values.json"

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast.errors import StateError, UsageError
-from holdfast.protocol.decoding import decode
+from holdfast.protocol.wire.decoding import decode
 from holdfast.tensors import writable
 from holdfast.tensors.dtensor_shards import Leaf, piece_of
 from holdfast.tensors.index import LARGE, Index, TensorSpec

@@ -15,8 +15,8 @@ import msgspec
 import xxhash
 
 from holdfast.errors import ChecksumError, StateError
-from holdfast.protocol.decoding import decode
 from holdfast.protocol.snapshots import Part, Shard
+from holdfast.protocol.wire.decoding import decode
 from holdfast.tensors.index import Index, checked
 
 FORMAT = 1

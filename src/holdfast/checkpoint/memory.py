@@ -35,7 +35,7 @@ from holdfast.checkpoint.checksums import damaged, sums_of
 from holdfast.checkpoint.layout import CHUNK_BYTES, Head, decode_head, encode_head
 from holdfast.checkpoint.pages import PAGE
 from holdfast.errors import ChecksumError, MemoryShort, SlotsTaken, StateError, TierError
-from holdfast.protocol.free_memory import rooms
+from holdfast.protocol.machine.processes import rooms
 from holdfast.protocol.snapshots import Key, Part
 from holdfast.tensors.index import Index
 

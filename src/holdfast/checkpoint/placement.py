@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from holdfast.protocol.node_place import NodePlace, nearness
+from holdfast.protocol.place import NodePlace, nearness
 
 Domain = tuple[str, NodePlace]
 """What nodes are lost together with: a place, or the node itself where its place is not known."""

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from holdfast.errors import TierError
-from holdfast.protocol.decoding import decode
+from holdfast.protocol.wire.decoding import decode
 
 # Made once, and not by whoever reads first: msgspec 0.22 crashes where two threads are the first to decode a type.
 _lists = msgspec.msgpack.Decoder(list[bytes])

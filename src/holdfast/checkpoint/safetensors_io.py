@@ -21,7 +21,7 @@ import torch
 
 from holdfast.checkpoint.consolidate import MergedTensor
 from holdfast.errors import UsageError
-from holdfast.protocol.decoding import decode
+from holdfast.protocol.wire.decoding import decode
 from holdfast.tensors.tree import buffer_of
 
 SUFFIX = ".safetensors"

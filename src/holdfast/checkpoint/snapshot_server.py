@@ -28,10 +28,10 @@ from holdfast.checkpoint.layout import Head, decode_head, digest
 from holdfast.checkpoint.memory import Slot, SlotPool
 from holdfast.checkpoint.pages import PAGE
 from holdfast.errors import StateError, TierError
-from holdfast.protocol.proof import ANSWER_HEADER, Question
-from holdfast.protocol.range_server import RangeServer, Request
+from holdfast.protocol.network.proof import ANSWER_HEADER, Question
+from holdfast.protocol.network.range_server import RangeServer, Request
+from holdfast.protocol.network.sockets import shut
 from holdfast.protocol.snapshots import Holder, Key, Part
-from holdfast.protocol.sockets import shut
 
 CONNECT_S = 5.0
 STALL_S = 20.0

@@ -59,7 +59,7 @@ def agent(
     from holdfast.engines import jobs
     from holdfast.engines.join.node import Joining, join
     from holdfast.errors import UsageError
-    from holdfast.protocol.node_place import parse_place
+    from holdfast.protocol.place import parse_place
 
     name = jobs.check_name(node or socket.gethostname().partition(".")[0], "--node")
     if name.isdecimal():

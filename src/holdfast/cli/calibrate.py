@@ -131,7 +131,7 @@ def _read(name: str, per_node: int) -> list[Run]:
     from holdfast.engines import jobs, starts
     from holdfast.errors import UsageError
     from holdfast.plan.calibration import Run
-    from holdfast.protocol.stored import decode_file
+    from holdfast.protocol.wire.stored import decode_file
 
     path = Path(name)
     # A coordinator that took over on another machine has a ledger of its own, job-2.sqlite.

@@ -15,8 +15,7 @@ from holdfast.cli.options import command
 from holdfast.protocol.check_options import CheckOptions
 
 if TYPE_CHECKING:
-    from holdfast.protocol.checking import CheckNews
-    from holdfast.protocol.health import CheckResult, Condition
+    from holdfast.protocol.health import CheckNews, CheckResult, Condition
 
     Results = dict[str, Sequence[CheckResult]]
 
@@ -147,8 +146,8 @@ async def _ask(folder: Path, options: CheckOptions) -> CheckNews:
 
     from holdfast.engines.reach import client_of
     from holdfast.errors import UsageError
-    from holdfast.protocol.checking import CheckNews
-    from holdfast.protocol.decoding import decode
+    from holdfast.protocol.health import CheckNews
+    from holdfast.protocol.wire.decoding import decode
 
     read = partial(msgspec.convert, type=CheckNews)
     what = "the coordinator's answer cannot be read"

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from holdfast.health.checks.pairs import Measured, Pair
     from holdfast.health.checks.places import Between
-    from holdfast.protocol.checking import PairFigures
-    from holdfast.protocol.node_place import NodePlace
+    from holdfast.protocol.health import PairFigures
+    from holdfast.protocol.place import NodePlace
 
     Places = dict[str, NodePlace]
 

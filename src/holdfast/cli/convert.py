@@ -94,7 +94,7 @@ def export(
     of torch.save then has the state of every rank as rank-N.
     """
     from holdfast.errors import UsageError
-    from holdfast.protocol.sizes import parse_size
+    from holdfast.protocol.units import parse_size
 
     if len(places) > 2:
         raise UsageError(f"{len(places)} paths were given; pass either OUT, or PLACE and OUT")

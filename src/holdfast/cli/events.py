@@ -86,7 +86,7 @@ def moment(text: str) -> str:
     from datetime import UTC, datetime, timedelta
 
     from holdfast.errors import UsageError
-    from holdfast.protocol.times import parse_seconds
+    from holdfast.protocol.units import parse_seconds
 
     try:
         when = datetime.fromisoformat(text)

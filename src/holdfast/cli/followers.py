@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from holdfast.protocol.python import python_module
+from holdfast.protocol.machine.processes import python_module
 
 if TYPE_CHECKING:
     from holdfast.engines.shown import View

@@ -36,7 +36,7 @@ def config() -> None:
 
     from holdfast.engines import jobs
     from holdfast.engines.scraping import FOLDER
-    from holdfast.protocol.scrape_token import FILE_NAME, make_scrape_token
+    from holdfast.protocol.network.proof import FILE_NAME, make_scrape_token
 
     home = jobs.home().absolute()
     # A Prometheus that starts before the first job could not watch a folder that is not there, and would look at it only

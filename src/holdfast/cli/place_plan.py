@@ -8,7 +8,7 @@ import re
 from holdfast.cli.run_options import NodeOptions
 from holdfast.engines.topology import read_topology
 from holdfast.errors import UsageError
-from holdfast.protocol.node_place import PLACE_VARIABLE, NodePlace, parse_place
+from holdfast.protocol.place import PLACE_VARIABLE, NodePlace, parse_place
 
 SHOWN = 8
 

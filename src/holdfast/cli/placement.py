@@ -14,7 +14,7 @@ from holdfast.cli.common import AsJson, Output, width_of, write_as
 
 if TYPE_CHECKING:
     from holdfast.plan.crossing import Crossing, Path
-    from holdfast.protocol.node_place import NodePlace
+    from holdfast.protocol.place import NodePlace
 
 
 def placement(

@@ -130,7 +130,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     import msgspec
 
     from holdfast.errors import UsageError
-    from holdfast.protocol.stored import decode_file
+    from holdfast.protocol.wire.stored import decode_file
 
     try:
         found: Any = decode_file(msgspec.yaml.decode, path, f"{path} is not valid YAML", error=UsageError)
@@ -149,7 +149,7 @@ def _report(path: Path | None) -> dict[str, Any] | None:
     import msgspec
 
     from holdfast.errors import UsageError
-    from holdfast.protocol.stored import decode_file
+    from holdfast.protocol.wire.stored import decode_file
 
     try:
         found: Any = decode_file(

@@ -54,7 +54,7 @@ def report(
     """Prints the report of a job, finished or not."""
     from holdfast.engines import jobs
     from holdfast.errors import UsageError
-    from holdfast.protocol.sample_check import samples_shown
+    from holdfast.protocol.verified import samples_shown
 
     if baseline is not None and curve is None:
         raise UsageError("--baseline needs --curve FILE.png, the picture into which it is drawn")
@@ -97,7 +97,7 @@ def read_report(folder: Path) -> dict[str, Any]:
     from holdfast.coordinator.service.report import build_report
     from holdfast.engines import jobs
     from holdfast.errors import UsageError
-    from holdfast.protocol.stored import read_stored
+    from holdfast.protocol.wire.stored import read_stored
 
     try:
         # A start puts the report of the one before away (`JobFolder.put_away`), so a file that is here is

@@ -60,8 +60,8 @@ def drain(
     import msgspec
 
     from holdfast.engines import jobs
-    from holdfast.protocol.availability import NodeGoing
-    from holdfast.protocol.times import parse_seconds
+    from holdfast.protocol.engine_orders import NodeGoing
+    from holdfast.protocol.units import parse_seconds
 
     within_s = None if within is None else parse_seconds("--within", within)
     folder = jobs.existing(job)

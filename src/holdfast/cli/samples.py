@@ -12,7 +12,7 @@ from holdfast.cli.common import AsJson, JobName, Output, ledger, width_of, write
 
 if TYPE_CHECKING:
     from holdfast.data.samples import Checked
-    from holdfast.protocol.sample_check import SamplesChecked
+    from holdfast.protocol.verified import SamplesChecked
 
 MOST = "1GB"
 EXIT_NOT_ONCE = 1
@@ -50,8 +50,8 @@ def samples(
     """
     from holdfast.observe.tables import WIDTH, print_table
     from holdfast.protocol import units
-    from holdfast.protocol.sample_check import write_checked
-    from holdfast.protocol.sizes import parse_size
+    from holdfast.protocol.units import parse_size
+    from holdfast.protocol.verified import write_checked
 
     chosen = folders or [_recorded(job)]
     name, found = _check(chosen, parse_size("--most", most), job if folders else None)
@@ -79,7 +79,7 @@ def _check(folders: list[Path], most: int, job: str | None) -> tuple[str, Sample
     from holdfast.errors import DataError, UsageError
     from holdfast.observe.transfer_progress import ByteCount
     from holdfast.protocol import units
-    from holdfast.protocol.sample_check import SamplesChecked
+    from holdfast.protocol.verified import SamplesChecked
 
     for folder in folders:
         if not folder.is_dir():
@@ -110,7 +110,7 @@ def _check(folders: list[Path], most: int, job: str | None) -> tuple[str, Sample
 
 def _judged(seen: Checked, utc: str, places: tuple[str, ...]) -> SamplesChecked:
     from holdfast.protocol import units
-    from holdfast.protocol.sample_check import EPOCHS_KEPT, EpochSeen, SamplesChecked
+    from holdfast.protocol.verified import EPOCHS_KEPT, EpochSeen, SamplesChecked
 
     repeated = {epoch: len(ids) for epoch, ids in seen.repeated().items()}
     last = max(seen.epochs, default=0)

@@ -8,8 +8,8 @@ from holdfast.checkpoint.policy import parse_cadence
 from holdfast.checkpoint.tier import open_tier, parse_tier
 from holdfast.cli.run_options import SaveOptions
 from holdfast.errors import TierError, UsageError
-from holdfast.protocol.sizes import parse_size
 from holdfast.protocol.snapshots import DurableTier, Saving
+from holdfast.protocol.units import parse_size
 
 
 def plan_saving(given: SaveOptions, default: Path) -> Saving:

@@ -169,7 +169,7 @@ async def _serve(scenario: Scenario, seed: int, name: str, port: int) -> None:
 
 def _trace(path: Path) -> Trace:
     from holdfast.errors import UsageError
-    from holdfast.protocol.stored import decode_file
+    from holdfast.protocol.wire.stored import decode_file
     from holdfast.simulate.trace import parse
 
     try:

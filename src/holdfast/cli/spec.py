@@ -26,11 +26,10 @@ from holdfast.data.cache import absolute_cache
 from holdfast.engines import jobs
 from holdfast.errors import UsageError
 from holdfast.protocol.faults import FaultSpec, check_watched, parse_fault
-from holdfast.protocol.free_memory import available_bytes
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.job_options import SlurmOptions, SshOptions
-from holdfast.protocol.processes import text_of
-from holdfast.protocol.sizes import parse_size
+from holdfast.protocol.machine.processes import available_bytes, text_of
+from holdfast.protocol.units import parse_size
 
 MIN_FREE_BYTES = 256 << 20
 LEAST_LOG_LIMIT = 16 << 20

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import UsageError
-from holdfast.protocol.stored import decode_file
+from holdfast.protocol.wire.stored import decode_file
 
 MOST_BYTES = 1 << 20
 MOST_DEPTH = 100

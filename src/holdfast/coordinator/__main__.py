@@ -25,12 +25,12 @@ from holdfast.coordinator.service.server import Coordinator
 from holdfast.coordinator.service.store import own_ledger, spoken
 from holdfast.errors import Damaged, UsageError
 from holdfast.health.identity import identity
-from holdfast.protocol.authentication import BACKLOG
 from holdfast.protocol.job import JobSpec, Resume
 from holdfast.protocol.leadership import EXIT_NO_ROOM, EXIT_OTHER_VERSION, EXIT_SUPERSEDED
 from holdfast.protocol.messages import PROTOCOL_VERSION
-from holdfast.protocol.sockets import listening, raise_descriptor_limit
-from holdfast.protocol.stored import decode_file, read_stored_word
+from holdfast.protocol.network.listener import BACKLOG
+from holdfast.protocol.network.sockets import listening, raise_descriptor_limit
+from holdfast.protocol.wire.stored import decode_file, read_stored_word
 
 _log = logging.getLogger("holdfast.coordinator")
 

@@ -65,7 +65,7 @@ from holdfast.coordinator.membership.restart import Restart
 from holdfast.coordinator.storage import durable_checkpoints, memory_snapshots
 from holdfast.protocol import causes, ledger
 from holdfast.protocol import messages as m
-from holdfast.protocol.availability import (
+from holdfast.protocol.engine_orders import (
     Capacity,
     EngineTraits,
     JobGoing,

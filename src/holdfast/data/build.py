@@ -34,7 +34,7 @@ from holdfast.data.inputs import Unit, find_files, plan_units
 from holdfast.data.megatron import CODES, write_index
 from holdfast.data.options import BuildOptions, Format
 from holdfast.errors import Damaged, DataError, UsageError
-from holdfast.protocol.stored import decode_file
+from holdfast.protocol.wire.stored import decode_file
 
 UNIT_BYTES = 4 << 20
 MOST_UNIT_BYTES = 32 << 20

@@ -31,9 +31,9 @@ from holdfast.data.version import Changed, Version
 from holdfast.errors import Damaged, DataError, UsageError
 from holdfast.observe.transfer_progress import ByteCount
 from holdfast.protocol.job import CACHE_VARIABLE
-from holdfast.protocol.ownership import refuse_open_to_others
-from holdfast.protocol.sizes import parse_size
-from holdfast.protocol.stored import decode_file
+from holdfast.protocol.machine.ownership import refuse_open_to_others
+from holdfast.protocol.units import parse_size
+from holdfast.protocol.wire.stored import decode_file
 
 if TYPE_CHECKING:
     from holdfast.data.fetching import Remote

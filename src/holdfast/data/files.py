@@ -19,7 +19,7 @@ import xxhash
 
 from holdfast.data.cache import local_tokens
 from holdfast.data.megatron import Index
-from holdfast.protocol.decoding import decode
+from holdfast.protocol.wire.decoding import decode
 
 TOKEN_DTYPES = ("uint8", "uint16", "uint32", "int8", "int16", "int32", "int64")
 

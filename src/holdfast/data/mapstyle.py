@@ -7,7 +7,7 @@ from typing import Any
 
 from holdfast.data.collate import Collate, describe
 from holdfast.errors import UsageError
-from holdfast.protocol.sizes import parse_size
+from holdfast.protocol.units import parse_size
 
 MOST_WORKERS = 1024
 

@@ -39,7 +39,7 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast.errors import Damaged, DataError, UsageError
-from holdfast.protocol.decoding import decode
+from holdfast.protocol.wire.decoding import decode
 
 _log = logging.getLogger(__name__)
 SUFFIX = ".samples"

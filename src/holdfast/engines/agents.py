@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from holdfast.protocol.job import JobSpec
-from holdfast.protocol.node_place import NodePlace, shown
+from holdfast.protocol.place import NodePlace, shown
 
 
 def agent_arguments(

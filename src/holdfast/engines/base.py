@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from holdfast.protocol.availability import EngineTraits
-from holdfast.protocol.engine_orders import ReleaseNode
+from holdfast.protocol.engine_orders import EngineTraits, ReleaseNode
 
 
 class Engine(Protocol):

@@ -14,11 +14,11 @@ import msgspec
 
 from holdfast.engines import jobs
 from holdfast.errors import UsageError
-from holdfast.protocol.decoding import decode
-from holdfast.protocol.endpoint import Endpoint, read_endpoint
-from holdfast.protocol.http_client import Answer, Unproven, proven_session, request
-from holdfast.protocol.status_change import CHANGED, WHOLE, Status
-from holdfast.protocol.stored import read_stored_word
+from holdfast.protocol.network.endpoint import Endpoint, read_endpoint
+from holdfast.protocol.network.http_client import Answer, Unproven, proven_session, request
+from holdfast.protocol.wire.decoding import decode
+from holdfast.protocol.wire.status_change import CHANGED, WHOLE, Status
+from holdfast.protocol.wire.stored import read_stored_word
 
 RETRY_S = 0.05
 PATIENCE_S = 10.0

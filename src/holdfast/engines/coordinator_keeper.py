@@ -20,12 +20,12 @@ import msgspec
 from holdfast import __version__
 from holdfast.engines.pulse import Silence, has_spoken, look
 from holdfast.errors import Damaged, HoldfastError, UsageError
-from holdfast.protocol.authentication import BACKLOG
 from holdfast.protocol.job_options import Timing
 from holdfast.protocol.leadership import EXIT_HANDED_OVER, EXIT_NO_ROOM, EXIT_OTHER_VERSION, EXIT_SUPERSEDED
-from holdfast.protocol.python import python_module
-from holdfast.protocol.sockets import host_and_port, listening
-from holdfast.protocol.stored import decode_file, word
+from holdfast.protocol.machine.processes import python_module
+from holdfast.protocol.network.listener import BACKLOG
+from holdfast.protocol.network.sockets import host_and_port, listening
+from holdfast.protocol.wire.stored import decode_file, word
 
 _log = logging.getLogger(__name__)
 ATTEMPTS = 3

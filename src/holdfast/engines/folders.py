@@ -15,8 +15,8 @@ from holdfast.checkpoint.tier import open_tier
 from holdfast.engines import jobs
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.protocol.job import JobSpec
-from holdfast.protocol.proof import is_same
-from holdfast.protocol.stored import read_stored_word
+from holdfast.protocol.network.proof import is_same
+from holdfast.protocol.wire.stored import read_stored_word
 
 _MARKER = "here-"
 """Begins the name of a marker."""

@@ -22,8 +22,8 @@ from holdfast.engines import starts
 from holdfast.errors import Damaged, HoldfastError, UsageError
 from holdfast.observe.transfer_progress import ByteCount
 from holdfast.protocol.job import Durable, JobSpec, Resume
-from holdfast.protocol.ownership import refuse_open_to_others
-from holdfast.protocol.stored import START_ANEW, decode_file, read_stored, read_stored_word
+from holdfast.protocol.machine.ownership import refuse_open_to_others
+from holdfast.protocol.wire.stored import START_ANEW, decode_file, read_stored, read_stored_word
 
 KEEP_LEDGERS = 5
 MEMORY_ADVICE = "it contains the name of the job's snapshot memory; remove it to resume from a checkpoint, without that memory"

@@ -23,12 +23,11 @@ from holdfast.engines.coordinator_keeper import CoordinatorConfig, CoordinatorKe
 from holdfast.engines.scraping import publish, withdraw
 from holdfast.engines.shown import Shown, View
 from holdfast.errors import Damaged, HoldfastError, UsageError
-from holdfast.protocol.availability import Availability, OrderDone
-from holdfast.protocol.decoding import decode
-from holdfast.protocol.endpoint import read_endpoint
 from holdfast.protocol.engine_orders import (
+    Availability,
     EngineOrder,
     MarkNode,
+    OrderDone,
     ProvideNode,
     RebootNode,
     ReleaseNode,
@@ -36,8 +35,10 @@ from holdfast.protocol.engine_orders import (
     of_announcement,
 )
 from holdfast.protocol.job import JobSpec, Resume
+from holdfast.protocol.network.endpoint import read_endpoint
 from holdfast.protocol.notices import NoticeCause
-from holdfast.protocol.stored import decode_file, word
+from holdfast.protocol.wire.decoding import decode
+from holdfast.protocol.wire.stored import decode_file, word
 from holdfast.web.sources import CODE_PATH
 
 _log = logging.getLogger(__name__)

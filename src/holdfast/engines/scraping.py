@@ -14,8 +14,8 @@ import msgspec
 
 from holdfast.engines import jobs
 from holdfast.errors import HoldfastError
-from holdfast.protocol.scrape_token import home_of, make_scrape_token
-from holdfast.protocol.sockets import host_and_port
+from holdfast.protocol.network.proof import home_of, make_scrape_token
+from holdfast.protocol.network.sockets import host_and_port
 
 _log = logging.getLogger(__name__)
 FOLDER = "prometheus"

@@ -12,8 +12,8 @@ import msgspec
 from holdfast.coordinator.service.all_starts import Account, Start, forget, summed
 from holdfast.coordinator.service.store import Store, began_utc_s, newest_ledger
 from holdfast.errors import Damaged, HoldfastError
-from holdfast.protocol.decoding import decode
-from holdfast.protocol.stored import decode_file
+from holdfast.protocol.wire.decoding import decode
+from holdfast.protocol.wire.stored import decode_file
 
 EARLIER = "earlier.json"
 """In `runs/`: the account of starts whose folders were removed."""

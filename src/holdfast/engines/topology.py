@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from holdfast.errors import UsageError
-from holdfast.protocol.node_place import MOST_LEVELS, NodePlace, parse_place, shown
+from holdfast.protocol.place import MOST_LEVELS, NodePlace, parse_place, shown
 
 MOST_HOSTS = 100_000
 """Of one file. A range with a digit too many would otherwise take the machine's memory."""

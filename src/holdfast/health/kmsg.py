@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from holdfast.errors import Damaged
 from holdfast.health.samples import Line
-from holdfast.protocol.decoding import decode
+from holdfast.protocol.wire.decoding import decode
 
 SOURCE = "kmsg"
 RECORD_BYTES = 8192

@@ -10,9 +10,9 @@ import msgspec
 
 from holdfast.errors import Damaged, UsageError
 from holdfast.health.patterns import compiled
-from holdfast.protocol.decoding import decode
 from holdfast.protocol.health import Remedy, Severity, acts_on_node
-from holdfast.protocol.times import parse_seconds
+from holdfast.protocol.units import parse_seconds
+from holdfast.protocol.wire.decoding import decode
 
 QUIET_S = 180.0
 """A burst is over after this long without another occurrence (NVIDIA Fleet Intelligence, NVSentinel)."""

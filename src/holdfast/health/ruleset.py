@@ -12,8 +12,8 @@ from typing import Any
 
 from holdfast.errors import UsageError
 from holdfast.health.rules import Rule, RuleError, make_rule
-from holdfast.protocol.decoding import decode
-from holdfast.protocol.ownership import refuse_open_to_others
+from holdfast.protocol.machine.ownership import refuse_open_to_others
+from holdfast.protocol.wire.decoding import decode
 
 Fields = dict[str, Any]
 MOST_BYTES = 1 << 20

@@ -8,7 +8,7 @@ from typing import Any
 
 from holdfast.observe.printable import printable
 from holdfast.protocol import ledger
-from holdfast.protocol.ledger.base import LINE_WIDTH
+from holdfast.protocol.ledger import LINE_WIDTH
 from holdfast.protocol.units import clip_words
 
 LONG_CAUSE = 60

@@ -8,7 +8,7 @@ from typing import Any
 from holdfast.observe.event_text import event_line
 from holdfast.protocol import units
 from holdfast.protocol.health import remedy_text, severity_text
-from holdfast.protocol.ledger.incidents import phases_text
+from holdfast.protocol.ledger import phases_text
 
 Entry = Mapping[str, Any]
 

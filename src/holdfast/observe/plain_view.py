@@ -12,7 +12,7 @@ from holdfast.observe.event_text import Told
 from holdfast.observe.printable import PrintableStream, printable
 from holdfast.observe.progress import progress_line
 from holdfast.protocol.job import JobSpec
-from holdfast.protocol.ledger.base import LINE_WIDTH
+from holdfast.protocol.ledger import LINE_WIDTH
 from holdfast.protocol.units import clip
 
 SILENCE_S = 2.0

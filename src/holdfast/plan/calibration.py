@@ -12,7 +12,7 @@ import msgspec
 from holdfast.errors import UsageError
 from holdfast.plan import formulas
 from holdfast.protocol.causes import CauseKind
-from holdfast.protocol.time_classes import TimeClass
+from holdfast.protocol.phases import TimeClass
 
 FEW = 10
 """With fewer failures than this, a rate is little more than a guess, and the output warns of it."""

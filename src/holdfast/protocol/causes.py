@@ -12,7 +12,7 @@ from typing import ClassVar
 import msgspec
 
 from holdfast.protocol import units
-from holdfast.protocol.naming import kebab
+from holdfast.protocol.wire.decoding import kebab
 
 
 class CauseKind(StrEnum):

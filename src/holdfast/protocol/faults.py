@@ -10,7 +10,7 @@ import msgspec
 
 from holdfast.errors import UsageError
 from holdfast.protocol.phases import Phase
-from holdfast.protocol.times import parse_seconds
+from holdfast.protocol.units import parse_seconds
 
 
 class FaultKind(StrEnum):

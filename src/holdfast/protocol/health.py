@@ -1,8 +1,10 @@
-"""What is said about the health of a node: findings, checks, and what can be done about them."""
+"""What is said about the health of a node: findings, checks, and what can be done about them; and which readings of a machine
+are figures for people, which a dashboard shows beside a job and no rule needs to judge."""
 
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import NamedTuple
 
 import msgspec
 
@@ -167,3 +169,79 @@ class HealthSpec(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     than a replacement does; 0: never."""
     replace_suspect: bool = False
     """A node whose part of loss or gradient alone is wrong again and again is replaced, not only reported."""
+
+
+MOST_READINGS = 128
+"""Of one node. Each is a time series for whoever scrapes `/metrics`, and a job may have thousands of nodes."""
+SUBJECT_CHARS = 64
+
+
+class NodeFigure(NamedTuple):
+    """One reading as a series."""
+
+    metric: str
+    text: str
+    label: str
+    """What its subject is called."""
+    is_counter: bool = False
+    scale: float = 1.0
+    """From the reading to the base unit."""
+
+
+NODE_FIGURES: dict[str, NodeFigure] = {
+    "nvml.utilization_percent": NodeFigure(
+        "holdfast_node_gpu_utilization_ratio",
+        "Share of time in which the GPU ran a kernel.",
+        "gpu",
+        scale=0.01,
+    ),
+    "nvml.memory_used_bytes": NodeFigure(
+        "holdfast_node_gpu_memory_used_bytes", "Memory of the GPU that is in use.", "gpu"
+    ),
+    "nvml.temperature_c": NodeFigure(
+        "holdfast_node_gpu_temperature_celsius", "Temperature of the GPU.", "gpu"
+    ),
+    "nvml.power_watts": NodeFigure("holdfast_node_gpu_power_watts", "Power that the GPU draws.", "gpu"),
+    "net.rx_bytes": NodeFigure(
+        "holdfast_node_network_received_bytes", "Received by the interface.", "interface", True
+    ),
+    "net.tx_bytes": NodeFigure(
+        "holdfast_node_network_sent_bytes", "Sent by the interface.", "interface", True
+    ),
+    "disk.read_bytes": NodeFigure("holdfast_node_disk_read_bytes", "Read from the drive.", "disk", True),
+    "disk.written_bytes": NodeFigure(
+        "holdfast_node_disk_written_bytes", "Written to the drive.", "disk", True
+    ),
+}
+"""By the reading's name."""
+
+
+class PairFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What two nodes measured between them."""
+
+    nodes: tuple[str, str]
+    bytes_per_s: float | None = None
+    """The slower direction. 0: they did not reach each other. None: it could not be tried."""
+    latency_s: float = 0.0
+    """There and back; 0: not measured."""
+    why: str = ""
+    """What went wrong."""
+    damaged: bool = False
+    """Bytes came back changed."""
+
+
+class CheckNews(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a run of checks is."""
+
+    id: int
+    version: int
+    """Grows with every change."""
+    doing: str
+    """What runs now, in words."""
+    waiting: tuple[str, ...]
+    """Nodes that have not answered."""
+    over: bool
+    """The results are final."""
+    results: dict[str, tuple[CheckResult, ...]] = {}
+    pairs: tuple[PairFigures, ...] = ()
+    """Of every pair of nodes, if that was asked for, when it is over."""

@@ -7,7 +7,7 @@ import msgspec
 from holdfast.protocol.faults import FaultSpec
 from holdfast.protocol.health import HealthSpec
 from holdfast.protocol.job_options import SlurmOptions, SshOptions, Timing
-from holdfast.protocol.node_place import NodePlace
+from holdfast.protocol.place import NodePlace
 from holdfast.protocol.snapshots import Saving
 
 CACHE_VARIABLE = "HOLDFAST_DATA_CACHE"

@@ -1,8 +1,8 @@
-"""Where in its life or in a step a worker is: values only, so that the core may know them."""
+"""Where in its life or in a step a worker is, and what a job's wall time is spent on: values only, so that the core may know them."""
 
 from __future__ import annotations
 
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from typing import Annotated
 
 import msgspec
@@ -139,3 +139,54 @@ class Spent(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     def step_s(self) -> float:
         """A whole step, from one begin to the next."""
         return self.own_s + self.wait_s + self.aside_s
+
+
+class TimeClass(StrEnum):
+    """Every second since the job's start is in exactly one of these."""
+
+    START = "start"
+    """Until the job's first step is made: nodes come, processes start, the script imports and builds."""
+    LAUNCH = "launch"
+    """From the first start of an unmodified script to its first step. A report counts it as START once there is a step."""
+    COMPUTED = "computed"
+    """Steps, and at levels 0 and 1 what the script does between them. A report divides it into the classes up to PAUSED, as far as they are
+    known."""
+    PRODUCTIVE = "productive"
+    """Steps that stayed."""
+    RECOMPUTED = "recomputed"
+    """Steps that a restart from an older state rolled back, and that had to be done again."""
+    SLOW_RANKS = "slow_ranks"
+    """In steps, until those had computed that need longer than their peers."""
+    DATA_WAIT = "data_wait"
+    """In steps, until the data of the worker had come that was last for it."""
+    SNAPSHOT_STALL = "snapshot_stall"
+    """In steps, until the state was copied."""
+    FEWER_WORKERS = "fewer_workers"
+    """Of steps with fewer workers than wanted, the share that is missing."""
+    IDLE_DIVISION = "idle_division"
+    """Of steps whose micro-batches do not divide evenly, the share in which workers had none."""
+    PAUSED = "paused"
+    """Between two steps in work of the script's own, such as an evaluation, on the worker that had most of it. At levels 0 and 1 it
+    is not known, and part of COMPUTED."""
+    INTERRUPTED = "interrupted"
+    """Work on a step that a fault ended: from the last step to the fault."""
+    DETECT = "detect"
+    """From the fault until it was noticed. Zero where the time of the fault is not known."""
+    DECIDE = "decide"
+    """Until all workers of the disturbed generation have left it."""
+    REPLACE = "replace"
+    """Until there are workers enough for the next one."""
+    JOIN = "join"
+    """Until the members of the next generation are connected."""
+    RESTORE = "restore"
+    """Until they have the state, as long as the slowest took."""
+    FIRST_STEP = "first_step"
+    """Until its first step is committed."""
+    RESTART = "restart"
+    """At levels 0 and 1, from a start of all workers again to its first step."""
+    PLANNED = "planned"
+    """From the last step before a planned change of the membership to the first one after it."""
+    SAVING = "saving"
+    """After the last step: the script's own end, and the newest state on its way to the durable tiers."""
+    UNEXPLAINED = "unexplained"
+    """Nobody can tell: the script says nothing of its steps, or an older version of the coordinator counted nothing."""

@@ -8,7 +8,7 @@ from enum import StrEnum
 import msgspec
 
 from holdfast.errors import UsageError
-from holdfast.protocol.decoding import decode
+from holdfast.protocol.wire.decoding import decode
 
 TIERS_VARIABLE = "HOLDFAST_TIERS"
 """The environment variable that tells a worker the job's durable tiers."""

@@ -1,10 +1,12 @@
-"""Figures as people read them. Unknown is a dash, never 0."""
+"""Figures as people read them, and times and sizes as people write them. Unknown is a dash, never 0."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from holdfast.errors import UsageError
 
 UNKNOWN = "–"
 
@@ -164,3 +166,33 @@ def clip_path(path: str, width: int) -> str:
     """A path in `width` characters: its end is what tells one from the other."""
     # Its beginning is the same for all paths of a job.
     return path if len(path) <= width else "…" + path[len(path) - width + 1 :]
+
+
+_UNITS_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def parse_seconds(where: str, text: str) -> float:
+    """`8s`, `500ms`, `2m` or `1.5h` (without a unit: seconds) in seconds. where: the option, for the message.
+
+    Raises:
+        UsageError: anything else.
+    """
+    # No sign, no exponent, no spaces: whatever else a person types is answered with an example, and not
+    # guessed.
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m|h)?", text)
+    if match is None:
+        raise UsageError(f"{where}={text!r} is not a time; write for example 8s, 500ms or 2m")
+    return float(match[1]) * _UNITS_S[match[2] or "s"]
+
+
+SIZES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def parse_size(option: str, text: str) -> int:
+    """`8G` in bytes. Raises UsageError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", text)
+    # Powers of 1024, as memory is sized. Zero is refused: it would mean "no memory at all" for one reader and
+    # "no limit" for the next.
+    if match is None or float(match[1]) <= 0:
+        raise UsageError(f"{option} must be a size (got {text!r}), for example 8G")
+    return int(float(match[1]) * SIZES[match[2]])

@@ -26,13 +26,12 @@ from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.machine import Core
 from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
-from holdfast.protocol.availability import OrderDone
-from holdfast.protocol.engine_orders import EngineOrder, ProvideNode, RebootNode, ReleaseNode
+from holdfast.protocol.engine_orders import EngineOrder, OrderDone, ProvideNode, RebootNode, ReleaseNode
 from holdfast.protocol.health import HealthSpec
 from holdfast.protocol.job import Durable, JobSpec
 from holdfast.protocol.job_options import Timing
 from holdfast.protocol.ledger import LedgerEvent
-from holdfast.protocol.node_place import NodePlace
+from holdfast.protocol.place import NodePlace
 from holdfast.protocol.snapshots import Copy, DurableTier, Key, Part, Saving, Shard
 from holdfast.simulate import names, strikes
 from holdfast.simulate.arrivals import Arrivals, Source

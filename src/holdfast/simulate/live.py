@@ -23,7 +23,7 @@ from holdfast.health.samples import Line
 from holdfast.protocol import messages as m
 from holdfast.protocol import units
 from holdfast.protocol.ledger import LedgerEvent
-from holdfast.protocol.node_place import NodePlace
+from holdfast.protocol.place import NodePlace
 from holdfast.simulate import strikes
 from holdfast.simulate.cluster import Cluster
 from holdfast.simulate.machine import BEGIN_S, HOP_S, Machine

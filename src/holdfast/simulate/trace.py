@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from holdfast.errors import UsageError
-from holdfast.protocol.decoding import decode
+from holdfast.protocol.wire.decoding import decode
 
 
 class NodeChange(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from holdfast.errors import StateError
-from holdfast.protocol.decoding import decode
+from holdfast.protocol.wire.decoding import decode
 
 
 class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ import msgspec
 
 from holdfast.coordinator.service.store import NewStep
 from holdfast.errors import UsageError
-from holdfast.protocol.stored import read_stored
+from holdfast.protocol.wire.stored import read_stored
 from holdfast.tracking.position import Batch, Position
 
 

@@ -15,7 +15,7 @@ from holdfast.engines import jobs
 from holdfast.engines.client import JobClient, NoAnswer
 from holdfast.engines.reach import client_of
 from holdfast.errors import UsageError
-from holdfast.protocol.decoding import decode
+from holdfast.protocol.wire.decoding import decode
 from holdfast.tracking.base import Tracker
 from holdfast.tracking.jsonl import JsonLines
 from holdfast.tracking.position import Batch, take_in

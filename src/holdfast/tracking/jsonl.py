@@ -12,7 +12,7 @@ import msgspec
 from holdfast.coordinator.service.store import LedgerEntry, NewStep
 from holdfast.errors import UsageError
 from holdfast.observe.event_text import event_line
-from holdfast.protocol.decoding import decode
+from holdfast.protocol.wire.decoding import decode
 from holdfast.tracking.base import FileTracker, Kept
 from holdfast.tracking.position import Batch, WentBack
 

@@ -27,8 +27,8 @@ import msgspec
 
 from holdfast.coordinator.service.store import LedgerEntry
 from holdfast.errors import UsageError
-from holdfast.protocol.decoding import decode
 from holdfast.protocol.units import plural
+from holdfast.protocol.wire.decoding import decode
 from holdfast.tracking import matters
 from holdfast.tracking.base import FileTracker, Matter, Notes
 from holdfast.tracking.position import Batch

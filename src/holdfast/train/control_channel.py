@@ -20,11 +20,11 @@ import msgspec
 import torch.distributed as dist
 
 from holdfast.errors import CollectiveFailed, ProtocolError, UsageError
-from holdfast.protocol.authentication import BACKLOG, Door
-from holdfast.protocol.frames import Codec, body_of, missing, pack, read_exactly
 from holdfast.protocol.messages import Generation, Member
-from holdfast.protocol.proof import ANSWER_CHARS, Question, answer_to
-from holdfast.protocol.sockets import listening
+from holdfast.protocol.network.listener import BACKLOG, Door
+from holdfast.protocol.network.proof import ANSWER_CHARS, Question, answer_to
+from holdfast.protocol.network.sockets import listening
+from holdfast.protocol.wire.frames import Codec, body_of, missing, pack, read_exactly
 
 CONNECT_S = 5.0
 """Never waited for in full: a break ends the wait. It bounds a break that comes in the very moment before it."""

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 
 from holdfast.errors import CollectiveFailed
-from holdfast.protocol.sockets import unpace
+from holdfast.protocol.network.sockets import unpace
 from holdfast.train import nccl
 from holdfast.train.buffer_pool import BufferPool
 

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from holdfast.errors import ChecksumError, CollectiveFailed, ProtocolError, StateError
-from holdfast.protocol.frames import Codec, pack
+from holdfast.protocol.wire.frames import Codec, pack
 from holdfast.tensors.staging import Lane
 from holdfast.train import nccl
 from holdfast.train.gloo_group import GlooGroup

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 
 from holdfast.protocol import messages as m
-from holdfast.protocol.processes import word_of
+from holdfast.protocol.machine.processes import word_of
 
 NEVER = frozenset({"holdfast", "mpi4py"})
 """Packages whose import joins the job: that is for a worker to do, and never for an idle process."""

@@ -15,10 +15,10 @@ from functools import partial
 from holdfast.errors import GenerationBroken
 from holdfast.protocol import messages as m
 from holdfast.protocol.faults import ArmedFault
-from holdfast.protocol.frames import Codec, pack
-from holdfast.protocol.notice_board import NoticeBoard
-from holdfast.protocol.progress_page import ProgressPage
+from holdfast.protocol.machine.notice_board import NoticeBoard
+from holdfast.protocol.machine.progress_page import ProgressPage
 from holdfast.protocol.snapshots import Key
+from holdfast.protocol.wire.frames import Codec, pack
 
 _orders: Codec[m.ToWorker] = Codec(m.ToWorker)
 

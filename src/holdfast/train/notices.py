@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from holdfast.checkpoint import agent_link
-from holdfast.protocol.notice_board import NoticeBoard
+from holdfast.protocol.machine.notice_board import NoticeBoard
 from holdfast.protocol.notices import Notice
 
 

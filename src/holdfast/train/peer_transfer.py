@@ -29,9 +29,9 @@ import xxhash
 from holdfast.errors import ChecksumError, CollectiveFailed, StateError
 from holdfast.observe.transfer_progress import Seen
 from holdfast.protocol.messages import Generation, Member
-from holdfast.protocol.proof import ANSWER_HEADER, Question
-from holdfast.protocol.range_server import RangeServer, Request
-from holdfast.protocol.sockets import shut
+from holdfast.protocol.network.proof import ANSWER_HEADER, Question
+from holdfast.protocol.network.range_server import RangeServer, Request
+from holdfast.protocol.network.sockets import shut
 from holdfast.tensors.index import Index, decode_index
 from holdfast.train import gpu_transfer
 from holdfast.train.state_image import Image, Protected, targets

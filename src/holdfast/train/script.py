@@ -28,7 +28,7 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
 from holdfast.errors import HoldfastError
-from holdfast.protocol.processes import set_title, word_of
+from holdfast.protocol.machine.processes import set_title, word_of
 from holdfast.train.imports import own_modules
 
 _kept: list[object] = []

@@ -21,10 +21,10 @@ from holdfast import logs
 from holdfast.checkpoint import agent_link
 from holdfast.errors import HoldfastError, JobStopped, UsageError
 from holdfast.protocol import messages as m
-from holdfast.protocol.frames import Codec, pack
+from holdfast.protocol.machine.progress_page import STACKS_SIGNAL, ProgressPage
+from holdfast.protocol.network.sockets import raise_descriptor_limit
 from holdfast.protocol.phases import Phase
-from holdfast.protocol.progress_page import STACKS_SIGNAL, ProgressPage
-from holdfast.protocol.sockets import raise_descriptor_limit
+from holdfast.protocol.wire.frames import Codec, pack
 from holdfast.train import script
 from holdfast.train.collectives import CollectivesTeller, last_positions
 from holdfast.train.faults import FaultPlan

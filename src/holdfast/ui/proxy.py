@@ -12,10 +12,10 @@ import msgspec
 
 from holdfast.engines import jobs
 from holdfast.errors import UsageError
-from holdfast.protocol.decoding import decode
-from holdfast.protocol.endpoint import Endpoint, read_endpoint
-from holdfast.protocol.http_client import Unproven, proven_session
-from holdfast.protocol.stored import read_stored_word
+from holdfast.protocol.network.endpoint import Endpoint, read_endpoint
+from holdfast.protocol.network.http_client import Unproven, proven_session
+from holdfast.protocol.wire.decoding import decode
+from holdfast.protocol.wire.stored import read_stored_word
 from holdfast.web.application import API
 from holdfast.web.sources import CODE_PATH, Answer, Refused, frame
 

@@ -16,7 +16,7 @@ import msgspec
 from holdfast.engines.client import JobClient
 from holdfast.engines.reach import client_of
 from holdfast.errors import UsageError
-from holdfast.protocol.status_change import WHOLE
+from holdfast.protocol.wire.status_change import WHOLE
 from holdfast.web.application import API
 from holdfast.web.sources import Answer, Refused, answer, frame
 

@@ -10,8 +10,7 @@ from typing import Any, Protocol
 from aiohttp import web
 
 from holdfast.coordinator.service.authentication import HeardFirst, first_words, page_refusal
-from holdfast.protocol.authentication import BACKLOG, Door
-from holdfast.protocol.http_server import head_missing
+from holdfast.protocol.network.listener import BACKLOG, Door, head_missing
 from holdfast.web.application import Host, guard, headers_of_page, routes
 from holdfast.web.sessions import Sessions
 from holdfast.web.sources import ACTIONS, PANELS

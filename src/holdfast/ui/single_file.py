@@ -8,7 +8,7 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from holdfast.protocol.decoding import decode
+from holdfast.protocol.wire.decoding import decode
 from holdfast.web.application import IMPORTS, STYLES, UPLOT, file_of
 from holdfast.web.sources import Answer, Refused, Source
 

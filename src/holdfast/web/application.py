@@ -17,7 +17,7 @@ import msgspec
 from aiohttp import web
 
 from holdfast.errors import Damaged
-from holdfast.protocol.decoding import decode
+from holdfast.protocol.wire.decoding import decode
 from holdfast.web.sessions import ENTER, PREFIXES, QUERY_CHARS, Role, Sessions
 from holdfast.web.sources import ACTIONS, GZIP_BYTES, PANELS, Answer, Refused, Source, whole
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from holdfast.plan import formulas
 from holdfast.protocol import units
-from holdfast.protocol.time_classes import TimeClass
+from holdfast.protocol.phases import TimeClass
 from holdfast.web.story import Story
 
 RECOVERY = (

@@ -17,7 +17,7 @@ from enum import StrEnum
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qs, urlsplit
 
-from holdfast.protocol.proof import is_same
+from holdfast.protocol.network.proof import is_same
 
 CODE_S = 60.0
 CODES_KEPT = 64

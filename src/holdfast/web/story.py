@@ -14,8 +14,8 @@ import msgspec
 
 from holdfast.errors import Damaged
 from holdfast.protocol import ledger
-from holdfast.protocol.decoding import decode
-from holdfast.protocol.ledger.incidents import FACTS, add_facts
+from holdfast.protocol.ledger import FACTS, add_facts
+from holdfast.protocol.wire.decoding import decode
 
 DECISIONS_KEPT = 2000
 INCIDENTS_KEPT = 2048

@@ -15,7 +15,7 @@ from holdfast.observe.goodput import WORDS, goodput_words, losses
 from holdfast.observe.printable import printable
 from holdfast.protocol import units
 from holdfast.protocol.health import remedy_text, severity_text
-from holdfast.protocol.ledger.incidents import PHASES
+from holdfast.protocol.ledger import PHASES
 from holdfast.protocol.verified import ReadBack
 from holdfast.web.story import FINDINGS_KEPT, STATES, Story
 

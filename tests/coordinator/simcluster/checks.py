@@ -21,8 +21,7 @@ from holdfast.coordinator.membership import nodes, notices, queries, wall_time
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import Durable
 from holdfast.protocol.notices import NoticeCause
-from holdfast.protocol.phases import Phase
-from holdfast.protocol.time_classes import TimeClass
+from holdfast.protocol.phases import Phase, TimeClass
 from simcluster.plan import FOREVER
 from simcluster.saved import SavedChecks
 

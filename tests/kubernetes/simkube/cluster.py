@@ -9,9 +9,16 @@ import msgspec
 
 from holdfast.engines.kubernetes.observed import Farewell, MachineSeen, NodeSaid, PodSeen, Said, WorkloadSeen
 from holdfast.engines.kubernetes.resource import HoldfastJob
-from holdfast.protocol.availability import Availability, NodeGoing, NodeTaken, OrderDone
-from holdfast.protocol.engine_orders import EngineOrder, ProvideNode, ReleaseNode
-from holdfast.protocol.hearing import Hearing
+from holdfast.protocol.engine_orders import (
+    Availability,
+    EngineOrder,
+    NodeGoing,
+    NodeTaken,
+    OrderDone,
+    ProvideNode,
+    ReleaseNode,
+)
+from holdfast.protocol.network.endpoint import Hearing
 from holdfast.protocol.notices import NoticeCause
 from simkube.choices import Choices
 from simkube.server import Server

@@ -26,7 +26,7 @@ from holdfast.adapters.huggingface.progress import Progress
 from holdfast.adapters.versions import PEFT, TRANSFORMERS, TRL
 from holdfast.data.mapstyle import shuffled
 from holdfast.errors import Damaged, UsageError
-from holdfast.protocol.stored import decode_file
+from holdfast.protocol.wire.stored import decode_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -20,7 +20,7 @@ from torchtitan.components.checkpointer.base import DATALOADER, MODEL, ModelWrap
 from torchtitan.tools.logging import logger
 
 from holdfast.errors import Damaged, UsageError
-from holdfast.protocol.stored import decode_file
+from holdfast.protocol.wire.stored import decode_file
 from holdfast.tensors.dtensor_shards import local_of, start_of
 
 OWNER = "job.json"

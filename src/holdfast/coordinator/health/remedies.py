@@ -26,9 +26,8 @@ from holdfast.coordinator.kernel.requests import (
 )
 from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
-from holdfast.protocol.availability import EngineTraits
 from holdfast.protocol.causes import Cause
-from holdfast.protocol.engine_orders import MarkNode, RebootNode, ReleaseNode
+from holdfast.protocol.engine_orders import EngineTraits, MarkNode, RebootNode, ReleaseNode
 from holdfast.protocol.health import Remedy, Severity
 
 # ---------------------------------------------------------------- begun

@@ -7,19 +7,22 @@ from typing import Any
 import msgspec
 
 from holdfast.coordinator.kernel.history import Kind, Remembered
-from holdfast.protocol.availability import (
+from holdfast.protocol.causes import Cause, ConnectionClosed
+from holdfast.protocol.engine_orders import (
     Capacity,
     EngineTraits,
     JobGoing,
+    MarkNode,
     NodeAvailable,
     NodeGoing,
     NodeOutOfMemory,
     NodeTaken,
     NodeUnavailable,
     OrderDone,
+    ProvideNode,
+    RebootNode,
+    ReleaseNode,
 )
-from holdfast.protocol.causes import Cause, ConnectionClosed
-from holdfast.protocol.engine_orders import MarkNode, ProvideNode, RebootNode, ReleaseNode
 from holdfast.protocol.health import Remedy
 from holdfast.protocol.job import Durable
 from holdfast.protocol.ledger import LedgerEvent

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from holdfast.coordinator.kernel.restart_budget import Daily
-from holdfast.protocol.availability import EngineTraits
+from holdfast.protocol.engine_orders import EngineTraits
 from holdfast.protocol.health import Remedy, Severity
 
 KEPT_EVIDENCE = 8

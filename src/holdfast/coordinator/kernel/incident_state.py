@@ -7,7 +7,7 @@ import msgspec
 from holdfast.coordinator.kernel.health_state import Evidence
 from holdfast.protocol.causes import Cause
 from holdfast.protocol.health import Remedy, Severity
-from holdfast.protocol.node_place import NodePlace
+from holdfast.protocol.place import NodePlace
 
 
 class Incident(msgspec.Struct, omit_defaults=True, kw_only=True):

@@ -22,10 +22,9 @@ from holdfast.coordinator.kernel.state import CoreState
 from holdfast.protocol import ledger
 from holdfast.protocol.causes import Cause, Hang, RuleMatched
 from holdfast.protocol.health import Severity
-from holdfast.protocol.ledger import IncidentFacts
-from holdfast.protocol.ledger.incidents import counted_as
+from holdfast.protocol.ledger import IncidentFacts, counted_as
 from holdfast.protocol.messages import Joined
-from holdfast.protocol.node_place import shown as shown_place
+from holdfast.protocol.place import shown as shown_place
 
 COORDINATOR = "coordinator"
 """The rung of an incident in which only the coordinator was lost: training went on meanwhile."""

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 from holdfast.coordinator.kernel.membership_state import MembershipState, Node, Worker
 from holdfast.coordinator.kernel.phases import NodePhase, WorkerPhase
-from holdfast.protocol.node_place import NodePlace
+from holdfast.protocol.place import NodePlace
 
 T = TypeVar("T", Node, Worker)
 

@@ -11,11 +11,10 @@ from holdfast.protocol.causes import Cause
 from holdfast.protocol.health import CLUSTER_NAME, Remedy
 from holdfast.protocol.job import Durable
 from holdfast.protocol.messages import Generation, Ready, Stop
-from holdfast.protocol.node_place import NodePlace
 from holdfast.protocol.notices import NoticeCause
-from holdfast.protocol.phases import Groups
+from holdfast.protocol.phases import Groups, TimeClass
+from holdfast.protocol.place import NodePlace
 from holdfast.protocol.snapshots import Copy, Holder
-from holdfast.protocol.time_classes import TimeClass
 
 SIZES_KEPT = 512
 """Changes of the world's size that a report can tell of."""

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import msgspec
 
-from holdfast.protocol.node_place import NodePlace
+from holdfast.protocol.place import NodePlace
 
 Path = tuple[str, ...]
 """A place, and in it the node. Nodes whose place is not known have a place of their own."""

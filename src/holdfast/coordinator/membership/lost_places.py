@@ -7,7 +7,7 @@ from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.incident_state import Incident
 from holdfast.coordinator.kernel.membership_state import Node, Worker
 from holdfast.protocol import causes, ledger
-from holdfast.protocol.node_place import NodePlace, common, shown
+from holdfast.protocol.place import NodePlace, common, shown
 
 _LOST_WITH_OTHERS = (causes.ConnectionClosed, causes.NodeSilent)
 """What the loss of a switch or of the power looks like. Whatever else takes a node out is about that node alone."""

@@ -29,10 +29,9 @@ from holdfast.coordinator.membership import (
 )
 from holdfast.protocol import causes, ledger
 from holdfast.protocol import messages as m
-from holdfast.protocol.availability import OrderDone
-from holdfast.protocol.engine_orders import ProvideNode, RebootNode, ReleaseNode, kind_of
-from holdfast.protocol.node_place import shown
+from holdfast.protocol.engine_orders import OrderDone, ProvideNode, RebootNode, ReleaseNode, kind_of
 from holdfast.protocol.phases import Phase
+from holdfast.protocol.place import shown
 
 KEPT_GONE = 32
 """So many workers and nodes that are gone are remembered, for what is still said about them."""

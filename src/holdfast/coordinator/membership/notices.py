@@ -10,7 +10,7 @@ from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.membership_state import Node, Standing
 from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
-from holdfast.protocol.availability import JobGoing
+from holdfast.protocol.engine_orders import JobGoing
 from holdfast.protocol.notices import Going, Notice, NoticeCause
 
 MOVED_S = 5.0

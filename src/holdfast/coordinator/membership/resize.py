@@ -30,8 +30,7 @@ from holdfast.coordinator.storage import queries as storage
 from holdfast.errors import UsageError
 from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
-from holdfast.protocol.availability import Capacity
-from holdfast.protocol.engine_orders import ReleaseNode
+from holdfast.protocol.engine_orders import Capacity, ReleaseNode
 from holdfast.protocol.health import Remedy
 from holdfast.protocol.notices import NoticeCause
 

@@ -16,7 +16,7 @@ from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.membership import pace, queries
 from holdfast.protocol import messages as m
-from holdfast.protocol.time_classes import TimeClass
+from holdfast.protocol.phases import TimeClass
 
 KEPT = 64
 """Positions whose seconds are remembered, see `TimeAccount.told`."""

@@ -7,7 +7,7 @@ import asyncio
 import msgspec
 
 from holdfast.protocol import messages as m
-from holdfast.protocol.frames import encode
+from holdfast.protocol.wire.frames import encode
 
 
 class Line(asyncio.Queue[bytes | None]):

@@ -19,8 +19,8 @@ from holdfast.coordinator.service.metrics_health import Readings
 from holdfast.coordinator.service.watchers import Watchers
 from holdfast.errors import ProtocolError
 from holdfast.protocol import messages as m
-from holdfast.protocol.frames import Codec, encode
 from holdfast.protocol.phases import Phase
+from holdfast.protocol.wire.frames import Codec, encode
 
 _codec: Codec[m.AgentMessage] = Codec(m.AgentMessage)
 _log = logging.getLogger(__name__)

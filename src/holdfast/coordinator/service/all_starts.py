@@ -14,7 +14,7 @@ import msgspec
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.membership import step_accounting, wall_time
 from holdfast.coordinator.service import goodput
-from holdfast.protocol.time_classes import TimeClass
+from holdfast.protocol.phases import TimeClass
 
 _DIVIDED = (TimeClass.PRODUCTIVE, TimeClass.RECOMPUTED)
 

@@ -15,11 +15,10 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from holdfast.protocol.authentication import Door
-from holdfast.protocol.endpoint import NAME_PATH, CoordinatorName, Endpoint
-from holdfast.protocol.http_server import head_missing
-from holdfast.protocol.proof import ANSWER_HEADER, OWN_HEADER, REFUSAL, admit
-from holdfast.protocol.scrape_token import PATH as SCRAPED
+from holdfast.protocol.network.endpoint import NAME_PATH, CoordinatorName, Endpoint
+from holdfast.protocol.network.listener import Door, head_missing
+from holdfast.protocol.network.proof import ANSWER_HEADER, OWN_HEADER, REFUSAL, admit
+from holdfast.protocol.network.proof import PATH as SCRAPED
 from holdfast.web import application
 from holdfast.web.sessions import Sessions
 

@@ -22,9 +22,8 @@ from holdfast.health.checks.fleet import against_fleet
 from holdfast.health.checks.network import measured_of
 from holdfast.protocol import messages as m
 from holdfast.protocol.check_options import CheckOptions
-from holdfast.protocol.checking import CheckNews, PairFigures
-from holdfast.protocol.decoding import decode
-from holdfast.protocol.health import CheckResult, Condition, Finding, Remedy, Severity
+from holdfast.protocol.health import CheckNews, CheckResult, Condition, Finding, PairFigures, Remedy, Severity
+from holdfast.protocol.wire.decoding import decode
 
 ANSWER_S = 1800.0
 """The longest that a node may take; its agent gives up single checks long before."""

@@ -14,7 +14,7 @@ import sqlite3
 import msgspec
 
 from holdfast.coordinator.service import figure_rollups, rollups
-from holdfast.protocol.decoding import decode
+from holdfast.protocol.wire.decoding import decode
 
 STEPS_KEPT = 1_000_000
 """About 80 MB of rows, and 40 bytes for each value that the script logs in a step."""

@@ -35,10 +35,10 @@ from holdfast.coordinator.service.store import SNAPSHOT, SPOKEN, LedgerEntry, Pa
 from holdfast.coordinator.service.watchers import Watchers
 from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
-from holdfast.protocol.availability import OrderDone
 from holdfast.protocol.engine_orders import (
     EngineOrder,
     MarkNode,
+    OrderDone,
     ProvideNode,
     RebootNode,
     ReleaseNode,

@@ -23,10 +23,10 @@ from holdfast.coordinator.service.drain import FAREWELL_S
 from holdfast.coordinator.service.store import FIRST, Page, Store
 from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.protocol import messages as m
-from holdfast.protocol.decoding import MOST_BYTES, decode
-from holdfast.protocol.endpoint import Endpoint
-from holdfast.protocol.frames import Codec, encode
-from holdfast.protocol.ledger_mark import LedgerMark
+from holdfast.protocol.messages import LedgerMark
+from holdfast.protocol.network.endpoint import Endpoint
+from holdfast.protocol.wire.decoding import MOST_BYTES, decode
+from holdfast.protocol.wire.frames import Codec, encode
 
 _log = logging.getLogger(__name__)
 _codec: Codec[m.AgentMessage] = Codec(m.AgentMessage)

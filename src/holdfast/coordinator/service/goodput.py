@@ -6,7 +6,7 @@ from typing import Any
 
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.membership import wall_time
-from holdfast.protocol.time_classes import TimeClass
+from holdfast.protocol.phases import TimeClass
 
 _STEPS = (
     TimeClass.COMPUTED,

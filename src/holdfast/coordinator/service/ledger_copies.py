@@ -24,8 +24,8 @@ from holdfast.coordinator.service.agent_lines import AgentLines, Line
 from holdfast.coordinator.service.ledger import Unreadable
 from holdfast.coordinator.service.store import Page
 from holdfast.protocol import messages as m
-from holdfast.protocol.ledger_mark import LedgerMark
-from holdfast.protocol.node_place import nearness
+from holdfast.protocol.messages import LedgerMark
+from holdfast.protocol.place import nearness
 
 _log = logging.getLogger(__name__)
 PART_BYTES = 4 << 20

@@ -27,7 +27,7 @@ from holdfast.coordinator.service.metric_families import counter, gauge, histogr
 from holdfast.coordinator.service.metrics_rows import Rows
 from holdfast.coordinator.service.tally import Tally
 from holdfast.protocol import ledger
-from holdfast.protocol.time_classes import TimeClass
+from holdfast.protocol.phases import TimeClass
 
 OLD_SERIES = "text/plain"
 """What is answered to whoever says nothing of OpenMetrics."""

@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.service.metric_families import counter, gauge, summary
-from holdfast.protocol.node_figures import NODE_FIGURES
+from holdfast.protocol.health import NODE_FIGURES
 
 Readings = Sequence[tuple[str, str, float]]
 """Name, subject and value of each, see `protocol.node_figures`."""

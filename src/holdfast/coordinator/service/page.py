@@ -19,8 +19,7 @@ from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.service import page_facts, page_reader, worker_output
 from holdfast.coordinator.service.launches import launches
 from holdfast.coordinator.service.store import Store
-from holdfast.protocol.sample_check import samples_shown
-from holdfast.protocol.verified import verified
+from holdfast.protocol.verified import samples_shown, verified
 from holdfast.web import views
 from holdfast.web.cost import cost
 from holdfast.web.sources import Answer, Refused, answer, frame, whole

@@ -12,7 +12,7 @@ from holdfast.coordinator.service.decision_loop import DecisionLoop
 from holdfast.coordinator.service.ledger import Ledger
 from holdfast.errors import UsageError
 from holdfast.protocol import units
-from holdfast.protocol.availability import NodeGoing
+from holdfast.protocol.engine_orders import NodeGoing
 from holdfast.protocol.notices import NoticeCause
 from holdfast.web.sources import Refused
 

@@ -23,14 +23,13 @@ from holdfast.coordinator.service.store import KEEPERS, News, Page, Store
 from holdfast.coordinator.service.tally import Tally
 from holdfast.coordinator.service.watchers import Watcher, Watchers, announcement
 from holdfast.errors import Damaged, UsageError
-from holdfast.protocol.availability import Availability, NodeGoing
-from holdfast.protocol.decoding import decode
-from holdfast.protocol.engine_orders import EngineOrders, as_announced, kind_of
+from holdfast.protocol.engine_orders import Availability, EngineOrders, NodeGoing, as_announced, kind_of
 from holdfast.protocol.faults import check_watched, node_name, parse_fault
 from holdfast.protocol.health import Remedy
 from holdfast.protocol.job import JobDescription
 from holdfast.protocol.notices import NoticeCause
-from holdfast.protocol.status_change import LEDGER_KEPT
+from holdfast.protocol.wire.decoding import decode
+from holdfast.protocol.wire.status_change import LEDGER_KEPT
 
 MOST_KEEPERS = 64
 """Of whom each is waited for at the end. Who comes after them is given the ledger as well."""

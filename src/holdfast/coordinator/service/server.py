@@ -46,11 +46,11 @@ from holdfast.coordinator.service.step_summary import StepSummary
 from holdfast.coordinator.service.store import KEEPERS, Store, own_ledger
 from holdfast.coordinator.service.watchers import Watchers
 from holdfast.protocol import ledger
-from holdfast.protocol.endpoint import Endpoint, read_endpoint, write_endpoint
 from holdfast.protocol.job import JobDescription, JobSpec, Resume
 from holdfast.protocol.leadership import EXIT_HANDED_OVER, EXIT_SUPERSEDED, LOOK_S, newest_term
-from holdfast.protocol.scrape_token import read_scrape_token
-from holdfast.protocol.stored import read_stored_word
+from holdfast.protocol.network.endpoint import Endpoint, read_endpoint, write_endpoint
+from holdfast.protocol.network.proof import read_scrape_token
+from holdfast.protocol.wire.stored import read_stored_word
 from holdfast.web.application import API, headers_of_page
 from holdfast.web.sessions import Sessions
 

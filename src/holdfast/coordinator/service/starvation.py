@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from holdfast.protocol.processes import ThreadTimes, kernel_id, memory_stall_s, thread_times
+from holdfast.protocol.machine.processes import ThreadTimes, kernel_id, memory_stall_s, thread_times
 
 
 class _Silence:

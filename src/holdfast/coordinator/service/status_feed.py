@@ -19,7 +19,7 @@ from holdfast.coordinator.kernel.phases import WorkerPhase
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.service import report
 from holdfast.protocol.messages import Generation
-from holdfast.protocol.status_change import CHANGED, WHOLE, StatusChange
+from holdfast.protocol.wire.status_change import CHANGED, WHOLE, StatusChange
 
 PIECE = 100
 """So many rows are looked at before others have their turn: a millisecond where all of them are made anew."""

@@ -28,15 +28,9 @@ from holdfast.coordinator.service.step_summary import StepSummary, read_summary
 from holdfast.coordinator.service.tally import Tally, read_tally
 from holdfast.errors import Damaged
 from holdfast.protocol import ledger
-from holdfast.protocol.decoding import decode
-from holdfast.protocol.ledger.incidents import (
-    ABOUT_INCIDENTS,
-    FACTS,
-    IncidentExplained,
-    IncidentFacts,
-    add_facts,
-)
+from holdfast.protocol.ledger import ABOUT_INCIDENTS, FACTS, IncidentExplained, IncidentFacts, add_facts
 from holdfast.protocol.messages import StepTold
+from holdfast.protocol.wire.decoding import decode
 
 T = TypeVar("T")
 

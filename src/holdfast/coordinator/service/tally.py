@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 
 from holdfast.coordinator.service.compaction import dropped
-from holdfast.protocol.decoding import decode
-from holdfast.protocol.ledger.incidents import counted_as
+from holdfast.protocol.ledger import counted_as
+from holdfast.protocol.wire.decoding import decode
 
 BOUNDS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 """Upper bounds of the histograms' buckets; what is longer is in one more."""

@@ -9,7 +9,7 @@ from holdfast.coordinator.kernel.membership_state import Node
 from holdfast.coordinator.kernel.phases import JobPhase
 from holdfast.coordinator.kernel.storage_state import HeldShard, Snapshot, Storing
 from holdfast.protocol import messages as m
-from holdfast.protocol.node_place import nearness
+from holdfast.protocol.place import nearness
 from holdfast.protocol.snapshots import Copy, Holder
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from holdfast.protocol.availability import EngineTraits
-from holdfast.protocol.engine_orders import ReleaseNode
+from holdfast.protocol.engine_orders import EngineTraits, ReleaseNode
 
 
 class JoinEngine:

@@ -13,8 +13,8 @@ from holdfast.engines.join.engine import JoinEngine
 from holdfast.engines.launcher import Launcher
 from holdfast.engines.shown import View
 from holdfast.protocol.job import JobSpec
-from holdfast.protocol.sockets import host_and_port
-from holdfast.protocol.stored import read_stored_word
+from holdfast.protocol.network.sockets import host_and_port
+from holdfast.protocol.wire.stored import read_stored_word
 
 
 class JoinLauncher(Launcher):

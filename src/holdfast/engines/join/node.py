@@ -25,13 +25,13 @@ from holdfast.engines.folders import (
     prepare_folder,
 )
 from holdfast.errors import HoldfastError, UsageError
-from holdfast.protocol.decoding import decode
-from holdfast.protocol.endpoint import Endpoint
-from holdfast.protocol.http_client import Unproven, request
 from holdfast.protocol.job import JobDescription
-from holdfast.protocol.lookup import parse_address
-from holdfast.protocol.node_place import NodePlace
-from holdfast.protocol.python import python_module
+from holdfast.protocol.machine.processes import python_module
+from holdfast.protocol.network.endpoint import Endpoint
+from holdfast.protocol.network.http_client import Unproven, request
+from holdfast.protocol.network.lookup import parse_address
+from holdfast.protocol.place import NodePlace
+from holdfast.protocol.wire.decoding import decode
 
 RETRY_S = 0.5
 TELL_S = 2.0

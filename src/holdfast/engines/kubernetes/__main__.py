@@ -23,8 +23,8 @@ from holdfast.engines.kubernetes.render import Setting
 from holdfast.engines.kubernetes.replacement import ACCEPTED, AFTER_S, MOST_A_DAY, Replacements, Way, read_way
 from holdfast.engines.kubernetes.until_stopped import until_stopped
 from holdfast.errors import HoldfastError
-from holdfast.protocol.lookup import AddressLookup
-from holdfast.protocol.sockets import raise_descriptor_limit
+from holdfast.protocol.network.lookup import AddressLookup
+from holdfast.protocol.network.sockets import raise_descriptor_limit
 
 LEASE = "holdfast-operator"
 OWN_NAMESPACE = ACCOUNT / "namespace"

@@ -7,7 +7,7 @@ import msgspec
 
 from holdfast.engines.kubernetes.marks import Mark
 from holdfast.engines.kubernetes.status import JobStatus
-from holdfast.protocol.availability import Availability
+from holdfast.protocol.engine_orders import Availability
 from holdfast.protocol.notices import NoticeCause
 
 

@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 
 from holdfast.errors import Damaged, HoldfastError
-from holdfast.protocol.decoding import decode
+from holdfast.protocol.wire.decoding import decode
 
 ANSWER_S = 10.0
 """How long a request may take. It may have been carried out all the same."""

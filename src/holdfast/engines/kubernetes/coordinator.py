@@ -7,7 +7,7 @@ import signal
 import sys
 
 from holdfast.errors import Damaged
-from holdfast.protocol.stored import decode_file
+from holdfast.protocol.wire.stored import decode_file
 
 if __name__ == "__main__":
     # Before the other imports, which take a while: the kernel drops a SIGTERM that the first process of a container has no
@@ -32,7 +32,7 @@ from holdfast.engines.kubernetes.names import CONFIG_FOLDER, COORDINATOR_PORT, T
 from holdfast.engines.kubernetes.observed import Farewell
 from holdfast.engines.kubernetes.pod import PodPlace, read_pod
 from holdfast.errors import HoldfastError, UsageError
-from holdfast.protocol.availability import EngineTraits
+from holdfast.protocol.engine_orders import EngineTraits
 from holdfast.protocol.leadership import EXIT_HANDED_OVER
 
 _log = logging.getLogger("holdfast.coordinator-pod")

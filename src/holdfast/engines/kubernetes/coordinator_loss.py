@@ -7,7 +7,7 @@ has to say the same: the kubelet of its machine, which is silent, or most of the
 from __future__ import annotations
 
 from holdfast.engines.kubernetes.observed import Observed, PodSeen
-from holdfast.protocol.hearing import Hearing
+from holdfast.protocol.network.endpoint import Hearing
 
 VOTERS = 31
 """Nodes that are asked at a time: a job of thousands must not be asked as a whole. An odd number has no tie."""

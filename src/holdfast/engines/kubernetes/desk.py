@@ -13,8 +13,7 @@ import msgspec
 from holdfast.engines.kubernetes import names
 from holdfast.engines.kubernetes.actions import Action, AskResize, DeletePod, Number, Tell, Warn
 from holdfast.engines.kubernetes.observed import PodSeen, Released, Said
-from holdfast.protocol.availability import NodeOutOfMemory, OrderDone
-from holdfast.protocol.engine_orders import ReleaseNode
+from holdfast.protocol.engine_orders import NodeOutOfMemory, OrderDone, ReleaseNode
 
 MOST_GONE = 4096
 """Uids and names of pods that are gone: more than pods of one job that go within the life of a request."""

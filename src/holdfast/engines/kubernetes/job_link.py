@@ -11,7 +11,7 @@ from holdfast.engines.kubernetes.actions import AskResize, AskStop, Tell
 from holdfast.engines.kubernetes.desk import Desk
 from holdfast.engines.kubernetes.link import CoordinatorLink, RefusedByCoordinator, Silent
 from holdfast.engines.kubernetes.observed import PodSeen, Said
-from holdfast.protocol.lookup import Lookup
+from holdfast.protocol.network.lookup import Lookup
 
 _log = logging.getLogger(__name__)
 ASK_ANYWAY_S = 5.0

@@ -16,7 +16,7 @@ from holdfast.engines.kubernetes.check import check, convert
 from holdfast.engines.kubernetes.names import LABEL_QUEUE
 from holdfast.engines.kubernetes.render import Setting
 from holdfast.engines.kubernetes.resource import HoldfastJob
-from holdfast.protocol.decoding import decode
+from holdfast.protocol.wire.decoding import decode
 
 ACCEPTED_KEY = "accepted.json"
 """In the job's ConfigMap: the object's spec, as the run was started with it."""

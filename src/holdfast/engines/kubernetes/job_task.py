@@ -66,8 +66,8 @@ from holdfast.engines.kubernetes.resource import (
 from holdfast.engines.kubernetes.status import JobStatus, status_of
 from holdfast.engines.kubernetes.status_patch import decided_from, status_patch, written
 from holdfast.engines.kubernetes.times import from_timestamp
-from holdfast.protocol.hearing import Hearing
-from holdfast.protocol.lookup import Lookup
+from holdfast.protocol.network.endpoint import Hearing
+from holdfast.protocol.network.lookup import Lookup
 
 _log = logging.getLogger(__name__)
 STATUS_EVERY_S = 5.0

@@ -15,14 +15,13 @@ import msgspec
 from holdfast.agent.coordinator_link import give_up_when_gone
 from holdfast.engines.kubernetes.observed import NodeSaid, Said
 from holdfast.errors import HoldfastError
-from holdfast.protocol.availability import Availability
-from holdfast.protocol.decoding import decode
-from holdfast.protocol.endpoint import Endpoint
-from holdfast.protocol.engine_orders import EngineOrders
+from holdfast.protocol.engine_orders import Availability, EngineOrders
 from holdfast.protocol.health import CLUSTER_NAME
-from holdfast.protocol.http_client import proven_session, request
-from holdfast.protocol.lookup import Lookup
+from holdfast.protocol.network.endpoint import Endpoint
+from holdfast.protocol.network.http_client import proven_session, request
+from holdfast.protocol.network.lookup import Lookup
 from holdfast.protocol.notices import NoticeCause
+from holdfast.protocol.wire.decoding import decode
 
 ANSWER_S = 5.0
 AGAIN_S = 1.0

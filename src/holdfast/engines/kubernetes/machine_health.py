@@ -21,8 +21,8 @@ import msgspec
 from holdfast.engines.kubernetes.names import NOTE_WATCH
 from holdfast.engines.kubernetes.times import timestamp
 from holdfast.errors import Damaged
-from holdfast.protocol.decoding import decode
 from holdfast.protocol.health import Condition, Finding, Severity, acts_on_node
+from holdfast.protocol.wire.decoding import decode
 
 CONDITION = "HoldfastHealth"
 """True: the machine is sick."""

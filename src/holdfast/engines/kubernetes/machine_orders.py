@@ -9,8 +9,7 @@ from holdfast.engines.kubernetes.actions import Action, MarkMachine, Tell, Unmar
 from holdfast.engines.kubernetes.marks import Mark
 from holdfast.engines.kubernetes.observed import Observed, PodSeen
 from holdfast.engines.kubernetes.resource import HoldfastJob
-from holdfast.protocol.availability import OrderDone
-from holdfast.protocol.engine_orders import MarkNode
+from holdfast.protocol.engine_orders import MarkNode, OrderDone
 
 NOT_ASKED = "the operator marks no machines (--mark is none): the job itself avoids it"
 NO_MACHINE = "its pod is gone, and with it the name of its machine: the job itself avoids it"

@@ -20,7 +20,7 @@ import msgspec
 from holdfast.engines.kubernetes.names import NOTE_FAULT, TAINT_UNHEALTHY
 from holdfast.engines.kubernetes.times import timestamp
 from holdfast.errors import Damaged
-from holdfast.protocol.decoding import decode
+from holdfast.protocol.wire.decoding import decode
 
 Marking = Literal["none", "condition", "taint"]
 CONDITION = "HoldfastFault"

@@ -15,7 +15,7 @@ from holdfast.engines.folders import find_environment_problems
 from holdfast.engines.kubernetes.names import AGENT_PORT, CONFIG_FOLDER, COORDINATOR_VARIABLE, GRACE_VARIABLE
 from holdfast.engines.kubernetes.pod import PodPlace, read_place, read_pod
 from holdfast.errors import HoldfastError, UsageError
-from holdfast.protocol.python import python_module
+from holdfast.protocol.machine.processes import python_module
 
 
 def main() -> str:

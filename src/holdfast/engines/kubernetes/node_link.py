@@ -13,10 +13,10 @@ from holdfast.engines.kubernetes.coordinator_loss import VOTERS
 from holdfast.engines.kubernetes.names import AGENT_PORT
 from holdfast.engines.kubernetes.observed import PodSeen
 from holdfast.errors import Damaged
-from holdfast.protocol.decoding import decode
-from holdfast.protocol.hearing import MAX_ANSWER_BYTES, PATH, Hearing, Whereabouts, agent_name
-from holdfast.protocol.http_client import proving_to
-from holdfast.protocol.sockets import host_and_port
+from holdfast.protocol.network.endpoint import MAX_ANSWER_BYTES, PATH, Hearing, Whereabouts, agent_name
+from holdfast.protocol.network.http_client import proving_to
+from holdfast.protocol.network.sockets import host_and_port
+from holdfast.protocol.wire.decoding import decode
 
 ANSWER_S = 2.0
 MORE_S = 0.5

@@ -27,7 +27,7 @@ from holdfast.engines.kubernetes.replacement import (
     SetLabel,
 )
 from holdfast.errors import Damaged
-from holdfast.protocol.decoding import decode
+from holdfast.protocol.wire.decoding import decode
 
 _log = logging.getLogger(__name__)
 RECORD = "holdfast-replacements"

@@ -12,7 +12,7 @@ from holdfast.engines.kubernetes.marks import NONE, MachineMarks, Marking
 from holdfast.engines.kubernetes.resource import HoldfastJob, QueueTopology
 from holdfast.engines.kubernetes.status import JobStatus
 from holdfast.protocol.engine_orders import EngineOrder
-from holdfast.protocol.hearing import Hearing
+from holdfast.protocol.network.endpoint import Hearing
 
 PodPhase = Literal["Pending", "Running", "Succeeded", "Failed", "Unknown"]
 

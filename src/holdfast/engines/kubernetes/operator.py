@@ -23,7 +23,7 @@ from holdfast.engines.kubernetes.observed import MachineSeen
 from holdfast.engines.kubernetes.reading import machine_seen
 from holdfast.engines.kubernetes.render import Setting
 from holdfast.engines.kubernetes.resource import GROUP, PLURAL, VERSION
-from holdfast.protocol.lookup import Lookup
+from holdfast.protocol.network.lookup import Lookup
 
 _log = logging.getLogger("holdfast.operator")
 OURS = {"labelSelector": f"{LABEL_MANAGER}={MANAGER}"}

@@ -23,8 +23,8 @@ from holdfast.engines.kubernetes.names import (
 )
 from holdfast.errors import Damaged, UsageError
 from holdfast.protocol.job import JobSpec
-from holdfast.protocol.node_place import NodePlace, parse_place
-from holdfast.protocol.stored import decode_file
+from holdfast.protocol.place import NodePlace, parse_place
+from holdfast.protocol.wire.stored import decode_file
 
 IDENTITY = "pod"
 """Of the snapshot memory. It is a pod's own and ends with it, so what a restarted container finds there is its job's."""

@@ -28,11 +28,11 @@ from holdfast.engines.kubernetes.resource import GROUP, PLURAL, VERSION
 from holdfast.engines.kubernetes.status import QUEUED, ConditionType, JobStatus, status_of
 from holdfast.engines.kubernetes.tunnel import Tunnel
 from holdfast.errors import Damaged, UsageError
-from holdfast.protocol.decoding import decode
-from holdfast.protocol.endpoint import NAME_PATH, CoordinatorName, Endpoint
-from holdfast.protocol.http_client import Answer, Unproven
-from holdfast.protocol.sockets import host_and_port
-from holdfast.protocol.status_change import LEDGER_KEPT
+from holdfast.protocol.network.endpoint import NAME_PATH, CoordinatorName, Endpoint
+from holdfast.protocol.network.http_client import Answer, Unproven
+from holdfast.protocol.network.sockets import host_and_port
+from holdfast.protocol.wire.decoding import decode
+from holdfast.protocol.wire.status_change import LEDGER_KEPT
 
 AGAIN_S = 0.5
 """Between two tries: each asks the API server."""

@@ -23,9 +23,9 @@ from holdfast.engines.kubernetes.observed import Farewell, MachineSeen, PodPhase
 from holdfast.engines.kubernetes.resource import COORDINATOR, WORKER
 from holdfast.engines.kubernetes.times import from_timestamp
 from holdfast.errors import Damaged
-from holdfast.protocol.decoding import decode
 from holdfast.protocol.leadership import EXIT_HANDED_OVER
-from holdfast.protocol.node_place import MOST_LEVELS
+from holdfast.protocol.place import MOST_LEVELS
+from holdfast.protocol.wire.decoding import decode
 
 GOING_TAINTS = {
     "karpenter.sh/disrupted": "Karpenter takes the machine back",

@@ -55,8 +55,16 @@ from holdfast.engines.kubernetes.resource import HoldfastJob, HoldfastJobSpec
 from holdfast.engines.kubernetes.sizes import size_to_ask
 from holdfast.engines.kubernetes.status import ConditionType, JobStatus
 from holdfast.engines.kubernetes.times import from_timestamp
-from holdfast.protocol.availability import NodeGoing, NodeOutOfMemory, NodeTaken, OrderDone
-from holdfast.protocol.engine_orders import MarkNode, ProvideNode, RebootNode, ReleaseNode
+from holdfast.protocol.engine_orders import (
+    MarkNode,
+    NodeGoing,
+    NodeOutOfMemory,
+    NodeTaken,
+    OrderDone,
+    ProvideNode,
+    RebootNode,
+    ReleaseNode,
+)
 from holdfast.protocol.notices import NoticeCause
 
 ANSWERS_S = 20.0

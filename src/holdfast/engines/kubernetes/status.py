@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from holdfast.protocol.decoding import decode
+from holdfast.protocol.wire.decoding import decode
 
 Moment = Annotated[str, Meta(extra_json_schema={"format": "date-time"})]
 """UTC, as Kubernetes writes it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 from holdfast.errors import Damaged
-from holdfast.protocol.decoding import decode
+from holdfast.protocol.wire.decoding import decode
 
 
 def timestamp(utc_s: float) -> str:

@@ -14,9 +14,9 @@ from urllib.parse import urlencode
 import aiohttp
 from yarl import URL
 
-from holdfast.protocol.endpoint import Endpoint
-from holdfast.protocol.http_client import Answer, Unproven
-from holdfast.protocol.proof import ANSWER_HEADER, OWN_HEADER, Question
+from holdfast.protocol.network.endpoint import Endpoint
+from holdfast.protocol.network.http_client import Answer, Unproven
+from holdfast.protocol.network.proof import ANSWER_HEADER, OWN_HEADER, Question
 
 CONNECT_S = 5.0
 HEARTBEAT_S = 5.0

@@ -12,10 +12,9 @@ from holdfast.agent.hooks import timeout_s
 from holdfast.checkpoint.memory import hand_on, remove_memory
 from holdfast.engines.agents import agent_arguments
 from holdfast.engines.local.fork_server import AgentProcess, ForkServer
-from holdfast.protocol.availability import EngineTraits
-from holdfast.protocol.engine_orders import ReleaseNode
+from holdfast.protocol.engine_orders import EngineTraits, ReleaseNode
 from holdfast.protocol.job import JobSpec
-from holdfast.protocol.node_place import NodePlace
+from holdfast.protocol.place import NodePlace
 
 HOST = "127.0.0.1"
 CLOSE_S = 5.0

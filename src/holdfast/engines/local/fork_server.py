@@ -8,7 +8,7 @@ import signal
 import socket
 
 from holdfast.errors import HoldfastError
-from holdfast.protocol.python import python_for_scripts
+from holdfast.protocol.machine.processes import python_for_scripts
 
 
 class AgentProcess:

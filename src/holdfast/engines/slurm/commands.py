@@ -12,7 +12,7 @@ from typing import TypeVar
 from holdfast.engines.slurm import parse
 from holdfast.engines.slurm.parse import JobLine, NodeLine
 from holdfast.errors import HoldfastError, UsageError
-from holdfast.protocol.decoding import decode
+from holdfast.protocol.wire.decoding import decode
 
 ANSWER_S = 15.0
 JSON_SINCE = (23, 2)

@@ -20,7 +20,7 @@ from holdfast.engines.jobs import home
 from holdfast.engines.slurm.commands import Slurm, SlurmError, clean_environment
 from holdfast.engines.slurm.parse import WAITING
 from holdfast.engines.slurm.script import MODULE, follow_up_name, follow_up_script
-from holdfast.protocol.availability import (
+from holdfast.protocol.engine_orders import (
     Availability,
     Capacity,
     EngineTraits,
@@ -28,12 +28,12 @@ from holdfast.protocol.availability import (
     NodeGoing,
     NodeTaken,
     NodeUnavailable,
+    ReleaseNode,
 )
-from holdfast.protocol.engine_orders import ReleaseNode
 from holdfast.protocol.job import JobSpec
+from holdfast.protocol.machine.processes import python_module
 from holdfast.protocol.notices import NoticeCause
-from holdfast.protocol.python import python_module
-from holdfast.protocol.stored import decode_file
+from holdfast.protocol.wire.stored import decode_file
 
 _log = logging.getLogger(__name__)
 POLL_S = 3.0

@@ -16,7 +16,7 @@ from holdfast import logs
 from holdfast.engines.jobs import check_own
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.protocol.job import JobSpec
-from holdfast.protocol.stored import decode_file
+from holdfast.protocol.wire.stored import decode_file
 
 _log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from holdfast.errors import Damaged
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.leadership import claim_term, newest_term
 from holdfast.protocol.notices import NoticeCause
-from holdfast.protocol.stored import decode_file
+from holdfast.protocol.wire.stored import decode_file
 
 ROSTER = "roster.json"
 WANTING = frozenset({NoticeCause.TIME_LIMIT, NoticeCause.PREEMPTION, NoticeCause.NODES})

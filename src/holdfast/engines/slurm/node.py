@@ -28,13 +28,13 @@ from holdfast.engines.slurm.locate import ThisNode, find_this_node
 from holdfast.engines.topology import place_of_variables
 from holdfast.errors import UsageError
 from holdfast.observe.plain_view import PlainView
-from holdfast.protocol.endpoint import read_endpoint
-from holdfast.protocol.http_client import proving
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.leadership import GRACE_S, claim_term, newest_term
-from holdfast.protocol.node_place import PLACE_VARIABLE, NodePlace
-from holdfast.protocol.python import python_module
-from holdfast.protocol.stored import read_stored_word
+from holdfast.protocol.machine.processes import python_module
+from holdfast.protocol.network.endpoint import read_endpoint
+from holdfast.protocol.network.http_client import proving
+from holdfast.protocol.place import PLACE_VARIABLE, NodePlace
+from holdfast.protocol.wire.stored import read_stored_word
 
 _log = logging.getLogger("holdfast.engines.slurm.node")
 RETRY_S = 0.3

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 from holdfast.protocol.job import JobSpec
-from holdfast.protocol.python import python_module
+from holdfast.protocol.machine.processes import python_module
 
 MODULE = "holdfast.engines.slurm"
 

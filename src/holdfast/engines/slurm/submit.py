@@ -17,9 +17,9 @@ from holdfast.engines.slurm import parse
 from holdfast.engines.slurm.commands import Slurm, SlurmError, check_installed
 from holdfast.engines.slurm.script import job_script
 from holdfast.errors import Damaged, HoldfastError, UsageError
-from holdfast.protocol.endpoint import read_endpoint
 from holdfast.protocol.job import JobSpec
-from holdfast.protocol.stored import decode_file
+from holdfast.protocol.network.endpoint import read_endpoint
+from holdfast.protocol.wire.stored import decode_file
 
 LOOK_S = 1.0
 """Slurm has no event for a job that begins."""

@@ -18,12 +18,11 @@ from holdfast.engines.ssh.hosts import Hosts, Stage
 from holdfast.engines.ssh.node import greeting
 from holdfast.engines.ssh.words import Begin, Begun, Check, Checked, Close, Coordinator, Ended, Kill, Output
 from holdfast.observe.inotify import Inotify
-from holdfast.protocol.availability import Availability, EngineTraits, NodeUnavailable
-from holdfast.protocol.endpoint import read_endpoint
-from holdfast.protocol.engine_orders import ReleaseNode
+from holdfast.protocol.engine_orders import Availability, EngineTraits, NodeUnavailable, ReleaseNode
 from holdfast.protocol.job import JobSpec
+from holdfast.protocol.network.endpoint import read_endpoint
 from holdfast.protocol.notices import NoticeCause
-from holdfast.protocol.stored import read_stored_word
+from holdfast.protocol.wire.stored import read_stored_word
 
 CLOSE_S = 5.0
 KILLED_S = 2.0

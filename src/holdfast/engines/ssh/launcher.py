@@ -17,8 +17,8 @@ from holdfast.engines.ssh.connection import Reach
 from holdfast.engines.ssh.engine import SshEngine, environment_of
 from holdfast.errors import UsageError
 from holdfast.protocol.job import JobSpec
-from holdfast.protocol.sockets import listening
-from holdfast.protocol.stored import read_stored_word
+from holdfast.protocol.network.sockets import listening
+from holdfast.protocol.wire.stored import read_stored_word
 
 
 class SshLauncher(Launcher):

@@ -40,11 +40,10 @@ from holdfast.engines.ssh.words import (
     read_order,
 )
 from holdfast.errors import Damaged, HoldfastError, UsageError
-from holdfast.protocol.endpoint import write_endpoint
-from holdfast.protocol.processes import kernel_id
-from holdfast.protocol.python import python_module
-from holdfast.protocol.sockets import host_and_port
-from holdfast.protocol.stored import decode_file
+from holdfast.protocol.machine.processes import kernel_id, python_module
+from holdfast.protocol.network.endpoint import write_endpoint
+from holdfast.protocol.network.sockets import host_and_port
+from holdfast.protocol.wire.stored import decode_file
 
 REACH_S = 5.0
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import msgspec
 
 from holdfast.errors import ProtocolError
-from holdfast.protocol.decoding import decode
-from holdfast.protocol.endpoint import Endpoint
 from holdfast.protocol.job import JobSpec
+from holdfast.protocol.network.endpoint import Endpoint
+from holdfast.protocol.wire.decoding import decode
 
 PREFIX = b"holdfast-host "
 """Begins every line of the host's. A shell's start-up file may print something before the first."""

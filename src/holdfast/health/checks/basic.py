@@ -21,9 +21,9 @@ import msgspec
 
 from holdfast.health.capacity import cpu_model
 from holdfast.health.checks.check import CannotCheck, Task, attempt
-from holdfast.protocol.free_memory import available_bytes
 from holdfast.protocol.health import CheckResult, Condition
-from holdfast.protocol.sockets import listening
+from holdfast.protocol.machine.processes import available_bytes
+from holdfast.protocol.network.sockets import listening
 from holdfast.protocol.units import size
 
 MEMORY_FLOOR_BYTES = 256 << 20

@@ -14,9 +14,9 @@ import msgspec
 from holdfast.errors import Damaged
 from holdfast.health.checks.check import Task, is_of, unknown
 from holdfast.health.checks.suite import CheckProgress, chosen
-from holdfast.protocol.decoding import decode
 from holdfast.protocol.health import CheckResult, Condition
-from holdfast.protocol.python import python_module
+from holdfast.protocol.machine.processes import python_module
+from holdfast.protocol.wire.decoding import decode
 
 NICE = 10
 """So that what trains on the same machine has the processor first."""

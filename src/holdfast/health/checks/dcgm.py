@@ -11,8 +11,8 @@ import msgspec
 
 from holdfast.errors import Damaged
 from holdfast.health.checks.check import CannotCheck, Task
-from holdfast.protocol.decoding import decode
 from holdfast.protocol.health import CheckResult, Condition
+from holdfast.protocol.wire.decoding import decode
 
 LEVELS = ((30.0, 1), (180.0, 2), (1200.0, 3))
 """Seconds that a level takes, with room to spare: 1: some 30 s, 2: two minutes, 3: a quarter of an hour."""

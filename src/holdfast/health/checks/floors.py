@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 
 from holdfast.errors import UsageError
-from holdfast.protocol.decoding import decode
 from holdfast.protocol.health import CheckResult, Condition
+from holdfast.protocol.wire.decoding import decode
 
 
 class Floor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -10,8 +10,8 @@ from typing import Any
 
 from holdfast.health.capacity import cpu_model
 from holdfast.health.checks.check import CannotCheck, Task
-from holdfast.protocol.free_memory import available_bytes
 from holdfast.protocol.health import CheckResult, Condition
+from holdfast.protocol.machine.processes import available_bytes
 
 SHARE = 0.1
 """Of the free memory, so that what trains beside it is left alone."""

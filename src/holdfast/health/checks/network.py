@@ -20,8 +20,8 @@ import xxhash
 from holdfast.health.checks.check import CannotCheck, Task
 from holdfast.health.checks.pairs import Measured
 from holdfast.protocol.health import CheckResult, Condition
-from holdfast.protocol.proof import is_same
-from holdfast.protocol.sockets import host_and_port, listening
+from holdfast.protocol.network.proof import is_same
+from holdfast.protocol.network.sockets import host_and_port, listening
 
 BLOCK_BYTES = 1 << 20
 ROUNDS = 3

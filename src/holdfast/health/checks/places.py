@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from holdfast.health.checks.pairs import LATENCY_FLOOR_S, Measured, Pair
-from holdfast.protocol.node_place import MOST_LEVELS, NodePlace, common
+from holdfast.protocol.place import MOST_LEVELS, NodePlace, common
 
 LEAST_NODES, MOST_NODES = 3, 64
 """Two nodes are one pair, which can be compared with none. The number of batches grows with that of the nodes."""

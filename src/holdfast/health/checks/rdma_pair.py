@@ -22,9 +22,9 @@ import msgspec
 from holdfast.health.checks.check import CannotCheck, Task
 from holdfast.health.checks.network import MEET_S, RETRY_S, accept, connect
 from holdfast.health.checks.rdma import Port, gid_index, read_ports
-from holdfast.protocol.decoding import decode
 from holdfast.protocol.health import CheckResult, Condition
-from holdfast.protocol.sockets import host_and_port, listening
+from holdfast.protocol.network.sockets import host_and_port, listening
+from holdfast.protocol.wire.decoding import decode
 
 TOOL = "ib_write_bw"
 EFA = "efa"

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from holdfast.errors import ProtocolError
-from holdfast.protocol.decoding import decode
+from holdfast.protocol.wire.decoding import decode
 
 WHOLE, CHANGED = "status", "status-changed"
 """Kinds of announcements."""

@@ -6,6 +6,7 @@ exception and none is forgotten.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable
 from typing import TypeVar
@@ -68,3 +69,8 @@ def _why(reason: BaseException) -> str:
     if isinstance(reason, msgspec.MsgspecError | ValueError):
         return str(reason)
     return f"{type(reason).__name__}: {reason}"
+
+
+def kebab(name: str) -> str:
+    """`NodeJoined` becomes `node-joined`. What was written before is found by these names: a class keeps its own."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "-", name).lower()

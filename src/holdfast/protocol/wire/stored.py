@@ -9,7 +9,7 @@ from typing import TypeVar
 import msgspec
 
 from holdfast.errors import Damaged, UsageError
-from holdfast.protocol.decoding import MOST_BYTES, decode
+from holdfast.protocol.wire.decoding import MOST_BYTES, decode
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from holdfast.errors import ProtocolError
-from holdfast.protocol.decoding import decode
+from holdfast.protocol.wire.decoding import decode
 
 MAX_FRAME_BYTES = 16 << 20
 _HEADER = struct.Struct(">I")

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import aiohttp
 from aiohttp import ClientHandlerType, ClientMiddlewareType, ClientRequest, ClientResponse
 
-from holdfast.protocol.endpoint import Endpoint
-from holdfast.protocol.proof import ANSWER_HEADER, Question
+from holdfast.protocol.network.endpoint import Endpoint
+from holdfast.protocol.network.proof import ANSWER_HEADER, Question
 
 
 class Unproven(aiohttp.ClientError):

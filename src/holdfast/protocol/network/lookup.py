@@ -12,10 +12,15 @@ import aiohttp
 import msgspec
 
 from holdfast.errors import Damaged, UsageError
-from holdfast.protocol.decoding import decode
-from holdfast.protocol.endpoint import NAME_PATH, CoordinatorName, Endpoint, read_endpoint
-from holdfast.protocol.hearing import Whereabouts
-from holdfast.protocol.sockets import host_and_port
+from holdfast.protocol.network.endpoint import (
+    NAME_PATH,
+    CoordinatorName,
+    Endpoint,
+    Whereabouts,
+    read_endpoint,
+)
+from holdfast.protocol.network.sockets import host_and_port
+from holdfast.protocol.wire.decoding import decode
 
 ASK_S = 2.0
 """How long whoever listens at the address may take to say its name."""

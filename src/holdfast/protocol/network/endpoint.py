@@ -1,15 +1,19 @@
-"""Where a job's coordinator listens, as it wrote it into the job's folder."""
+"""Where a job's coordinator listens, as it wrote it into the job's folder, and whether a node hears it.
+
+An agent answers the latter to those who know the job's token; a caller may also tell the agent where the coordinator is now.
+"""
 
 from __future__ import annotations
 
 import os
+from ipaddress import ip_address
 from pathlib import Path
 
 import msgspec
 
 from holdfast.errors import Damaged
-from holdfast.protocol.sockets import host_and_port
-from holdfast.protocol.stored import decode_file
+from holdfast.protocol.network.sockets import host_and_port
+from holdfast.protocol.wire.stored import decode_file
 
 FILE_NAME = "coordinator.json"
 NAME_PATH = "/name"
@@ -81,3 +85,48 @@ def write_endpoint(job_dir: Path, endpoint: Endpoint) -> None:
     work.write_bytes(msgspec.json.encode(endpoint))
     # Readers look at any moment. They see the old address or the new one, and never half of one.
     work.replace(job_dir / FILE_NAME)
+
+
+PATH = "/coordinator"
+"""HTTP path at the agent's port. The answer is JSON: a `Hearing`. Below it the asker may tell of a coordinator: /TERM/ADDRESS."""
+MAX_ANSWER_BYTES = 1024
+
+
+class Hearing(msgspec.Struct, frozen=True, kw_only=True):
+    """What an agent knows of its coordinator."""
+
+    term: int
+    """The latest that it has met; 0: none."""
+    missing_s: float | None
+    """For how long the coordinator's machine has said nothing, by its own clock, and now there is no connection, or the coordinator does
+    not answer on it; None: it has one."""
+
+
+class Whereabouts(msgspec.Struct, frozen=True):
+    """Where a coordinator may be."""
+
+    term: int
+    address: str
+    """Of its pod or host, in numbers."""
+
+    @property
+    def path(self) -> str:
+        """By which an agent is asked and told."""
+        return f"{PATH}/{self.term}/{self.address}"
+
+
+def told_by(path: str) -> Whereabouts | None:
+    """What this path tells; None: nothing, or nothing that one could use."""
+    if not path.startswith(f"{PATH}/"):
+        return None
+    term, _, address = path.removeprefix(f"{PATH}/").partition("/")
+    try:
+        # Nothing but an address: a name would be looked up where the asker wants it to be.
+        return Whereabouts(int(term), str(ip_address(address)))
+    except ValueError:
+        return None
+
+
+def agent_name(node: str) -> str:
+    """By which `protocol.proof` knows the agent of a node. The node's name must not come again in the job's life."""
+    return f"agent of {node}"

@@ -11,9 +11,9 @@ import threading
 from collections.abc import Iterable
 from http import HTTPStatus
 
-from holdfast.protocol.http_server import Handler, HttpDoor
-from holdfast.protocol.proof import ANSWER_HEADER, REFUSAL, admit
-from holdfast.protocol.sockets import shut, unpace
+from holdfast.protocol.network.listener import Handler, HttpDoor
+from holdfast.protocol.network.proof import ANSWER_HEADER, REFUSAL, admit
+from holdfast.protocol.network.sockets import shut, unpace
 
 IDLE_S = 20.0
 """A connection on which nothing moves for so long, neither a request nor an answer, is closed. A reader that hangs

@@ -1,12 +1,16 @@
-"""The door of a listening socket: everybody is let into the hall at once, and out of it only who proves itself.
+"""A listening socket that authenticates its callers, and an HTTP server on one.
 
-A stranger may connect to any port of the job and say nothing, or something endless. So callers are heard side by side, by
-one thread, and what is unproven is bounded: in bytes, in time and in number. No caller waits for another one, but where a crowd
-leaves no room: then all have the time to begin to speak, and wait for that long outside.
+Connections are accepted immediately and wait, bounded in number, bytes and time, until they authenticate. One thread reads from
+all of them in turn, so a caller that says nothing, or something endless, keeps nobody else waiting. Only where callers
+outnumber the bound do the later ones wait for their turn, and then all have the time to begin to speak.
+
+`http.server` gives every connection a thread and waits for its words there, without a bound in time or number. Here a request
+has a thread only when its head is complete.
 """
 
 from __future__ import annotations
 
+import io
 import logging
 import resource
 import selectors
@@ -17,9 +21,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler
+from typing import Any
 
 from holdfast import logs
 from holdfast.errors import ProtocolError
+from holdfast.protocol.network.sockets import listening
 
 HEARD_S = 2.0
 """A caller has so long for all of its first words, however it spreads them."""
@@ -232,3 +239,90 @@ def most_unproven() -> int:
     # connections and files.
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 1024 if soft == resource.RLIM_INFINITY else max(32, min(1024, soft // 8))
+
+
+HEAD_BYTES = 8192
+
+
+class HttpDoor:
+    """Serves HTTP until closed: the first request of a connection is heard at the door, the others where it is answered."""
+
+    def __init__(
+        self, host: str, name: str, handler: Callable[[socket.socket, bytes], object], port: int = 0
+    ) -> None:
+        """name: of the thread at the door. handler: answers all requests of a connection, given what it sent so far.
+        port: 0 is one that is free."""
+        server = listening(host, port, BACKLOG)
+        self.port: int = server.getsockname()[1]
+        self._name, self._handler = name, handler
+        self._door = Door(server, name, head_missing, self._enter)
+
+    def close(self) -> None:
+        """Lets nobody in any more. Requests that are being answered go on."""
+        self._door.close()
+
+    def _enter(self, sock: socket.socket, head: bytes) -> bool:
+        # A thread per connection, and only now: it has proved itself or is about to be refused in one answer,
+        # so strangers cannot collect threads.
+        threading.Thread(
+            target=self._handle, args=(sock, head), name=f"{self._name}-request", daemon=True
+        ).start()
+        return True
+
+    def _handle(self, sock: socket.socket, head: bytes) -> None:
+        sock.setblocking(True)
+        with sock, suppress(OSError):  # a reader that leaves is no news
+            self._handler(sock, head)
+            # The end is announced explicitly; a reference to the socket elsewhere would otherwise keep the
+            # connection open.
+            sock.shutdown(socket.SHUT_RDWR)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers the requests of one connection. Whoever shows no knowledge of the token gets one answer and no second request."""
+
+    protocol_version = "HTTP/1.1"
+
+    def __init__(self, sock: socket.socket, head: bytes) -> None:
+        self._head = head
+        super().__init__(sock, sock.getpeername(), None)  # type: ignore[arg-type]  # there is no socketserver
+
+    def setup(self) -> None:
+        """Reads what was heard at the door first."""
+        super().setup()
+        self.rfile.close()
+        # `http.server` reads from a file. This one returns what the door has read already and then goes on
+        # with the socket, so nothing is parsed twice.
+        self.rfile = io.BufferedReader(_HeardFirst(self._head, self.connection))
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Says nothing: a flood of requests is no flood of lines."""
+        return
+
+
+class _HeardFirst(io.RawIOBase):
+    """What was read of a socket, then the rest of it."""
+
+    def __init__(self, heard: bytes, sock: socket.socket) -> None:
+        self._heard = memoryview(heard)
+        self._sock = sock
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if not self._heard:
+            return self._sock.recv_into(buffer)
+        count = min(len(buffer), len(self._heard))
+        buffer[:count], self._heard = self._heard[:count], self._heard[count:]
+        return count
+
+
+def head_missing(received: bytearray) -> int:
+    """See `authentication.Missing`: of the head of an HTTP request, with whatever came with it."""
+    if b"\r\n\r\n" in received:
+        return 0
+    # A head without end. Real ones of ours have some 300 bytes.
+    if len(received) >= HEAD_BYTES:
+        raise ProtocolError(f"the head of a request has more than {HEAD_BYTES} bytes")
+    return HEAD_BYTES - len(received)

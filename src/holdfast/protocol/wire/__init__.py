@@ -1,0 +1,1 @@
+"""From bytes to messages and back: what every stream, file and reply goes through."""
