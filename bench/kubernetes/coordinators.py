@@ -12,10 +12,10 @@ from pathlib import Path
 import msgspec
 
 from holdfast.coordinator.service.server import Coordinator
-from holdfast.engines.kubernetes import names
-from holdfast.engines.kubernetes.api import Api, Object
-from holdfast.engines.kubernetes.cluster import connect
-from holdfast.engines.kubernetes.informer import Informer
+from holdfast.kubernetes import names
+from holdfast.kubernetes.api import Api, Object
+from holdfast.kubernetes.cluster import connect
+from holdfast.kubernetes.informer import Informer
 from holdfast.protocol.job import JobSpec, Resume
 
 

@@ -9,8 +9,8 @@ import time
 
 from bench.kubernetes import plane
 from bench.kubernetes.stage import NAMESPACE, Measured, Stage, job
-from holdfast.engines.kubernetes import names
-from holdfast.engines.kubernetes.reach import job_path
+from holdfast.kubernetes import names
+from holdfast.kubernetes.reach import job_path
 
 LARGE = "large"
 IDLE_S = 60.0

@@ -11,10 +11,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from holdfast.engines.kubernetes.api import Api
-from holdfast.engines.kubernetes.cluster import open_client
-from holdfast.engines.kubernetes.operator import Operator
-from holdfast.engines.kubernetes.render import Setting
+from holdfast.kubernetes.api import Api
+from holdfast.kubernetes.cluster import open_client
+from holdfast.kubernetes.operator import Operator
+from holdfast.kubernetes.render import Setting
 from holdfast.protocol.network.lookup import FolderLookup, Lookup
 
 _KIND = re.compile(r"/(?:api/v1|apis/[^/]+/[^/]+)(?:/namespaces/[^/]+)?/([a-z]+)")

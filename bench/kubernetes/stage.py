@@ -18,11 +18,11 @@ from typing import Any
 from rich.table import Table
 
 from bench.kubernetes.plane import Plane
-from holdfast.engines.kubernetes import names
-from holdfast.engines.kubernetes.api import Api, ApiError, NoAnswer
-from holdfast.engines.kubernetes.informer import Informer
-from holdfast.engines.kubernetes.reach import job_path
-from holdfast.engines.kubernetes.resource import API_VERSION, KIND
+from holdfast.kubernetes import names
+from holdfast.kubernetes.api import Api, ApiError, NoAnswer
+from holdfast.kubernetes.informer import Informer
+from holdfast.kubernetes.reach import job_path
+from holdfast.kubernetes.resource import API_VERSION, KIND
 
 NAMESPACE = "default"
 PODS = f"/api/v1/namespaces/{NAMESPACE}/pods"

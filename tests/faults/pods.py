@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 
-from holdfast.engines.kubernetes import names, render
-from holdfast.engines.kubernetes.check import accept
-from holdfast.engines.kubernetes.observed import Farewell
-from holdfast.engines.kubernetes.resource import HoldfastJob
+from holdfast.kubernetes import names, render
+from holdfast.kubernetes.check import accept
+from holdfast.kubernetes.observed import Farewell
+from holdfast.kubernetes.resource import HoldfastJob
 from holdfast.protocol.network.sockets import host_and_port
 
 NAME = "llm"

@@ -25,7 +25,7 @@ from aiohttp import web
 from realkube import LEASE, no_operator
 from yarl import URL
 
-from holdfast.engines.kubernetes.api import Api, ApiError, NoAnswer
+from holdfast.kubernetes.api import Api, ApiError, NoAnswer
 
 PORT = 16543
 _PASSED_ON = ("Authorization", "Content-Type", "Accept")
@@ -252,7 +252,7 @@ class ProxiedOperator:
         self.starts += 1
 
     def _started(self) -> subprocess.Popen[bytes]:
-        argv = [sys.executable, "-m", "holdfast.engines.kubernetes", "--namespace", "holdfast-system"]
+        argv = [sys.executable, "-m", "holdfast.kubernetes", "--namespace", "holdfast-system"]
         argv += self._options
         env = os.environ | {"KUBECONFIG": str(self._kubeconfig)} | self._environment
         with self._log.open("ab") as out:

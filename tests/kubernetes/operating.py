@@ -9,8 +9,8 @@ from kubejobs import job
 from liveapi import LiveApi
 from rights import is_permitted
 
-from holdfast.engines.kubernetes.operator import Operator
-from holdfast.engines.kubernetes.render import DEFAULT, Setting
+from holdfast.kubernetes.operator import Operator
+from holdfast.kubernetes.render import DEFAULT, Setting
 from holdfast.protocol.network.endpoint import Endpoint
 
 JOB = "/apis/holdfast.dev/v1alpha1/namespaces/research/holdfastjobs/llm"

@@ -25,13 +25,13 @@ from holdfast.coordinator.service.store import KEEPERS, Store
 from holdfast.engines import jobs
 from holdfast.engines.client import JobClient, NoAnswer
 from holdfast.engines.jobs import Allocation
-from holdfast.engines.kubernetes.api import Api
-from holdfast.engines.kubernetes.check import check
-from holdfast.engines.kubernetes.reach import KubernetesReach
-from holdfast.engines.kubernetes.schema import job_schema
-from holdfast.engines.kubernetes.status import QUEUED
-from holdfast.engines.kubernetes.submission import Submission, refuse_wrong, submit
 from holdfast.errors import UsageError
+from holdfast.kubernetes.api import Api
+from holdfast.kubernetes.check import check
+from holdfast.kubernetes.reach import KubernetesReach
+from holdfast.kubernetes.schema import job_schema
+from holdfast.kubernetes.status import QUEUED
+from holdfast.kubernetes.submission import Submission, refuse_wrong, submit
 from holdfast.protocol.network.endpoint import read_endpoint
 from holdfast.protocol.options import check as check_options
 from holdfast.protocol.options import declared

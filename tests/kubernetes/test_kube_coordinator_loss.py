@@ -14,9 +14,9 @@ from operating import Nobody
 from test_kube_reconcile import BEGUN, condition, observed, pod, status_after
 
 from holdfast.agent.ready import show_ready
-from holdfast.engines.kubernetes import job_link, node_link, render
-from holdfast.engines.kubernetes.actions import AskStop, DeletePod, MakeCoordinator, Number
-from holdfast.engines.kubernetes.coordinator_loss import (
+from holdfast.kubernetes import job_link, node_link, render
+from holdfast.kubernetes.actions import AskStop, DeletePod, MakeCoordinator, Number
+from holdfast.kubernetes.coordinator_loss import (
     LAST_WORD_S,
     START_S,
     UNHEARD_S,
@@ -25,12 +25,12 @@ from holdfast.engines.kubernetes.coordinator_loss import (
     voters,
     why_lost,
 )
-from holdfast.engines.kubernetes.desk import Desk
-from holdfast.engines.kubernetes.link import Silent
-from holdfast.engines.kubernetes.node_link import ask_nodes
-from holdfast.engines.kubernetes.observed import MachineSeen, Observed, PodSeen
-from holdfast.engines.kubernetes.reconcile import reconcile
-from holdfast.engines.kubernetes.status import ConditionType, CoordinatorSeen, JobStatus
+from holdfast.kubernetes.desk import Desk
+from holdfast.kubernetes.link import Silent
+from holdfast.kubernetes.node_link import ask_nodes
+from holdfast.kubernetes.observed import MachineSeen, Observed, PodSeen
+from holdfast.kubernetes.reconcile import reconcile
+from holdfast.kubernetes.status import ConditionType, CoordinatorSeen, JobStatus
 from holdfast.protocol.network.endpoint import Hearing, Whereabouts
 
 VOTED = "most nodes have lost it"

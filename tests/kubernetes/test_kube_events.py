@@ -11,11 +11,11 @@ from operating import JOB, operated
 from rights import is_permitted
 from test_kube_reconcile import BEGUN, observed, pod, said, status_after
 
-from holdfast.engines.kubernetes.job_events import BURST, EVERY_S, MOST_KNOWN, JobEvents
-from holdfast.engines.kubernetes.news import News, news
-from holdfast.engines.kubernetes.observed import Farewell, Observed
-from holdfast.engines.kubernetes.resource import ObjectName
-from holdfast.engines.kubernetes.status import JobStatus
+from holdfast.kubernetes.job_events import BURST, EVERY_S, MOST_KNOWN, JobEvents
+from holdfast.kubernetes.news import News, news
+from holdfast.kubernetes.observed import Farewell, Observed
+from holdfast.kubernetes.resource import ObjectName
+from holdfast.kubernetes.status import JobStatus
 
 ME = ObjectName(namespace="research", name="llm", uid="u-1")
 

@@ -10,14 +10,14 @@ from liveapi import LiveApi
 from operating import JOB, PODS, operated
 from test_kube_reconcile import BEGUN, NOW_S, actions, observed, pod, said, status_after
 
-from holdfast.engines.kubernetes import names, pod_group, render
-from holdfast.engines.kubernetes.actions import DeleteObject, MakeObject, SizeGroup
-from holdfast.engines.kubernetes.check import accept
-from holdfast.engines.kubernetes.observed import Observed
-from holdfast.engines.kubernetes.reconcile import BESIDE, reconcile
-from holdfast.engines.kubernetes.resource import HoldfastJob
-from holdfast.engines.kubernetes.status import ConditionType, WaitingForMachines
-from holdfast.engines.kubernetes.times import timestamp
+from holdfast.kubernetes import names, pod_group, render
+from holdfast.kubernetes.actions import DeleteObject, MakeObject, SizeGroup
+from holdfast.kubernetes.check import accept
+from holdfast.kubernetes.observed import Observed
+from holdfast.kubernetes.reconcile import BESIDE, reconcile
+from holdfast.kubernetes.resource import HoldfastJob
+from holdfast.kubernetes.status import ConditionType, WaitingForMachines
+from holdfast.kubernetes.times import timestamp
 
 GANGS = ("KAI", "PodGroup", "Volcano")
 

@@ -13,16 +13,16 @@ from operating import JOB, Nobody, operated
 from rights import is_permitted
 from test_kube_reconcile import actions, observed, pod, said
 
-from holdfast.engines.kubernetes import marks
-from holdfast.engines.kubernetes.actions import MarkMachine, Tell, UnmarkMachine, Warn
-from holdfast.engines.kubernetes.job_task import JobTask
-from holdfast.engines.kubernetes.marks import CONDITION, MachineMarks, Mark
-from holdfast.engines.kubernetes.names import NOTE_FAULT, TAINT_UNHEALTHY
-from holdfast.engines.kubernetes.node_marks import NodeMarks
-from holdfast.engines.kubernetes.observed import MachineSeen, Observed
-from holdfast.engines.kubernetes.operator import Operator
-from holdfast.engines.kubernetes.reading import machine_seen
-from holdfast.engines.kubernetes.render import Setting
+from holdfast.kubernetes import marks
+from holdfast.kubernetes.actions import MarkMachine, Tell, UnmarkMachine, Warn
+from holdfast.kubernetes.job_task import JobTask
+from holdfast.kubernetes.marks import CONDITION, MachineMarks, Mark
+from holdfast.kubernetes.names import NOTE_FAULT, TAINT_UNHEALTHY
+from holdfast.kubernetes.node_marks import NodeMarks
+from holdfast.kubernetes.observed import MachineSeen, Observed
+from holdfast.kubernetes.operator import Operator
+from holdfast.kubernetes.reading import machine_seen
+from holdfast.kubernetes.render import Setting
 from holdfast.protocol.engine_orders import MarkNode, OrderDone
 
 ORDER = MarkNode("llm-n1", "Xid 79", order_id=3)

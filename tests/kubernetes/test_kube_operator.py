@@ -21,16 +21,16 @@ from operating import JOB, PODS, operated
 from rights import is_permitted, objects
 from test_kube_reading import pod as raw_pod
 
-from holdfast.engines.kubernetes import job_task
-from holdfast.engines.kubernetes.actions import DeletePod, FindPod, LabelPod, Plan
-from holdfast.engines.kubernetes.desk import Desk
-from holdfast.engines.kubernetes.job_objects import JobObjects
-from holdfast.engines.kubernetes.job_pods import JobPods
-from holdfast.engines.kubernetes.link import CoordinatorLink, RefusedByCoordinator, Silent
-from holdfast.engines.kubernetes.observed import Observed
-from holdfast.engines.kubernetes.reconcile import reconcile
-from holdfast.engines.kubernetes.status import ConditionType, CoordinatorSeen, JobStatus, SavedState
-from holdfast.engines.kubernetes.status_patch import status_patch, written
+from holdfast.kubernetes import job_task
+from holdfast.kubernetes.actions import DeletePod, FindPod, LabelPod, Plan
+from holdfast.kubernetes.desk import Desk
+from holdfast.kubernetes.job_objects import JobObjects
+from holdfast.kubernetes.job_pods import JobPods
+from holdfast.kubernetes.link import CoordinatorLink, RefusedByCoordinator, Silent
+from holdfast.kubernetes.observed import Observed
+from holdfast.kubernetes.reconcile import reconcile
+from holdfast.kubernetes.status import ConditionType, CoordinatorSeen, JobStatus, SavedState
+from holdfast.kubernetes.status_patch import status_patch, written
 from holdfast.protocol.engine_orders import OrderDone, ReleaseNode
 from holdfast.protocol.network.lookup import FolderLookup
 

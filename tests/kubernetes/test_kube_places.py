@@ -10,13 +10,13 @@ from liveapi import LiveApi
 from operating import PODS, operated
 from test_kube_reconcile import actions, observed, pod, said
 
-from holdfast.engines.kubernetes.actions import TellPlace
-from holdfast.engines.kubernetes.check import accept
-from holdfast.engines.kubernetes.names import NO_PLACE, NOTE_PLACE, PLACE_FILE
-from holdfast.engines.kubernetes.observed import MachineSeen
-from holdfast.engines.kubernetes.pod import read_place
-from holdfast.engines.kubernetes.reading import machine_seen
-from holdfast.engines.kubernetes.render import agent_pod
+from holdfast.kubernetes.actions import TellPlace
+from holdfast.kubernetes.check import accept
+from holdfast.kubernetes.names import NO_PLACE, NOTE_PLACE, PLACE_FILE
+from holdfast.kubernetes.observed import MachineSeen
+from holdfast.kubernetes.pod import read_place
+from holdfast.kubernetes.reading import machine_seen
+from holdfast.kubernetes.render import agent_pod
 from holdfast.protocol.place import parse_place
 
 ZONE, RACK, CLIQUE = "topology.kubernetes.io/zone", "topology.holdfast.dev/rack", "nvidia.com/gpu.clique"

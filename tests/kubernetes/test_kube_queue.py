@@ -9,8 +9,8 @@ from liveapi import LiveApi
 from operating import JOB, PODS, operated
 from test_kube_reconcile import BEGUN, NOW_S, actions, condition, observed, pod, said, status_after
 
-from holdfast.engines.kubernetes import kueue, queues
-from holdfast.engines.kubernetes.actions import (
+from holdfast.kubernetes import kueue, queues
+from holdfast.kubernetes.actions import (
     AskStop,
     DeletePod,
     DeleteWorkload,
@@ -22,21 +22,14 @@ from holdfast.engines.kubernetes.actions import (
     Tell,
     TellReady,
 )
-from holdfast.engines.kubernetes.check import accept
-from holdfast.engines.kubernetes.kueue import Where
-from holdfast.engines.kubernetes.names import LABEL_QUEUE, LABEL_WORKLOAD
-from holdfast.engines.kubernetes.observed import (
-    Farewell,
-    MachineSeen,
-    NodeSaid,
-    Observed,
-    PodSeen,
-    WorkloadSeen,
-)
-from holdfast.engines.kubernetes.reconcile import reconcile
-from holdfast.engines.kubernetes.render import agent_pod, coordinator_pod, owner
-from holdfast.engines.kubernetes.resource import HoldfastJob
-from holdfast.engines.kubernetes.status import ConditionType, JobStatus
+from holdfast.kubernetes.check import accept
+from holdfast.kubernetes.kueue import Where
+from holdfast.kubernetes.names import LABEL_QUEUE, LABEL_WORKLOAD
+from holdfast.kubernetes.observed import Farewell, MachineSeen, NodeSaid, Observed, PodSeen, WorkloadSeen
+from holdfast.kubernetes.reconcile import reconcile
+from holdfast.kubernetes.render import agent_pod, coordinator_pod, owner
+from holdfast.kubernetes.resource import HoldfastJob
+from holdfast.kubernetes.status import ConditionType, JobStatus
 from holdfast.protocol.engine_orders import NodeGoing, ReleaseNode
 from holdfast.protocol.notices import NoticeCause
 

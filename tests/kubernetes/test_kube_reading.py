@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from holdfast.engines.kubernetes.coordinator import farewell
-from holdfast.engines.kubernetes.observed import Farewell
-from holdfast.engines.kubernetes.reading import machine_seen, pod_seen
+from holdfast.kubernetes.coordinator import farewell
+from holdfast.kubernetes.observed import Farewell
+from holdfast.kubernetes.reading import machine_seen, pod_seen
 
 
 def pod(name: str = "llm-n3", **status: Any) -> dict[str, Any]:

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from kubejobs import job as asked
 
-from holdfast.engines.kubernetes import returns
-from holdfast.engines.kubernetes.actions import (
+from holdfast.kubernetes import returns
+from holdfast.kubernetes.actions import (
     AddFinalizer,
     AskResize,
     AskStop,
@@ -23,21 +23,13 @@ from holdfast.engines.kubernetes.actions import (
     Tell,
     Warn,
 )
-from holdfast.engines.kubernetes.check import accept, check
-from holdfast.engines.kubernetes.conditions import begun
-from holdfast.engines.kubernetes.desk import Desk
-from holdfast.engines.kubernetes.observed import (
-    Farewell,
-    MachineSeen,
-    NodeSaid,
-    Observed,
-    PodSeen,
-    Released,
-    Said,
-)
-from holdfast.engines.kubernetes.reconcile import beside, reconcile
-from holdfast.engines.kubernetes.status import ConditionType, JobStatus, Progress, SavedState
-from holdfast.engines.kubernetes.times import timestamp
+from holdfast.kubernetes.check import accept, check
+from holdfast.kubernetes.conditions import begun
+from holdfast.kubernetes.desk import Desk
+from holdfast.kubernetes.observed import Farewell, MachineSeen, NodeSaid, Observed, PodSeen, Released, Said
+from holdfast.kubernetes.reconcile import beside, reconcile
+from holdfast.kubernetes.status import ConditionType, JobStatus, Progress, SavedState
+from holdfast.kubernetes.times import timestamp
 from holdfast.protocol.engine_orders import (
     MarkNode,
     NodeGoing,

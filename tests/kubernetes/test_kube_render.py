@@ -9,11 +9,11 @@ import msgspec
 import pytest
 from kubejobs import job, put
 
-from holdfast.engines.kubernetes import names, render
-from holdfast.engines.kubernetes.check import accept
-from holdfast.engines.kubernetes.job_spec import job_spec
-from holdfast.engines.kubernetes.reading import pod_seen
-from holdfast.engines.kubernetes.resource import HoldfastJob
+from holdfast.kubernetes import names, render
+from holdfast.kubernetes.check import accept
+from holdfast.kubernetes.job_spec import job_spec
+from holdfast.kubernetes.reading import pod_seen
+from holdfast.kubernetes.resource import HoldfastJob
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.job_options import Timing
 
@@ -119,7 +119,7 @@ def test_an_agents_pod_has_what_the_template_asks_for() -> None:
     assert spec["terminationGracePeriodSeconds"] == 90
     assert spec["restartPolicy"] == "OnFailure"
     (worker,) = spec["containers"]
-    assert worker["command"] == ["python3", "-P", "-m", "holdfast.engines.kubernetes.node"]
+    assert worker["command"] == ["python3", "-P", "-m", "holdfast.kubernetes.node"]
     assert worker["workingDir"] == names.CODE_FOLDER
     env = {one["name"]: one.get("value", one.get("valueFrom")) for one in worker["env"]}
     assert env["NCCL_DEBUG"] == "WARN"

@@ -17,15 +17,15 @@ from operating import operated
 from rights import OPERATORS
 from test_kube_marks import mark, node
 
-from holdfast.engines.kubernetes import __main__ as program
-from holdfast.engines.kubernetes import node_replacement, replacement
-from holdfast.engines.kubernetes.marks import CONDITION, Mark, marks_of
-from holdfast.engines.kubernetes.names import NOTE_FAULT
-from holdfast.engines.kubernetes.node_marks import NodeMarks
-from holdfast.engines.kubernetes.node_replacement import NodeReplacement
-from holdfast.engines.kubernetes.reading import machine_seen
-from holdfast.engines.kubernetes.render import Setting
-from holdfast.engines.kubernetes.replacement import (
+from holdfast.kubernetes import __main__ as program
+from holdfast.kubernetes import node_replacement, replacement
+from holdfast.kubernetes.marks import CONDITION, Mark, marks_of
+from holdfast.kubernetes.names import NOTE_FAULT
+from holdfast.kubernetes.node_marks import NodeMarks
+from holdfast.kubernetes.node_replacement import NodeReplacement
+from holdfast.kubernetes.reading import machine_seen
+from holdfast.kubernetes.render import Setting
+from holdfast.kubernetes.replacement import (
     DAY_S,
     DeleteMachine,
     DeleteNodeClaim,

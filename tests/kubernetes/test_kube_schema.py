@@ -9,10 +9,10 @@ import msgspec
 import pytest
 import yaml
 
-from holdfast.engines import kubernetes
-from holdfast.engines.kubernetes.resource import HoldfastJobSpec, PodTemplate, QueueTopology, Scheduling
-from holdfast.engines.kubernetes.rules import rule, rules_of
-from holdfast.engines.kubernetes.schema import SIZE_OF_A_RUN, crd, crd_text, job_schema
+from holdfast import kubernetes
+from holdfast.kubernetes.resource import HoldfastJobSpec, PodTemplate, QueueTopology, Scheduling
+from holdfast.kubernetes.rules import rule, rules_of
+from holdfast.kubernetes.schema import SIZE_OF_A_RUN, crd, crd_text, job_schema
 
 FILE = Path(kubernetes.__file__).with_name("crd.yaml")
 

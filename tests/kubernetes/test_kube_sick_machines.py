@@ -7,9 +7,9 @@ from liveapi import LiveApi
 from operating import PODS, operated
 from test_kube_reconcile import actions, observed, said
 
-from holdfast.engines.kubernetes.actions import MakeNode, Tell, Warn
-from holdfast.engines.kubernetes.observed import MachineSeen
-from holdfast.engines.kubernetes.sick_machines import HELD, braked
+from holdfast.kubernetes.actions import MakeNode, Tell, Warn
+from holdfast.kubernetes.observed import MachineSeen
+from holdfast.kubernetes.sick_machines import HELD, braked
 from holdfast.protocol.engine_orders import NodeGoing
 
 XID = "the condition HoldfastHealth: Xid 79"

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from holdfast.engines.kubernetes.names import (
+from holdfast.kubernetes.names import (
     COORDINATOR_VARIABLE,
     HOST_VARIABLE,
     NODE_VARIABLE,
@@ -27,8 +27,8 @@ from holdfast.engines.kubernetes.names import (
 from holdfast.protocol.job import JobSpec
 
 PATIENCE_S = 60.0
-NODE = "holdfast.engines.kubernetes.node"
-COORDINATOR = "holdfast.engines.kubernetes.coordinator"
+NODE = "holdfast.kubernetes.node"
+COORDINATOR = "holdfast.kubernetes.coordinator"
 AT_IMPORT = """
 import os, signal, sys
 

@@ -6,11 +6,11 @@ import msgspec
 from simkube.rivals import Rivals
 from test_kube_reconcile import BEGUN, NOW_S, actions, observed, pod, said, status_after
 
-from holdfast.engines.kubernetes.actions import DeletePod, Number
-from holdfast.engines.kubernetes.observed import Observed
-from holdfast.engines.kubernetes.reconcile import reconcile
-from holdfast.engines.kubernetes.status import ConditionType, Progress, WaitingForMachines
-from holdfast.engines.kubernetes.times import timestamp
+from holdfast.kubernetes.actions import DeletePod, Number
+from holdfast.kubernetes.observed import Observed
+from holdfast.kubernetes.reconcile import reconcile
+from holdfast.kubernetes.status import ConditionType, Progress, WaitingForMachines
+from holdfast.kubernetes.times import timestamp
 
 SEEDS = 12
 PATIENCE_S = 120

@@ -24,22 +24,15 @@ from rights import WATCH, objects
 from test_kube_reconcile import actions, observed, pod, said
 
 from holdfast.agent import health, simulated_sources
-from holdfast.engines.kubernetes.actions import MakeNode
-from holdfast.engines.kubernetes.api import ApiError, Backoff
-from holdfast.engines.kubernetes.machine_health import (
-    CONDITION,
-    HealthNote,
-    calls_sick,
-    note_of,
-    note_on,
-    patches,
-)
-from holdfast.engines.kubernetes.names import NOTE_WATCH
-from holdfast.engines.kubernetes.observed import MachineSeen, Observed
-from holdfast.engines.kubernetes.reading import machine_seen
-from holdfast.engines.kubernetes.watch import NodeHealth, watch
 from holdfast.errors import HoldfastError
 from holdfast.health.ruleset import catalogue
+from holdfast.kubernetes.actions import MakeNode
+from holdfast.kubernetes.api import ApiError, Backoff
+from holdfast.kubernetes.machine_health import CONDITION, HealthNote, calls_sick, note_of, note_on, patches
+from holdfast.kubernetes.names import NOTE_WATCH
+from holdfast.kubernetes.observed import MachineSeen, Observed
+from holdfast.kubernetes.reading import machine_seen
+from holdfast.kubernetes.watch import NodeHealth, watch
 from holdfast.protocol.health import Condition, Finding, HealthSpec, Remedy, Severity, acts_on_node
 from holdfast.protocol.messages import FindingsReported, NodeReadings
 
@@ -486,7 +479,7 @@ def test_the_program_ends_when_it_is_asked_to(tmp_path: Path) -> None:
             config.write_text(yaml.safe_dump({"apiVersion": "v1", "kind": "Config", **made}))
             argv = ("--folder", str(tmp_path / "state"), "--health-dry-run", "*")
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "holdfast.engines.kubernetes.watch", *argv),
+                *(sys.executable, "-m", "holdfast.kubernetes.watch", *argv),
                 env=os.environ | {"KUBECONFIG": str(config), "HOLDFAST_MACHINE": "m1"},
                 stderr=subprocess.PIPE,
             )
@@ -503,7 +496,7 @@ def test_the_program_ends_when_it_is_asked_to(tmp_path: Path) -> None:
 def test_without_a_machine_it_says_what_it_is_for() -> None:
     env = {key: value for key, value in os.environ.items() if key != "HOLDFAST_MACHINE"}
     ended = subprocess.run(
-        [sys.executable, "-m", "holdfast.engines.kubernetes.watch"],
+        [sys.executable, "-m", "holdfast.kubernetes.watch"],
         env=env,
         capture_output=True,
         text=True,

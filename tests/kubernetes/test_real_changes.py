@@ -31,9 +31,9 @@ from realkube import (
     word,
 )
 
-from holdfast.engines.kubernetes.api import Api
-from holdfast.engines.kubernetes.reach import job_path
 from holdfast.engines.reach import client_of
+from holdfast.kubernetes.api import Api
+from holdfast.kubernetes.reach import job_path
 from holdfast.protocol.network.endpoint import Endpoint
 from holdfast.protocol.network.lookup import AddressLookup
 from holdfast.protocol.network.proof import Question

@@ -28,8 +28,8 @@ from realkube import (
     word,
 )
 
-from holdfast.engines.kubernetes.api import Api
-from holdfast.engines.kubernetes.reach import job_path
+from holdfast.kubernetes.api import Api
+from holdfast.kubernetes.reach import job_path
 
 pytestmark = [pytest.mark.kube, pytest.mark.timeout(900)]
 

@@ -33,11 +33,11 @@ from realkube import (
     word,
 )
 
-from holdfast.engines.kubernetes import pod_group, render
-from holdfast.engines.kubernetes.api import Api, ApiError
-from holdfast.engines.kubernetes.check import convert
-from holdfast.engines.kubernetes.reach import job_path
-from holdfast.engines.kubernetes.schema import crd_text
+from holdfast.kubernetes import pod_group, render
+from holdfast.kubernetes.api import Api, ApiError
+from holdfast.kubernetes.check import convert
+from holdfast.kubernetes.reach import job_path
+from holdfast.kubernetes.schema import crd_text
 
 pytestmark = [pytest.mark.kube, pytest.mark.nightly, pytest.mark.timeout(1500)]
 NAME = "gang"

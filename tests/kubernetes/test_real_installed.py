@@ -25,8 +25,8 @@ from realkube import (
 )
 
 from holdfast.engines.client import Announcement
-from holdfast.engines.kubernetes.api import ANSWER_S, Api
-from holdfast.engines.kubernetes.cluster import open_client
+from holdfast.kubernetes.api import ANSWER_S, Api
+from holdfast.kubernetes.cluster import open_client
 
 pytestmark = [pytest.mark.kube, pytest.mark.nightly, pytest.mark.timeout(900)]
 SYSTEM = "/api/v1/namespaces/holdfast-system"

@@ -38,9 +38,9 @@ from realkube import (
     word,
 )
 
-from holdfast.engines.kubernetes.api import Api
-from holdfast.engines.kubernetes.quantities import quantity
-from holdfast.engines.kubernetes.sick_machines import HELD
+from holdfast.kubernetes.api import Api
+from holdfast.kubernetes.quantities import quantity
+from holdfast.kubernetes.sick_machines import HELD
 
 pytestmark = [pytest.mark.kube, pytest.mark.nightly, pytest.mark.timeout(900)]
 NODES = "/api/v1/nodes"

@@ -27,9 +27,9 @@ from realkube import (
     word,
 )
 
-from holdfast.engines.kubernetes.api import Api
-from holdfast.engines.kubernetes.marks import CONDITION
-from holdfast.engines.kubernetes.names import NOTE_FAULT, TAINT_UNHEALTHY
+from holdfast.kubernetes.api import Api
+from holdfast.kubernetes.marks import CONDITION
+from holdfast.kubernetes.names import NOTE_FAULT, TAINT_UNHEALTHY
 
 pytestmark = [pytest.mark.kube, pytest.mark.nightly, pytest.mark.timeout(900)]
 NODES = "/api/v1/nodes"

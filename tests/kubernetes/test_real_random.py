@@ -32,8 +32,8 @@ from realkube import (
     until,
 )
 
-from holdfast.engines.kubernetes.api import Api, NoAnswer
 from holdfast.errors import HoldfastError
+from holdfast.kubernetes.api import Api, NoAnswer
 
 pytestmark = [pytest.mark.kube, pytest.mark.nightly, pytest.mark.timeout(1800)]
 EVENTS = 10

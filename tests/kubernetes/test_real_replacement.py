@@ -17,8 +17,8 @@ pytest.importorskip("yaml")
 from apiproxy import behind_proxy
 from realkube import Scene, Undisturbed, cluster, gone, holdfast, pair, trained_apart, until, word
 
-from holdfast.engines.kubernetes.api import Api
-from holdfast.engines.kubernetes.marks import CONDITION
+from holdfast.kubernetes.api import Api
+from holdfast.kubernetes.marks import CONDITION
 
 pytestmark = [pytest.mark.kube, pytest.mark.nightly, pytest.mark.timeout(900)]
 DEFINITIONS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"

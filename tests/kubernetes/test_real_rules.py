@@ -14,9 +14,9 @@ import yaml
 from kubejobs import job, put
 from test_kube_check import WRONG
 
-from holdfast.engines.kubernetes.api import Api, ApiError
-from holdfast.engines.kubernetes.check import check
-from holdfast.engines.kubernetes.schema import crd_text
+from holdfast.kubernetes.api import Api, ApiError
+from holdfast.kubernetes.check import check
+from holdfast.kubernetes.schema import crd_text
 
 pytestmark = pytest.mark.kube
 FOLDER = "/apis/holdfast.dev/v1alpha1/namespaces/default/holdfastjobs"

@@ -38,8 +38,8 @@ from realkube import (
     until,
 )
 
-from holdfast.engines.kubernetes.api import Api, ApiError
-from holdfast.engines.kubernetes.reach import job_path
+from holdfast.kubernetes.api import Api, ApiError
+from holdfast.kubernetes.reach import job_path
 
 pytestmark = [pytest.mark.kube, pytest.mark.timeout(900)]
 PODS = f"/api/v1/namespaces/{NAMESPACE}/pods"
@@ -252,7 +252,7 @@ def test_an_operator_that_stood_still_makes_no_second_pod(
 
             holder, stays = await leads()
             # Of the processes of that machine, which sees no others.
-            freeze = "kill -{} $(pgrep -f 'holdfast.engines.kubernetes$')"
+            freeze = "kill -{} $(pgrep -f 'holdfast.kubernetes$')"
             cluster("exec", stays, "sh", "-c", freeze.format("STOP"))
 
             async def passed() -> bool:

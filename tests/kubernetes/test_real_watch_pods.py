@@ -40,10 +40,10 @@ from realkube import (
 from rights import WATCH, objects
 
 from holdfast.agent.simulated_sources import append_kernel_lines
-from holdfast.engines.kubernetes.api import Api, ApiError
-from holdfast.engines.kubernetes.machine_health import CONDITION, HealthNote, note_on
-from holdfast.engines.kubernetes.names import NOTE_WATCH
 from holdfast.health.kmsg import boot_id
+from holdfast.kubernetes.api import Api, ApiError
+from holdfast.kubernetes.machine_health import CONDITION, HealthNote, note_on
+from holdfast.kubernetes.names import NOTE_WATCH
 
 pytestmark = [pytest.mark.kube, pytest.mark.nightly, pytest.mark.timeout(900)]
 NODES = "/api/v1/nodes"

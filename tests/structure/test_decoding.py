@@ -65,10 +65,10 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("holdfast.data.inputs", "json.loads"): BAD_LINES,
     ("holdfast.data.inputs", "Decoder.decode"): BAD_LINES,
     (
-        "holdfast.engines.kubernetes.check",
+        "holdfast.kubernetes.check",
         "msgspec.convert",
     ): "its object has passed `check`, or is read by `decode`",
-    ("holdfast.engines.kubernetes.schema", "ast.literal_eval"): "the source of the package",
+    ("holdfast.kubernetes.schema", "ast.literal_eval"): "the source of the package",
     ("holdfast.engines.slurm.parse", "json.loads"): "`slurm.commands` hands it to `decode`",
     ("holdfast.health.checks.__main__", "msgspec.json.decode"): "from the process that started it",
     (

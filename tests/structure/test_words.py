@@ -20,18 +20,18 @@ CODES = "reasons of the Kubernetes API: words for programs, in CamelCase"
 SLURM = "Slurm's reasons for a job's state: words for programs"
 TOOL = "another program's error, which has no code"
 ELSEWHERE = {
-    "engines/kubernetes/api.py": CODES,
-    "engines/kubernetes/follow.py": CODES,
-    "engines/kubernetes/job_objects.py": CODES,
-    "engines/kubernetes/job_pods.py": CODES,
-    "engines/kubernetes/job_queue.py": CODES,
-    "engines/kubernetes/news.py": CODES,
-    "engines/kubernetes/reach.py": CODES,
-    "engines/kubernetes/reading.py": CODES,
+    "kubernetes/api.py": CODES,
+    "kubernetes/follow.py": CODES,
+    "kubernetes/job_objects.py": CODES,
+    "kubernetes/job_pods.py": CODES,
+    "kubernetes/job_queue.py": CODES,
+    "kubernetes/news.py": CODES,
+    "kubernetes/reach.py": CODES,
+    "kubernetes/reading.py": CODES,
     "engines/slurm/launcher.py": SLURM,
     "engines/slurm/submit.py": SLURM,
     "checkpoint/objects.py": TOOL,
-    "engines/kubernetes/coordinator.py": "a cause is not printed twice",
+    "kubernetes/coordinator.py": "a cause is not printed twice",
 }
 
 

@@ -13,10 +13,10 @@ from holdfast.cli.kube_options import KubernetesOptions
 from holdfast.cli.run_options import HealthOptions, RunOptions, SaveOptions
 from holdfast.cli.spec import parse_nnodes
 from holdfast.engines.jobs import default_name
-from holdfast.engines.kubernetes import pod_group
-from holdfast.engines.kubernetes.resource import MAX_NAME, NAME_PATTERN, WORKER
-from holdfast.engines.kubernetes.submission import CODE_BYTES, Submission
 from holdfast.errors import UsageError
+from holdfast.kubernetes import pod_group
+from holdfast.kubernetes.resource import MAX_NAME, NAME_PATTERN, WORKER
+from holdfast.kubernetes.submission import CODE_BYTES, Submission
 from holdfast.protocol.options import declared
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 from holdfast.engines import jobs
 from holdfast.engines.client import JobClient
 
+REACHES = {"kubernetes": "holdfast.kubernetes.reach:KubernetesReach"}
+"""By engine: where to find the `client.Reach` of jobs whose folder has no address. Made with the folder and its allocation."""
+
 
 def client_of(folder: Path) -> JobClient:
-    """The folder of a job on Kubernetes has no address: its coordinator is asked for at the API server."""
+    """The client of the job in this folder."""
     allocation = jobs.read_allocation(folder)
-    if allocation is None or allocation.engine != "kubernetes":
+    if allocation is None or allocation.engine not in REACHES:
         return JobClient(folder)
-    # Only for such a job: commands for others must not pay for importing the cluster's client.
-    from holdfast.engines.kubernetes.reach import KubernetesReach
-
-    return JobClient(folder, KubernetesReach(folder, allocation))
+    # By name, and only for such a job: nothing that a job needs imports the cluster's client.
+    module, _, name = REACHES[allocation.engine].partition(":")
+    return JobClient(folder, getattr(importlib.import_module(module), name)(folder, allocation))

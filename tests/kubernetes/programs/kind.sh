@@ -23,7 +23,7 @@ CONF
   docker build -t "$IMAGE" -f "$ROOT/deploy/kubernetes/Containerfile" "$ROOT"
   # There is no registry: the image is put onto every machine.
   kind load docker-image "$IMAGE" --name "$NAME"
-  kubectl apply --server-side -f "$ROOT/src/holdfast/engines/kubernetes/crd.yaml"
+  kubectl apply --server-side -f "$ROOT/src/holdfast/kubernetes/crd.yaml"
   sed "s|image: holdfast:latest|image: $IMAGE|" "$ROOT/deploy/kubernetes/operator.yaml" | kubectl apply -f -
   kubectl -n holdfast-system rollout status deployment/holdfast-operator --timeout=120s
   cat <<TEXT

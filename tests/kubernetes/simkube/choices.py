@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from holdfast.engines.kubernetes.observed import PodSeen, WorkloadSeen
+from holdfast.kubernetes.observed import PodSeen, WorkloadSeen
 from simkube.server import Server
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from holdfast.engines.kubernetes.observed import Farewell, MachineSeen, NodeSaid, PodSeen, Said, WorkloadSeen
-from holdfast.engines.kubernetes.resource import HoldfastJob
+from holdfast.kubernetes.observed import Farewell, MachineSeen, NodeSaid, PodSeen, Said, WorkloadSeen
+from holdfast.kubernetes.resource import HoldfastJob
 from holdfast.protocol.engine_orders import (
     Availability,
     EngineOrder,

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from holdfast.engines.kubernetes import names
-from holdfast.engines.kubernetes.actions import (
+from holdfast.kubernetes import names
+from holdfast.kubernetes.actions import (
     Action,
     AddFinalizer,
     AskResize,
@@ -33,11 +33,11 @@ from holdfast.engines.kubernetes.actions import (
     Tell,
     TellReady,
 )
-from holdfast.engines.kubernetes.conditions import begun
-from holdfast.engines.kubernetes.coordinator_loss import newest_of, voters
-from holdfast.engines.kubernetes.desk import Desk
-from holdfast.engines.kubernetes.observed import Observed, PodSeen, Said, WorkloadSeen
-from holdfast.engines.kubernetes.reconcile import reconcile
+from holdfast.kubernetes.conditions import begun
+from holdfast.kubernetes.coordinator_loss import newest_of, voters
+from holdfast.kubernetes.desk import Desk
+from holdfast.kubernetes.observed import Observed, PodSeen, Said, WorkloadSeen
+from holdfast.kubernetes.reconcile import reconcile
 from simkube.cluster import Cluster, Silent
 from simkube.server import Conflict, Exists, JobObject, NoAnswer, NotFound, Server
 

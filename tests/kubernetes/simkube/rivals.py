@@ -7,9 +7,9 @@ from typing import Any
 
 from kubejobs import job as asked
 
-from holdfast.engines.kubernetes.check import accept
-from holdfast.engines.kubernetes.observed import PodSeen
-from holdfast.engines.kubernetes.status import ConditionType
+from holdfast.kubernetes.check import accept
+from holdfast.kubernetes.observed import PodSeen
+from holdfast.kubernetes.status import ConditionType
 from simkube.cluster import Cluster
 from simkube.operator import Operator
 from simkube.server import Server

@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from holdfast.engines.kubernetes.observed import PodSeen, WorkloadSeen
-from holdfast.engines.kubernetes.resource import HoldfastJob
-from holdfast.engines.kubernetes.status import JobStatus
+from holdfast.kubernetes.observed import PodSeen, WorkloadSeen
+from holdfast.kubernetes.resource import HoldfastJob
+from holdfast.kubernetes.status import JobStatus
 
 
 class Conflict(Exception):
