@@ -140,7 +140,7 @@ figures: setup
 
 # Grafana's dashboards, made of the lines that say what is in each panel.
 dashboards: setup
-	$(BIN)/python -m holdfast.observe.monitoring.make_dashboards src/holdfast/observe/monitoring/dashboards
+	$(BIN)/python -m holdfast.tools.monitoring.make_dashboards src/holdfast/tools/monitoring/dashboards
 
 # The documentation site, in out/docs/html. A broken link, a missing reference and every warning is an error.
 docs: setup

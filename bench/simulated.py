@@ -17,8 +17,8 @@ from rich.console import Console
 
 from bench.machine import ForeignCpu, conclude, introduce
 from bench.recovery.environments import versions
-from holdfast.simulate.live import LiveCluster
-from holdfast.simulate.scenario import read
+from holdfast.tools.simulate.live import LiveCluster
+from holdfast.tools.simulate.scenario import read
 
 PIECE_S = 10.0
 """Virtual seconds between two looks: at the speed of 100 the page takes ten looks a second."""

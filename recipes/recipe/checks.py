@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from holdfast.data.build import describe
+from holdfast.tools.corpora.build import describe
 from recipe.config import Config, Data
 from recipe.errors import Refused
 

@@ -16,16 +16,16 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import holdfast as hf
-from holdfast.checkpoint import convert
 from holdfast.checkpoint.archive import Archive
-from holdfast.checkpoint.convert import (
+from holdfast.errors import StateError, TierError, UsageError
+from holdfast.tools.conversion import convert
+from holdfast.tools.conversion.convert import (
     check_room,
     export_safetensors,
     export_torch,
     import_checkpoint,
     read_portable,
 )
-from holdfast.errors import StateError, TierError, UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

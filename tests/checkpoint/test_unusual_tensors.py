@@ -27,9 +27,9 @@ from wrapped import Block, MomentumIn8Bits, Opaque, Quantized, Rounding, bits, q
 from holdfast.checkpoint import TieredWriter, api, backends
 from holdfast.checkpoint.api import flush, load, save, wait_for_copy
 from holdfast.checkpoint.archive import Archive
-from holdfast.checkpoint.convert import export_safetensors, export_torch, import_checkpoint
 from holdfast.errors import StateError, UsageError
 from holdfast.tensors.tree import pack, unpack
+from holdfast.tools.conversion.convert import export_safetensors, export_torch, import_checkpoint
 from holdfast.train import state_image
 
 TORCHAO = (torchao.optim.AdamW8bit, torchao.optim.AdamW4bit, torchao.optim.AdamWFp8)

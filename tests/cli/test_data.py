@@ -114,7 +114,7 @@ def test_ctrl_c_says_how_to_go_on(holdfast, corpus, monkeypatch):
     def interrupted(*rest):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("holdfast.data.build.build", interrupted)
+    monkeypatch.setattr("holdfast.tools.corpora.build.build", interrupted)
     said = holdfast("data", "build", corpus, "--out", "out")
     assert [said.code, said.err] == [130, "holdfast: interrupted; run the same command again to continue\n"]
 

@@ -9,7 +9,7 @@ from counted import lines_of
 from holdfast.cli.placement import crossings
 from holdfast.cli.plan import app
 from holdfast.errors import UsageError
-from holdfast.plan.crossing import crossing_share
+from holdfast.tools.plan.crossing import crossing_share
 
 
 def striped(halls: int, racks: int, nodes: int) -> dict[str, tuple[str, ...]]:

@@ -25,7 +25,7 @@ from holdfast.coordinator.service.history_store import FILE_NAME, Entry, History
 from holdfast.data.samples import SampleLedger
 from holdfast.engines.jobs import JobFolder
 from holdfast.protocol.health import CheckResult, Condition
-from holdfast.simulate import validation
+from holdfast.tools.simulate import validation
 
 SOURCES = Path(check.__file__).parents[1]
 LOOKED_AT = ("cli", "observe")

@@ -10,8 +10,8 @@ import signal
 import sys
 from pathlib import Path
 
-from holdfast.data.build import build
-from holdfast.data.options import BuildOptions
+from holdfast.tools.corpora.build import build
+from holdfast.tools.corpora.options import BuildOptions
 
 CHANGES = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir")
 

@@ -22,12 +22,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import holdfast as hf
-from holdfast.data import build, build_units
-from holdfast.data.build import describe
 from holdfast.data.files import TokenFile
-from holdfast.data.options import BuildOptions, Documents, Format, Kind, Reading
-from holdfast.data.verify import verify
 from holdfast.errors import DataError, UsageError
+from holdfast.tools.corpora import build, build_units
+from holdfast.tools.corpora.build import describe
+from holdfast.tools.corpora.options import BuildOptions, Documents, Format, Kind, Reading
+from holdfast.tools.corpora.verify import verify
 
 LINES = Reading(documents=Documents.LINE)
 
@@ -452,7 +452,7 @@ START_POOL = """
 import os, signal
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from holdfast.data.build import _die_with_parent
+from holdfast.tools.corpora.build import _die_with_parent
 pool = ProcessPoolExecutor(1, get_context("spawn"), initializer=_die_with_parent)
 print(pool.submit(os.getpid).result(), flush=True)
 signal.pause()

@@ -9,13 +9,13 @@ import pytest
 from harness import leftovers
 
 from holdfast.agent.warm_pool import WarmPool
-from holdfast.data.build import build
 from holdfast.data.collate import Maker
 from holdfast.data.decoding import Decoders
-from holdfast.data.options import BuildOptions
 from holdfast.health.checks.check import Task
 from holdfast.health.checks.child import check_in_child
 from holdfast.protocol.health import Condition
+from holdfast.tools.corpora.build import build
+from holdfast.tools.corpora.options import BuildOptions
 
 NAMES = (
     "aiohttp",

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from holdfast.agent.checks import NodeChecks
-from holdfast.health.checks import basic, cpu, disk, memory
+from holdfast.health.checks import basic
 from holdfast.health.checks.basic import Needs, run_basic
-from holdfast.health.checks.check import CannotCheck, Task, attempt, failed
+from holdfast.health.checks.check import CannotCheck, CheckProgress, Task, attempt, failed
 from holdfast.health.checks.child import check_in_child
-from holdfast.health.checks.suite import CheckProgress
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import CheckResult, Condition
+from holdfast.tools.checks import cpu, disk, memory
 
 CPU = torch.device("cpu")
 

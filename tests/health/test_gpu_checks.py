@@ -4,10 +4,10 @@ import msgspec
 import pytest
 import torch
 
-from holdfast.health.checks import dcgm, gpu, nvlink
 from holdfast.health.checks.check import CannotCheck, Task
 from holdfast.health.checks.fleet import against_fleet
 from holdfast.protocol.health import Condition
+from holdfast.tools.checks import dcgm, gpu, nvlink
 
 CPU = gpu.Device(3, torch.device("cpu"), "NVIDIA Test", 64 << 20)
 

@@ -8,11 +8,12 @@ import threading
 
 import pytest
 
-from holdfast.health.checks import network
+from holdfast.health.checks import pairs
 from holdfast.health.checks.check import Task, attempt
 from holdfast.health.checks.pairs import Measured
 from holdfast.protocol.health import CheckResult, Condition
 from holdfast.protocol.messages import Peer
+from holdfast.tools.checks import network
 
 HOST = "127.0.0.1"
 
@@ -43,7 +44,7 @@ def test_loopback():
 def test_a_pair_measures_both_ways():
     rate, latency = pair()
     assert (rate.name, rate.condition, rate.with_node) == ("pair", Condition.HEALTHY, "a")
-    measured = network.measured_of([rate, latency])
+    measured = pairs.measured_of([rate, latency])
     assert measured.bytes_per_s == pytest.approx(rate.value * 1e9)
     assert 0 < measured.latency_s < 1
     assert not measured.damaged
@@ -61,7 +62,7 @@ def test_nobody_there(monkeypatch):
     task = Task(node="b", host=HOST, peers=(Peer("a", HOST, free_port()),))
     (result,) = attempt("pair", network.check_pair, task)
     assert (result.condition, result.value) == (Condition.FAULTY, 0.0)
-    assert network.measured_of([result]) == Measured(0.0, why=result.detail)
+    assert pairs.measured_of([result]) == Measured(0.0, why=result.detail)
 
 
 def test_bytes_that_change_on_the_way(monkeypatch):
@@ -69,11 +70,11 @@ def test_bytes_that_change_on_the_way(monkeypatch):
     monkeypatch.setattr(network, "_send", lambda c, s: (whole(c, s)[0], False))
     results = pair()
     assert results[0].condition is Condition.FAULTY
-    assert network.measured_of(results).damaged
+    assert pairs.measured_of(results).damaged
 
 
 def test_no_answer_is_unknown():
-    assert network.measured_of([]) == Measured(None, why="no answer")
+    assert pairs.measured_of([]) == Measured(None, why="no answer")
 
 
 @pytest.mark.long
@@ -85,7 +86,7 @@ def test_an_all_reduce_between_processes(tmp_path):
     ]
     children = [
         subprocess.Popen(
-            [sys.executable, "-m", "holdfast.health.checks"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-m", "holdfast.tools.checks"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         for _ in tasks
     ]

@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 from machines import write
 
-from holdfast.health.checks import network, rdma_pair
+from holdfast.health.checks import pairs
 from holdfast.health.checks.check import CannotCheck, Task, attempt
 from holdfast.health.checks.fleet import against_fleet
 from holdfast.health.checks.pairs import Measured, judge
-from holdfast.health.checks.rdma import check_rdma, gid_index, read_ports
-from holdfast.health.checks.rdma_pair import Outcome, Rail, check_rdma_pair, judge_rails, read_outcome
 from holdfast.protocol.health import CheckResult, Condition
 from holdfast.protocol.messages import Peer
+from holdfast.tools.checks import network, rdma_pair
+from holdfast.tools.checks.rdma import check_rdma, gid_index, read_ports
+from holdfast.tools.checks.rdma_pair import Outcome, Rail, check_rdma_pair, judge_rails, read_outcome
 
 HEALTHY, FAULTY, UNKNOWN = Condition.HEALTHY, Condition.FAULTY, Condition.UNKNOWN
 HOST = "127.0.0.1"
@@ -246,7 +247,7 @@ def test_every_rail_is_measured_both_ways(fabric):
     clients = [c for c in calls if HOST in c]
     assert {c for d in ("mlx5_0", "mlx5_1") for c in clients if d in c} == set(clients)
     assert len(calls) - len(clients) == 4  # servers: two rails, two directions
-    measured = network.measured_of([result], "rdma-pair")
+    measured = pairs.measured_of([result], "rdma-pair")
     assert (measured.bytes_per_s, measured.why) == (result.value * 1e9, result.detail)
 
 
@@ -263,7 +264,7 @@ def test_a_tool_that_cannot_measure_proves_nothing(fabric):
     (result,) = pair(fabric)
     assert result.condition is UNKNOWN
     assert "Couldn't allocate MR" in result.detail
-    assert network.measured_of([result], "rdma-pair") == Measured(None, why=result.detail)
+    assert pairs.measured_of([result], "rdma-pair") == Measured(None, why=result.detail)
 
 
 def test_without_the_tool(fabric):

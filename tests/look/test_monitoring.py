@@ -23,11 +23,11 @@ from servers import Prometheus, alertmanager, listener, program, prometheus, unt
 
 from holdfast.cli.app import app
 from holdfast.coordinator.service.store import Store
-from holdfast.observe.monitoring.make_dashboards import dashboards
 from holdfast.protocol.ledger import EVENTS
+from holdfast.tools.monitoring.make_dashboards import dashboards
 
 ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "src/holdfast/observe/monitoring"
+FOLDER = ROOT / "src/holdfast/tools/monitoring"
 DOCUMENTED = set(documented())
 OF_A_FAMILY = re.compile(r"_(bucket|count|sum)$")
 LABELS = {"holdfast_job"}

@@ -1,9 +1,9 @@
 import pytest
 
 from holdfast.errors import UsageError
-from holdfast.plan.calibration import Run, calibrate, fields, why_no_rate
-from holdfast.plan.candidates import candidates
-from holdfast.plan.inputs import read
+from holdfast.tools.plan.calibration import Run, calibrate, fields, why_no_rate
+from holdfast.tools.plan.candidates import candidates
+from holdfast.tools.plan.inputs import read
 
 
 def report(incidents, hours=100.0, world=16):

@@ -1,8 +1,8 @@
 import pytest
 
 from holdfast.errors import UsageError
-from holdfast.plan import candidates as c
-from holdfast.plan.inputs import from_report, read
+from holdfast.tools.plan import candidates as c
+from holdfast.tools.plan.inputs import from_report, read
 
 LLAMA = {"nodes": 2048, "gpu_hours": "21M", "rate": "0.0161%", "price": 2.5}
 

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.plan.division import divide, idle_share, suggest
+from holdfast.formulas import divide, idle_share, suggest
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.plan import formulas as f
+from holdfast import formulas as f
 
 H = 3600.0
 

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from holdfast.plan.memory import Sizes, compute_bytes, memory
+from holdfast.tools.plan.memory import Sizes, compute_bytes, memory
 
 LLAMA = Sizes(
     parameters=8e9, trained=8e9, layers=32, hidden=4096, vocabulary=128_256, seq_len=8192, micro_batch=1

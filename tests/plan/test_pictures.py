@@ -2,9 +2,9 @@ import io
 
 import pytest
 
-from holdfast.plan import candidates as c
-from holdfast.plan import series
-from holdfast.plan.inputs import read
+from holdfast.tools.plan import candidates as c
+from holdfast.tools.plan import series
+from holdfast.tools.plan.inputs import read
 
 INPUTS = read({"nodes": 256, "gpu_hours": "1M", "rate": "0.02%"})
 
@@ -22,7 +22,7 @@ def test_goodput_falls_with_size():
 
 
 def test_a_terminal_shows_every_curve():
-    from holdfast.observe.plan_plots import print_curves
+    from holdfast.tools.plan.plots import print_curves
 
     said = io.StringIO()
     print_curves(said, "cost", series.cost_by_spares(INPUTS, 4), "spares")
@@ -35,7 +35,7 @@ def test_a_terminal_shows_every_curve():
 
 def test_pictures_as_files(tmp_path):
     pytest.importorskip("matplotlib")
-    from holdfast.observe.plan_plots import draw_curves, draw_waterfall
+    from holdfast.tools.plan.plots import draw_curves, draw_waterfall
 
     draw_curves(tmp_path / "a" / "x.svg", "x", series.cost_by_spares(INPUTS, 2), "spares", "cost")
     way = c.evaluate(INPUTS, c.PEERS, 0, True)

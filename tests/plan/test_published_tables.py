@@ -3,12 +3,12 @@ from importlib.resources import files
 
 import pytest
 
-from holdfast.plan.tables import MISFIT, compare
+from holdfast.tools.plan.tables import MISFIT, compare
 
 
 @pytest.fixture(scope="module")
 def cells():
-    return compare(json.loads(files("holdfast.plan").joinpath("published.json").read_text()))
+    return compare(json.loads(files("holdfast.tools.plan").joinpath("published.json").read_text()))
 
 
 def test_every_published_cell_follows_but_for_three(cells):

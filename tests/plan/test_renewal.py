@@ -1,9 +1,9 @@
 import pytest
 
+from holdfast import formulas as f
 from holdfast.errors import UsageError
-from holdfast.plan import formulas as f
-from holdfast.plan import renewal
-from holdfast.plan.renewal import Process, simulate
+from holdfast.tools.plan import renewal
+from holdfast.tools.plan.renewal import Process, simulate
 
 H = 3600.0
 

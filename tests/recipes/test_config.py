@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from holdfast.data.build import build
-from holdfast.data.options import BuildOptions
 from holdfast.errors import UsageError
+from holdfast.tools.corpora.build import build
+from holdfast.tools.corpora.options import BuildOptions
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 TINY = RECIPES / "qwen3-30b-a3b-sft" / "tiny.toml"

@@ -15,8 +15,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from holdfast.checkpoint.archive import Archive
-from holdfast.checkpoint.convert import export_safetensors
 from holdfast.tensors.dtensor_shards import forget_meshes, local_of
+from holdfast.tools.conversion.convert import export_safetensors
 from holdfast.train.state_image import capture
 
 

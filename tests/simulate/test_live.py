@@ -14,9 +14,9 @@ from holdfast.coordinator.membership.nodes import KEPT_GONE
 from holdfast.coordinator.service.page_actions import prepared
 from holdfast.errors import UsageError
 from holdfast.protocol.ledger import LedgerEvent
-from holdfast.simulate.live import BEGIN_S, STALE, STRIKES, LiveCluster
-from holdfast.simulate.scenario import Scenario, read
-from holdfast.simulate.trial import run
+from holdfast.tools.simulate.live import BEGIN_S, STALE, STRIKES, LiveCluster
+from holdfast.tools.simulate.scenario import Scenario, read
+from holdfast.tools.simulate.trial import run
 
 NODES, SPARES = 64, 16
 Entries = list[tuple[float, LedgerEvent]]

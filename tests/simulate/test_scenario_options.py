@@ -1,8 +1,8 @@
 """The fields of a scenario: flags and keys of YAML, declared once."""
 
 from holdfast.protocol.options import declared
-from holdfast.simulate.options import ScenarioOptions
-from holdfast.simulate.scenario import read
+from holdfast.tools.simulate.options import ScenarioOptions
+from holdfast.tools.simulate.scenario import read
 
 ASKED = {"nodes": 8, "days": 1, "rate": "1%"}
 

@@ -3,9 +3,9 @@ import json
 import pytest
 
 from holdfast.errors import UsageError
-from holdfast.simulate.scenario import read
-from holdfast.simulate.trace import parse
-from holdfast.simulate.trial import run
+from holdfast.tools.simulate.scenario import read
+from holdfast.tools.simulate.trace import parse
+from holdfast.tools.simulate.trial import run
 
 SPOT = json.dumps({"metadata": {"gap_seconds": 600}, "data": [4] * 6 + [2] * 6 + [4] * 30})
 DATED = "2021-12-11, 11:00:00, 4\n2021-12-11, 12:00:00, 2\n2021-12-11, 13:00:00, 4\n2021-12-11, 18:00:00, 4\n"

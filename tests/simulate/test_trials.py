@@ -6,10 +6,10 @@ import pytest
 from holdfast.coordinator.membership import wall_time
 from holdfast.errors import UsageError
 from holdfast.protocol.phases import TimeClass
-from holdfast.simulate import trial as trials
-from holdfast.simulate.cluster import BEGIN_S, Cluster
-from holdfast.simulate.scenario import Scenario, check, read
-from holdfast.simulate.trial import run
+from holdfast.tools.simulate import trial as trials
+from holdfast.tools.simulate.cluster import BEGIN_S, Cluster
+from holdfast.tools.simulate.scenario import Scenario, check, read
+from holdfast.tools.simulate.trial import run
 
 MIXED = [
     {"name": "gpu", "scope": "node", "rate": "0.2%"},

@@ -1,4 +1,4 @@
-from holdfast.simulate.validation import validate
+from holdfast.tools.simulate.validation import validate
 
 
 def test_what_can_be_reproduced_is():

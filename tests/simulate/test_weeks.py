@@ -21,8 +21,8 @@ from holdfast.coordinator.service.store import Store
 from holdfast.coordinator.service.tally import Tally
 from holdfast.coordinator.service.watchers import Watcher
 from holdfast.protocol.ledger import LedgerEvent
-from holdfast.simulate.cluster import Cluster
-from holdfast.simulate.scenario import FailureClass, Scenario
+from holdfast.tools.simulate.cluster import Cluster
+from holdfast.tools.simulate.scenario import FailureClass, Scenario
 
 WATCHERS = 5
 STATE_BYTES = 256 * 1024

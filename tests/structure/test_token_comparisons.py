@@ -39,8 +39,8 @@ def test_one_place_compares_secrets():
     found = {m.name: lines for m in modules_of(PACKAGE) if (lines := sorted(set(comparisons(m.tree))))}
     assert found.pop(PLACE), "the one place is found"
     # The simulator's tokens number runs of steps, and are no secrets.
-    found.pop("holdfast.simulate.cluster", None)
-    found.pop("holdfast.simulate.live", None)
+    found.pop("holdfast.tools.simulate.cluster", None)
+    found.pop("holdfast.tools.simulate.live", None)
     assert not found, f"compare with {PLACE}.is_same"
 
 

@@ -17,8 +17,8 @@ import pytest
 from holdfast.coordinator.service.store import LedgerEntry, Page, ReportedSteps, Store
 from holdfast.errors import UsageError
 from holdfast.protocol.messages import StepTold
-from holdfast.tracking.follower import read_ledger, tracker
-from holdfast.tracking.position import Position, WentBack, take_in
+from holdfast.tools.tracking.follower import read_ledger, tracker
+from holdfast.tools.tracking.position import Position, WentBack, take_in
 
 BEGAN = "2026-01-02T03:04:05.000+00:00"
 

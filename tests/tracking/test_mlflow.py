@@ -13,9 +13,9 @@ from test_following import Job
 
 from holdfast.coordinator.service.store import Store
 from holdfast.errors import UsageError
-from holdfast.tracking import mlflow
-from holdfast.tracking.follower import read_ledger, tracker
-from holdfast.tracking.position import Batch, take_in
+from holdfast.tools.tracking import mlflow
+from holdfast.tools.tracking.follower import read_ledger, tracker
+from holdfast.tools.tracking.position import Batch, take_in
 
 LATER = "2026-01-02T04:04:05.000+00:00"
 

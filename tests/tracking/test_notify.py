@@ -15,10 +15,10 @@ from servers import Heard, listener
 from holdfast.cli.notify import LINK
 from holdfast.coordinator.service.store import LedgerEntry, News
 from holdfast.errors import UsageError
-from holdfast.tracking import matters, notify
-from holdfast.tracking.base import Notes
-from holdfast.tracking.notify import Notifier
-from holdfast.tracking.position import take_in
+from holdfast.tools.tracking import matters, notify
+from holdfast.tools.tracking.base import Notes
+from holdfast.tools.tracking.notify import Notifier
+from holdfast.tools.tracking.position import take_in
 
 BEGAN = "2026-01-02T03:04:05.000+00:00"
 LEDGER_S = 1767323045.0

@@ -16,10 +16,10 @@ import holdfast
 from holdfast.coordinator.service.store import LedgerEntry, News, NewStep, StepRow
 from holdfast.errors import UsageError
 from holdfast.observe.trace_ids import span_id, trace_id
-from holdfast.tracking import otlp
-from holdfast.tracking.follower import tracker
-from holdfast.tracking.otlp import Otlp
-from holdfast.tracking.position import take_in
+from holdfast.tools.tracking import otlp
+from holdfast.tools.tracking.follower import tracker
+from holdfast.tools.tracking.otlp import Otlp
+from holdfast.tools.tracking.position import take_in
 
 BEGAN = "2026-01-02T03:04:05.000+00:00"
 LEDGER_S = 1767323045.0

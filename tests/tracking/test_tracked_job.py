@@ -24,7 +24,7 @@ from servers import until
 
 from holdfast.coordinator.service.store import LedgerEntry, StepRow, Store
 from holdfast.observe.event_text import event_line
-from holdfast.tracking.mlflow import TEXT_CHARS
+from holdfast.tools.tracking.mlflow import TEXT_CHARS
 
 SCRIPT = Path(__file__).parent / "train_gated.py"
 EVERY = 20

@@ -15,8 +15,8 @@ from test_following import Job
 
 from holdfast.coordinator.service.store import Store
 from holdfast.errors import UsageError
-from holdfast.tracking.follower import check_target, read_ledger, tracker
-from holdfast.tracking.wandb import WeightsAndBiases
+from holdfast.tools.tracking.follower import check_target, read_ledger, tracker
+from holdfast.tools.tracking.wandb import WeightsAndBiases
 
 
 def follows(ledger: Path, folder: Path) -> None:

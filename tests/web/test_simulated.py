@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from holdfast.cli.app import app
 from holdfast.engines import jobs
 from holdfast.errors import UsageError
-from holdfast.simulate.scenario import read
+from holdfast.tools.simulate.scenario import read
 from holdfast.ui.server import UiServer, loopback
 from holdfast.ui.simulated import (
     LATE_S,

@@ -11,7 +11,7 @@ import typer
 from holdfast.cli.common import AsJson, Output, width_of, write_as
 
 if TYPE_CHECKING:
-    from holdfast.plan.calibration import Calibration, Run
+    from holdfast.tools.plan.calibration import Calibration, Run
 
 
 def calibrate(
@@ -43,8 +43,8 @@ def calibrate(
     import msgspec
 
     from holdfast.observe.tables import WIDTH
-    from holdfast.plan.calibration import calibrate, fields, why_no_rate
     from holdfast.protocol import units
+    from holdfast.tools.plan.calibration import calibrate, fields, why_no_rate
 
     found = calibrate([one for r in runs for one in _read(r, per_node)])
     made = fields(found)
@@ -66,8 +66,8 @@ def calibrate(
 
 def _print_rates(found: Calibration, width: int) -> None:
     from holdfast.observe.tables import print_table
-    from holdfast.plan.calibration import FEW
     from holdfast.protocol import units
+    from holdfast.tools.plan.calibration import FEW
 
     rows = [
         (
@@ -130,8 +130,8 @@ def _read(name: str, per_node: int) -> list[Run]:
 
     from holdfast.engines import jobs, starts
     from holdfast.errors import UsageError
-    from holdfast.plan.calibration import Run
     from holdfast.protocol.wire.stored import decode_file
+    from holdfast.tools.plan.calibration import Run
 
     path = Path(name)
     # A coordinator that took over on another machine has a ledger of its own, job-2.sqlite.
@@ -154,7 +154,7 @@ def _read(name: str, per_node: int) -> list[Run]:
 def _run(folder: Path, per_node: int) -> Run:
     from holdfast.cli.common import ledger
     from holdfast.cli.report import read_report
-    from holdfast.plan.calibration import Run
+    from holdfast.tools.plan.calibration import Run
 
     with ledger(folder) as store:
         state = store.load()
@@ -175,7 +175,7 @@ def _earlier(folder: Path, per_node: int) -> Run | None:
 def validate(as_json: AsJson = False, output: Output = None) -> None:
     """Compares formulas, simulation, core and published numbers, and marks numbers that cannot be reproduced."""
     from holdfast.observe.tables import WIDTH, print_table
-    from holdfast.simulate.validation import validate
+    from holdfast.tools.simulate.validation import validate
 
     checks = validate()
     wrong = sum(c.reproduced is False for c in checks)

@@ -94,9 +94,8 @@ def _of_machine(folder: Path, deep: bool, seconds: float) -> Sequence[CheckResul
 
     from holdfast.checkpoint.memory import memory_system
     from holdfast.health.checks.basic import Needs, run_basic
-    from holdfast.health.checks.check import SECONDS, Task
+    from holdfast.health.checks.check import SECONDS, CheckProgress, Task
     from holdfast.health.checks.child import check_in_child
-    from holdfast.health.checks.suite import CheckProgress
 
     results = run_basic(Needs("127.0.0.1", 1, folder, memory_system()))
     if not deep:

@@ -16,7 +16,7 @@ from holdfast.cli.common import JobName
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.archive import Archive
-    from holdfast.checkpoint.convert import Exported, Seen
+    from holdfast.tools.conversion.convert import Exported, Seen
 
 TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
 MOST_NAMED = 5
@@ -107,7 +107,7 @@ def export(
         )
     archives, chosen = _chosen(places[0] if len(places) == 2 else None, job, step)
     _need_torch()
-    from holdfast.checkpoint.convert import export_safetensors, export_torch
+    from holdfast.tools.conversion.convert import export_safetensors, export_torch
 
     def write(archive: Archive) -> Exported:
         with _progress() as seen:
@@ -133,8 +133,8 @@ def import_(
     """Makes a checkpoint from safetensors or from a file of torch.save. No code in the file is executed."""
     _need_torch()
     from holdfast.checkpoint.archive import Archive
-    from holdfast.checkpoint.convert import import_checkpoint
     from holdfast.protocol.units import plural, size
+    from holdfast.tools.conversion.convert import import_checkpoint
 
     archive = Archive(place)
     with _progress() as seen:

@@ -15,13 +15,13 @@ import typer
 from holdfast.cli import samples
 from holdfast.cli.common import AsJson, Output, write_as
 from holdfast.cli.options import command
-from holdfast.data.options import BuildOptions
+from holdfast.tools.corpora.options import BuildOptions
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from holdfast.data.build import Description
     from holdfast.data.files import TokenFile
+    from holdfast.tools.corpora.build import Description
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -66,8 +66,8 @@ def build(
     """
     import msgspec
 
-    from holdfast.data import build as builder
     from holdfast.protocol.units import count, plural
+    from holdfast.tools.corpora import build as builder
 
     with _Bar() as bar:
         try:
@@ -90,8 +90,8 @@ def build(
 @app.command("show")
 def show(prefix: Dataset, dtype: RawDtype = None, as_json: AsJson = False, output: Output = None) -> None:
     """Shows the size of a data set, what it was built from, and its first tokens."""
-    from holdfast.data.build import describe
     from holdfast.protocol import units
+    from holdfast.tools.corpora.build import describe
 
     with _usage_errors():
         from holdfast.data.files import TokenFile
@@ -129,7 +129,7 @@ def verify(prefix: Dataset, dtype: RawDtype = None) -> None:
 
     with _usage_errors():
         from holdfast.data.files import TokenFile
-        from holdfast.data.verify import verify as check
+        from holdfast.tools.corpora.verify import verify as check
 
         file = TokenFile(prefix, dtype, in_order=True)
     with ByteCount(sys.stderr, str(prefix)) as progress:

@@ -21,12 +21,12 @@ LOG = "followers.log"
 def check(track: Sequence[str], notify: Sequence[str]) -> None:
     """Before anything is started. Raises UsageError: a target cannot be used."""
     if track:
-        from holdfast.tracking.follower import check_target
+        from holdfast.tools.tracking.follower import check_target
 
         for target in track:
             check_target(target)
     if notify:
-        from holdfast.tracking.notify import sender
+        from holdfast.tools.tracking.notify import sender
 
         for target in notify:
             # Making one is the check of its file, its variable or its program. Nothing is sent.

@@ -10,7 +10,7 @@ import typer
 from holdfast.cli.common import AsJson, Output, width_of, write_as
 
 if TYPE_CHECKING:
-    from holdfast.plan.memory import Sizes
+    from holdfast.tools.plan.memory import Sizes
 
 
 def memory(
@@ -67,9 +67,9 @@ def memory(
     """Adds up the memory that a model takes of each device, and its snapshots of each node."""
     import msgspec
 
-    from holdfast.plan import quantities
-    from holdfast.plan.memory import Sizes
-    from holdfast.plan.memory import memory as add_up
+    from holdfast.tools.plan import quantities
+    from holdfast.tools.plan.memory import Sizes
+    from holdfast.tools.plan.memory import memory as add_up
 
     total = quantities.amount("--parameters", parameters, "8.03B")
     of_these = total if trained is None else quantities.amount("--trained", trained, "13.6M")
@@ -89,7 +89,7 @@ def memory(
     if write_as([msgspec.to_builtins(one) | {"device": one.device} for one in found], as_json, output):
         return
     from holdfast.observe.tables import WIDTH, print_table
-    from holdfast.plan.memory import HELD_SNAPSHOTS
+    from holdfast.tools.plan.memory import HELD_SNAPSHOTS
 
     rows = [(str(one.shard), *map(_gb, (one.state, one.compute, one.device, one.snapshot))) for one in found]
     head = ("shard", "state", "while it computes", "each device", "a snapshot, each node")

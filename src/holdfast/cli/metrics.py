@@ -74,7 +74,7 @@ def _write(out: Path, names: tuple[str, ...]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     for name in names:
         path = out / Path(name).name
-        path.write_bytes((files("holdfast.observe.monitoring") / name).read_bytes())
+        path.write_bytes((files("holdfast.tools.monitoring") / name).read_bytes())
         sys.stdout.write(f"{path}\n")
 
 

@@ -53,8 +53,8 @@ def notify(
     from contextlib import ExitStack, closing
 
     from holdfast.engines import jobs
-    from holdfast.tracking.follower import follow
-    from holdfast.tracking.notify import Notifier
+    from holdfast.tools.tracking.follower import follow
+    from holdfast.tools.tracking.notify import Notifier
 
     folder = jobs.existing(job)
     with ExitStack() as opened:

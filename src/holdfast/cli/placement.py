@@ -13,8 +13,8 @@ import typer
 from holdfast.cli.common import AsJson, Output, width_of, write_as
 
 if TYPE_CHECKING:
-    from holdfast.plan.crossing import Crossing, Path
     from holdfast.protocol.place import NodePlace
+    from holdfast.tools.plan.crossing import Crossing, Path
 
 
 def placement(
@@ -97,7 +97,7 @@ def crossings(
     """Of each level, with the coordinator's own decisions. count: of nodes."""
     from holdfast.checkpoint.placement import place
     from holdfast.coordinator.membership.locality import Standing, path, pick
-    from holdfast.plan.crossing import Crossing, columns, crossing_share
+    from holdfast.tools.plan.crossing import Crossing, columns, crossing_share
 
     by_name = sorted(places, key=_natural)
     paths = {host: path(places[host], host) for host in by_name}

@@ -70,8 +70,8 @@ def division(
     """Shows for each size of the job how much of it is idle, and micro-batch sizes that leave less idle."""
     from holdfast.cli.spec import parse_nnodes
     from holdfast.errors import UsageError
+    from holdfast.formulas import divide, suggest
     from holdfast.observe.tables import WIDTH, print_table
-    from holdfast.plan.division import divide, suggest
     from holdfast.protocol import units
 
     low, high = parse_nnodes(nnodes)
@@ -125,7 +125,7 @@ def tables(as_json: AsJson = False, output: Output = None) -> None:
     import msgspec
 
     from holdfast.observe.tables import WIDTH, print_table
-    from holdfast.plan.tables import compare
+    from holdfast.tools.plan.tables import compare
 
     cells = compare(published())
     if write_as([msgspec.to_builtins(c) | {"equal": c.equal} for c in cells], as_json, output):
@@ -165,6 +165,6 @@ def published() -> dict[str, object]:
 
     import msgspec
 
-    text = files("holdfast.plan").joinpath("published.json").read_bytes()
+    text = files("holdfast.tools.plan").joinpath("published.json").read_bytes()
     found: dict[str, object] = msgspec.json.decode(text)
     return found

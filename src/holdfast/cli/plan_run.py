@@ -10,12 +10,12 @@ import typer
 
 from holdfast.cli.common import AsJson, Output, width_of, write_as
 from holdfast.cli.options import command
-from holdfast.plan.options import PlanOptions
 from holdfast.protocol.options import given
+from holdfast.tools.plan.options import PlanOptions
 
 if TYPE_CHECKING:
-    from holdfast.plan.candidates import Candidate
-    from holdfast.plan.inputs import Inputs
+    from holdfast.tools.plan.candidates import Candidate
+    from holdfast.tools.plan.inputs import Inputs
 
 
 @command
@@ -50,8 +50,8 @@ def run(
     from msgspec import to_builtins
 
     from holdfast.observe.tables import WIDTH
-    from holdfast.plan import candidates as c
-    from holdfast.plan.inputs import read
+    from holdfast.tools.plan import candidates as c
+    from holdfast.tools.plan.inputs import read
 
     # An option that was not given is None and left out, so a default never overrides the file; what was given
     # on the command line does.
@@ -79,8 +79,8 @@ def run(
 
 
 def _chart(inputs: Inputs, best: Candidate) -> None:
-    from holdfast.observe.plan_plots import print_curves
-    from holdfast.plan import series
+    from holdfast.tools.plan import series
+    from holdfast.tools.plan.plots import print_curves
 
     by_size = series.goodput_by_size(inputs, best.spares, best.waits)
     print_curves(sys.stdout, "goodput against cluster size (doubling)", by_size, "nodes", percent=True)
@@ -90,8 +90,8 @@ def _chart(inputs: Inputs, best: Candidate) -> None:
 
 
 def _draw(inputs: Inputs, best: Candidate, folder: Path, kind: str) -> None:
-    from holdfast.observe.plan_plots import draw_curves, draw_waterfall
-    from holdfast.plan import candidates, series
+    from holdfast.tools.plan import candidates, series
+    from holdfast.tools.plan.plots import draw_curves, draw_waterfall
 
     by_size = series.goodput_by_size(inputs, best.spares, best.waits)
     draw_curves(
@@ -183,7 +183,7 @@ def _print(
         f"{units.seconds(inputs.mtbf_s)} ({100 * inputs.rate:.4g}% per node-hour)\n"
         f"times: {inputs.times.source}\n\n"
     )
-    from holdfast.plan.candidates import shortlist
+    from holdfast.tools.plan.candidates import shortlist
 
     price = f", for {units.amount(best.cost)}" if inputs.price else ""
     out.write(
@@ -220,8 +220,8 @@ def _print(
 
 def _cells(way: Candidate, priced: bool) -> list[str]:
     """One way's row of the table."""
-    from holdfast.plan.candidates import FINISHES
     from holdfast.protocol import units
+    from holdfast.tools.plan.candidates import FINISHES
 
     row = [
         "►" if way.best else "",

@@ -14,12 +14,12 @@ from holdfast.cli.options import command
 from holdfast.cli.plan_run import days, read_yaml
 from holdfast.cli.ui import PORT
 from holdfast.protocol.options import given
-from holdfast.simulate.options import ScenarioOptions
+from holdfast.tools.simulate.options import ScenarioOptions
 
 if TYPE_CHECKING:
-    from holdfast.simulate.scenario import Scenario
-    from holdfast.simulate.trace import Trace
-    from holdfast.simulate.trial import Trial
+    from holdfast.tools.simulate.scenario import Scenario
+    from holdfast.tools.simulate.trace import Trace
+    from holdfast.tools.simulate.trial import Trial
 
 
 @command
@@ -78,7 +78,7 @@ def simulate(
 ) -> None:
     """Simulates complete runs with failures, spares, repairs and resizes. The coordinator's own code decides."""
     from holdfast.errors import UsageError
-    from holdfast.simulate.scenario import read
+    from holdfast.tools.simulate.scenario import read
 
     if trials < 1:
         raise UsageError(f"--trials must be at least 1 (got {trials})")
@@ -123,8 +123,8 @@ def _page(fields: dict[str, Any], seed: int, job: str | None, port: int, as_flag
 
     from holdfast.engines import jobs
     from holdfast.errors import UsageError
-    from holdfast.simulate.options import FAILURES
-    from holdfast.simulate.scenario import read
+    from holdfast.tools.simulate.options import FAILURES
+    from holdfast.tools.simulate.scenario import read
 
     fields = {k: v for k, v in PAGE.items() if k != "rate" or FAILURES not in fields} | fields
     scenario = read(fields, as_flags)
@@ -170,7 +170,7 @@ async def _serve(scenario: Scenario, seed: int, name: str, port: int) -> None:
 def _trace(path: Path) -> Trace:
     from holdfast.errors import UsageError
     from holdfast.protocol.wire.stored import decode_file
-    from holdfast.simulate.trace import parse
+    from holdfast.tools.simulate.trace import parse
 
     try:
         text = decode_file(bytes.decode, path, f"--trace {path} cannot be read", error=UsageError)
@@ -181,7 +181,7 @@ def _trace(path: Path) -> Trace:
 
 def _replay(scenario: Scenario, seed: int, job: str | None, record: Trace | None) -> None:
     from holdfast.engines import jobs
-    from holdfast.simulate.replay import replay
+    from holdfast.tools.simulate.replay import replay
 
     # A trial follows from scenario and seed alone, so the run of a seed is the same again, this time with a
     # ledger.
@@ -196,7 +196,7 @@ def _replay(scenario: Scenario, seed: int, job: str | None, record: Trace | None
 def _run(scenario: Scenario, trials: int, seed: int, record: Trace | None) -> list[Trial]:
     import time
 
-    from holdfast.simulate.trial import run_all
+    from holdfast.tools.simulate.trial import run_all
 
     found = []
     shown = began = time.monotonic()

@@ -26,7 +26,7 @@ def track(
     from contextlib import ExitStack, closing
 
     from holdfast.engines import jobs
-    from holdfast.tracking.follower import follow, tracker
+    from holdfast.tools.tracking.follower import follow, tracker
 
     folder = jobs.existing(job)
     with ExitStack() as opened:

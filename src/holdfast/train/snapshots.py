@@ -22,7 +22,7 @@ import torch
 from holdfast.checkpoint.pages import SlotMaps
 from holdfast.checkpoint.policy import parse_cadence
 from holdfast.errors import StateError, TierError
-from holdfast.plan.formulas import daly_interval_s
+from holdfast.formulas import daly_interval_s
 from holdfast.protocol import messages as m
 from holdfast.protocol.phases import Phase
 from holdfast.protocol.snapshots import Key

@@ -28,9 +28,9 @@ from holdfast.errors import UsageError
 from holdfast.observe.dashboard import job_word
 from holdfast.protocol.ledger import LedgerEvent
 from holdfast.protocol.messages import StepTold
-from holdfast.simulate.live import LiveCluster
-from holdfast.simulate.machine import BEGIN_S
-from holdfast.simulate.scenario import Scenario
+from holdfast.tools.simulate.live import LiveCluster
+from holdfast.tools.simulate.machine import BEGIN_S
+from holdfast.tools.simulate.scenario import Scenario
 from holdfast.web.sources import ACTIONS, PANELS, Answer, Refused, Source, answer, whole
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from holdfast.plan import formulas
+from holdfast import formulas
 from holdfast.protocol import units
 from holdfast.protocol.phases import TimeClass
 from holdfast.web.story import Story

@@ -11,7 +11,7 @@ from holdfast.coordinator.kernel.phases import NodePhase, WorkerPhase
 from holdfast.coordinator.kernel.restart_budget import by_the_day
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.membership.locality import Standing, path
-from holdfast.plan.division import idle_share
+from holdfast.formulas import idle_share
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import Remedy
 

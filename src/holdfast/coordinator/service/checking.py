@@ -19,7 +19,6 @@ from holdfast.errors import UsageError
 from holdfast.health.checks import pairs, places
 from holdfast.health.checks.check import unknown
 from holdfast.health.checks.fleet import against_fleet
-from holdfast.health.checks.network import measured_of
 from holdfast.protocol import messages as m
 from holdfast.protocol.check_options import CheckOptions
 from holdfast.protocol.health import CheckNews, CheckResult, Condition, Finding, PairFigures, Remedy, Severity
@@ -360,7 +359,7 @@ class _Run:
             if answer is None:
                 self._silent.add(name)
                 return _no_answer(name)
-        return measured_of(list(at_caller or ()), check)
+        return pairs.measured_of(list(at_caller or ()), check)
 
     # ------------------------------------------------------------ all together
 

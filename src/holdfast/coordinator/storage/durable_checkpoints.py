@@ -14,7 +14,7 @@ from holdfast.coordinator.kernel.events import DurableFound
 from holdfast.coordinator.kernel.membership_state import Node, Worker
 from holdfast.coordinator.kernel.storage_state import Snapshot, Storing, TierTotals
 from holdfast.coordinator.storage import queries
-from holdfast.plan.formulas import daly_interval_s
+from holdfast.formulas import daly_interval_s
 from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import Durable

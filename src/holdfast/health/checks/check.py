@@ -44,6 +44,18 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
         return Path(self.folder)
 
 
+class CheckProgress(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a running suite reports. Neither field: it waits for its turn."""
+
+    running: str = ""
+    """A check that begins."""
+    result: CheckResult | None = None
+    """A result."""
+
+
+ALONE = ("cpu", "memory", "disk", "loopback", "gpu", "nvlink", "rdma", "dcgm")
+"""The checks of a node alone, in the order in which they run."""
+
 Check = Callable[[Task], Iterable[CheckResult]]
 
 

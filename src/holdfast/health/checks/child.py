@@ -12,8 +12,7 @@ from collections.abc import Callable
 import msgspec
 
 from holdfast.errors import Damaged
-from holdfast.health.checks.check import Task, is_of, unknown
-from holdfast.health.checks.suite import CheckProgress, chosen
+from holdfast.health.checks.check import ALONE, CheckProgress, Task, is_of, unknown
 from holdfast.protocol.health import CheckResult, Condition
 from holdfast.protocol.machine.processes import python_module
 from holdfast.protocol.wire.decoding import decode
@@ -47,7 +46,7 @@ async def check_in_child(
     A check that hangs, and those after it, are unknown. One that crashed by a fault of the machine's is faulty.
     """
     process = await asyncio.create_subprocess_exec(
-        *python_module("holdfast.health.checks"),
+        *python_module("holdfast.tools.checks"),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         preexec_fn=_modest,
@@ -62,7 +61,7 @@ async def check_in_child(
         await _end(process)
     # What was asked for and gave nothing. After a normal end that means that there was nothing to look at;
     # after any other end nobody knows.
-    left = [name for name in chosen(task.only) if not any(is_of(name, r) for r in results)]
+    left = [name for name in task.only or ALONE if not any(is_of(name, r) for r in results)]
     if process.returncode == 0 and not why:
         return results  # a check without a result has nothing to look at here
     for name in left:

@@ -36,6 +36,17 @@ class Measured(msgspec.Struct, frozen=True):
     """Bytes came back changed."""
 
 
+def measured_of(results: list[CheckResult], check: str = "pair") -> Measured:
+    """What the check `pair` (or `rdma-pair`) measured, out of its results."""
+    pair = next((r for r in results if r.name == check), None)
+    if pair is None or pair.condition is Condition.UNKNOWN:
+        return Measured(None, why=pair.detail if pair else "no answer")
+    latency = next((r.value for r in results if r.name == f"{check}-latency"), None)
+    damaged = pair.condition is Condition.FAULTY and bool(pair.value)
+    why = pair.detail if latency is None else ""  # else it says the latency
+    return Measured((pair.value or 0.0) * 1e9, latency or 0.0, why, damaged)
+
+
 def first_round(nodes: Sequence[str]) -> list[list[Pair]]:
     """Everyone with somebody. Pairs of one batch have no node in common, so they can be measured at once."""
     pairs = list(zip(nodes[::2], nodes[1::2], strict=False))

@@ -1,0 +1,1 @@
+"""`holdfast checkpoint export` and `import`: checkpoints as files that other programs read."""

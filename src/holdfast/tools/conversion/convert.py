@@ -1,0 +1,577 @@
+"""Checkpoints for other programs, and theirs for us: safetensors as Hugging Face lays them out, and files of
+torch.save.
+
+**safetensors**: a folder. Names are dotted paths in the state. Plain values and the nesting, which safetensors do not
+know, are in `values.json` beside them:
+
+    {"format": 1, "values": {"epoch": 3}, "nesting": [{"epoch": ["x", "epoch"], ...}]}
+
+`nesting` has a tree for every rank, see `holdfast.tensors.tree`, with names at its leaves; a single one where no two
+ranks' states differ, and null for a part that is as on rank 0.
+
+**torch**: one file with the nested state; where ranks' states differ, the states of all ranks are in it as well, as
+`rank-0`, `rank-1` and so on. Tensors that they share are in the file once.
+
+What `torch.distributed.checkpoint` saved is flat: its storage is not told of the nesting.
+
+A tensor that is made of others, such as a quantized moment, is exported as those: in safetensors by their dotted names, in
+a file of torch.save as a dict of them. What makes it one tensor again is in `nesting`, or in the dict under `holdfast.wrapper`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import pickle
+import shutil
+import sys
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from holdfast.checkpoint.archive import Archive
+from holdfast.checkpoint.checksums import sums_of_buffers
+from holdfast.checkpoint.disk import ADVICE, DiskTier, sync_folder
+from holdfast.checkpoint.flatten import Flat, flatten
+from holdfast.checkpoint.layout import encode_head, folder_of, parts_of, step_of
+from holdfast.checkpoint.located import find_in_archive
+from holdfast.errors import HoldfastError, StateError, TierError, UsageError
+from holdfast.protocol import units
+from holdfast.protocol.snapshots import Shard
+from holdfast.protocol.wire.decoding import decode
+from holdfast.tensors.tree import Apart, buffer_of
+from holdfast.tools.conversion import safetensors_io
+from holdfast.tools.conversion.consolidate import RANK_NAME, Merged, MergedTensor, Tree, build, merge, union
+
+VALUES = "values.json"
+VALUES_FORMAT = 1
+FILE_BYTES = 5 << 30
+"""Of one safetensors file, as Hugging Face's libraries cut them."""
+
+BATCH_BYTES = 64 << 20
+"""Small tensors are read so many at a time: one after the other, each would wait for an object store's answer."""
+
+READ_BYTES = 16 << 20
+ALIGNED_BYTES = 64
+
+Seen = Callable[[str, int, int | None], None]
+"""Told what is being done, of how many more bytes, and how many it will be in all; None: not known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """What is in an export."""
+
+    files: tuple[Path, ...]
+    tensors: int
+    """How many."""
+    values: int
+    """How many plain values."""
+    nbytes: int
+    """Bytes of all tensors."""
+    of_ranks: tuple[str, ...]
+    """Names of what other ranks have otherwise than the first."""
+
+
+def unseen(what: str, nbytes: int, total: int | None) -> None:
+    """For who does not want to know."""
+
+
+# ---------------------------------------------------------------- export
+
+
+def export_safetensors(
+    archive: Archive,
+    step: int,
+    out: Path,
+    only: str = "",
+    file_bytes: int = FILE_BYTES,
+    seen: Seen = unseen,
+    *,
+    strip: bool = False,
+) -> Exported:
+    """Writes a checkpoint as a folder of safetensors. The folder appears when all of it is there and durable.
+
+    Memory: a few times that of the largest tensor, or of BATCH_BYTES.
+
+    Args:
+        out: a folder that does not exist yet, or is empty.
+        only: nothing but names that begin so.
+        strip: these names lose what `only` says. Otherwise they keep it.
+        file_bytes: the most bytes of tensors in one file; a larger tensor has a file of its own.
+
+    Raises:
+        UsageError: `out` cannot be used, nothing begins with `only`, or a dtype that safetensors do not know.
+        StateError: the checkpoint is not complete.
+        TierError: the tier cannot be read, or the disk not written.
+    """
+    _need_library()
+    if out.name.endswith(safetensors_io.SUFFIX):
+        raise UsageError(
+            f"{out}: an export is a folder that contains model.safetensors: pass the name of a folder"
+        )
+    # Checked before anything is read, which may take hours from an object store. An export never replaces
+    # what is there: it may be the only copy.
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise UsageError(f"{out} exists: choose another folder, or remove it")
+    merged = _merged(archive, step, only, seen)
+    if strip:
+        merged = merged.stripped(only)
+    # Also before the first byte: a dtype that the format does not know must not be found in the last file.
+    safetensors_io.check_names(merged.tensors.values())
+    with _written_beside(out, merged.nbytes) as work:
+        files = safetensors_io.plan_files(merged.tensors.values(), file_bytes)
+        for name, group in files.items():
+            ordered = safetensors_io.in_file_order(group)
+            tensors = _read_in_batches(merged, ordered)
+            safetensors_io.write_file(
+                work / name, ordered, tensors, lambda n: seen("exporting", n, merged.nbytes)
+            )
+        if len(files) > 1:
+            (work / safetensors_io.INDEX).write_text(safetensors_io.index_of(files))
+        (work / VALUES).write_text(_values_text(merged))
+        names = sorted(path.name for path in work.iterdir())
+        for name in names:
+            # Files, then the folder, then the rename, then the folder around it: `out` appears complete or
+            # not at all, also after a power failure.
+            _make_durable(work / name)
+        sync_folder(work)
+        work.rename(out)
+    return _exported(merged, tuple(out / name for name in names))
+
+
+def export_torch(archive: Archive, step: int, out: Path, only: str = "", seen: Seen = unseen) -> Exported:
+    """Writes a checkpoint as one file of torch.save, for `torch.load(weights_only=True)`. It appears when all of it is
+    there and durable.
+
+    torch.save takes all tensors at once: they are first put into a file beside it, and mapped from there. So it takes
+    twice the room on the disk, and as little memory as `export_safetensors`.
+
+    Raises:
+        As `export_safetensors`.
+    """
+    if out.exists():
+        raise UsageError(f"{out} exists: choose another file, or remove it")
+    merged = _merged(archive, step, only, seen)
+    with _written_beside(out, 2 * merged.nbytes) as work:
+        tensors = _mapped_tensors(merged, work / "tensors", seen)
+
+        def leaf(kind: str, name: str) -> Any:
+            value = tensors[name] if kind == "T" else merged.values[name]
+            return sys.intern(value) if isinstance(value, str) else value
+
+        # Tensors that ranks share are the same object in every rank's state, and torch.save writes an
+        # object's storage once.
+        state = _nested(union(merged.trees), leaf)
+        if len(merged.trees) > 1:
+            state |= {f"rank-{rank}": _nested(tree, leaf) for rank, tree in enumerate(merged.trees)}
+        with (work / "state").open(
+            "wb"
+        ) as file:  # an open file: of a path torch.save writes the name into it
+            try:
+                torch.save(state, file)
+            except RuntimeError as error:  # also what becomes of an OSError on its way through C++
+                raise TierError(f"{out} could not be written: {_reason(error)}") from error
+        _make_durable(work / "state")
+        (work / "state").rename(out)
+    return _exported(merged, (out,))
+
+
+def _merged(archive: Archive, step: int, only: str, seen: Seen) -> Merged:
+    found = find_in_archive(archive, step)
+    return merge(found, only, lambda nbytes: seen("comparing ranks", nbytes, None))
+
+
+def _exported(merged: Merged, files: tuple[Path, ...]) -> Exported:
+    named = [*merged.tensors, *merged.values]
+    of_ranks = tuple(n for n in named if RANK_NAME.fullmatch(n.partition(".")[0]))
+    return Exported(
+        files=files,
+        tensors=len(merged.tensors),
+        values=len(merged.values),
+        nbytes=merged.nbytes,
+        of_ranks=of_ranks,
+    )
+
+
+def _read_in_batches(merged: Merged, ordered: Sequence[MergedTensor]) -> Iterator[torch.Tensor]:
+    batch: list[MergedTensor] = []
+    for tensor in ordered:
+        if batch and sum(t.nbytes for t in batch) + tensor.nbytes > BATCH_BYTES:
+            yield from merged.read(batch)
+            batch = []
+        batch.append(tensor)
+    yield from merged.read(batch)
+
+
+def _values_text(merged: Merged) -> str:
+    first = merged.trees[0]
+    nesting = [first] + [
+        {name: None if first.get(name) == part else part for name, part in tree.items()}
+        for tree in merged.trees[1:]
+    ]
+    values = {name: _to_json(value) for name, value in merged.values.items()}
+    # One line each: not for people.
+    trees = ",\n  ".join(json.dumps(part, allow_nan=False) for part in nesting)
+    return (
+        f'{{\n "format": {VALUES_FORMAT},\n "values": {json.dumps(values, indent=2, allow_nan=False)},\n'
+        f' "nesting": [\n  {trees}\n ]\n}}\n'
+    )
+
+
+def _to_json(value: Any) -> Any:
+    """JSON knows no infinity and no NaN."""
+    return {"float": str(value)} if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _nested(tree: Mapping[str, Tree], leaf: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """Of equal strings one object: pickle writes an object once, so that equal states make equal files."""
+    return {
+        sys.intern(name): _with_interned_keys(_as_dicts(build(part, leaf))) for name, part in tree.items()
+    }
+
+
+WRAPPER = "holdfast.wrapper"
+"""The key under which a dict of a file of torch.save says that it stands for a tensor that is made of others."""
+
+
+def _as_dicts(value: Any) -> Any:
+    """The nested state with a dict for every tensor that is made of others."""
+    if isinstance(value, Apart):
+        inner = value.value if value.kind == "w" else {"shard": value.value}
+        return {**{at: _as_dicts(part) for at, part in inner.items()}, WRAPPER: [value.kind, value.about]}
+    if isinstance(value, dict):
+        return {k: _as_dicts(v) for k, v in value.items()}
+    return type(value)(map(_as_dicts, value)) if isinstance(value, list | tuple) else value
+
+
+def _from_dicts(value: Any) -> Any:
+    """The opposite of `_as_dicts`."""
+    if isinstance(value, dict):
+        inner = {k: _from_dicts(v) for k, v in value.items() if k != WRAPPER}
+        if WRAPPER not in value:
+            return inner
+        kind, about = value[WRAPPER]
+        if kind not in ("w", "p") or not isinstance(about, dict):
+            raise ValueError(f"unknown kind: {kind!r}")
+        return Apart(kind, about, inner if kind == "w" else inner["shard"])
+    return type(value)(map(_from_dicts, value)) if type(value) in (list, tuple) else value
+
+
+def _with_interned_keys(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {sys.intern(k) if isinstance(k, str) else k: _with_interned_keys(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_with_interned_keys, value))
+    return value
+
+
+def _mapped_tensors(merged: Merged, path: Path, seen: Seen) -> dict[str, torch.Tensor]:
+    """All tensors in a file that has no name any more, mapped from it."""
+    wholes = list(merged.tensors.values())
+    begins: list[int] = []
+    with path.open("w+b") as file:
+        # Open but without a name: the kernel frees the disk space when the mapping ends, even if this process
+        # is killed.
+        path.unlink()
+        for tensor in _read_in_batches(merged, wholes):
+            file.write(bytes(-file.tell() % ALIGNED_BYTES))
+            begins.append(file.tell())
+            data = buffer_of(tensor)
+            for low in range(0, len(data), READ_BYTES):
+                seen("exporting", file.write(data[low : low + READ_BYTES]), merged.nbytes)
+        file.write(b"\0")  # an empty file cannot be mapped
+        file.flush()
+        blob = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    return {
+        w.name: torch.frombuffer(blob, dtype=torch.uint8, count=w.nbytes, offset=at)
+        .view(w.dtype)
+        .view(w.shape)
+        if w.nbytes
+        else torch.empty(w.shape, dtype=w.dtype)
+        for w, at in zip(wholes, begins, strict=True)
+    }
+
+
+@contextmanager
+def _written_beside(out: Path, nbytes: int) -> Iterator[Path]:
+    """A folder beside `out` to write into; what is left of it goes in the end.
+
+    Raises:
+        UsageError: no folder for it.
+        TierError: no room for `nbytes`, or the disk cannot be written.
+    """
+    folder = out.absolute().parent
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is not an existing folder: create it first, or choose another one")
+    check_room(out, nbytes, shutil.disk_usage(folder).free)
+    work = folder / f".{out.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
+    try:
+        work.mkdir()
+        yield work
+        sync_folder(folder)
+    except OSError as error:
+        advice = ADVICE.get(error.errno or 0, error.strerror or str(error))
+        raise TierError(f"{out} could not be written: {advice}") from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def check_room(out: Path, nbytes: int, free_bytes: int) -> None:
+    """Raises TierError unless so much is free."""
+    if nbytes > free_bytes:
+        raise TierError(
+            f"{out} could not be written: it needs {units.size(nbytes)}, but only {units.size(free_bytes)} are free: "
+            "free some space, or choose another folder"
+        )
+
+
+def _make_durable(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+# ---------------------------------------------------------------- import
+
+
+def read_portable(source: Path) -> list[dict[str, Any]]:
+    """What a safetensors file or folder, or a file of torch.save, holds: the state of every rank, a single one where no
+    two differ. Tensors are mapped from the files. Nothing that could run code is loaded.
+
+    Raises:
+        UsageError: it is not there, is none of these, is cut short, or holds objects.
+    """
+    if not source.exists():
+        raise UsageError(
+            f"{source} does not exist: pass a safetensors file, a folder of them, or a file written by torch.save"
+        )
+    if source.is_dir() or source.name.endswith((safetensors_io.SUFFIX, safetensors_io.INDEX_SUFFIX)):
+        _need_library()
+        return _with_values(safetensors_io.read_files(source), source)
+    try:
+        state = _from_dicts(_load_torch(source))
+    except (KeyError, ValueError, TypeError) as error:
+        raise UsageError(
+            f"{source}: its description of a tensor subclass ({WRAPPER}) was changed: export it again ({error!r})"
+        ) from error
+    ranks = [name for name in state if RANK_NAME.fullmatch(name)]
+    if not ranks:
+        return [state]
+    if set(ranks) != {f"rank-{n}" for n in range(len(ranks))} or not all(
+        isinstance(state[r], dict) for r in ranks
+    ):
+        raise UsageError(
+            f"{source}: its entries {', '.join(ranks)} look like states of ranks, but are not those of all ranks "
+            "from 0 on: rename them"
+        )
+    return [state[f"rank-{n}"] for n in range(len(ranks))]
+
+
+def import_checkpoint(source: Path, archive: Archive, step: int, seen: Seen = unseen) -> tuple[int, int]:
+    """Makes a checkpoint of what another program wrote, or `export_safetensors` and `export_torch`.
+
+    Args:
+        source: see `read_portable`.
+        step: the step of the new checkpoint.
+
+    Returns:
+        How many ranks it is of, and the bytes of its tensors.
+
+    Raises:
+        UsageError: the source cannot be used, or there is a checkpoint of that step.
+        TierError: the tier cannot take it.
+        In each case nothing is left in the tier.
+    """
+    # A common mistake: the folder of one checkpoint instead of the one around it. The import would create
+    # step-N/step-N, which nothing ever finds.
+    if step_of(archive.tier.url.rpartition("/")[2]) is not None:
+        raise UsageError(
+            f"{archive.tier.url} is a single checkpoint: pass the folder that contains it, and its --step"
+        )
+    if folder_of(step) in archive.tier.folders():
+        raise UsageError(f"{archive.where(step)} already exists: choose another --step, or remove it")
+    shards = _shards_of(read_portable(source), source, step, seen)
+    with _nothing_left_of(archive, step):
+        written: set[str] = set()
+        total = sum({shard.blob_name: shard.flat.index.nbytes for shard in shards}.values())
+        for shard in shards:
+            # Ranks with equal bytes share a blob, as in a live job. Only the head differs.
+            if shard.blob_name in written:
+                archive.save_head(shard.planned, shard.head)
+                continue
+            archive.save_shard(
+                step,
+                shard.rank,
+                shard.head,
+                shard.sums,
+                _buffers(shard.flat),
+                shard.flat.index.nbytes,
+                lambda nbytes: seen("writing", nbytes, total),
+            )
+            written.add(shard.blob_name)
+        manifest = archive.commit(step, [s.planned for s in shards])
+    return manifest.world, manifest.nbytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RankShard:
+    """A rank's part, ready to be written."""
+
+    rank: int
+    flat: Flat
+    head: bytes
+    sums: bytes
+    """Of the chunks of its blob."""
+    planned: Shard
+    """The names and digests of its files."""
+
+    @property
+    def blob_name(self) -> str:
+        return self.planned.blob.name
+
+
+def _shards_of(states: Sequence[dict[str, Any]], source: Path, step: int, seen: Seen) -> list[_RankShard]:
+    """Ranks whose tensors have equal bytes share a blob. Bytes that lie at the same addresses are summed once."""
+    sums_at: dict[tuple[tuple[int, int], ...], bytes] = {}
+    blobs: dict[tuple[int, bytes], str] = {}
+    shards = []
+    for rank, state in enumerate(states):
+        try:
+            flat = flatten(state, step)
+        except UsageError as error:
+            raise UsageError(f"{source}: {error}") from error
+        addresses = tuple(
+            (t.data_ptr(), s.nbytes) for t, s in zip(flat.tensors, flat.index.tensors, strict=True)
+        )
+        # By address: ranks that share storage in the file are mapped from the same bytes. Summing them for
+        # each rank would read a large model as often as it has ranks.
+        if addresses not in sums_at:
+            sums_at[addresses] = sums_of_buffers(_counted(_buffers(flat), seen))
+        sums, nbytes = sums_at[addresses], flat.index.nbytes
+        head = encode_head(flat.index, sums)
+        planned = parts_of(step, rank, head, sums, nbytes, blobs.get((nbytes, sums), ""))
+        blobs[nbytes, sums] = planned.blob.name
+        shards.append(_RankShard(rank=rank, flat=flat, head=head, sums=sums, planned=planned))
+    return shards
+
+
+def _buffers(flat: Flat) -> Iterator[memoryview]:
+    for tensor in flat.tensors:
+        data = buffer_of(tensor.contiguous())
+        for low in range(0, len(data), READ_BYTES):
+            yield data[low : low + READ_BYTES]
+
+
+def _counted(buffers: Iterator[memoryview], seen: Seen) -> Iterator[memoryview]:
+    for buffer in buffers:
+        yield buffer
+        seen("reading", len(buffer), None)
+
+
+@contextmanager
+def _nothing_left_of(archive: Archive, step: int) -> Iterator[None]:
+    """Removes what was written of a checkpoint that does not come to be, with the folders made for it."""
+    made: list[Path] = []
+    if isinstance(archive.tier, DiskTier):
+        folder = archive.tier.folder
+        made = [f for f in (folder, *folder.parents) if not f.exists()]
+    try:
+        yield
+    except BaseException:
+        with suppress(HoldfastError):
+            # The step did not exist before, which was checked above, so everything in its folder is ours.
+            archive.remove(step)
+        for folder in made:
+            with suppress(OSError):
+                folder.rmdir()
+        raise
+
+
+def _with_values(tensors: dict[str, torch.Tensor], source: Path) -> list[dict[str, Any]]:
+    """The nested states, with plain values, from `values.json`; without one, names to tensors."""
+    path = (source if source.is_dir() else source.parent) / VALUES
+    if not path.exists():
+        return [dict(tensors)]
+    try:
+        document = decode(json.loads, path.read_bytes(), f"{path} is damaged", error=StateError)
+        version, values, nesting = document["format"], document["values"], document["nesting"]
+        if version > VALUES_FORMAT:
+            raise UsageError(
+                f"{path} has format {version}, but this version of Holdfast reads formats up to {VALUES_FORMAT}: "
+                "update Holdfast"
+            )
+        used: set[str] = set()
+
+        def leaf(kind: str, name: str) -> Any:
+            used.add(name)
+            if kind == "T":
+                return tensors[name]
+            value = values[name]
+            return float(value["float"]) if isinstance(value, dict) else value
+
+        trees = [{n: nesting[0][n] if t is None else t for n, t in part.items()} for part in nesting]
+        states = [{name: build(tree, leaf) for name, tree in tree.items()} for tree in trees]
+    except KeyError as error:
+        raise UsageError(
+            f"{path} names {error}, which does not exist: copy all files of the export, or remove {VALUES} to import "
+            "only the tensors"
+        ) from error
+    except (OSError, ValueError, TypeError, AttributeError, IndexError, StateError) as error:
+        raise UsageError(
+            f"{path} was not written by an export, or was changed: copy it again, or remove it to import only the "
+            f"tensors ({error})"
+        ) from error
+    more = sorted(tensors.keys() - used)
+    if more or not states:
+        raise UsageError(
+            f"{path} does not name {', '.join(more[: safetensors_io.MOST_NAMED]) or 'any state'}: it belongs to "
+            "other files; remove it to import only the tensors"
+        )
+    return states
+
+
+def _load_torch(source: Path) -> dict[str, Any]:
+    """The state in a file of torch.save."""
+    try:
+        state = torch.load(source, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise UsageError(
+            f"{source} either contains objects that could run code when they are loaded, or is cut short: save only "
+            f"tensors and plain values (a state_dict()) with torch.save ({_reason(error)})"
+        ) from error
+    except (RuntimeError, OSError, ValueError, EOFError, KeyError, AttributeError, TypeError) as error:
+        raise UsageError(
+            f"{source} cannot be read as a file of torch.save: it may be cut short or have another format. Copy it "
+            f"again; files from before torch 1.6 must be saved again with a newer torch ({_reason(error)})"
+        ) from error
+    if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+        what = (
+            "a dict with keys that are not strings"
+            if isinstance(state, dict)
+            else f"a {type(state).__name__}"
+        )
+        raise UsageError(
+            f"{source} contains {what}: save a dict of names to tensors and values, for example a state_dict()"
+        )
+    return state
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _need_library() -> None:
+    try:
+        import safetensors  # noqa: F401
+    except ImportError as error:
+        raise UsageError(
+            "safetensors support is not installed: pip install 'holdfast-train[export]'; or use --format torch "
+            f"({error})"
+        ) from error

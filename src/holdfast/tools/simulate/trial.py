@@ -1,0 +1,117 @@
+"""Trials of a scenario: run, counted, replayed."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from holdfast.protocol.ledger import LedgerEvent
+from holdfast.tools.simulate.cluster import Cluster
+from holdfast.tools.simulate.machine import FewNames
+from holdfast.tools.simulate.scenario import Scenario
+from holdfast.tools.simulate.steps import WallTime
+from holdfast.tools.simulate.trace import Trace
+
+NAMES = 24
+"""Nodes of the core's that machines take turns in, at first: enough for the failures of the near future."""
+
+
+WHOLE = 96
+"""Up to so many nodes each has a name of its own."""
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """One run."""
+
+    seed: int
+    wall_s: float
+    goodput: float
+    """Training at full size over wall time."""
+    spent: WallTime
+    failures: dict[str, int]
+    incidents: int
+    lost_steps: int
+    new_nodes: int
+    given_up: list[str]
+    """Why the job ended before its work was done, for each time that it was started again."""
+    node_hours: float
+    """Of all nodes, for as long as each was there."""
+    done: float
+    """The share of the work; less than 1 where a trace ended before it."""
+
+
+def run(
+    scenario: Scenario,
+    seed: int,
+    fold: bool = True,
+    one_by_one: bool = False,
+    trace: Trace | None = None,
+    note: Callable[[float, LedgerEvent], None] | None = None,
+    keep: Callable[[Cluster], None] | None = None,
+) -> Trial:
+    """Runs one trial. fold: many machines share few names. one_by_one, trace, note: see `Cluster`. Neither of fold and
+    one_by_one changes the result. keep: is given the cluster as it is at the end."""
+    names = NAMES if fold and scenario.nodes > WHOLE else 0
+    while True:
+        # Collected per attempt and passed on at the end: an attempt with too few names is thrown away, and
+        # its entries with it.
+        entries: list[tuple[float, LedgerEvent]] = []
+
+        def book(t_s: float, event: LedgerEvent, to: list[Any] = entries) -> None:
+            to.append((t_s, event))
+
+        try:
+            cluster = Cluster(
+                scenario=scenario,
+                seed=seed,
+                names=names,
+                one_by_one=one_by_one,
+                trace=trace,
+                note=book if note is not None else None,
+            )
+            cluster.run()
+        except FewNames:
+            # With the same seed, so the same failures. Doubling ends after a few rounds, at the latest when
+            # every machine has a name.
+            names *= 2
+            continue
+        if note is not None:
+            for entry in entries:
+                note(*entry)
+        if keep is not None:
+            keep(cluster)
+        return result(cluster)
+
+
+def run_all(scenario: Scenario, trials: int, seed: int = 0, trace: Trace | None = None) -> Iterator[Trial]:
+    """Trials with seeds from `seed` on. The garbage of a trial is freed at its end: without cycles in it there is no need
+    to look for any meanwhile."""
+    for number in range(trials):
+        # Trials make no cycles but at their end. Looking for some meanwhile would only cost time.
+        gc.disable()
+        try:
+            yield run(scenario, seed + number, trace=trace)
+        finally:
+            gc.enable()
+            gc.collect()
+
+
+def result(cluster: Cluster) -> Trial:
+    """What a trial came to."""
+    wall_s = cluster.finished_s if cluster.finished_s is not None else float("inf")
+    return Trial(
+        seed=cluster.seed,
+        wall_s=wall_s,
+        goodput=cluster.steps.spent.training / wall_s,
+        spent=cluster.steps.spent,
+        failures=dict(sorted(cluster.failures.items())),
+        incidents=cluster.incidents,
+        lost_steps=cluster.steps.lost,
+        new_nodes=cluster.nodes_new,
+        given_up=cluster.given_up,
+        node_hours=cluster.node_s / 3600,
+        done=min(1.0, cluster.steps.committed / cluster.scenario.steps),
+    )

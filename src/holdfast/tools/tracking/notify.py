@@ -1,0 +1,257 @@
+"""`holdfast notify`: tells people what they have to do, by a webhook or by a command that sends mail.
+
+A webhook's URL is a secret. It comes from a file or from the environment, and is in no command line, ledger, log or message.
+Killed between a delivery and its note, a notifier sends that message again: each matter has an id by which a receiver can
+tell.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import shlex
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from datetime import datetime
+from email.message import EmailMessage
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+
+from holdfast.coordinator.service.store import LedgerEntry
+from holdfast.errors import UsageError
+from holdfast.protocol.units import plural
+from holdfast.protocol.wire.decoding import decode
+from holdfast.tools.tracking import matters
+from holdfast.tools.tracking.base import FileTracker, Matter, Notes
+from holdfast.tools.tracking.position import Batch
+
+_log = logging.getLogger(__name__)
+ANSWER_S = 10.0
+LAST_ATTEMPTS = 3
+LAST_APART_S = 2.0
+"""At the job's end, between two attempts."""
+OLD_S = 3600.0
+"""What happened longer before a notifier's first start is history, and no news."""
+MAIL_VARIABLE = "HOLDFAST_MAIL_COMMAND"
+MAIL_COMMAND = "sendmail -i -t"
+HOW = "use slack:FILE, slack:env:NAME, webhook:FILE, webhook:env:NAME or mail:ADDRESS"
+
+OF_INCIDENT = "#/incident/{incident}"
+"""How a link ends that opens the page at an incident."""
+
+Send = Callable[["Message"], None]
+"""Delivers a message. Raises NotDelivered."""
+
+
+class NotDelivered(Exception):
+    """Why, without the address, which is a secret."""
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True):
+    """What people get: also the body of a plain webhook, as JSON."""
+
+    job: str
+    text: str
+    """All of it in words."""
+    matters: tuple[Matter, ...]
+    more: int
+    link: str | None
+
+
+class Notifier(FileTracker):
+    """Sends messages on what a person has to do, as `matters` decides."""
+
+    def __init__(self, target: str, folder: Path, link: str | None = None) -> None:
+        """link: with `{job}` and `{incident}`, for whoever reads the message.
+
+        Raises:
+            UsageError: the target cannot be used, or another follower has it.
+        """
+        self._send = sender(target)
+        self._job, self._link = folder.name, link
+        self._first_s = time.time()
+        place = folder / "tracked"
+        place.mkdir(mode=0o700, exist_ok=True)
+        # A target has characters that no name of a file takes. By its hash two targets
+        # never share a position.
+        key = hashlib.sha256(target.encode()).hexdigest()[:16]
+        super().__init__(place / f"notify-{key}.position")
+
+    def _begin(self) -> None:
+        self._is_new = not self.position.ledger
+
+    @property
+    def waits(self) -> bool:
+        """Something is to be sent that is not due yet."""
+        return bool(self._notes.waiting)
+
+    @property
+    def _notes(self) -> Notes:
+        return self._kept.value.notes
+
+    def write(self, batch: Batch) -> None:
+        """See `Tracker`. Raises UsageError at the job's end: something could not be delivered; it is kept."""
+        events = [part for part in batch.parts if isinstance(part, LedgerEntry)]
+        found = [m for x in events if (m := matters.matter_of(x, batch.position.ledger, self._job))]
+        if self._is_new:
+            found = [m for m in found if _utc_s(m) > self._first_s - OLD_S]
+        # Kept before it is sent. Killed in between, the next follower has it; in the other order nobody would.
+        self._keep(matters.take_in(self._notes, found, time.time()), batch)
+        ended = any(entry.kind == "ended" for entry in events)
+        if ended:
+            self._deliver_last(batch)
+        elif self._notes.waiting and time.time() >= self._notes.next_s:
+            self._deliver(batch)
+
+    def _deliver_last(self, batch: Batch) -> None:
+        """Nothing comes after this, so it is sent now, and not after the usual time."""
+        for attempt in range(LAST_ATTEMPTS):
+            if not self._notes.waiting or self._deliver(batch):
+                return
+            if attempt + 1 < LAST_ATTEMPTS:
+                time.sleep(LAST_APART_S)  # on the tracker's own thread
+        count = plural(len(self._notes.waiting), "notification")
+        raise UsageError(f"{count} could not be delivered: run `holdfast notify` again to continue from here")
+
+    def _deliver(self, batch: Batch) -> bool:
+        notes = self._notes
+        message = self._message(notes)
+        try:
+            self._send(message)
+        except NotDelivered as error:
+            _log.warning("a notification could not be delivered: %s; it is tried again", error)
+            self._keep(matters.not_sent(notes, time.time()), batch)
+            return False
+        self._keep(matters.sent(notes, time.time()), batch)
+        return True
+
+    def _keep(self, notes: Notes, batch: Batch) -> None:
+        kept = self._kept.value
+        new = msgspec.structs.replace(kept, notes=notes, position=batch.position)
+        # Each replacement is a write to the disk, and most batches change nothing.
+        if new != kept:
+            self._kept.replace(new)
+
+    def _message(self, notes: Notes) -> Message:
+        lines = [f"{self._job}: {plural(len(notes.waiting) + notes.more, 'matter')} for a person"]
+        for matter in notes.waiting:
+            lines.append(f"- {matter.text}\n  {matter.command}")
+            if (link := self._link_of(matter)) is not None:
+                lines.append(f"  {link}")
+        lines += [f"and {notes.more} more: holdfast events --job {self._job}"] if notes.more else []
+        return Message(
+            job=self._job,
+            text="\n".join(lines),
+            matters=notes.waiting,
+            more=notes.more,
+            link=self._link_of(notes.waiting[0]),
+        )
+
+    def _link_of(self, matter: Matter) -> str | None:
+        if self._link is None:
+            return None
+        # Replaced and not formatted: a format string of a user's could read attributes.
+        incident = "" if matter.incident is None else str(matter.incident)
+        # A matter of no incident opens the page as a whole: this place would be that of none.
+        link = self._link if incident else self._link.removesuffix(OF_INCIDENT)
+        return link.replace("{job}", self._job).replace("{incident}", incident)
+
+
+def sender(target: str) -> Send:
+    """Of `slack:FILE`, `slack:env:NAME`, `webhook:...` or `mail:ADDRESS`.
+
+    Raises:
+        UsageError: there is no such target, or what it names cannot be used.
+    """
+    kind, _, where = target.partition(":")
+    if kind in ("slack", "webhook") and where:
+        url = _secret_url(kind, where)
+        body = _slack if kind == "slack" else msgspec.to_builtins
+        # A sender runs on the tracker's own thread, where no loop is running.
+        return lambda message: asyncio.run(_post(url, body(message)))
+    if kind == "mail" and "@" in where and not any(c.isspace() for c in where):
+        command = shlex.split(os.environ.get(MAIL_VARIABLE, MAIL_COMMAND))
+        if not command or shutil.which(command[0]) is None:
+            raise UsageError(
+                f"mail: the program {command[0] if command else ''!r} was not found: install a program that reads a "
+                f"message from its standard input, or set {MAIL_VARIABLE}"
+            )
+        return lambda message: _mail(command, where, message)
+    raise UsageError(f"--to {_harmless(target)!r}: {HOW}")
+
+
+def _harmless(target: str) -> str:
+    """Without what may be a secret that was written here by mistake."""
+    return target.partition(":")[0] + ":..." if "//" in target else target
+
+
+def _utc_s(matter: Matter) -> float:
+    at: datetime = decode(datetime.fromisoformat, matter.utc, "a time in the ledger", error=UsageError)
+    return at.timestamp()
+
+
+def _secret_url(kind: str, where: str) -> str:
+    if "//" in where:
+        raise UsageError(
+            f"{kind}: the URL is a secret, which every user of the machine could see in the command line: {HOW}, "
+            "with the URL in that file or variable"
+        )
+    if where.startswith("env:"):
+        url = os.environ.get(where.removeprefix("env:"), "").strip()
+        if not url:
+            raise UsageError(f"{kind}: the environment variable {where.removeprefix('env:')} is not set")
+    else:
+        try:
+            url = Path(where).read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"{kind}: {where} cannot be read: {error}") from None
+    if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+        raise UsageError(f"{kind}: {where} does not contain an http:// or https:// URL")
+    return url
+
+
+def _slack(message: Message) -> dict[str, str]:
+    # Causes are words of strangers: their brackets would be links and mentions.
+    text = message.text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return {"text": text}
+
+
+async def _post(url: str, body: Any) -> None:
+    timeout = aiohttp.ClientTimeout(total=ANSWER_S)
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as session,
+            # Not where it is sent on to: the secret is in the path, and the answer is whoever's.
+            session.post(url, json=body, allow_redirects=False) as answer,
+        ):
+            if answer.status >= 300:
+                raise NotDelivered(f"the webhook answers {answer.status}")
+    except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+        # Only the kind of the error: its words have the URL, which is a secret.
+        raise NotDelivered(f"the webhook does not answer ({type(error).__name__})") from None
+
+
+def _mail(command: list[str], to: str, message: Message) -> None:
+    mail = EmailMessage()
+    mail["To"] = to
+    # The first line alone: a header with a line break is refused, or would begin another header.
+    mail["Subject"] = f"[holdfast] {message.text.partition(chr(10))[0]}"
+    # The same for the same matters: one that is sent again after a kill is one mail for the reader.
+    ids = "\n".join([message.job, *(matter.id for matter in message.matters)])
+    mail["Message-ID"] = f"<{hashlib.sha256(ids.encode()).hexdigest()[:32]}@holdfast>"
+    mail.set_content(message.text)
+    try:
+        done = subprocess.run(command, input=mail.as_bytes(), capture_output=True, timeout=6 * ANSWER_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NotDelivered(f"{command[0]}: {type(error).__name__}") from None
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().partition("\n")[0]
+        raise NotDelivered(f"{command[0]} ended with {done.returncode}: {said[:200]}")

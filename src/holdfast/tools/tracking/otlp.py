@@ -1,0 +1,333 @@
+"""`otlp:URL`: a trace for each incident, start and checkpoint, to an OpenTelemetry collector, as OTLP over HTTP in JSON.
+
+A trace is made when its incident is over, out of the ledger: a span that is open across a fault would be lost with the process
+that has it. Ids are made of the ledger's name and the incident's number, so what is sent again is the same trace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import aiohttp
+import msgspec
+
+import holdfast
+from holdfast.coordinator.service.store import LedgerEntry, NewStep
+from holdfast.errors import UsageError
+from holdfast.observe.event_text import event_line
+from holdfast.observe.incident_spans import Span, phases, whole
+from holdfast.observe.trace_ids import span_id, trace_id
+from holdfast.tools.tracking.base import FileTracker, Told
+from holdfast.tools.tracking.other_spans import Trace, checkpoint, hear
+from holdfast.tools.tracking.position import Batch
+
+_log = logging.getLogger(__name__)
+ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
+TRACES_ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
+HEADERS = "OTEL_EXPORTER_OTLP_HEADERS"
+ANSWER_S = 10.0
+ATTEMPTS = 4
+APART_S = 1.0
+"""After the first attempt; twice as long after each other one."""
+MOST_OPEN = 64
+"""Incidents of which facts are kept until they close; those that have been open for longest are given up."""
+MOST_EVENTS = 16
+MOST_NODES = 256
+TEXT_CHARS = 200
+_FACTS = ("incident-opened", "incident-resumed", "incident-closed", "incident-settled")
+_OVER = ("incident-closed", "incident-settled")
+_ABOUT = ("finding", "verdict", "incident-joined", "incident-explained", "asked", "repairing", "repaired")
+OK, ERROR = 1, 2
+INTERNAL = 1
+"""Kind of the spans."""
+
+
+class Otlp(FileTracker):
+    """Sends the spans of incidents that are over, and at the job's end of those that are not."""
+
+    def __init__(self, url: str, folder: Path) -> None:
+        """url: of the collector; '' is what the variables of OpenTelemetry say.
+
+        Raises:
+            UsageError: there is no usable URL, or another follower has it.
+        """
+        self._url = traces_url(url)
+        self._job = folder.name
+        place = folder / "tracked"
+        place.mkdir(mode=0o700, exist_ok=True)
+        key = hashlib.sha256(self._url.encode()).hexdigest()[:16]
+        super().__init__(place / f"otlp-{key}.position")
+
+    def _begin(self) -> None:
+        self._headers = _headers()
+
+    def write(self, batch: Batch) -> None:
+        """See `Tracker`. Raises UsageError: nobody takes the spans; the position is the one before."""
+        told = self._kept.value.told
+        if batch.position.ledger != self.position.ledger:
+            told = Told()  # incidents of another start have numbers of their own
+        spans: list[dict[str, Any]] = []
+        made = Made(ledger=batch.position.ledger, began_utc_s=batch.began_utc_s)
+        for part in batch.parts:
+            if isinstance(part, LedgerEntry):
+                told = _heard(told, part)
+                spans += self._spans_of(told, part, made)
+                if (saved := checkpoint(part)) is not None:
+                    spans += made.trace(saved)
+            if isinstance(part, LedgerEntry | NewStep):
+                marks, begun = hear(told.start, part)
+                told = msgspec.structs.replace(told, start=marks)
+                spans += made.trace(begun) if begun is not None else []
+        # Sent before the position is kept: killed in between, the next follower sends
+        # spans with the same ids.
+        if spans:
+            self._send(_request(spans, self._job, batch.position.ledger))
+        told = _without_closed(told)
+        self._kept.replace(msgspec.structs.replace(self._kept.value, told=told, position=batch.position))
+
+    def _spans_of(self, told: Told, entry: LedgerEntry, made: Made) -> list[dict[str, Any]]:
+        over = [entry.fields["id"]] if entry.kind in _OVER else []
+        # Nothing comes after the end, so incidents that are open are sent as far as they came.
+        over = list(told.facts) if entry.kind == "ended" else over
+        return [
+            span
+            for number in over
+            if number in told.facts and (entry.kind != "ended" or number not in told.closed)
+            for span in made.spans(told, number)
+        ]
+
+    def _send(self, body: dict[str, Any]) -> None:
+        _with_patience(lambda: asyncio.run(_post(self._url, self._headers, msgspec.json.encode(body))))
+
+
+def _with_patience(send: Callable[[], str | None]) -> None:
+    """send: returns why it did not work."""
+    why: str | None = None
+    for attempt in range(ATTEMPTS):
+        if (why := send()) is None:
+            return
+        if attempt + 1 < ATTEMPTS:
+            time.sleep(APART_S * 2**attempt)  # on the tracker's own thread
+    raise UsageError(
+        f"otlp: the collector did not accept the spans: {why}. Run the command again to continue from here"
+    )
+
+
+async def _post(url: str, headers: Mapping[str, str], body: bytes) -> str | None:
+    timeout = aiohttp.ClientTimeout(total=ANSWER_S)
+    sent = {**headers, "Content-Type": "application/json"}
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as session,
+            session.post(url, data=body, headers=sent, allow_redirects=False) as answer,
+        ):
+            return None if answer.status < 300 else f"it answers {answer.status}"
+    except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+        # Only the kind of the error: its words have the URL, and that may have a password.
+        return f"no answer ({type(error).__name__})"
+
+
+def traces_url(url: str) -> str:
+    """Where spans go, by the rules of OpenTelemetry: a variable for traces is the whole URL, another one is its beginning."""
+    whole_url = os.environ.get(TRACES_ENDPOINT, "") if not url else ""
+    base = url or os.environ.get(ENDPOINT, "")
+    found = whole_url or (base.rstrip("/") + "/v1/traces" if base else "")
+    if not found:
+        raise UsageError(f"otlp: no endpoint was given; use otlp:URL, or set {ENDPOINT}")
+    try:
+        parts = urlsplit(found)
+    except ValueError:
+        raise UsageError("otlp: the URL cannot be read") from None
+    if url and parts.password is not None:
+        raise UsageError(
+            "otlp: the URL contains a password, which every user of the machine could see in the command line: set "
+            f"{HEADERS} or {ENDPOINT} instead"
+        )
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UsageError("otlp: the URL must begin with http:// or https://; gRPC is not supported")
+    return found
+
+
+def _headers() -> dict[str, str]:
+    """`name=value,name=value`, each value as in a URL."""
+    pairs = (pair.partition("=") for pair in os.environ.get(HEADERS, "").split(",") if "=" in pair)
+    return {name.strip(): unquote(value.strip()) for name, _, value in pairs}
+
+
+# ---------------------------------------------------------------- pure from here on
+
+
+def _heard(told: Told, entry: LedgerEntry) -> Told:
+    """With what an event says of an incident."""
+    facts, about, before, closed = dict(told.facts), dict(told.about), dict(told.before), set(told.closed)
+    fields = entry.fields
+    if entry.kind in _FACTS:
+        number = fields["id"]
+        if entry.kind == "incident-opened" and (node := fields.get("node")):
+            # Of the node's incident before, for a link. The newest node is the last.
+            previous = told.nodes.get(node)
+            if previous is not None and previous != number:
+                before[number] = previous
+        facts[number] = fields
+        closed.add(number) if entry.kind in _OVER else closed.discard(number)
+        facts = dict(list(facts.items())[-MOST_OPEN:])
+    number = fields.get("incident") if entry.kind != "incident-joined" else fields.get("id")
+    number = fields.get("id") if entry.kind == "incident-explained" else number
+    if entry.kind in _ABOUT and number in facts:
+        text = event_line(msgspec.to_builtins(entry), everything=True, width=TEXT_CHARS)
+        about[number] = (*about.get(number, ()), (entry.t_s, entry.kind, text))[:MOST_EVENTS]
+    nodes = dict(told.nodes)
+    if entry.kind == "incident-opened" and (node := fields.get("node")):
+        # Taken out and put in anew: the order is that of the newest incident, and the bound drops the oldest.
+        nodes.pop(node, None)
+        nodes[node] = fields["id"]
+        nodes = dict(list(nodes.items())[-MOST_NODES:])
+    about = {n: x for n, x in about.items() if n in facts}
+    return msgspec.structs.replace(
+        told, facts=facts, about=about, before=before, closed=frozenset(closed), nodes=nodes
+    )
+
+
+def _without_closed(told: Told) -> Told:
+    """Without those that were sent. One that is opened again tells its facts again."""
+    return msgspec.structs.replace(
+        told,
+        closed=frozenset(),
+        facts={n: x for n, x in told.facts.items() if n not in told.closed},
+        about={n: x for n, x in told.about.items() if n not in told.closed},
+        before={n: x for n, x in told.before.items() if n not in told.closed},
+    )
+
+
+class Made(msgspec.Struct, frozen=True):
+    """Makes spans of one ledger's incidents."""
+
+    ledger: str
+    began_utc_s: float
+
+    def spans(self, told: Told, number: int) -> list[dict[str, Any]]:
+        """The incident and its phases; none of one that began nobody knows when."""
+        facts = told.facts[number]
+        span = whole(facts)
+        if span is None:
+            return []
+        # An incident that stopped training again has another root in the same trace.
+        strike = facts.get("earlier_stalls") or 0
+        root = span_id(self.ledger, number, f"incident {strike}")
+        is_over = facts.get("full_strength_s") is not None
+        known = self._span(number, root, "", "holdfast.incident", span)
+        known["attributes"] = _attributes(_described(number, facts))
+        known["status"] = {"code": OK if is_over else ERROR}
+        known["events"] = [
+            {
+                "timeUnixNano": self._nano(at_s),
+                "name": kind,
+                "attributes": _attributes({"holdfast.text": text}),
+            }
+            for at_s, kind, text in told.about.get(number, ())
+        ]
+        if (before := told.before.get(number)) is not None:
+            link = {
+                "traceId": trace_id(self.ledger, before),
+                "spanId": span_id(self.ledger, before, "incident 0"),
+            }
+            known["links"] = [link]
+        children = []
+        for phase in phases(facts):
+            name = f"holdfast.{phase.name}"
+            child = self._span(
+                number, span_id(self.ledger, number, f"{phase.name} {strike}"), root, name, phase
+            )
+            child["attributes"] = _attributes({"is_goodput_span": False})
+            children.append(child)
+        return [known, *children]
+
+    def trace(self, one: Trace) -> list[dict[str, Any]]:
+        """A start or a checkpoint, and its parts."""
+        root = span_id(self.ledger, one.of, one.root.name)
+        whole_span = self._span(one.of, root, "", f"holdfast.{one.root.name}", one.root)
+        whole_span["attributes"] = _attributes({"is_goodput_span": False, **one.attributes})
+        whole_span["status"] = {"code": OK if one.is_good else ERROR}
+        parts = [
+            self._span(one.of, span_id(self.ledger, one.of, part.name), root, f"holdfast.{part.name}", part)
+            for part in one.parts
+        ]
+        return [whole_span, *parts]
+
+    def _span(self, number: int | str, own: str, parent: str, name: str, span: Span) -> dict[str, Any]:
+        return {
+            "traceId": trace_id(self.ledger, number),
+            "spanId": own,
+            **({"parentSpanId": parent} if parent else {}),
+            "name": name,
+            "kind": INTERNAL,
+            "startTimeUnixNano": self._nano(span.begin_s),
+            "endTimeUnixNano": self._nano(span.end_s),
+        }
+
+    def _nano(self, at_s: float) -> str:
+        # In text: JSON's numbers do not have so many digits.
+        return str(round((self.began_utc_s + at_s) * 1e9))
+
+
+def _described(number: int, facts: Mapping[str, Any]) -> dict[str, Any]:
+    ours = (
+        "cause",
+        "rung",
+        "at_step",
+        "ranks",
+        "lost_steps",
+        "rule",
+        "verdict",
+        "node",
+        "stall_s",
+        "injected",
+    )
+    return {
+        "holdfast.incident.id": number,
+        "error.type": facts.get("cause_kind"),
+        "is_goodput_span": False,
+        **{f"holdfast.{name}": facts.get(name) for name in ours},
+    }
+
+
+def _attributes(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """As OTLP writes them. What is not known is left out."""
+    return [{"key": key, "value": _value(x)} for key, x in values.items() if x is not None]
+
+
+def _value(value: Any) -> dict[str, Any]:
+    match value:
+        # Before int: in Python every bool is an int, and would be sent as a number.
+        case bool():
+            return {"boolValue": value}
+        case int():
+            # As text: the JSON form of OTLP has 64-bit integers so, since readers of JSON may round them.
+            return {"intValue": str(value)}
+        case float():
+            return {"doubleValue": value}
+        case list() | tuple():
+            return {"arrayValue": {"values": [_value(x) for x in value]}}
+        case _:
+            return {"stringValue": str(value)}
+
+
+def _request(spans: list[dict[str, Any]], job: str, ledger: str) -> dict[str, Any]:
+    resource = {"service.name": "holdfast", "service.namespace": job, "service.instance.id": ledger}
+    scope = {"name": "holdfast", "version": holdfast.__version__}
+    return {
+        "resourceSpans": [
+            {
+                "resource": {"attributes": _attributes(resource)},
+                "scopeSpans": [{"scope": scope, "spans": spans}],
+            }
+        ]
+    }
