@@ -9,7 +9,7 @@ import pytest
 from holdfast.coordinator.kernel.membership_state import MembershipState
 from holdfast.coordinator.kernel.phases import JobPhase
 from holdfast.coordinator.kernel.state import CoreState
-from holdfast.coordinator.service.report import build_report
+from holdfast.coordinator.service.job_view import build_report
 from holdfast.coordinator.service.store import Store
 from holdfast.engines.jobs import JobFolder
 from holdfast.protocol.job import JobSpec

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import pytest
 
-from holdfast.coordinator.service import compaction
+from holdfast.coordinator.service import rollups
 from holdfast.coordinator.service.store import Store
 
 STEPS, BUCKETS, PIECE = 600, 100, 64
@@ -19,11 +19,11 @@ T = TypeVar("T")
 def small() -> Iterator[None]:
     """Bounds of a ledger that a test reaches."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compaction, "STEPS_KEPT", STEPS)
-        patch.setattr(compaction, "BUCKETS_KEPT", BUCKETS)
-        patch.setattr(compaction, "PIECE", PIECE)
-        patch.setattr(compaction, "NAMED_KEPT", 3)
-        patch.setattr(compaction, "NAMES_BYTES", 40)
+        patch.setattr(rollups, "STEPS_KEPT", STEPS)
+        patch.setattr(rollups, "BUCKETS_KEPT", BUCKETS)
+        patch.setattr(rollups, "PIECE", PIECE)
+        patch.setattr(rollups, "NAMED_KEPT", 3)
+        patch.setattr(rollups, "NAMES_BYTES", 40)
         yield
 
 

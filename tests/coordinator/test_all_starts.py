@@ -9,7 +9,7 @@ from test_wall_time_cases import GIVEN_S, steps
 
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.service.all_starts import Account, Start, forget, summed
-from holdfast.coordinator.service.goodput import shown
+from holdfast.coordinator.service.job_view import goodput_of
 
 
 def start(desk: Desk, began_at: int | None = None) -> Start:
@@ -54,7 +54,7 @@ def check(found: dict, productive_s: float | None, recomputed_s: float | None, *
 
 
 def one_alone(desk: Desk) -> dict:
-    return shown(desk.state, desk.now)
+    return goodput_of(desk.state, desk.now)
 
 
 def test_one_start_is_as_its_own_report_has_it():

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from ledgers import BUCKETS, PIECE, STEPS, small
 
-from holdfast.coordinator.service import compaction, rollups
+from holdfast.coordinator.service import rollups
 from holdfast.coordinator.service.store import LedgerEntry, Page, ReportedSteps, Store
 from holdfast.coordinator.service.tally import Tally
 from holdfast.protocol.messages import StepTold
@@ -120,7 +120,7 @@ def test_a_commit_that_fails_drops_nothing(tmp_path: Path) -> None:
     rng = random.Random(3)
     with small(), closing(Store(tmp_path / "job.sqlite")) as store:
         at = 0
-        while not compaction._due(store._dropped, at + 49):
+        while not rollups._due(store._dropped, at + 49):
             store.write(page(at, 50, 1, rng))
             at += 50
         before = store._dropped

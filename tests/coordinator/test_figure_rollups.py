@@ -14,7 +14,8 @@ import pytest
 from ledgers import BUCKETS, PIECE, counted, small
 
 from holdfast.cli.report import _points
-from holdfast.coordinator.service import figure_rollups, page_reader, rollups
+from holdfast.coordinator.service import rollups
+from holdfast.coordinator.service.page import _series
 from holdfast.coordinator.service.store import Page, ReportedSteps, Store
 from holdfast.protocol.messages import StepTold
 from holdfast.web.sources import Refused
@@ -157,7 +158,7 @@ def test_a_read_touches_as_many_rows_however_long_the_job_is(tmp_path: Path) -> 
             db.executemany("insert into figures values ('a', ?, 1.0, 1)", [(n,) for n in range(steps)])
             db.commit()
         with closing(Store(path)) as store:
-            figure_rollups.roll_up(store._db, [("a", n) for n in range(steps)], store.dropped().floors)
+            rollups.roll_up_figures(store._db, [("a", n) for n in range(steps)], store.dropped().floors)
             found, ticks = counted(store, lambda: store.figure_series("a"))
             assert 250 <= len(found["step"]) <= rollups.POINTS
             names, more = counted(store, store.figure_names)
@@ -169,7 +170,7 @@ def test_a_read_touches_as_many_rows_however_long_the_job_is(tmp_path: Path) -> 
 def test_the_page_has_one_of_them_beside_its_curves(tmp_path: Path) -> None:
     with closing(Store(tmp_path / "job.sqlite")) as store:
         store.write(page(0, 20, 1, [("accuracy", n, 0.5 * n) for n in range(20)]))
-        found = page_reader.series(store, {"from": "8", "to": "15", "points": "4", "figure": "accuracy"})
+        found = _series(store, {"from": "8", "to": "15", "points": "4", "figure": "accuracy"})
         assert found["figures"] == ["accuracy"]
         assert found["figure"] == {
             "name": "accuracy",
@@ -177,13 +178,13 @@ def test_the_page_has_one_of_them_beside_its_curves(tmp_path: Path) -> None:
         }
         # By itself: a page that shows sixty of them asks sixty times, and not for the steps each time.
         assert "columns" not in found
-        steps = page_reader.series(store, {"from": "8", "to": "15", "points": "4"})
+        steps = _series(store, {"from": "8", "to": "15", "points": "4"})
         assert (steps["columns"]["step"], steps["figures"]) == ([8], ["accuracy"])
         assert "figure" not in steps
         with pytest.raises(
             Refused, match="this job has not logged a value named 'loss'; logged names: accuracy"
         ):
-            page_reader.series(store, {"figure": "loss"})
+            _series(store, {"figure": "loss"})
 
 
 def test_the_picture_of_the_loss_begins_at_the_first_step(tmp_path: Path) -> None:

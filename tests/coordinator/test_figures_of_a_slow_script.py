@@ -16,11 +16,10 @@ from holdfast.coordinator.kernel import incidents
 from holdfast.coordinator.kernel.index import Index
 from holdfast.coordinator.kernel.phases import JobPhase
 from holdfast.coordinator.membership import pace, wall_time
-from holdfast.coordinator.service import goodput, page_facts
+from holdfast.coordinator.service import job_view
+from holdfast.coordinator.service.job_view import build_report, build_status
 from holdfast.coordinator.service.metrics import metrics_text
-from holdfast.coordinator.service.report import build_report, build_status
-from holdfast.coordinator.service.step_summary import StepSummary
-from holdfast.coordinator.service.tally import Tally
+from holdfast.coordinator.service.tally import StepSummary, Tally
 from holdfast.observe.dashboard import headline
 from holdfast.observe.incident_report import story
 from holdfast.observe.progress import progress_line
@@ -96,7 +95,7 @@ def job() -> Desk:
 def classes(desk: Desk) -> dict[TimeClass, float]:
     found = wall_time.classes(desk.state, desk.now)
     assert sum(found.values()) == pytest.approx(desk.now - desk.state.began_s, abs=1e-9)
-    shown = goodput.shown(desk.state, desk.now)
+    shown = job_view.goodput_of(desk.state, desk.now)
     assert sum(shown["classes"].values()) == pytest.approx(shown["wall_s"], abs=1e-3)
     return found
 
@@ -117,7 +116,7 @@ def test_every_second_of_such_a_job(announced: bool, script: tuple[float, float]
         T.IDLE_DIVISION: pytest.approx(200 * STEP_S / 4),
         T.PRODUCTIVE: pytest.approx(200 * (STEP_S * 3 / 4 - DATA_S)),
     }
-    share = goodput.shown(desk.state, desk.now)["share"]
+    share = job_view.goodput_of(desk.state, desk.now)["share"]
     assert share == pytest.approx(found[T.PRODUCTIVE] / (desk.now - desk.state.began_s), abs=1e-4)
 
 
@@ -142,7 +141,10 @@ def test_one_rate_and_one_time_to_go_on_every_surface() -> None:
     assert samples["holdfast_step_rate"] == status["pace"]["steps_per_s"]
     assert samples["holdfast_remaining_seconds"] == status["pace"]["eta_s"]
     index = Index(desk.state.membership, desk.state.spec.nproc)
-    facts = page_facts.facts(desk.state, index, desk.now, RECENT) | {"live": True, "ledger_trouble": None}
+    facts = job_view.page_facts(desk.state, index, desk.now, RECENT) | {
+        "live": True,
+        "ledger_trouble": None,
+    }
     page = views.now(facts, Story())
     assert page["pace"] == status["pace"]
     assert page["goodput"]["share"] == status["goodput"]["share"]

@@ -4,7 +4,7 @@ from desk import Desk
 
 from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel.phases import JobPhase
-from holdfast.coordinator.service.report import build_status
+from holdfast.coordinator.service.job_view import build_status
 from holdfast.protocol import messages as m
 from holdfast.protocol.causes import KilledForMemory
 from holdfast.protocol.phases import GroupReading, PageReading, Phase

@@ -6,8 +6,8 @@ from test_memory_snapshot_cases import at_level_0
 
 from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel.phases import JobPhase
-from holdfast.coordinator.service.report import build_report
-from holdfast.coordinator.service.step_summary import StepSummary
+from holdfast.coordinator.service.job_view import build_report
+from holdfast.coordinator.service.tally import StepSummary
 from holdfast.protocol import messages as m
 from holdfast.protocol.engine_orders import Capacity, EngineTraits
 from holdfast.protocol.job import Durable

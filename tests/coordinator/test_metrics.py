@@ -11,8 +11,8 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from holdfast.coordinator.kernel import events as e
+from holdfast.coordinator.service.job_view import build_status
 from holdfast.coordinator.service.metrics import Figures, metrics_text
-from holdfast.coordinator.service.report import build_status
 from holdfast.coordinator.service.tally import NewestStep, Tally, happened
 from holdfast.observe.trace_ids import trace_id
 from holdfast.protocol import messages as m

@@ -9,8 +9,8 @@ from holdfast.coordinator.kernel.deadlines import Timer
 from holdfast.coordinator.kernel.history import Kind
 from holdfast.coordinator.kernel.phases import JobPhase
 from holdfast.coordinator.kernel.requests import StopJob
-from holdfast.coordinator.service.report import build_report, build_status
-from holdfast.coordinator.service.step_summary import StepSummary
+from holdfast.coordinator.service.job_view import build_report, build_status
+from holdfast.coordinator.service.tally import StepSummary
 from holdfast.protocol import messages as m
 from holdfast.protocol.causes import CauseKind, NodeReclaimed
 from holdfast.protocol.notices import Going, Notice, NoticeCause

@@ -7,7 +7,7 @@ from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
 from holdfast.coordinator.membership.queries import GAIN_SHARE
 from holdfast.coordinator.membership.resize import check_drain, check_resize, describe
-from holdfast.coordinator.service.report import build_status
+from holdfast.coordinator.service.job_view import build_status
 from holdfast.errors import UsageError
 from holdfast.protocol import messages as m
 from holdfast.protocol.notices import NoticeCause

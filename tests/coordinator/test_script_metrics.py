@@ -10,11 +10,10 @@ from desk import running
 
 import holdfast as hf
 from holdfast.agent.outbox import Outbox
+from holdfast.coordinator.service.job_view import build_report, build_status
 from holdfast.coordinator.service.metrics import metrics_text
-from holdfast.coordinator.service.report import build_report, build_status
-from holdfast.coordinator.service.step_summary import StepSummary
 from holdfast.coordinator.service.store import Page, ReportedSteps, Store
-from holdfast.coordinator.service.tally import Tally
+from holdfast.coordinator.service.tally import StepSummary, Tally
 from holdfast.errors import UsageError
 from holdfast.protocol import messages as m
 

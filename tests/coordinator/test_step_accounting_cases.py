@@ -4,10 +4,9 @@ import pytest
 from desk import Desk, copy_of
 from test_generation_cases import end, launched
 
+from holdfast.coordinator.service.job_view import build_report, build_status
 from holdfast.coordinator.service.metrics import metrics_text
-from holdfast.coordinator.service.report import build_report, build_status
-from holdfast.coordinator.service.step_summary import StepSummary
-from holdfast.coordinator.service.tally import Tally
+from holdfast.coordinator.service.tally import StepSummary, Tally
 from holdfast.protocol import messages as m
 
 FROM_THE_LEDGER = "median_s", "skipped"

@@ -6,8 +6,8 @@ from msgspec.structs import replace
 
 from holdfast.coordinator.health.stragglers import Peers
 from holdfast.coordinator.kernel import events as e
-from holdfast.coordinator.service.report import build_report, build_status
-from holdfast.coordinator.service.step_summary import StepSummary
+from holdfast.coordinator.service.job_view import build_report, build_status
+from holdfast.coordinator.service.tally import StepSummary
 from holdfast.protocol import causes
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import Finding, HealthSpec, Remedy, Severity

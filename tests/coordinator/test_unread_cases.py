@@ -5,8 +5,8 @@ from desk import TIER, Desk, running
 from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
 from holdfast.coordinator.membership.generations import MAX_ATTEMPTS
-from holdfast.coordinator.service.report import build_report
-from holdfast.coordinator.service.step_summary import StepSummary
+from holdfast.coordinator.service.job_view import build_report
+from holdfast.coordinator.service.tally import StepSummary
 from holdfast.coordinator.storage import durable_checkpoints
 from holdfast.protocol import causes
 from holdfast.protocol import messages as m

@@ -12,7 +12,7 @@ from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.machine import Core
 from holdfast.coordinator.membership import step_accounting, wall_time
-from holdfast.coordinator.service import goodput
+from holdfast.coordinator.service import job_view
 from holdfast.coordinator.service.metrics import metrics_text
 from holdfast.coordinator.service.tally import Tally
 from holdfast.protocol import messages as m
@@ -35,7 +35,7 @@ def spent(desk: Desk) -> dict[TimeClass, float]:
 
 def told(desk: Desk) -> tuple[float | None, float | None, float | None]:
     """Productive, recomputed, computed: as the report has them; the metrics leave out what is unknown."""
-    shown = goodput.shown(desk.state, desk.now)
+    shown = job_view.goodput_of(desk.state, desk.now)
     assert sum(shown["classes"].values()) == pytest.approx(shown["wall_s"], abs=1e-3)
     known = shown["productive_s"] is not None
     assert known == (shown["share"] is not None) == ("productive" not in shown["unknown"])
@@ -103,7 +103,7 @@ def test_a_script_that_never_says_where_it_went_on():
     steps(desk, 2.0, 0.5)
     assert told(desk) == (None, None, pytest.approx(1.5))
     assert spent(desk)[T.COMPUTED] == pytest.approx(1.5)
-    assert goodput.shown(desk.state, desk.now)["unknown"] == ["productive", "recomputed"]
+    assert job_view.goodput_of(desk.state, desk.now)["unknown"] == ["productive", "recomputed"]
 
 
 def test_a_script_without_optimizer_steps():
@@ -263,7 +263,7 @@ def test_the_last_hour_is_the_difference_to_the_account_of_an_hour_before():
     grown = {kind: s - at[start_s].get(kind, 0.0) for kind, s in now.items()}
     assert found == pytest.approx({kind: s for kind, s in grown.items() if s})
     assert found == {T.PRODUCTIVE: pytest.approx(wall_time.WINDOW_S)}
-    shown = goodput.shown(desk.state, desk.now)
+    shown = job_view.goodput_of(desk.state, desk.now)
     assert shown["recent"]["share"] == pytest.approx(found[T.PRODUCTIVE] / wall_time.WINDOW_S, abs=1e-4)
     text = metrics_text(desk.state, Tally(), desk.now).decode()
     assert f"holdfast_recent_goodput {shown['recent']['share']}" in text

@@ -16,11 +16,10 @@ from aiohttp import WSCloseCode, WSMsgType, web
 from holdfast.coordinator.kernel.membership_state import Node, Seat, Worker
 from holdfast.coordinator.kernel.phases import WorkerPhase
 from holdfast.coordinator.kernel.state import CoreState
-from holdfast.coordinator.service import page_facts, routes, status_feed
-from holdfast.coordinator.service.report import build_status
-from holdfast.coordinator.service.status_feed import StatusFeed
+from holdfast.coordinator.service import job_view, routes, watchers
+from holdfast.coordinator.service.job_view import build_status
 from holdfast.coordinator.service.store import LedgerEntry, Page, Store
-from holdfast.coordinator.service.watchers import PIECE, QUEUE_BYTES, Watcher, Watchers
+from holdfast.coordinator.service.watchers import PIECE, QUEUE_BYTES, StatusFeed, Watcher, Watchers
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.messages import Generation, Member
 from holdfast.protocol.wire.status_change import CHANGED, WHOLE, Status
@@ -116,7 +115,7 @@ def test_who_has_the_state_of_a_checkpoint_does_not_fetch_it_any_more(told: bool
         await feed.look()
         said = heard.changed(msgspec.json.decode(feed.change)["value"])
         assert {row["state"] for row in said["workers"]} == {"member"}
-        assert {row["state"] for row in await page_facts.ranks(state)} == {"training"}
+        assert {row["state"] for row in await job_view.rank_rows(state)} == {"training"}
 
     asyncio.run(go_on())
 
@@ -264,7 +263,7 @@ def test_many_events_are_sent_in_pieces_with_a_turn_for_others(tmp_path: Path) -
 
 def test_the_whole_status_is_put_together_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     made_by = []
-    join = status_feed._object
+    join = watchers._object
 
     def noted(*values: Any, **lists: Any) -> bytes:
         made_by.append(threading.current_thread())
@@ -273,7 +272,7 @@ def test_the_whole_status_is_put_together_in_another_thread(monkeypatch: pytest.
     async def ask() -> None:
         feed = StatusFeed(job(), lambda: NOW)
         await feed.look()
-        monkeypatch.setattr(status_feed, "_object", noted)
+        monkeypatch.setattr(watchers, "_object", noted)
         version, first = await feed.whole()
         assert (version, (await feed.whole())[1] is first) == (1, True)
         assert [one is threading.main_thread() for one in made_by] == [False]
@@ -317,10 +316,10 @@ def test_a_look_gives_others_a_turn_however_many_workers_there_are(leave: int) -
             workers[name] = Touched(worker)  # type: ignore[assignment]
         feed = StatusFeed(state, lambda: NOW)
         # A row is made of about ten words of a worker. One pass over all of them, even of one word each, is more.
-        assert 0 < await most_in_a_turn(feed) <= 3 * status_feed.MANY < len(workers)
+        assert 0 < await most_in_a_turn(feed) <= 3 * watchers.WORKERS_AT_ONCE < len(workers)
         for name in list(workers)[:leave]:
             workers[name]._worker.phase = WorkerPhase.GONE  # type: ignore[attr-defined]
-        assert 0 < await most_in_a_turn(feed) <= 3 * status_feed.MANY
+        assert 0 < await most_in_a_turn(feed) <= 3 * watchers.WORKERS_AT_ONCE
         said = msgspec.json.decode(feed.change)["value"]
         assert said["gone"] == list(workers)[:leave]
         assert len(msgspec.json.decode(await feed.page())["workers"]) == len(workers) - leave
@@ -330,20 +329,20 @@ def test_a_look_gives_others_a_turn_however_many_workers_there_are(leave: int) -
 
 def test_a_change_of_many_rows_is_put_together_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     made_by = []
-    join = status_feed._change
+    join = watchers._change
 
     def noted(*values: Any) -> bytes:
         made_by.append(threading.current_thread() is threading.main_thread())
         return join(*values)
 
-    monkeypatch.setattr(status_feed, "_change", noted)
+    monkeypatch.setattr(watchers, "_change", noted)
 
     async def look() -> None:
         state = job(400)
         feed, heard = StatusFeed(state, lambda: NOW), Status()
         heard.whole({"nodes": [], "workers": []})
         await feed.look()
-        assert len(state.membership.nodes) + len(state.membership.workers) > status_feed.MANY
+        assert len(state.membership.nodes) + len(state.membership.workers) > watchers.WORKERS_AT_ONCE
         assert heard.changed(msgspec.json.decode(feed.change)["value"]) == msgspec.json.decode(
             await feed.page()
         )

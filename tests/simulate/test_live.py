@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.coordinator.kernel.validate import validate
 from holdfast.coordinator.membership.nodes import KEPT_GONE
-from holdfast.coordinator.service.page_actions import prepared
+from holdfast.coordinator.service.page_host import prepared
 from holdfast.errors import UsageError
 from holdfast.protocol.ledger import LedgerEvent
 from holdfast.tools.simulate.live import BEGIN_S, STALE, STRIKES, LiveCluster

@@ -14,11 +14,10 @@ import msgspec
 import pytest
 
 from holdfast.coordinator.kernel import incidents
+from holdfast.coordinator.service.job_view import build_report
 from holdfast.coordinator.service.metrics import metrics_text
-from holdfast.coordinator.service.report import build_report
-from holdfast.coordinator.service.step_summary import StepSummary
 from holdfast.coordinator.service.store import Store
-from holdfast.coordinator.service.tally import Tally
+from holdfast.coordinator.service.tally import StepSummary, Tally
 from holdfast.coordinator.service.watchers import Watcher
 from holdfast.protocol.ledger import LedgerEvent
 from holdfast.tools.simulate.cluster import Cluster

@@ -57,7 +57,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("holdfast.cli.events", "datetime.datetime.fromisoformat"): "an argument of a command, refused by name",
     ("holdfast.cli.logs", "datetime.datetime.fromisoformat"): OWN,
     ("holdfast.cli.plan", "msgspec.json.decode"): "a file of the package",
-    ("holdfast.coordinator.service.compaction", "Decoder.decode"): OWN,
+    ("holdfast.coordinator.service.rollups", "Decoder.decode"): OWN,
     ("holdfast.coordinator.service.tally", "Decoder.decode"): OWN,
     ("holdfast.tools.corpora.build_units", "numpy.fromfile"): "its size was compared with its header",
     ("holdfast.data.collate", "pickle.loads"): PICKLED,

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from holdfast.coordinator.kernel.state import CoreState
-from holdfast.coordinator.service import page_facts
-from holdfast.coordinator.service.launches import differences, launches
+from holdfast.coordinator.service import job_view
+from holdfast.coordinator.service.all_starts import differences, launches
 from holdfast.coordinator.service.store import LedgerEntry, Page, Store
 from holdfast.health import stacks
 from holdfast.protocol.job import JobSpec
@@ -126,5 +126,5 @@ def test_only_checkpoints_that_a_tier_still_has_are_listed() -> None:
         fields = {"step": step, "url": url, "took_s": 1.0, "skipped": 0}
         story.add(seq, float(seq), UTC, "saved", msgspec.json.encode(fields).decode())
     tiers = (DurableTier("a", keep=2), DurableTier("b", keep=1, keep_every=20))
-    there = page_facts.kept(story.checkpoints, tiers)
+    there = job_view.kept_checkpoints(story.checkpoints, tiers)
     assert [(one["step"], one["url"]) for one in there] == [(30, "b"), (20, "b"), (40, "a"), (30, "a")]

@@ -94,7 +94,7 @@ def report(
 
 def read_report(folder: Path) -> dict[str, Any]:
     """As it was written at the job's end; until then, and for a job that was killed, from its ledger."""
-    from holdfast.coordinator.service.report import build_report
+    from holdfast.coordinator.service.job_view import build_report
     from holdfast.engines import jobs
     from holdfast.errors import UsageError
     from holdfast.protocol.wire.stored import read_stored

@@ -50,7 +50,7 @@ def stored_status(folder: Path) -> dict[str, Any]:
     Raises:
         UsageError: the job was never started.
     """
-    from holdfast.coordinator.service.report import build_status
+    from holdfast.coordinator.service.job_view import build_status
 
     with ledger(folder) as store:
         state = kept_state(store, folder)

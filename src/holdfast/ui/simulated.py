@@ -18,14 +18,13 @@ import msgspec
 
 from holdfast.coordinator.kernel.phases import JobPhase
 from holdfast.coordinator.kernel.state import CoreState
+from holdfast.coordinator.service.job_view import build_report
 from holdfast.coordinator.service.ledger import Ledger, Unreadable
 from holdfast.coordinator.service.page import News, PageSource
-from holdfast.coordinator.service.page_actions import prepared
-from holdfast.coordinator.service.report import build_report
+from holdfast.coordinator.service.page_host import listed, prepared, readable
 from holdfast.coordinator.service.store import SNAPSHOT, LedgerEntry, Page, ReportedSteps, Store
 from holdfast.engines.jobs import JobFolder
 from holdfast.errors import UsageError
-from holdfast.observe.dashboard import job_word
 from holdfast.protocol.ledger import LedgerEvent
 from holdfast.protocol.messages import StepTold
 from holdfast.tools.simulate.live import LiveCluster
@@ -184,7 +183,7 @@ class SimulatedHost:
         )
 
     def _read(self, what: Callable[[Store], T]) -> Awaitable[T]:
-        return _readable(self._ledger.read(what))
+        return readable(self._ledger.read(what))
 
     def _write(self, last: bool = False) -> None:
         """What the core decided and the steps since the last time go into the ledger, and viewers hear of it."""
@@ -254,19 +253,7 @@ class SimulatedHost:
 
     async def jobs(self) -> list[dict[str, Any]]:
         """See `Host.jobs`: this one alone."""
-        state = self._core.state
-        shown = {"phase": state.membership.phase.value, "outcome": state.membership.outcome}
-        age_s = round(self.now() - state.began_s, 3)
-        return [
-            {
-                "job": state.spec.name,
-                "state": job_word(shown),
-                "step": state.step,
-                "goodput": None,
-                "age_s": age_s,
-                "running": True,
-            }
-        ]
+        return [listed(self._core.state, self.now())]
 
     async def source(self, job: str) -> Source:
         """See `Host.source`."""
@@ -381,10 +368,3 @@ class _Simulated:
             raise Refused(str(error)) from error
         t_s = self._host.cluster.now - self._host.began_s
         return answer({"action": name, "dry": dry, "would": told, "command": "", "t_s": round(t_s, 3)})
-
-
-async def _readable(reading: Awaitable[T]) -> T:
-    try:
-        return await reading
-    except Unreadable as error:
-        raise Refused(str(error), 503) from error

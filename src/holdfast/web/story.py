@@ -304,7 +304,7 @@ class _Members:
         begin += len(_WORKERS)
         end = fields.find("]", begin)
         text = fields[begin:end]
-        # A ledger lets go of the names of old generations, see `compaction`: that says nothing of who came or left.
+        # A ledger lets go of the names of old generations, see `rollups.compact`: that says nothing of who came or left.
         if not text and _UNNAMED in fields:
             return fields, set(), set()
         head, tail = _differ(self._text, text)

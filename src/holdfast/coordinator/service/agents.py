@@ -15,7 +15,7 @@ from holdfast.coordinator.service.checking import CheckRuns
 from holdfast.coordinator.service.decision_loop import DecisionLoop
 from holdfast.coordinator.service.drain import FAREWELL_S, drain
 from holdfast.coordinator.service.history_writer import Memory
-from holdfast.coordinator.service.metrics_health import Readings
+from holdfast.coordinator.service.metrics import Readings
 from holdfast.coordinator.service.watchers import Watchers
 from holdfast.errors import ProtocolError
 from holdfast.protocol import messages as m

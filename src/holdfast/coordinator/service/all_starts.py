@@ -1,4 +1,5 @@
-"""Goodput over all starts of a job (each a `holdfast run`), from the state that each start left in its ledger.
+"""The starts of a job (each a `holdfast run`): the goodput over all of them, from the state that each left in its ledger, and
+what was asked for differently from one to the next.
 
 A start's own account calls the steps productive that stayed in it. Where the next start went on before they ended, they
 were done again: so the accounts are not simply added.
@@ -6,14 +7,21 @@ were done again: so the accounts are not simply added.
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Mapping, Sequence
+from contextlib import closing
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.membership import step_accounting, wall_time
-from holdfast.coordinator.service import goodput
+from holdfast.coordinator.service import job_view
+from holdfast.coordinator.service.store import Store, newest_ledger
+from holdfast.errors import HoldfastError
+from holdfast.protocol.job import JobSpec
 from holdfast.protocol.phases import TimeClass
 
 _DIVIDED = (TimeClass.PRODUCTIVE, TimeClass.RECOMPUTED)
@@ -49,7 +57,7 @@ class Account(msgspec.Struct, kw_only=True):
 
 
 def summed(earlier: Account, starts: Sequence[Start | None]) -> dict[str, Any]:
-    """What `goodput.shown` has, over `earlier` and `starts`, oldest first. None among them: it cannot be read, and so nothing
+    """What `job_view.goodput_of` has, over `earlier` and `starts`, oldest first. None among them: it cannot be read, and so nothing
     is known. starts: their number. elapsed_s: from the beginning of the first to the end of the newest; between_s: the part of
     it that is in no start, and so in no class. ettr: productive_s over elapsed_s."""
     account = earlier
@@ -59,7 +67,7 @@ def summed(earlier: Account, starts: Sequence[Start | None]) -> dict[str, Any]:
     unknown = [kind for kind in TimeClass if kind in account.unknown]
     if not account.known:
         found, unknown = {}, list(TimeClass)
-    shown = goodput.totals(found, unknown)
+    shown = job_view.goodput_totals(found, unknown)
     # Of a start that cannot be read not even the length is known, so there is no wall time of all.
     shown |= {} if account.known else {"wall_s": None}
     return {"starts": account.starts} | shown | _elapsed(account, starts[-1] if starts else None, shown)
@@ -74,8 +82,8 @@ def _elapsed(account: Account, newest: Start | None, shown: Mapping[str, Any]) -
     elapsed_s = max(end_s - account.began_utc_s, shown["wall_s"])
     productive_s = shown["productive_s"]
     return {
-        "elapsed_s": round(elapsed_s, goodput.DIGITS),
-        "between_s": round(elapsed_s - shown["wall_s"], goodput.DIGITS),
+        "elapsed_s": round(elapsed_s, job_view.DIGITS),
+        "between_s": round(elapsed_s - shown["wall_s"], job_view.DIGITS),
         "ettr": None if productive_s is None else round(productive_s / max(elapsed_s, 1e-9), 4),
     }
 
@@ -116,7 +124,7 @@ def _corrected(start: Start, later: Sequence[Start | None]) -> tuple[dict[str, f
     if isinstance(back, int):
         wall_time.went_back(state, back)
     found = {kind.value: s for kind, s in wall_time.classes(state, start.now).items()}
-    unknown = goodput.unknown_of(state, start.now)
+    unknown = job_view.unknown_of(state, start.now)
     if back is None and TimeClass.PRODUCTIVE in found:
         found[TimeClass.COMPUTED] = sum(found.pop(kind, 0.0) for kind in _DIVIDED)
         unknown = [*unknown, *_DIVIDED]
@@ -157,3 +165,79 @@ def _of_its_states(state: CoreState, later: Sequence[CoreState]) -> int | str | 
         if at is not None:
             lowest = at if lowest is None else min(lowest, at)
     return lowest
+
+
+SHOWN = 10
+_NOT_ASKED_FOR = frozenset({"name"})
+
+
+def launches(job_dir: Path, spec: JobSpec, store: Store) -> dict[str, Any]:
+    """The newest starts, newest first: number, when it began, outcome, committed steps, and `changes`: [option, before, now].
+
+    store: the ledger of the newest start.
+    """
+    before = sorted((int(d.name), d) for d in (job_dir / "runs").glob("*") if d.name.isdigit())
+    known = [(number, _earlier(folder)) for number, folder in before[-SHOWN:]]
+    newest = max((number for number, _ in before), default=0) + 1
+    first = store.raw_entries(0, 1)
+    told: dict[str, Any] = {"utc": first[0][2] if first else None, "outcome": None, "steps": None}
+    state = store.load()
+    if state is not None:
+        told |= {"outcome": state.membership.outcome, "steps": state.step}
+    known.append((newest, {"spec": msgspec.to_builtins(spec), **told}))
+    shown: list[dict[str, Any]] = []
+    last: Mapping[str, Any] | None = None
+    for number, start in known:
+        # Of one whose ledger is gone or cannot be read nothing is known, so neither is a difference to it.
+        changes = None if last is None or start is None else differences(last, start["spec"])
+        facts = {} if start is None else {k: start[k] for k in ("utc", "outcome", "steps")}
+        shown.append(
+            {"number": number, "utc": None, "outcome": None, "steps": None, **facts, "changes": changes}
+        )
+        last = start["spec"] if start is not None else None
+    return {"launches": shown[::-1]}
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[list[str]]:
+    """[option, before, now] of each value that differs; groups of options are looked into."""
+    found: list[list[str]] = []
+    for name in sorted(before.keys() | now.keys()):
+        one, other = before.get(name), now.get(name)
+        if one == other or name in _NOT_ASKED_FOR:
+            continue
+        if isinstance(one, Mapping) and isinstance(other, Mapping):
+            found += differences(one, other, f"{prefix}{name}.")
+        else:
+            found.append([f"{prefix}{name}", _words(one), _words(other)])
+    return found
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, list | tuple) and all(isinstance(x, str) for x in value):
+        return " ".join(value) or "–"
+    return (
+        value
+        if isinstance(value, str) and value
+        else "–"
+        if value in (None, "")
+        else msgspec.json.encode(value).decode()
+    )
+
+
+@lru_cache(maxsize=64)
+def _earlier(folder: Path) -> dict[str, Any] | None:
+    """What one start left; nobody changes it any more, so it is read once. None: it cannot be read."""
+    try:
+        with closing(Store(newest_ledger(folder), read_only=True)) as store:
+            state = store.load()
+            first = store.raw_entries(0, 1)
+    except (sqlite3.Error, HoldfastError):
+        return None
+    if state is None:
+        return None
+    return {
+        "spec": msgspec.to_builtins(state.spec),
+        "utc": first[0][2] if first else None,
+        "outcome": state.membership.outcome or "killed",
+        "steps": state.step,
+    }

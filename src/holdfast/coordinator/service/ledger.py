@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from holdfast.coordinator.service.step_summary import StepSummary
 from holdfast.coordinator.service.store import PAGES, Page, Store
+from holdfast.coordinator.service.tally import StepSummary
 from holdfast.errors import HoldfastError
 
 T = TypeVar("T")

@@ -36,15 +36,14 @@ from holdfast.coordinator.service.drain import FAREWELL_S
 from holdfast.coordinator.service.history_store import FILE_NAME
 from holdfast.coordinator.service.history_writer import Memory
 from holdfast.coordinator.service.injector import Injector, Planned
+from holdfast.coordinator.service.job_view import build_report, shown_blame
 from holdfast.coordinator.service.ledger import Ledger, SideThread, Unreadable
 from holdfast.coordinator.service.ledger_copies import LedgerCopies
 from holdfast.coordinator.service.page_host import CoordinatorPage
-from holdfast.coordinator.service.report import build_report, shown_blame
 from holdfast.coordinator.service.routes import Routes
-from holdfast.coordinator.service.status_feed import StatusFeed
-from holdfast.coordinator.service.step_summary import StepSummary
 from holdfast.coordinator.service.store import KEEPERS, Store, own_ledger
-from holdfast.coordinator.service.watchers import Watchers
+from holdfast.coordinator.service.tally import StepSummary
+from holdfast.coordinator.service.watchers import StatusFeed, Watchers
 from holdfast.protocol import ledger
 from holdfast.protocol.job import JobDescription, JobSpec, Resume
 from holdfast.protocol.leadership import EXIT_HANDED_OVER, EXIT_SUPERSEDED, LOOK_S, newest_term

@@ -23,9 +23,8 @@ from urllib.parse import quote
 import msgspec
 
 from holdfast.coordinator.kernel.state import CoreState
-from holdfast.coordinator.service import compaction, figure_rollups, rollups
-from holdfast.coordinator.service.step_summary import StepSummary, read_summary
-from holdfast.coordinator.service.tally import Tally, read_tally
+from holdfast.coordinator.service import rollups
+from holdfast.coordinator.service.tally import StepSummary, Tally, read_summary, read_tally
 from holdfast.errors import Damaged
 from holdfast.protocol import ledger
 from holdfast.protocol.ledger import ABOUT_INCIDENTS, FACTS, IncidentExplained, IncidentFacts, add_facts
@@ -219,7 +218,7 @@ class Store:
         self._db = sqlite3.connect(
             uri, uri=True, isolation_level=None, check_same_thread=False, factory=Connection
         )
-        self._dropped = compaction.Dropped()
+        self._dropped = rollups.Dropped()
         if read_only:
             return
         try:
@@ -227,8 +226,8 @@ class Store:
                 self._db.execute("pragma locking_mode=exclusive")
             self._db.execute("pragma journal_mode=wal")
             self._db.execute(f"pragma synchronous={'full' if shared else 'normal'}")
-            self._db.executescript(_SCHEMA + rollups.SCHEMA + figure_rollups.SCHEMA)
-            self._dropped = compaction.dropped(self._db)
+            self._db.executescript(_SCHEMA + rollups.SCHEMA)
+            self._dropped = rollups.dropped(self._db)
             # Only upward: an older version that continues a newer ledger must not claim that it wrote
             # everything in it.
             if self.version < ledger.VERSION:
@@ -242,10 +241,10 @@ class Store:
         """What `copy` gave, for reading."""
         store = cls.__new__(cls)
         store._db = sqlite3.connect(":memory:", isolation_level=None, factory=Connection)
-        store._dropped = compaction.Dropped()
+        store._dropped = rollups.Dropped()
         # In memory: whoever reads a copy leaves no file beside the ledger that could be taken for it.
         store._db.deserialize(data)
-        store._dropped = compaction.dropped(store._db)
+        store._dropped = rollups.dropped(store._db)
         return store
 
     @property
@@ -277,11 +276,11 @@ class Store:
             steps = [told.step for reported in page.steps for told in reported.losses]
             self._roll_up(steps)
             logged = [(name, step) for reported in page.steps for name, step, _ in reported.figures]
-            figure_rollups.roll_up(self._db, logged, self._dropped.floors)
+            rollups.roll_up_figures(self._db, logged, self._dropped.floors)
             for name, value in page.kept.items():
                 self.keep(name, value)
             formed = any(e.kind in ("formed", "started") for e in page.entries)
-            dropped = compaction.compact(self._db, self._dropped, max(steps, default=None), formed)
+            dropped = rollups.compact(self._db, self._dropped, max(steps, default=None), formed)
             self.commit()
             # Only now: what was removed in a transaction that failed is still there.
             self._dropped = dropped
@@ -406,18 +405,18 @@ class Store:
     def figure_series(
         self, name: str, first: int = 0, last: int | None = None, points: int = rollups.POINTS
     ) -> dict[str, list[Any]]:
-        """The curve of what the script logged under this name, see `figure_rollups.series`. last: None: the newest step."""
+        """The curve of what the script logged under this name, see `rollups.figure_series`. last: None: the newest step."""
         newest = self.last_step()
         last = (newest or 0) if last is None else min(last, newest or 0)
-        return figure_rollups.series(self._db, name, max(0, first), last, points, self.dropped().floors)
+        return rollups.figure_series(self._db, name, max(0, first), last, points, self.dropped().floors)
 
     def figure_names(self) -> list[str]:
         """Of all that the script ever logged, in order; also where only summaries are left."""
-        return figure_rollups.known_names(self._db)
+        return rollups.known_figure_names(self._db)
 
-    def dropped(self) -> compaction.Dropped:
+    def dropped(self) -> rollups.Dropped:
         """What is not in the file any more."""
-        return compaction.dropped(self._db)
+        return rollups.dropped(self._db)
 
     def last_step(self) -> int | None:
         """Number of the newest committed step; None: there is none."""
@@ -578,7 +577,7 @@ class Store:
         if not steps or not self._has("figures"):
             return {}
         found: dict[int, dict[str, float | None]] = {}
-        for name in figure_rollups.names(self._db):
+        for name in rollups.figure_names(self._db):
             query = (
                 "select step, value from figures where name = ? and step in (select value from json_each(?))"
             )

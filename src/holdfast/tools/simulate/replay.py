@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 
 from holdfast.coordinator.kernel.phases import JobPhase
-from holdfast.coordinator.service.report import build_report
-from holdfast.coordinator.service.step_summary import StepSummary
+from holdfast.coordinator.service.job_view import build_report
 from holdfast.coordinator.service.store import Store
+from holdfast.coordinator.service.tally import StepSummary
 from holdfast.errors import UsageError
 from holdfast.protocol.ledger import LedgerEvent
 from holdfast.tools.simulate.cluster import Cluster
