@@ -20,9 +20,8 @@ from holdfast.coordinator.service import job_view
 from holdfast.coordinator.service.job_view import build_report, build_status
 from holdfast.coordinator.service.metrics import metrics_text
 from holdfast.coordinator.service.tally import StepSummary, Tally
-from holdfast.observe.dashboard import headline
+from holdfast.observe.dashboard import headline, progress_line
 from holdfast.observe.incident_report import story
-from holdfast.observe.progress import progress_line
 from holdfast.observe.tables import report_view
 from holdfast.protocol import messages as m
 from holdfast.protocol import units

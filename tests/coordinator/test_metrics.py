@@ -14,7 +14,7 @@ from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.service.job_view import build_status
 from holdfast.coordinator.service.metrics import Figures, metrics_text
 from holdfast.coordinator.service.tally import NewestStep, Tally, happened
-from holdfast.observe.trace_ids import trace_id
+from holdfast.observe.traces import trace_id
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import Condition, Finding, Remedy, Severity
 from holdfast.protocol.snapshots import DurableTier, Saving

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from holdfast.engines.shown import Shown
-from holdfast.observe.plain_view import PlainView
+from holdfast.observe.live import PlainView
 from holdfast.protocol.job import JobSpec
 
 

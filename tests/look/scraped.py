@@ -10,7 +10,7 @@ from typing import Any
 
 from servers import Prometheus, program
 
-from holdfast.observe.trace_ids import trace_id
+from holdfast.observe.traces import trace_id
 
 PAGE = Path(__file__).parents[2] / "docs/metrics.md"
 ROW = re.compile(r"^\| `(holdfast_\w+)` \| (\w+) \|([^|]*)\|", re.M)

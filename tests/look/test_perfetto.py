@@ -22,7 +22,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "observe"))
 from test_chrome_trace import job
 
-from holdfast.observe.chrome_trace import chrome_trace
+from holdfast.observe.traces import chrome_trace
 
 LOOK_S = 0.5
 WITHIN_S = 240.0

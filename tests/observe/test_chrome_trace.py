@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.observe import chrome_trace as module
-from holdfast.observe.chrome_trace import chrome_trace
-from holdfast.observe.incident_spans import phases, whole
+from holdfast.observe import traces as module
+from holdfast.observe.traces import chrome_trace, phases, whole
 
 Event = dict[str, Any]
 

@@ -5,8 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from holdfast.observe.dashboard import board, headline, remaining_words, saved_line
-from holdfast.observe.progress import progress_line
+from holdfast.observe.dashboard import board, headline, progress_line, remaining_words, saved_line
 from holdfast.protocol.job import JobSpec
 
 

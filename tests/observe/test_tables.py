@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.observe.blame import advice
-from holdfast.observe.tables import print_report
+from holdfast.observe.tables import advice, print_report
 from holdfast.protocol.causes import KilledForMemory
 
 FOLDER = Path("/somewhere/jobs/demo")

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from holdfast.observe.live import LiveView, terminal
-from holdfast.observe.plain_view import PlainView
+from holdfast.observe.live import LiveView, PlainView, terminal
 from holdfast.protocol.job import JobSpec
 
 SPEC = JobSpec(name="demo", script="train.py", max_nodes=2)

@@ -15,7 +15,7 @@ from servers import Heard, listener
 import holdfast
 from holdfast.coordinator.service.store import LedgerEntry, News, NewStep, StepRow
 from holdfast.errors import UsageError
-from holdfast.observe.trace_ids import span_id, trace_id
+from holdfast.observe.traces import span_id, trace_id
 from holdfast.tools.tracking import otlp
 from holdfast.tools.tracking.follower import tracker
 from holdfast.tools.tracking.otlp import Otlp

@@ -16,8 +16,8 @@ from holdfast.health import stacks
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.snapshots import DurableTier
 from holdfast.web import views
-from holdfast.web.cost import cost
 from holdfast.web.story import Story
+from holdfast.web.views import cost
 
 UTC = "2026-01-02T03:04:05.000+00:00"
 

@@ -13,7 +13,7 @@ import pytest
 
 from holdfast.engines.client import JobClient
 from holdfast.protocol.network.http_client import Answer
-from holdfast.ui import remote
+from holdfast.ui import host
 from holdfast.web.sources import Refused
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "coordinator"))
@@ -50,8 +50,8 @@ class Tunnel:
 def test_the_page_of_a_job_that_has_no_address_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def look(plane: Plane) -> None:
         await plane.pair()
-        monkeypatch.setattr(remote, "client_of", lambda folder: JobClient(folder, Tunnel(plane)))
-        job = remote.RemoteJob(tmp_path / "jobs/job")
+        monkeypatch.setattr(host, "client_of", lambda folder: JobClient(folder, Tunnel(plane)))
+        job = host.RemoteJob(tmp_path / "jobs/job")
         now = msgspec.json.decode((await job.panel("now", {})).body)
         assert (now["job"], now["world"]) == ("job", 2)
         with pytest.raises(Refused, match="no panel"):

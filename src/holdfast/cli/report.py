@@ -179,7 +179,7 @@ def _write_csv(starts: list[tuple[int, dict[str, Any]]]) -> None:
 def _write_trace(folder: Path, path: Path) -> None:
     import msgspec
 
-    from holdfast.observe.chrome_trace import chrome_trace
+    from holdfast.observe.traces import chrome_trace
 
     with ledger(folder) as store:
         entries = [msgspec.structs.asdict(entry) for entry in store.events()]

@@ -14,8 +14,7 @@ from holdfast.cli.view import keep_ticking, view_of, write_report
 
 if TYPE_CHECKING:
     from holdfast.engines.jobs import JobFolder
-    from holdfast.observe.live import LiveView
-    from holdfast.observe.plain_view import PlainView
+    from holdfast.observe.live import LiveView, PlainView
     from holdfast.protocol.job import JobSpec
 
 # Options behind SCRIPT belong to the script. With interspersed options its own `--report` or `--port` would

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from holdfast.observe.live import LiveView
-    from holdfast.observe.plain_view import PlainView
+    from holdfast.observe.live import LiveView, PlainView
     from holdfast.protocol.job import JobSpec
 
 TICK_S = 0.25
@@ -35,7 +34,7 @@ def view_of(spec: JobSpec, job_dir: Path, no_ui: bool) -> LiveView | PlainView:
 
         if (console := terminal(sys.stderr)) is not None:
             return LiveView(spec, job_dir, console)
-    from holdfast.observe.plain_view import PlainView
+    from holdfast.observe.live import PlainView
 
     return PlainView(spec, job_dir)
 

@@ -1,26 +1,48 @@
-"""`holdfast ui` as a host of the page: all jobs of this home, running or not."""
+"""`holdfast ui` as a host of the page: all jobs of this home.
+
+A job that runs is asked, wherever its coordinator is now; one on Kubernetes has no address here, and is asked through the API
+server. A job that has ended is read out of its ledger, which nobody changes any more.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import secrets
-from collections.abc import Awaitable, Callable
+import sqlite3
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+from urllib.parse import urlencode
 
+import aiohttp
+import msgspec
+
+from holdfast.coordinator.kernel.index import Index
+from holdfast.coordinator.kernel.state import CoreState
+from holdfast.coordinator.service.ledger import SideThread
+from holdfast.coordinator.service.page import News, PageSource
+from holdfast.coordinator.service.store import Store, newest_ledger
 from holdfast.engines import jobs
+from holdfast.engines.client import JobClient
+from holdfast.engines.reach import client_of
 from holdfast.errors import HoldfastError, UsageError
-from holdfast.ui.ended import EndedJob
-from holdfast.ui.proxy import RunningJob
-from holdfast.ui.remote import RemoteJob
-from holdfast.web.sources import Refused, Source
+from holdfast.protocol.network.endpoint import Endpoint, read_endpoint
+from holdfast.protocol.network.http_client import Unproven, proven_session
+from holdfast.protocol.wire.decoding import decode
+from holdfast.protocol.wire.status_change import WHOLE
+from holdfast.protocol.wire.stored import read_stored_word
+from holdfast.web.application import API
+from holdfast.web.sources import CODE_PATH, Answer, Refused, Source, answer, frame
 
 KEY_FILE = "page-key"
+
 LISTED = 50
 """Jobs of the list, the newest first."""
+
 OPEN_KEPT = 4
 """Ended jobs whose stories are kept in memory."""
+
 LIST_S = 3.0
 """A list is good for others for so long."""
 
@@ -108,3 +130,250 @@ def page_key(home: Path) -> str:
         return key
     except OSError as error:
         raise UsageError(f"{path} cannot be used ({error.strerror}): set HOLDFAST_HOME") from None
+
+
+_LISTED = ("seq", "t_s", "utc", "kind")
+
+
+class RemoteJob:
+    """A job on Kubernetes, see `web.sources.Source`. It holds nothing open but while it is asked.
+
+    Requests go the way of the commands. A stream of bytes does not go there, so the page's stream is made here of what
+    everybody hears who watches the job: each event by its number, and the panel `now` when something changed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    async def panel(self, name: str, query: Mapping[str, str]) -> Answer:
+        """See `Source.panel`."""
+        async with client_of(self._folder) as client:
+            return answer(await self._ask(client, name, query))
+
+    async def act(self, name: str, arguments: Mapping[str, str], dry: bool) -> Answer:
+        """See `Source.act`. Sent once: what was not answered may have been done."""
+        body = msgspec.json.encode(arguments).decode()
+        try:
+            async with client_of(self._folder) as client:
+                return answer(await client.post(f"{API}/act/{name}?dry={int(dry)}", body, repeat=dry))
+        except UsageError as error:
+            raise Refused(str(error)) from error
+
+    async def stream(self, after: int, ledger: str) -> AsyncGenerator[bytes]:
+        """See `Source.stream`."""
+        yield b"retry: 500\n\n"
+        shown: dict[str, Any] = {}
+        async with client_of(self._folder) as client:
+            now = await self._ask(client, "now", {})
+            # Another start of the job has another ledger, whose numbers begin again.
+            if after > now["ledger_seq"] or (ledger and ledger != now["ledger"]):
+                yield frame("reset", b"{}", now["ledger_seq"])
+                after = now["ledger_seq"]
+            try:
+                async for said in client.watch(after):
+                    if said.kind == "event":
+                        told = {k: said.value[k] for k in _LISTED}
+                        yield frame("event", msgspec.json.encode(told), said.value["seq"])
+                    elif said.kind == WHOLE:
+                        # A status comes when something changed, at most five times a second. What the page shows of it is
+                        # made by the coordinator, as for every other job.
+                        now = await self._ask(client, "now", {})
+                        changed = {k: v for k, v in now.items() if k not in shown or shown[k] != v}
+                        shown = now
+                        yield frame("delta", msgspec.json.encode(changed))
+            except (UsageError, Refused):
+                # Without this word a broken stream looks like a job in which nothing happens.
+                yield frame("away", b"{}")
+                return
+        yield frame("over", b"{}")
+
+    async def _ask(self, client: JobClient, name: str, query: Mapping[str, str]) -> Any:
+        try:
+            return await client.get(f"{API}/{name}?{urlencode(query)}")
+        except UsageError as error:
+            raise Refused(str(error)) from error
+
+
+PATIENCE_S = 10.0
+"""So long a request waits for a coordinator that is being started again."""
+RETRY_S = 0.1
+QUIET_S = 60.0
+"""A stream without a byte for so long is broken: the coordinator sends a comment four times in this time."""
+CHUNK_BYTES = 1 << 16
+
+
+def _code(body: bytes) -> str:
+    return str(msgspec.json.decode(body)["code"])
+
+
+class RunningJob:
+    """See `web.sources.Source`. Every request finds the coordinator anew, so one that moves is followed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    async def panel(self, name: str, query: Mapping[str, str]) -> Answer:
+        """See `Source.panel`."""
+        return await self._ask("GET", f"{API}/{name}?{urlencode(query)}", b"", again=True)
+
+    async def act(self, name: str, arguments: Mapping[str, str], dry: bool) -> Answer:
+        """See `Source.act`. Sent once: what was not answered may have been done."""
+        path = f"{API}/act/{name}?dry={int(dry)}"
+        return await self._ask("POST", path, msgspec.json.encode(arguments), again=dry)
+
+    async def code(self, role: str) -> str:
+        """A code for the coordinator's own page."""
+        found = await self._ask("POST", f"{CODE_PATH}?role={role}", b"", again=True)
+        return decode(_code, found.body, "the coordinator's answer cannot be read", error=Refused)
+
+    async def where(self) -> Endpoint:
+        """The coordinator's address now. Raises Refused."""
+        deadline = asyncio.get_running_loop().time() + PATIENCE_S
+        while (found := await asyncio.to_thread(self._look)) is None:
+            if asyncio.get_running_loop().time() > deadline:
+                raise Refused("the coordinator is being started", 503)
+            await asyncio.sleep(RETRY_S)  # its file tells nobody
+        return found
+
+    def _look(self) -> Endpoint | None:
+        # The address in the folder outlives the coordinator, and another program may listen there now. It would have to
+        # prove itself, and does not get as far as that.
+        if not jobs.is_running(self._folder):
+            raise Refused(f"the job {self._folder.name} is not running any more", 409)
+        return read_endpoint(self._folder)
+
+    def _token(self) -> str:
+        try:
+            # Read for each request: every start of the job makes a new token.
+            return read_stored_word(self._folder / "token", "the running job cannot be reached")
+        except (FileNotFoundError, UsageError) as error:
+            raise Refused(str(error), 503) from None
+
+    async def _ask(self, method: str, path: str, body: bytes, *, again: bool) -> Answer:
+        deadline = asyncio.get_running_loop().time() + PATIENCE_S
+        while True:
+            where = await self.where()
+            try:
+                async with (
+                    proven_session(self._token(), where, PATIENCE_S) as session,
+                    session.request(method, f"{where.url}{path}", data=body or None) as response,
+                ):
+                    read = await response.read()
+                    if response.status < 400:
+                        return Answer(read)
+                    # Only this answer says that nothing was done and that another try can work. Any other is
+                    # the coordinator's own word.
+                    if response.status != 503 or "Retry-After" not in response.headers:
+                        raise Refused(read.decode(errors="replace").strip(), response.status)
+                    error: Exception = Refused("the coordinator hands over", 503)
+            except (aiohttp.ClientConnectorError, Unproven) as failure:  # nobody heard it
+                error = failure
+            except (aiohttp.ClientError, TimeoutError) as failure:
+                # The request may have been carried out while its answer was lost. Sent again, an
+                # action could be done twice.
+                if not again:
+                    raise Refused(
+                        "the coordinator did not answer, but the action may have been carried out; check before you "
+                        f"try again: {failure}",
+                        504,
+                    ) from None
+                error = failure
+            if asyncio.get_running_loop().time() > deadline:
+                raise Refused(f"the coordinator does not answer: {error}", 503)
+            await asyncio.sleep(RETRY_S)
+
+    async def stream(self, after: int, ledger: str) -> AsyncGenerator[bytes]:
+        """See `Source.stream`: the coordinator's, byte for byte. It ends with it, and the browser asks for what follows."""
+        where = await self.where()
+        path = f"{API}/stream?{urlencode({'after': after, 'ledger': ledger})}"
+        try:
+            async with (
+                proven_session(self._token(), where, PATIENCE_S) as session,
+                session.get(
+                    f"{where.url}{path}", timeout=aiohttp.ClientTimeout(total=None, sock_read=QUIET_S)
+                ) as response,
+            ):
+                # The browser connects again by itself, and then the coordinator is looked for anew.
+                if response.status != 200:
+                    return
+                # In whole events: half of one before the end would be read as one by nobody, and hide the next.
+                rest = b""
+                async for piece in response.content.iter_chunked(CHUNK_BYTES):
+                    whole, end, rest = (rest + piece).rpartition(b"\n\n")
+                    if end:
+                        yield whole + end
+        except (aiohttp.ClientError, TimeoutError):
+            # Without this word a broken stream looks like a job in which nothing happens.
+            yield frame("away", b"{}")
+
+
+T = TypeVar("T")
+
+
+class EndedJob:
+    """See `web.sources.Source`. `close` ends its thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path, self._folder = newest_ledger(folder), folder
+        # A thread of its own: a long ledger that is read here must not hold up the page of another job.
+        self._thread = SideThread("page-reader")
+        self._source: PageSource | None = None
+
+    async def panel(self, name: str, query: Mapping[str, str]) -> Answer:
+        """See `Source.panel`."""
+        return await (await self._open()).panel(name, query)
+
+    async def stream(self, after: int, ledger: str) -> AsyncGenerator[bytes]:
+        """See `Source.stream`: what there is, and then the end."""
+        async for sent in (await self._open()).stream(after, ledger):
+            yield sent
+
+    async def act(self, name: str, arguments: Mapping[str, str], dry: bool) -> Answer:
+        """See `Source.act`."""
+        raise Refused("the job is not running, so it cannot be changed", 409)
+
+    def close(self) -> None:
+        """Nothing more will be asked."""
+        self._thread.end()
+
+    async def _read(self, what: Callable[[Store], T]) -> T:
+        return await self._thread.do(self._with_store, what)
+
+    def _with_store(self, what: Callable[[Store], T]) -> T:
+        try:
+            # Opened for each reading: no handle stays on a ledger that `holdfast rm` removes
+            # or the next start puts away.
+            store = Store(self._path, read_only=True)
+            try:
+                return what(store)
+            finally:
+                store.close()
+        except sqlite3.Error as error:
+            raise Refused(f"the ledger {self._path} cannot be read: {error}", 503) from error
+
+    async def _open(self) -> PageSource:
+        if self._source is None:
+            if not self._path.is_file():
+                raise Refused(f"the job {self._folder.name} was never started", 404)
+            state, last_s = await self._read(_stored)
+            news = News()
+            self._source = PageSource(
+                read=self._read,
+                state=state,
+                index=Index(state.membership, state.spec.nproc),
+                # Time stands still at the ledger's end. By this machine's clock an ended job
+                # would go on losing goodput.
+                clock=lambda: state.began_s + last_s,
+                news=news,
+                job_dir=self._folder,
+                live=False,
+            )
+        return self._source
+
+
+def _stored(store: Store) -> tuple[CoreState, float]:
+    """The state as the last coordinator left it, and when the ledger ends."""
+    state = store.load()
+    if state is None:
+        raise Refused("the job was never started", 404)
+    return state, store.last_t_s()

@@ -34,7 +34,7 @@ from holdfast.coordinator.kernel.storage_state import Snapshot
 from holdfast.coordinator.membership import pace, step_accounting
 from holdfast.coordinator.service import job_view
 from holdfast.coordinator.service.tally import BOUNDS_S, Durations, Tally
-from holdfast.observe.trace_ids import trace_id
+from holdfast.observe.traces import trace_id
 from holdfast.protocol import ledger
 from holdfast.protocol.health import NODE_FIGURES
 from holdfast.protocol.phases import TimeClass

@@ -24,9 +24,9 @@ from holdfast.observe.incident_report import AROUND_S, story
 from holdfast.observe.printable import printable
 from holdfast.protocol.verified import samples_shown, verified
 from holdfast.web import views
-from holdfast.web.cost import cost
 from holdfast.web.sources import Answer, Refused, answer, frame, whole
 from holdfast.web.story import BOOKMARK_EVERY, Story
+from holdfast.web.views import cost
 
 T = TypeVar("T")
 EVERY_S = 0.5

@@ -13,7 +13,7 @@ from holdfast.engines.slurm.entry import enter
 from holdfast.engines.slurm.launcher import SlurmLauncher
 from holdfast.engines.slurm.locate import find_this_node
 from holdfast.errors import HoldfastError
-from holdfast.observe.plain_view import PlainView
+from holdfast.observe.live import PlainView
 from holdfast.protocol.job import JobSpec
 
 

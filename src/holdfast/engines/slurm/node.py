@@ -27,7 +27,7 @@ from holdfast.engines.slurm.launcher import SlurmLauncher, read_roster
 from holdfast.engines.slurm.locate import ThisNode, find_this_node
 from holdfast.engines.topology import place_of_variables
 from holdfast.errors import UsageError
-from holdfast.observe.plain_view import PlainView
+from holdfast.observe.live import PlainView
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.leadership import GRACE_S, claim_term, newest_term
 from holdfast.protocol.machine.processes import python_module

@@ -10,7 +10,7 @@ import msgspec
 
 from holdfast.coordinator.service.store import LedgerEntry
 from holdfast.observe.event_text import event_line
-from holdfast.observe.trace_ids import event_id
+from holdfast.observe.traces import event_id
 from holdfast.tools.tracking.base import Matter, Notes
 
 APART_S = 60.0

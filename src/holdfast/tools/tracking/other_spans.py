@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from holdfast.coordinator.service.store import LedgerEntry, NewStep
-from holdfast.observe.incident_spans import Span
+from holdfast.observe.traces import Span
 
 START = "start"
 """Stands for the number of an incident in the ids of a start's trace."""

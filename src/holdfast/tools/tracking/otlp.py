@@ -23,8 +23,7 @@ import holdfast
 from holdfast.coordinator.service.store import LedgerEntry, NewStep
 from holdfast.errors import UsageError
 from holdfast.observe.event_text import event_line
-from holdfast.observe.incident_spans import Span, phases, whole
-from holdfast.observe.trace_ids import span_id, trace_id
+from holdfast.observe.traces import Span, phases, span_id, trace_id, whole
 from holdfast.tools.tracking.base import FileTracker, Told
 from holdfast.tools.tracking.other_spans import Trace, checkpoint, hear
 from holdfast.tools.tracking.position import Batch
