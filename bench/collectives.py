@@ -27,8 +27,7 @@ from rich.table import Table
 
 from bench.machine import ForeignCpu, conclude, introduce
 from bench.recovery.environments import versions
-from holdfast.train.buffer_pool import BufferPool
-from holdfast.train.gloo_group import GlooGroup
+from holdfast.train.gloo_group import BufferPool, GlooGroup
 
 BLOCK_BYTES = 4 << 20
 STREAMS = 2

@@ -11,10 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.checkpoint.archive import Archive
-from holdfast.checkpoint.checksums import sums_of
-from holdfast.checkpoint.flatten import Leaf
-from holdfast.checkpoint.layout import encode_head
-from holdfast.checkpoint.loading import regions_of
+from holdfast.checkpoint.layout import encode_head, sums_of
+from holdfast.checkpoint.loading import Leaf, regions_of
 from holdfast.checkpoint.located import Located, find_in_archive
 from holdfast.checkpoint.regions import read_regions
 from holdfast.tensors.index import Index, TensorSpec

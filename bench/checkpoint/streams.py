@@ -21,13 +21,12 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
-from holdfast.checkpoint.memory import SlotPool
-from holdfast.checkpoint.pages import PAGE
+from holdfast.checkpoint.memory import PAGE, SlotPool
 from holdfast.checkpoint.replicate import Pull, replicate
 from holdfast.checkpoint.snapshot_server import SnapshotServer
 from holdfast.protocol.network.sockets import unpace
 from holdfast.protocol.snapshots import Holder, Key
-from holdfast.train import checkpoint_restore, state_image
+from holdfast.train import restore, state_image
 from holdfast.train.snapshots import copy_into
 
 TOKEN, KEY = "bench", Key(1, 1, 0, 1)
@@ -137,7 +136,7 @@ def measure(root: Path, served: Holder, plain: int, nbytes: int, mib: int, repet
 
     def recovered() -> None:
         pull = Pull(key=KEY, holders=holders, token=TOKEN)
-        image = checkpoint_restore.pull_image({"state": mine}, pull, None, lambda *_: None)
+        image = restore.pull_image({"state": mine}, pull, None, lambda *_: None)
         state_image.load({"state": mine}, image)
 
     def dcp_loaded() -> None:

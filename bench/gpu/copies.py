@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from holdfast.checkpoint.pages import PAGE, SlotMaps
+from holdfast.checkpoint.memory import PAGE, SlotMaps
 from holdfast.tensors import staging
 from holdfast.train import snapshots, state_image
 

@@ -24,7 +24,7 @@ from bench.recovery.environments import ROOT
 from bench.recovery.systems.base import worker_environment
 from holdfast.engines.client import JobClient
 from holdfast.protocol.machine.processes import python_module
-from holdfast.train import nccl
+from holdfast.train import gloo_group
 
 SCRIPT = Path(__file__).with_name("train.py")
 CALM_STEPS = 10
@@ -153,7 +153,7 @@ class _Job:
         env = worker_environment(sys.executable) | environment(self._setting.device)
         env["HOLDFAST_HOME"] = str(self._folder)
         if self._setting.groups != "auto":
-            env[nccl.CHOICE] = self._setting.groups
+            env[gloo_group.GPU_GROUPS] = self._setting.groups
         if self._setting.groups == "nccl":
             env["NCCL_SOCKET_IFNAME"] = "lo"
         least = self._shape.shard * max(1, self._shape.replicas - 1)

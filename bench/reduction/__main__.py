@@ -21,7 +21,7 @@ from bench.progress import Progress
 from bench.recovery.analyse import spread
 from bench.recovery.environments import versions
 from bench.reduction.train import AGAIN, KINDS, rank_main
-from holdfast.train.summation_order import shares, subtrees
+from holdfast.train.place import shares, subtrees
 
 WIDTH = 110
 

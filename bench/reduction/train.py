@@ -15,8 +15,8 @@ from holdfast.protocol.messages import Generation, Member
 from holdfast.train.control_channel import ChannelListener
 from holdfast.train.exact import ExactSum
 from holdfast.train.generation_group import Group
+from holdfast.train.place import share
 from holdfast.train.reduction import Gradients, GradientSum
-from holdfast.train.summation_order import share
 
 KINDS: dict[str, type[Gradients]] = {
     "fast": GradientSum,

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from holdfast import checkpoint, data
     from holdfast.errors import JobStopped
     from holdfast.protocol.notices import Notice
-    from holdfast.train.notices import notice
+    from holdfast.train.data_cursor import adascale_gain, scale_lr
+    from holdfast.train.link import notice
     from holdfast.train.run import Run, start
-    from holdfast.train.scaling import adascale_gain, scale_lr
     from holdfast.train.step import Step
 
 __all__ = [
@@ -36,12 +36,12 @@ __version__ = "0.1.0"
 _HOMES = {
     "JobStopped": "holdfast.errors",
     "Notice": "holdfast.protocol.notices",
-    "notice": "holdfast.train.notices",
+    "notice": "holdfast.train.link",
     "Run": "holdfast.train.run",
     "start": "holdfast.train.run",
     "Step": "holdfast.train.step",
-    "adascale_gain": "holdfast.train.scaling",
-    "scale_lr": "holdfast.train.scaling",
+    "adascale_gain": "holdfast.train.data_cursor",
+    "scale_lr": "holdfast.train.data_cursor",
 }
 
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from holdfast.adapters.advice import TrainersAdvice
-from holdfast.adapters.buffers import Buffers
+from holdfast.adapters.buffers import Buffers, TrainersAdvice
 from holdfast.errors import UsageError
 
 

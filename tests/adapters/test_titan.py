@@ -32,7 +32,7 @@ with warnings.catch_warnings():
     from torchtitan.trainer import Trainer
 
     from holdfast import titan
-    from holdfast.adapters.torchtitan import checkpoints, experts, refusals, streams, trainer
+    from holdfast.adapters.torchtitan import checkpoints, refusals, trainer
     from holdfast.adapters.torchtitan.trainer import (
         HoldfastTrainer,
         as_holdfast,
@@ -436,7 +436,7 @@ def test_a_stream_gives_the_batch_of_a_step_to_whoever_asks():
         opened.append(number)
         return (({"input": (number, step)}, step) for step in range(5))
 
-    read = streams.Streams(open_stream, 2)
+    read = trainer.Streams(open_stream, 2)
     assert read.batch(1, 0) == read.batch(1, 0) == ({"input": (1, 0)}, 0)  # a step that comes again
     assert read.batch(1, 3)[1] == 3  # others computed what is between
     assert opened == [1]
@@ -488,7 +488,7 @@ def test_biases_of_experts_follow_the_counts_as_torchtitans_hook_has_it():
     register_moe_load_balancing_hook(optimizer, [theirs], dims)
     as_theirs.tokens_per_expert_E += counted
     optimizer.step()
-    loads = experts.Loads(experts.with_biases([ours]))
+    loads = trainer.Loads(trainer.with_biases([ours]))
     as_ours.routed_experts(torch.zeros(1), None, None, counted)
     assert loads.tokens.tolist() == [counted.tolist()]
     loads.update()
@@ -501,7 +501,7 @@ def test_torchtitans_hook_for_biases_is_taken_off_and_another_one_is_refused():
     model, _ = mixtures()
     optimizer = torch.optim.SGD(model.parameters())
     register_moe_load_balancing_hook(optimizer, [model], SimpleNamespace())
-    experts.take_hook_off(optimizer)
+    trainer.take_hook_off(optimizer)
     refusals.refuse_hooks(optimizer)
     optimizer.register_step_pre_hook(lambda *args: None)
     with pytest.raises(UsageError, match="a hook that runs before each update"):
@@ -510,7 +510,7 @@ def test_torchtitans_hook_for_biases_is_taken_off_and_another_one_is_refused():
 
 def test_tokens_are_counted_once_where_a_block_is_computed_again():
     model, moe = mixtures()
-    loads = experts.Loads(experts.with_biases([model]))
+    loads = trainer.Loads(trainer.with_biases([model]))
     x = torch.ones(1, requires_grad=True)
 
     def block(x):

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from holdfast.agent.figures import STALE_S, Figures
+from holdfast.agent.health import STALE_S, Figures
 from holdfast.coordinator.kernel.index import Index
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.service.metrics import Figures as Page

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from holdfast.agent import log_limit
-from holdfast.agent.log_limit import ALIGN_BYTES, LogLimit
+from holdfast.agent import worker_logs
+from holdfast.agent.worker_logs import ALIGN_BYTES, LogLimit
 
 LIMIT = 8 << 20
 
@@ -88,10 +88,10 @@ def test_a_file_system_without_holes_is_named_once(log, tmp_path, monkeypatch, c
     class NoHoles:
         @staticmethod
         def fallocate(*args):
-            log_limit.ctypes.set_errno(errno.EOPNOTSUPP)
+            worker_logs.ctypes.set_errno(errno.EOPNOTSUPP)
             return -1
 
-    monkeypatch.setattr(log_limit, "_libc", NoHoles)
+    monkeypatch.setattr(worker_logs, "_libc", NoHoles)
     limit = LogLimit(LIMIT)
     limit.add(path)
     limit.add(other)

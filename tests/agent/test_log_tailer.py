@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from holdfast.agent.log_tailer import LogFollower
+from holdfast.agent.worker_logs import LogFollower
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """What an agent loses when it has more to say than it can keep."""
 
-from holdfast.agent.outbox import Outbox
+from holdfast.agent.coordinator_link import Outbox
 from holdfast.protocol import messages as m
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from holdfast.checkpoint.archive import Archive
-from holdfast.checkpoint.checksums import sums_of
-from holdfast.checkpoint.layout import Manifest, Shard, encode_head
+from holdfast.checkpoint.layout import Manifest, Shard, encode_head, sums_of
 from holdfast.checkpoint.tier import Tier
 from holdfast.errors import StateError
 from holdfast.tensors.index import Index, TensorSpec

@@ -6,9 +6,8 @@ import msgspec
 import torch
 
 from holdfast.checkpoint.archive import Archive
-from holdfast.checkpoint.checksums import sums_of_buffers
-from holdfast.checkpoint.flatten import Flat, flatten
-from holdfast.checkpoint.layout import encode_head
+from holdfast.checkpoint.layout import encode_head, sums_of_buffers
+from holdfast.checkpoint.loading import Flat, flatten
 from holdfast.tensors.index import Index, TensorSpec
 from holdfast.tensors.tree import buffer_of
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from blobs_on_tiers import blob_of
 
 from holdfast.checkpoint.layout import parts_of
-from holdfast.checkpoint.memory import Slot, SlotPool
-from holdfast.checkpoint.pages import PAGE
+from holdfast.checkpoint.memory import PAGE, Slot, SlotPool
 from holdfast.protocol.snapshots import Copy, Key, Part
 from holdfast.tensors.index import Index, TensorSpec
 

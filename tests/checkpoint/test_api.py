@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from holdfast.checkpoint import api, backends
 from holdfast.checkpoint.api import flush, load, save, wait_for_copy
 from holdfast.checkpoint.archive import Archive
-from holdfast.checkpoint.flatten import SMALL_BYTES
+from holdfast.checkpoint.loading import SMALL_BYTES
 from holdfast.errors import StateError, UsageError
 from holdfast.observe import transfer_progress
 from holdfast.protocol import messages as m

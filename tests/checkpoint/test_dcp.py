@@ -321,7 +321,7 @@ def test_a_class_that_was_allowed_is_loaded(to):
 @pytest.mark.parametrize("data", [b"", b"\x80\x04N.", b"PK\x03\x04nonsense", pickle.dumps(Bomb())])
 def test_bytes_that_are_no_object_are_refused(to, data):
     """Somebody else's file, with checksums that fit."""
-    from holdfast.checkpoint.checksums import sums_of
+    from holdfast.checkpoint.layout import sums_of
     from holdfast.tensors.index import Index, TensorSpec
 
     spec = TensorSpec(path="thing", dtype="bytes", shape=(len(data),), offset=0, nbytes=len(data))

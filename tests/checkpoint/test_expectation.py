@@ -6,8 +6,8 @@ import weakref
 import pytest
 import torch
 
-from holdfast.checkpoint.expectation import Expectation
-from holdfast.checkpoint.flatten import flatten
+from holdfast.checkpoint.api import Expectation
+from holdfast.checkpoint.loading import flatten
 
 
 def trained(model, optimizer, steps=1):

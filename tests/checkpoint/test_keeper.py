@@ -16,11 +16,9 @@ from holdfast.agent import snapshots
 from holdfast.agent.snapshots import SnapshotKeeper
 from holdfast.checkpoint import snapshot_server
 from holdfast.checkpoint.archive import Archive
-from holdfast.checkpoint.checksums import sums_of
-from holdfast.checkpoint.layout import digest, parts_of
-from holdfast.checkpoint.memory import remove_memory
-from holdfast.checkpoint.pages import map_slot
-from holdfast.checkpoint.sources import WINDOW_BYTES
+from holdfast.checkpoint.layout import digest, parts_of, sums_of
+from holdfast.checkpoint.memory import map_slot, remove_memory
+from holdfast.checkpoint.replicate import WINDOW_BYTES
 from holdfast.errors import TierError
 from holdfast.protocol import messages as m
 from holdfast.protocol.snapshots import Copy, DurableTier, Holder, Part
@@ -471,7 +469,7 @@ def test_a_checkpoint_exists_although_older_ones_cannot_be_removed(tmp_path, mon
         async with nodes("a") as (a,):
             for step in (10, 20):
                 await a.held(key_of(step))
-                monkeypatch.setattr("holdfast.checkpoint.disk.DiskTier.remove", refuse)
+                monkeypatch.setattr("holdfast.checkpoint.tier.DiskTier.remove", refuse)
                 assert (await store_complete(a, tmp_path, step, keep=1)).error is None
 
     run(scenario())

@@ -8,8 +8,8 @@ import torch
 
 from holdfast.checkpoint import agent_link, api, backends
 from holdfast.checkpoint.backends import Turns
-from holdfast.checkpoint.flatten import SMALL_BYTES
-from holdfast.checkpoint.pages import map_blob
+from holdfast.checkpoint.loading import SMALL_BYTES
+from holdfast.checkpoint.memory import map_blob
 from holdfast.checkpoint.policy import parse_cadence
 from holdfast.errors import TierError
 from holdfast.protocol import messages as m

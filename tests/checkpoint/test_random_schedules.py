@@ -20,12 +20,11 @@ from snapshots_in_memory import (
 )
 
 from holdfast.checkpoint.archive import Archive
-from holdfast.checkpoint.disk import DiskTier
 from holdfast.checkpoint.located import find_in_archive, find_in_memory
-from holdfast.checkpoint.memory import SlotPool, remove_memory
-from holdfast.checkpoint.pages import PAGE
+from holdfast.checkpoint.memory import PAGE, SlotPool, remove_memory
 from holdfast.checkpoint.replicate import Pull, replicate
 from holdfast.checkpoint.snapshot_server import SnapshotServer
+from holdfast.checkpoint.tier import DiskTier
 from holdfast.errors import HoldfastError, TierError
 from holdfast.protocol.snapshots import Holder
 

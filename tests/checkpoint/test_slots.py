@@ -25,10 +25,9 @@ from snapshots_in_memory import (
     steps_of,
 )
 
-from holdfast.checkpoint import memory, pages
+from holdfast.checkpoint import memory
 from holdfast.checkpoint.layout import CHUNK_BYTES
-from holdfast.checkpoint.memory import SlotPool, SlotState, default_budget, hand_on
-from holdfast.checkpoint.pages import PAGE, SlotMaps, map_slot
+from holdfast.checkpoint.memory import PAGE, SlotMaps, SlotPool, SlotState, default_budget, hand_on, map_slot
 from holdfast.errors import ChecksumError, StateError, TierError
 from holdfast.protocol.machine import processes
 from holdfast.protocol.machine.processes import Room
@@ -290,7 +289,7 @@ def test_bringing_in_ends_when_the_job_does(pool, folder):
 def held_up(monkeypatch, rank_of_caller):
     """Bringing in waits until it is let go, in the threads of `rank_of_caller`; returns (it has begun, let it go)."""
     begun, go = threading.Event(), threading.Event()
-    bring_in = pages.bring_in
+    bring_in = memory.bring_in
 
     def slowly(*args):
         if threading.current_thread().name == rank_of_caller:
@@ -298,7 +297,7 @@ def held_up(monkeypatch, rank_of_caller):
             assert go.wait(30)
         return bring_in(*args)
 
-    monkeypatch.setattr(pages, "bring_in", slowly)
+    monkeypatch.setattr(memory, "bring_in", slowly)
     return begun, go
 
 
@@ -527,7 +526,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from snapshots_in_memory import BUDGET, fill, key_of, save
 from holdfast.checkpoint.memory import SlotPool
-from holdfast.checkpoint.pages import map_slot
+from holdfast.checkpoint.memory import map_slot
 what, folder = sys.argv[1], Path(sys.argv[2])
 if what == "owner":
     pool = SlotPool(folder, BUDGET)

@@ -25,9 +25,8 @@ from snapshots_in_memory import (
 from holdfast.checkpoint import snapshot_server
 from holdfast.checkpoint.located import find_in_memory
 from holdfast.checkpoint.memory import SlotPool
-from holdfast.checkpoint.replicate import Pull, replicate
+from holdfast.checkpoint.replicate import WINDOW_BYTES, Pull, replicate
 from holdfast.checkpoint.snapshot_server import Peer, SnapshotServer
-from holdfast.checkpoint.sources import WINDOW_BYTES
 from holdfast.errors import ChecksumError, StateError, TierError
 from holdfast.protocol.network.sockets import shut
 from holdfast.protocol.snapshots import Holder, Part

@@ -11,13 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.checkpoint.api import copy_tensors
-from holdfast.checkpoint.checksums import sums_of
-from holdfast.checkpoint.flatten import Leaf
-from holdfast.checkpoint.layout import CHUNK_BYTES, Head
-from holdfast.checkpoint.loading import regions_of
+from holdfast.checkpoint.layout import CHUNK_BYTES, Head, sums_of
+from holdfast.checkpoint.loading import Leaf, regions_of
 from holdfast.checkpoint.located import Located
 from holdfast.checkpoint.regions import Region, read_regions
-from holdfast.checkpoint.sources import Blob
+from holdfast.checkpoint.replicate import Blob
 from holdfast.errors import StateError, TierError
 from holdfast.tensors.index import Index, TensorSpec
 

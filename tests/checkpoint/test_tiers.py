@@ -19,11 +19,10 @@ from blobs_on_tiers import (
 )
 
 from holdfast.checkpoint.archive import Archive
-from holdfast.checkpoint.disk import DiskTier
 from holdfast.checkpoint.layout import MANIFEST, folder_of
 from holdfast.checkpoint.objects import SCHEMES, ObjectTier
 from holdfast.checkpoint.policy import Retention
-from holdfast.checkpoint.tier import open_tier
+from holdfast.checkpoint.tier import DiskTier, open_tier
 from holdfast.errors import ChecksumError, StateError, TierError, UsageError
 
 PART_BYTES = 64 << 10

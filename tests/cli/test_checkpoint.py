@@ -14,7 +14,7 @@ from holdfast.engines.jobs import JobFolder
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.snapshots import DurableTier, Saving
 from holdfast.protocol.verified import NOTES
-from holdfast.train import checkpoint_restore, state_image
+from holdfast.train import restore, state_image
 
 
 def spec(folder):
@@ -34,7 +34,7 @@ def saved(home):
     folder.prepare(spec(folder))
     for step in (4, 8):
         image = state_image.capture({"net": torch.nn.Linear(3, 2)}, step)
-        checkpoint_restore.save(image, str(folder.path / "checkpoint"), Retention())
+        restore.save(image, str(folder.path / "checkpoint"), Retention())
     folder.close()
     return folder.path / "checkpoint"
 
@@ -189,7 +189,7 @@ def two_tiers(home, tmp_path):
     )
     for step, tier in ((4, 1), (8, 0), (8, 1)):
         image = state_image.capture({"net": torch.nn.Linear(3, 2)}, step)
-        checkpoint_restore.save(image, str(tiers[tier]), Retention())
+        restore.save(image, str(tiers[tier]), Retention())
     folder.close()
     return tiers
 

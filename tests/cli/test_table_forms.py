@@ -124,12 +124,12 @@ def saved(home: Path) -> None:
     import torch
 
     from holdfast.checkpoint.policy import Retention
-    from holdfast.train import checkpoint_restore, state_image
+    from holdfast.train import restore, state_image
 
     folder = JobFolder("done")
     folder.prepare(spec(folder))
     image = state_image.capture({"net": torch.nn.Linear(3, 2)}, 4)
-    checkpoint_restore.save(image, str(folder.path / "checkpoint"), Retention())
+    restore.save(image, str(folder.path / "checkpoint"), Retention())
     folder.close()
 
 

@@ -9,7 +9,7 @@ import torch
 from desk import running
 
 import holdfast as hf
-from holdfast.agent.outbox import Outbox
+from holdfast.agent.coordinator_link import Outbox
 from holdfast.coordinator.service.job_view import build_report, build_status
 from holdfast.coordinator.service.metrics import metrics_text
 from holdfast.coordinator.service.store import Page, ReportedSteps, Store

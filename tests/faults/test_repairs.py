@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from holdfast.agent.repairs import Repairs
+from holdfast.agent.checks import Repairs
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import Remedy
 

@@ -3,7 +3,7 @@
 import pytest
 from harness import HERE, run
 
-from holdfast.train.replay_plan import replay_of
+from holdfast.train.replay import replay_of
 
 pytestmark = pytest.mark.long
 SCRIPT = HERE / "train_replayed.py"

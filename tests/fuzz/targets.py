@@ -23,7 +23,7 @@ import typer
 import xxhash
 
 from holdfast.checkpoint import layout, memory
-from holdfast.checkpoint.flatten import rebuild
+from holdfast.checkpoint.loading import rebuild
 from holdfast.cli import job_file
 from holdfast.cli.app import app
 from holdfast.coordinator.kernel.state import CoreState

@@ -13,7 +13,7 @@ import pytest
 from operating import Nobody
 from test_kube_reconcile import BEGUN, condition, observed, pod, status_after
 
-from holdfast.agent.ready import show_ready
+from holdfast.agent.coordinator_link import show_ready
 from holdfast.kubernetes import job_link, node_link, render
 from holdfast.kubernetes.actions import AskStop, DeletePod, MakeCoordinator, Number
 from holdfast.kubernetes.coordinator_loss import (

@@ -5,7 +5,7 @@ import io
 
 import pytest
 
-from holdfast.agent.log_limit import LogLimit
+from holdfast.agent.worker_logs import LogLimit
 from holdfast.observe.log_tail import (
     LAST_BYTES,
     NOTHING,

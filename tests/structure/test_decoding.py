@@ -78,7 +78,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("holdfast.protocol.machine.processes", "int"): KERNEL,
     ("holdfast.tools.simulate.trace", "datetime.datetime.fromisoformat"): BAD_LINES,
     (
-        "holdfast.train.collectives",
+        "holdfast.train.level0_hook",
         "json.loads",
     ): "torch's own records, and any failure of it means that nothing is known",
     ("holdfast.train.script", "exec"): "the user's script",

@@ -16,7 +16,7 @@ ALLOWED = {
         "holdfast.agent.__main__",
         "main",
     ): "why it cannot start: its log must not have the token, which cannot be read",
-    ("holdfast.agent.log_tailer", "_copy"): "what rank 0 printed is passed on",
+    ("holdfast.agent.worker_logs", "_copy"): "what rank 0 printed is passed on",
     ("holdfast.coordinator.__main__", "main"): "why it cannot start: its log may be what cannot be opened",
     ("holdfast.train.script", "_print_error"): "the error that ends a script, as Python does",
     ("holdfast.train.script", "open_log"): "that a worker has no log, where its agent's log has it",

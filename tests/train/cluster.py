@@ -10,8 +10,8 @@ import torch
 from holdfast.protocol.messages import Generation, Member
 from holdfast.train.control_channel import ChannelListener
 from holdfast.train.generation_group import Group
-from holdfast.train.outcome import Stage
-from holdfast.train.summation_order import Seat, share, shares
+from holdfast.train.place import Seat, share, shares
+from holdfast.train.progress_report import Stage
 
 TOKEN = "secret"
 

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from holdfast.checkpoint.archive import Archive
-from holdfast.checkpoint.checksums import sums_of_buffers
-from holdfast.checkpoint.layout import encode_head
+from holdfast.checkpoint.layout import encode_head, sums_of_buffers
 from holdfast.train import state_image
 
 STEP = 5

@@ -4,8 +4,8 @@ import gc
 
 import torch
 
-from holdfast.train.buffer_pool import KEPT_BLOCKS, SMALL_BYTES, BufferPool
-from holdfast.train.fsdp_buffers import PooledAllGather
+from holdfast.train.gloo_group import KEPT_BLOCKS, SMALL_BYTES, BufferPool
+from holdfast.train.sharding import PooledAllGather
 
 COUNT = SMALL_BYTES  # of two bytes each
 

@@ -9,8 +9,7 @@ from holdfast.coordinator.kernel.membership_state import Halting
 from holdfast.coordinator.membership import replica_groups
 from holdfast.errors import CollectiveFailed
 from holdfast.protocol import messages as m
-from holdfast.train.collective_counts import CollectiveCounts
-from holdfast.train.reconnectable_group import ReplicaGroups
+from holdfast.train.reconnectable_group import CollectiveCounts, ReplicaGroups
 
 
 def counts(*mine):

@@ -16,8 +16,8 @@ from holdfast.protocol import messages as m
 from holdfast.protocol.machine.progress_page import ProgressPage
 from holdfast.protocol.phases import MOST_GROUPS, GroupReading
 from holdfast.protocol.wire.frames import Codec, pack
-from holdfast.train import collectives
-from holdfast.train.collectives import CollectivesTeller, positions
+from holdfast.train import level0_hook
+from holdfast.train.level0_hook import CollectivesTeller, positions
 from holdfast.train.link import Link
 
 
@@ -27,7 +27,7 @@ def entry(number: int, group: str = "0", name: str = "gloo:all_reduce", **other:
 
 
 def read(groups: list[Any], *entries: dict[str, Any]) -> tuple[GroupReading, ...] | None:
-    return collectives._readings(groups, list(entries))
+    return level0_hook._readings(groups, list(entries))
 
 
 def test_the_newest_collective_of_each_group_and_whether_it_is_complete():
@@ -74,7 +74,7 @@ def test_entries_of_both_recorders_count(monkeypatch):
     for name, one in texts.items():
         text = json.dumps({"entries": [one]}).encode()
         monkeypatch.setattr(c10d, name, lambda text=text, **options: text, raising=False)
-    found = read([("0", "", (0, 1), ("gloo", "nccl"))], *collectives._recorded())
+    found = read([("0", "", (0, 1), ("gloo", "nccl"))], *level0_hook._recorded())
     assert found is not None
     assert [g.entered for g in found] == [5, 6]
 
@@ -122,7 +122,7 @@ def link():
 def test_the_agent_is_answered_with_its_number(link, monkeypatch):
     worker, agent = link
     CollectivesTeller(worker)
-    monkeypatch.setattr(collectives, "positions", lambda: None)
+    monkeypatch.setattr(level0_hook, "positions", lambda: None)
     agent.sendall(pack(m.WhereInCollectives(7)))
     codec: Codec[m.WorkerMessage] = Codec(m.WorkerMessage)
     assert codec.read(agent) == m.InCollectives(7, None)
@@ -131,7 +131,7 @@ def test_the_agent_is_answered_with_its_number(link, monkeypatch):
 RANK = """
 import sys, threading
 import torch, torch.distributed as dist
-from holdfast.train.collectives import positions
+from holdfast.train.level0_hook import positions
 rank, path = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
 one = torch.ones(3)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_staging import Some, row_of
 
-from holdfast.checkpoint.pages import PAGE, SlotMaps
+from holdfast.checkpoint.memory import PAGE, SlotMaps
 from holdfast.tensors import staging
 from holdfast.train import gpu_transfer, snapshots, state_image
 

@@ -17,9 +17,9 @@ from holdfast.errors import CollectiveFailed, UsageError
 from holdfast.train import exact
 from holdfast.train.data_cursor import DataCursor
 from holdfast.train.exact import ExactSum, prepare
+from holdfast.train.place import share
 from holdfast.train.reduction import GradientSum
 from holdfast.train.step import Step
-from holdfast.train.summation_order import share
 
 WIDTH = 12
 CPU = torch.device("cpu")

@@ -12,8 +12,15 @@ from torch.distributed import HashStore
 from holdfast.errors import CollectiveFailed
 from holdfast.protocol.network.sockets import CONGESTION, unpace
 from holdfast.train import gloo_group as wires_module
-from holdfast.train.buffer_pool import BufferPool
-from holdfast.train.gloo_group import GlooGroup, _addresses, _gloo, _key, sockets_here, with_socket
+from holdfast.train.gloo_group import (
+    BufferPool,
+    GlooGroup,
+    _addresses,
+    _gloo,
+    _key,
+    sockets_here,
+    with_socket,
+)
 
 
 def each(count, call):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from holdfast.train.module_buffers import SMALL_BYTES, ModuleBuffers
+from holdfast.train.held_state import SMALL_BYTES, ModuleBuffers
 
 LARGE = SMALL_BYTES // 4 + 1
 

@@ -8,7 +8,7 @@ from cluster import Cluster
 from torch.distributed import HashStore
 
 from holdfast.errors import CollectiveFailed
-from holdfast.train import nccl
+from holdfast.train import gloo_group
 from holdfast.train.control_channel import ChannelStore
 from holdfast.train.gloo_group import GlooGroup
 
@@ -35,18 +35,18 @@ def test_nccl_needs_a_gpu_for_every_member(monkeypatch, gpus, expected):
     for rank, gpu in enumerate(gpus):
         store.set(f"gpu-{rank}", gpu)
     for rank, gpu in enumerate(gpus):
-        monkeypatch.setattr(nccl, "_gpu", lambda device, gpu=gpu: gpu)
-        assert nccl.agreed(store, rank, 2, GPU) is expected
+        monkeypatch.setattr(gloo_group, "_gpu", lambda device, gpu=gpu: gpu)
+        assert gloo_group.agreed(store, rank, 2, GPU) is expected
 
 
 def test_without_a_gpu_nobody_is_asked():
-    assert not nccl.agreed(None, 0, 2, None)
-    assert not nccl.agreed(None, 0, 2, torch.device("cpu"))
+    assert not gloo_group.agreed(None, 0, 2, None)
+    assert not gloo_group.agreed(None, 0, 2, torch.device("cpu"))
 
 
 @pytest.fixture
 def gloo(monkeypatch):
-    monkeypatch.setattr(nccl, "agreed", lambda *_: True)
+    monkeypatch.setattr(gloo_group, "agreed", lambda *_: True)
     return GlooGroup(0, 2, "127.0.0.1", GPU)
 
 
@@ -54,13 +54,13 @@ def test_an_abort_reaches_a_group_that_is_being_made(gloo, monkeypatch):
     """Its first kernel waits for a peer that never comes."""
     group, waiting = Standin(), threading.Event()
 
-    def build(store, rank, size, device, timeout, made):
+    def nccl_group(store, rank, size, device, timeout, made):
         made(group)
         waiting.set()
         group.ended.wait()
         raise RuntimeError("aborted")
 
-    monkeypatch.setattr(nccl, "build", build)
+    monkeypatch.setattr(gloo_group, "nccl_group", nccl_group)
     failed = []
 
     def connect():
@@ -83,11 +83,11 @@ def test_an_abort_reaches_a_group_that_is_being_made(gloo, monkeypatch):
 def test_a_group_that_came_after_the_abort_is_aborted_too(gloo, monkeypatch):
     group = Standin()
 
-    def build(store, rank, size, device, timeout, made):
+    def nccl_group(store, rank, size, device, timeout, made):
         gloo.abort()
         made(group)
 
-    monkeypatch.setattr(nccl, "build", build)
+    monkeypatch.setattr(gloo_group, "nccl_group", nccl_group)
     with pytest.raises(CollectiveFailed):
         gloo.connect(None)
     group.ended.wait()
@@ -99,7 +99,7 @@ def test_garbage_does_not_count(gloo, monkeypatch):
     """A queued collective is waited for at once, and after an abort it is not believed."""
     group = Standin()
 
-    def build(store, rank, size, device, timeout, made):
+    def nccl_group(store, rank, size, device, timeout, made):
         made(group)
         return group
 
@@ -109,7 +109,7 @@ def test_garbage_does_not_count(gloo, monkeypatch):
         def wait(self):
             self.waits += 1
 
-    monkeypatch.setattr(nccl, "build", build)
+    monkeypatch.setattr(gloo_group, "nccl_group", nccl_group)
     gloo.connect(None)
     work = Work()
     gloo.wait(work)
@@ -151,7 +151,7 @@ def test_a_key_that_a_group_sets_later_does_not_disturb_the_mesh():
 
 def test_a_collective_that_nobody_wants_to_wait_for_is_queued(gloo, monkeypatch):
     """NCCL returns no Work then: as FSDP2's all-gathers and reduce-scatters are called."""
-    monkeypatch.setattr(nccl, "build", lambda *_: Standin())
+    monkeypatch.setattr(gloo_group, "nccl_group", lambda *_: Standin())
     gloo.connect(HashStore())
     work = gloo.start(lambda group: None)
     gloo.wait(work)

@@ -20,7 +20,7 @@ from test_staging import Some
 from torch.distributed import distributed_c10d
 
 from holdfast.errors import CollectiveFailed
-from holdfast.train import gpu_transfer, nccl, state_image
+from holdfast.train import gloo_group, gpu_transfer, state_image
 from holdfast.train.gloo_group import GlooGroup
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -76,7 +76,7 @@ def _member(said: Any, act: Callable[..., object], rank: int, port: int, *more: 
 
 @pytest.fixture
 def members(monkeypatch):
-    monkeypatch.setenv(nccl.CHOICE, "nccl")
+    monkeypatch.setenv(gloo_group.GPU_GROUPS, "nccl")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
     found = Members()
     yield found

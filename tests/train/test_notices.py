@@ -14,8 +14,7 @@ from holdfast.protocol.machine.progress_page import ProgressPage
 from holdfast.protocol.notices import Going, Notice, NoticeCause
 from holdfast.protocol.wire.frames import pack
 from holdfast.train import worker
-from holdfast.train.link import Link
-from holdfast.train.notices import Warnings
+from holdfast.train.link import Link, Warnings
 from holdfast.train.run import Run
 
 

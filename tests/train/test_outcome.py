@@ -8,9 +8,9 @@ import torch
 
 from holdfast.errors import CollectiveFailed
 from holdfast.train.data_cursor import DataCursor
-from holdfast.train.outcome import Stage
+from holdfast.train.place import Seat
+from holdfast.train.progress_report import Stage
 from holdfast.train.step import Step
-from holdfast.train.summation_order import Seat
 
 
 def nothing(*_):

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from holdfast.train.own_time import OwnTime, ThreadClock, trains_on_cpu
+from holdfast.train.level0_hook import OwnTime, ThreadClock, trains_on_cpu
 
 
 class Clock:

@@ -9,9 +9,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 
 from holdfast.errors import StateError, UsageError
-from holdfast.train import checkpoint_restore, state_image
-from holdfast.train.pipeline import Pipelines, _prepare
-from holdfast.train.sharding import Sharding
+from holdfast.train import restore, state_image
+from holdfast.train.sharding import Pipelines, Sharding, _prepare
 
 PARTS, WIDTH = 2, 4
 
@@ -116,7 +115,7 @@ def test_what_a_cut_off_step_has_left_in_a_schedule_is_gone():
 
 def test_a_schedule_that_raised_is_made_ready_again(monkeypatch):
     made = []
-    monkeypatch.setattr("holdfast.train.pipeline._prepare", made.append)
+    monkeypatch.setattr("holdfast.train.sharding._prepare", made.append)
     with closing(place_of(1, 2, 1)) as place:
         schedule = ScheduleGPipe(stage_of(place), PARTS, loss_fn=summed, scale_grads=False)
         pipelines = Pipelines()
@@ -144,10 +143,10 @@ def test_a_state_with_another_number_of_stages_is_refused(tmp_path, after):
     """The stages' layers have the same names and shapes, and one's are not another's."""
     with closing(place_of(1, 2, 0)) as place:
         before = place.named({"model": torch.nn.Linear(WIDTH, WIDTH)})
-        checkpoint_restore.save(state_image.capture(before, 5), str(tmp_path), checkpoint_restore.Retention())
+        restore.save(state_image.capture(before, 5), str(tmp_path), restore.Retention())
     objects = {"model": torch.nn.Linear(WIDTH, WIDTH)}
     if after[1] > 1:
         with closing(place_of(1, 2, 1)) as place:
             objects = place.named(objects)
     with pytest.raises(StateError, match=r"the state contains \['stage0_model'\]"):
-        checkpoint_restore.restore(objects, str(tmp_path), 5, shard=(0, 1))
+        restore.restore(objects, str(tmp_path), 5, shard=(0, 1))

@@ -15,11 +15,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from holdfast.errors import CollectiveFailed, StateError, UsageError
 from holdfast.protocol.messages import Generation, Member
 from holdfast.tensors.dtensor_shards import like, local_of, piece_of
-from holdfast.train import checkpoint_restore, state_image
+from holdfast.train import restore, state_image
+from holdfast.train.place import seat, weighs, words
 from holdfast.train.placements import counted_here, is_spread, why_not
 from holdfast.train.sharding import Sharding
 from holdfast.train.state_guard import StateGuard
-from holdfast.train.summation_order import seat, weighs, words
 
 EXPERTS, WIDTH, OUT = 6, 10, 7
 
@@ -180,7 +180,7 @@ def resharded(before, after, url):
                 local_of(p).zero_()
         objects = {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), foreach=False)}
         given = (worker, place.size)
-        checkpoint_restore.restore(objects, url, STEP, shard=given, submesh=place.submesh)
+        restore.restore(objects, url, STEP, shard=given, submesh=place.submesh)
         gather(objects, found)
     assert_same(found, content)
 

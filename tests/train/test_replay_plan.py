@@ -2,8 +2,8 @@
 
 import pytest
 
-from holdfast.train.replay_plan import replay_of
-from holdfast.train.summation_order import share
+from holdfast.train.place import share
+from holdfast.train.replay import replay_of
 
 
 def drawn(every, nodes, steps, micro_batches=12, seed=7):

@@ -7,7 +7,7 @@ import torch
 
 import holdfast as hf
 from holdfast.protocol import messages as m
-from holdfast.train import phase_report
+from holdfast.train import step_timing
 
 
 class Clock:
@@ -28,7 +28,7 @@ def tells(told, send, message):
 
 def test_what_the_script_does_between_steps_and_does_not_announce(monkeypatch):
     clock, told = Clock(), []
-    monkeypatch.setattr(phase_report, "time", clock)
+    monkeypatch.setattr(step_timing, "time", clock)
 
     def main(run):
         model = torch.nn.Linear(1, 1)
@@ -56,8 +56,8 @@ def test_what_the_script_does_between_steps_and_does_not_announce(monkeypatch):
 
 def test_another_generation_counts_from_its_beginning(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(phase_report, "time", clock)
-    report = phase_report.PhaseReport(SimpleNamespace(page=None), None)
+    monkeypatch.setattr(step_timing, "time", clock)
+    report = step_timing.PhaseReport(SimpleNamespace(page=None), None)
     report.leave()
     clock.now = 3.0
     report.take()

@@ -14,11 +14,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from holdfast.errors import StateError, UsageError
 from holdfast.protocol.messages import Generation, JoinGeneration, Member
 from holdfast.tensors.dtensor_shards import like, local_of, parsed, piece_of, placed
-from holdfast.train import checkpoint_restore
+from holdfast.train import restore
 from holdfast.train.buffer_rules import BufferRules
-from holdfast.train.place import Place
+from holdfast.train.place import Place, seat, weighs, words
 from holdfast.train.sharding import Sharding
-from holdfast.train.summation_order import seat, weighs, words
 
 WIDTH, OUT = 10, 7
 SHAPES = [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)]
@@ -89,7 +88,7 @@ def test_a_checkpoint_loads_into_any_sharding(sharding, tmp_path, before, after)
                 local_of(p).zero_()
         objects = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
         given = (shard_index, size)
-        checkpoint_restore.restore(objects, str(tmp_path), STEP, shard=given, submesh=place.submesh)
+        restore.restore(objects, str(tmp_path), STEP, shard=given, submesh=place.submesh)
         gather(objects, found)
     assert_same(found, content)
 
@@ -100,7 +99,7 @@ def test_another_model_is_refused(sharding, tmp_path):
     other = torch.nn.Linear(4, 4)
     fully_shard(other, mesh=place.mesh["shard"])
     with pytest.raises((StateError, UsageError)):
-        checkpoint_restore.restore({"model": other}, str(tmp_path), 5, shard=(0, 3), submesh=place.submesh)
+        restore.restore({"model": other}, str(tmp_path), 5, shard=(0, 3), submesh=place.submesh)
 
 
 def test_the_mesh_has_one_replica_in_it(sharding):

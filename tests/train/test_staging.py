@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from holdfast.checkpoint.api import copy_tensors
-from holdfast.checkpoint.pages import PAGE, SlotMaps
+from holdfast.checkpoint.memory import PAGE, SlotMaps
 from holdfast.tensors import staging
 from holdfast.train import snapshots, state_image
 

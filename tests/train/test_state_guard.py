@@ -12,7 +12,7 @@ import holdfast as hf
 from holdfast.errors import StateChanged, UsageError
 from holdfast.tensors import staging
 from holdfast.train import state_guard
-from holdfast.train.advice import Advice
+from holdfast.train.buffer_rules import Advice
 
 
 class Points:

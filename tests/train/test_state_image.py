@@ -5,7 +5,7 @@ from holdfast.checkpoint.archive import Archive
 from holdfast.checkpoint.policy import Retention
 from holdfast.errors import StateError, UsageError
 from holdfast.tensors.tree import buffer_of
-from holdfast.train import checkpoint_restore, state_image
+from holdfast.train import restore, state_image
 
 
 def trained(seed: int = 0, steps: int = 2):
@@ -105,7 +105,7 @@ def test_other_objects_are_refused():
 
 
 def saved(folder, things, step=1):
-    checkpoint_restore.save(state_image.capture(things, step), str(folder), Retention())
+    restore.save(state_image.capture(things, step), str(folder), Retention())
     return next((folder / f"step-{step}").glob("*.bin"))
 
 
@@ -113,7 +113,7 @@ def test_a_checkpoint_on_disk_comes_back(tmp_path):
     old, fresh = trained(), trained(seed=1, steps=0)
     saved(tmp_path, old, 12)
     assert Archive(str(tmp_path)).steps() == [12]
-    assert checkpoint_restore.restore(fresh, str(tmp_path), 12) == state_image.capture(old, 12).index.nbytes
+    assert restore.restore(fresh, str(tmp_path), 12) == state_image.capture(old, 12).index.nbytes
     assert state_image.digest(fresh) == state_image.digest(old)
 
 
@@ -129,7 +129,7 @@ def test_a_flipped_bit_is_found(tmp_path):
     data[len(data) // 2] ^= 1
     row.write_bytes(data)
     with pytest.raises(StateError, match="do not match their checksums"):
-        checkpoint_restore.restore(trained(seed=1), str(tmp_path), 1)
+        restore.restore(trained(seed=1), str(tmp_path), 1)
 
 
 def test_a_checkpoint_that_is_cut_short_is_refused(tmp_path):
@@ -137,7 +137,7 @@ def test_a_checkpoint_that_is_cut_short_is_refused(tmp_path):
     with row.open("r+b") as file:
         file.truncate(10)
     with pytest.raises(StateError, match="cut short"):
-        checkpoint_restore.restore(trained(seed=1), str(tmp_path), 1)
+        restore.restore(trained(seed=1), str(tmp_path), 1)
 
 
 def test_the_newest_two_are_kept(tmp_path):

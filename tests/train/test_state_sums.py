@@ -2,8 +2,8 @@
 
 import torch
 
-from holdfast.train.state_sums import EVERY_BLOCKS, WINDOW_BYTES, WINDOW_TENSORS
-from holdfast.train.state_sums import StateSums as Sums
+from holdfast.train.held_state import EVERY_BLOCKS, WINDOW_BYTES, WINDOW_TENSORS
+from holdfast.train.held_state import StateSums as Sums
 
 
 class StateSums(Sums):

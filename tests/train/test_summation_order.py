@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.train.summation_order import folds, share, shares, subtrees
+from holdfast.train.place import folds, share, shares, subtrees
 
 
 def add_up(micro_batches, nodes, values):

@@ -13,8 +13,7 @@ import holdfast as hf
 from holdfast.errors import StateChanged, StateError, UsageError
 from holdfast.train import state_image
 from holdfast.train.constants import NAME, Constants
-from holdfast.train.module_buffers import ModuleBuffers
-from holdfast.train.state_sums import EVERY_BLOCKS, StateSums
+from holdfast.train.held_state import EVERY_BLOCKS, ModuleBuffers, StateSums
 
 STEPS = 6
 

@@ -12,7 +12,7 @@ import torch
 from holdfast import checkpoint
 from holdfast.adapters import world
 from holdfast.checkpoint import api
-from holdfast.checkpoint.flatten import flatten
+from holdfast.checkpoint.loading import flatten
 from holdfast.errors import UsageError
 
 

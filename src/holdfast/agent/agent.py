@@ -16,20 +16,15 @@ from typing import Any
 import msgspec
 
 from holdfast.agent import simulated_sources
-from holdfast.agent.checks import NodeChecks
-from holdfast.agent.coordinator_link import CoordinatorLink
+from holdfast.agent.checks import NodeChecks, Repairs
+from holdfast.agent.coordinator_link import CoordinatorLink, show_ready
 from holdfast.agent.health import Watcher
 from holdfast.agent.hooks import HookRun, Hooks
 from holdfast.agent.ledger_copy import LedgerCopy
-from holdfast.agent.leftovers import Leftovers
-from holdfast.agent.log_limit import LogLimit
-from holdfast.agent.log_tailer import LogFollower
-from holdfast.agent.process import WorkerProcess
-from holdfast.agent.ready import show_ready
-from holdfast.agent.repairs import Repairs
+from holdfast.agent.process import Leftovers, WorkerProcess, innermost
 from holdfast.agent.snapshots import SnapshotKeeper
-from holdfast.agent.stacks import innermost
 from holdfast.agent.warm_pool import WarmPool
+from holdfast.agent.worker_logs import LogFollower, LogLimit
 from holdfast.agent.zygote import Zygote
 from holdfast.errors import TierError
 from holdfast.health.identity import devices, identity

@@ -1,4 +1,5 @@
-"""The agent's connection to the coordinator: one WebSocket, built again whenever it breaks.
+"""The agent's connection to the coordinator: one WebSocket, built again whenever it breaks; and the port at which whoever started the
+node may ask whether it has one.
 
 While there is no coordinator, messages wait here with the time of their arrival; training does not.
 """
@@ -7,23 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import socket
 import struct
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from typing import NamedTuple
 
 import aiohttp
 import msgspec
 
-from holdfast.agent.orders import refusal
-from holdfast.agent.outbox import Letter, Outbox
 from holdfast.errors import ProtocolError
 from holdfast.protocol import messages as m
-from holdfast.protocol.health import Finding, Remedy, Severity
+from holdfast.protocol.health import CheckResult, Condition, Finding, Remedy, Severity
+from holdfast.protocol.network import endpoint
 from holdfast.protocol.network.endpoint import Endpoint, Hearing, Whereabouts
 from holdfast.protocol.network.http_client import Unproven, proving, request
 from holdfast.protocol.network.lookup import Lookup
+from holdfast.protocol.network.range_server import RangeServer, Request
 from holdfast.protocol.wire.frames import Codec, encode
 
 
@@ -374,3 +378,182 @@ def _aged(found: m.FindingsReported, waited_s: float) -> m.FindingsReported:
     return m.FindingsReported(
         tuple(msgspec.structs.replace(f, age_s=round(f.age_s + waited_s, 3)) for f in found.findings)
     )
+
+
+async def show_ready(
+    node: str,
+    host: str,
+    port: int,
+    token: str,
+    joined: asyncio.Event,
+    heard: Callable[[], Hearing],
+    told: Callable[[Whereabouts], None],
+) -> None:
+    """Listens from the moment the node has joined, until it is cancelled. heard: called from any thread. told: called in this loop.
+
+    Who knows the job's token may ask there whether the node hears its coordinator, and tell it where there is another one.
+
+    A node that lost its coordinator stays ready. It trains on, and a disruption budget must not count it as broken.
+    """
+    await joined.wait()
+    loop = asyncio.get_running_loop()
+    server = _Server(
+        node, host, port, token, heard, lambda where: loop.call_soon_threadsafe(lambda: told(where))
+    )
+    try:
+        await asyncio.Event().wait()
+    finally:
+        server.close()
+
+
+class _Server(RangeServer):
+    def __init__(
+        self,
+        node: str,
+        host: str,
+        port: int,
+        token: str,
+        heard: Callable[[], Hearing],
+        told: Callable[[Whereabouts], object],
+    ) -> None:
+        self._heard, self._told = heard, told
+        super().__init__(host, token, endpoint.agent_name(node), "holdfast-ready", port)
+
+    def answer(self, request: Request) -> None:
+        told = endpoint.told_by(request.path)
+        if told is not None:
+            self._told(told)
+        if told is not None or request.path == endpoint.PATH:
+            request.send(msgspec.json.encode(self._heard()))
+        else:
+            request.send_error(404)
+
+
+KEPT_MESSAGES = 10_000
+
+
+REPEATED = 512
+"""So many of the newest losses are told again on a new connection: a coordinator that died, or hung before that, may not
+have written what it was sent. Everything else that it may have missed is in the hello."""
+
+
+FREED = 1 / 8
+"""This share of a full queue is freed at once: one look through it makes room for many messages."""
+
+
+class Letter(NamedTuple):
+    """A message that waits for a coordinator."""
+
+    arrived_s: float
+    """When it came, on CLOCK_MONOTONIC."""
+    message: m.AgentMessage
+    again: bool = False
+    """It was sent before, to a coordinator that may not have written it."""
+
+
+class Outbox:
+    """A queue of bounded length, oldest first. Whoever sends takes a letter out, and then says `sent`, or puts back what could not be sent:
+    so a letter that is under way is not among those that may be dropped.
+
+    The messages that an agent has for the coordinator. While there is no coordinator everything waits here with the time of its arrival.
+    A full queue has to lose something, so it chooses what: never the newest, and nothing that counts while there is something else.
+    """
+
+    def __init__(self, kept: int = KEPT_MESSAGES, repeated: int = REPEATED) -> None:
+        self._kept = kept
+        self._waiting: deque[Letter] = deque()
+        # Bounded by itself: what was sent needs no promise, only a good chance to be written by the next
+        # coordinator.
+        self._told: deque[Letter] = deque(maxlen=repeated)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, message: m.AgentMessage, now_s: float) -> None:
+        """Appends a message. It is kept, whatever else has to be dropped for it."""
+        if len(self._waiting) >= self._kept:
+            self._make_room()
+        # After room was made, and without a look at its worth. The newest message is the one that somebody
+        # waits for now.
+        self._waiting.append(Letter(now_s, message))
+
+    def take(self) -> Letter:
+        """Takes the oldest message out."""
+        return self._waiting.popleft()
+
+    def put_back(self, letter: Letter) -> None:
+        """Puts a letter that could not be sent back to the front."""
+        self._waiting.appendleft(letter)
+
+    def sent(self, letter: Letter) -> None:
+        """Notes that a letter was handed to the kernel."""
+        if (losses := _losses(letter.message)) is not None:
+            # Only losses and figures. Everything else that a new coordinator may have missed is in the hello,
+            # and to send it twice could count it twice.
+            self._told.append(Letter(letter.arrived_s, losses, again=True))
+
+    def repeat(self) -> None:
+        """On a new connection: queues the newest losses again, before the rest, as far as there is room."""
+        room = max(0, self._kept - len(self._waiting))
+        # From the newest back, each put before the one after it: they arrive in their old order, and if there
+        # is no room for all of them it is the oldest that are lost.
+        while self._told and room:
+            self._waiting.appendleft(self._told.pop())
+            room -= 1
+        self._told.clear()
+
+    def _make_room(self) -> None:
+        """Drops the least important messages, the oldest first."""
+        # A stable order of two keys, so that of messages with the same worth the oldest goes first. This runs
+        # once for an eighth of the queue, not for every message.
+        order = sorted(range(len(self._waiting)), key=lambda i: (_worth(self._waiting[i]), i))
+        dropped = set(order[: max(1, int(self._kept * FREED))])
+        self._waiting = deque(letter for i, letter in enumerate(self._waiting) if i not in dropped)
+
+
+def _worth(letter: Letter) -> int:
+    """Least: what was sent before; what is soon said anew; rows of the ledger. Most: what the core waits for."""
+    message = letter.message
+    if letter.again:
+        return 0
+    if isinstance(message, m.Heartbeat | m.StoreProgress | m.Stalled | m.NodeReadings):
+        return 1
+    if isinstance(message, m.FromWorker) and isinstance(message.message, m.Progress | m.Restoring):
+        inner = message.message
+        # A row of losses is lost for the curve that a person sees. Nothing decides by it.
+        return 2 if isinstance(inner, m.Progress) and (inner.losses or inner.figures) else 1
+    return 3
+
+
+def _losses(message: m.AgentMessage) -> m.AgentMessage | None:
+    """What of a message may be told again, without anything that is counted."""
+    if not isinstance(message, m.FromWorker) or not isinstance(message.message, m.Progress):
+        return None
+    if not message.message.losses and not message.message.figures:
+        return None
+    # `spent` is added up by the core, so a repetition would count the time twice. Losses and figures are
+    # written by their step, and a second copy changes nothing.
+    return m.FromWorker(message.worker, msgspec.structs.replace(message.message, spent=()))
+
+
+def refusal(order: m.ToAgent, why: str) -> m.AgentMessage | None:
+    """The outcome of an order that failed; None: nothing waits for one, or not for longer than its deadline.
+
+    The core waits for the outcome of most orders, of some for ever. So an order that fails has an outcome, too: the same that
+    the agent sends when what was ordered goes wrong.
+    """
+    match order:
+        case m.StartWorker(worker=worker):
+            return m.Exited(worker=worker, code=-signal.SIGKILL, tail=(why,), killed=True)
+        case m.Replicate(copy):
+            return m.SnapshotRejected(copy.key, why)
+        case m.StoreShard(tier, key):
+            return m.Stored(tier=tier, key=key, shard=None, reason=why)
+        case m.Publish(tier, step):
+            return m.Published(tier.url, step, why)
+        case m.RunChecks(request=request):
+            return m.Checked(request, (CheckResult(name="agent", condition=Condition.UNKNOWN, detail=why),))
+        case m.Repair(request):
+            return m.Repaired(request, why)
+        case _:
+            return None

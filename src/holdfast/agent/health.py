@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -16,7 +17,6 @@ from typing import TypeVar
 
 import msgspec
 
-from holdfast.agent.figures import Figures
 from holdfast.agent.source_poller import LOOK_S, WATCH_ENDED, Poller
 from holdfast.errors import UsageError
 from holdfast.health.container import in_container
@@ -27,11 +27,20 @@ from holdfast.health.machine import machine_sources
 from holdfast.health.rule_engine import RuleEngine
 from holdfast.health.rules import Rule
 from holdfast.health.ruleset import catalogue, load_rules
-from holdfast.health.samples import Line
+from holdfast.health.samples import Line, Reading
 from holdfast.health.sources import Machine
 from holdfast.observe.inotify import MODIFIED, Inotify
 from holdfast.protocol import messages as m
-from holdfast.protocol.health import Condition, Finding, HealthSpec, Remedy, Severity
+from holdfast.protocol.health import (
+    MOST_READINGS,
+    NODE_FIGURES,
+    SUBJECT_CHARS,
+    Condition,
+    Finding,
+    HealthSpec,
+    Remedy,
+    Severity,
+)
 
 _log = logging.getLogger(__name__)
 _CLOSED_AFTER_WRITE, _MOVED_HERE = 0x8, 0x80
@@ -395,3 +404,59 @@ def _stamp(name: str) -> tuple[int, int] | None:
     except OSError:
         return None
     return status.st_mtime_ns, status.st_size
+
+
+STALE_S = 180.0
+"""Three periods of the slowest source."""
+
+
+GATHER_S = 1.0
+"""Sources with the same period are read one after the other, and what they read is one message."""
+
+
+class Figures:
+    """Tells the coordinator now and then the newest readings of a node that are figures for people. Readings come on the threads that read;
+    `later` and `send` belong to the agent's loop.
+
+    Nothing is sent by a clock: a round of readings is what wakes this, and rounds are 30 seconds apart or more.
+    """
+
+    def __init__(
+        self,
+        later: Callable[[float, Callable[[], None]], None],
+        send: Callable[[m.NodeReadings], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """later: calls something on the loop after so many seconds; from any thread."""
+        self._later, self._send, self._clock = later, send, clock
+        self._lock = threading.Lock()
+        self._newest: dict[tuple[str, str], tuple[float, float]] = {}
+        self._due = False
+
+    def take(self, readings: Iterable[Reading | Line]) -> None:
+        """What one source has read."""
+        now = self._clock()
+        found = {
+            (one.name, one.subject[:SUBJECT_CHARS]): (now, float(one.value))
+            for one in readings
+            if isinstance(one, Reading) and one.name in NODE_FIGURES and isinstance(one.value, int | float)
+        }
+        if not found:
+            return
+        with self._lock:
+            # A machine with hundreds of virtual interfaces: the first that were seen stay, so a series does not flicker.
+            for key, value in found.items():
+                if key in self._newest or len(self._newest) < MOST_READINGS:
+                    self._newest[key] = value
+            due, self._due = self._due, True
+        if not due:
+            self._later(GATHER_S, self._tell)
+
+    def _tell(self) -> None:
+        with self._lock:
+            self._due = False
+            # Sources have different periods, so what was told before is told again, until it is old: then its device is gone.
+            oldest = self._clock() - STALE_S
+            self._newest = {k: v for k, v in self._newest.items() if v[0] >= oldest}
+            told = tuple((name, subject, value) for (name, subject), (_, value) in self._newest.items())
+        self._send(m.NodeReadings(told))

@@ -18,10 +18,8 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from holdfast.agent.background import stand_back
 from holdfast.checkpoint.archive import Archive
-from holdfast.checkpoint.checksums import damaged
-from holdfast.checkpoint.layout import parts_of
+from holdfast.checkpoint.layout import damaged, parts_of
 from holdfast.checkpoint.memory import Slot, SlotPool, default_budget
 from holdfast.checkpoint.policy import Retention
 from holdfast.checkpoint.replicate import Pull, replicate
@@ -29,6 +27,7 @@ from holdfast.checkpoint.snapshot_server import SnapshotServer
 from holdfast.errors import HoldfastError, MemoryShort, SlotsTaken, StateError, TierError
 from holdfast.observe.transfer_progress import HowFar
 from holdfast.protocol import messages as m
+from holdfast.protocol.machine.processes import stand_back
 from holdfast.protocol.snapshots import Copy, DurableTier, Key, Lack, Shard
 from holdfast.tensors.index import decode_index
 

@@ -8,12 +8,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from holdfast.agent.background import stand_back
 from holdfast.health.rule_engine import RuleEngine
 from holdfast.health.rules import Rule
 from holdfast.health.samples import Line, Reading
 from holdfast.health.sources import Source
 from holdfast.protocol.health import Condition, Finding, Remedy, Severity
+from holdfast.protocol.machine.processes import stand_back
 
 NICE = 10
 """Nothing on this thread is worth a worker's time slice."""

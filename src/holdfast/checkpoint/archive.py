@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 
-from holdfast.checkpoint.checksums import damaged
 from holdfast.checkpoint.layout import (
     BEING_REMOVED,
     CHUNK_BYTES,
@@ -17,6 +16,7 @@ from holdfast.checkpoint.layout import (
     MANIFEST,
     Head,
     Manifest,
+    damaged,
     decode_head,
     decode_manifest,
     encode_manifest,
@@ -25,7 +25,7 @@ from holdfast.checkpoint.layout import (
     step_of,
 )
 from holdfast.checkpoint.policy import Retention
-from holdfast.checkpoint.sources import WINDOW_BYTES, Blob, TierSource
+from holdfast.checkpoint.replicate import WINDOW_BYTES, Blob, TierSource
 from holdfast.checkpoint.tier import Tier, open_tier
 from holdfast.errors import ChecksumError, StateError, TierError
 from holdfast.protocol.snapshots import Shard

@@ -36,11 +36,11 @@ from torch.futures import Future
 
 from holdfast.checkpoint.api import backend_for, copy_tensors, expect_as, wait_for_copy
 from holdfast.checkpoint.backends import PassedOver
-from holdfast.checkpoint.flatten import inlined
+from holdfast.checkpoint.loading import inlined
 from holdfast.checkpoint.located import Located
 from holdfast.checkpoint.regions import Region, read_regions
 from holdfast.errors import StateError, TierError, UnreadError, UsageError
-from holdfast.tensors import staging, writable
+from holdfast.tensors import loaded, staging
 from holdfast.tensors.index import Index, TensorSpec, leaves
 from holdfast.tensors.tree import dtype_of, unpack
 from holdfast.tensors.wrappers import inside_of, is_wrapper
@@ -259,7 +259,7 @@ class TieredReader(StorageReader):
             dtype = dtype_of(spec)
             # Read in place where that is possible: a staging tensor for each item would take the memory of
             # the state a second time.
-            plain = is_wrapper(target) or not writable.is_expanded(target)
+            plain = is_wrapper(target) or not loaded.is_expanded(target)
             direct = target.device.type == "cpu" and target.dtype == dtype and plain
             into = target if direct else torch.empty(tuple(item.lengths), dtype=dtype)
             regions.append(Region(owner, spec, tuple(item.storage_offsets), into))
@@ -272,8 +272,8 @@ class TieredReader(StorageReader):
                 if into is not target and is_wrapper(target):
                     target.copy_(into)
                 elif into is not target:
-                    writable.check_source(item.storage_index.fqn, target, into)
-                    writable.overwrite(target, into)
+                    loaded.check_source(item.storage_index.fqn, target, into)
+                    loaded.write_into(target, into)
                 planner.commit_tensor(item, target)
         for item, data in streams:
             # The planner unpickles whatever it is given, and a checkpoint may come from anywhere. So its
@@ -357,7 +357,7 @@ def _resolve(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
             "torch.distributed.checkpoint has only one entry for it: save it with holdfast.checkpoint.save, or put "
             "its inner tensors into the state"
         )
-    writable.check(item.index.fqn, inside)
+    loaded.check_writable(item.index.fqn, inside)
     return data.detach()
 
 

@@ -10,9 +10,8 @@ from typing import overload
 
 from holdfast.checkpoint.archive import Archive
 from holdfast.checkpoint.layout import Head, digest
-from holdfast.checkpoint.replicate import Pull
+from holdfast.checkpoint.replicate import Blob, Pull
 from holdfast.checkpoint.snapshot_server import peer_of
-from holdfast.checkpoint.sources import Blob
 from holdfast.errors import StateError, TierError, UnreadError
 from holdfast.protocol.snapshots import Copy, Holder, Shard
 from holdfast.tensors.index import TensorSpec

@@ -12,7 +12,7 @@ import torch
 
 from holdfast.checkpoint.layout import CHUNK_BYTES
 from holdfast.checkpoint.located import Located
-from holdfast.checkpoint.sources import Blob
+from holdfast.checkpoint.replicate import Blob
 from holdfast.errors import StateError
 from holdfast.tensors.index import TensorSpec
 from holdfast.tensors.tree import dtype_of

@@ -25,8 +25,7 @@ from http import HTTPStatus
 import msgspec
 
 from holdfast.checkpoint.layout import Head, decode_head, digest
-from holdfast.checkpoint.memory import Slot, SlotPool
-from holdfast.checkpoint.pages import PAGE
+from holdfast.checkpoint.memory import PAGE, Slot, SlotPool
 from holdfast.errors import StateError, TierError
 from holdfast.protocol.network.proof import ANSWER_HEADER, Question
 from holdfast.protocol.network.range_server import RangeServer, Request

@@ -17,8 +17,8 @@ from torch.utils.data import default_collate
 
 from holdfast.data.seeds import loading_seed, seed_generators
 from holdfast.errors import DataError
+from holdfast.tensors.loaded import has_bytes
 from holdfast.tensors.tree import buffer_of
-from holdfast.tensors.writable import has_bytes
 
 Ids = npt.NDArray[np.int64]
 Collate = Callable[[list[Any]], Any]

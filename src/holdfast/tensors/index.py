@@ -73,7 +73,7 @@ LARGE = "int"
 
 
 class SmallTensor(NamedTuple):
-    """One that lies with the plain values, see `holdfast.checkpoint.flatten`."""
+    """One that lies with the plain values, see `holdfast.checkpoint.loading`."""
 
     path: str
     dtype: str

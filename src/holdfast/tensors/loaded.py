@@ -1,5 +1,8 @@
 """An object takes its state, and then has the very bits that were saved.
 
+What is saved are the bytes of a dense tensor. An expanded tensor has fewer bytes than elements: it is written where its elements lie.
+Anything whose bytes are not those of its elements is refused by name, before it is relied upon.
+
 `load_state_dict` alone does not promise that: a module copies into its parameters, which quantizes them anew and fails where
 they are expanded, and an optimizer casts what it keeps to the dtype of its parameters.
 """
@@ -12,8 +15,130 @@ from typing import Any
 import torch
 
 from holdfast.errors import StateError, UsageError
-from holdfast.tensors import writable
 from holdfast.tensors.wrappers import alike, check, inside_of, is_wrapper, moved, parts_of, same_settings
+
+MOST_COUNTED = 1 << 22
+"""Elements of a tensor of unusual strides whose places are counted one by one. A larger one is taken to overlap itself."""
+
+
+def check_writable(path: str, tensor: torch.Tensor) -> None:
+    """Sees that a tensor is one whose bytes can be read and written.
+
+    Args:
+        tensor: of a DTensor, the piece that is here.
+
+    Raises:
+        UsageError: it has no bytes of its own, none that can be read as its elements, or elements that share memory in
+            another way than by `expand`.
+    """
+    kind = type(tensor).__name__
+    if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_quantized:
+        what = "nested tensor" if tensor.is_nested else f"{tensor.layout} {tensor.dtype} tensor"
+        raise UsageError(f"{path}: a {what} cannot be saved; save a dense tensor or a DTensor")
+    if hasattr(tensor, "local_shards"):
+        raise UsageError(f"{path}: a {kind} cannot be saved; save a dense tensor or a DTensor")
+    if tensor.device.type == "meta":
+        raise UsageError(
+            f"{path}: a tensor on meta cannot be saved: it has no data yet (it is on the meta device); call to_empty() and "
+            "initialize it"
+        )
+    if is_wrapper(tensor) or (tensor.numel() and not _address(tensor)):
+        raise UsageError(
+            f"{path}: a {kind} cannot be saved: it does not have its own memory, and does not define "
+            "__tensor_flatten__ and __tensor_unflatten__, which would return its inner tensors; keep a plain tensor "
+            "in the state"
+        )
+    if overlaps(tensor):
+        raise UsageError(
+            f"{path}: elements of this tensor share memory (shape {tuple(tensor.shape)}, strides {tensor.stride()}), so it "
+            "could not be restored; keep tensor.clone() in the state"
+        )
+
+
+def is_ordinary(tensor: torch.Tensor) -> bool:
+    """Whether it is surely no wrapper, whatever its class says of itself."""
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) or not tensor.numel() or has_bytes(tensor)
+
+
+def has_bytes(tensor: torch.Tensor) -> bool:
+    """Whether it has elements whose bytes can be read where it lies."""
+    plain = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+    return plain and tensor.numel() > 0 and bool(_address(tensor))
+
+
+def _address(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # of a class that has none
+        return 0
+
+
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether elements along a dimension are one and the same place in memory, as `expand` makes them."""
+    return not tensor.is_contiguous() and any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    )
+
+
+def overlaps(tensor: torch.Tensor) -> bool:
+    """Whether elements share memory in another way than by `expand`, such as windows that `as_strided` or `unfold` made."""
+    if tensor.is_contiguous() or tensor.numel() < 2:
+        return False
+    lines = sorted(
+        (stride, size)
+        for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+        if stride and size > 1
+    )
+    reach, apart = 0, True
+    for stride, size in lines:
+        apart = apart and stride > reach
+        reach += stride * (size - 1)
+    if apart:
+        return False
+    places = torch.zeros(1, dtype=torch.int64)
+    for stride, size in lines:
+        if len(places) * size > MOST_COUNTED:
+            return True
+        places = (places[:, None] + torch.arange(size)[None] * stride).reshape(-1)
+    return len(torch.unique(places)) < len(places)
+
+
+def check_source(path: str, target: torch.Tensor, source: torch.Tensor) -> None:
+    """Sees that `overwrite` can be done. Nothing is written.
+
+    Raises:
+        StateError: another shape, or the target is expanded, and the values differ where it has one place for them.
+    """
+    if target.shape != source.shape:
+        raise StateError(f"{path}: {tuple(source.shape)} cannot be written into {tuple(target.shape)}")
+    if is_expanded(target):
+        once = _once(target, source)
+        if not torch.equal(_bits(once.expand(source.shape)), _bits(source)):
+            raise StateError(
+                f"{path} is an expanded tensor here, and was saved with different values along the expanded dimensions: "
+                "register tensor.clone() instead"
+            )
+
+
+def write_into(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Writes the values of a tensor into one that `check` has accepted; of an expanded one, where its elements lie."""
+    with torch.no_grad():
+        _once(target, target).copy_(_once(target, source))
+
+
+def _once(target: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Of `tensor` what there is of `target` in memory: of an expanded dimension its first element."""
+    tensor = tensor.detach()
+    for dim, (stride, size) in enumerate(zip(target.stride(), target.shape, strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    whole = tensor.contiguous()  # of one element, with any stride
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
+
 
 Path = str
 
@@ -35,7 +160,7 @@ def check_restorable(name: str, thing: Any, state: Any) -> None:
     """
     if isinstance(thing, torch.nn.Module):
         for key, tensor in (*thing.named_parameters(), *thing.named_buffers()):
-            if key in state and not writable.is_ordinary(inside_of(tensor)):
+            if key in state and not is_ordinary(inside_of(tensor)):
                 _check_kind(f"{name}.{key}", tensor, state[key])
     # These are written to by us. What another object makes of a tensor that it is given is its own.
     known = isinstance(thing, torch.nn.Module | torch.optim.Optimizer) or not hasattr(
@@ -45,8 +170,8 @@ def check_restorable(name: str, thing: Any, state: Any) -> None:
         check(path, tensor)
         for at, part in parts_of(path, tensor):
             piece = inside_of(part)
-            writable.check(at, piece)
-            if not known and writable.is_expanded(piece):
+            check_writable(at, piece)
+            if not known and is_expanded(piece):
                 raise UsageError(
                     f"{at} is an expanded tensor (shape {tuple(piece.shape)}, strides {piece.stride()}), into which "
                     f"{type(thing).__name__}.load_state_dict could not copy: keep tensor.clone() in the state"
@@ -64,7 +189,7 @@ def check_fits(path: Path, value: Any, given: Any) -> None:
         value = _tensors_in(value)
     if isinstance(value, torch.Tensor) and isinstance(given, torch.Tensor):
         for at, part in parts_of(path, value):
-            writable.check(at, inside_of(part))
+            check_writable(at, inside_of(part))
         _check_source(path, value, given)
     elif isinstance(value, Mapping) and isinstance(given, Mapping):
         for key in given:
@@ -140,13 +265,13 @@ def _is_ours(live: torch.Tensor, given: Any) -> bool:
     if not isinstance(given, torch.Tensor):
         return False
     pair = inside_of(live), inside_of(given)
-    return any(map(is_wrapper, pair)) or writable.is_expanded(pair[0])
+    return any(map(is_wrapper, pair)) or is_expanded(pair[0])
 
 
 def _check_source(path: Path, live: torch.Tensor, given: torch.Tensor) -> None:
     live, given = inside_of(live), inside_of(given)
     if not is_wrapper(live) and not is_wrapper(given):
-        writable.check_source(path, live, given)
+        check_source(path, live, given)
         return
     if type(live) is not type(given):
         raise StateError(
@@ -175,7 +300,7 @@ def _overwrite(live: torch.Tensor, given: torch.Tensor) -> None:
     live, given = inside_of(live), inside_of(given)
     if not is_wrapper(live):
         if live.data_ptr() != given.data_ptr():
-            writable.overwrite(live, given)
+            write_into(live, given)
         return
     parts = dict(_attributes(given))
     # Parts may come and go, as a scale that is computed ahead. The names that `__tensor_flatten__` gives are attributes.

@@ -24,15 +24,43 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 
 from holdfast.errors import UsageError
+from holdfast.tensors.loaded import is_expanded
 from holdfast.tensors.wrappers import is_wrapper
-from holdfast.tensors.writable import is_expanded
-from holdfast.train.advice import Advice
 from holdfast.train.generation_group import Group
 from holdfast.train.placements import is_spread
 from holdfast.train.state_image import BufferPlace, Protected, persistent_buffers
 
 if TYPE_CHECKING:
     from holdfast.train.sharding import Sharding
+
+
+class Advice:
+    """For a script with a `Run`."""
+
+    def buffer(self, rule: str, path: str) -> str:
+        """What gives a buffer a rule."""
+        return f'run.buffers("{rule}", "{path}")'
+
+    def commit(self, call: str) -> str:
+        """What makes a call part of every step's commit."""
+        return f"step.apply(optimizer, also=lambda: {call})"
+
+    def schedule(self, optimizer: str, scheduler: str) -> str:
+        """What steps a scheduler with every step. Both are names."""
+        return f"step.apply({optimizer}, scheduler={scheduler})"
+
+    def unprotected(self, name: str) -> str | None:
+        """How a protected object becomes one that may change at any time; None: it cannot."""
+        return f"do not pass `{name}` to run.protect if it need not survive a fault"
+
+    def skip_nonfinite(self) -> str | None:
+        """What commits a step without its update when the gradient is not finite; None: the script has no line for it."""
+        return "step.apply(optimizer, skip_nonfinite=True)"
+
+    def put_back(self) -> str | None:
+        """Where weights may be written into and put back; None: where the script has no line for it."""
+        return "inside `with run.relaxed_watchdog():`, which compares their content"
+
 
 BufferRule = Literal["restore", "sequence", "sum", "mean", "min", "max", "own"]
 Declared = Sequence[tuple[BufferRule, tuple[str, ...]]]

@@ -16,9 +16,9 @@ import xxhash
 from holdfast.errors import StateChanged, StateError, UsageError
 from holdfast.tensors.dtensor_shards import local_of
 from holdfast.tensors.index import Index
+from holdfast.tensors.loaded import write_into
 from holdfast.tensors.tree import unpack
 from holdfast.tensors.wrappers import parts_of, with_parts
-from holdfast.tensors.writable import overwrite
 from holdfast.train import state_image
 
 NAME = "holdfast.constants"
@@ -213,7 +213,7 @@ class _Frozen:
             held = local_of(part)
             # A transfer may have written into it already.
             if held.data_ptr() != tensors[name].data_ptr():
-                overwrite(held, tensors[name])
+                write_into(held, tensors[name])
 
 
 def _hashes_of(index: Index) -> dict[str, str]:

@@ -25,8 +25,8 @@ from holdfast.errors import UsageError
 from holdfast.tensors.dtensor_shards import like, local_of
 from holdfast.tensors.tree import buffer_of
 from holdfast.train.generation_group import Group
+from holdfast.train.place import folds, shares, subtrees
 from holdfast.train.reduction import BucketedSum, Chunk, Flat, check_dense, clip, flip_bit, scale_and_square
-from holdfast.train.summation_order import folds, shares, subtrees
 
 Reduction = Literal["fast", "exact"]
 

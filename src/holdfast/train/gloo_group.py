@@ -1,4 +1,4 @@
-"""One process group: built, waited for and freed so that nobody waits for gloo without an end. (NCCL: see `nccl`.)
+"""One process group, of gloo or NCCL: built, waited for and freed so that nobody waits for a lost peer without an end.
 
 `ProcessGroupGloo.abort` does not free a call that waits for a silent peer, and gloo's own time-out is minutes
 long. Shutting down this process's own sockets of the group does, within milliseconds, and needs no privilege.
@@ -11,16 +11,32 @@ to one whose bytes are half sent or half received (`Pair::signalException` in gl
 at neither `rx_` nor the unbound buffers in `tx_`), and a connection that is still being made has no socket to
 shut down. Nobody may wait for those, so the main thread waits for gloo in a way that an abort ends too, and
 what gloo still holds then is left to it: see `wait` and `drain`.
+
+NCCL takes gloo's place where every worker of a group has a GPU of its own. Written against ProcessGroupNCCL of PyTorch 2.13;
+what differs from gloo:
+
+- A collective is only queued when its Work is waited for, so an abort shows later: an aborted kernel ends and leaves
+  garbage. Whoever is about to count a step asks `GlooGroup.intact` once the device has come to its end.
+- A communicator that is still being made cannot be aborted: torch holds its lock while it waits for it. So it is made, and
+  used once, on a thread of its own, and TORCH_NCCL_NONBLOCKING_TIMEOUT ends the wait for a peer that never came.
+- An abort waits for the communicator's own threads, and must come once: torch joins its watchdog in it. All aborts of a
+  worker run side by side, since one that frees memory waits for kernels that only another one ends.
+- Torch's watchdog would end the process when a peer is gone (TORCH_NCCL_ASYNC_ERROR_HANDLING) or when it takes an abort
+  for a hang (TORCH_NCCL_ENABLE_MONITORING), and holds up every call for a minute while it writes down what it saw
+  (TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC). Here the coordinator finds that out, so these are off, unless the environment says
+  otherwise.
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import socket
 import stat
 import struct
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -33,8 +49,13 @@ from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[
 
 from holdfast.errors import CollectiveFailed
 from holdfast.protocol.network.sockets import unpace
-from holdfast.train import nccl
-from holdfast.train.buffer_pool import BufferPool
+
+GPU_GROUPS = "HOLDFAST_GPU_GROUPS"
+"""`gloo`: groups of workers on GPUs are gloo's in any case. `nccl`: they are NCCL's, also where workers share a GPU."""
+
+Store = Any
+"""A torch.distributed.Store."""
+
 
 GLOO_TIMEOUT = timedelta(minutes=30)
 """Never waited for: the coordinator breaks a generation that stands still long before."""
@@ -118,10 +139,10 @@ class GlooGroup:
         def build() -> None:
             result: Any = CollectiveFailed("the process group was not connected")
             try:
-                if nccl.agreed(store, self.rank, self.size, self._wanted):
+                if agreed(store, self.rank, self.size, self._wanted):
                     assert self._wanted is not None
                     self._device = self._wanted
-                    result = nccl.build(
+                    result = nccl_group(
                         store, self.rank, self.size, self._wanted, GLOO_TIMEOUT, self._abortable
                     )
                 else:
@@ -164,7 +185,7 @@ class GlooGroup:
         with self._news:
             already, self._freed = self._freed, True
         if not already:
-            nccl.abort(group)
+            abort_nccl(group)
 
     def start(self, call: Callable[[Any], Any]) -> Any:
         """Starts a collective: `call` is given gloo's process group and returns its Work.
@@ -525,3 +546,131 @@ def first_line(error: BaseException) -> str:
     """The part of a torch error that a person reads."""
     lines = str(error).strip().splitlines()
     return lines[0][:300] if lines else type(error).__name__
+
+
+NCCL_SETTINGS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    "TORCH_NCCL_NONBLOCKING_TIMEOUT": "120",
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
+}
+
+
+def agreed(store: Store, rank: int, size: int, device: torch.device | None) -> bool:
+    """Whether a group uses NCCL: every member has it, and a GPU that no other one has. All members say the same.
+
+    Two workers on one GPU, as on a laptop or with several nodes of the local engine, cannot: NCCL refuses that, unless it
+    takes them for two machines (`CHOICE`).
+    """
+    if device is None or device.type != "cuda":
+        return False
+    # The UUID and not the index: every container and every node counts its GPUs from 0.
+    store.set(f"gpu-{rank}", _gpu(device))
+    gpus = {bytes(store.get(f"gpu-{other}")) for other in range(size)}
+    # All members read the same values, so they decide alike without another round. One that chose differently
+    # would wait in another library's connect.
+    return len(gpus) == size and b"" not in gpus
+
+
+def _gpu(device: torch.device) -> bytes:
+    """Which GPU of all in the world this is; nothing where NCCL cannot be used."""
+    if not dist.is_nccl_available() or os.environ.get(GPU_GROUPS) == "gloo":
+        return b""
+    gpu = str(torch.cuda.get_device_properties(device).uuid).encode()
+    if os.environ.get(GPU_GROUPS) == "nccl":
+        # NCCL tells GPUs apart by the machine first. With a name of its own for every process it connects them through
+        # sockets, as it does machines without a faster network. Read once, before the first communicator.
+        machine = os.environ.setdefault("NCCL_HOSTID", f"{socket.gethostname()}-{os.getpid()}")
+        gpu += machine.encode()
+    return gpu
+
+
+def nccl_group(
+    store: Store,
+    rank: int,
+    size: int,
+    device: torch.device,
+    timeout: timedelta,
+    made: Callable[[Any], None],
+) -> Any:
+    """A process group whose members are connected. made: given the group as soon as `abort` is of use to it.
+
+    Raises:
+        RuntimeError: torch cannot, or a peer never came.
+    """
+    for name, value in NCCL_SETTINGS.items():
+        os.environ.setdefault(name, value)
+    backend: Any = dist.ProcessGroupNCCL  # type: ignore[attr-defined, unused-ignore]
+    options = backend.Options()
+    options._timeout = timeout
+    # A communicator that blocks cannot be aborted while it is being made. With this torch polls it, and
+    # TORCH_NCCL_NONBLOCKING_TIMEOUT bounds the wait.
+    options.config.blocking = 0
+    group = backend(store, rank, size, options)
+    # Before it connects: from here on `abort` has something to end, also when a peer never comes.
+    made(group)
+    group.eager_connect_single_device(device)
+    # A stream of its own, so the first collective waits for no kernel of the model, and no kernel of the
+    # model waits for a peer that may be lost.
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):  # what is made for the first collective is made here, and waited for
+        group.allreduce([torch.zeros(1, device=device)]).wait()
+    stream.synchronize()
+    return group
+
+
+def abort_nccl(group: Any) -> None:
+    """Ends everything that is queued or being made, and gives the group back. Once for every group."""
+    # Not awaited. An abort waits for the communicator's kernels, which may wait for a kernel that another
+    # group's abort ends; one after the other they would deadlock.
+    threading.Thread(target=group.abort, name="holdfast-nccl-abort", daemon=True).start()
+
+
+SMALL_BYTES = 1 << 20
+"""Less than that comes from the allocator, which keeps it."""
+
+
+KEPT_BLOCKS = 8
+
+
+class BufferPool:
+    """Blocks of memory that go back to it when the last tensor in them is gone. Safe from any thread.
+
+    Memory that is needed for a moment in every step is used again in the next one, because the system has to clear new memory page
+    by page.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[mmap.mmap] = []
+        self._lock = threading.Lock()
+
+    def take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat tensor on the CPU, of whatever was there."""
+        nbytes = count * dtype.itemsize
+        if nbytes < SMALL_BYTES:
+            return torch.empty(count, dtype=dtype)
+        block = self._block(nbytes)
+        view = memoryview(block)[:nbytes]
+        # The tensor keeps the view, and views of the tensor keep it too. So the block comes back when the
+        # last of them is gone, whoever holds it. Not at exit: then the pool itself may be gone.
+        weakref.finalize(view, self._give_back, block).atexit = False
+        return torch.frombuffer(view, dtype=dtype)  # which keeps the view
+
+    def _block(self, nbytes: int) -> mmap.mmap:
+        with self._lock:
+            # At most twice as large: a small request must not hold a large block that the next layer needs.
+            fit = [block for block in self._free if nbytes <= len(block) <= 2 * nbytes]
+            if fit:
+                block = min(fit, key=len)
+                self._free.remove(block)
+                return block
+        return mmap.mmap(-1, nbytes)
+
+    def _give_back(self, block: mmap.mmap) -> None:
+        with self._lock:
+            self._free.append(block)
+            # The oldest go first. A model's layers ask for the same few sizes in turn, so what is old is of a
+            # size that nobody asks for any more.
+            del self._free[:-KEPT_BLOCKS]

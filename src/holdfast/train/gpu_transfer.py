@@ -30,7 +30,7 @@ import torch.distributed as dist
 from holdfast.errors import ChecksumError, CollectiveFailed, ProtocolError, StateError
 from holdfast.protocol.wire.frames import Codec, pack
 from holdfast.tensors.staging import Lane
-from holdfast.train import nccl
+from holdfast.train import gloo_group
 from holdfast.train.gloo_group import GlooGroup
 from holdfast.train.state_image import Image
 
@@ -83,7 +83,7 @@ def possible(image: Image) -> bool:
     choice = os.environ.get(CHOICE, "auto")
     if choice != "auto":
         return choice == "always"
-    on_gpu = not image.near and dist.is_nccl_available() and os.environ.get(nccl.CHOICE) != "gloo"
+    on_gpu = not image.near and dist.is_nccl_available() and os.environ.get(gloo_group.GPU_GROUPS) != "gloo"
     return on_gpu and image.index.nbytes >= WORTH_BYTES
 
 

@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import xxhash
 
 from holdfast.checkpoint.policy import Retention
 from holdfast.errors import HoldfastError
 from holdfast.protocol import messages as m
 from holdfast.protocol.phases import Phase
 from holdfast.protocol.snapshots import DurableTier, tiers_of
-from holdfast.train import checkpoint_restore, state_image
-from holdfast.train.added_state import UsedState
+from holdfast.tensors import staging
+from holdfast.tensors.dtensor_shards import local_of
+from holdfast.tensors.loaded import has_bytes, write_into
+from holdfast.tensors.tree import buffer_of
+from holdfast.tensors.wrappers import inside_of, parts_of
+from holdfast.train import restore, state_image
 from holdfast.train.buffer_rules import BufferRules
 from holdfast.train.constants import NAME as constants_name
 from holdfast.train.constants import Constants
 from holdfast.train.data_cursor import NAME, DataCursor
 from holdfast.train.faults import FaultPlan
 from holdfast.train.link import Link
-from holdfast.train.module_buffers import ModuleBuffers
 from holdfast.train.place import Place
 from holdfast.train.restore import StateRestorer
 from holdfast.train.snapshots import Snapshots
-from holdfast.train.state_guard import StateGuard
-from holdfast.train.state_sums import StateSums
+from holdfast.train.state_guard import StateGuard, UsedState
+from holdfast.train.state_image import Protected
 
 if TYPE_CHECKING:
     from holdfast.train.sharding import Sharding
@@ -229,7 +234,7 @@ class HeldState:
     def _save(self, tier: DurableTier, step: int) -> None:
         error = None
         try:
-            checkpoint_restore.save(
+            restore.save(
                 state_image.capture(self._protected, step),
                 tier.url,
                 Retention(tier.keep, tier.keep_every),
@@ -238,3 +243,211 @@ class HeldState:
         except HoldfastError as trouble:
             error = str(trouble)
         self._link.send(m.Saved(step, tier.url, error))
+
+
+WINDOW_BYTES = 256 << 10
+
+
+WINDOW_TENSORS = 8
+"""A look reads no more of either: some 50 us for the bytes, and 20 us for each tensor."""
+
+
+EVERY_BLOCKS = 4
+"""A look after every so many blocks of `BLOCK_STEPS` steps."""
+
+
+class StateSums:
+    """The parameters and moments that are here, in host memory. A GPU's are not looked at: the host would wait for them.
+
+    By these checksums replicas are compared. All replicas hold the same bits, also under the fast reduction, and a processor or a
+    memory that errs without a sign breaks that. Reading all of the state would cost too much, so each look reads one window, another
+    one each time, and the same on all workers of a shard.
+    """
+
+    def __init__(self, objects: Protected) -> None:
+        self._objects = objects
+        self._optimizers = [t for t in objects.values() if isinstance(t, torch.optim.Optimizer)]
+        self._known: tuple[list[int], list[_Window]] | None = None
+
+    def after(self, block: int) -> int | None:
+        """The checksum of a window after this block of steps; after the last window comes the first. None: it is not time to
+        look, or there is nothing to read."""
+        if block % EVERY_BLOCKS:
+            return None
+        windows = self._laid_out()
+        if not windows:
+            return None
+        hasher = xxhash.xxh3_64()
+        # Which window it is follows from the block's number and the layout alone. So all workers of a shard read the same
+        # bytes without a message, and one that came late reads with the others from its first block on.
+        for piece, begin, end in windows[block // EVERY_BLOCKS % len(windows)]:
+            # In the order of its elements, however they lie in memory: moments that were made here may lie as a
+            # channels-last parameter does, and those that were loaded do not.
+            hasher.update(buffer_of(staging.flat(piece.now().contiguous())[begin:end]))
+        # Of 64 bits the upper one is left out: what stores a count signed can hold it.
+        return hasher.intdigest() >> 1
+
+    def _laid_out(self) -> list[_Window]:
+        """What is read at each look. Laid out anew when an optimizer keeps more than before, since a newcomer has all of it at
+        once, and both must read the same."""
+        # Sizes of dictionaries alone: to list all tensors takes milliseconds in a model of some hundred.
+        kept = [sum(map(len, optimizer.state.values())) for optimizer in self._optimizers]
+        if self._known is None or self._known[0] != kept:
+            self._known = kept, list(_windows(self._pieces()))
+        return self._known[1]
+
+    def flip(self) -> None:
+        """An injected fault: one bit of the first parameter changes, as in a memory that errs."""
+        for piece in self._pieces():
+            if (tensor := piece.now()).numel() and tensor.is_contiguous():
+                # In the upper part of the mantissa, of 16, 32 and 64 bits: the lowest bit is lost again in the rounding of
+                # later updates.
+                staging.flat(tensor)[max(0, tensor.itemsize - 2)] ^= 8
+                return
+
+    def _pieces(self) -> Iterator[_Piece]:
+        """In an order that is the same on all workers. An optimizer's own order is that in which it met its parameters, and of
+        one that was loaded another."""
+        for thing in self._objects.values():
+            if isinstance(thing, torch.nn.Module):
+                yield from (part for p in thing.parameters() for part in _Piece(p).parts())
+            elif isinstance(thing, torch.optim.Optimizer):
+                for p in (p for group in thing.param_groups for p in group["params"]):
+                    state = thing.state.get(p, {})
+                    kept = (_Piece(p, thing, k) for k in sorted(state) if isinstance(state[k], torch.Tensor))
+                    yield from (part for piece in kept for part in piece.parts())
+
+
+class _Piece(NamedTuple):
+    """Where a tensor of the state is found. The tensor itself is not kept: an optimizer may put another in its place."""
+
+    parameter: torch.Tensor
+    optimizer: torch.optim.Optimizer | None = None
+    """Whose state of the parameter it is; None: it is the parameter."""
+    key: str = ""
+    part: str = ""
+    """Of a tensor that is made of others: which of them, see `wrappers.parts_of`."""
+
+    def whole(self) -> torch.Tensor:
+        """The tensor that it is a part of."""
+        if self.optimizer is None:
+            return self.parameter
+        whole: torch.Tensor = self.optimizer.state[self.parameter][self.key]
+        return whole
+
+    def now(self) -> torch.Tensor:
+        """What of it is here."""
+        part = self.whole()
+        for name in self.part.split(".")[1:]:
+            part = getattr(inside_of(part), name)
+        return local_of(part).detach()
+
+    def parts(self) -> Iterator[_Piece]:
+        """It itself, or what it is made of."""
+        for path, _ in parts_of("", self.whole()):
+            yield self._replace(part=path)
+
+
+_Window = list[tuple[_Piece, int, int]]
+"""Pieces, with the first byte of each that is read and the one after the last."""
+
+
+def _windows(pieces: Iterable[_Piece]) -> Iterator[_Window]:
+    window: _Window = []
+    room = WINDOW_BYTES
+    for piece in pieces:
+        tensor, begin = piece.now(), 0
+        while tensor.device.type == "cpu" and begin < tensor.nbytes:
+            # A large tensor is cut into several windows and small ones share one: a look costs the same in any model, and
+            # a larger state only takes more looks until all of it was read.
+            end = min(begin + room, tensor.nbytes)
+            window.append((piece, begin, end))
+            begin, room = end, room - (end - begin)
+            if not room or len(window) == WINDOW_TENSORS:
+                yield window
+                window, room = [], WINDOW_BYTES
+    if window:
+        yield window
+
+
+SMALL_BYTES = 1 << 20
+
+
+SAMPLES = 512
+
+
+class ModuleBuffers:
+    """The buffers of the protected modules.
+
+    They are kept as they were before the step, so that a step that is dropped leaves no trace in them. A forward pass may change a
+    buffer (running statistics), and no gradient tells. Small ones are copied before every step. A large one is copied again only when
+    it changed since its last copy: torch counts changes in place, and a sample of its values is compared for those that are made behind
+    torch's back (the statistics of a batch norm are).
+    """
+
+    def __init__(self, buffers: Iterable[torch.Tensor]) -> None:
+        self._kept = [_Kept(b) for b in buffers]
+        self._by_address = {k.buffer.data_ptr(): k for k in self._kept if has_bytes(k.buffer)}
+
+    def keep(self) -> None:
+        """Before a step."""
+        for kept in self._kept:
+            kept.keep()
+
+    def put_back(self) -> None:
+        """The step is dropped."""
+        for kept in self._kept:
+            kept.put_back()
+
+    def forget(self) -> None:
+        """The buffers were filled from outside, in a way that torch does not count."""
+        for kept in self._kept:
+            kept.copy = None
+
+    def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What a buffer holds now, in memory that no step changes: to be read while training goes on."""
+        kept = self._by_address.get(tensor.data_ptr())
+        if kept is None or kept.buffer.shape != tensor.shape:
+            return tensor.detach().clone()
+        return kept.keep()
+
+
+class _Kept:
+    """One buffer and its newest copy."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self.buffer = buffer
+        # Others are no part of the state, such as a sparse matrix; they are copied whole.
+        self._plain = has_bytes(buffer)
+        self.large = self._plain and buffer.numel() * buffer.element_size() > SMALL_BYTES
+        self._stride = max(1, buffer.numel() // SAMPLES)
+        self.copy: torch.Tensor | None = None
+        self._version = -1
+
+    def same(self) -> bool:
+        """The copy is what the buffer holds. Small ones are not looked at."""
+        # A small buffer is copied anew in every step: comparing costs as much as copying.
+        if self.copy is None or not self.large or self.buffer._version != self._version:
+            return False
+        return torch.equal(self._sample(self.buffer), self._sample(self.copy))
+
+    def _sample(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().reshape(-1)[:: self._stride]
+
+    def keep(self) -> torch.Tensor:
+        """A copy of the buffer as it is now; an older copy is never written to: a snapshot's thread or a newcomer may be reading it."""
+        if self.copy is None or not self.same():
+            self.copy, self._version = self.buffer.detach().clone(), self.buffer._version
+        return self.copy
+
+    def put_back(self) -> None:
+        """The buffer becomes what its copy is."""
+        if self.copy is not None and not self.same():
+            if self._plain:
+                write_into(self.buffer, self.copy)
+            else:
+                with torch.no_grad():
+                    self.buffer.copy_(self.copy)
+            # The write itself counted as a change. Without this the buffer would be copied again in the next
+            # step.
+            self._version = self.buffer._version

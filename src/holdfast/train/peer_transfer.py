@@ -34,6 +34,7 @@ from holdfast.protocol.network.range_server import RangeServer, Request
 from holdfast.protocol.network.sockets import shut
 from holdfast.tensors.index import Index, decode_index
 from holdfast.train import gpu_transfer
+from holdfast.train.control_channel import ChannelListener
 from holdfast.train.state_image import Image, Protected, targets
 
 _log = logging.getLogger(__name__)
@@ -385,3 +386,16 @@ def _read_chunk(
             hasher.update(piece)
     if response.read(DIGEST_BYTES) != hasher.digest():
         raise ChecksumError(f"bytes {low} to {high} from rank {member.rank} on {member.node} are damaged")
+
+
+class Endpoint:
+    """Where other workers reach this process. It lasts as long as the process, also when `main` is run again."""
+
+    def __init__(self, host: str, token: str, worker: str) -> None:
+        self.listener = ChannelListener(host, token, worker)
+        self.donor = DonorServer(host, token, worker)
+
+    def close(self) -> None:
+        """Nobody reaches this process any more."""
+        self.listener.close()
+        self.donor.close()

@@ -1,11 +1,138 @@
-"""A worker's place in the running generation: what it computes there, as far as the generation's members tell."""
+"""A worker's place in the running generation: what it computes there, as far as the generation's members tell.
+
+All of it is pure. The micro-batches 0 to V - 1 are the leaves of a binary tree that splits every range in the middle, and this is the
+one order in which their gradients are added. Its sums do not depend on who computes which leaf. A worker adds up the largest subtrees
+that lie in its range (one, when the world size is a power of two and V is divisible by it; at most 2 log2 V), and the sums of all
+workers' subtrees are added on the way to the root.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from holdfast.protocol import messages as m
-from holdfast.train.summation_order import Seat, seat, weighs, words
+from holdfast.protocol.messages import Generation
+
+Node = tuple[int, int]
+"""The micro-batches from the first number up to, not including, the second."""
+
+
+def share(micro_batches: int, rank: int, world: int) -> range:
+    """The numbers of a worker's micro-batches: contiguous, and as even as they can be."""
+    # Contiguous, so a worker's leaves form few large subtrees, and each subtree costs one more part to send.
+    # The difference between two shares is at most one.
+    return range(rank * micro_batches // world, (rank + 1) * micro_batches // world)
+
+
+def shares(micro_batches: int, world: int) -> list[range]:
+    """Those of every worker, in the order of the ranks."""
+    return [share(micro_batches, rank, world) for rank in range(world)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """What a worker computes, and how gradients are summed over the workers with the same shard."""
+
+    micro_batches: range
+    """Numbers of the micro-batches that this worker computes."""
+    rank: int
+    """Among the workers with the same shard; those that compute come first."""
+    world: int
+    """Workers with the same shard that compute."""
+    idle: int
+    """Further workers with the same shard, which compute nothing."""
+    leaves: int
+    """Leaves of the tree of additions: micro-batches of a global batch, over the shards of a replica."""
+
+
+def seat(micro_batches: int, generation: Generation, rank: int) -> Seat:
+    """A worker's seat. In a replica of several workers that shard their state, those take turns: each micro-batch of a
+    round goes to one of them, and the sum over the round is a leaf of the tree."""
+    own = generation.members[rank]
+    shards, tensor = generation.shape
+    column = generation.column(own.shard_index)
+    computing = generation.replicas
+    leaves = micro_batches // shards
+    place = column.index(rank)
+    # A member beside the replicas is in the column without computing. It counts at the end, so ranks of those
+    # that compute stay 0 to `computing` - 1.
+    if own.replica < 0:
+        return Seat(
+            micro_batches=range(0), rank=place, world=computing, idle=len(column) - computing, leaves=leaves
+        )
+    rounds = share(leaves, place, computing)
+    first = own.shard_index // tensor
+    # The shards of a replica take turns: FSDP2 sums over them at each backward pass, so one round gives one
+    # leaf. Which worker computed which micro-batch of it does not matter then.
+    numbers = range(rounds.start * shards + first, rounds.stop * shards + first, shards)
+    return Seat(
+        micro_batches=numbers, rank=place, world=computing, idle=len(column) - computing, leaves=leaves
+    )
+
+
+def words(micro_batches: int, generation: Generation, alike: int | None = None) -> list[int]:
+    """How many micro-batches every member weighs, in the order of the ranks. alike: as in `weighs`."""
+    computing, leaves = generation.replicas, micro_batches // generation.shape[0]
+    alike = alike or generation.shape[1]
+    counts = [len(mine) for mine in shares(leaves, computing)]
+    return [
+        counts[m.replica] if m.replica >= 0 and m.shard_index % alike == 0 else 0 for m in generation.members
+    ]
+
+
+def weighs(generation: Generation, rank: int, alike: int | None = None) -> bool:
+    """Whether a worker says what its micro-batches weigh. alike: so many neighbours compute the very same, of whom the
+    first says it; None: all that have the same micro-batches. Those that share each sample weigh their parts."""
+    return generation.members[rank].shard_index % (alike or generation.shape[1]) == 0
+
+
+def subtrees(micro_batches: int, numbers: range) -> list[Node]:
+    """The largest nodes of the tree that lie within the range, in the order of their numbers."""
+    found: list[Node] = []
+    todo = [(0, micro_batches)]
+    while todo:
+        low, high = todo.pop()
+        if numbers.start <= low and high <= numbers.stop:
+            found.append((low, high))
+        elif low < numbers.stop and numbers.start < high:
+            middle = (low + high) // 2
+            todo += [(middle, high), (low, middle)]
+    return found
+
+
+def folds(micro_batches: int, nodes: Sequence[Node]) -> list[int]:
+    """How to add up neighbouring nodes with a stack: after each node is put on it, so often are the two uppermost sums
+    replaced by their sum."""
+    parent = _parents(micro_batches)
+    stack: list[Node] = []
+    counts = []
+    for node in nodes:
+        stack.append(node)
+        before = len(stack)
+        # Two neighbours are added as soon as both are complete, so the stack holds at most one subtree of
+        # each height: 1 + log2 of the micro-batches, which bounds the memory.
+        while len(stack) > 1 and parent.get(stack[-1]) == parent.get(stack[-2]):
+            stack[-2:] = [parent[stack[-1]]]
+        counts.append(before - len(stack))
+    return counts
+
+
+@lru_cache(maxsize=64)
+def _parents(micro_batches: int) -> dict[Node, Node]:
+    """Every node but the root, and what it is a child of."""
+    found: dict[Node, Node] = {}
+    todo = [(0, micro_batches)]
+    while todo:
+        low, high = node = todo.pop()
+        if high - low > 1:
+            middle = (low + high) // 2
+            for child in ((low, middle), (middle, high)):
+                found[child] = node
+                todo.append(child)
+    return found
 
 
 class World(NamedTuple):

@@ -9,6 +9,8 @@ Torch has one default process group. Here it is the replica: its rank is the wor
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Callable, Mapping
 from functools import partialmethod
 from typing import Any
@@ -18,10 +20,247 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined, unused-ignore]
 
 from holdfast.errors import CollectiveFailed, UsageError
-from holdfast.train.buffer_pool import BufferPool
-from holdfast.train.collective_counts import CollectiveCounts
-from holdfast.train.gloo_group import GlooGroup, ended
-from holdfast.train.sent_messages import Message, SentMessages
+from holdfast.train.gloo_group import BufferPool, GlooGroup, ended, first_line
+
+Say = Callable[[dict[str, int], int], None]
+"""Tells the coordinator what was begun here, and at which agreement this worker stands; -1: it does not stand."""
+
+
+class CollectiveCounts:
+    """How many calls this worker has begun in each group, and where it is to stop.
+
+    A healthy replica must not leave a collective half done, or its connections could not be used again. Workers that call the
+    same collectives in one order could stop at one number. The stages of a pipeline do not: each has calls of its own, in an order
+    of its own. So every group has a count, and every direction between two workers has one for messages. A place is consistent
+    where all members of each group have begun as many calls of it.
+
+    The coordinator takes the largest count of each group as its limit. A worker goes on until it has reached all of its limits.
+    It may come to a call that is beyond a limit while others still wait for it in another group. That call is then
+    begun, and told: its group's limit grows, and who already stood goes on. Calls only ever grow in number, and the step
+    has an end, so all come to stand. Then all leave, and not before: until then a limit may still grow.
+    """
+
+    def __init__(self, is_mine: Callable[[str], bool]) -> None:
+        """is_mine: whether this worker takes part in the calls of a name."""
+        self._is_mine = is_mine
+        self.say: Say = lambda begun, stands: None
+        self._news = threading.Condition()
+        self._begun: dict[str, int] = {}
+        self._aborted = self._halting = self._leave = False
+        self._limits: Mapping[str, int] | None = None
+        self._agreement = 0
+        self._stood = -1
+
+    @property
+    def aborted(self) -> bool:
+        """Whether nobody may begin a call any more."""
+        return self._aborted
+
+    def renew(self) -> None:
+        """New connections: all counts begin anew."""
+        with self._news:
+            self._aborted = False
+            self._begun.clear()
+            self._forget()
+
+    def abort(self) -> None:
+        """Frees who waits here. Safe from any thread, more than once."""
+        # The flag comes before the connections are shut: a call that is about to begin checks it under the same
+        # lock, so none begins behind the abort and waits for a peer that has left.
+        with self._news:
+            self._aborted = True
+            self._news.notify_all()
+
+    def halt(self) -> dict[str, int]:
+        """The generation broke, and this replica is intact: no further call begins before `run_to`. Returns what has begun.
+        From the link's thread."""
+        with self._news:
+            # Read under the lock that `begin` holds when it adds to it. So what goes to the coordinator is
+            # exact: a call that is not in it has not begun, and will not begin before `run_to`.
+            self._forget()
+            self._halting = True
+            self._news.notify_all()
+            return dict(self._begun)
+
+    def run_to(self, limits: Mapping[str, int], agreement: int, leave: bool) -> None:
+        """So many calls are to begin here, and no more. leave: all have come to stand. From the link's thread."""
+        with self._news:
+            # Messages keep their order, so a later agreement is never followed by an earlier one.
+            self._limits, self._agreement, self._leave = limits, agreement, leave
+            self._news.notify_all()
+
+    def begin(self, name: str) -> None:
+        """Before every call that reaches another worker.
+
+        Raises:
+            CollectiveFailed: the step is to be left here.
+        """
+        told: dict[str, int] | None = None
+        with self._news:
+            while self._halting and not self._aborted:
+                if self._limits is not None:
+                    if self._begun.get(name, 0) < self._limits.get(name, 0):
+                        break
+                    if self._is_behind():
+                        # Others wait inside a call of another group for this worker, and its way there leads
+                        # through this one. Whoever takes part in this one hears of it and follows.
+                        told = {**self._begun, name: self._begun.get(name, 0) + 1}
+                        break
+                    self._stand()
+                # The wait has no time limit of its own: either `run_to` comes, or the coordinator aborts the
+                # replica because one of its workers did not answer.
+                self._news.wait()
+            if self._aborted:
+                raise CollectiveFailed("the generation broke")
+            self._begun[name] = self._begun.get(name, 0) + 1
+        if told is not None:
+            self.say(told, -1)
+
+    def leave(self, broken: bool) -> int:
+        """The main thread has left the step. Returns the number of the agreement at which it did, 0 where none was needed, or
+        -1: the connections are of no use any more. broken: the generation is, so `halt` or `abort` was called or is about
+        to be."""
+        with self._news:
+            # The main thread may be here before the link's thread has called `halt`. Deciding now would see
+            # neither a limit nor an abort, and the replica would keep groups of which the others think
+            # otherwise.
+            while broken and not self._aborted and not self._may_leave():
+                self._news.wait()
+            # Behind its limits this worker has left the step early, by an error of its own. The others wait in
+            # a call that never comes: their connections cannot be kept.
+            if self._aborted or (self._limits is not None and self._is_behind()):
+                return -1
+            agreement = self._agreement
+            self._forget()
+            return agreement
+
+    def _may_leave(self) -> bool:
+        if not self._halting or self._limits is None:
+            return False
+        if self._is_behind() or self._leave:
+            return True
+        if self._stood != self._agreement:
+            self._stood = self._agreement
+            self.say(dict(self._begun), self._agreement)
+        return False
+
+    def _stand(self) -> None:
+        """In front of a call that is not to begin.
+
+        Raises:
+            CollectiveFailed: all stand, so all leave.
+        """
+        if self._may_leave():
+            raise CollectiveFailed("the generation broke")
+
+    def _is_behind(self) -> bool:
+        """Whether others have begun calls that this worker has not. Under the lock."""
+        assert self._limits is not None
+        return any(
+            count > self._begun.get(name, 0) for name, count in self._limits.items() if self._is_mine(name)
+        )
+
+    def _forget(self) -> None:
+        self._halting = self._leave = False
+        self._limits, self._agreement, self._stood = None, 0, -1
+
+
+_Work: Any = dist.Work
+
+
+class Message(_Work):  # type: ignore[misc]
+    """What torch gets for a message. A wait for it is ended by an abort, which gloo's own would not be."""
+
+    def __init__(self, gloo: GlooGroup, work: Any, tensors: Any, called: Any) -> None:
+        """tensors: gloo reads or writes them until the message is done. called: as in `ReplicaGroups`."""
+        super().__init__()
+        self.gloo = gloo
+        self._work, self._tensors, self._called = work, tensors, called
+        self._ended = False
+        self._error: str | None = None
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Until it has come, or has gone.
+
+        Raises:
+            CollectiveFailed: a peer is gone, or `abort` was called.
+        """
+        self._called(True)
+        if not self.gloo.until(self.is_completed):
+            raise CollectiveFailed("the generation broke")
+        if self._error is not None:
+            raise CollectiveFailed(self._error)
+        self._called(False)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether there is nothing to wait for."""
+        return self._ended
+
+    def follow(self) -> None:
+        """Waits for gloo, in the thread of its direction."""
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            self._error = first_line(error)
+        self._ended = True
+        self.gloo.tell()
+
+
+class SentMessages:
+    """Those of this worker that may still be on their way.
+
+    Messages between two workers, such as those between the stages of a pipeline, are begun at once and waited for later: a schedule
+    sends an activation and wants a gradient back in one go, and whoever waited for its send first would wait for a peer that does the
+    same. Gloo's wait for a message cannot be left and taken up again: when its time is over it closes all connections of the group. So
+    a thread for each direction waits without a limit, and the main thread waits for the thread, or for an abort.
+    """
+
+    def __init__(self) -> None:
+        self._open: list[Message] = []
+        self._followers: dict[str, queue.SimpleQueue[Message | None]] = {}
+
+    def add(self, direction: str, message: Message) -> Message:
+        """One more. Those of one direction come to their end in the order in which they were begun."""
+        # The list keeps tensors alive: a schedule that a fault cuts off drops its own references, and gloo may
+        # still write into them.
+        self._open = [m for m in self._open if not m.is_completed()]
+        self._open.append(message)
+        if direction not in self._followers:
+            self._followers[direction] = queue.SimpleQueue()
+            follow = threading.Thread(
+                target=_follow, args=(self._followers[direction],), name="holdfast-message", daemon=True
+            )
+            follow.start()
+        self._followers[direction].put(message)
+        return message
+
+    def complete(self) -> bool:
+        """Whether all have come to their end, which is waited for: both ends of each have begun it."""
+        try:
+            for message in self._open:
+                message.wait()
+        except CollectiveFailed:
+            return False
+        self._open.clear()
+        return True
+
+    def close(self) -> None:
+        """After an abort, or when all are complete: until gloo has let go of the tensors, if it ever does."""
+        for message in self._open:
+            message.gloo.let_go(message.is_completed)
+        self._open.clear()
+        # A thread that waits for gloo hears of its end afterwards. Where gloo never lets go it stays, and holds
+        # nothing but its message.
+        for follower in self._followers.values():
+            follower.put(None)
+        self._followers.clear()
+
+
+def _follow(messages: queue.SimpleQueue[Message | None]) -> None:
+    while (message := messages.get()) is not None:
+        message.follow()
+
 
 BACKEND = "holdfast"
 

@@ -17,17 +17,16 @@ from holdfast.protocol import messages as m
 from holdfast.protocol.phases import BLOCK_STEPS, Phase
 from holdfast.train.buffer_rules import BufferRules
 from holdfast.train.constants import Constants
-from holdfast.train.endpoint import Endpoint
 from holdfast.train.faults import FaultPlan
 from holdfast.train.generation_group import Group
 from holdfast.train.held_state import HeldState
 from holdfast.train.link import Link
-from holdfast.train.outcome import CommittedStep, Stage, StepOutcome
-from holdfast.train.phase_report import PhaseReport
+from holdfast.train.peer_transfer import Endpoint
 from holdfast.train.place import Place
-from holdfast.train.progress_report import ProgressReport
+from holdfast.train.progress_report import CommittedStep, ProgressReport, Stage, StepOutcome
 from holdfast.train.reduction import Gradients
 from holdfast.train.state_image import Protected
+from holdfast.train.step_timing import PhaseReport
 
 if TYPE_CHECKING:
     from holdfast.train.sharding import Sharding

@@ -21,13 +21,12 @@ from holdfast.errors import JobStopped, UsageError
 from holdfast.protocol.job import REPLAY_VARIABLE
 from holdfast.protocol.notices import Notice
 from holdfast.train import script, state_image, torchrun_world, worker
-from holdfast.train.advice import Advice
-from holdfast.train.buffer_rules import BufferRule, BufferRules, check_rule
+from holdfast.train.buffer_rules import Advice, BufferRule, BufferRules, check_rule
 from holdfast.train.constants import Constants
 from holdfast.train.data_cursor import NAME, BatchChanged, DataCursor
 from holdfast.train.exact import ExactSum, Reduction, prepare
 from holdfast.train.faults import FaultPlan
-from holdfast.train.notices import Warnings
+from holdfast.train.link import Warnings
 from holdfast.train.place import World
 from holdfast.train.reduction import GradientSum
 from holdfast.train.replica import Replica, RunMainAgain

@@ -6,20 +6,21 @@ the replicas by Holdfast's reduction, shard by shard, so replicas come and go wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 
 from holdfast.errors import StateError, UsageError
 from holdfast.tensors.dtensor_shards import forget_meshes, mesh_names
-from holdfast.train import pipeline
-from holdfast.train.fsdp_buffers import parameter_groups, use_pool
-from holdfast.train.pipeline import Pipelines
+from holdfast.train.gloo_group import BufferPool
 from holdfast.train.placements import counted_here, why_not
 from holdfast.train.reconnectable_group import ReplicaGroups
 
@@ -78,7 +79,7 @@ class Sharding:
                 "whose point-to-point messages block differently; shard the model over shard=, tensor= or context= "
                 "instead"
             )
-        if stages > 1 and not pipeline.known_to_torch():
+        if stages > 1 and not known_to_torch():
             raise UsageError(
                 f"run.mesh(stage={stages}): pipelines need PyTorch 2.13 or newer, but this is {torch.__version__}"
             )
@@ -255,3 +256,163 @@ def _forget(module: FSDPModule) -> None:
             whole = getattr(param, "_unsharded_param", None)
             if whole is not None:
                 whole.grad = None
+
+
+def known_to_torch() -> bool:
+    """Whether this PyTorch's stages are those that `_prepare` was written for, PyTorch 2.13's. Imported here: it takes half a
+    second, and few scripts have stages."""
+    from torch.distributed.pipelining import _utils
+
+    return hasattr(_utils, "InferenceMode")
+
+
+class Pipelines:
+    """The schedules of a script, and which of them are ready for another micro-batch.
+
+    The stages of a pipeline compute a micro-batch together, by a schedule of torch.distributed.pipelining. A schedule agrees with its
+    peers on shapes when it runs first, by messages. A newcomer would wait for them, and those who trained before it would not send them
+    again. So stages say their shapes here, and each is made ready alone, by itself.
+    """
+
+    def __init__(self) -> None:
+        self._ready: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def run(self, schedule: Any, args: tuple[Any, ...], target: Any, more: dict[str, Any]) -> float:
+        """Forward and backward passes of one micro-batch, with the other stages. Returns its loss: 0 but on the last one.
+
+        Raises:
+            UsageError: the schedule cannot be taken up again after a fault.
+            CollectiveFailed: the step is to be left.
+        """
+        if schedule not in self._ready:
+            _check(schedule)
+            _prepare(schedule)
+        # Not ready while it runs. A fault that cuts it off leaves losses and activations of this attempt in it, and a
+        # message that never came may still be written into the memory that waits for it.
+        self._ready.discard(schedule)
+        stage = schedule._stage
+        losses: list[torch.Tensor] = []
+        schedule.step(
+            *(args if stage.is_first else ()),
+            target=target if stage.is_last else None,
+            losses=losses if stage.is_last else None,
+            return_outputs=False,
+            **more,
+        )
+        self._ready.add(schedule)
+        # Added up in the order of their numbers, so a repeated step has the same bits.
+        return float(torch.stack(losses).sum().detach()) if losses else 0.0
+
+
+def _check(schedule: Any) -> None:
+    """
+    Raises:
+        UsageError: see `Pipelines.run`.
+    """
+    # Imported where there is a pipeline: it takes a while, and other workers have no use for it.
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining._utils import InferenceMode
+    from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+    if not isinstance(schedule, PipelineScheduleSingle) or not isinstance(schedule._stage, PipelineStage):
+        raise UsageError(
+            f"step.pipeline(): {type(schedule).__name__} is not supported; use a schedule with one PipelineStage on "
+            "each worker, Schedule1F1B or ScheduleGPipe"
+        )
+    stage = schedule._stage
+    if schedule._loss_fn is None or schedule.scale_grads:
+        raise UsageError(
+            "step.pipeline(): create the schedule with a loss_fn that sums, and with scale_grads=False; gradients "
+            "are divided once, by the weight of the global batch"
+        )
+    if InferenceMode.needs_dynamic(stage._user_meta, True):
+        raise UsageError(
+            f"step.pipeline(): stage {stage.stage_index} does not specify its shapes, which a worker that joins "
+            "after a fault could not find out: pass input_args and output_args (for DTensors also the gradients) of "
+            "one part of a micro-batch to PipelineStage"
+        )
+    # Torch makes room for a gradient where the example asks for one, and computes without it where it does not.
+    ends = [
+        *_floating(stage._user_meta.inputs, not stage.is_first),
+        *_floating(stage._user_meta.outputs, not stage.is_last),
+    ]
+    if not all(meta.requires_grad for meta in ends):
+        raise UsageError(
+            "step.pipeline(): according to its input_args or output_args, the tensors that stage "
+            f"{stage.stage_index} exchanges with the others do not require a gradient: pass examples with "
+            "requires_grad=True"
+        )
+
+
+def _floating(metas: Any, exchanged: bool) -> list[Any]:
+    return [meta for meta in metas or () if meta.dtype.is_floating_point] if exchanged else []
+
+
+def _prepare(schedule: Any) -> None:
+    """What a schedule does at its first step, without its messages; and what a step that was cut off has left is gone."""
+    from torch.distributed.pipelining._utils import InferenceMode
+
+    stage = schedule._stage
+    # Private fields of PyTorch 2.13: a schedule has no public way to begin anew. A test strikes a worker in the middle
+    # of a schedule, and compares every bit with an undisturbed run.
+    schedule._internal_losses.clear()
+    for left in (
+        stage.fwd_cache,
+        stage.bwd_cache,
+        stage.backward_state,
+        stage.dw_runner,
+        stage.output_chunks,
+    ):
+        left.clear()
+    # New memory for what comes: gloo may hold the old.
+    stage.args_recv_info.clear()
+    stage.grad_recv_info.clear()
+    stage.has_backward, stage._inference_mode = True, InferenceMode.STATIC
+    stage._prepare_forward_infra(schedule._n_microbatches, (), {}, has_backward=True)
+    stage._prepare_backward_infra(schedule._n_microbatches)
+    schedule._stage_forward_initialized = schedule._stage_backward_initialized = True
+
+
+class _Pooled:
+    """Memory for FSDP2's own collectives that is used again: FSDP2 takes new memory for what it gathers and scatters in every layer of
+    every step, which on the CPU the kernel has to clear each time."""
+
+    def __init__(self, pool: BufferPool) -> None:
+        self._pool = pool
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """As FSDP2 asks for it."""
+        # On a GPU torch's caching allocator already does this, and knows about streams, which this pool does
+        # not.
+        if device.type != "cpu":
+            return torch.empty(*size, dtype=dtype, device=device)
+        return self._pool.take(math.prod(map(int, size)), dtype).view(*size)
+
+
+class PooledAllGather(_Pooled, DefaultAllGather):
+    """What it gathers comes from the pool."""
+
+
+class PooledReduceScatter(_Pooled, DefaultReduceScatter):
+    """What it scatters comes from the pool."""
+
+
+def parameter_groups(module: FSDPModule) -> list[Any]:
+    """Those of the module's parameters that are gathered and scattered together: none, one, or several where torch knows
+    modules with parameters on several meshes."""
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def use_pool(module: FSDPModule, pool: BufferPool) -> None:
+    """This module's collectives take their memory from here, unless the script has said where from."""
+    groups = parameter_groups(module)
+    if len(groups) != 1:
+        return  # FSDP2 takes no such wish where a module has parameters on several meshes
+    # The exact class: a script that has set its own keeps it.
+    if type(groups[0]._all_gather_comm) is DefaultAllGather:
+        module.set_custom_all_gather(PooledAllGather(pool))
+    if type(groups[0]._reduce_scatter_comm) is DefaultReduceScatter:
+        module.set_custom_reduce_scatter(PooledReduceScatter(pool))

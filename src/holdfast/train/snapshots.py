@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import torch
 
-from holdfast.checkpoint.pages import SlotMaps
+from holdfast.checkpoint.memory import SlotMaps
 from holdfast.checkpoint.policy import parse_cadence
 from holdfast.errors import StateError, TierError
 from holdfast.formulas import daly_interval_s

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from holdfast.errors import StateError, UsageError
-from holdfast.tensors import loaded, staging, writable
+from holdfast.tensors import loaded, staging
 from holdfast.tensors.dtensor_shards import Submesh, like, local_of, piece_of, place, placed
 from holdfast.tensors.index import Index, TensorSpec
 from holdfast.tensors.tree import buffer_of, dtype_of, pack, shards_of_wrappers, unpack, within_wrappers
@@ -191,7 +191,7 @@ def capture(
             tensors[before:] = [(path, tensor.detach().clone()) for path, tensor in tensors[before:]]
     specs, offset, pieces = [], 0, []
     for path, tensor in tensors:
-        writable.check(path, inside_of(tensor))
+        loaded.check_writable(path, inside_of(tensor))
         leaf = piece_of(path, tensor)
         nbytes = leaf.local.numel() * leaf.local.element_size()
         dtype, shape = str(leaf.local.dtype)[6:], tuple(leaf.local.shape)

@@ -1,19 +1,28 @@
-"""Where a step's time goes: a stopwatch that is read at every change of phase, and summed up in blocks of steps."""
+"""Where a worker is in its step, and where the step's time goes: a stopwatch that is read at every change of phase, summed up in blocks
+of steps; and the phase as others see it, who look for the worker that holds them up."""
 
 from __future__ import annotations
 
 import math
+import time
 from time import perf_counter
 
+from holdfast.errors import UsageError
+from holdfast.protocol import messages as m
 from holdfast.protocol.phases import BLOCK_STEPS, Phase, Spent
+from holdfast.train.faults import FaultPlan
+from holdfast.train.link import Link
 
 _DATA, _FORWARD, _BACKWARD, _WAIT, _UPDATE, _ASIDE = range(6)
-_PART = [_ASIDE] * (max(Phase) + 1)
-_PART[Phase.DATA] = _DATA
-_PART[Phase.FORWARD] = _FORWARD
-_PART[Phase.BACKWARD] = _BACKWARD
-_PART[Phase.REDUCE] = _PART[Phase.VOTE] = _WAIT
-_PART[Phase.UPDATE] = _UPDATE
+_PARTS = {
+    Phase.DATA: _DATA,
+    Phase.FORWARD: _FORWARD,
+    Phase.BACKWARD: _BACKWARD,
+    Phase.REDUCE: _WAIT,
+    Phase.VOTE: _WAIT,
+    Phase.UPDATE: _UPDATE,
+}
+_PART = [_PARTS.get(Phase(phase), _ASIDE) for phase in range(max(Phase) + 1)]
 
 
 class StepTimer:
@@ -142,3 +151,85 @@ def mean_without_longest(values: tuple[float, ...]) -> float:
     """One spike does not count. A mean of the same steps on all workers keeps what slows all of them in proportion, which
     medians do not."""
     return (sum(values) - max(values)) / (BLOCK_STEPS - 1)
+
+
+class PhaseReport:
+    """Writes phases and signs of life onto the progress page, and lets injected faults strike where they are due.
+
+    Attributes:
+        timer: where the time of a step goes.
+        script_s: for how long the script had this worker between two steps, in this generation; without what it announced.
+    """
+
+    def __init__(self, link: Link, faults: FaultPlan) -> None:
+        self.timer = StepTimer()
+        self.script_s = 0.0
+        self._leaves_s: float | None = None
+        self._resumes = False
+        self._link, self._page, self._faults = link, link.page, faults
+        self._before_call = Phase.COMMIT
+
+    def forget(self) -> None:
+        """Another generation begins: what was measured is of no use in it."""
+        self.timer.forget()
+        self.script_s = 0.0
+
+    def leave(self) -> None:
+        """The script has this worker now, between two steps."""
+        self._leaves_s = time.perf_counter()
+
+    def take(self) -> None:
+        """The script has given it back."""
+        if self._leaves_s is not None:
+            self.script_s += time.perf_counter() - self._leaves_s
+            self._leaves_s = None
+
+    def begin_step(self) -> None:
+        """A step begins: it waits for its data."""
+        self._page.enter(Phase.DATA)
+        self.timer.begin()
+
+    def enter(self, phase: Phase, step: int) -> None:
+        """The step is in this phase now; an injected fault may be waiting for it."""
+        if self._faults.slow > 1.0:
+            self._faults.drag(self.timer.phase, self.timer.lasted_s())
+        if phase is not Phase.DATA:
+            self._page.enter(phase)
+        self.timer.enter(phase)
+        self._faults.reach(phase, step)
+
+    def alive(self) -> None:
+        """A collective was started or has ended: a sign of life for whoever looks for the odd one out."""
+        self._page.collectives += 1
+        self._page.beat()
+
+    def on_collective(self, begins: bool) -> None:
+        """A collective of this worker's own replica begins, or has ended. Whoever looks for the one that holds the others
+        up sees that this one waits."""
+        self.timer.on_collective(begins)
+        if begins:
+            self._before_call = self._page.phase
+        self._page.enter(Phase.REDUCE if begins else self._before_call)
+        self.alive()
+
+    def wait_for(self, rank: int) -> None:
+        """This worker waits for the member with this rank; -1: for nobody."""
+        self._page.wait_for(rank)
+        self.timer.wait_for(rank)
+
+    def off_step(self, on: bool) -> None:
+        """The script begins or ends work of its own between two steps, or after the last: then nobody waits for it."""
+        if self._page.phase == Phase.DONE:
+            return
+        if on and self._page.phase not in (Phase.COMMIT, Phase.JOIN):
+            raise UsageError(
+                "run.relaxed_watchdog() is for work between two steps; use it outside of `with step`"
+            )
+        # The coordinator takes the time of what is announced by itself, as it comes.
+        if on:
+            self._resumes = self._leaves_s is not None
+            self.take()
+        elif self._resumes:
+            self.leave()
+        self._link.send(m.OffStep(on))
+        self._page.enter(Phase.ASIDE if on else Phase.COMMIT)

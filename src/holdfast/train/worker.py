@@ -26,13 +26,13 @@ from holdfast.protocol.network.sockets import raise_descriptor_limit
 from holdfast.protocol.phases import Phase
 from holdfast.protocol.wire.frames import Codec, pack
 from holdfast.train import script
-from holdfast.train.collectives import CollectivesTeller, last_positions
 from holdfast.train.faults import FaultPlan
 from holdfast.train.imports import changed, import_ahead, imported, read_at_import, when_imported
+from holdfast.train.level0_hook import CollectivesTeller, last_positions
 from holdfast.train.link import Link
 
 if TYPE_CHECKING:
-    from holdfast.train.endpoint import Endpoint
+    from holdfast.train.peer_transfer import Endpoint
 
 _PR_SET_PDEATHSIG = 1
 
@@ -69,7 +69,7 @@ class Attachment:
 
     def endpoint(self) -> Endpoint:
         """Where other workers reach this process, for as long as it lives."""
-        from holdfast.train.endpoint import Endpoint
+        from holdfast.train.peer_transfer import Endpoint
 
         if self._endpoint is None:
             start = self.link.start

@@ -10,7 +10,7 @@ from holdfast.protocol import messages as m
 from holdfast.protocol.phases import GroupReading, PageReading, Phase
 from holdfast.protocol.snapshots import DurableTier
 from holdfast.protocol.snapshots import Key as SnapshotKey
-from holdfast.train import summation_order
+from holdfast.train import place
 
 if TYPE_CHECKING:
     from simcluster.agent import SimAgent
@@ -575,7 +575,7 @@ class Trainer(SimWorker):
         elif self.beside:
             self._reduce(step, ())
         else:
-            share = summation_order.seat(total, generation, rank).micro_batches
+            share = place.seat(total, generation, rank).micro_batches
             self.begun += 1
             self.plane.arrive(("row", step, generation.members[rank].replica), self, share)
 

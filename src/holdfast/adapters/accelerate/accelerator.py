@@ -13,9 +13,8 @@ from accelerate.utils import DistributedDataParallelKwargs, DistributedType, Ini
 
 from holdfast.adapters import world
 from holdfast.adapters.accelerate import backend
-from holdfast.adapters.accelerate.loaders import own_order
-from holdfast.adapters.advice import LoopAdvice
-from holdfast.adapters.buffers import Buffers
+from holdfast.adapters.accelerate.backend import own_order
+from holdfast.adapters.buffers import Buffers, LoopAdvice
 from holdfast.adapters.versions import ACCELERATE
 from holdfast.data.mapstyle import shuffled
 from holdfast.errors import UsageError

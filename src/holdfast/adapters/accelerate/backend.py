@@ -1,4 +1,4 @@
-"""What scripts say of process groups to Accelerate, in a process that no launcher of torch's has started."""
+"""What scripts give Accelerate that a worker of a job has otherwise: a backend for process groups, and an order of samples."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import logging
 from collections.abc import Collection
 from typing import Any
 
+from accelerate.data_loader import SeedableRandomSampler
 from accelerate.state import PartialState
+from torch.utils.data import BatchSampler, RandomSampler
 
 _log = logging.getLogger(__name__)
 
@@ -37,3 +39,20 @@ def leave_out() -> None:
 
     without._holdfast = True  # type: ignore[attr-defined]
     PartialState.__init__ = without
+
+
+def own_order(loader: Any) -> str | None:
+    """What of a prepared or unprepared DataLoader chooses samples, groups them or repeats them; None: it shuffles a dataset, and the
+    job may shuffle it in its place."""
+    batches = getattr(loader, "batch_sampler", None)
+    # Accelerate puts the samplers of a loader into a new one, whose own `sampler` says nothing.
+    sampler: Any = getattr(batches, "sampler", None)
+    if type(sampler) not in (RandomSampler, SeedableRandomSampler):
+        return type(sampler or batches).__name__
+    if type(batches) is not BatchSampler:
+        return type(batches).__name__
+    if sampler.replacement:
+        return f"{type(sampler).__name__}(replacement=True)"
+    if len(sampler) != len(loader.dataset):
+        return f"{type(sampler).__name__}(num_samples={len(sampler)}) of {len(loader.dataset)} samples"
+    return None

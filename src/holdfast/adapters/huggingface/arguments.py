@@ -12,7 +12,7 @@ from transformers.trainer_utils import SchedulerType
 from transformers.training_args import OptimizerNames
 
 from holdfast.adapters import world
-from holdfast.adapters.accelerate.loaders import own_order
+from holdfast.adapters.accelerate.backend import own_order
 from holdfast.errors import UsageError
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 
 from holdfast.adapters import world
 from holdfast.adapters.accelerate import backend
-from holdfast.adapters.advice import TrainersAdvice
-from holdfast.adapters.buffers import Buffers
+from holdfast.adapters.buffers import Buffers, TrainersAdvice
 from holdfast.adapters.huggingface import arguments, sharded
 from holdfast.adapters.huggingface.progress import Progress
 from holdfast.adapters.versions import PEFT, TRANSFORMERS, TRL

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
     from holdfast.adapters.lightning.progress import LoopProgress, Settings
     from holdfast.adapters.lightning.samples import Plan, Slot
-    from holdfast.train.loss_scale import Scaler
-    from holdfast.train.step import Step
+    from holdfast.train.step import Scaler, Step
 
 Compute = Callable[[Any, int], None]
 """Forward and backward pass of a micro-batch, with the number of its batch in the epoch."""

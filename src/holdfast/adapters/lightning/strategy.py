@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import csv
 import os
+from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_only
 
 from holdfast.adapters import world
-from holdfast.adapters.advice import TrainersAdvice
-from holdfast.adapters.buffers import Buffers
-from holdfast.adapters.lightning import rank_zero
+from holdfast.adapters.buffers import Buffers, TrainersAdvice
 from holdfast.adapters.lightning.progress import Kept, LoopProgress, Settings
 from holdfast.adapters.lightning.refusals import refuse, refuse_data, refuse_validation
 from holdfast.adapters.lightning.samples import Collate, Dealt, Plan, accumulation
@@ -31,9 +34,23 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
     from holdfast.train.buffer_rules import BufferRule
-    from holdfast.train.loss_scale import Scaler
     from holdfast.train.run import Run
-    from holdfast.train.step import Step
+    from holdfast.train.step import Scaler, Step
+
+
+def take_over(trainer: Any) -> None:
+    """This worker is rank 0 now, in the place of another one, and writes into the same files."""
+    for logger in trainer.loggers:
+        if type(logger) is not CSVLogger or logger._experiment is not None:
+            continue
+        # Lightning's writer deletes what is there when it is made.
+        file = Path(logger.log_dir) / "metrics.csv"
+        if not file.is_file():
+            continue
+        before = file.read_text()
+        experiment = logger.experiment
+        file.write_text(before)
+        experiment.metrics_keys = next(csv.reader(before.splitlines()), [])
 
 
 class HoldfastStrategy(SingleDeviceStrategy):
@@ -116,8 +133,8 @@ class HoldfastStrategy(SingleDeviceStrategy):
         self._loader = None
         self._trainer = trainer
         if not self._run.alone:
-            rank_zero.name_folders(trainer, self._run.job)
-            rank_zero.set_rank(max(1, self._run.rank))
+            name_folders(trainer, self._run.job)
+            set_rank(max(1, self._run.rank))
 
     def setup(self, trainer: Trainer) -> None:
         """Makes model and optimizer ready, and joins the job: their state is then that of its newest step.
@@ -177,7 +194,7 @@ class HoldfastStrategy(SingleDeviceStrategy):
         refuse_validation(trainer, self.plan, until)
         self.weigh = getattr(module, "holdfast_weight", None)
         self.progress, self._kept = LoopProgress(trainer), Kept(trainer, run.alone)
-        self._kept.files = rank_zero.known_files(trainer)
+        self._kept.files = known_files(trainer)
         schedulers = [c.scheduler for c in trainer.lr_scheduler_configs if not c.reduce_on_plateau]
         self.scaler = getattr(trainer.precision_plugin, "scaler", None)
         run.protect(
@@ -213,7 +230,7 @@ class HoldfastStrategy(SingleDeviceStrategy):
         self.settings.committed()
         self._kept.resume()
         self.progress.resume()
-        rank_zero.share_files(trainer, self._kept.knows)
+        share_files(trainer, self._kept.knows)
         self._say_rank(run.rank)
         if not any(isinstance(callback, End) for callback in trainer.callbacks):
             trainer.callbacks.insert(0, End())
@@ -283,10 +300,10 @@ class HoldfastStrategy(SingleDeviceStrategy):
 
     def _say_rank(self, rank: int) -> None:
         if rank == 0 and self._said_rank != 0 and self._trainer.global_step:
-            rank_zero.set_rank(rank)
-            rank_zero.take_over(self._trainer)
+            set_rank(rank)
+            take_over(self._trainer)
         self._said_rank = rank
-        rank_zero.set_rank(rank)
+        set_rank(rank)
 
     # ------------------------------------------------------------ files
 
@@ -342,3 +359,45 @@ def register() -> None:
         StrategyRegistry.register(
             "holdfast_exact", HoldfastStrategy, description="the same, exact bit by bit", reduction="exact"
         )
+
+
+def set_rank(rank: int) -> None:
+    """For everything that Lightning does on rank 0 alone."""
+    setattr(rank_zero_only, "rank", rank)  # noqa: B010 - declared as a function
+
+
+def name_folders(trainer: Any, job: str) -> None:
+    """Gives loggers that would number their folders by what is there a version that follows from the job's name. Each worker
+    comes at another time, and would find another number.
+
+    job: its name.
+    """
+    version = f"version_{job}"
+    for logger in trainer.loggers:
+        if isinstance(logger, CSVLogger | TensorBoardLogger) and logger._version is None:
+            logger._version = version
+    # A service names a run when rank 0 logs to it, and the others never hear the name.
+    first = trainer.loggers[0] if trainer.loggers else None
+    if first is None or isinstance(first, CSVLogger | TensorBoardLogger) or first.version is not None:
+        return
+    root = first.save_dir if first.save_dir is not None else trainer.default_root_dir
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
+            callback.dirpath = f"{root}/{first.name}/{version}/checkpoints"
+
+
+def known_files(trainer: Any) -> set[str]:
+    """Checkpoint files that are there before the training begins."""
+    found: set[str] = set()
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback.dirpath and Path(callback.dirpath).is_dir():
+            found.update(os.path.normpath(file) for file in Path(callback.dirpath).iterdir())
+    return found
+
+
+def share_files(trainer: Any, is_known: Callable[[Any], bool]) -> None:
+    """Lets every `ModelCheckpoint` choose the names of files by those that the job knows, and not by what rank 0 has written so
+    far. is_known: whether a path is one of them."""
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            setattr(callback, "file_exists", lambda filepath, trainer: is_known(filepath))  # noqa: B010 - a method

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import parallel_dims as titan_dims
@@ -23,13 +24,152 @@ from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 from holdfast.adapters.torchtitan.checkpoints import as_checkpoints
-from holdfast.adapters.torchtitan.experts import Loads, take_hook_off, with_biases
 from holdfast.adapters.torchtitan.refusals import Row, refuse, refuse_biased_stages, refuse_hooks, row_of
-from holdfast.adapters.torchtitan.streams import Numbers, Streams
 from holdfast.adapters.versions import TORCHTITAN
+from holdfast.errors import DataError
 from holdfast.tensors.dtensor_shards import local_of
 from holdfast.train.run import Run
 from holdfast.train.step import Step
+
+HOOK = "register_moe_load_balancing_hook"
+"""The function of torchtitan's that registers it."""
+
+
+class Loads(torch.nn.Module):
+    """How many tokens each expert got since the last update of the biases. Protected beside the model.
+
+    torchtitan updates the biases in a hook before each update, by collectives over all ranks. A commit may have none, and comes exactly
+    once on every replica. So the counts are a buffer that the run sums over the global batch, and the biases follow from it in the
+    commit, by torchtitan's rule.
+
+    Attributes:
+        tokens: [layers with biases, experts].
+    """
+
+    tokens: torch.Tensor
+
+    def __init__(self, layers: list[Any]) -> None:
+        """layers: torchtitan's mixtures that have biases."""
+        super().__init__()
+        # In a tuple: as an attribute they would be modules of this one, and protected twice.
+        self._layers = (layers,)
+        shape = (len(layers), layers[0].expert_bias_E.numel()) if layers else (0, 0)
+        device = layers[0].expert_bias_E.device if layers else None
+        self.register_buffer("tokens", torch.zeros(shape, dtype=torch.int64, device=device))
+        for number, layer in enumerate(layers):
+            layer.routed_experts.register_forward_pre_hook(
+                lambda module, given, at=number: self._count(at, given[3])
+            )
+
+    def __bool__(self) -> bool:
+        return bool(self._layers[0])
+
+    def _count(self, layer: int, by_expert: torch.Tensor) -> None:
+        # Activation checkpointing runs a block again inside of the backward pass: those are the same tokens.
+        if torch._C._current_graph_task_id() != -1:
+            return
+        # Workers of a tensor dimension may have routed a part of the tokens each. Completed here, all of them have
+        # the same count, and one of them says it.
+        whole = by_expert.full_tensor() if isinstance(by_expert, DTensor) else by_expert
+        self.tokens[layer] += whole.detach().to(self.tokens.dtype)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Part of a commit: each bias goes toward an even load, as torchtitan's hook has it; the counts begin anew."""
+        for layer, tokens in zip(self._layers[0], self.tokens.float(), strict=True):
+            toward = layer.load_balance_coeff * torch.sign(tokens.mean() - tokens)
+            local_of(layer.expert_bias_E).add_(toward - toward.mean())
+            # torchtitan's own count has no reader here, and would grow without end.
+            local_of(layer.tokens_per_expert_E).zero_()
+        self.tokens.zero_()
+
+
+def with_biases(model_parts: Iterable[torch.nn.Module]) -> list[Any]:
+    """The layers whose biases torchtitan's hook updates."""
+    return [
+        module
+        for part in model_parts
+        for module in part.modules()
+        if getattr(module, "load_balance_coeff", None) is not None and hasattr(module, "routed_experts")
+    ]
+
+
+def take_hook_off(optimizers: Any) -> None:
+    """torchtitan's hook for the biases does not run: `Loads` has its place."""
+    hooks = optimizers._optimizer_step_pre_hooks
+    for key, hook in list(hooks.items()):
+        if str(getattr(hook, "__qualname__", "")).startswith(HOOK):
+            del hooks[key]
+
+
+FAR = 100
+"""Batches; so many are read over without a word."""
+
+
+class Streams:
+    """The streams that this worker has read from. At most one batch of each is kept.
+
+    torchtitan's loaders are streams, one for each rank, and a rank's place in its stream is known to that rank alone. Here a stream
+    belongs to a micro-batch's number and not to a rank: whoever computes micro-batch 3 of a step reads stream 3. A worker that gets a
+    number which it did not have reads that stream from its begin up to the step.
+    """
+
+    def __init__(self, open_stream: Callable[[int], Any], count: int) -> None:
+        """open_stream: makes the loader of a number from 0 to count - 1."""
+        self._open, self._count = open_stream, count
+        self._read: dict[int, _Stream] = {}
+
+    def batch(self, number: int, step: int) -> Any:
+        """The batch of a stream for a step, from 0; a step that comes again gets the same one.
+
+        Raises:
+            DataError: the stream has ended.
+        """
+        stream = self._read.get(number)
+        # A job that goes on from an older state needs what was before.
+        if stream is None or stream.at > step + 1:
+            stream = self._read[number] = _Stream(iter(self._open(number)))
+        missing = step - stream.at
+        if missing > FAR:
+            logger.info(f"micro-batch {number}: skipping {missing} batches that other workers computed")
+        while stream.at <= step:
+            try:
+                stream.last = next(stream.batches)
+            except StopIteration:
+                raise DataError(
+                    f"stream {number} of {self._count} ended after {stream.at} batches, but step {step} needs one "
+                    "more; use fewer --training.steps, or a data set that begins again at its end"
+                ) from None
+            stream.at += 1
+        inputs, labels = stream.last
+        # The trainer replaces tensors in the mapping by those on its device.
+        return dict(inputs), labels
+
+
+class _Stream:
+    """Attributes:
+    at: how many batches were read.
+    last: the one that was read last.
+    """
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self.batches, self.at = batches, 0
+        self.last: Any = None
+
+
+class Numbers:
+    """Stands for the data where the run deals micro-batches: their numbers say all."""
+
+    def __init__(self, samples: int) -> None:
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def batch(self, ids: Any) -> Any:
+        """Nothing but the numbers of the samples."""
+        return ids
+
 
 IGNORED = -100
 """torchtitan's IGNORE_INDEX: a label that is not learned."""

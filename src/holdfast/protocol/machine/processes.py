@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -272,3 +273,14 @@ def python_for_scripts(name: str, *arguments: str) -> list[str]:
     """
     first = "import sys; sys.path[:1] == [''] and sys.path.pop(0)"
     return [sys.executable, "-u", "-c", f"{first}; from {name} import main; sys.exit(main())", *arguments]
+
+
+def stand_back(nice: int) -> None:
+    """Lowers the priority of this thread. A thread whose priority is lower already keeps it, because only root may
+    raise it again."""
+    me = threading.get_native_id()
+    try:
+        if os.getpriority(os.PRIO_PROCESS, me) < nice:
+            os.setpriority(os.PRIO_PROCESS, me, nice)
+    except OSError:
+        return  # a sandbox may forbid it; what the thread does matters more than when

@@ -16,11 +16,9 @@ from typing import Any
 
 import torch
 
-from holdfast.checkpoint.checksums import SUM_BYTES
 from holdfast.checkpoint.dcp import BYTES
-from holdfast.checkpoint.flatten import inlined
-from holdfast.checkpoint.layout import CHUNK_BYTES
-from holdfast.checkpoint.loading import regions_of
+from holdfast.checkpoint.layout import CHUNK_BYTES, SUM_BYTES
+from holdfast.checkpoint.loading import inlined, regions_of
 from holdfast.checkpoint.located import Located
 from holdfast.checkpoint.regions import Region, read_regions
 from holdfast.errors import StateError, UsageError

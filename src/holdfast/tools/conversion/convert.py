@@ -37,11 +37,10 @@ from typing import Any
 import torch
 
 from holdfast.checkpoint.archive import Archive
-from holdfast.checkpoint.checksums import sums_of_buffers
-from holdfast.checkpoint.disk import ADVICE, DiskTier, sync_folder
-from holdfast.checkpoint.flatten import Flat, flatten
-from holdfast.checkpoint.layout import encode_head, folder_of, parts_of, step_of
+from holdfast.checkpoint.layout import encode_head, folder_of, parts_of, step_of, sums_of_buffers
+from holdfast.checkpoint.loading import Flat, flatten
 from holdfast.checkpoint.located import find_in_archive
+from holdfast.checkpoint.tier import ADVICE, DiskTier, sync_folder
 from holdfast.errors import HoldfastError, StateError, TierError, UsageError
 from holdfast.protocol import units
 from holdfast.protocol.snapshots import Shard

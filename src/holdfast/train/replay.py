@@ -1,4 +1,4 @@
-"""Which micro-batch of a step is computed a second time, and by whom: pure.
+"""A micro-batch of a step that is computed a second time: which one and by whom (pure), and computing it without a trace.
 
 Every member evaluates it alike, so nobody is told what is looked at. A micro-batch is a function of (seed, step, number), so
 whoever computes it again loads it by its number, and no data is sent. That also compares what two nodes read.
@@ -6,11 +6,21 @@ whoever computes it again loads it by its number, and no data is sent. That also
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
 
 from holdfast.data.seeds import micro_seed
-from holdfast.train.summation_order import shares
+from holdfast.train.place import shares
+
+if TYPE_CHECKING:
+    from holdfast.train.held_state import HeldState
+
 
 _DRAWS = 0x7265706C6179  # keeps these draws apart from the seeds of micro-batches
 
@@ -64,3 +74,25 @@ def _other(nodes: Sequence[str], taken: tuple[int, ...], draw: int) -> int | Non
 
 def _draw(seed: int, step: int, number: int) -> int:
     return micro_seed(seed ^ _DRAWS, step, number)
+
+
+@contextmanager
+def put_aside(state: HeldState, device: torch.device) -> Iterator[None]:
+    """Generators and buffers are afterwards what they were before. Inside, the buffers that have a rule are what the last
+    commit left, as at the begin of any micro-batch."""
+    # What the script draws after its loop must not depend on whether this worker computed one more micro-batch.
+    generators = (random.getstate(), np.random.get_state(), torch.default_generator.get_state())
+    on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    buffers = [(buffer, buffer.detach().clone()) for buffer in state.module_buffers()]
+    state.buffer_rules.put_back()
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, kept in buffers:
+                buffer.copy_(kept)
+        random.setstate(generators[0])
+        np.random.set_state(generators[1])
+        torch.default_generator.set_state(generators[2])
+        if on_gpu is not None:
+            torch.cuda.set_rng_state(on_gpu, device)
