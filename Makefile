@@ -51,7 +51,7 @@ golden: setup
 
 # The CustomResourceDefinition of Kubernetes, made of the types that read it.
 crd: setup
-	mkdir -p out && $(BIN)/python -m holdfast.kubernetes.schema > out/crd.yaml
+	mkdir -p out && $(BIN)/python -m holdfast.kubernetes.objects.schema > out/crd.yaml
 	mv out/crd.yaml src/holdfast/kubernetes/crd.yaml
 
 # The adapters for other people's trainers, all cases, with the libraries that only these tests need.

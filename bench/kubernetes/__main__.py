@@ -22,8 +22,8 @@ from bench import machine
 from bench.kubernetes import many, plane, topology
 from bench.kubernetes.stage import Stage
 from bench.processes import Children, Group, stop_signals
-from holdfast.kubernetes.cluster import connect
-from holdfast.kubernetes.schema import crd_text
+from holdfast.kubernetes.client.api import connect
+from holdfast.kubernetes.objects.schema import crd_text
 
 PARTS = ("operator", "topology")
 

@@ -13,9 +13,8 @@ import msgspec
 
 from holdfast.coordinator.service.server import Coordinator
 from holdfast.kubernetes import names
-from holdfast.kubernetes.api import Api, Object
-from holdfast.kubernetes.cluster import connect
-from holdfast.kubernetes.informer import Informer
+from holdfast.kubernetes.client.api import Api, Object, connect
+from holdfast.kubernetes.client.informer import Informer
 from holdfast.protocol.job import JobSpec, Resume
 
 

@@ -11,10 +11,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from holdfast.kubernetes.api import Api
-from holdfast.kubernetes.cluster import open_client
-from holdfast.kubernetes.operator import Operator
-from holdfast.kubernetes.render import Setting
+from holdfast.kubernetes.client.api import Api, open_client
+from holdfast.kubernetes.policy.machines import Setting
+from holdfast.kubernetes.tasks.operator import Operator
 from holdfast.protocol.network.lookup import FolderLookup, Lookup
 
 _KIND = re.compile(r"/(?:api/v1|apis/[^/]+/[^/]+)(?:/namespaces/[^/]+)?/([a-z]+)")

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from bench.processes import Group
-from holdfast.kubernetes.api import Api, ApiError, NoAnswer
+from holdfast.kubernetes.client.api import Api, ApiError, NoAnswer
 
 PROGRAMS = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kwok")
 READY_S = 180.0

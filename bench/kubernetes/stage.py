@@ -19,10 +19,10 @@ from rich.table import Table
 
 from bench.kubernetes.plane import Plane
 from holdfast.kubernetes import names
-from holdfast.kubernetes.api import Api, ApiError, NoAnswer
-from holdfast.kubernetes.informer import Informer
-from holdfast.kubernetes.reach import job_path
-from holdfast.kubernetes.resource import API_VERSION, KIND
+from holdfast.kubernetes.client.api import Api, ApiError, NoAnswer
+from holdfast.kubernetes.client.informer import Informer
+from holdfast.kubernetes.commands.reach import job_path
+from holdfast.kubernetes.objects.resource import API_VERSION, KIND
 
 NAMESPACE = "default"
 PODS = f"/api/v1/namespaces/{NAMESPACE}/pods"

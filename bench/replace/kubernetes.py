@@ -254,7 +254,7 @@ async def _replace(api: Any, home: Path, name: str) -> tuple[Replaced, float]:
 
 async def _made(api: Any, path: str) -> float:
     """When there is such an object: up to 0.02 s late."""
-    from holdfast.kubernetes.api import ApiError, NoAnswer
+    from holdfast.kubernetes.client.api import ApiError, NoAnswer
 
     async with asyncio.timeout(LIMIT_S):
         while True:

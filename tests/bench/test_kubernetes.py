@@ -10,7 +10,7 @@ from bench.kubernetes import racks
 from bench.kubernetes.coordinators import Coordinators
 from bench.kubernetes.stage import Pods
 
-from holdfast.kubernetes.informer import Informer
+from holdfast.kubernetes.client.informer import Informer
 
 
 class OnePod:

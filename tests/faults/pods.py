@@ -14,10 +14,11 @@ from typing import Any
 
 import msgspec
 
-from holdfast.kubernetes import names, render
-from holdfast.kubernetes.check import accept
-from holdfast.kubernetes.observed import Farewell
-from holdfast.kubernetes.resource import HoldfastJob
+from holdfast.kubernetes import names
+from holdfast.kubernetes.objects import render
+from holdfast.kubernetes.objects.check import accept
+from holdfast.kubernetes.objects.pod import Farewell
+from holdfast.kubernetes.objects.resource import HoldfastJob
 from holdfast.protocol.network.sockets import host_and_port
 
 NAME = "llm"

@@ -13,8 +13,9 @@ from harness import TINY, Ran, leftovers
 from pods import NAME, Pods, job_of
 
 from families import needs_ipv6
-from holdfast.kubernetes import names, render
-from holdfast.kubernetes.observed import Farewell
+from holdfast.kubernetes import names
+from holdfast.kubernetes.objects import render
+from holdfast.kubernetes.objects.pod import Farewell
 from holdfast.protocol.network.endpoint import read_endpoint
 
 

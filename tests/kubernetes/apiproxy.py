@@ -25,7 +25,7 @@ from aiohttp import web
 from realkube import LEASE, no_operator
 from yarl import URL
 
-from holdfast.kubernetes.api import Api, ApiError, NoAnswer
+from holdfast.kubernetes.client.api import Api, ApiError, NoAnswer
 
 PORT = 16543
 _PASSED_ON = ("Authorization", "Content-Type", "Accept")

@@ -10,7 +10,7 @@ import aiohttp
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from holdfast.kubernetes.api import Api
+from holdfast.kubernetes.client.api import Api
 
 
 class FakeApi:

@@ -9,12 +9,14 @@ from kubejobs import job
 from liveapi import LiveApi
 from rights import is_permitted
 
-from holdfast.kubernetes.operator import Operator
-from holdfast.kubernetes.render import DEFAULT, Setting
+from holdfast.kubernetes.policy.machines import Setting
+from holdfast.kubernetes.tasks.operator import Operator
 from holdfast.protocol.network.endpoint import Endpoint
 
 JOB = "/apis/holdfast.dev/v1alpha1/namespaces/research/holdfastjobs/llm"
 PODS = "/api/v1/namespaces/research/pods"
+
+SETTING = Setting()
 
 
 class Nobody:
@@ -25,7 +27,7 @@ class Nobody:
 def operated(
     scene: Callable[[LiveApi, Callable[[], Awaitable[None]]], Awaitable[None]],
     fake: LiveApi | None = None,
-    setting: Setting = DEFAULT,
+    setting: Setting = SETTING,
     **spec: Any,
 ) -> None:
     """A cluster with one job of two nodes and a spare; the scene may have the operator killed and started again."""

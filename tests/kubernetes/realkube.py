@@ -22,11 +22,10 @@ from holdfast.engines.client import Announcement, JobClient
 from holdfast.engines.jobs import EXIT_LEFT, EXIT_STOPPED
 from holdfast.engines.reach import client_of
 from holdfast.errors import HoldfastError
-from holdfast.kubernetes.api import Api, ApiError, NoAnswer
-from holdfast.kubernetes.cluster import connect
+from holdfast.kubernetes.client.api import Api, ApiError, NoAnswer, connect
+from holdfast.kubernetes.commands.reach import job_path
 from holdfast.kubernetes.names import NOTE_FAULT, TAINT_UNHEALTHY
-from holdfast.kubernetes.reach import job_path
-from holdfast.kubernetes.schema import crd_text
+from holdfast.kubernetes.objects.schema import crd_text
 
 CLUSTER = os.environ.get("HOLDFAST_KUBE_CLUSTER", "")
 IMAGE = os.environ.get("HOLDFAST_KUBE_IMAGE", "")

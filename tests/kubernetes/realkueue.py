@@ -16,8 +16,8 @@ import aiohttp
 import yaml
 from realkube import NAMESPACE, until
 
-from holdfast.kubernetes.api import Api
-from holdfast.kubernetes.kueue import API_VERSION
+from holdfast.kubernetes.client.api import Api
+from holdfast.kubernetes.objects.kueue import API_VERSION
 
 SLOT = int(os.environ.get("HOLDFAST_KUBE_SLOT", "0"))
 HOST, PORT, READY_PORT = f"10.79.{SLOT}.1", 19543, 18181 + SLOT

@@ -20,7 +20,7 @@ from realkube import (
     until,
 )
 
-from holdfast.kubernetes.api import Api
+from holdfast.kubernetes.client.api import Api
 from holdfast.protocol.network.http_client import request
 from holdfast.protocol.network.lookup import AddressLookup
 

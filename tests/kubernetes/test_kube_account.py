@@ -14,10 +14,17 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from fakeapi import FakeApi, event, refused
 
-from holdfast.kubernetes.api import Api, ApiError, Backoff, Object
-from holdfast.kubernetes.cluster import connect, current_namespace, open_client
-from holdfast.kubernetes.informer import Informer
-from holdfast.kubernetes.leader import Lease, LeaseTimes
+from holdfast.kubernetes.client.api import (
+    Api,
+    ApiError,
+    Backoff,
+    Object,
+    connect,
+    current_namespace,
+    open_client,
+)
+from holdfast.kubernetes.client.informer import Informer
+from holdfast.kubernetes.client.leader import Lease, LeaseTimes
 
 pytest.importorskip("kubernetes_asyncio")
 PODS = "/api/v1/pods"

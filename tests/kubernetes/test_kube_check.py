@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from kubejobs import job, put
 
-from holdfast.kubernetes.check import Refused, accept, check, snapshot_bytes, workers_of_node
 from holdfast.kubernetes.names import LABEL_QUEUE
-from holdfast.kubernetes.quantities import quantity
+from holdfast.kubernetes.objects.check import Refused, accept, check
+from holdfast.kubernetes.objects.resource import quantity, snapshot_bytes, workers_of_node
 
 CONTAINER = "spec.template.spec.containers.0"
 WRONG: list[tuple[dict[str, Any], str, str]] = [

@@ -26,12 +26,12 @@ from holdfast.engines import jobs
 from holdfast.engines.client import JobClient, NoAnswer
 from holdfast.engines.jobs import Allocation
 from holdfast.errors import UsageError
-from holdfast.kubernetes.api import Api
-from holdfast.kubernetes.check import check
-from holdfast.kubernetes.reach import KubernetesReach
-from holdfast.kubernetes.schema import job_schema
-from holdfast.kubernetes.status import QUEUED
-from holdfast.kubernetes.submission import Submission, refuse_wrong, submit
+from holdfast.kubernetes.client.api import Api
+from holdfast.kubernetes.commands.reach import KubernetesReach
+from holdfast.kubernetes.commands.submission import Submission, refuse_wrong, submit
+from holdfast.kubernetes.objects.check import check
+from holdfast.kubernetes.objects.schema import job_schema
+from holdfast.kubernetes.objects.status import QUEUED
 from holdfast.protocol.network.endpoint import read_endpoint
 from holdfast.protocol.options import check as check_options
 from holdfast.protocol.options import declared

@@ -14,23 +14,24 @@ from operating import Nobody
 from test_kube_reconcile import BEGUN, condition, observed, pod, status_after
 
 from holdfast.agent.coordinator_link import show_ready
-from holdfast.kubernetes import job_link, node_link, render
-from holdfast.kubernetes.actions import AskStop, DeletePod, MakeCoordinator, Number
-from holdfast.kubernetes.coordinator_loss import (
+from holdfast.kubernetes.objects import render
+from holdfast.kubernetes.objects.machine import MachineSeen
+from holdfast.kubernetes.objects.pod import PodSeen
+from holdfast.kubernetes.objects.status import ConditionType, CoordinatorSeen, JobStatus
+from holdfast.kubernetes.policy.losses import (
     LAST_WORD_S,
     START_S,
     UNHEARD_S,
     VOTERS,
-    look_again_s,
+    loss_look_again_s,
     voters,
     why_lost,
 )
-from holdfast.kubernetes.desk import Desk
-from holdfast.kubernetes.link import Silent
-from holdfast.kubernetes.node_link import ask_nodes
-from holdfast.kubernetes.observed import MachineSeen, Observed, PodSeen
-from holdfast.kubernetes.reconcile import reconcile
-from holdfast.kubernetes.status import ConditionType, CoordinatorSeen, JobStatus
+from holdfast.kubernetes.policy.plan import AskStop, DeletePod, MakeCoordinator, Number, Observed
+from holdfast.kubernetes.policy.reconcile import reconcile
+from holdfast.kubernetes.tasks import coordinator_link
+from holdfast.kubernetes.tasks.coordinator_link import Silent, ask_nodes
+from holdfast.kubernetes.tasks.expectations import Expectations
 from holdfast.protocol.network.endpoint import Hearing, Whereabouts
 
 VOTED = "most nodes have lost it"
@@ -104,11 +105,11 @@ def test_it_is_looked_at_again_when_most_may_have_lost_it(
     votes: tuple[Hearing | None, ...], left_s: float | None
 ) -> None:
     seen = silent(*votes)
-    assert look_again_s(seen) == left_s
+    assert loss_look_again_s(seen) == left_s
     again_s = reconcile(seen).look_again_s
     assert left_s is None or (again_s is not None and again_s <= left_s + 1e-6)
     said = msgspec.structs.replace(observed(), hearings=seen.hearings)
-    assert look_again_s(said) is None
+    assert loss_look_again_s(said) is None
 
 
 def test_one_that_answers_the_operator_is_not_lost() -> None:
@@ -374,8 +375,8 @@ def test_an_agent_that_closes_the_connection_and_one_that_is_not_there() -> None
 def test_nodes_that_are_gone_do_not_hold_up_a_new_coordinator(
     monkeypatch: pytest.MonkeyPatch, answers: list[Hearing], coordinator: str
 ) -> None:
-    monkeypatch.setattr(node_link, "ANSWER_S", 3600.0)
-    monkeypatch.setattr(node_link, "MORE_S", 0.2)
+    monkeypatch.setattr(coordinator_link, "ANSWER_S", 3600.0)
+    monkeypatch.setattr(coordinator_link, "MORE_S", 0.2)
     over = asyncio.Event()
 
     async def keep(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -442,22 +443,22 @@ class Link:
 
 
 def test_a_coordinator_that_is_lost_is_not_waited_for_at_each_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_link, "CoordinatorLink", Link)
+    monkeypatch.setattr(coordinator_link, "CoordinatorLink", Link)
 
     async def scene() -> None:
-        link = job_link.JobLink("llm", Desk("llm"), lambda _: Nobody(), lambda: None)
-        await link.follow(pod("c1", address="10.0.0.1"), "secret", 2.0)
-        asked = link._link
+        followed = coordinator_link.JobLink("llm", Expectations("llm"), lambda _: Nobody(), lambda: None)
+        await followed.follow(pod("c1", address="10.0.0.1"), "secret", 2.0)
+        asked = followed._link
         assert isinstance(asked, Link)
         for lost, times in ((False, 1), (False, 2), (True, 2), (True, 2), (False, 3)):
             asked.lost = lost
-            assert await link.ask() is None
+            assert await followed.ask() is None
             assert asked.asked == times
         # No connection can be kept to it, and yet it may answer.
         asked.lost = True
-        monkeypatch.setattr(job_link, "ASK_ANYWAY_S", 0.0)
-        await link.ask()
+        monkeypatch.setattr(coordinator_link, "ASK_ANYWAY_S", 0.0)
+        await followed.ask()
         assert asked.asked == 4
-        await link.close()
+        await followed.close()
 
     asyncio.run(scene())

@@ -4,8 +4,8 @@ from typing import Any
 
 import msgspec
 
-from holdfast.kubernetes.desk import PodTable
-from holdfast.kubernetes.observed import PodSeen
+from holdfast.kubernetes.objects.pod import PodSeen
+from holdfast.kubernetes.tasks.expectations import PodTable
 
 NEW = PodSeen(name="llm-n0", uid="u", coordinator=False, number=0, run=1, version=5)
 

@@ -11,11 +11,12 @@ from operating import JOB, operated
 from rights import is_permitted
 from test_kube_reconcile import BEGUN, observed, pod, said, status_after
 
-from holdfast.kubernetes.job_events import BURST, EVERY_S, MOST_KNOWN, JobEvents
-from holdfast.kubernetes.news import News, news
-from holdfast.kubernetes.observed import Farewell, Observed
-from holdfast.kubernetes.resource import ObjectName
-from holdfast.kubernetes.status import JobStatus
+from holdfast.kubernetes.objects.pod import Farewell
+from holdfast.kubernetes.objects.resource import ObjectName
+from holdfast.kubernetes.objects.status import JobStatus
+from holdfast.kubernetes.policy.conditions import News, news
+from holdfast.kubernetes.policy.plan import Observed
+from holdfast.kubernetes.tasks.job_events import BURST, EVERY_S, MOST_KNOWN, JobEvents
 
 ME = ObjectName(namespace="research", name="llm", uid="u-1")
 

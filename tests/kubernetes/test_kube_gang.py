@@ -10,14 +10,13 @@ from liveapi import LiveApi
 from operating import JOB, PODS, operated
 from test_kube_reconcile import BEGUN, NOW_S, actions, observed, pod, said, status_after
 
-from holdfast.kubernetes import names, pod_group, render
-from holdfast.kubernetes.actions import DeleteObject, MakeObject, SizeGroup
-from holdfast.kubernetes.check import accept
-from holdfast.kubernetes.observed import Observed
-from holdfast.kubernetes.reconcile import BESIDE, reconcile
-from holdfast.kubernetes.resource import HoldfastJob
-from holdfast.kubernetes.status import ConditionType, WaitingForMachines
-from holdfast.kubernetes.times import timestamp
+from holdfast.kubernetes import names
+from holdfast.kubernetes.objects import render
+from holdfast.kubernetes.objects.check import accept
+from holdfast.kubernetes.objects.resource import HoldfastJob
+from holdfast.kubernetes.objects.status import ConditionType, WaitingForMachines, timestamp
+from holdfast.kubernetes.policy.plan import DeleteObject, MakeObject, Observed, SizeGroup
+from holdfast.kubernetes.policy.reconcile import BESIDE, reconcile
 
 GANGS = ("KAI", "PodGroup", "Volcano")
 
@@ -62,9 +61,9 @@ def test_the_group_as_its_scheduler_wants_it(gang: str, version: str, spec: dict
     assert made["metadata"]["name"] == "llm"
     (owner,) = made["metadata"]["ownerReferences"]
     assert (owner["kind"], owner["uid"], owner["controller"]) == ("HoldfastJob", "u-1", True)
-    assert pod_group.members_of(made) == 3
-    smaller = pod_group.resized(version, 2)
-    assert pod_group.members_of(smaller) == 2
+    assert render.group_members(made) == 3
+    smaller = render.resized_group(version, 2)
+    assert render.group_members(smaller) == 2
 
 
 def test_nodes_are_in_the_group_and_the_coordinator_is_not() -> None:
@@ -154,7 +153,7 @@ def test_time_in_the_schedulers_queue_does_not_count() -> None:
 
 
 def group_path(gang: str) -> str:
-    return f"/apis/{pod_group.API_VERSIONS[gang]}/namespaces/research/podgroups/llm"
+    return f"/apis/{render.GROUP_VERSIONS[gang]}/namespaces/research/podgroups/llm"
 
 
 async def suspend(fake: LiveApi, whether: bool) -> None:
@@ -167,7 +166,7 @@ def test_a_job_gets_its_group_before_its_pods(gang: str) -> None:
     async def scene(fake: LiveApi, restart: Any) -> None:
         await fake.until(lambda: len(fake.named("pods")) == 4)
         group = fake.objects[group_path(gang)]
-        assert pod_group.members_of(group) == 2
+        assert render.group_members(group) == 2
         made = [path for kind, path, _ in fake.log if kind == "ADDED"]
         assert made.index(group_path(gang)) < made.index(f"{PODS}/llm-c1")
         # Another operator finds it.

@@ -11,9 +11,9 @@ import pytest
 from aiohttp import web
 from fakeapi import FakeApi, event, serving
 
-from holdfast.kubernetes.api import Api, ApiError, Backoff, NoAnswer, Object
-from holdfast.kubernetes.informer import Informer
-from holdfast.kubernetes.leader import Lease, LeaseTimes
+from holdfast.kubernetes.client.api import Api, ApiError, Backoff, NoAnswer, Object
+from holdfast.kubernetes.client.informer import Informer
+from holdfast.kubernetes.client.leader import Lease, LeaseTimes
 
 PODS = "/api/v1/pods"
 AT_ONCE = Backoff(first_s=0.0)

@@ -13,16 +13,22 @@ from operating import JOB, Nobody, operated
 from rights import is_permitted
 from test_kube_reconcile import actions, observed, pod, said
 
-from holdfast.kubernetes import marks
-from holdfast.kubernetes.actions import MarkMachine, Tell, UnmarkMachine, Warn
-from holdfast.kubernetes.job_task import JobTask
-from holdfast.kubernetes.marks import CONDITION, MachineMarks, Mark
 from holdfast.kubernetes.names import NOTE_FAULT, TAINT_UNHEALTHY
-from holdfast.kubernetes.node_marks import NodeMarks
-from holdfast.kubernetes.observed import MachineSeen, Observed
-from holdfast.kubernetes.operator import Operator
-from holdfast.kubernetes.reading import machine_seen
-from holdfast.kubernetes.render import Setting
+from holdfast.kubernetes.objects.machine import (
+    FAULT_CONDITION,
+    MachineMarks,
+    MachineSeen,
+    Mark,
+    lags_behind,
+    machine_seen,
+    mark_note,
+    mark_patches,
+)
+from holdfast.kubernetes.policy.machines import Setting, why_not_marked
+from holdfast.kubernetes.policy.plan import MarkMachine, Observed, Tell, UnmarkMachine, Warn
+from holdfast.kubernetes.tasks.job_task import JobTask
+from holdfast.kubernetes.tasks.machine_marks import NodeMarks
+from holdfast.kubernetes.tasks.operator import Operator
 from holdfast.protocol.engine_orders import MarkNode, OrderDone
 
 ORDER = MarkNode("llm-n1", "Xid 79", order_id=3)
@@ -92,7 +98,7 @@ def test_the_brake_holds_and_says_so() -> None:
 )
 def test_one_machine_may_always_be_marked(there: int, marked: int, may: bool) -> None:
     known = {f"m{k}": MachineMarks(mark=mark() if k < marked else None) for k in range(there)}
-    assert (marks.brake(known, 5) is None) is may
+    assert (why_not_marked(known, 5) is None) is may
 
 
 @pytest.mark.parametrize(
@@ -132,7 +138,7 @@ def test_who_does_not_answer_has_taken_nothing_back() -> None:
 def node(name: str = "m1", mark_: Mark | None = None, **spec: Any) -> dict[str, Any]:
     made: dict[str, Any] = {"metadata": {"name": name, "resourceVersion": "7"}, "spec": spec}
     return (
-        made if mark_ is None else {**made, "metadata": {**made["metadata"], **marks.note(mark_)["metadata"]}}
+        made if mark_ is None else {**made, "metadata": {**made["metadata"], **mark_note(mark_)["metadata"]}}
     )
 
 
@@ -148,18 +154,22 @@ def test_a_mark_is_read_as_it_was_written() -> None:
 
 def test_condition_and_taint_follow_the_mark() -> None:
     others = [{"key": "gpu", "effect": "NoSchedule"}]
-    (at, spec), (below, status) = marks.patches(node(mark_=mark(), taints=others), "taint", 0.0)
+    (at, spec), (below, status) = mark_patches(node(mark_=mark(), taints=others), "taint", 0.0)
     assert (at, below) == ("", "/status")
     assert spec["metadata"] == {"resourceVersion": "7"}
     assert spec["spec"]["taints"] == [*others, {"key": TAINT_UNHEALTHY, "effect": "NoSchedule"}]
     (condition,) = status["status"]["conditions"]
-    assert (condition["type"], condition["status"], condition["reason"]) == (CONDITION, "True", "Quarantined")
+    assert (condition["type"], condition["status"], condition["reason"]) == (
+        FAULT_CONDITION,
+        "True",
+        "Quarantined",
+    )
     assert condition["message"] == "research/llm: Xid 79"
-    ((only, _),) = marks.patches(node(mark_=mark()), "condition", 0.0)
+    ((only, _),) = mark_patches(node(mark_=mark()), "condition", 0.0)
     assert only == "/status"
     # The mark is gone: what followed it goes, and nothing else.
     tainted = node(taints=[*others, {"key": TAINT_UNHEALTHY, "effect": "NoSchedule"}])
-    ((_, spec),) = marks.patches(tainted, "taint", 0.0)
+    ((_, spec),) = mark_patches(tainted, "taint", 0.0)
     assert spec["spec"]["taints"] == others
 
 
@@ -168,8 +178,8 @@ def test_condition_and_taint_follow_the_mark() -> None:
 def test_what_lags_is_what_has_patches(seen: MachineMarks, marking: Any) -> None:
     made = node(mark_=seen.mark)
     if seen.condition:
-        made["status"] = {"conditions": [{"type": CONDITION, "status": "True"}]}
-    assert marks.lags(seen, marking) == bool(list(marks.patches(made, marking, 0.0)))
+        made["status"] = {"conditions": [{"type": FAULT_CONDITION, "status": "True"}]}
+    assert lags_behind(seen, marking) == bool(list(mark_patches(made, marking, 0.0)))
 
 
 def test_what_others_say_of_a_machine_is_read() -> None:
@@ -361,7 +371,7 @@ def test_whatever_jobs_and_people_do_the_brake_holds(seeds: range) -> None:
                     case MarkMachine(name, made):
                         # The edge looks at the brake once more, as this loop does.
                         now = {n: MachineMarks(mark=m) for n, m in there.items()}
-                        if there[name] is None and marks.brake(now, percent) is not None:
+                        if there[name] is None and why_not_marked(now, percent) is not None:
                             continue
                         there[name] = made
                     case UnmarkMachine(name):

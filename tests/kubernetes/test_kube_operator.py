@@ -21,16 +21,20 @@ from operating import JOB, PODS, operated
 from rights import is_permitted, objects
 from test_kube_reading import pod as raw_pod
 
-from holdfast.kubernetes import job_task
-from holdfast.kubernetes.actions import DeletePod, FindPod, LabelPod, Plan
-from holdfast.kubernetes.desk import Desk
-from holdfast.kubernetes.job_objects import JobObjects
-from holdfast.kubernetes.job_pods import JobPods
-from holdfast.kubernetes.link import CoordinatorLink, RefusedByCoordinator, Silent
-from holdfast.kubernetes.observed import Observed
-from holdfast.kubernetes.reconcile import reconcile
-from holdfast.kubernetes.status import ConditionType, CoordinatorSeen, JobStatus, SavedState
-from holdfast.kubernetes.status_patch import status_patch, written
+from holdfast.kubernetes.objects.status import (
+    ConditionType,
+    CoordinatorSeen,
+    JobStatus,
+    SavedState,
+    status_patch,
+    written,
+)
+from holdfast.kubernetes.policy.plan import DeletePod, FindPod, LabelPod, Observed, Plan
+from holdfast.kubernetes.policy.reconcile import reconcile
+from holdfast.kubernetes.tasks import job_task
+from holdfast.kubernetes.tasks.coordinator_link import CoordinatorLink, RefusedByCoordinator, Silent
+from holdfast.kubernetes.tasks.expectations import Expectations
+from holdfast.kubernetes.tasks.job_objects import JobObjects, JobPods
 from holdfast.protocol.engine_orders import OrderDone, ReleaseNode
 from holdfast.protocol.network.lookup import FolderLookup
 
@@ -131,7 +135,7 @@ def test_a_pod_whose_creation_was_not_answered_is_not_made_again() -> None:
 
 def test_a_pod_that_has_a_machine_by_now_is_not_deleted_as_one_that_waits() -> None:
     async def run() -> None:
-        fake, desk = LiveApi(), Desk("llm")
+        fake, desk = LiveApi(), Expectations("llm")
         path = f"{PODS}/llm-n3"
         await fake.put(path, raw_pod(phase="Pending") | {"spec": {}}, "ADDED")
         async with api_of(fake) as api:
@@ -154,7 +158,7 @@ def test_a_pod_of_another_uid_is_not_changed_and_the_one_that_was_meant_is_gone(
     """A patch with another object's uid is refused with 422: asked again, it would be refused for ever."""
 
     async def run() -> None:
-        fake, desk = LiveApi(), Desk("llm")
+        fake, desk = LiveApi(), Expectations("llm")
         path = f"{PODS}/llm-n3"
         await fake.put(path, raw_pod(), "ADDED")
         async with api_of(fake) as api:

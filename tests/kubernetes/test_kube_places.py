@@ -10,13 +10,12 @@ from liveapi import LiveApi
 from operating import PODS, operated
 from test_kube_reconcile import actions, observed, pod, said
 
-from holdfast.kubernetes.actions import TellPlace
-from holdfast.kubernetes.check import accept
 from holdfast.kubernetes.names import NO_PLACE, NOTE_PLACE, PLACE_FILE
-from holdfast.kubernetes.observed import MachineSeen
-from holdfast.kubernetes.pod import read_place
-from holdfast.kubernetes.reading import machine_seen
-from holdfast.kubernetes.render import agent_pod
+from holdfast.kubernetes.objects.check import accept
+from holdfast.kubernetes.objects.machine import MachineSeen, machine_seen
+from holdfast.kubernetes.objects.render import agent_pod
+from holdfast.kubernetes.pods.pod import read_place
+from holdfast.kubernetes.policy.plan import TellPlace
 from holdfast.protocol.place import parse_place
 
 ZONE, RACK, CLIQUE = "topology.kubernetes.io/zone", "topology.holdfast.dev/rack", "nvidia.com/gpu.clique"

@@ -9,27 +9,31 @@ from liveapi import LiveApi
 from operating import JOB, PODS, operated
 from test_kube_reconcile import BEGUN, NOW_S, actions, condition, observed, pod, said, status_after
 
-from holdfast.kubernetes import kueue, queues
-from holdfast.kubernetes.actions import (
+from holdfast.kubernetes.names import LABEL_QUEUE, LABEL_WORKLOAD
+from holdfast.kubernetes.objects import kueue
+from holdfast.kubernetes.objects.check import accept
+from holdfast.kubernetes.objects.kueue import Where, WorkloadSeen
+from holdfast.kubernetes.objects.machine import MachineSeen
+from holdfast.kubernetes.objects.pod import Farewell, PodSeen
+from holdfast.kubernetes.objects.render import agent_pod, coordinator_pod, owner
+from holdfast.kubernetes.objects.resource import HoldfastJob
+from holdfast.kubernetes.objects.status import ConditionType, JobStatus
+from holdfast.kubernetes.policy import queues
+from holdfast.kubernetes.policy.plan import (
     AskStop,
     DeletePod,
     DeleteWorkload,
     FinishWorkload,
     MakeNode,
     MakeWorkload,
+    NodeSaid,
     Number,
+    Observed,
     ReleaseQuota,
     Tell,
     TellReady,
 )
-from holdfast.kubernetes.check import accept
-from holdfast.kubernetes.kueue import Where
-from holdfast.kubernetes.names import LABEL_QUEUE, LABEL_WORKLOAD
-from holdfast.kubernetes.observed import Farewell, MachineSeen, NodeSaid, Observed, PodSeen, WorkloadSeen
-from holdfast.kubernetes.reconcile import reconcile
-from holdfast.kubernetes.render import agent_pod, coordinator_pod, owner
-from holdfast.kubernetes.resource import HoldfastJob
-from holdfast.kubernetes.status import ConditionType, JobStatus
+from holdfast.kubernetes.policy.reconcile import reconcile
 from holdfast.protocol.engine_orders import NodeGoing, ReleaseNode
 from holdfast.protocol.notices import NoticeCause
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from holdfast.kubernetes.coordinator import farewell
-from holdfast.kubernetes.observed import Farewell
-from holdfast.kubernetes.reading import machine_seen, pod_seen
+from holdfast.kubernetes.objects.machine import machine_seen
+from holdfast.kubernetes.objects.pod import Farewell, pod_seen
+from holdfast.kubernetes.pods.coordinator import farewell
 
 
 def pod(name: str = "llm-n3", **status: Any) -> dict[str, Any]:

@@ -6,8 +6,13 @@ import msgspec
 import pytest
 from kubejobs import job as asked
 
-from holdfast.kubernetes import returns
-from holdfast.kubernetes.actions import (
+from holdfast.kubernetes.objects.check import accept, check
+from holdfast.kubernetes.objects.machine import MachineSeen
+from holdfast.kubernetes.objects.pod import Farewell, PodSeen
+from holdfast.kubernetes.objects.status import ConditionType, JobStatus, Progress, SavedState, timestamp
+from holdfast.kubernetes.policy.conditions import begun
+from holdfast.kubernetes.policy.losses import RESTART_S, RETURN_S
+from holdfast.kubernetes.policy.plan import (
     AddFinalizer,
     AskResize,
     AskStop,
@@ -18,18 +23,17 @@ from holdfast.kubernetes.actions import (
     MakeCoordinator,
     MakeNode,
     MakeObject,
+    NodeSaid,
     Number,
+    Observed,
+    Released,
     RemoveFinalizer,
+    Said,
     Tell,
     Warn,
 )
-from holdfast.kubernetes.check import accept, check
-from holdfast.kubernetes.conditions import begun
-from holdfast.kubernetes.desk import Desk
-from holdfast.kubernetes.observed import Farewell, MachineSeen, NodeSaid, Observed, PodSeen, Released, Said
-from holdfast.kubernetes.reconcile import beside, reconcile
-from holdfast.kubernetes.status import ConditionType, JobStatus, Progress, SavedState
-from holdfast.kubernetes.times import timestamp
+from holdfast.kubernetes.policy.reconcile import beside, reconcile
+from holdfast.kubernetes.tasks.expectations import Expectations
 from holdfast.protocol.engine_orders import (
     MarkNode,
     NodeGoing,
@@ -175,8 +179,8 @@ def test_a_node_whose_agent_ended_is_waited_for_in_its_pod() -> None:
     """It counts as there, so no other one is made, and the order for one is done."""
     seen = ended_agent()
     assert actions(seen) == (Tell(OrderDone(6)),)
-    assert reconcile(seen).look_again_s == returns.RESTART_S
-    (deleted, number) = actions(ended_agent(for_s=returns.RESTART_S))
+    assert reconcile(seen).look_again_s == RESTART_S
+    (deleted, number) = actions(ended_agent(for_s=RESTART_S))
     # Its agent may be back in this moment: then its pod has changed.
     reason = "connection closed"
     assert deleted == DeletePod(name="llm-n1", uid="uid-n1", grace_s=1, reason=reason, version=0)
@@ -207,21 +211,24 @@ def test_where_the_kubelet_takes_its_time_another_machine_is_asked_for() -> None
 
 def test_one_whose_container_runs_again_has_time_to_join() -> None:
     back = (pod("c1"), pod("n0"), pod("n1", ready=False, restarts=1), pod("n2"))
-    assert actions(ended_agent(0, returns.RESTART_S, pods=back)) == (Tell(OrderDone(6)),)
-    assert Number(run=1, term=1, next_number=4) in actions(ended_agent(0, returns.RETURN_S, pods=back))
+    assert actions(ended_agent(0, RESTART_S, pods=back)) == (Tell(OrderDone(6)),)
+    assert Number(run=1, term=1, next_number=4) in actions(ended_agent(0, RETURN_S, pods=back))
 
 
 def test_where_no_node_is_left_all_are_waited_for() -> None:
     """Their pods have the only copies of the state."""
     backs_off = pod("n1", ready=False, restarts=7, backs_off=True)
     pods = (pod("c1"), pod("n0"), backs_off, pod("n2"))
-    for for_s, is_deleted in ((returns.RESTART_S, False), (returns.RETURN_S, True)):
+    for for_s, is_deleted in ((RESTART_S, False), (RETURN_S, True)):
         done = actions(ended_agent(7, for_s, others=(), pods=pods))
         assert any(isinstance(one, DeletePod) and one.name == "llm-n1" for one in done) is is_deleted
 
 
 def test_how_long_a_node_was_given_up_is_counted_from_what_was_heard_first() -> None:
-    desk, order = Desk("llm"), ReleaseNode(node="llm-n1", reason="closed", may_return=True, order_id=5)
+    desk, order = (
+        Expectations("llm"),
+        ReleaseNode(node="llm-n1", reason="closed", may_return=True, order_id=5),
+    )
     desk.saw(pod("n1", restarts=1))
     assert desk.released(said("n0", orders=(order,)), 10.0) == {"llm-n1": Released(0.0, 1)}
     desk.saw(pod("n1", restarts=2, version=1))
@@ -260,7 +267,7 @@ def test_an_eviction_is_told_with_the_time_that_is_left() -> None:
 def test_a_container_that_was_killed_for_memory_is_told_once() -> None:
     """When its coordinator knows that the node was lost, and while it asks itself why."""
 
-    def told(age_s: float, desk: Desk, alive: bool = False) -> list[Any]:
+    def told(age_s: float, desk: Expectations, alive: bool = False) -> list[Any]:
         killed = pod("n1", ready=False, out_of_memory_s=NOW_S - age_s)
         pods = (pod("c1"), pod("n0"), killed, pod("n2"))
         desk.saw(killed)
@@ -273,7 +280,7 @@ def test_a_container_that_was_killed_for_memory_is_told_once() -> None:
             desk.did(one)
         return news
 
-    desk = Desk("llm")
+    desk = Expectations("llm")
     assert told(1.0, desk, alive=True) == []
     assert told(3.0, desk, alive=True) == [Tell(NodeOutOfMemory("llm-n1", 2 << 30, 3.0), "llm-n1 at 999997")]
     assert told(3.0, desk) == []
@@ -282,7 +289,7 @@ def test_a_container_that_was_killed_for_memory_is_told_once() -> None:
     desk.meet(2, [], [])
     assert len(told(2.0, desk)) == 1, "the next coordinator was told nothing"
     # Its pod may be about to go.
-    assert len(told(0.0, Desk("llm"))) == 1
+    assert len(told(0.0, Expectations("llm"))) == 1
 
 
 def test_a_pod_that_is_gone_is_told() -> None:
@@ -321,7 +328,7 @@ def test_a_pod_that_a_kubelet_evicted_is_told_with_its_words() -> None:
     assert isinstance(deletion, DeletePod)
     going = msgspec.structs.replace(ended, deleting=True)
     assert warning in actions(observed(pods=(*observed().pods[:3], going)))
-    desk = Desk("llm")
+    desk = Expectations("llm")
     desk.saw(going)
     assert desk.is_news(warning)
     desk.did(warning)

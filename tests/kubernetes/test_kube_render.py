@@ -9,11 +9,12 @@ import msgspec
 import pytest
 from kubejobs import job, put
 
-from holdfast.kubernetes import names, render
-from holdfast.kubernetes.check import accept
-from holdfast.kubernetes.job_spec import job_spec
-from holdfast.kubernetes.reading import pod_seen
-from holdfast.kubernetes.resource import HoldfastJob
+from holdfast.kubernetes import names
+from holdfast.kubernetes.objects import render
+from holdfast.kubernetes.objects.check import accept
+from holdfast.kubernetes.objects.pod import pod_seen
+from holdfast.kubernetes.objects.render import job_spec
+from holdfast.kubernetes.objects.resource import HoldfastJob
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.job_options import Timing
 
@@ -119,7 +120,7 @@ def test_an_agents_pod_has_what_the_template_asks_for() -> None:
     assert spec["terminationGracePeriodSeconds"] == 90
     assert spec["restartPolicy"] == "OnFailure"
     (worker,) = spec["containers"]
-    assert worker["command"] == ["python3", "-P", "-m", "holdfast.kubernetes.node"]
+    assert worker["command"] == ["python3", "-P", "-m", "holdfast.kubernetes.pods.node"]
     assert worker["workingDir"] == names.CODE_FOLDER
     env = {one["name"]: one.get("value", one.get("valueFrom")) for one in worker["env"]}
     assert env["NCCL_DEBUG"] == "WARN"
@@ -147,7 +148,7 @@ def test_a_template_may_choose_its_own_user() -> None:
 
 
 def test_a_coordinator_needs_no_gpu_and_sees_the_checkpoints() -> None:
-    pod = render.coordinator_pod(full(), 3, setting=render.Setting(coordinator_image="holdfast:1"))
+    pod = render.coordinator_pod(full(), 3, setting=render.PodSetting(coordinator_image="holdfast:1"))
     spec = pod["spec"]
     assert pod["metadata"]["name"] == "llm-c3"
     assert pod["metadata"]["labels"]["holdfast.dev/term"] == "3"
@@ -227,13 +228,13 @@ def test_a_coordinator_that_looks_into_folders_is_the_user_who_wrote_them() -> N
 
 
 def test_the_coordinators_image_is_the_jobs_the_operators_or_the_workers() -> None:
-    def image(asked: dict[str, Any], setting: render.Setting) -> str:
+    def image(asked: dict[str, Any], setting: render.PodSetting) -> str:
         return str(
             render.coordinator_pod(accept(asked), 1, setting=setting)["spec"]["containers"][0]["image"]
         )
 
-    own = render.Setting(coordinator_image="operators:1")
-    assert image(job(), render.Setting()) == "registry.example.com/me/train:1"
+    own = render.PodSetting(coordinator_image="operators:1")
+    assert image(job(), render.PodSetting()) == "registry.example.com/me/train:1"
     assert image(job(), own) == "operators:1"
     assert image(job(spec__coordinator={"image": "jobs:1"}), own) == "jobs:1"
 
@@ -313,7 +314,7 @@ def test_any_needs_no_budget() -> None:
 
 
 def test_only_the_job_and_the_operator_reach_its_pods() -> None:
-    (rule,) = render.network_policy(full(), render.Setting(namespace="ops"))["spec"]["ingress"]
+    (rule,) = render.network_policy(full(), render.PodSetting(namespace="ops"))["spec"]["ingress"]
     own, operator = rule["from"]
     assert own == {"podSelector": {"matchLabels": {"holdfast.dev/job": "llm"}}}
     assert operator["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "ops"}

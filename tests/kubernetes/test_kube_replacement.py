@@ -18,24 +18,28 @@ from rights import OPERATORS
 from test_kube_marks import mark, node
 
 from holdfast.kubernetes import __main__ as program
-from holdfast.kubernetes import node_replacement, replacement
-from holdfast.kubernetes.marks import CONDITION, Mark, marks_of
 from holdfast.kubernetes.names import NOTE_FAULT
-from holdfast.kubernetes.node_marks import NodeMarks
-from holdfast.kubernetes.node_replacement import NodeReplacement
-from holdfast.kubernetes.reading import machine_seen
-from holdfast.kubernetes.render import Setting
-from holdfast.kubernetes.replacement import (
+from holdfast.kubernetes.objects.machine import FAULT_CONDITION, Mark, machine_seen, marks_of
+from holdfast.kubernetes.policy.machines import (
     DAY_S,
+    MOST_KEPT,
     DeleteMachine,
     DeleteNodeClaim,
     Record,
     Replacements,
     RunCommand,
     SetLabel,
+    Setting,
     Way,
+    free_again_s,
+    owner_of,
     read_way,
+    replacement_due_s,
+    why_not_replaced,
+    with_record,
 )
+from holdfast.kubernetes.tasks import machine_marks
+from holdfast.kubernetes.tasks.machine_marks import NodeMarks, NodeReplacement
 
 RECORDS = f"/api/v1/namespaces/{OPERATORS}/configmaps/holdfast-replacements"
 MACHINE = "/apis/cluster.x-k8s.io/v1beta2/namespaces/fleet/machines/pool-7"
@@ -95,11 +99,11 @@ def test_options_that_make_no_sense_are_refused(
 
 
 def test_a_machine_is_due_when_its_mark_has_stood_and_once() -> None:
-    assert replacement.due_s(mark(at_s=100.0), 600.0) == 700.0
-    assert replacement.due_s(mark(at_s=100.0, replacement="it is asked for"), 600.0) is None
+    assert replacement_due_s(mark(at_s=100.0), 600.0) == 700.0
+    assert replacement_due_s(mark(at_s=100.0, replacement="it is asked for"), 600.0) is None
     # A person's words, and marks of operators that did not note the moment.
-    assert replacement.due_s(mark(), 600.0) is None
-    assert replacement.due_s(None, 600.0) is None
+    assert replacement_due_s(mark(), 600.0) is None
+    assert replacement_due_s(None, 600.0) is None
 
 
 def record(at_s: float, machine: str = "m1") -> Record:
@@ -114,14 +118,14 @@ def test_whatever_comes_no_day_has_more_than_the_brake_allows() -> None:
         taken: list[float] = []
         for _ in range(200):
             now_s += dice.expovariate(1 / 7_000)
-            if replacement.brake(records, most, now_s) is None:
-                records = replacement.with_record(records, record(now_s))
+            if why_not_replaced(records, most, now_s) is None:
+                records = with_record(records, record(now_s))
                 taken.append(now_s)
             else:
-                free_s = replacement.free_again_s(records, most)
+                free_s = free_again_s(records, most)
                 assert free_s > now_s
-                assert replacement.brake(records, most, free_s) is None
-            assert len(records) <= replacement.MOST_KEPT
+                assert why_not_replaced(records, most, free_s) is None
+            assert len(records) <= MOST_KEPT
         assert len(taken) > most
         assert all(later >= at_s + DAY_S for at_s, later in zip(taken, taken[most:], strict=False))
 
@@ -135,19 +139,19 @@ def test_an_owner_is_whom_the_node_names() -> None:
         {"apiVersion": "example.com/v1", "kind": "NodeClaim", "name": "other", "uid": "u-0"},
         {"apiVersion": "karpenter.sh/v1", "kind": "NodeClaim", "name": "default-x7", "uid": "u-7"},
     ]
-    owner = replacement.owner_of(DeleteNodeClaim(), claims)
+    owner = owner_of(DeleteNodeClaim(), claims)
     assert owner is not None
     assert (owner.path("v1"), owner.uid) == (CLAIM, "u-7")
-    assert replacement.owner_of(DeleteMachine(), claims) is None
+    assert owner_of(DeleteMachine(), claims) is None
     machine = node()
     machine["metadata"]["annotations"] = {
         "cluster.x-k8s.io/machine": "pool-7",
         "cluster.x-k8s.io/cluster-namespace": "fleet",
     }
-    owner = replacement.owner_of(DeleteMachine(), machine)
+    owner = owner_of(DeleteMachine(), machine)
     assert owner is not None
     assert owner.path("v1beta2") == MACHINE
-    assert replacement.owner_of(DeleteNodeClaim(), machine) is None
+    assert owner_of(DeleteNodeClaim(), machine) is None
 
 
 def machine_of(name: str = "m1", marked: Mark | None = None) -> dict[str, Any]:
@@ -192,7 +196,7 @@ def told(fake: LiveApi, name: str = "m1") -> str:
     there = marks_of(made).mark
     said = "" if there is None else there.replacement
     conditions = {one["type"]: one for one in made.get("status", {}).get("conditions", ())}
-    shown = conditions.get(CONDITION, {}).get("message", "")
+    shown = conditions.get(FAULT_CONDITION, {}).get("message", "")
     return said if said and shown.endswith(said) else ""
 
 
@@ -398,10 +402,10 @@ def test_a_program_that_fails_is_told(tmp_path: Path, text: str | None, words: s
 def test_a_program_that_does_not_end_is_ended_with_what_it_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node_replacement, "COMMAND_S", 0.3)
+    monkeypatch.setattr(machine_marks, "COMMAND_S", 0.3)
     pipe = tmp_path / "held"
     way = script(tmp_path, f"mkfifo {pipe}; (exec 3<>{pipe}; read line <&3) & wait")
-    said = asyncio.run(node_replacement._run(way.program, "m1", mark()))
+    said = asyncio.run(machine_marks._run(way.program, "m1", mark()))
     assert said == f"another machine was asked for in vain: {way.program} did not end within 0.3 s"
 
 

@@ -10,9 +10,8 @@ import pytest
 import yaml
 
 from holdfast import kubernetes
-from holdfast.kubernetes.resource import HoldfastJobSpec, PodTemplate, QueueTopology, Scheduling
-from holdfast.kubernetes.rules import rule, rules_of
-from holdfast.kubernetes.schema import SIZE_OF_A_RUN, crd, crd_text, job_schema
+from holdfast.kubernetes.objects.resource import HoldfastJobSpec, PodTemplate, QueueTopology, Scheduling, rule
+from holdfast.kubernetes.objects.schema import SIZE_OF_A_RUN, crd, crd_text, job_schema, rules_of
 
 FILE = Path(kubernetes.__file__).with_name("crd.yaml")
 

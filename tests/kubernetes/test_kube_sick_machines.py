@@ -7,9 +7,9 @@ from liveapi import LiveApi
 from operating import PODS, operated
 from test_kube_reconcile import actions, observed, said
 
-from holdfast.kubernetes.actions import MakeNode, Tell, Warn
-from holdfast.kubernetes.observed import MachineSeen
-from holdfast.kubernetes.sick_machines import HELD, braked
+from holdfast.kubernetes.objects.machine import MachineSeen
+from holdfast.kubernetes.policy.machines import SICK_HELD, braked
+from holdfast.kubernetes.policy.plan import MakeNode, Tell, Warn
 from holdfast.protocol.engine_orders import NodeGoing
 
 XID = "the condition HoldfastHealth: Xid 79"
@@ -72,7 +72,7 @@ def test_a_job_stays_on_a_machine_beyond_the_share_and_says_so() -> None:
     seen = observed(machines=machines)
     (warned,) = actions(seen)
     text = f"m-n1 stays in use, and is called sick ({XID}): 2 of 4"
-    assert warned == Warn(reason=HELD, text=text, about="m-n1 since 2026-01-01T00:00:00Z")
+    assert warned == Warn(reason=SICK_HELD, text=text, about="m-n1 since 2026-01-01T00:00:00Z")
     missing = observed(
         machines=machines, pods=seen.pods[:-1], said=said("n0", "n1"), granted=frozenset({"llm-n3"})
     )
@@ -102,8 +102,8 @@ def test_the_operator_holds_and_lets_go() -> None:
         await fake.until(lambda: "llm-n0" in fake.named("pods"))
         path = f"{PODS}/llm-n0"
         await fake.put(path, {**fake.objects[path], "spec": {**fake.objects[path]["spec"], "nodeName": "m1"}})
-        await fake.until(lambda: any(one.get("reason") == HELD for one in fake.objects.values()))
-        (event,) = (one for one in fake.objects.values() if one.get("reason") == HELD)
+        await fake.until(lambda: any(one.get("reason") == SICK_HELD for one in fake.objects.values()))
+        (event,) = (one for one in fake.objects.values() if one.get("reason") == SICK_HELD)
         assert event["message"].startswith("m1 stays in use"), event
         await fake.remove(f"{PODS}/llm-n1")
         await fake.until(lambda: "llm-n3" in fake.named("pods"))

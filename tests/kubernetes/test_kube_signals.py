@@ -27,8 +27,8 @@ from holdfast.kubernetes.names import (
 from holdfast.protocol.job import JobSpec
 
 PATIENCE_S = 60.0
-NODE = "holdfast.kubernetes.node"
-COORDINATOR = "holdfast.kubernetes.coordinator"
+NODE = "holdfast.kubernetes.pods.node"
+COORDINATOR = "holdfast.kubernetes.pods.coordinator"
 AT_IMPORT = """
 import os, signal, sys
 

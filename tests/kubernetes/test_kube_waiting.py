@@ -6,11 +6,9 @@ import msgspec
 from simkube.rivals import Rivals
 from test_kube_reconcile import BEGUN, NOW_S, actions, observed, pod, said, status_after
 
-from holdfast.kubernetes.actions import DeletePod, Number
-from holdfast.kubernetes.observed import Observed
-from holdfast.kubernetes.reconcile import reconcile
-from holdfast.kubernetes.status import ConditionType, Progress, WaitingForMachines
-from holdfast.kubernetes.times import timestamp
+from holdfast.kubernetes.objects.status import ConditionType, Progress, WaitingForMachines, timestamp
+from holdfast.kubernetes.policy.plan import DeletePod, Number, Observed
+from holdfast.kubernetes.policy.reconcile import reconcile
 
 SEEDS = 12
 PATIENCE_S = 120

@@ -26,13 +26,19 @@ from test_kube_reconcile import actions, observed, pod, said
 from holdfast.agent import health, simulated_sources
 from holdfast.errors import HoldfastError
 from holdfast.health.ruleset import catalogue
-from holdfast.kubernetes.actions import MakeNode
-from holdfast.kubernetes.api import ApiError, Backoff
-from holdfast.kubernetes.machine_health import CONDITION, HealthNote, calls_sick, note_of, note_on, patches
-from holdfast.kubernetes.names import NOTE_WATCH
-from holdfast.kubernetes.observed import MachineSeen, Observed
-from holdfast.kubernetes.reading import machine_seen
-from holdfast.kubernetes.watch import NodeHealth, watch
+from holdfast.kubernetes.client.api import ApiError, Backoff
+from holdfast.kubernetes.names import HEALTH_CONDITION, NOTE_WATCH
+from holdfast.kubernetes.objects.machine import MachineSeen, machine_seen
+from holdfast.kubernetes.pods.watch import (
+    HealthNote,
+    NodeHealth,
+    calls_sick,
+    note_of,
+    note_on,
+    patches,
+    watch,
+)
+from holdfast.kubernetes.policy.plan import MakeNode, Observed
 from holdfast.protocol.health import Condition, Finding, HealthSpec, Remedy, Severity, acts_on_node
 from holdfast.protocol.messages import FindingsReported, NodeReadings
 
@@ -74,7 +80,9 @@ def patched(there: dict[str, Any], patch: tuple[str, dict[str, Any]]) -> dict[st
 
 def condition(made: dict[str, Any]) -> dict[str, Any]:
     """Ours; empty: there is none."""
-    return next((one for one in made.get("status", {}).get("conditions", ()) if one["type"] == CONDITION), {})
+    return next(
+        (one for one in made.get("status", {}).get("conditions", ()) if one["type"] == HEALTH_CONDITION), {}
+    )
 
 
 @pytest.mark.parametrize(
@@ -126,7 +134,7 @@ def test_annotation_and_condition_say_what_was_found() -> None:
         f"gpu 0000:05:00: {LINE}",
     )
     made = patched(patched(node(), (at, written)), (below, status))
-    assert machine_seen(made).why_left == f"the condition {CONDITION}: gpu 0000:05:00: {LINE}"
+    assert machine_seen(made).why_left == f"the condition {HEALTH_CONDITION}: gpu 0000:05:00: {LINE}"
     assert machine_seen(made).is_avoided
 
 
@@ -189,7 +197,11 @@ def test_whatever_happens_only_a_boot_or_a_person_ends_it() -> None:
                 first = None
             elif happens == "meddles" and condition(made):
                 made = patched(
-                    made, ("/status", {"status": {"conditions": [{"type": CONDITION, "status": "Unknown"}]}})
+                    made,
+                    (
+                        "/status",
+                        {"status": {"conditions": [{"type": HEALTH_CONDITION, "status": "Unknown"}]}},
+                    ),
                 )
             # The first request is carried out where something was found: what is only known to a process ends with it.
             asked = list(patches(made, found, f"b{boot}", NOW_S + step))
@@ -389,7 +401,7 @@ def test_what_a_person_removed_while_nobody_watched_is_over() -> None:
         start()
         await fake.until(lambda: fake.shown == (False, "False"))
 
-    watched(check, status={"conditions": [{"type": CONDITION, "status": "True", "reason": "Xid79"}]})
+    watched(check, status={"conditions": [{"type": HEALTH_CONDITION, "status": "True", "reason": "Xid79"}]})
 
 
 @pytest.mark.parametrize("status", [0, 403, 409, 500])
@@ -479,7 +491,7 @@ def test_the_program_ends_when_it_is_asked_to(tmp_path: Path) -> None:
             config.write_text(yaml.safe_dump({"apiVersion": "v1", "kind": "Config", **made}))
             argv = ("--folder", str(tmp_path / "state"), "--health-dry-run", "*")
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "holdfast.kubernetes.watch", *argv),
+                *(sys.executable, "-m", "holdfast.kubernetes.pods.watch", *argv),
                 env=os.environ | {"KUBECONFIG": str(config), "HOLDFAST_MACHINE": "m1"},
                 stderr=subprocess.PIPE,
             )
@@ -496,7 +508,7 @@ def test_the_program_ends_when_it_is_asked_to(tmp_path: Path) -> None:
 def test_without_a_machine_it_says_what_it_is_for() -> None:
     env = {key: value for key, value in os.environ.items() if key != "HOLDFAST_MACHINE"}
     ended = subprocess.run(
-        [sys.executable, "-m", "holdfast.kubernetes.watch"],
+        [sys.executable, "-m", "holdfast.kubernetes.pods.watch"],
         env=env,
         capture_output=True,
         text=True,

@@ -32,8 +32,8 @@ from realkube import (
 )
 
 from holdfast.engines.reach import client_of
-from holdfast.kubernetes.api import Api
-from holdfast.kubernetes.reach import job_path
+from holdfast.kubernetes.client.api import Api
+from holdfast.kubernetes.commands.reach import job_path
 from holdfast.protocol.network.endpoint import Endpoint
 from holdfast.protocol.network.lookup import AddressLookup
 from holdfast.protocol.network.proof import Question

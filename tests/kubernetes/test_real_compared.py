@@ -15,7 +15,7 @@ from kubejobs import job
 from liveapi import LiveApi
 from test_real_rules import defined
 
-from holdfast.kubernetes.api import Api, ApiError
+from holdfast.kubernetes.client.api import Api, ApiError
 
 pytestmark = [pytest.mark.kube, pytest.mark.nightly, pytest.mark.timeout(900)]
 JOBS = "/apis/holdfast.dev/v1alpha1/namespaces/default/holdfastjobs"

@@ -28,8 +28,8 @@ from realkube import (
     word,
 )
 
-from holdfast.kubernetes.api import Api
-from holdfast.kubernetes.reach import job_path
+from holdfast.kubernetes.client.api import Api
+from holdfast.kubernetes.commands.reach import job_path
 
 pytestmark = [pytest.mark.kube, pytest.mark.timeout(900)]
 

@@ -33,15 +33,15 @@ from realkube import (
     word,
 )
 
-from holdfast.kubernetes import pod_group, render
-from holdfast.kubernetes.api import Api, ApiError
-from holdfast.kubernetes.check import convert
-from holdfast.kubernetes.reach import job_path
-from holdfast.kubernetes.schema import crd_text
+from holdfast.kubernetes.client.api import Api, ApiError
+from holdfast.kubernetes.commands.reach import job_path
+from holdfast.kubernetes.objects import render
+from holdfast.kubernetes.objects.check import convert
+from holdfast.kubernetes.objects.schema import crd_text
 
 pytestmark = [pytest.mark.kube, pytest.mark.nightly, pytest.mark.timeout(1500)]
 NAME = "gang"
-GROUP = pod_group.path_of(pod_group.API_VERSIONS["PodGroup"], NAMESPACE, NAME)
+GROUP = render.group_path(render.GROUP_VERSIONS["PodGroup"], NAMESPACE, NAME)
 
 
 async def is_served(api: Api) -> bool:
@@ -103,7 +103,7 @@ async def bound(api: Api) -> set[str]:
 
 
 async def members(api: Api) -> int | None:
-    return pod_group.members_of(await api.get(GROUP))
+    return render.group_members(await api.get(GROUP))
 
 
 async def step(api: Api) -> int:
@@ -155,10 +155,10 @@ def test_a_real_scheduler_takes_the_objects() -> None:
         )
         mine = convert(made)
         group, pods = (
-            pod_group.path_of(pod_group.API_VERSIONS["PodGroup"], "gangs", "five"),
+            render.group_path(render.GROUP_VERSIONS["PodGroup"], "gangs", "five"),
             "/api/v1/namespaces/gangs/pods",
         )
-        assert pod_group.members_of(await api.create(group.rpartition("/")[0], render.group(mine))) == 5
+        assert render.group_members(await api.create(group.rpartition("/")[0], render.group(mine))) == 5
 
         async def make(number: int) -> None:
             pod = render.agent_pod(mine, number)
@@ -181,7 +181,7 @@ def test_a_real_scheduler_takes_the_objects() -> None:
             await make(number)
         print("--- five of four:", await until(is_told, "the group does not fit"))
         assert await machines() == {}
-        await api.merge(group, pod_group.resized(pod_group.API_VERSIONS["PodGroup"], 3))
+        await api.merge(group, render.resized_group(render.GROUP_VERSIONS["PodGroup"], 3))
 
         async def four() -> bool:
             return len(await machines()) == 4

@@ -25,8 +25,7 @@ from realkube import (
 )
 
 from holdfast.engines.client import Announcement
-from holdfast.kubernetes.api import ANSWER_S, Api
-from holdfast.kubernetes.cluster import open_client
+from holdfast.kubernetes.client.api import ANSWER_S, Api, open_client
 
 pytestmark = [pytest.mark.kube, pytest.mark.nightly, pytest.mark.timeout(900)]
 SYSTEM = "/api/v1/namespaces/holdfast-system"

@@ -37,9 +37,9 @@ from realkube import (
 from realkueue import RACK, apply, is_there, kueue, local_queue, queue_objects, rack_objects, urgent_job
 
 from holdfast.engines.jobs import EXIT_STOPPED
-from holdfast.kubernetes.api import Api
-from holdfast.kubernetes.kueue import API_VERSION, domains_of
-from holdfast.kubernetes.reach import job_path
+from holdfast.kubernetes.client.api import Api
+from holdfast.kubernetes.commands.reach import job_path
+from holdfast.kubernetes.objects.kueue import API_VERSION, domains_of
 
 pytestmark = [
     pytest.mark.kube,

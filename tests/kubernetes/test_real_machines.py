@@ -38,9 +38,9 @@ from realkube import (
     word,
 )
 
-from holdfast.kubernetes.api import Api
-from holdfast.kubernetes.quantities import quantity
-from holdfast.kubernetes.sick_machines import HELD
+from holdfast.kubernetes.client.api import Api
+from holdfast.kubernetes.objects.resource import quantity
+from holdfast.kubernetes.policy.machines import SICK_HELD
 
 pytestmark = [pytest.mark.kube, pytest.mark.nightly, pytest.mark.timeout(900)]
 NODES = "/api/v1/nodes"
@@ -515,7 +515,7 @@ def test_a_rule_that_calls_every_machine_sick(
 
                 async def told() -> bool:
                     there = (await machines_of(api)).values()
-                    events = await api.list_all(f"{FOLDER}/events", {"fieldSelector": f"reason={HELD}"})
+                    events = await api.list_all(f"{FOLDER}/events", {"fieldSelector": f"reason={SICK_HELD}"})
                     held = {one["message"].split()[0] for one in events[0]}
                     return machine not in there and held == set(others)
 

@@ -27,8 +27,8 @@ from realkube import (
     until,
 )
 
-from holdfast.kubernetes.api import Api
-from holdfast.kubernetes.reach import job_path
+from holdfast.kubernetes.client.api import Api
+from holdfast.kubernetes.commands.reach import job_path
 
 KWOK = Path(os.environ.get("KUBE_BIN", "/nowhere")) / "kwok"
 pytestmark = [

@@ -27,9 +27,9 @@ from realkube import (
     word,
 )
 
-from holdfast.kubernetes.api import Api
-from holdfast.kubernetes.marks import CONDITION
+from holdfast.kubernetes.client.api import Api
 from holdfast.kubernetes.names import NOTE_FAULT, TAINT_UNHEALTHY
+from holdfast.kubernetes.objects.machine import FAULT_CONDITION
 
 pytestmark = [pytest.mark.kube, pytest.mark.nightly, pytest.mark.timeout(900)]
 NODES = "/api/v1/nodes"
@@ -112,7 +112,7 @@ def on(node: dict[str, Any]) -> dict[str, str]:
     found = {}
     if note := node["metadata"].get("annotations", {}).get(NOTE_FAULT):
         found["note"] = note
-    if (condition := word(node, CONDITION)) and condition["status"] == "True":
+    if (condition := word(node, FAULT_CONDITION)) and condition["status"] == "True":
         found["condition"] = condition["message"]
     for taint in node["spec"].get("taints", ()):
         if taint["key"] == TAINT_UNHEALTHY:

@@ -31,8 +31,8 @@ from realkube import (
     until,
 )
 
-from holdfast.kubernetes.api import Api, ApiError, NoAnswer
-from holdfast.kubernetes.reach import job_path
+from holdfast.kubernetes.client.api import Api, ApiError, NoAnswer
+from holdfast.kubernetes.commands.reach import job_path
 
 pytestmark = [pytest.mark.kube, pytest.mark.timeout(900)]
 PATIENCE_S = 150.0

@@ -33,7 +33,7 @@ from realkube import (
 )
 
 from holdfast.errors import HoldfastError
-from holdfast.kubernetes.api import Api, NoAnswer
+from holdfast.kubernetes.client.api import Api, NoAnswer
 
 pytestmark = [pytest.mark.kube, pytest.mark.nightly, pytest.mark.timeout(1800)]
 EVENTS = 10

@@ -17,8 +17,8 @@ pytest.importorskip("yaml")
 from apiproxy import behind_proxy
 from realkube import Scene, Undisturbed, cluster, gone, holdfast, pair, trained_apart, until, word
 
-from holdfast.kubernetes.api import Api
-from holdfast.kubernetes.marks import CONDITION
+from holdfast.kubernetes.client.api import Api
+from holdfast.kubernetes.objects.machine import FAULT_CONDITION
 
 pytestmark = [pytest.mark.kube, pytest.mark.nightly, pytest.mark.timeout(900)]
 DEFINITIONS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
@@ -52,7 +52,7 @@ def test_another_machine_is_asked_for(
             await until(deleted, "its owner is deleted")
 
             async def said() -> bool:
-                shown = word(await api.get(f"/api/v1/nodes/{machine}"), CONDITION)
+                shown = word(await api.get(f"/api/v1/nodes/{machine}"), FAULT_CONDITION)
                 return shown is not None and "is deleted, so that it is replaced" in shown["message"]
 
             await until(said, "the mark says what was asked")

@@ -34,8 +34,8 @@ from realkube import (
     word,
 )
 
-from holdfast.kubernetes.api import Api
-from holdfast.kubernetes.reach import job_path
+from holdfast.kubernetes.client.api import Api
+from holdfast.kubernetes.commands.reach import job_path
 
 pytestmark = [pytest.mark.kube, pytest.mark.nightly, pytest.mark.timeout(900)]
 

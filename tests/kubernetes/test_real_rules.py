@@ -14,9 +14,9 @@ import yaml
 from kubejobs import job, put
 from test_kube_check import WRONG
 
-from holdfast.kubernetes.api import Api, ApiError
-from holdfast.kubernetes.check import check
-from holdfast.kubernetes.schema import crd_text
+from holdfast.kubernetes.client.api import Api, ApiError
+from holdfast.kubernetes.objects.check import check
+from holdfast.kubernetes.objects.schema import crd_text
 
 pytestmark = pytest.mark.kube
 FOLDER = "/apis/holdfast.dev/v1alpha1/namespaces/default/holdfastjobs"

@@ -38,8 +38,8 @@ from realkube import (
     until,
 )
 
-from holdfast.kubernetes.api import Api, ApiError
-from holdfast.kubernetes.reach import job_path
+from holdfast.kubernetes.client.api import Api, ApiError
+from holdfast.kubernetes.commands.reach import job_path
 
 pytestmark = [pytest.mark.kube, pytest.mark.timeout(900)]
 PODS = f"/api/v1/namespaces/{NAMESPACE}/pods"

@@ -38,9 +38,9 @@ from realkube import (
     until,
 )
 
-from holdfast.kubernetes.api import Api, ApiError, NoAnswer
-from holdfast.kubernetes.reach import job_path
-from holdfast.kubernetes.schema import crd_text
+from holdfast.kubernetes.client.api import Api, ApiError, NoAnswer
+from holdfast.kubernetes.commands.reach import job_path
+from holdfast.kubernetes.objects.schema import crd_text
 
 pytestmark = [pytest.mark.kube, pytest.mark.nightly, pytest.mark.timeout(900)]
 

@@ -41,9 +41,9 @@ from rights import WATCH, objects
 
 from holdfast.agent.simulated_sources import append_kernel_lines
 from holdfast.health.kmsg import boot_id
-from holdfast.kubernetes.api import Api, ApiError
-from holdfast.kubernetes.machine_health import CONDITION, HealthNote, note_on
-from holdfast.kubernetes.names import NOTE_WATCH
+from holdfast.kubernetes.client.api import Api, ApiError
+from holdfast.kubernetes.names import HEALTH_CONDITION, NOTE_WATCH
+from holdfast.kubernetes.pods.watch import HealthNote, note_on
 
 pytestmark = [pytest.mark.kube, pytest.mark.nightly, pytest.mark.timeout(900)]
 NODES = "/api/v1/nodes"
@@ -67,7 +67,7 @@ def test_a_machine_whose_kernel_says_that_it_is_broken(
             node, machine = await trained_apart(job, status)
             await asyncio.to_thread(append_kernel_lines, logs[machine], (LINE,))
             await until(lambda: is_sick(api, machine), f"{machine} has the condition")
-            said = word(await api.get(f"{NODES}/{machine}"), CONDITION) or {}
+            said = word(await api.get(f"{NODES}/{machine}"), HEALTH_CONDITION) or {}
             assert (said["reason"], said["message"]) == ("Xid79", f"gpu 0000:05:00: {LINE}")
             assert [one for one in MACHINES if await is_sick(api, one)] == [machine]
 
@@ -96,7 +96,7 @@ def test_a_watch_may_change_its_own_node_alone_and_of_that_what_is_its_own(play:
         async with watched(api):
             own, other = MACHINES[:2]
             pod = await pod_on(api, own)
-            sick = {"type": CONDITION, "status": "True", "reason": "Xid79", "message": "it is a test"}
+            sick = {"type": HEALTH_CONDITION, "status": "True", "reason": "Xid79", "message": "it is a test"}
             ready = {"type": "Ready", "status": "False", "reason": "Test"}
             async with as_account(api, pod) as account:
                 assert (await account.get(f"{NODES}/{own}"))["metadata"]["name"] == own
@@ -229,7 +229,7 @@ async def watched(api: Api, stand_in: bool = True) -> AsyncIterator[dict[str, Pa
         await until(lambda: gone(api, "/api/v1/namespaces/holdfast-watch"), "the namespace is gone")
         for machine in MACHINES:
             await api.merge(f"{NODES}/{machine}", annotation(None))
-            well = {"type": CONDITION, "status": "False", "reason": "Cleared"}
+            well = {"type": HEALTH_CONDITION, "status": "False", "reason": "Cleared"}
             if await is_sick(api, machine):
                 await api.strategic(f"{NODES}/{machine}/status", {"status": {"conditions": [well]}})
 
@@ -328,14 +328,14 @@ def annotation(text: str | None) -> dict[str, Any]:
 
 
 async def is_sick(api: Api, machine: str) -> bool:
-    found = word(await api.get(f"{NODES}/{machine}"), CONDITION)
+    found = word(await api.get(f"{NODES}/{machine}"), HEALTH_CONDITION)
     return found is not None and found["status"] == "True"
 
 
 async def is_well(api: Api, machine: str) -> bool:
     """It was sick, and nothing of that is left."""
     made = await api.get(f"{NODES}/{machine}")
-    return note_on(made) is None and (word(made, CONDITION) or {}).get("status") == "False"
+    return note_on(made) is None and (word(made, HEALTH_CONDITION) or {}).get("status") == "False"
 
 
 async def keeps_away(api: Api, job: Job, machine: str, status: dict[str, Any]) -> None:

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from holdfast.cli.app import main as cli
-from holdfast.kubernetes.check import accept
-from holdfast.kubernetes.job_spec import job_spec
+from holdfast.kubernetes.objects.check import accept
+from holdfast.kubernetes.objects.render import job_spec
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 FOLDERS = sorted(path.parent for path in RECIPES.glob("*/tiny.toml"))

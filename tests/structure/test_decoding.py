@@ -65,10 +65,10 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("holdfast.tools.corpora.inputs", "json.loads"): BAD_LINES,
     ("holdfast.tools.corpora.inputs", "Decoder.decode"): BAD_LINES,
     (
-        "holdfast.kubernetes.check",
+        "holdfast.kubernetes.objects.check",
         "msgspec.convert",
     ): "its object has passed `check`, or is read by `decode`",
-    ("holdfast.kubernetes.schema", "ast.literal_eval"): "the source of the package",
+    ("holdfast.kubernetes.objects.schema", "ast.literal_eval"): "the source of the package",
     ("holdfast.engines.slurm.parse", "json.loads"): "`slurm.commands` hands it to `decode`",
     ("holdfast.tools.checks.__main__", "msgspec.json.decode"): "from the process that started it",
     (

@@ -20,18 +20,16 @@ CODES = "reasons of the Kubernetes API: words for programs, in CamelCase"
 SLURM = "Slurm's reasons for a job's state: words for programs"
 TOOL = "another program's error, which has no code"
 ELSEWHERE = {
-    "kubernetes/api.py": CODES,
-    "kubernetes/follow.py": CODES,
-    "kubernetes/job_objects.py": CODES,
-    "kubernetes/job_pods.py": CODES,
-    "kubernetes/job_queue.py": CODES,
-    "kubernetes/news.py": CODES,
-    "kubernetes/reach.py": CODES,
-    "kubernetes/reading.py": CODES,
+    "kubernetes/client/api.py": CODES,
+    "kubernetes/commands/follow.py": CODES,
+    "kubernetes/tasks/job_objects.py": CODES,
+    "kubernetes/policy/conditions.py": CODES,
+    "kubernetes/commands/reach.py": CODES,
+    "kubernetes/objects/pod.py": CODES,
     "engines/slurm/launcher.py": SLURM,
     "engines/slurm/submit.py": SLURM,
     "checkpoint/objects.py": TOOL,
-    "kubernetes/coordinator.py": "a cause is not printed twice",
+    "kubernetes/pods/coordinator.py": "a cause is not printed twice",
 }
 
 

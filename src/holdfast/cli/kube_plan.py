@@ -14,9 +14,9 @@ from holdfast.cli.run_options import HealthOptions, RunOptions, SaveOptions
 from holdfast.cli.spec import parse_nnodes
 from holdfast.engines.jobs import default_name
 from holdfast.errors import UsageError
-from holdfast.kubernetes import pod_group
-from holdfast.kubernetes.resource import MAX_NAME, NAME_PATTERN, WORKER
-from holdfast.kubernetes.submission import CODE_BYTES, Submission
+from holdfast.kubernetes.commands.submission import CODE_BYTES, Submission
+from holdfast.kubernetes.objects import render
+from holdfast.kubernetes.objects.resource import MAX_NAME, NAME_PATTERN, WORKER
 from holdfast.protocol.options import declared
 
 
@@ -109,10 +109,10 @@ def _scheduling(ours: KubernetesOptions) -> dict[str, Any]:
             f"--gang {gang} cannot be combined with --queue {ours.queue}: a job is admitted either by its gang "
             "scheduler or by Kueue; remove one of the two options"
         )
-    if queue and gang not in pod_group.WITH_QUEUES:
+    if queue and gang not in render.GANGS_WITH_QUEUES:
         other = "Kubernetes' own scheduler has no queues" if gang is not None else "--gang is missing"
         raise UsageError(
-            f"--gang-queue {queue}: {other}; it works with --gang {' and --gang '.join(pod_group.WITH_QUEUES)}; for "
+            f"--gang-queue {queue}: {other}; it works with --gang {' and --gang '.join(render.GANGS_WITH_QUEUES)}; for "
             "a queue of Kueue use --queue"
         )
     if gang == "KAI" and not queue:

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from holdfast.cli.run_options import RunOptions
-    from holdfast.kubernetes.submission import Submission
+    from holdfast.kubernetes.commands.submission import Submission
 
 
 def run_on_kubernetes(options: RunOptions) -> int:
     """Returns the exit code, see `jobs.exit_code`."""
     from holdfast.cli.kube_plan import plan_submission
     from holdfast.cli.spec import check_engine, check_report, check_text
-    from holdfast.kubernetes.submission import refuse_wrong
+    from holdfast.kubernetes.commands.submission import refuse_wrong
 
     check_engine(options)
     check_report(options.report)
@@ -39,7 +39,7 @@ def follow(folder: Path, no_ui: bool, report: Path | None = None) -> int:
     from holdfast.cli.view import keep_ticking, view_of, write_report
     from holdfast.engines import jobs
     from holdfast.engines.shown import Shown, unread
-    from holdfast.kubernetes.follow import Follower
+    from holdfast.kubernetes.commands.follow import Follower
 
     view = view_of(jobs.read_spec(folder), folder, no_ui)
 
@@ -73,8 +73,8 @@ def _submit(submission: Submission) -> Path:
 
     import msgspec
 
-    from holdfast.kubernetes.cluster import connect, current_namespace
-    from holdfast.kubernetes.submission import submit
+    from holdfast.kubernetes.client.api import connect, current_namespace
+    from holdfast.kubernetes.commands.submission import submit
 
     namespace = submission.namespace or current_namespace(submission.context or None)
     submission = msgspec.structs.replace(submission, namespace=namespace)
@@ -99,8 +99,8 @@ def remember(raw: dict[str, Any], context: str, uid: str) -> Path:
     import msgspec
 
     from holdfast.engines import jobs
-    from holdfast.kubernetes.check import convert
-    from holdfast.kubernetes.job_spec import job_spec
+    from holdfast.kubernetes.objects.check import convert
+    from holdfast.kubernetes.objects.render import job_spec
 
     job = convert(raw)
     # It holds the folder's lock: two commands that remember the same job must not mix their files.
@@ -133,10 +133,9 @@ def find(name: str, namespace: str, context: str) -> Path:
     import asyncio
 
     from holdfast.errors import UsageError
-    from holdfast.kubernetes.api import ApiError, NoAnswer
-    from holdfast.kubernetes.check import check
-    from holdfast.kubernetes.cluster import connect, current_namespace
-    from holdfast.kubernetes.reach import job_path
+    from holdfast.kubernetes.client.api import ApiError, NoAnswer, connect, current_namespace
+    from holdfast.kubernetes.commands.reach import job_path
+    from holdfast.kubernetes.objects.check import check
 
     namespace = namespace or current_namespace(context or None)
 
@@ -165,7 +164,7 @@ def located(name: str, namespace: str, context: str) -> Path:
     """
     from holdfast.engines import jobs
     from holdfast.errors import UsageError
-    from holdfast.kubernetes.cluster import current_namespace
+    from holdfast.kubernetes.client.api import current_namespace
 
     try:
         return find(name, namespace, context)

@@ -76,7 +76,7 @@ def logs(
     write = _write_plain if rank is not None else _write_labelled
     allocation = jobs.read_allocation(folder)
     if allocation is not None and allocation.engine == "kubernetes":
-        from holdfast.kubernetes.printed import show_logs
+        from holdfast.kubernetes.commands.follow import show_logs
 
         if since:
             raise UsageError(

@@ -8,7 +8,7 @@ from pathlib import Path
 from holdfast.engines import jobs
 from holdfast.engines.client import JobClient
 
-REACHES = {"kubernetes": "holdfast.kubernetes.reach:KubernetesReach"}
+REACHES = {"kubernetes": "holdfast.kubernetes.commands.reach:KubernetesReach"}
 """By engine: where to find the `client.Reach` of jobs whose folder has no address. Made with the folder and its allocation."""
 
 

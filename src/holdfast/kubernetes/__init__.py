@@ -1,1 +1,1 @@
-"""Nodes from Kubernetes: a job is an object, an operator makes its pods."""
+"""Kubernetes: a job is an object, and an operator makes and looks after its pods. Stands beside the engines: no job needs it."""

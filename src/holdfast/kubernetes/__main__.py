@@ -13,16 +13,21 @@ from typing import get_args
 
 from holdfast import logs
 from holdfast.errors import HoldfastError
-from holdfast.kubernetes.api import Api, ApiError
-from holdfast.kubernetes.cluster import ACCOUNT, connect
-from holdfast.kubernetes.leader import Lease
-from holdfast.kubernetes.marks import Marking
+from holdfast.kubernetes.client.api import ACCOUNT, Api, ApiError, connect
+from holdfast.kubernetes.client.leader import Lease
 from holdfast.kubernetes.names import COORDINATOR_PORT
-from holdfast.kubernetes.operator import Operator
-from holdfast.kubernetes.reading import GOING_CONDITIONS, TOPOLOGY_LABELS
-from holdfast.kubernetes.render import Setting
-from holdfast.kubernetes.replacement import ACCEPTED, AFTER_S, MOST_A_DAY, Replacements, Way, read_way
-from holdfast.kubernetes.until_stopped import until_stopped
+from holdfast.kubernetes.objects.machine import GOING_CONDITIONS, TOPOLOGY_LABELS, Marking
+from holdfast.kubernetes.pods.pod import until_stopped
+from holdfast.kubernetes.policy.machines import (
+    ACCEPTED,
+    AFTER_S,
+    MOST_A_DAY,
+    Replacements,
+    Setting,
+    Way,
+    read_way,
+)
+from holdfast.kubernetes.tasks.operator import Operator
 from holdfast.protocol.network.lookup import AddressLookup
 from holdfast.protocol.network.sockets import raise_descriptor_limit
 

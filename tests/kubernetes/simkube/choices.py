@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from holdfast.kubernetes.observed import PodSeen, WorkloadSeen
+from holdfast.kubernetes.objects.kueue import WorkloadSeen
+from holdfast.kubernetes.objects.pod import PodSeen
 from simkube.server import Server
 
 if TYPE_CHECKING:

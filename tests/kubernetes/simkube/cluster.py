@@ -7,8 +7,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from holdfast.kubernetes.observed import Farewell, MachineSeen, NodeSaid, PodSeen, Said, WorkloadSeen
-from holdfast.kubernetes.resource import HoldfastJob
+from holdfast.kubernetes.objects.kueue import WorkloadSeen
+from holdfast.kubernetes.objects.machine import MachineSeen
+from holdfast.kubernetes.objects.pod import Farewell, PodSeen
+from holdfast.kubernetes.objects.resource import HoldfastJob
+from holdfast.kubernetes.policy.plan import NodeSaid, Said
 from holdfast.protocol.engine_orders import (
     Availability,
     EngineOrder,

@@ -7,7 +7,11 @@ from typing import Any
 import msgspec
 
 from holdfast.kubernetes import names
-from holdfast.kubernetes.actions import (
+from holdfast.kubernetes.objects.kueue import WorkloadSeen
+from holdfast.kubernetes.objects.pod import PodSeen
+from holdfast.kubernetes.policy.conditions import begun
+from holdfast.kubernetes.policy.losses import newest_of, voters
+from holdfast.kubernetes.policy.plan import (
     Action,
     AddFinalizer,
     AskResize,
@@ -24,20 +28,19 @@ from holdfast.kubernetes.actions import (
     MakeObject,
     MakeWorkload,
     Number,
+    Observed,
     Plan,
     PointService,
     QueueAction,
     ReleaseQuota,
     RemoveFinalizer,
+    Said,
     SizeGroup,
     Tell,
     TellReady,
 )
-from holdfast.kubernetes.conditions import begun
-from holdfast.kubernetes.coordinator_loss import newest_of, voters
-from holdfast.kubernetes.desk import Desk
-from holdfast.kubernetes.observed import Observed, PodSeen, Said, WorkloadSeen
-from holdfast.kubernetes.reconcile import reconcile
+from holdfast.kubernetes.policy.reconcile import reconcile
+from holdfast.kubernetes.tasks.expectations import Expectations
 from simkube.cluster import Cluster, Silent
 from simkube.server import Conflict, Exists, JobObject, NoAnswer, NotFound, Server
 
@@ -47,7 +50,7 @@ class Operator:
 
     def __init__(self, server: Server, cluster: Cluster) -> None:
         self.server, self.cluster = server, cluster
-        self.desk = Desk("llm")
+        self.desk = Expectations("llm")
         self.job: JobObject | None = None
         self.gone = False
         self.position: int | None = None
@@ -86,7 +89,7 @@ class Operator:
         the watch of pods has told."""
         self.job = self.server.object
         if self.job is not None and self.job.uid != self.uid:
-            self.uid, self.desk = self.job.uid, Desk("llm")
+            self.uid, self.desk = self.job.uid, Expectations("llm")
             self.desk.listed([pod for pod in self.known.values() if self.is_mine(pod)], 0)
 
     def is_mine(self, pod: PodSeen) -> bool:

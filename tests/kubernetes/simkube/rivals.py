@@ -7,9 +7,9 @@ from typing import Any
 
 from kubejobs import job as asked
 
-from holdfast.kubernetes.check import accept
-from holdfast.kubernetes.observed import PodSeen
-from holdfast.kubernetes.status import ConditionType
+from holdfast.kubernetes.objects.check import accept
+from holdfast.kubernetes.objects.pod import PodSeen
+from holdfast.kubernetes.objects.status import ConditionType
 from simkube.cluster import Cluster
 from simkube.operator import Operator
 from simkube.server import Server

@@ -8,12 +8,12 @@ from collections import Counter
 import msgspec
 from kubejobs import job as asked
 
-from holdfast.kubernetes import queues
-from holdfast.kubernetes.check import accept
 from holdfast.kubernetes.names import LABEL_QUEUE
-from holdfast.kubernetes.observed import PodSeen
-from holdfast.kubernetes.reconcile import DELETED, LEAVE_S, SUSPENDED
-from holdfast.kubernetes.status import ConditionType
+from holdfast.kubernetes.objects.check import accept
+from holdfast.kubernetes.objects.pod import PodSeen
+from holdfast.kubernetes.objects.status import ConditionType
+from holdfast.kubernetes.policy import queues
+from holdfast.kubernetes.policy.reconcile import DELETED, LEAVE_S, SUSPENDED
 from holdfast.protocol.engine_orders import ReleaseNode
 from simkube.choices import Choices
 from simkube.cluster import Cluster

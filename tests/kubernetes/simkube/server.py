@@ -9,9 +9,10 @@ from typing import Any
 
 import msgspec
 
-from holdfast.kubernetes.observed import PodSeen, WorkloadSeen
-from holdfast.kubernetes.resource import HoldfastJob
-from holdfast.kubernetes.status import JobStatus
+from holdfast.kubernetes.objects.kueue import WorkloadSeen
+from holdfast.kubernetes.objects.pod import PodSeen
+from holdfast.kubernetes.objects.resource import HoldfastJob
+from holdfast.kubernetes.objects.status import JobStatus
 
 
 class Conflict(Exception):

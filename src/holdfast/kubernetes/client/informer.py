@@ -1,0 +1,87 @@
+"""A copy of all objects of one kind, kept up to date by a list and a watch.
+
+A watch can end at any moment. It goes on from the last version that it told; where the server has forgotten that, everything
+is listed anew, and what is not in the list any more was deleted meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import aclosing
+
+from holdfast.kubernetes.client.api import Api, ApiError, Backoff, NoAnswer, Object
+
+_log = logging.getLogger(__name__)
+
+
+class Informer:
+    """Calls back for each change.
+
+    Attributes:
+        listed: set once everything is known. Before that, nothing that is missing counts as deleted.
+        restarts: lists after the first one.
+    """
+
+    def __init__(
+        self,
+        *,
+        api: Api,
+        path: str,
+        query: Mapping[str, str],
+        on_list: Callable[[list[Object], str], None],
+        on_change: Callable[[Object], None],
+        on_gone: Callable[[Object], None],
+        backoff: Backoff | None = None,
+    ) -> None:
+        """on_list: is given all objects and the version at which they were so."""
+        self._backoff = backoff or Backoff()
+        self._api, self._path, self._query = api, path, query
+        self._on_list, self._on_change, self._on_gone = on_list, on_change, on_gone
+        self.listed = asyncio.Event()
+        self.restarts = 0
+
+    async def run(self) -> None:
+        """Until it is cancelled. Raises ApiError where the operator has no right to look."""
+        version = ""
+        while True:
+            try:
+                if not version:
+                    version = await self._list()
+                # Closed at once and not by the garbage collector: it holds a connection.
+                async with aclosing(self._api.watch(self._path, self._query, version)) as events:
+                    async for event in events:
+                        version = event["object"]["metadata"]["resourceVersion"]
+                        self._backoff.reset()
+                        self._take(event)
+                # A server that ends each watch at once must not be asked in a circle.
+                await self._wait(NoAnswer("the watch has ended"))
+            except ApiError as error:
+                if error.is_gone:
+                    version = ""
+                elif not error.may_pass and not error.is_unknown:
+                    raise
+                await self._wait(error)
+            except NoAnswer as error:
+                await self._wait(error)
+
+    async def _list(self) -> str:
+        found, version = await self._api.list_all(self._path, self._query)
+        self._on_list(found, version)
+        self.restarts += self.listed.is_set()
+        self.listed.set()
+        return version
+
+    def _take(self, event: Object) -> None:
+        match event["type"]:
+            case "ADDED" | "MODIFIED":
+                self._on_change(event["object"])
+            case "DELETED":
+                self._on_gone(event["object"])
+            case _:  # a bookmark: nothing but a version
+                pass
+
+    async def _wait(self, error: Exception) -> None:
+        _log.info("%s; it is tried again", error, extra={"path": self._path})
+        await self._backoff.wait(error)

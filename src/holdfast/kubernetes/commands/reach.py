@@ -1,0 +1,245 @@
+"""How commands outside of the cluster reach a job's coordinator: the object says in which pod it is, the API server leads there.
+
+Nothing of the job is needed on this machine. The token is read from the job's Secret each time, and kept in no file: who may
+read that Secret may use the job, and nobody else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import secrets
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from holdfast.coordinator.service.store import FIRST
+from holdfast.engines import jobs
+from holdfast.engines.client import PATIENCE_S, NoAnswer, NotHeard
+from holdfast.engines.jobs import Allocation
+from holdfast.errors import Damaged, UsageError
+from holdfast.kubernetes import names
+from holdfast.kubernetes.client import api
+from holdfast.kubernetes.client.api import Api, ApiError, open_client
+from holdfast.kubernetes.client.tunnel import Tunnel
+from holdfast.kubernetes.objects.resource import GROUP, PLURAL, VERSION
+from holdfast.kubernetes.objects.status import QUEUED, ConditionType, JobStatus, status_of
+from holdfast.protocol.network.endpoint import NAME_PATH, CoordinatorName, Endpoint
+from holdfast.protocol.network.http_client import Answer, Unproven
+from holdfast.protocol.network.sockets import host_and_port
+from holdfast.protocol.wire.decoding import decode
+from holdfast.protocol.wire.status_change import LEDGER_KEPT
+
+AGAIN_S = 0.5
+"""Between two tries: each asks the API server."""
+NAME_S = 4.0
+"""How long a pod may take to say its name. The API server tries for much longer to reach a machine that is gone, and meanwhile
+there may be another coordinator."""
+_ENDED = '{"kind":"ended"'
+_names = msgspec.json.Decoder(CoordinatorName)
+
+
+def job_path(namespace: str, name: str) -> str:
+    """Of the job's object at the API server."""
+    return f"/apis/{GROUP}/{VERSION}/namespaces/{namespace}/{PLURAL}/{name}"
+
+
+def has_ended(status: JobStatus) -> bool:
+    """For ever."""
+    return status.holds(ConditionType.COMPLETE) or status.holds(ConditionType.FAILED)
+
+
+class KubernetesReach:
+    """See `engines.client.Reach`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        allocation: Allocation,
+        opened: Callable[[str | None], AbstractAsyncContextManager[Any]] = open_client,
+        port: int = names.COORDINATOR_PORT,
+    ) -> None:
+        """opened: a `kubernetes_asyncio.client.ApiClient` for a context of the kubeconfig. port: of the coordinator."""
+        self._opened, self._port = opened, port
+        self._folder, self._allocation = folder, allocation
+        self._name, self._namespace = allocation.name or folder.name, allocation.namespace
+        self._open = AsyncExitStack()
+        self._token = ""
+        self._keeper = secrets.token_hex(8)
+        self._where: tuple[str, Endpoint] | None = None
+
+    async def __aenter__(self) -> KubernetesReach:
+        client = await self._open.enter_async_context(self._opened(self._allocation.context or None))
+        self._api, self.tunnel = Api(client), Tunnel(client, self._namespace, names.COORDINATOR_PORT)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._open.aclose()
+
+    async def is_running(self) -> bool:
+        """See `Reach`. True where the API server cannot be asked: the job does not need it."""
+        try:
+            await self._status()
+        except NoAnswer:
+            return False
+        except NotHeard:
+            return True
+        return True
+
+    async def send(self, method: str, path: str, body: str) -> Answer:
+        """See `Reach`."""
+        try:
+            pod, where = await self._find()
+            return await self.tunnel.request(pod, where, self._token, method, path, body, PATIENCE_S)
+        # In these cases the coordinator has not taken the request. Other errors leave that
+        # open, and are the caller's.
+        except (aiohttp.ClientConnectorError, Unproven, NotHeard) as error:
+            self._where = None
+            await asyncio.sleep(AGAIN_S)
+            raise NotHeard(str(error)) from error
+
+    async def listen(self, after: int) -> AsyncGenerator[str]:
+        """See `Reach`. At the job's end its ledger and report are left in the folder: they end with the coordinator's pod."""
+        try:
+            pod, where = await self._find()
+            async with self.tunnel.socket(
+                pod, where, self._token, f"/watch/{after}/keep/{self._keeper}", PATIENCE_S
+            ) as socket:
+                async for frame in socket:
+                    if frame.type is not aiohttp.WSMsgType.TEXT:
+                        continue
+                    if frame.data.startswith(_ENDED):
+                        # Before it is told: who hears it leaves.
+                        await self._keep(socket, frame.data)
+                    yield frame.data
+        except (aiohttp.ClientError, OSError, TimeoutError, NotHeard, NoAnswer):
+            pass
+        self._where = None
+        # Another coordinator may have the job now, and who asks again at once asks the API server each time.
+        await asyncio.sleep(AGAIN_S)
+
+    async def _keep(self, socket: aiohttp.ClientWebSocketResponse, ended: str) -> None:
+        with suppress(aiohttp.ClientError, OSError, TimeoutError):
+            follows = await socket.receive(PATIENCE_S)
+            if follows.type is aiohttp.WSMsgType.BINARY:
+                report = decode(_report, ended, "the report", error=NoAnswer)
+                await asyncio.to_thread(self._write, follows.data, report)
+                # The coordinator waits for this word, so that the ledger does not end with its pod.
+                await socket.send_str(LEDGER_KEPT)
+
+    def _write(self, ledger: bytes, report: Any) -> None:
+        # The ledger first: a command that finds the report finds the ledger that it tells of.
+        work = self._folder / f".{FIRST}.kept"
+        work.write_bytes(ledger)
+        work.replace(self._folder / FIRST)
+        (self._folder / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+
+    # ------------------------------------------------------------ where it is
+
+    async def _find(self) -> tuple[str, Endpoint]:
+        """The coordinator's pod. Raises NotHeard; NoAnswer: there will be none."""
+        if self._where is None:
+            status = await self._status()
+            seen = status.coordinator
+            if seen is None or seen.pod is None or seen.address is None:
+                raise NotHeard(
+                    f"it does not have a coordinator yet; state reported by the operator: {status.state or 'none'}"
+                )
+            self._token = self._token or await self._read_token()
+            self._where = seen.pod, await self._ask_name(seen.pod, seen.address)
+        return self._where
+
+    async def _ask_name(self, pod: str, address: str) -> Endpoint:
+        try:
+            answer = await self.tunnel.ask_openly(pod, NAME_PATH, NAME_S)
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise NotHeard(str(error) or type(error).__name__) from error
+        # Where the pod is not reached, the API server answers by itself. That must not be
+        # read as a coordinator's name.
+        if answer.status != 200:
+            raise NotHeard(f"{pod} cannot be reached: {_words(answer)}")
+        said = decode(_names.decode, answer.body, f"the name of the coordinator in {pod}", error=NotHeard)
+        # By its own address, as whoever asks within the cluster: see `Endpoint.dialled`. That it is this pod's is the API
+        # server's word.
+        return Endpoint(
+            host=address,
+            port=self._port,
+            pid=0,
+            instance=said.instance,
+            term=said.term,
+            dialled=host_and_port(address, self._port),
+        )
+
+    async def _status(self) -> JobStatus:
+        there = await self._get(job_path(self._namespace, self._name), "the job is deleted")
+        status = status_of(there, NoAnswer)
+        if has_ended(status):
+            self._is_over()
+            raise NoAnswer(
+                f"the job {self._name!r} is not running: {status.state}. {status.reason or ''}".strip()
+            )
+        suspended = status.condition(ConditionType.SUSPENDED)
+        # It goes on by itself, so whoever looks on waits with it.
+        if status.holds(ConditionType.SUSPENDED) and suspended is not None and suspended.reason == QUEUED:
+            raise NotHeard(f"the job {self._name!r} has no pods: {suspended.message}")
+        if status.holds(ConditionType.SUSPENDED):
+            # As a person wants it, or still, where the operator has not seen yet that nobody wants it any more.
+            if there.get("spec", {}).get("runPolicy", {}).get("suspend"):
+                raise NoAnswer(
+                    f"the job {self._name!r} is suspended: it continues when spec.runPolicy.suspend is false"
+                )
+            raise NotHeard(f"the job {self._name!r} is being resumed")
+        return status
+
+    async def _read_token(self) -> str:
+        path = f"/api/v1/namespaces/{self._namespace}/secrets/{names.config_name(self._name)}"
+        secret = await self._get(path, "its Secret does not exist yet")
+        return decode(_token_in, secret, "the job's Secret is damaged", error=UsageError)
+
+    async def _get(self, path: str, gone: str) -> dict[str, Any]:
+        try:
+            return await self._api.get(path)
+        except api.NoAnswer as error:
+            raise NotHeard(f"the API server does not answer: {error}") from error
+        except ApiError as error:
+            if error.status == 404:
+                # A new job has no Secret yet, so one waits. A missing object was deleted,
+                # and nothing more will come.
+                if "secrets" in path:
+                    raise NotHeard(gone) from error
+                self._is_over()
+                raise NoAnswer(f"the job {self._name!r} is not running: {gone}") from None
+            if error.may_pass:
+                raise NotHeard(str(error)) from error
+            raise UsageError(f"the API server refused the request: {error}") from None
+
+    def _is_over(self) -> None:
+        """No command asks for it again."""
+        # A folder that cannot be written costs the next command one more question, and nothing else.
+        with suppress(OSError):
+            jobs.write_allocation(self._folder, msgspec.structs.replace(self._allocation, over=True))
+
+
+def _token_in(secret: dict[str, Any]) -> str:
+    token: str = secret["data"][names.TOKEN_FILE]
+    return base64.b64decode(token).decode()
+
+
+def _report(ended: str) -> Any:
+    return msgspec.json.decode(ended)["value"]
+
+
+def _message(body: bytes) -> str:
+    return str(msgspec.json.decode(body)["message"])
+
+
+def _words(answer: Answer) -> str:
+    """Of the API server's own answer."""
+    try:
+        return decode(_message, answer.body, "the answer")
+    except Damaged:
+        return answer.words[:200]

@@ -1,0 +1,412 @@
+"""A HoldfastJob as users write it: `holdfast.dev/v1alpha1`.
+
+The types are the contract. `schema` makes of them what the API server checks, `check` looks at what a schema cannot say.
+Every field does what it says: what this version does not do is not declared, so the API server refuses it.
+
+What has to hold between fields is a method of the type, marked by `rule`: called here, and translated to CEL for the API server.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+GROUP = "holdfast.dev"
+VERSION = "v1alpha1"
+API_VERSION = f"{GROUP}/{VERSION}"
+KIND = "HoldfastJob"
+PLURAL = "holdfastjobs"
+WORKER, COORDINATOR = "worker", "coordinator"
+"""Containers of a node's pod and of the coordinator's that are ours."""
+"""The container of the template that becomes the node; others run beside it."""
+MOST_NODES = 10_000
+MAX_NAME = 40
+"""Characters of a job's name: pods are called NAME-n123, and a label has at most 63."""
+NAME_PATTERN = "^[a-z]([-a-z0-9]*[a-z0-9])?$"
+"""Of Services, which are the strictest of what a job's name becomes a part of."""
+
+CADENCE = "^(auto|0|[1-9][0-9]*|[0-9]+([.][0-9]+)?[smh])$"
+"""As `checkpoint.policy.parse_cadence` reads it."""
+QUANTITY = "^[0-9]+([.][0-9]+)?(Ki|Mi|Gi|Ti|k|M|G|T)?$"
+"""Bytes, as Kubernetes writes them."""
+NAME_OF_OBJECT = Meta(min_length=1, max_length=253)
+
+
+RULE_MARK = "__holdfast_rule__"
+
+
+def rule(field: str, accepted: str) -> Callable[[Callable[[Any], bool]], Callable[[Any], bool]]:
+    """Marks a method of a part of the object as something that has to hold. field: as in `Rule`."""
+
+    def mark(method: Callable[[Any], bool]) -> Callable[[Any], bool]:
+        setattr(method, RULE_MARK, (field, accepted))
+        return method
+
+    return mark
+
+
+def exactly_one(found: Iterable[bool]) -> bool:
+    """CEL's `exists_one`."""
+    return sum(found) == 1
+
+
+class _Struct(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    rename="camel",
+    omit_defaults=True,
+    forbid_unknown_fields=True,
+):
+    """What all parts of the object are."""
+
+
+class Code(_Struct, frozen=True, kw_only=True):
+    """Files that are put into the containers' working directory."""
+
+    config_map: Annotated[str, NAME_OF_OBJECT]
+    """Its keys are the files' names."""
+
+
+class Run(_Struct, frozen=True, kw_only=True):
+    """What every worker runs."""
+
+    script: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
+    """Relative to the working directory."""
+    module: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    args: Annotated[tuple[Annotated[str, Meta(max_length=8192)], ...], Meta(max_length=512)] = ()
+    preload: Annotated[tuple[Annotated[str, Meta(max_length=128)], ...], Meta(max_length=32)] = ("torch",)
+    """Modules imported before a worker is needed."""
+    code: Code | None = None
+
+
+class Snapshots(_Struct, frozen=True, kw_only=True):
+    """The training state in the nodes' memory."""
+
+    every: Annotated[str, Meta(pattern=CADENCE)] = "auto"
+    """Steps (100), time (30s) or auto."""
+    copies: Annotated[int, Meta(ge=0, le=8)] = 1
+    """Other nodes that keep each."""
+    memory: Annotated[str, Meta(pattern=QUANTITY)] | None = None
+    """Of every node; absent: half of the container's limit."""
+
+
+class Checkpoint(_Struct, frozen=True, kw_only=True):
+    """A durable tier."""
+
+    url: Annotated[str, Meta(max_length=2048, pattern="^((s3|gs|az|file)://.+|/.+)")]
+    """A bucket, or a folder that all nodes mount."""
+    every: Annotated[str, Meta(pattern=CADENCE)] = "auto"
+    keep: Annotated[int, Meta(ge=1, le=100_000)] = 2
+    keep_every: Annotated[int, Meta(ge=0, le=1_000_000_000)] = 0
+    """Steps that it divides are kept for ever; 0: none."""
+
+
+class TimingSpec(_Struct, frozen=True, kw_only=True):
+    """The two knobs from which every time-out follows."""
+
+    detection_milliseconds: Annotated[int, Meta(ge=250, le=600_000)] = 2000
+    """A node that is silent for so long is lost."""
+    stall_factor_percent: Annotated[int, Meta(ge=200, le=100_000)] = 500
+    """Of a median step; a worker that stands still longer is stalled."""
+
+
+class HealthPolicy(_Struct, frozen=True, kw_only=True):
+    """What is done about sick machines."""
+
+    dry_run: Annotated[tuple[Annotated[str, Meta(max_length=128)], ...], Meta(max_length=64)] = ()
+    """Rules on trial; *: all."""
+    blast_radius_percent: Annotated[int, Meta(ge=1, le=100)] = 25
+    """Of the nodes, acted on within ten minutes."""
+    deep_checks: bool = False
+    replace_slow_percent: Annotated[int, Meta(ge=101, le=10_000)] | None = None
+    replace_suspect: bool = False
+
+
+class RunPolicy(_Struct, frozen=True, kw_only=True):
+    """How long the job lives, and what stays of it."""
+
+    suspend: bool = False
+    """Save, give every pod back, go on when false again."""
+    max_restarts: Annotated[int, Meta(ge=0, le=100_000)] = 100
+    active_deadline_seconds: Annotated[int, Meta(ge=1, le=315_360_000)] | None = None
+    """From the start of a run; then it is stopped."""
+    startup_deadline_seconds: Annotated[int, Meta(ge=30, le=31_536_000)] = 1800
+    """From the start of a run to its first step."""
+    ttl_seconds_after_finished: Annotated[int, Meta(ge=0, le=315_360_000)] | None = None
+    """Absent: the object stays."""
+    clean_pods: Literal["All", "KeepFailed", "None"] = "KeepFailed"
+
+
+class Disruption(_Struct, frozen=True, kw_only=True):
+    """How nodes leave when the cluster wants them back."""
+
+    grace_seconds: Annotated[int, Meta(ge=10, le=3600)] = 90
+    """terminationGracePeriodSeconds of nodes."""
+    allow_voluntary: bool = False
+    # Karpenter and the autoscaler may take nodes when they like.
+    max_unavailable: Literal["Spares", "One", "Any"] = "Spares"
+    """Of the PodDisruptionBudget."""
+
+
+class Topology(_Struct, frozen=True, kw_only=True):
+    """Where the nodes may stand."""
+
+    required: Annotated[str, Meta(min_length=1, max_length=317)] | None = None
+    """A label of machines, the same for all."""
+    preferred: Annotated[str, Meta(min_length=1, max_length=317)] | None = None
+    one_per_node: bool = True
+
+
+class QueueTopology(_Struct, frozen=True, kw_only=True):
+    """How near to each other Kueue puts the nodes: one of the two, a label that is a level of its Topology."""
+
+    required: Annotated[str, Meta(min_length=1, max_length=63)] | None = None
+    """One value for all nodes, or the job waits."""
+    preferred: Annotated[str, Meta(min_length=1, max_length=63)] | None = None
+    """The same value, or else as few as possible."""
+
+    @rule("", "either required or preferred")
+    def names_one_level(self) -> bool:
+        """Both at once would be two wishes."""
+        return (self.required is None) != (self.preferred is None)
+
+
+class Scheduling(_Struct, frozen=True, kw_only=True):
+    """How the job shares the cluster with others. Its queue is the label kueue.x-k8s.io/queue-name, as everywhere."""
+
+    workload_priority_class: Annotated[str, NAME_OF_OBJECT] | None = None
+    """Kueue's, of minNodes and the spares."""
+    elastic_workload_priority_class: Annotated[str, NAME_OF_OBJECT] | None = None
+    """Of each further node. Absent: the same."""
+    queue_topology: QueueTopology | None = None
+    """Kueue chooses machines by its Topology."""
+    gang: Literal["KAI", "PodGroup", "Volcano"] | None = None
+    """Binds minNodes together or none, by a PodGroup."""
+    queue: Annotated[str, NAME_OF_OBJECT] | None = None
+    """Volcano's or KAI's."""
+    give_back_seconds: Annotated[int, Meta(ge=0, le=86_400)] = 120
+    """A start that has too few machines for so long gives them back; 0: never."""
+
+    @rule("queue", "none without gang KAI or Volcano")
+    def queue_is_of_a_gang(self) -> bool:
+        """Kueue's is a label of the object."""
+        return self.queue is None or (self.gang is not None and self.gang != "PodGroup")
+
+    @rule("queue", "KAI's queue")
+    def kai_has_a_queue(self) -> bool:
+        """Without one it binds nothing."""
+        return self.gang is None or self.gang != "KAI" or self.queue is not None
+
+
+class TemplateMetadata(_Struct, frozen=True, kw_only=True):
+    """What the pods get beside the operator's own."""
+
+    labels: dict[str, str] = {}
+    annotations: dict[str, str] = {}
+
+
+ValueOfLabel = Annotated[str, Meta(max_length=4096)]
+_AS_IN_A_POD: dict[str, Any] = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+"""A part of a PodSpec, which the API server checks when the pod is made."""
+
+
+class CoordinatorPolicy(_Struct, frozen=True, kw_only=True):
+    """The pod that decides. It runs no code of the user's."""
+
+    image: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
+    """Absent: the operator's, or else the worker's."""
+    priority_class_name: Annotated[str, NAME_OF_OBJECT] | None = None
+    labels: dict[str, ValueOfLabel] | None = None
+    annotations: dict[str, ValueOfLabel] | None = None
+    node_selector: dict[str, ValueOfLabel] | None = None
+    """Absent: any machine."""
+    tolerations: Annotated[
+        tuple[dict[str, Any], ...], Meta(max_length=64, extra_json_schema={"items": _AS_IN_A_POD})
+    ] = ()
+    """Absent: the template's."""
+    affinity: Annotated[dict[str, Any], Meta(extra_json_schema=_AS_IN_A_POD)] | None = None
+    resources: Annotated[dict[str, Any], Meta(extra_json_schema=_AS_IN_A_POD)] | None = None
+    """Absent: requests of 100m and 256Mi, limit 2Gi."""
+    image_pull_secrets: Annotated[
+        tuple[dict[str, Any], ...], Meta(max_length=64, extra_json_schema={"items": _AS_IN_A_POD})
+    ] = ()
+    """Absent: the template's."""
+
+
+POD_SPEC = {
+    "type": "object",
+    "required": ["containers"],
+    "x-kubernetes-preserve-unknown-fields": True,
+    "properties": {
+        "containers": {
+            "type": "array",
+            "minItems": 1,
+            "maxItems": 64,
+            "items": {
+                "type": "object",
+                "required": ["name", "image"],
+                "x-kubernetes-preserve-unknown-fields": True,
+                "properties": {
+                    "name": {"type": "string", "maxLength": 63},
+                    "image": {"type": "string", "minLength": 1},
+                },
+            },
+        }
+    },
+}
+"""Not the whole of Kubernetes' schema: with it `kubectl apply` could not keep the CRD in its annotation."""
+
+
+class PodTemplate(_Struct, frozen=True, kw_only=True):
+    """One node's pod. Its container `worker` becomes the node: the operator adds command, ports, /dev/shm, environment."""
+
+    spec: Annotated[dict[str, Any], Meta(extra_json_schema=POD_SPEC)]
+    """A PodSpec."""
+    metadata: TemplateMetadata = TemplateMetadata()
+
+    @rule("spec.containers", "exactly one named worker")
+    def has_a_worker(self) -> bool:
+        """It becomes the node."""
+        return exactly_one(one["name"] == WORKER for one in self.spec["containers"])
+
+
+ONE_OF_SCRIPT_AND_MODULE = {"oneOf": [{"required": ["script"]}, {"required": ["module"]}]}
+
+
+class HoldfastJobSpec(_Struct, frozen=True, kw_only=True):
+    """What is asked for."""
+
+    run: Annotated[Run, Meta(extra_json_schema=ONE_OF_SCRIPT_AND_MODULE)]
+    template: PodTemplate
+    nodes: Annotated[int, Meta(ge=1, le=MOST_NODES)] = 1
+    """Nodes that train at full strength; kubectl scale changes it."""
+    min_nodes: Annotated[int, Meta(ge=1, le=MOST_NODES)] | None = None
+    """Go on with so few; absent: as many as nodes."""
+    spares: Annotated[int, Meta(ge=0, le=1000)] = 0
+    """Warm nodes to replace others."""
+    wait_for_spare: bool = False
+    """Train at full strength only."""
+    procs_per_node: (
+        Annotated[int, Meta(ge=1, le=999)] | Annotated[str, Meta(pattern="^(gpu|cpu|auto|[1-9][0-9]{0,2})$")]
+    ) = "auto"
+    """Workers of a node. auto: one for each GPU, else for each core."""
+    snapshots: Snapshots = Snapshots()
+    checkpoints: Annotated[
+        tuple[Checkpoint, ...],
+        Meta(
+            max_length=8,
+            extra_json_schema={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["url"]},
+        ),
+    ] = ()
+    timing: TimingSpec = TimingSpec()
+    health: HealthPolicy = HealthPolicy()
+    run_policy: RunPolicy = RunPolicy()
+    disruption: Disruption = Disruption()
+    topology: Topology = Topology()
+    scheduling: Scheduling = Scheduling()
+    coordinator: CoordinatorPolicy = CoordinatorPolicy()
+    faults: Annotated[tuple[Annotated[str, Meta(max_length=256)], ...], Meta(max_length=64)] = ()
+    """As --fault of the command line."""
+
+    @rule("minNodes", "at most nodes")
+    def fewest_fit(self) -> bool:
+        """A job cannot go on with more than all."""
+        return self.min_nodes is None or self.min_nodes <= self.nodes
+
+    @rule("waitForSpare", "false, or 1 spare or more")
+    def waits_for_something(self) -> bool:
+        """Without spares it would wait for ever."""
+        return not self.wait_for_spare or self.spares > 0
+
+    @rule("snapshots.copies", "fewer than nodes and spares together")
+    def copies_fit(self) -> bool:
+        """Each is on another node. One node alone keeps none."""
+        return self.nodes + self.spares == 1 or self.snapshots.copies < self.nodes + self.spares
+
+    @property
+    def fewest(self) -> int:
+        """Nodes to train with at least."""
+        return self.nodes if self.min_nodes is None else self.min_nodes
+
+    @property
+    def wanted(self) -> int:
+        """Nodes at full strength with their spares."""
+        return self.nodes + self.spares
+
+
+class ObjectName(msgspec.Struct, frozen=True, kw_only=True):
+    """Which object, and which life of it."""
+
+    namespace: str
+    name: str
+    uid: str
+    """Another one for every object, also for two of one name after each other."""
+
+
+class HoldfastJob(msgspec.Struct, frozen=True, kw_only=True):
+    """An object that has passed `check`."""
+
+    id: ObjectName
+    spec: HoldfastJobSpec
+    queue: str = ""
+    """Kueue's LocalQueue; empty: the job waits for nobody's leave."""
+
+
+# ------------------------------------------------------------ figures that follow from the template
+
+_SUFFIXES = {
+    "": 1.0,
+    "m": 1e-3,
+    **{unit: 1000.0**n for n, unit in enumerate(("k", "M", "G", "T", "P", "E"), 1)},
+    **{f"{unit}i": 1024.0**n for n, unit in enumerate(("K", "M", "G", "T", "P", "E"), 1)},
+}
+_QUANTITY = re.compile(r"([0-9]+(?:[.][0-9]*)?|[.][0-9]+)(?:([eE][+-]?[0-9]+)|([a-zA-Z]*))")
+
+
+def quantity(value: object) -> float | None:
+    """The number; None: it is none, or none that Kubernetes takes."""
+    match = _QUANTITY.fullmatch(str(value))
+    if match is None or (match[3] or "") not in _SUFFIXES:
+        return None
+    return float(match[1] + (match[2] or "")) * _SUFFIXES[match[3] or ""]
+
+
+GPU_RESOURCE = "nvidia.com/gpu"
+
+
+def workers_of_node(spec: HoldfastJobSpec) -> int:
+    """`procsPerNode` as a number."""
+    given = str(spec.procs_per_node)
+    if given.isdigit():
+        return int(given)
+    # Not asked of the machine: the coordinator has to know it before there is a node, and all nodes are alike.
+    cores = max(
+        1, math.floor(quantity_of_limit(spec, "cpu") or quantity_of_limit(spec, "cpu", "requests") or 1)
+    )
+    gpus = int(quantity_of_limit(spec, GPU_RESOURCE) or 0)
+    return cores if given == "cpu" or not gpus else gpus
+
+
+def worker_container(spec: HoldfastJobSpec) -> dict[str, Any] | None:
+    """The template's container that becomes the node; None: there is none."""
+    return next((one for one in spec.template.spec["containers"] if one["name"] == WORKER), None)
+
+
+def snapshot_bytes(spec: HoldfastJobSpec) -> int | None:
+    """Of every node; None: nothing was said, and the container has no limit."""
+    if spec.snapshots.memory is not None:
+        return int(quantity(spec.snapshots.memory) or 0)
+    limit = quantity_of_limit(spec, "memory")
+    return None if limit is None else int(limit / 2)
+
+
+def quantity_of_limit(spec: HoldfastJobSpec, resource: str, kind: str = "limits") -> float | None:
+    """What the template's worker may have of a resource; None: nothing is said. kind: `limits` or `requests`."""
+    container = worker_container(spec) or {}
+    return quantity(((container.get("resources") or {}).get(kind) or {}).get(resource))

@@ -1,0 +1,325 @@
+"""The CustomResourceDefinition, made of the types of `resource` and `status`: their fields, and the rules between them.
+
+The API server wants a *structural* schema: no references, one type at each place, and unions of nothing but numbers and
+strings. What field docs say becomes the description, so `kubectl explain hj.spec` has the same words as the source. `crd.yaml`
+of this package is what comes out; a test compares the two.
+
+A rule is written once, as a method of the type, and read twice: `check` calls it, and for the API server its expression is translated
+to CEL, so that `kubectl apply` refuses what the operator would.
+
+    @rule("min_nodes", "at most nodes")
+    def fewest_fit(self) -> bool:
+        return self.min_nodes is None or self.min_nodes <= self.nodes
+
+An expression may have comparisons, `and`, `or`, `not`, sums, `is None`, fields, constants of the module, and `exactly_one`. A
+field that may be None has to be asked for that before it is used: in CEL a field that is not there is an error.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import msgspec
+import msgspec.inspect as kinds
+import yaml
+
+from holdfast.kubernetes.objects.resource import (
+    API_VERSION,
+    GROUP,
+    KIND,
+    MAX_NAME,
+    NAME_PATTERN,
+    PLURAL,
+    RULE_MARK,
+    VERSION,
+    HoldfastJobSpec,
+)
+from holdfast.kubernetes.objects.status import JobStatus
+
+_OPERATORS: dict[type[ast.AST], str] = {
+    ast.Eq: "==",
+    ast.NotEq: "!=",
+    ast.Lt: "<",
+    ast.LtE: "<=",
+    ast.Gt: ">",
+    ast.GtE: ">=",
+}
+
+
+class Rule(msgspec.Struct, frozen=True):
+    """One of them."""
+
+    field: str
+    """The one to be corrected, by its path in the object as users write it; empty: the part as a whole."""
+    accepted: str
+    """What may stand there."""
+    holds: Callable[[Any], bool]
+    cel: str
+
+    def value(self, part: msgspec.Struct) -> Any:
+        """What stands in the field."""
+        found: Any = part
+        for name in filter(None, self.field.split(".")):
+            found = msgspec.to_builtins(found) if isinstance(found, msgspec.Struct) else found
+            found = found.get(name)
+        return msgspec.to_builtins(found)
+
+
+@cache
+def rules_of(cls: type[msgspec.Struct]) -> tuple[Rule, ...]:
+    """In the order of the source."""
+    found = []
+    for name, method in vars(cls).items():
+        if (marked := getattr(method, RULE_MARK, None)) is not None:
+            (tree,) = ast.parse(textwrap.dedent(inspect.getsource(method))).body
+            assert isinstance(tree, ast.FunctionDef)
+            returned = tree.body[-1]
+            assert isinstance(returned, ast.Return), (
+                f"{cls.__name__}.{name}: one expression, which CEL can say"
+            )
+            cel = _Translation(cls).of(returned.value)
+            field, accepted = marked
+            found.append(Rule(field=field, accepted=accepted, holds=method, cel=cel))
+    return tuple(found)
+
+
+class _Translation:
+    def __init__(self, cls: type[msgspec.Struct]) -> None:
+        self._constants = vars(sys.modules[cls.__module__])
+
+    def of(self, node: ast.expr | None) -> str:
+        match node:
+            case ast.BoolOp(op, values):
+                sign = "&&" if isinstance(op, ast.And) else "||"
+                return sign.join(self._within(one) for one in values)
+            case ast.UnaryOp(ast.Not(), operand):
+                return f"!{self._within(operand)}"
+            case ast.Compare(left, [ast.Is()], [ast.Constant(None)]):
+                return f"!has({self.of(left)})"
+            case ast.Compare(left, [ast.IsNot()], [ast.Constant(None)]):
+                return f"has({self.of(left)})"
+            case ast.Compare(left, [sign], [right]) if type(sign) in _OPERATORS:
+                return f"{self._within(left)}{_OPERATORS[type(sign)]}{self._within(right)}"
+            case ast.BinOp(left, ast.Add(), right):
+                return f"{self.of(left)}+{self.of(right)}"
+            case ast.Attribute(value, name):
+                return f"{self.of(value)}.{_camel(name)}"
+            case ast.Subscript(value, ast.Constant(str(name))):
+                return f"{self.of(value)}.{name}"
+            case ast.Name("self"):
+                return "self"
+            case ast.Name("one"):
+                return "c"
+            case ast.Name(name) if name in self._constants:
+                return _literal(self._constants[name])
+            case ast.Constant(value):
+                return _literal(value)
+            case ast.Call(ast.Name("exactly_one"), [ast.GeneratorExp(elt, [each])]):
+                return f"{self.of(each.iter)}.exists_one(c,{self.of(elt)})"
+            case _:
+                raise TypeError(f"{ast.unparse(node) if node else node}: CEL has no word for it here")
+
+    def _within(self, node: ast.expr) -> str:
+        """A part of another expression, in brackets where it would be read otherwise."""
+        said = self.of(node)
+        return f"({said})" if isinstance(node, ast.BoolOp) else said
+
+
+def _camel(name: str) -> str:
+    """A field's name as `rename="camel"` has it."""
+    first, *rest = name.split("_")
+    return first + "".join(part.capitalize() for part in rest)
+
+
+def _literal(value: Any) -> str:
+    assert isinstance(value, int | str), value
+    return str(value) if isinstance(value, int) else f"'{value}'"
+
+
+COLUMNS = (
+    ("State", "string", ".status.state", 0),
+    ("Nodes", "string", ".status.nodes.summary", 0),
+    ("Step", "integer", ".status.progress.step", 0),
+    ("Incidents", "integer", ".status.incidents.total", 0),
+    ("Goodput", "string", ".status.progress.goodput", 1),
+    ("Checkpoint", "string", ".status.saved.checkpoint", 1),
+    ("Reason", "string", ".status.reason", 0),
+    ("Age", "date", ".metadata.creationTimestamp", 0),
+)
+"""What `kubectl get hj` shows: heading, type, path; priority 1: only with `-o wide`."""
+
+SIZE_OF_A_RUN = {
+    "rule": "self.spec.nodes==oldSelf.spec.nodes||self.spec.runPolicy.suspend"
+    "||self.spec.nodes>=self.?status.fewest.orValue(1)&&self.spec.nodes<=self.?status.most.orValue(10000)",
+    "message": "spec.nodes: from status.fewest to status.most while it runs",
+}
+"""So `kubectl scale` is refused at once. About changes alone: a status is written whatever the size is."""
+
+
+def crd() -> dict[str, Any]:
+    """The whole object."""
+    version = {
+        "name": VERSION,
+        "served": True,
+        "storage": True,
+        "subresources": {
+            "status": {},
+            "scale": {
+                "specReplicasPath": ".spec.nodes",
+                "statusReplicasPath": ".status.nodes.present",
+                "labelSelectorPath": ".status.selector",
+            },
+        },
+        "additionalPrinterColumns": [
+            {"name": name, "type": type_, "jsonPath": path} | ({"priority": priority} if priority else {})
+            for name, type_, path, priority in COLUMNS
+        ],
+        "schema": {"openAPIV3Schema": job_schema()},
+    }
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{PLURAL}.{GROUP}"},
+        "spec": {
+            "group": GROUP,
+            "scope": "Namespaced",
+            "names": {
+                "plural": PLURAL,
+                "kind": KIND,
+                "shortNames": ["hj"],
+                "categories": ["all"],
+            },
+            "versions": [version],
+        },
+    }
+
+
+def crd_text() -> str:
+    """As `crd.yaml` has it."""
+    head = f"# {KIND} {API_VERSION}. Made of the types in resource.py and status.py by `make crd`; do not change it by hand.\n"
+    body: str = yaml.safe_dump(crd(), sort_keys=False, width=200, default_flow_style=None)
+    return head + body
+
+
+@cache
+def job_schema() -> dict[str, Any]:
+    """Of the object as a whole."""
+    name = {"type": "string", "maxLength": MAX_NAME, "pattern": NAME_PATTERN}
+    return {
+        "type": "object",
+        "description": "A training job that goes on through failures.",
+        "required": ["spec"],
+        "properties": {
+            "metadata": {"type": "object", "properties": {"name": name}},
+            "spec": _of_struct(HoldfastJobSpec, documented=True),
+            # Descriptions are for what people write. Of the status they would cost a third of what the CRD may have.
+            "status": _of_struct(JobStatus, documented=False),
+        },
+        "x-kubernetes-validations": [SIZE_OF_A_RUN],
+    }
+
+
+def _of_struct(cls: type[msgspec.Struct], documented: bool) -> dict[str, Any]:
+    info = kinds.type_info(cls)
+    assert isinstance(info, kinds.StructType)
+    docs = _field_docs(cls) if documented else {}
+    properties: dict[str, Any] = {}
+    for field in info.fields:
+        schema = _of_type(field.type, documented)
+        if field.name in docs:
+            schema = {"description": docs[field.name], **schema}
+        # Defaults are written into the object when it is made. So a later version with other defaults does
+        # not change jobs that exist, and `kubectl get -o yaml` shows what holds.
+        if documented and not field.required and (default := _default(field)) is not None:
+            schema["default"] = default
+        properties[field.encode_name] = schema
+    required = [field.encode_name for field in info.fields if field.required]
+    rules = [{"rule": one.cel, "message": _told(one)} for one in rules_of(cls)]
+    return (
+        {"type": "object"}
+        | ({"required": required} if required else {})
+        | {"properties": properties}
+        | ({"x-kubernetes-validations": rules} if rules else {})
+    )
+
+
+def _told(one: Rule) -> str:
+    """The API server names the part of the object, and the message the field in it."""
+    return f"{one.field}: {one.accepted}" if one.field else one.accepted
+
+
+def _default(field: kinds.Field) -> Any:
+    """None: nothing is filled in. A nested object gets an empty one: without it the defaults within would not apply."""
+    if field.default is msgspec.NODEFAULT:
+        return None if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+    # omit_defaults leaves nothing of a struct of defaults, which is what is wanted: an empty object.
+    plain = msgspec.to_builtins(field.default)
+    return None if plain in ((), []) else list(plain) if isinstance(plain, tuple) else plain
+
+
+def _of_type(kind: kinds.Type, documented: bool) -> dict[str, Any]:
+    match kind:
+        case kinds.Metadata(extra_json_schema=dict(extra)) if "x-kubernetes-preserve-unknown-fields" in extra:
+            return dict(extra)  # the whole of it
+        case kinds.Metadata():
+            return _of_type(kind.type, documented) | (kind.extra_json_schema or {})
+        case kinds.StructType():
+            return _of_struct(kind.cls, documented)
+        case kinds.UnionType():
+            return _of_union([one for one in kind.types if not isinstance(one, kinds.NoneType)], documented)
+        case kinds.VarTupleType():
+            most = {} if kind.max_length is None else {"maxItems": kind.max_length}
+            return {"type": "array", **most, "items": _of_type(kind.item_type, documented)}
+        case kinds.DictType(value_type=kinds.StrType()):
+            return {"type": "object", "additionalProperties": _of_type(kind.value_type, documented)}
+        case kinds.DictType():  # what it holds is said by the field's own schema
+            return {"type": "object"}
+        case kinds.LiteralType():
+            return {"type": "string", "enum": sorted(str(one) for one in kind.values)}
+        case kinds.BoolType():
+            return {"type": "boolean"}
+        case kinds.IntType():
+            return {"type": "integer", **_given(minimum=kind.ge, maximum=kind.le)}
+        case kinds.StrType():
+            limits = _given(minLength=kind.min_length, maxLength=kind.max_length, pattern=kind.pattern)
+            return {"type": "string", **limits}
+        case _:
+            raise TypeError(f"{kind}: a structural schema has no place for it")
+
+
+def _of_union(members: list[kinds.Type], documented: bool) -> dict[str, Any]:
+    if len(members) == 1:
+        return _of_type(members[0], documented)
+    text = next(one for one in members if isinstance(one, kinds.StrType))
+    assert {type(one) for one in members} == {kinds.IntType, kinds.StrType}, members
+    # The one union that a structural schema knows. The pattern is looked at where the value is a string.
+    return {
+        "x-kubernetes-int-or-string": True,
+        **_given(pattern=text.pattern),
+    }
+
+
+def _given(**limits: Any) -> dict[str, Any]:
+    return {name: limit for name, limit in limits.items() if limit is not None}
+
+
+@cache
+def _field_docs(cls: type[msgspec.Struct]) -> dict[str, str]:
+    """The text under each field, on one line."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(tree, ast.ClassDef)
+    found: dict[str, str] = {}
+    for field, text in zip(tree.body, tree.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+            found[ast.unparse(field.target)] = " ".join(ast.literal_eval(text.value).split())
+    return found
+
+
+if __name__ == "__main__":
+    sys.stdout.write(crd_text())

@@ -1,0 +1,1 @@
+"""The programs in the pods: a node, a coordinator, and the watch of a machine."""

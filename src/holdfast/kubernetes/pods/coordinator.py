@@ -1,0 +1,193 @@
+"""`python -m holdfast.kubernetes.pods.coordinator`: the program of a coordinator's pod. It keeps the coordinator of one term
+running, and leaves how the job ended in the pod's status."""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+from holdfast.errors import Damaged
+from holdfast.protocol.wire.stored import decode_file
+
+if __name__ == "__main__":
+    # Before the other imports, which take a while: the kernel drops a SIGTERM that the first process of a container has no
+    # handler for, and the pod would stay for its whole grace.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+
+import argparse
+import asyncio
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from holdfast import logs
+from holdfast.engines import jobs
+from holdfast.engines.client import JobClient
+from holdfast.engines.coordinator_keeper import CoordinatorConfig, CoordinatorKeeper, Superseded, listen
+from holdfast.errors import HoldfastError, UsageError
+from holdfast.kubernetes.names import CONFIG_FOLDER, COORDINATOR_PORT, TERMINATION_FILE
+from holdfast.kubernetes.objects.pod import Farewell
+from holdfast.kubernetes.pods.pod import PodPlace, read_pod
+from holdfast.protocol.engine_orders import EngineTraits
+from holdfast.protocol.leadership import EXIT_HANDED_OVER
+
+_log = logging.getLogger("holdfast.coordinator-pod")
+TRAITS = EngineTraits(keeps_nodes=False, nodes_are_machines=True)
+"""Memory of a pod ends with it."""
+COPIES = 2
+"""Of the ledger. Its file ends with the pod, and a machine may be lost together with this one."""
+REASON_CHARS = 1000
+"""Kubernetes takes 4096 bytes of a termination message."""
+
+
+class CoordinatorPod:
+    """The coordinator of one term."""
+
+    def __init__(self, pod: PodPlace, term: int, farewell: Path) -> None:
+        """farewell: the file of the termination message."""
+        self._pod, self._term, self._farewell = pod, term, farewell
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> int:
+        """Until the job is over (0), another term has begun (0), or this pod is to go (75).
+
+        Raises:
+            HoldfastError: the coordinator cannot be kept running.
+        """
+        # First: who connects while the checkpoints are looked through waits in the kernel.
+        listener = listen(self._pod.host, COORDINATOR_PORT)
+        loop = asyncio.get_running_loop()
+        leaves = asyncio.Event()
+        loop.add_signal_handler(signal.SIGTERM, leaves.set)
+        loop.add_signal_handler(signal.SIGINT, leaves.set)
+        # While it is held, `holdfast status` within this pod finds the job running.
+        lock = jobs.JobFolder(self._pod.spec.name).lock
+        await asyncio.to_thread(self._prepare)
+        config = CoordinatorConfig(
+            job_dir=self._pod.folder,
+            timing=self._pod.spec.timing,
+            host=self._pod.host,
+            listener=listener,
+            term=self._term,
+            inherited=(lock,),
+            copies=COPIES,
+        )
+        keeper = CoordinatorKeeper(config, self._note, self._on_coordinator)
+        keeping = asyncio.create_task(self._keep(keeper))
+        leaving = asyncio.create_task(leaves.wait())
+        try:
+            await asyncio.wait({keeping, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not keeping.done():
+                # The job goes on: the operator starts the next term elsewhere.
+                keeper.hand_over()
+            try:
+                await keeping
+            except Superseded as error:
+                self._note(str(error))
+                return 0
+        finally:
+            leaving.cancel()
+            for task in self._tasks:
+                task.cancel()
+            await keeper.close()
+        return await asyncio.to_thread(self._say_farewell)
+
+    async def _keep(self, keeper: CoordinatorKeeper) -> None:
+        await keeper.start()
+        await keeper.keep()
+
+    def _prepare(self) -> None:
+        """The folder, and what there is to go on from. A container that is started again in its pod finds both."""
+        self._pod.prepare()
+        path = self._pod.folder / "resume.json"
+        # Checkpoints are looked for once in a pod's life. A container that starts again in it continues with
+        # its ledger, and newer checkpoints are known there.
+        if path.exists():
+            return
+        resume = jobs.find_checkpoints(self._pod.spec, self._note)
+        if resume.checkpoints:
+            self._note(f"the newest checkpoint has step {resume.checkpoints[0].step}")
+        # Written beside and renamed: a half of this file, read after a kill, would start the job from an
+        # older checkpoint or from none.
+        work = path.with_suffix(".tmp")
+        work.write_bytes(msgspec.json.encode(resume))
+        work.replace(path)
+
+    def _on_coordinator(self) -> None:
+        task = asyncio.create_task(self._tell_traits())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _tell_traits(self) -> None:
+        async with JobClient(self._pod.folder) as client:
+            try:
+                await client.post("/engine", msgspec.json.encode(TRAITS).decode(), repeat=True)
+            except UsageError as error:
+                self._note(str(error))
+
+    def _say_farewell(self) -> int:
+        """0 where the job is over: Kubernetes does not start the container again. Else 75."""
+        try:
+            report = decode_file(jobs.reports.decode, self._pod.folder / "report.json")
+        except (OSError, Damaged):
+            return EXIT_HANDED_OVER
+        word = farewell(report)
+        self._farewell.write_bytes(msgspec.json.encode(word))
+        self._note(f"the job is over: {word.outcome}{': ' if word.reason else ''}{word.reason}")
+        return 0
+
+    def _note(self, text: str, **fields: object) -> None:
+        _log.info("%s", text, extra=fields)
+
+
+def farewell(report: Mapping[str, Any]) -> Farewell:
+    """Of a job that failed with the first failing rank, its node and the cause: `kubectl` shows them nowhere else. With the last
+    step and what is saved, since the operator has heard of these some seconds before the end."""
+    outcome, reason = str(report["outcome"]), str(report.get("reason") or "")
+    blame = report.get("blame") if outcome == "failed" else None
+    if blame is not None and blame["cause"] not in reason:
+        rank = "" if blame.get("rank") is None else f"rank {blame['rank']}"
+        node = f"on {blame['node']}" if blame.get("node") else ""
+        where = " ".join(filter(None, (rank, node)))
+        reason = ": ".join(filter(None, (reason, where, str(blame["cause"]))))
+    saved = report.get("saved")
+    return Farewell(
+        outcome=outcome,
+        reason=reason[:REASON_CHARS],
+        cause=str(report.get("cause") or ""),
+        step=report["steps"]["committed"] if "steps" in report else None,
+        checkpoint=None if saved is None else f"{saved['url']}/step-{saved['step']}",
+    )
+
+
+def main() -> int | str:
+    """See `CoordinatorPod.run`. A text says why it cannot be: Kubernetes puts it into the pod's status."""
+    parser = argparse.ArgumentParser(prog="holdfast.kubernetes.pods.coordinator")
+    parser.add_argument("--term", type=int, required=True)
+    parser.add_argument(
+        "--config", type=Path, default=Path(CONFIG_FOLDER), help="has the token and spec.json"
+    )
+    parser.add_argument("--farewell", type=Path, default=Path(TERMINATION_FILE))
+    given = parser.parse_args()
+    os.umask(0o077)
+    try:
+        pod = read_pod(config=given.config)
+        close_log = logs.configure(
+            pod.spec.log, {"job": pod.spec.name, "term": str(given.term)}, secrets=(pod.token,)
+        )
+    except HoldfastError as error:
+        return f"[holdfast] {error}"
+    try:
+        return asyncio.run(CoordinatorPod(pod, given.term, given.farewell).run())
+    except HoldfastError as error:
+        return f"[holdfast] {error}"
+    finally:
+        close_log()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""What the processes in a job's pods are given by the operator: variables, files, and where the job's folder is; and how they run until
+Kubernetes ends them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from holdfast.engines import jobs
+from holdfast.engines.folders import prepare_folder
+from holdfast.errors import Damaged, UsageError
+from holdfast.kubernetes.names import (
+    CONFIG_FOLDER,
+    HOST_VARIABLE,
+    NO_PLACE,
+    NODE_VARIABLE,
+    PLACE_FILE,
+    SPEC_FILE,
+    TOKEN_FILE,
+)
+from holdfast.protocol.job import JobSpec
+from holdfast.protocol.place import NodePlace, parse_place
+from holdfast.protocol.wire.stored import decode_file
+
+IDENTITY = "pod"
+"""Of the snapshot memory. It is a pod's own and ends with it, so what a restarted container finds there is its job's."""
+PLACE_S = 20.0
+"""How long an agent's start waits for its place. A kubelet shows a new note within a second or two, and looks anew once a minute."""
+LOOK_S = 0.1
+_specs = msgspec.json.Decoder(JobSpec)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PodPlace:
+    """A pod, seen from inside."""
+
+    name: str
+    host: str
+    """Its address."""
+    spec: JobSpec
+    token: str
+    folder: Path
+    """The job's, on this pod's own volume."""
+
+    def prepare(self) -> None:
+        """Makes the job's folder, unless an earlier container of this pod did."""
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        prepare_folder(self.folder, self.spec, self.token, IDENTITY)
+
+
+def read_place(config: Path, wait_s: float = PLACE_S) -> NodePlace:
+    """Where the pod's machine stands, as the operator notes it; empty: nobody knows.
+
+    Waits for the note, for a pod is made before it has a machine.
+    """
+    end = time.monotonic() + wait_s
+    while True:
+        try:
+            text = (config / PLACE_FILE).read_text().strip()
+        except OSError:
+            return ()  # the operator knows no places
+        if text:
+            break
+        # Without a place a node trains as well, so nothing waits for an operator that is away.
+        if time.monotonic() >= end:
+            return ()
+        time.sleep(LOOK_S)
+    try:
+        return () if text == NO_PLACE else parse_place(text)
+    except ValueError:
+        return ()
+
+
+def read_pod(environ: Mapping[str, str] = os.environ, config: Path = Path(CONFIG_FOLDER)) -> PodPlace:
+    """Reads what the operator gave.
+
+    Raises:
+        UsageError: something is missing: this process is in no pod of a HoldfastJob.
+    """
+    missing = [name for name in (NODE_VARIABLE, HOST_VARIABLE) if not environ.get(name)]
+    if missing:
+        raise UsageError(
+            f"{' and '.join(missing)} not set: this program runs only in the pods of a HoldfastJob"
+        )
+    try:
+        token = (config / TOKEN_FILE).read_text().strip()
+        spec = decode_file(
+            _specs.decode,
+            config / SPEC_FILE,
+            f"{config / SPEC_FILE} was written by another version of Holdfast",
+        )
+    except OSError as error:
+        raise UsageError(
+            f"{error.filename}: {error.strerror}; the job's Secret and ConfigMap must be mounted at {config}"
+        ) from None
+    except Damaged as error:
+        raise UsageError(f"{error}; install the operator's version of Holdfast in the image") from None
+    return PodPlace(
+        name=environ[NODE_VARIABLE],
+        host=environ[HOST_VARIABLE],
+        spec=spec,
+        token=token,
+        folder=jobs.job_dir(jobs.check_name(spec.name)),
+    )
+
+
+async def until_stopped(work: Coroutine[Any, Any, None]) -> None:
+    """Runs `work` until it ends or SIGTERM or SIGINT comes, and returns when it is over. Raises what `work` raises."""
+    leaves = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, leaves.set)
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(leaves.wait())
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)

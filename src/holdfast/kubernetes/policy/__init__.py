@@ -1,0 +1,1 @@
+"""What the operator decides, from what it knows of a job. Pure."""

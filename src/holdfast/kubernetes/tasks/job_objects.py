@@ -1,0 +1,532 @@
+"""Requests for the objects of one job: its pods, what stands beside them (Secret, ConfigMap, PodGroup, Service, budget, network policy), and
+its Workloads in a queue. What was answered is known at once, and what was not is in doubt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+import msgspec
+
+from holdfast.kubernetes import names
+from holdfast.kubernetes.client.api import Api, ApiError, NoAnswer, Object
+from holdfast.kubernetes.names import LABEL_QUEUE
+from holdfast.kubernetes.objects import kueue, render
+from holdfast.kubernetes.objects.check import check, convert
+from holdfast.kubernetes.objects.kueue import Where, WorkloadSeen
+from holdfast.kubernetes.objects.pod import pod_seen
+from holdfast.kubernetes.objects.render import PodSetting
+from holdfast.kubernetes.objects.resource import HoldfastJob
+from holdfast.kubernetes.policy.plan import (
+    DeletePod,
+    DeleteWorkload,
+    FindPod,
+    FinishWorkload,
+    LabelPod,
+    MakeWorkload,
+    QueueAction,
+    ReleaseQuota,
+    TellPlace,
+    TellReady,
+)
+from holdfast.kubernetes.tasks.expectations import Expectations
+from holdfast.protocol.wire.decoding import decode
+
+ACCEPTED_KEY = "accepted.json"
+"""In the job's ConfigMap: the object's spec, as the run was started with it."""
+QUEUE_KEY = "queue"
+"""There as well: the queue that let the run in; absent: none."""
+FOLDERS = {
+    "Secret": ("/api/v1", "secrets"),
+    "ConfigMap": ("/api/v1", "configmaps"),
+    "Service": ("/api/v1", "services"),
+    "PodDisruptionBudget": ("/apis/policy/v1", "poddisruptionbudgets"),
+    "NetworkPolicy": ("/apis/networking.k8s.io/v1", "networkpolicies"),
+}
+
+
+def _token(secret: Object) -> str:
+    token: str = secret["data"][names.TOKEN_FILE]
+    return base64.b64decode(token).decode()
+
+
+class JobObjects:
+    """Read at first and whenever pods are to be made, and kept up by what is done here between. Watching these kinds of objects
+    instead would cost the operator a copy of every Secret of the cluster.
+
+    Attributes:
+        known: they were read, and no pod has been numbered since.
+    """
+
+    SURE_S = 5.0
+    """For so long what was read is believed: the pods of a start are numbered in many parts."""
+
+    def __init__(self, api: Api, name: str, namespace: str, uid: str) -> None:
+        self._api, self._name, self._namespace, self._uid = api, name, namespace, uid
+        self._there: dict[str, Object] = {}
+        self._lost_token: str | None = None
+        self._read_s = 0.0
+        self.known = False
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """Of those that are there."""
+        return frozenset(self._there)
+
+    @property
+    def token(self) -> str | None:
+        """The job's; None: there is no Secret."""
+        if "Secret" not in self._there:
+            return None
+        return decode(_token, self._there["Secret"], "the job's Secret is damaged", error=NoAnswer)
+
+    @property
+    def service_term(self) -> int | None:
+        """Of the coordinator that the Service points to."""
+        selector = self._there.get("Service", {}).get("spec", {}).get("selector", {})
+        return int(selector[names.LABEL_TERM]) if names.LABEL_TERM in selector else None
+
+    @property
+    def group_members(self) -> int | None:
+        """The PodGroup's minimum."""
+        return render.group_members(self._there.get("PodGroup", {}))
+
+    def accepted(self, raw: Object) -> HoldfastJob | None:
+        """The job as its run was started. raw: its object as it is now."""
+        text = self._there.get("ConfigMap", {}).get("data", {}).get(ACCEPTED_KEY)
+        # Not checked anew. It was when its run began; and a later version of the operator, which may take less, must
+        # not lose a run that an earlier one began.
+        if text is None:
+            return None
+        # Its queue as well: quota that is held cannot be moved to another one.
+        labels = {LABEL_QUEUE: self._there["ConfigMap"]["data"].get(QUEUE_KEY, "")}
+        metadata = {**raw["metadata"], "labels": labels}
+        return decode(
+            lambda spec: convert({**raw, "metadata": metadata, "spec": msgspec.json.decode(spec)}),
+            text,
+            f"{ACCEPTED_KEY} in the job's ConfigMap is damaged",
+            error=NoAnswer,
+        )
+
+    def doubt(self) -> None:
+        """Pods come next, and they need what is beside them: somebody may have deleted some of it meanwhile."""
+        if time.monotonic() - self._read_s > self.SURE_S:
+            self.known = False
+
+    # ------------------------------------------------------------ requests: each raises ApiError and NoAnswer
+
+    async def read(self, raw: Object) -> None:
+        """All that there are. raw: the job's object."""
+        began_s = time.monotonic()
+        # At once: a lost node's successor waits for them.
+        await asyncio.gather(*map(self._read, FOLDERS))
+        # Which PodGroup it would be: the run's, or else the next one's.
+        job = self.accepted(raw) or (None if check(raw) else convert(raw))
+        if job is not None and job.spec.scheduling.gang is not None:
+            await self._read_group(self._group_path(job))
+        self.known, self._read_s = True, began_s
+
+    async def _read(self, kind: str) -> None:
+        try:
+            there = await self._api.get(self._path(kind))
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            self._miss(kind)
+        else:
+            self._keep(kind, there)
+
+    async def _read_group(self, path: str) -> None:
+        try:
+            self._keep("PodGroup", await self._api.get(path))
+        except ApiError as error:
+            # Not served, or no right to it: it is said when it is to be made, which is when somebody needs it.
+            if error.status not in (403, 404):
+                raise
+            if error.status == 404:
+                self._miss("PodGroup")
+
+    def _miss(self, kind: str) -> None:
+        """Somebody has deleted it."""
+        # Pods that run, and their coordinator, have the token of the Secret that is gone. Another one would part them from
+        # all that are made from now on.
+        if kind == "Secret" and self.token is not None:
+            self._lost_token = self.token
+        self._there.pop(kind, None)
+
+    async def make(self, kind: str, job: HoldfastJob, term: int, setting: PodSetting) -> None:
+        """term: of the coordinator that the Service is to point to."""
+        made = _rendered(kind, job, term, setting, self._lost_token)
+        if made is None:
+            return
+        path = self._group_path(job) if kind == "PodGroup" else self._path(kind)
+        try:
+            there = await self._api.create(path.rpartition("/")[0], made)
+        except ApiError as error:
+            if kind == "PodGroup" and error.status == 404:
+                raise _not_served(made["apiVersion"], job) from error
+            if error.reason != "AlreadyExists":
+                raise
+            there = await self._api.get(path)
+        self._keep(kind, there)
+        if kind not in self._there:
+            raise NoAnswer(
+                f"{kind} {path.rpartition('/')[2]} is there and not this job's; it is waited for its end"
+            )
+
+    async def point_service(self, term: int) -> None:
+        """At the coordinator of this term."""
+        patch = {"spec": {"selector": {names.LABEL_TERM: str(term)}}}
+        try:
+            self._keep("Service", await self._api.merge(self._path("Service"), patch))
+        except ApiError as error:
+            if error.status == 404:
+                self._miss("Service")  # the next look makes it
+            raise
+
+    async def size_group(self, members: int) -> None:
+        """Nothing where it is gone: it is made anew."""
+        version = self._there["PodGroup"]["apiVersion"]
+        path = self._path("PodGroup")
+        try:
+            self._keep("PodGroup", await self._api.merge(path, render.resized_group(version, members)))
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            self._miss("PodGroup")
+
+    async def delete(self, kind: str) -> None:
+        """Done twice it has the same result."""
+        try:
+            await self._api.delete(self._path(kind), self._there[kind]["metadata"]["uid"])
+        except ApiError as error:
+            if error.status not in (404, 409):
+                raise
+        self._there.pop(kind, None)
+
+    def _keep(self, kind: str, there: Object) -> None:
+        metadata = there["metadata"]
+        # One that is being deleted is of the run before: a scheduler's finalizer may hold it for a moment.
+        is_ours = any(one.get("uid") == self._uid for one in metadata.get("ownerReferences", ()))
+        if is_ours and "deletionTimestamp" not in metadata:
+            self._there[kind] = there
+        else:
+            # A job of this name before this one had it; the garbage collector takes it away.
+            self._there.pop(kind, None)
+
+    def _group_path(self, job: HoldfastJob) -> str:
+        version = render.GROUP_VERSIONS[job.spec.scheduling.gang or ""]
+        return render.group_path(version, self._namespace, self._name)
+
+    def _path(self, kind: str) -> str:
+        if kind == "PodGroup":  # of the scheduler that it was made for
+            return render.group_path(self._there[kind]["apiVersion"], self._namespace, self._name)
+        group, plural = FOLDERS[kind]
+        name = {
+            "Secret": names.config_name(self._name),
+            "ConfigMap": names.config_name(self._name),
+            "Service": names.service_name(self._name),
+        }.get(kind, self._name)
+        return f"{group}/namespaces/{self._namespace}/{plural}/{name}"
+
+
+def _not_served(api_version: str, job: HoldfastJob) -> ApiError:
+    gang = job.spec.scheduling.gang or ""
+    what = f"this cluster does not serve {api_version}: spec.scheduling.gang {gang} needs {render.GROUP_NEEDS[gang]}"
+    return ApiError(404, "NotFound", what)
+
+
+def _rendered(
+    kind: str, job: HoldfastJob, term: int, setting: PodSetting, token: str | None
+) -> Object | None:
+    match kind:
+        case "Secret":
+            return render.secret(job, token or secrets.token_hex(32))
+        case "ConfigMap":
+            made = render.config_map(job)
+            made["data"][ACCEPTED_KEY] = msgspec.json.encode(job.spec).decode()
+            if job.queue:
+                made["data"][QUEUE_KEY] = job.queue
+            return made
+        case "PodGroup":
+            return render.group(job)
+        case "Service":
+            return render.service(job, term)
+        case "PodDisruptionBudget":
+            return render.budget(job)
+        case _:
+            return render.network_policy(job, setting)
+
+
+_log = logging.getLogger(__name__)
+
+
+class JobPods:
+    """Each method raises ApiError and NoAnswer."""
+
+    def __init__(
+        self, api: Api, name: str, namespace: str, uid: str, desk: Expectations, wake: Callable[[], None]
+    ) -> None:
+        """wake: has the job's task look."""
+        self._api, self._name, self._uid, self._desk, self._wake = api, name, uid, desk, wake
+        self._folder = f"/api/v1/namespaces/{namespace}/pods"
+
+    async def make(self, made: Object) -> None:
+        """A pod under a number that was written down."""
+        name = made["metadata"]["name"]
+        path = f"{self._folder}/{name}"
+        try:
+            # The creation before this one had no answer, so it may have happened. It is asked for by name: a
+            # second creation would be refused as a duplicate of our own pod.
+            if name in self._desk.doubtful:
+                self._saw(await self._api.get(path))
+            else:
+                self._saw(await self._api.create(self._folder, made))
+            self._desk.refused = None
+        except NoAnswer:
+            self._desk.doubtful.add(name)
+            raise
+        except ApiError as error:
+            # It is not there, and the request may still arrive. So the number is not used a second time: the
+            # late pod would meet another one of its name.
+            if name in self._desk.doubtful and error.status == 404:
+                self._desk.burn(name)
+                self._wake()
+            elif error.reason == "AlreadyExists":
+                self._saw(await self._api.get(path))
+            else:
+                self._desk.refused = f"{name}: {error}"
+                raise
+
+    async def find(self, action: FindPod) -> None:
+        """A pod that the watch does not show."""
+        try:
+            pod = pod_seen(await self._api.get(f"{self._folder}/{action.name}"), self._name, self._uid)
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            pod = None
+        if pod is None:
+            self._desk.pods.not_there(action.name)
+        else:
+            self._desk.saw(pod)
+        self._wake()
+
+    async def label(self, action: LabelPod, labels: Mapping[str, str]) -> None:
+        """Gives labels back that somebody has taken away."""
+        _log.warning("gives a pod its labels back", extra={"job": self._name, "pod": action.name})
+        await self._change(action.name, {"uid": action.uid, "labels": labels})
+
+    async def tell_place(self, action: TellPlace) -> None:
+        """Notes on the pod where its machine stands."""
+        # With its uid: a pod of this name that somebody made since stands elsewhere.
+        note = {"uid": action.uid, "annotations": {names.NOTE_PLACE: action.place}}
+        await self._change(action.name, note)
+
+    async def delete(self, action: DeletePod) -> None:
+        """The pod of this uid, and no other of its name."""
+        _log.info("deletes a pod: %s", action.reason, extra={"job": self._name, "pod": action.name})
+        try:
+            path = f"{self._folder}/{action.name}"
+            await self._api.delete(path, action.uid, action.grace_s, action.version)
+        except ApiError as error:
+            if error.status not in (404, 409):
+                raise
+            if error.status == 409 and action.version is not None:
+                # It has changed, and what it is now is to be seen before anything else is decided about it.
+                await self.find(FindPod(action.name))
+                return
+            self._desk.pods.gone(action.name, action.uid)
+        else:
+            self._desk.did(action)
+        self._wake()
+
+    async def _change(self, name: str, metadata: Object) -> None:
+        """metadata: with the pod's uid."""
+        try:
+            self._saw(await self._api.merge(f"{self._folder}/{name}", {"metadata": metadata}))
+        except ApiError as error:
+            if error.status not in (404, 409) and not error.is_of_another:
+                raise
+            self._desk.pods.gone(name, metadata["uid"])
+
+    def _saw(self, raw: Object) -> None:
+        pod = pod_seen(raw, self._name, self._uid)
+        name = raw["metadata"]["name"]
+        if pod is None:
+            # Somebody else's pod has the name. Another number is free.
+            self._desk.burn(name)
+            self._desk.refused = f"{name}: there is a pod of this name that is not this job's"
+        else:
+            self._desk.saw(pod)
+        self._wake()
+
+
+PATH = f"/apis/{kueue.API_VERSION}"
+
+
+class JobQueue:
+    """Answers and watches meet here, and the newer of two versions counts.
+
+    Attributes:
+        unknown: why nothing is known; empty: all Workloads are.
+    """
+
+    def __init__(self, api: Api, name: str, namespace: str, uid: str) -> None:
+        self._api, self._name, self._uid = api, name, uid
+        self._folder = f"{PATH}/namespaces/{namespace}/workloads"
+        self._there: dict[str, Object] = {}
+        self._gone: set[str] = set()
+        self._flavors: dict[str, Object] = {}
+        self.unknown = "they are not listed yet"
+
+    @property
+    def seen(self) -> Mapping[str, WorkloadSeen] | None:
+        """By name; None: unknown."""
+        if self.unknown:
+            return None
+        read = (kueue.workload_seen(one, self._name, self._uid) for one in self._there.values())
+        return {one.name: one for one in read if one is not None}
+
+    def is_ours(self, raw: Object) -> bool:
+        """Of this job's own."""
+        return kueue.workload_seen(raw, self._name, self._uid) is not None
+
+    def put(self, raw: Object) -> None:
+        """A Workload is so, or was: an older version changes nothing."""
+        metadata = raw["metadata"]
+        # An answer that left before the deletion would bring it back, and its quota with it.
+        if metadata["uid"] in self._gone or not self.is_ours(raw):
+            return
+        known = self._there.get(metadata["name"])
+        if known is None or _version(raw) >= _version(known):
+            self._there[metadata["name"]] = raw
+
+    def gone(self, raw: Object) -> None:
+        """It is not there any more."""
+        self._forget(raw["metadata"]["name"], raw["metadata"]["uid"])
+
+    def listed(self, all_: Iterable[Object]) -> None:
+        """All that there are, of all jobs."""
+        there = [one for one in all_ if self.is_ours(one)]
+        uids = {one["metadata"]["uid"] for one in there}
+        for known in list(self._there.values()):
+            if known["metadata"]["uid"] not in uids:
+                self.gone(known)
+        for one in there:
+            self.put(one)
+        self.unknown = ""
+
+    def _forget(self, name: str, uid: str) -> None:
+        self._gone.add(uid)
+        if (known := self._there.get(name)) is not None and known["metadata"]["uid"] == uid:
+            del self._there[name]
+
+    # ------------------------------------------------------------ what it asks
+
+    async def do(self, action: QueueAction, job: HoldfastJob | None, setting: PodSetting) -> None:
+        """Raises ApiError and NoAnswer. Done twice it has the same result."""
+        match action:
+            case MakeWorkload(number, nodes):
+                assert job is not None, "a plan that asks for quota is of a job that can run"
+                priority, near = await self._priority(job, number), await self._near(job, number)
+                await self._make(kueue.workload(job, number, nodes, priority, setting, near))
+            case DeleteWorkload(name=name, uid=uid):
+                await self._delete(name, uid)
+            case ReleaseQuota(name) if name in self._there:
+                # What is known is what is given back. Its flavors may be others next time.
+                await self._write(name, kueue.released(self._there[name], self._api.now_s()))
+            case FinishWorkload(name, succeeded) if name in self._there:
+                await self._write(name, kueue.finished(self._there[name], succeeded, self._api.now_s()))
+            case TellReady(name) if name in self._there:
+                await self._write(name, kueue.pods_ready(self._there[name], self._api.now_s()))
+
+    async def where(self, workload: str, role: str) -> Where:
+        """Where an admitted Workload wants its pods. Raises ApiError and NoAnswer."""
+        made = self._there.get(workload, {})
+        flavors = [await self._flavor(name) for name in kueue.flavors_of(made, role)]
+        return kueue.where(made, flavors, role)
+
+    async def _flavor(self, name: str) -> Object:
+        # Kept: of a flavor that is in use nothing that matters here can be changed.
+        if name not in self._flavors:
+            self._flavors[name] = await self._api.get(f"{PATH}/resourceflavors/{name}")
+        return self._flavors[name]
+
+    async def _priority(self, job: HoldfastJob, number: int | None) -> tuple[str, int] | None:
+        name = kueue.priority_class(job, number)
+        if name is None:
+            return None
+        found = await self._api.get(f"{PATH}/workloadpriorityclasses/{name}")
+        return name, int(found["value"])
+
+    async def _near(self, job: HoldfastJob, number: int | None) -> Mapping[str, str]:
+        """Kueue places each Workload by itself. What is required of all nodes is asked for with the value of those there."""
+        asked = job.spec.scheduling.queue_topology
+        if number is None or asked is None or asked.required is None:
+            return {}
+        base = self._there.get(names.workload_name(self._name, None), {})
+        for domain in kueue.domains_of(base, names.NODE_ROLE):
+            if (found := await self._value(domain, asked.required)) is not None:
+                return {asked.required: found}
+        return {}
+
+    async def _value(self, domain: Mapping[str, str], label: str) -> str | None:
+        if label in domain or names.LABEL_HOST not in domain:
+            return domain.get(label)
+        by_name = {"fieldSelector": f"metadata.name={domain[names.LABEL_HOST]}"}
+        machines = (await self._api.list_all("/api/v1/nodes", by_name))[0]
+        return next(((one["metadata"].get("labels") or {}).get(label) for one in machines), None)
+
+    async def _make(self, made: Object) -> None:
+        try:
+            self.put(await self._api.create(self._folder, made))
+        except ApiError as error:
+            if error.reason != "AlreadyExists":
+                raise
+            there = await self._api.get(f"{self._folder}/{made['metadata']['name']}")
+            self.put(there)
+            if not self.is_ours(there):
+                raise ApiError(
+                    409,
+                    "AlreadyExists",
+                    f"the Workload {made['metadata']['name']} is there and not this job's; it is waited for its end",
+                ) from None
+
+    async def _delete(self, name: str, uid: str) -> None:
+        try:
+            there = await self._api.delete(f"{self._folder}/{name}", uid)
+        except ApiError as error:
+            if error.status not in (404, 409):
+                raise
+            self._forget(name, uid)
+        else:
+            # A finalizer of somebody's may hold it: then it is there, and going.
+            if there.get("metadata", {}).get("deletionTimestamp"):
+                self.put(there)
+            else:
+                self._forget(name, uid)
+
+    async def _write(self, name: str, patch: Object) -> None:
+        try:
+            self.put(await self._api.merge(f"{self._folder}/{name}/status", patch))
+        except ApiError as error:
+            # Kueue has decided something since. It is looked at anew.
+            if error.status == 409:
+                self.put(await self._api.get(f"{self._folder}/{name}"))
+            elif error.status != 404:
+                raise
+
+
+def has_queue(raw: Object) -> bool:
+    """Whether an object asks for one."""
+    return bool((raw["metadata"].get("labels") or {}).get(names.LABEL_QUEUE))
+
+
+def _version(raw: Object) -> int:
+    return int(raw["metadata"]["resourceVersion"])

@@ -1,0 +1,479 @@
+"""One job's task in the operator: look, decide, act, say. One task for each job, so that one that is stuck holds up no other."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+
+import msgspec
+
+from holdfast.kubernetes import names
+from holdfast.kubernetes.client.api import Api, ApiError, Backoff, NoAnswer, Object
+from holdfast.kubernetes.names import FINALIZER, NOTE_SKIP_SAVE
+from holdfast.kubernetes.objects import kueue, render
+from holdfast.kubernetes.objects.check import check, convert
+from holdfast.kubernetes.objects.machine import MachineSeen
+from holdfast.kubernetes.objects.pod import pod_seen
+from holdfast.kubernetes.objects.resource import GROUP, PLURAL, VERSION, HoldfastJob, ObjectName, TimingSpec
+from holdfast.kubernetes.objects.status import (
+    JobStatus,
+    decided_from,
+    from_timestamp,
+    status_of,
+    status_patch,
+    written,
+)
+from holdfast.kubernetes.policy.conditions import News, begun, news
+from holdfast.kubernetes.policy.losses import newest_of, voters
+from holdfast.kubernetes.policy.machines import Setting
+from holdfast.kubernetes.policy.plan import (
+    Action,
+    AddFinalizer,
+    AskResize,
+    AskStop,
+    DeleteJob,
+    DeleteObject,
+    DeletePod,
+    FindPod,
+    LabelPod,
+    MakeCoordinator,
+    MakeNode,
+    MakeObject,
+    MakeWorkload,
+    MarkMachine,
+    Number,
+    Observed,
+    Plan,
+    PointService,
+    QueueAction,
+    RemoveFinalizer,
+    Said,
+    SizeGroup,
+    Tell,
+    TellPlace,
+    UnmarkMachine,
+    Warn,
+)
+from holdfast.kubernetes.policy.reconcile import current, reconcile
+from holdfast.kubernetes.tasks.coordinator_link import JobLink, ask_nodes
+from holdfast.kubernetes.tasks.expectations import Expectations
+from holdfast.kubernetes.tasks.job_events import JobEvents
+from holdfast.kubernetes.tasks.job_objects import JobObjects, JobPods, JobQueue
+from holdfast.kubernetes.tasks.machine_marks import NodeMarks
+from holdfast.protocol.network.endpoint import Hearing
+from holdfast.protocol.network.lookup import Lookup
+
+_log = logging.getLogger(__name__)
+STATUS_EVERY_S = 5.0
+"""A status whose conditions are the same is written so often at most."""
+MOST_AT_ONCE = 16
+"""Requests for the pods of one job: the API server has other clients, too."""
+WRITES = 3
+"""Tries to write a status, while nothing has changed that it was decided from."""
+MAKES = (MakeCoordinator, MakeNode, MakeObject, MakeWorkload)
+"""What a namespace that is being deleted takes no more."""
+LOOK_EVERY_S = 5.0
+"""While a coordinator answers, its figures are read so often."""
+
+
+class JobTask:
+    """`put` and the methods of `desk` take in what the watches tell; `wake` has the task look."""
+
+    def __init__(
+        self,
+        *,
+        api: Api,
+        raw: Object,
+        machines: Mapping[str, MachineSeen],
+        setting: Setting,
+        lookup: Callable[[str], Lookup],
+        marks: NodeMarks,
+    ) -> None:
+        """lookup: of the coordinator at an address."""
+        self._marks = marks
+        self._api, self._raw, self._machines, self._setting = api, raw, machines, setting
+        metadata = raw["metadata"]
+        self.name, self.namespace, self.uid = metadata["name"], metadata["namespace"], metadata["uid"]
+        self.desk = Expectations(self.name)
+        self._awake = asyncio.Event()
+        self._is_gone = False
+        self._namespace_ends = False
+        self._written: tuple[JobStatus, float] | None = None
+        self._path = f"/apis/{GROUP}/{VERSION}/namespaces/{self.namespace}/{PLURAL}/{self.name}"
+        self.queue = JobQueue(api, self.name, self.namespace, self.uid)
+        self._objects = JobObjects(api, self.name, self.namespace, self.uid)
+        self._pods = JobPods(api, self.name, self.namespace, self.uid, self.desk, self.wake)
+        self._events = JobEvents(api, ObjectName(namespace=self.namespace, name=self.name, uid=self.uid))
+        self._link = JobLink(self.name, self.desk, lookup, self.wake)
+
+    def wake(self) -> None:
+        """Something may have changed."""
+        self._awake.set()
+
+    def put(self, raw: Object) -> None:
+        """The object is so now; an older answer changes nothing."""
+        # The answer to a write that was refused may be about another job, which a person has made under this name since.
+        # Taken for this one, it would be given pods by this task and, as soon as the watch tells of it, by its own as well.
+        if raw["metadata"]["uid"] != self.uid:
+            self._is_gone = True
+            return
+        # A watch may tell of an older object than the answer to our own write. Going back to it would undo
+        # what was decided since, and the next write would be refused as one of an old version.
+        if int(raw["metadata"]["resourceVersion"]) >= int(self._raw["metadata"]["resourceVersion"]):
+            self._raw = raw
+        self.wake()
+
+    def put_pod(self, raw: Object, gone: bool) -> None:
+        """A pod that the watch told; others' are ignored."""
+        if (pod := pod_seen(raw, self.name, self.uid)) is not None:
+            if gone:
+                self.desk.pods.lost_sight(pod)
+            else:
+                self.desk.saw(pod)
+            self.wake()
+
+    def list_pods(self, all_: Iterable[Object], version: int) -> None:
+        """All pods of the operator's jobs, as they were at this version."""
+        mine = (pod for raw in all_ if (pod := pod_seen(raw, self.name, self.uid)) is not None)
+        self.desk.listed(mine, version)
+        self.wake()
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        backoff, due_s = Backoff(), 0.0
+        self.wake()
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout(due_s or None):
+                        await self._awake.wait()
+                except TimeoutError:
+                    pass
+                # Cleared before the look, not after it: what changes during the look wakes the task again,
+                # and is looked at. In the other order it would wait for the next change.
+                self._awake.clear()
+                try:
+                    due_s = await self._once()
+                    backoff.reset()
+                except (ApiError, NoAnswer) as error:
+                    if isinstance(error, ApiError) and error.namespace_ends:
+                        # Asked again it would be refused again, until the job is deleted, too: that wakes this task.
+                        _log.info("nothing more is made: %s", error, extra={"job": self.name})
+                        self._namespace_ends = True
+                        continue
+                    _log.info("%s; it is tried again", error, extra={"job": self.name})
+                    await backoff.wait(error)
+                    self.wake()
+        finally:
+            await self._link.close()
+            await self._events.close()
+
+    async def _once(self) -> float:
+        """One look. Returns after how long the next one is due; 0: when something changes."""
+        if self._is_gone:
+            return 0.0  # until the watch says so, too, and this task is ended
+        if not self._objects.known:
+            await self._objects.read(self._raw)
+        seen = await self._observe()
+        # All decisions are in `reconcile`, which is pure. This task may be cancelled between any two actions,
+        # or its process killed: the next look begins from what the API server has, and each action may be
+        # done again.
+        plan = reconcile(seen)
+        if self._namespace_ends:
+            kept = tuple(one for one in plan.actions if not isinstance(one, MAKES))
+            plan = msgspec.structs.replace(plan, actions=kept)
+        error = await self._act(plan, seen)
+        # What was just done is not in it, so the next look follows at once.
+        if any(
+            isinstance(action, Number | AddFinalizer | MakeObject | DeleteObject | SizeGroup)
+            for action in plan.actions
+        ):
+            self.wake()
+        due = [plan.look_again_s] if plan.look_again_s is not None else []
+        if not any(isinstance(action, Number) for action in plan.actions):
+            due += await self._say(plan)
+        # Only now: what the API server refuses has to be in the status.
+        if error is not None:
+            raise error
+        if self._link.listens:
+            due.append(LOOK_EVERY_S)
+        return max(0.05, min(due)) if due else 0.0
+
+    async def _act(self, plan: Plan, seen: Observed) -> ApiError | NoAnswer | None:
+        """Carries the plan out. Returns the first failure; what does not depend on it is done all the same."""
+        error: ApiError | NoAnswer | None = None
+        for together in _together(plan.actions):
+            news = [action for action in together if self.desk.is_news(action)]
+            # One pod that is refused says enough: a quota would refuse the other sixty as well.
+            if error is not None:
+                news = [action for action in news if not isinstance(action, MakeNode | MakeCoordinator)]
+            for some in (news[:1], news[1:]) if isinstance(together[0], MakeNode) else (news,):
+                failures = await self._do_at_once(some, seen)
+                for failure in failures:
+                    if isinstance(failure, NoAnswer):
+                        return failure  # the others would wait as long, one after the other
+                error = error or next(iter(failures), None)
+                if error is not None and isinstance(together[0], MakeNode):
+                    break
+        return error
+
+    async def _do_at_once(self, actions: Sequence[Action], seen: Observed) -> list[ApiError | NoAnswer]:
+        """Actions that do not depend on each other. Returns their failures."""
+        gate = asyncio.Semaphore(MOST_AT_ONCE)
+
+        async def do(action: Action) -> ApiError | NoAnswer | None:
+            async with gate:
+                try:
+                    await self._do(action, seen)
+                except (ApiError, NoAnswer) as error:
+                    return error
+            return None
+
+        return [error for error in await asyncio.gather(*map(do, actions)) if error is not None]
+
+    # ------------------------------------------------------------ what it knows
+
+    async def _observe(self) -> Observed:
+        metadata = self._raw["metadata"]
+        problems = check(self._raw)
+        status = status_of(self._raw, NoAnswer)
+        job = None if problems else convert(self._raw)
+        said = await self._ask(status, job)
+        hearings = {} if said is not None else await self._ask_nodes(status)
+        return Observed(
+            job=job,
+            accepted=self._objects.accepted(self._raw),
+            problems=problems,
+            refused=self.desk.refused,
+            generation=metadata.get("generation", 1),
+            finalizer=FINALIZER in metadata.get("finalizers", ()),
+            deleted_s=from_timestamp(metadata.get("deletionTimestamp")),
+            skip_save=metadata.get("annotations", {}).get(NOTE_SKIP_SAVE) == "true",
+            status=status,
+            pods=self.desk.pods.all,
+            machines=self._machines,
+            workloads=self.queue.seen,
+            no_workloads=self.queue.unknown,
+            objects=self._objects.kinds,
+            service_term=self._objects.service_term,
+            group_members=self._objects.group_members,
+            granted=frozenset(self.desk.granted),
+            absent=self.desk.pods.absent,
+            told=self.desk.told,
+            said=said,
+            released=self.desk.released(said, time.monotonic()),
+            asked_nodes=self.desk.asked_nodes,
+            refused_resize=self.desk.refused_resize,
+            marking=self._setting.marking,
+            most_marked_percent=self._setting.most_marked_percent,
+            no_marks=self._marks.refused,
+            hearings=hearings,
+            silent_s=self._link.silent_s,
+            now_s=self._api.now_s(),
+        )
+
+    async def _ask(self, status: JobStatus, job: HoldfastJob | None) -> Said | None:
+        pod, token = newest_of(self.desk.pods.all, status.term), self._objects.token
+        answers = pod is not None and pod.stays and pod.phase == "Running" and token is not None
+        timing = job.spec.timing if job is not None else TimingSpec()
+        await self._link.follow(pod if answers else None, token or "", timing.detection_milliseconds / 1000)
+        return await self._link.ask()
+
+    async def _ask_nodes(self, status: JobStatus) -> dict[str, Hearing | None]:
+        """Whether they hear their coordinator, which does not answer this operator."""
+        pods, token = self.desk.pods.all, self._objects.token
+        if token is None:
+            return {}
+        machines = {pod.machine for pod in pods if pod.coordinator}
+        return await ask_nodes(voters(pods, status.run), token, newest_of(pods, status.term), machines)
+
+    # ------------------------------------------------------------ what it does
+
+    async def _do(self, action: Action, seen: Observed) -> None:
+        match action:
+            case AddFinalizer():
+                await self._set_finalizers([*self._raw["metadata"].get("finalizers", ()), FINALIZER])
+            case RemoveFinalizer():
+                kept = [one for one in self._raw["metadata"].get("finalizers", ()) if one != FINALIZER]
+                await self._set_finalizers(kept)
+            case Number():
+                await self._number(action, seen)
+            case MakeObject(kind):
+                await self._make_beside(kind, seen)
+            case DeleteObject(kind):
+                await self._objects.delete(kind)
+            case PointService(term):
+                await self._objects.point_service(term)
+            case SizeGroup(members):
+                await self._objects.size_group(members)
+            case MakeNode(number, avoid, workload):
+                job = self._job(seen)
+                places = any(machine.place for machine in self._machines.values())
+                pod = render.agent_pod(job, number, self._run(seen), avoid, self._setting, places)
+                await self._pods.make(await self._placed(pod, workload, names.NODE_ROLE))
+            case MakeCoordinator(term, avoid):
+                job = self._job(seen)
+                pod = render.coordinator_pod(job, term, self._run(seen), self._setting, avoid)
+                base = names.workload_name(self.name, None) if job.queue else ""
+                await self._pods.make(await self._placed(pod, base, names.COORDINATOR_ROLE))
+            case FindPod():
+                await self._pods.find(action)
+            case LabelPod(name=name):
+                bare = next(one for one in seen.pods if one.name == name)
+                await self._pods.label(action, render.pod_labels(self.name, bare, self._run(seen)))
+            case TellPlace():
+                await self._pods.tell_place(action)
+            case MarkMachine(machine, mark):
+                await self._marks.put(machine, mark)
+                self.wake()  # the order is answered when the mark is there
+            case UnmarkMachine(machine):
+                await self._marks.take_back(machine, self.uid)
+            case Warn(reason=reason, text=text):
+                _log.warning("%s: %s", reason, text, extra={"job": self.name})
+                self.desk.did(action)
+                self._events.tell(News("Warning", reason, text))
+            case DeletePod():
+                await self._pods.delete(action)
+            # With its uid: an object of the same name that a person made since is another job.
+            case DeleteJob():
+                await self._api.delete(self._path, self.uid)
+            case Tell() | AskStop() | AskResize():
+                await self._link.talk(action)
+            case _:
+                await self._ask_queue(action, seen)
+
+    async def _make_beside(self, kind: str, seen: Observed) -> None:
+        try:
+            await self._objects.make(kind, self._job(seen), seen.status.term or 0, self._setting)
+        except ApiError as error:
+            self.desk.refused = f"{kind}: {error}"
+            raise
+
+    async def _ask_queue(self, action: QueueAction, seen: Observed) -> None:
+        try:
+            await self.queue.do(action, current(seen), self._setting)
+            self.desk.refused = None
+        except ApiError as error:
+            self.desk.refused = f"Kueue's Workload: {error}"
+            raise
+        finally:
+            self.wake()
+
+    async def _placed(self, pod: Object, workload: str, role: str) -> Object:
+        """Where its quota is; workload: empty: none was asked for."""
+        return kueue.placed(pod, await self.queue.where(workload, role), workload) if workload else pod
+
+    def _job(self, seen: Observed) -> HoldfastJob:
+        job = current(seen)
+        assert job is not None, "a plan that makes something is of a job that can run"
+        return job
+
+    def _run(self, seen: Observed) -> int:
+        return seen.status.run or 0
+
+    async def _set_finalizers(self, kept: list[str]) -> None:
+        metadata = {"finalizers": kept, "resourceVersion": self._raw["metadata"]["resourceVersion"]}
+        await self._changed(self._api.merge(self._path, {"metadata": metadata}))
+
+    async def _number(self, action: Number, seen: Observed) -> None:
+        before = seen.status
+        run, term, number = action.run, action.term, action.next_number
+        after = (
+            begun(before, run, term, number, seen.now_s)
+            if action.begins
+            else msgspec.structs.replace(before, run=run, term=term, next_number=number)
+        )
+        # The numbers count only once they are written. Where the object has changed meanwhile nothing is
+        # granted, and the next look decides anew.
+        if await self._write(after):
+            self.desk.numbered(action, (before.term or 0, before.next_number or 0))
+            self._objects.doubt()
+
+    # ------------------------------------------------------------ what it says
+
+    async def _say(self, plan: Plan) -> list[float]:
+        """Writes the status: at once where a condition changed, and else now and then. Returns when it is due again."""
+        now_s = time.monotonic()
+        before = status_of(self._raw, NoAnswer)
+        if written(plan.status) == written(before):
+            return []
+        if self._written is not None and _conditions(plan.status) == _conditions(before):
+            # Steps and losses change all the time, and every write goes to each watcher of the cluster.
+            # Conditions are what programs wait for, so a change of one is written at once.
+            left_s = self._written[1] + STATUS_EVERY_S - now_s
+            if left_s > 0:
+                return [left_s]
+        await self._write(plan.status)
+        self._written = (plan.status, now_s)
+        return []
+
+    async def _write(self, status: JobStatus) -> bool:
+        """False: the object has changed meanwhile; it is looked at anew."""
+        for _ in range(WRITES):
+            before = self._raw
+            if await self._apply(status):
+                # Only what is written down: whoever is operator next compares with it, and tells nothing again.
+                for one in news(status_of(before, NoAnswer), status):
+                    self._events.tell(one)
+                return True
+            # A script that labels the object all the time would else have every look's decision refused: from what it saw to
+            # its write a look takes several answers, and this takes one.
+            if self._raw is before or _decides(self._raw) != _decides(before):
+                return False
+        return False
+
+    async def _apply(self, status: JobStatus) -> bool:
+        before = self._raw
+        request = self._api.test_and_set(f"{self._path}/status", status_patch(before, status))
+        try:
+            return await self._changed(request)
+        except ApiError as error:
+            if error.status != 422:
+                raise
+            self.put(await self._api.get(self._path))
+            # Nothing is other than was thought, so the words are about the status.
+            if decided_from(self._raw) == decided_from(before):
+                raise
+            return False
+
+    async def _changed(self, request: Awaitable[Object]) -> bool:
+        """False: the object is another one than was thought; it is looked at anew."""
+        try:
+            self.put(await request)
+        except ApiError as error:
+            if error.status not in (404, 409):
+                raise
+            if error.status == 409:
+                self.put(await self._api.get(self._path))
+            return False
+        return True
+
+
+def _decides(raw: Object) -> Object:
+    """Of the object, what is looked at: without labels and other people's annotations."""
+    metadata = raw["metadata"]
+    seen = {key: metadata.get(key) for key in ("uid", "generation", "deletionTimestamp", "finalizers")}
+    skip = metadata.get("annotations", {}).get(NOTE_SKIP_SAVE)
+    return {**seen, "skip": skip, "status": raw.get("status")}
+
+
+def _together(actions: Sequence[Action]) -> Iterator[list[Action]]:
+    """The plan in its order. What stands side by side for several pods is done at once: a thousand requests, one after the
+    other, take as long as a thousand answers."""
+    for kind, some in itertools.groupby(actions, type):
+        if kind in (MakeNode, FindPod, LabelPod, TellPlace, DeletePod):
+            yield list(some)
+        else:
+            yield from ([action] for action in some)
+
+
+def _conditions(status: JobStatus) -> dict[str, str]:
+    """What somebody waits for."""
+    # And where the coordinator is: people's commands go there. The size is asked for when it is written.
+    where = status.coordinator
+    found = {"state": status.state or "", "coordinator": f"{where.pod} {where.address}" if where else ""}
+    found["asking"] = str(status.asking_nodes)
+    return {one.type: one.status for one in status.conditions} | found

@@ -1,0 +1,376 @@
+"""Writes marks on Nodes, one at a time for the whole cluster: two jobs that each had room for one more would be one too many.
+
+Where the site wants it, another machine is asked for when a mark has stood for a while, in the way that the site names. A record of
+that is a ConfigMap beside the operator. It is written before anything is asked: an operator that is killed in between has counted one
+too many, which is safe, and one too few would not be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from holdfast.errors import Damaged
+from holdfast.kubernetes.client.api import Api, ApiError, Backoff, NoAnswer, Object
+from holdfast.kubernetes.objects.machine import (
+    MachineSeen,
+    Mark,
+    Marking,
+    lags_behind,
+    mark_note,
+    mark_patches,
+    mark_status,
+    marks_of,
+)
+from holdfast.kubernetes.policy.machines import (
+    DAY_S,
+    REPLACEMENT_CHARS,
+    DeleteMachine,
+    DeleteNodeClaim,
+    Record,
+    Replacements,
+    RunCommand,
+    SetLabel,
+    evicts_in_order,
+    free_again_s,
+    label_back,
+    label_for,
+    owner_of,
+    replacement_due_s,
+    why_not_marked,
+    why_not_replaced,
+    with_record,
+)
+from holdfast.protocol.wire.decoding import decode
+
+RECORD = "holdfast-replacements"
+"""The ConfigMap's name."""
+KEY = "records.json"
+COMMAND_S = 60.0
+"""For a site's program."""
+
+
+class Held(Exception):
+    """It is not asked for now. `until_s`: when it may be, in UTC; None: when something changes."""
+
+    def __init__(self, why: str, until_s: float | None) -> None:
+        super().__init__(why)
+        self.until_s = until_s
+
+
+class NodeReplacement:
+    """One at a time, for the whole cluster; its caller sees to that."""
+
+    def __init__(self, api: Api, namespace: str, wanted: Replacements, busy: Callable[[str], bool]) -> None:
+        """namespace: the operator's. busy: whether a node of a job is on a machine."""
+        self.way = wanted.way
+        self._api, self._wanted, self._busy = api, wanted, busy
+        self._folder = f"/api/v1/namespaces/{namespace}/configmaps"
+
+    def due_s(self, mark: Mark | None) -> float | None:
+        """When another machine is to be asked for, in UTC; None: never, or it was."""
+        return replacement_due_s(mark, self._wanted.after_s)
+
+    async def ask(self, node: Object) -> str:
+        """Asks for another machine in place of a marked Node. Returns what was asked, or why it cannot be.
+
+        Raises:
+            Held: not now.
+            ApiError, NoAnswer: it is to be tried again.
+        """
+        mark = marks_of(node).mark
+        assert mark is not None, "only a marked machine is replaced"
+        name = node["metadata"]["name"]
+        if not evicts_in_order(self.way) and self._busy(name):
+            raise Held("nodes of jobs are there", None)
+        try:
+            await self._count(node, mark)
+            told = await self._in_way(node, mark)
+        except ApiError as error:
+            # A right that is missing does not come by asking again.
+            if error.status != 403:
+                raise
+            told = f"another machine cannot be asked for: {error}"
+        _log.warning("%s", told, extra={"machine": name, "job": mark.job})
+        return told[:REPLACEMENT_CHARS]
+
+    async def _count(self, node: Object, mark: Mark) -> None:
+        """Writes the record, if the brake lets it."""
+        now_s, uid = self._api.now_s(), node["metadata"]["uid"]
+        try:
+            there = await self._api.get(f"{self._folder}/{RECORD}")
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            there = None
+        records = _records(there)
+        if any(one.uid == uid and one.at_s + DAY_S > now_s for one in records):
+            return  # this operator, or one before it, did not come to the asking
+        if (why := why_not_replaced(records, self._wanted.most_a_day, now_s)) is not None:
+            raise Held(why, free_again_s(records, self._wanted.most_a_day))
+        new = Record(machine=node["metadata"]["name"], uid=uid, job=mark.job, reason=mark.reason, at_s=now_s)
+        text = msgspec.json.encode(with_record(records, new)).decode()
+        if there is None:
+            metadata: Object = {"name": RECORD}
+            made = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {KEY: text}}
+            await self._api.create(self._folder, made)
+        else:
+            # With the version: a leader that thaws overwrites nothing.
+            metadata = {"resourceVersion": there["metadata"]["resourceVersion"]}
+            await self._api.merge(f"{self._folder}/{RECORD}", {"metadata": metadata, "data": {KEY: text}})
+
+    async def _in_way(self, node: Object, mark: Mark) -> str:
+        name = node["metadata"]["name"]
+        match self.way:
+            case SetLabel(key, value) as way:
+                await self._api.merge(f"/api/v1/nodes/{name}", label_for(way))
+                return f"it has the label {key}={value}, so that it is replaced"
+            case DeleteMachine() | DeleteNodeClaim() as way:
+                return await self._delete_owner(way, node)
+            case RunCommand(program):
+                return await _run(program, name, mark)
+
+    async def _delete_owner(self, way: DeleteMachine | DeleteNodeClaim, node: Object) -> str:
+        owner = owner_of(way, node)
+        if owner is None:
+            whose = (
+                "a Machine of Cluster API" if isinstance(way, DeleteMachine) else "a NodeClaim of Karpenter"
+            )
+            return f"another machine cannot be asked for: its Node does not name {whose}"
+        called = f"{owner.plural}.{owner.group} {'/'.join(filter(None, (owner.namespace, owner.name)))}"
+        try:
+            group = await self._api.get(f"/apis/{owner.group}")
+            path = owner.path(group["preferredVersion"]["version"])
+            uid = owner.uid or (await self._api.get(path))["metadata"]["uid"]
+            await self._api.delete(path, uid)
+        except ApiError as error:
+            # 409: another one has its name, so it is gone as well.
+            if error.status not in (404, 409):
+                raise
+            return f"another machine cannot be asked for: {called} is not there ({error})"
+        return f"{called} is deleted, so that it is replaced"
+
+
+async def _run(program: str, machine: str, mark: Mark) -> str:
+    """A site's program. Its last line is told."""
+    try:
+        process = await asyncio.create_subprocess_exec(
+            program,
+            machine,
+            mark.job,
+            mark.reason,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            # A group of its own: what it has started ends with it.
+            process_group=0,
+        )
+    except OSError as error:
+        return f"another machine cannot be asked for: {program}: {error.strerror}"
+    try:
+        async with asyncio.timeout(COMMAND_S):
+            said, _ = await process.communicate()
+    except TimeoutError:
+        return f"another machine was asked for in vain: {program} did not end within {COMMAND_S:g} s"
+    finally:
+        if process.returncode is None:
+            _end_group(process.pid)
+            await process.wait()
+    lines = said.decode(errors="replace").strip().splitlines()
+    words = f": {lines[-1].strip()}" if lines else ""
+    if process.returncode != 0:
+        return f"another machine was asked for in vain: {program} ended with {process.returncode}{words}"
+    return f"{program} was asked to replace it{words}"
+
+
+def _end_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+_written = msgspec.json.Decoder(tuple[Record, ...])
+
+
+def _records(there: Object | None) -> tuple[Record, ...]:
+    text = ((there or {}).get("data") or {}).get(KEY, "[]")
+    try:
+        return decode(_written.decode, text, f"the ConfigMap {RECORD} cannot be read")
+    except Damaged as error:
+        # A person's edit. As if there were none, the brake would be lifted.
+        raise Held(f"{error}; mend or delete it", None) from None
+
+
+_log = logging.getLogger(__name__)
+FOLDER = "/api/v1/nodes"
+
+
+class NodeMarks:
+    """`put` and `take_back` are for jobs' tasks; `run` has conditions and taints follow.
+
+    Attributes:
+        refused: why the API server takes no marks; None: it does.
+    """
+
+    def __init__(
+        self,
+        api: Api,
+        machines: Mapping[str, MachineSeen],
+        saw: Callable[[Object], None],
+        marking: Marking,
+        most_percent: int,
+        replaces: NodeReplacement | None = None,
+    ) -> None:
+        """machines: all of the cluster. saw: takes a Node in that a request brought. replaces: None: the site wants none."""
+        self._api, self._machines, self._saw = api, machines, saw
+        self._marking: Marking = marking
+        self._most_percent = most_percent
+        self._replaces = replaces
+        self._held_until_s: dict[str, float | None] = {}
+        self._one_at_a_time = asyncio.Lock()
+        self._awake = asyncio.Event()
+        self.refused: str | None = None
+
+    def wake(self) -> None:
+        """A Node has changed, or a pod that was on one is gone."""
+        self._awake.set()
+
+    async def put(self, machine: str, mark: Mark) -> None:
+        """Marks it, if the brake lets it. Raises ApiError and NoAnswer."""
+        async with self._one_at_a_time:
+            seen = self._machines.get(machine)
+            # Looked at again: another job may have marked one since this one was decided. The next look of the job's
+            # task says so.
+            if seen is None or (self._held() if seen.marks.mark is None else seen.marks.mark.uid != mark.uid):
+                return
+            _log.warning("marks a machine: %s", mark.reason, extra={"machine": machine, "job": mark.job})
+            await self._write(machine, mark)
+
+    async def take_back(self, machine: str, uid: str) -> None:
+        """If it is this job's. Raises ApiError and NoAnswer."""
+        async with self._one_at_a_time:
+            seen = self._machines.get(machine)
+            if seen is None or seen.marks.mark is None or seen.marks.mark.uid != uid:
+                return
+            _log.info("takes a mark back", extra={"machine": machine, "job": seen.marks.mark.job})
+            await self._write(machine, None)
+
+    async def _write(self, machine: str, mark: Mark | None) -> None:
+        try:
+            self._saw(await self._api.merge(f"{FOLDER}/{machine}", mark_note(mark)))
+        except ApiError as error:
+            # A right that is missing must hold up nothing: jobs avoid the machine by themselves.
+            if error.status == 403:
+                self.refused = f"machines may not be marked: {error}"
+                _log.warning("%s", self.refused)
+            elif error.status != 404:
+                raise
+
+    def _held(self) -> bool:
+        there = {name: one.marks for name, one in self._machines.items()}
+        return why_not_marked(there, self._most_percent) is not None
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        backoff = Backoff()
+        while self.refused is None:
+            await self._rest()
+            try:
+                for machine in [
+                    one for one in self._machines.values() if lags_behind(one.marks, self._marking)
+                ]:
+                    await self._follow(machine.name)
+                for name in self._due():
+                    await self._replace(name)
+                backoff.reset()
+            except (ApiError, NoAnswer) as error:
+                _log.warning("a mark is not shown on its machine: %s; it is tried again", error)
+                await backoff.wait(error)
+                self.wake()
+
+    async def _rest(self) -> None:
+        """Until a Node changes, or another machine is due."""
+        moments = [at_s for machine in self._machines if (at_s := self._due_s(machine)) is not None]
+        rest_s = max(0.0, min(moments) - self._api.now_s()) if moments else None
+        try:
+            async with asyncio.timeout(rest_s):
+                await self._awake.wait()
+        except TimeoutError:
+            return
+        self._awake.clear()
+        # What held may be over.
+        self._held_until_s = {name: at_s for name, at_s in self._held_until_s.items() if at_s is not None}
+
+    async def _follow(self, machine: str) -> None:
+        path = f"{FOLDER}/{machine}"
+        way = self._replaces.way if self._replaces is not None else None
+        try:
+            node = await self._api.get(path)
+            back = label_back(way, node) if way is not None else None
+            if marks_of(node).mark is None and back is not None:
+                node = await self._api.merge(path, back)
+            for below, patch in mark_patches(node, self._marking, time.time()):
+                write = self._api.strategic if below else self._api.merge
+                self._saw(await write(path + below, patch))
+        except ApiError as error:
+            if error.status == 403:
+                self.refused = f"marks may not be shown on machines: {error}"
+                _log.warning("%s", self.refused)
+            elif error.status == 409:  # it has changed meanwhile, and is looked at anew
+                self.wake()
+            elif error.status != 404:
+                raise
+
+    # ------------------------------------------------------------ another machine in its place
+
+    def _due_s(self, machine: str) -> float | None:
+        """When another one is to be asked for, or what holds it is over; None: never, or nobody knows when."""
+        seen = self._machines.get(machine)
+        if self._replaces is None or seen is None:
+            return None
+        due_s = self._replaces.due_s(seen.marks.mark)
+        if due_s is None or machine not in self._held_until_s:
+            return due_s
+        held_s = self._held_until_s[machine]
+        return None if held_s is None else max(due_s, held_s)
+
+    def _due(self) -> list[str]:
+        now_s = self._api.now_s()
+        return [name for name in self._machines if (at_s := self._due_s(name)) is not None and at_s <= now_s]
+
+    async def _replace(self, machine: str) -> None:
+        assert self._replaces is not None, "nothing is due without it"
+        path = f"{FOLDER}/{machine}"
+        try:
+            node = await self._api.get(path)
+            if self._replaces.due_s(marks_of(node).mark) is None:
+                self._saw(node)
+                return
+            # Not one at a time with the marks: a site's program may take a minute, and jobs wait for their marks.
+            told = await self._replaces.ask(node)
+            async with self._one_at_a_time:
+                node = await self._api.get(path)
+                if (mark := marks_of(node).mark) is None:  # taken back meanwhile
+                    self._saw(node)
+                    return
+                mark = msgspec.structs.replace(mark, replacement=told)
+                self._saw(await self._api.merge(path, mark_note(mark)))
+                # Its condition may be still to come.
+                held = marks_of(node).condition
+                shown = mark_status(mark, self._api.now_s(), changed=not held)
+                self._saw(await self._api.strategic(f"{path}/status", shown))
+        except Held as why:
+            _log.warning("no other machine is asked for: %s", why, extra={"machine": machine})
+            self._held_until_s[machine] = why.until_s
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            # It is gone, and the watch will say so. Due all the time until then, it would be asked for again and again
+            # without a pause.
+            self._held_until_s[machine] = None
