@@ -18,10 +18,10 @@ from holdfast.coordinator.service.server import Coordinator
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import JobSpec, Resume
 from holdfast.protocol.job_options import Timing
+from holdfast.protocol.job_view import CHANGED, WHOLE, ReceivedView
 from holdfast.protocol.network.endpoint import read_endpoint
 from holdfast.protocol.snapshots import Saving
 from holdfast.protocol.wire.frames import Codec, encode
-from holdfast.protocol.wire.status_change import CHANGED, WHOLE, Status
 
 _codec: Codec[m.ToAgent] = Codec(m.ToAgent)
 FENCES = (m.Fence, m.Shutdown, m.KillWorker)
@@ -200,15 +200,15 @@ class Plane:
 
     async def watch(self) -> None:
         """Hears what everybody hears who watches."""
-        status = Status()
+        view = ReceivedView()
         async with self.session.ws_connect(f"{self.url}/watch") as watch:
             async for frame in watch:
                 said = msgspec.json.decode(frame.data)
                 kind, value = said["kind"], said["value"]
                 if kind == WHOLE:
-                    value = status.whole(value)
+                    value = msgspec.to_builtins(view.whole(value))
                 elif kind == CHANGED:
-                    kind, value = WHOLE, status.changed(value)
+                    kind, value = WHOLE, msgspec.to_builtins(view.changed(value))
                 await self.heard.add((kind, value))
 
 

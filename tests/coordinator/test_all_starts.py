@@ -54,7 +54,7 @@ def check(found: dict, productive_s: float | None, recomputed_s: float | None, *
 
 
 def one_alone(desk: Desk) -> dict:
-    return goodput_of(desk.state, desk.now)
+    return msgspec.to_builtins(goodput_of(desk.state, desk.now))
 
 
 def test_one_start_is_as_its_own_report_has_it():

@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
+import msgspec
 import pytest
 from desk import Desk, running
 from prometheus_client.parser import text_string_to_metric_families
@@ -95,7 +96,7 @@ def classes(desk: Desk) -> dict[TimeClass, float]:
     found = wall_time.classes(desk.state, desk.now)
     assert sum(found.values()) == pytest.approx(desk.now - desk.state.began_s, abs=1e-9)
     shown = job_view.goodput_of(desk.state, desk.now)
-    assert sum(shown["classes"].values()) == pytest.approx(shown["wall_s"], abs=1e-3)
+    assert sum(shown.classes.values()) == pytest.approx(shown.wall_s, abs=1e-3)
     return found
 
 
@@ -115,7 +116,7 @@ def test_every_second_of_such_a_job(announced: bool, script: tuple[float, float]
         T.IDLE_DIVISION: pytest.approx(200 * STEP_S / 4),
         T.PRODUCTIVE: pytest.approx(200 * (STEP_S * 3 / 4 - DATA_S)),
     }
-    share = job_view.goodput_of(desk.state, desk.now)["share"]
+    share = job_view.goodput_of(desk.state, desk.now).share
     assert share == pytest.approx(found[T.PRODUCTIVE] / (desk.now - desk.state.began_s), abs=1e-4)
 
 
@@ -125,7 +126,8 @@ def test_one_rate_and_one_time_to_go_on_every_surface() -> None:
     rate = 200 / (200 * (BETWEEN_S + STEP_S) + 4 * EVALUATION_S)  # by wall time: 9.1 and not 33 steps/s
     left_s = (UNTIL - 201) / rate
     status = build_status(desk.state, desk.now)
-    assert status["pace"] == {
+    paced = msgspec.structs.asdict(status.pace)
+    assert paced == {
         "steps_per_s": pytest.approx(rate, rel=1e-5),
         "until": UNTIL,
         "left": 99,
@@ -137,19 +139,19 @@ def test_one_rate_and_one_time_to_go_on_every_surface() -> None:
         for family in text_string_to_metric_families(metrics_text(desk.state, Tally(), desk.now).decode())
         for s in family.samples
     }
-    assert samples["holdfast_step_rate"] == status["pace"]["steps_per_s"]
-    assert samples["holdfast_remaining_seconds"] == status["pace"]["eta_s"]
+    assert samples["holdfast_step_rate"] == status.pace.steps_per_s
+    assert samples["holdfast_remaining_seconds"] == status.pace.eta_s
     index = Index(desk.state.membership, desk.state.spec.nproc)
     facts = job_view.page_facts(desk.state, index, desk.now, RECENT) | {
         "live": True,
         "ledger_trouble": None,
     }
     page = views.now(facts, Story())
-    assert page["pace"] == status["pace"]
-    assert page["goodput"]["share"] == status["goodput"]["share"]
+    assert page["pace"] == paced
+    assert page["goodput"]["share"] == status.goodput.share
     assert page["weight_per_s"] == pytest.approx(6 * rate, rel=1e-4)
     report = build_report(desk.state, StepSummary(count=201, median_s=STEP_S), desk.now)
-    assert (report["pace"], report["goodput"]) == (status["pace"], status["goodput"])
+    assert (report["pace"], report["goodput"]) == (paced, msgspec.to_builtins(status.goodput))
     words = f"{rate:.2f} steps/s"
     for line in (headline(status).plain, progress_line(desk.state.spec, status)):
         for part in (words, f"{left_s:.1f} s left", "loss 2.191e-14"):
@@ -172,7 +174,7 @@ def test_the_rate_of_a_job_that_has_ended_is_that_of_all_its_steps() -> None:
         desk.exits(worker, 0)
     desk.wait(20.0)
     assert desk.state.membership.phase is JobPhase.ENDED
-    shown = pace.shown(desk.state, desk.now + 1000.0)
+    shown = msgspec.structs.asdict(job_view.pace_of(desk.state, desk.now + 1000.0))
     assert shown == {
         "steps_per_s": pytest.approx(299 / took_s, rel=1e-5),
         "until": UNTIL,

@@ -1,5 +1,6 @@
 """Level 0, one situation after the other: scripts that do not know of Holdfast."""
 
+import msgspec
 from desk import Desk
 
 from holdfast.coordinator.kernel import events as e
@@ -278,7 +279,8 @@ def test_a_hang_names_the_rank_that_has_not_entered_the_collective_of_the_others
     (opened,) = desk.records("incident-opened")
     assert opened.items() >= ({"node": "n1", "ranks": [1]} | NOT_ENTERED).items()
     assert opened["cause"] == "hang: has not entered all_reduce 41 of default_pg, in which others wait"
-    (shown,) = build_status(desk.state, desk.now)["incidents"]
+    (incident,) = build_status(desk.state, desk.now).incidents
+    shown = msgspec.structs.asdict(incident)
     assert shown.items() >= ({"node": "n1", "ranks": [1]} | NOT_ENTERED).items()
     assert {w for _, k in desk.sent(m.KillWorker) for w in [k.worker]} == {"n0.0#1", "n1.0#2", "n2.0#3"}
 
@@ -287,7 +289,7 @@ def test_a_hang_is_remembered_by_a_successor_with_all_that_is_known():
     desk = launched(3)
     hang(desk, "n1")
     desk.crash()
-    shown = build_status(desk.state, desk.now)["incidents"][0]
+    shown = msgspec.structs.asdict(build_status(desk.state, desk.now).incidents[0])
     assert shown.items() >= NOT_ENTERED.items()
 
 
@@ -385,8 +387,8 @@ def test_how_far_a_load_is_can_be_seen_while_it_goes_on():
     reader, other = desk.workers()
 
     def seen() -> list[tuple[str, tuple[int, int] | None]]:
-        workers = build_status(desk.state, desk.now)["workers"]
-        return [(w["state"], w["restored"]) for w in workers]
+        workers = build_status(desk.state, desk.now).workers
+        return [(w.state, w.restored) for w in workers]
 
     desk.says(reader, m.Restoring(1, 300, 1000))
     assert seen() == [("restoring", (300, 1000)), ("member", None)]

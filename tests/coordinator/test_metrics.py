@@ -156,8 +156,8 @@ def test_nodes_of_which_something_cannot_be_told():
     )
     desk.do(e.NodeSays("n1", m.FindingsReported((unknown,))))
     assert figures(desk)[("holdfast_unwatched_nodes",)] == 1
-    told = {n["node"]: n.get("unknown") for n in build_status(desk.state, desk.now)["nodes"]}
-    assert told == {"n0": None, "n1": ["watch-ended"], "n2": None}
+    told = {n.node: n.unknown for n in build_status(desk.state, desk.now).nodes}
+    assert told == {"n0": [], "n1": ["watch-ended"], "n2": []}
     well = msgspec.structs.replace(unknown, condition=Condition.HEALTHY)
     desk.do(e.NodeSays("n1", m.FindingsReported((well,))))
     assert figures(desk)[("holdfast_unwatched_nodes",)] == 0

@@ -235,7 +235,7 @@ def test_the_end_of_a_job_has_its_cause_as_a_value_whatever_the_words_are(event,
     for worker in desk.workers():
         desk.exits(worker, 0)
     assert desk.state.membership.phase is JobPhase.ENDED
-    assert build_report(desk.state, StepSummary(), desk.now)["cause"] is cause
+    assert build_report(desk.state, StepSummary(), desk.now)["cause"] == cause
     assert [ended["cause"] for ended in desk.records("ended")] == [cause]
 
 
@@ -264,8 +264,8 @@ def test_a_node_that_goes_before_the_job_lets_it_go_has_left_if_it_was_announced
     desk.do(e.NodeSays("n1", m.Leaving("SIGTERM", 3.0)))
     desk.lose("n1")
     assert went(desk) == ["node-left"]
-    (row,) = [row for row in build_status(desk.state, desk.now)["nodes"] if row["node"] == "n1"]
-    assert row["left"]
+    (row,) = [row for row in build_status(desk.state, desk.now).nodes if row.node == "n1"]
+    assert row.left
     # Its worker was in a step, and that step is not free. The machine is not to blame.
     assert [(i.cause, i.cause.kind) for i in desk.state.incidents] == [
         (NodeReclaimed("SIGTERM"), CauseKind.RECLAIMED)

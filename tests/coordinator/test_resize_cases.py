@@ -247,7 +247,7 @@ def test_a_spare_leaves_at_once():
     assert left(desk) == ["n2"]
     assert not desk.told("n0.0#1", m.EndAtCommit)
     desk.lose("n1")
-    shown = {n["node"]: n.get("left", False) for n in build_status(desk.state, desk.now)["nodes"]}
+    shown = {n.node: n.left for n in build_status(desk.state, desk.now).nodes}
     assert shown == {"n0": False, "n1": False, "n2": True}  # people look for a node that is lost
 
 

@@ -16,6 +16,7 @@ from holdfast.coordinator.service.store import Page, ReportedSteps, Store
 from holdfast.coordinator.service.tally import StepSummary, Tally
 from holdfast.errors import UsageError
 from holdfast.protocol import messages as m
+from holdfast.protocol.job_view import Logged
 
 
 def tell(desk, step, generation=None, **values):
@@ -30,16 +31,16 @@ def test_the_newest_value_of_each_name_is_shown_everywhere():
     desk = running(2)
     tell(desk, 3, accuracy=0.5, lr=1.0)
     tell(desk, 4, accuracy=0.75, bad=math.nan, far=math.inf)
-    shown = build_status(desk.state, desk.now)["figures"]
-    assert shown["accuracy"] == {"step": 4, "value": 0.75}
-    assert shown["lr"] == {"step": 3, "value": 1.0}
+    shown = build_status(desk.state, desk.now).figures
+    assert shown["accuracy"] == Logged(step=4, value=0.75)
+    assert shown["lr"] == Logged(step=3, value=1.0)
     report = msgspec.json.decode(msgspec.json.encode(build_report(desk.state, StepSummary(), desk.now)))
     assert report["figures"]["bad"] == report["figures"]["far"] == {"step": 4, "value": None}
     text = metrics_text(desk.state, Tally(), desk.now).decode()
     assert 'holdfast_run_value{name="accuracy"} 0.75' in text
     assert 'holdfast_run_value{name="bad"} NaN' in text
     desk.crash()
-    assert build_status(desk.state, desk.now)["figures"]["accuracy"] == {"step": 4, "value": 0.75}
+    assert build_status(desk.state, desk.now).figures["accuracy"] == Logged(step=4, value=0.75)
 
 
 def test_a_late_word_of_an_older_generation_changes_nothing_and_a_step_computed_again_does():

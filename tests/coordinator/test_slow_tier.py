@@ -8,6 +8,7 @@ from holdfast.coordinator.service.job_view import build_status
 from holdfast.observe.dashboard import saved_line
 from holdfast.observe.event_text import event_line
 from holdfast.protocol import messages as m
+from holdfast.protocol.job_view import TierView
 from holdfast.protocol.snapshots import DurableTier, Saving
 
 EVERY_2 = Saving(tiers=(DurableTier(TIER.url, "2"),))
@@ -21,8 +22,8 @@ def stuck(step: int = 6) -> Desk:
     return desk
 
 
-def tier(desk: Desk) -> dict[str, object]:
-    return build_status(desk.state, desk.now)["saving"]["tiers"][0]
+def tier(desk: Desk) -> TierView:
+    return build_status(desk.state, desk.now).saving.tiers[0]
 
 
 def lines(desk: Desk, kind: str) -> list[str]:
@@ -38,11 +39,11 @@ def test_it_is_said_once_after_a_while_and_training_goes_on():
     desk = stuck()
     desk.wait(desk.core.timing.tier_s - 1)
     assert not desk.records("tier-slow")
-    assert tier(desk)["slow"] is False
+    assert tier(desk).slow is False
     desk.wait(2)
     desk.wait(3 * desk.core.timing.tier_s)
     assert [r["step"] for r in desk.records("tier-slow")] == [6]
-    assert tier(desk)["slow"] is True
+    assert tier(desk).slow is True
     assert "checkpoint MAKES NO PROGRESS" in saved_line(build_status(desk.state, desk.now)).plain
     assert lines(desk, "tier-slow") == ["no data of step 6 has reached checkpoint for 30.0 s"]
     assert desk.state.membership.phase is JobPhase.RUNNING
@@ -59,7 +60,7 @@ def test_one_that_is_slow_but_moves_is_not_said_to_stand_still():
         "no data of step 6 has reached checkpoint for 30.0 s (3.00 kB of 4.00 kB)"
     ]
     moves(desk, 3500)
-    assert tier(desk)["slow"] is False
+    assert tier(desk).slow is False
 
 
 def test_what_is_due_meanwhile_is_skipped_with_a_word():
@@ -84,7 +85,7 @@ def test_one_that_nobody_wants_any_more_is_still_in_the_way():
     desk = stuck()
     desk.core.state.storage.storing[0].void = True
     desk.wait(desk.core.timing.tier_s + 1)
-    assert tier(desk)["slow"] is True
+    assert tier(desk).slow is True
 
 
 def test_a_coordinator_that_is_lost_meanwhile_says_it_too():

@@ -1,5 +1,6 @@
 """Steps over all starts at levels 0 and 1: what is known is counted, what is not is None."""
 
+import msgspec
 import pytest
 from desk import Desk, copy_of
 from test_generation_cases import end, launched
@@ -16,7 +17,7 @@ FROM_THE_LEDGER = "median_s", "skipped"
 def steps(desk: Desk) -> tuple[int | None, int | None, int | None]:
     """Committed, lost, computed: as report, status and metrics agree on them."""
     told = build_report(desk.state, StepSummary(), desk.now)["steps"]
-    shown = build_status(desk.state, desk.now)["steps"]
+    shown = msgspec.structs.asdict(build_status(desk.state, desk.now).steps)
     assert shown == {k: v for k, v in told.items() if k not in FROM_THE_LEDGER}
     text = metrics_text(desk.state, Tally(), desk.now).decode()
     scraped = dict(line.split(" ") for line in text.splitlines() if line.startswith("holdfast_steps_"))
@@ -75,7 +76,7 @@ def test_after_a_restart_only_the_script_knows_where_it_went_on():
     trains(desk, 5)
     assert steps(desk) == (None, None, 25)
     assert [i.lost_steps for i in desk.incidents()] == [None]
-    assert build_status(desk.state, desk.now)["step"] is None
+    assert build_status(desk.state, desk.now).step is None
     fails(desk)
     trains(desk, 40)
     assert steps(desk) == (None, None, 65)

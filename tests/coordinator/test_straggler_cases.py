@@ -76,11 +76,11 @@ def test_a_slow_rank_is_written_down_with_figures():
         "1.50 times as long as its peers, 50 ms more a step, mostly in the forward pass" in found["evidence"]
     )
     assert "0.75 worker-hours an hour" in found["evidence"]
-    (shown,) = build_status(desk.state, desk.now)["slow"]
-    assert (shown["rank"], shown["ratio"], shown["since_step"]) == (1, 1.5, 0)
+    (shown,) = build_status(desk.state, desk.now).slow
+    assert (shown.rank, shown.ratio, shown.since_step) == (1, 1.5, 0)
     train(desk, 20, {}, first=100)
     assert findings(desk)[-1]["condition"] == "healthy"
-    assert build_status(desk.state, desk.now)["slow"] == []
+    assert build_status(desk.state, desk.now).slow == []
     assert build_report(desk.state, StepSummary(), desk.now)["slow"][0]["until_step"] is not None
 
 
@@ -124,8 +124,8 @@ def test_a_slow_rank_of_an_unmodified_script_is_told_of_and_stays():
         "1.50 times as long as its peers, 50 ms more a step, mostly in the training thread"
         in found["evidence"]
     )
-    (shown,) = build_status(desk.state, desk.now)["slow"]
-    assert shown["lost_s"] > 40
+    (shown,) = build_status(desk.state, desk.now).slow
+    assert shown.lost_s > 40
     assert desk.state.membership.number == 1
 
 

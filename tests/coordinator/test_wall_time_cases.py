@@ -11,7 +11,7 @@ from test_step_accounting_cases import fails, gives, loads
 from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.machine import Core
-from holdfast.coordinator.membership import step_accounting, wall_time
+from holdfast.coordinator.membership import wall_time
 from holdfast.coordinator.service import job_view
 from holdfast.coordinator.service.metrics import metrics_text
 from holdfast.coordinator.service.tally import Tally
@@ -36,12 +36,12 @@ def spent(desk: Desk) -> dict[TimeClass, float]:
 def told(desk: Desk) -> tuple[float | None, float | None, float | None]:
     """Productive, recomputed, computed: as the report has them; the metrics leave out what is unknown."""
     shown = job_view.goodput_of(desk.state, desk.now)
-    assert sum(shown["classes"].values()) == pytest.approx(shown["wall_s"], abs=1e-3)
-    known = shown["productive_s"] is not None
-    assert known == (shown["share"] is not None) == ("productive" not in shown["unknown"])
+    assert sum(shown.classes.values()) == pytest.approx(shown.wall_s, abs=1e-3)
+    known = shown.productive_s is not None
+    assert known == (shown.share is not None) == ("productive" not in shown.unknown)
     text = metrics_text(desk.state, Tally(), desk.now).decode()
     assert known == ('holdfast_time_seconds{class="productive"}' in text)
-    return shown["productive_s"], shown["recomputed_s"], shown["computed_s"]
+    return shown.productive_s, shown.recomputed_s, shown.computed_s
 
 
 def steps(desk: Desk, *took_s: float, since: int = 0) -> None:
@@ -103,7 +103,7 @@ def test_a_script_that_never_says_where_it_went_on():
     steps(desk, 2.0, 0.5)
     assert told(desk) == (None, None, pytest.approx(1.5))
     assert spent(desk)[T.COMPUTED] == pytest.approx(1.5)
-    assert job_view.goodput_of(desk.state, desk.now)["unknown"] == ["productive", "recomputed"]
+    assert job_view.goodput_of(desk.state, desk.now).unknown == ["productive", "recomputed"]
 
 
 def test_a_script_without_optimizer_steps():
@@ -201,7 +201,7 @@ def test_random_schedules_of_starts(seed):
             fails(desk, last=made)
             desk.wait(rng.uniform(0.0, 2.0))
             spent(desk)
-    if (step_accounting.shown(desk.state)["computed"] or 0) == 0:
+    if (job_view.step_counts(desk.state).computed or 0) == 0:
         assert told(desk) == (None, None, None)
     elif (not tells and last > 1) or desk.state.step is None:
         assert told(desk)[:2] == (None, None)
@@ -264,9 +264,9 @@ def test_the_last_hour_is_the_difference_to_the_account_of_an_hour_before():
     assert found == pytest.approx({kind: s for kind, s in grown.items() if s})
     assert found == {T.PRODUCTIVE: pytest.approx(wall_time.WINDOW_S)}
     shown = job_view.goodput_of(desk.state, desk.now)
-    assert shown["recent"]["share"] == pytest.approx(found[T.PRODUCTIVE] / wall_time.WINDOW_S, abs=1e-4)
+    assert shown.recent.share == pytest.approx(found[T.PRODUCTIVE] / wall_time.WINDOW_S, abs=1e-4)
     text = metrics_text(desk.state, Tally(), desk.now).decode()
-    assert f"holdfast_recent_goodput {shown['recent']['share']}" in text
+    assert f"holdfast_recent_goodput {shown.recent.share}" in text
 
 
 def test_a_job_younger_than_the_window():

@@ -21,8 +21,8 @@ from holdfast.coordinator.service.job_view import build_status
 from holdfast.coordinator.service.store import LedgerEntry, Page, Store
 from holdfast.coordinator.service.watchers import PIECE, QUEUE_BYTES, StatusFeed, Watcher, Watchers
 from holdfast.protocol.job import JobSpec
+from holdfast.protocol.job_view import CHANGED, WHOLE, JobView, ReceivedView
 from holdfast.protocol.messages import Generation, Member
-from holdfast.protocol.wire.status_change import CHANGED, WHOLE, Status
 
 UTC = "2026-01-02T03:04:05.000+00:00"
 NOW = 100.0
@@ -77,7 +77,7 @@ def test_changes_put_together_are_the_status() -> None:
         state = job()
         feed = StatusFeed(state, lambda: NOW)
         await feed.look()
-        heard = Status()
+        heard = ReceivedView()
         heard.whole(msgspec.json.decode((await feed.whole())[1])["value"])
         for _ in range(100):
             disturb(state, rng)
@@ -85,8 +85,8 @@ def test_changes_put_together_are_the_status() -> None:
             said = msgspec.json.decode(feed.change)
             assert said["kind"] == CHANGED
             there = heard.changed(said["value"])
-            assert there == msgspec.json.decode(msgspec.json.encode(build_status(state, NOW)))
-            assert there == msgspec.json.decode(await feed.page())
+            assert there == build_status(state, NOW)
+            assert there == msgspec.json.decode(await feed.page(), type=JobView)
 
     asyncio.run(look_often())
 
@@ -103,10 +103,10 @@ def test_who_has_the_state_of_a_checkpoint_does_not_fetch_it_any_more(told: bool
         state.membership.generation = msgspec.structs.replace(generation, start=5)
         for member in generation.members:
             state.membership.seats[member.worker] = Seat(rank=member.rank, restore=True)
-        feed, heard = StatusFeed(state, lambda: NOW), Status()
+        feed, heard = StatusFeed(state, lambda: NOW), ReceivedView()
         await feed.look()
         said = heard.whole(msgspec.json.decode((await feed.whole())[1])["value"])
-        assert {row["state"] for row in said["workers"]} == {"restoring"}
+        assert {row.state for row in said.workers} == {"restoring"}
         for worker in state.membership.workers.values():
             worker.committed = 6
             if told:
@@ -114,7 +114,7 @@ def test_who_has_the_state_of_a_checkpoint_does_not_fetch_it_any_more(told: bool
                 worker.committed = 5
         await feed.look()
         said = heard.changed(msgspec.json.decode(feed.change)["value"])
-        assert {row["state"] for row in said["workers"]} == {"member"}
+        assert {row.state for row in said.workers} == {"member"}
         assert {row["state"] for row in await job_view.rank_rows(state)} == {"training"}
 
     asyncio.run(go_on())
@@ -339,12 +339,12 @@ def test_a_change_of_many_rows_is_put_together_in_another_thread(monkeypatch: py
 
     async def look() -> None:
         state = job(400)
-        feed, heard = StatusFeed(state, lambda: NOW), Status()
-        heard.whole({"nodes": [], "workers": []})
+        feed, heard = StatusFeed(state, lambda: NOW), ReceivedView()
+        heard.whole({"job": "job", "phase": "running", "nodes": [], "workers": []})
         await feed.look()
         assert len(state.membership.nodes) + len(state.membership.workers) > watchers.WORKERS_AT_ONCE
         assert heard.changed(msgspec.json.decode(feed.change)["value"]) == msgspec.json.decode(
-            await feed.page()
+            await feed.page(), type=JobView
         )
         # Of the second look nearly nothing changed.
         assert made_by == [False, True]

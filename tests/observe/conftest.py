@@ -55,16 +55,20 @@ def status(incident):
             "node": name.split(".")[0],
             "rank": rank,
             "state": state,
+            "restored": None,
             "step": step,
             "log": "",
         }
 
+    rest = {
+        "earlier_stalls": 0, "earlier_stall_s": 0.0, "rule": None, "quiet": False, "verdict": None, "where": None,
+    }  # fmt: skip
     return {
         "job": "demo", "phase": "running", "outcome": None, "reason": None, "level": 2, "generation": 2,
         "world": 2, "target": 2, "step": 1234, "loss": 2.619, "median_s": 0.2, "t_s": 61.0,
         "pace": {"steps_per_s": 5.0, "until": None, "left": None, "eta_s": None},
         "nodes": [
-            {"node": name, "host": "127.0.0.1", "alive": alive, "failures": 0}
+            {"node": name, "host": "127.0.0.1", "place": [], "alive": alive, "failures": 0}
             for name, alive in (("node0", True), ("node1", False), ("node2", True), ("node3", True), ("node4", True))
         ],
         "workers": [
@@ -72,6 +76,6 @@ def status(incident):
             worker("node0.0#1", 0, "member", 1234),
             worker("node3.0#4", None, "ready", None),
         ],
-        "incidents": [incident],
+        "incidents": [incident | rest],
         "blame": None,
     }  # fmt: skip

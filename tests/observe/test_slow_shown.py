@@ -3,10 +3,17 @@
 import io
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 
 from holdfast.observe.dashboard import board
 from holdfast.observe.tables import print_report
+from holdfast.protocol.job_view import JobView
+
+
+def view(status):
+    return msgspec.convert(status, JobView)
+
 
 SLOW = {
     "rank": 2, "node": "node2", "worker": "node2.0#3", "ratio": 1.482, "part": "the forward pass", "since_step": 40,
@@ -16,7 +23,7 @@ SLOW = {
 
 def test_the_board_has_a_line(status):
     text = io.StringIO()
-    Console(file=text, width=100).print(board(status | {"slow": [SLOW]}))
+    Console(file=text, width=100).print(board(view(status | {"slow": [SLOW]})))
     assert (
         "slow   rank 2 on node2 takes 1.48 times its peers' time since step 40; they wait 31.0% of the time"
         in text.getvalue()

@@ -4,11 +4,18 @@ import io
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from holdfast.observe.live import LiveView, PlainView, terminal
 from holdfast.protocol.job import JobSpec
+from holdfast.protocol.job_view import JobView
+
+
+def view(status):
+    return msgspec.convert(status, JobView)
+
 
 SPEC = JobSpec(name="demo", script="train.py", max_nodes=2)
 JOINED_FIELDS = {"node": "node1", "host": "127.0.0.1", "slots": 1}
@@ -57,7 +64,7 @@ def test_plain_says_how_far_it_is_after_two_silent_seconds(plain, clock, capsys)
 
 
 def test_plain_speaks_ever_more_rarely_and_is_awake_after_an_event(plain, clock, status, capsys):
-    plain.status(status)
+    plain.status(view(status))
     said = []
     for _ in range(100):
         clock.now += 1
@@ -76,20 +83,20 @@ def test_plain_says_how_far_the_fetching_of_the_state_is(plain, clock, status, c
     for worker, restored in zip(status["workers"], ([3_000_000_000, 12_000_000_000], None), strict=False):
         worker |= {"state": "restoring", "restored": restored}
     clock.now += 2.5
-    plain.status(status)
+    plain.status(view(status))
     said = lines(capsys)[0]
     assert said.endswith("2 of 2 workers fetch the state of step 1,234: 3.00 GB of 12.0 GB")
 
 
 def test_plain_knows_the_time_of_the_job(plain, clock, status, capsys):
-    plain.status(status)
+    plain.status(view(status))
     clock.now += 2.5
     plain.tick()
     assert lines(capsys)[0].startswith("[holdfast]    63.50 s  step 1,234, ")
 
 
 def test_plain_says_what_it_waits_for_at_the_end(plain, clock, status, capsys):
-    plain.status(status)
+    plain.status(view(status))
     plain.event(ENDED)
     lines(capsys)
     clock.now += 2
@@ -107,7 +114,7 @@ LOST = JOINED | {"kind": "node-lost", "fields": {"node": "node1", "cause": "word
 
 def test_plain_lines_on_a_terminal_fit_100_columns(plain, status, clock, capsys, monkeypatch):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    plain.status(status | {"step": 123_456_789_012, "world": 16384, "target": 16384})
+    plain.status(view(status | {"step": 123_456_789_012, "world": 16384, "target": 16384}))
     clock.now += 2
     plain.tick()
     plain.event(LOST)
@@ -134,7 +141,7 @@ def test_live_shows_the_startup_then_the_board(live, status):
         live.tick()
         assert "nodes warming up: importing torch" in text(live)
         live.event(JOINED)
-        live.status(status)
+        live.status(view(status))
     assert "1.50 s  node1 joined with 1 slot" in text(live)
     assert "node0.0#1" in text(live)
     assert "kill-node:rank=1" in text(live)
@@ -150,7 +157,7 @@ def test_live_keeps_a_path_in_one_piece(live):
 
 def test_live_shows_the_outcome_while_the_last_processes_end(live, status):
     with live:
-        live.status(status)
+        live.status(view(status))
         live.event(ENDED)
         live.tick()
     assert "demo  finished  step 1,234" in text(live)

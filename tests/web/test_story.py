@@ -103,8 +103,8 @@ def look_at(story: Story) -> None:
 FACTS: dict[str, Any] = {
     "job": "j", "engine": "local", "phase": "running", "outcome": None, "reason": None, "level": 2, "generation": 1,
     "world": 2, "target": 2, "least": {"nodes": 1, "wanted": 2, "most": 2}, "step": 10, "steps": {}, "goodput": {"classes": {}},
-    "t_s": 100.0, "nodes": {}, "phases": {}, "spares": 1, "wants_spares": True, "ready": 2, "coming": 0, "asks": [],
-    "tiers": [], "snapshot": None, "incidents": [], "slow": [], "figures": {}, "blame": None, "loss": 1.0,
+    "t_s": 100.0, "nodes": {}, "phases": {}, "spares": 1, "wants_spares": True, "ready": 2, "coming": 0,
+    "health": {"asks": [], "quarantine": {}}, "saving": {"snapshot": None, "skipped": 0, "tiers": []}, "incidents": [], "slow": [], "figures": {}, "blame": None, "loss": 1.0,
     "pace": {"steps_per_s": 2.0, "until": None, "left": None, "eta_s": None},
     "weight_per_s": None, "last_step_t_s": 99.5, "ledger_trouble": None, "ledger": "x", "ledger_seq": 1, "live": True,
     "micro_batches": 6, "began_utc_s": 1767225600.0,
@@ -315,11 +315,15 @@ TIER = {"url": "/t", "step": 4, "age_s": 9.0, "failing": False, "slow": False, "
     ("changes", "urgent", "words"),
     [
         ({"ledger_trouble": "disk full"}, True, "disk full"),
-        ({"tiers": [TIER | {"failing": True}]}, True, "do not reach /t"),
-        ({"tiers": [TIER | {"slow": True}]}, True, "stands still"),
+        ({"saving": {"tiers": [TIER | {"failing": True}]}}, True, "do not reach /t"),
+        ({"saving": {"tiers": [TIER | {"slow": True}]}}, True, "stands still"),
         ({"phase": "gathering", "ready": 1}, True, "Add nodes: 1 worker"),
         ({"spares": 0}, False, "no spare is left"),
-        ({"asks": [{"node": "n3", "text": "look at its fan", "incident": 2}]}, False, "Inspect n3"),
+        (
+            {"health": {"asks": [{"node": "n3", "text": "look at its fan", "incident": 2}]}},
+            False,
+            "Inspect n3",
+        ),
         ({"slow": [{"rank": 1, "node": "n", "ratio": 1.5, "share": 0.3}]}, False, "1.50 times"),
         ({"phase": "ended", "outcome": "failed", "blame": {"cause": "ImportError"}}, True, "ImportError"),
     ],
@@ -338,10 +342,12 @@ def test_an_empty_list_says_so() -> None:
 
 def test_what_would_be_lost() -> None:
     snapshot = {"step": 9, "nodes": 1, "nbytes": 5, "age_s": 1.0}
-    memory, tier = views.tiers(FACTS | {"snapshot": snapshot, "tiers": [TIER]}, Story())
+    memory, tier = views.tiers(FACTS | {"saving": {"snapshot": snapshot, "tiers": [TIER]}}, Story())
     assert (memory["state"], memory["lag_steps"], memory["lag_s"]) == ("one copy", 1, 0.5)
     assert (tier["state"], tier["lag_steps"], tier["copies"]) == ("good", 6, None)
-    unknown = views.tiers(FACTS | {"tiers": [TIER | {"step": None, "age_s": None}]}, Story())[0]
+    unknown = views.tiers(
+        FACTS | {"saving": {"snapshot": None, "tiers": [TIER | {"step": None, "age_s": None}]}}, Story()
+    )[0]
     assert (unknown["state"], unknown["lag_steps"]) == ("nothing yet", None)
 
 
@@ -349,7 +355,8 @@ def test_of_a_job_that_has_ended_the_last_save_counts_and_no_memory() -> None:
     told = Told().say(40.0, "saved", step=4, url="/t", took_s=0.1, skipped=0)
     told.say(98.0, "saved", step=10, url="/t", took_s=None, skipped=None)
     snapshot = {"step": 9, "nodes": 2, "nbytes": 5, "age_s": 1.0}
-    ended = FACTS | {"phase": "ended", "snapshot": snapshot, "tiers": [TIER, TIER | {"url": "/other"}]}
+    tiers = [TIER, TIER | {"url": "/other"}]
+    ended = FACTS | {"phase": "ended", "saving": {"snapshot": snapshot, "tiers": tiers}}
     here, other = views.tiers(ended, told.story)
     assert (here["name"], here["step"], here["age_s"], here["lag_steps"]) == ("/t", 10, 2.0, 0)
     assert (other["step"], other["lag_steps"]) == (4, 6)

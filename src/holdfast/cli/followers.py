@@ -11,6 +11,7 @@ from holdfast.protocol.machine.processes import python_module
 
 if TYPE_CHECKING:
     from holdfast.engines.shown import View
+    from holdfast.protocol.job_view import JobView
 
 LAST_S = 60.0
 """How long trackers may take for the rest once the job has ended. What is missing then, the command by hand adds."""
@@ -55,7 +56,7 @@ class Followers:
             self._following = [asyncio.create_task(self._follow(command)) for command in self._commands]
         self._view.event(entry)
 
-    def status(self, status: dict[str, Any]) -> None:
+    def status(self, status: JobView) -> None:
         """See `View`."""
         self._view.status(status)
 

@@ -130,26 +130,25 @@ async def _running(folder: Path) -> dict[str, Any]:
     from holdfast.observe.dashboard import job_word
 
     async with asyncio.timeout(ANSWER_S), client_of(folder) as client:
-        status = await client.get("/status")
-    return {"state": job_word(status), "step": status["step"], **_pace(status)}
+        view = await client.view()
+    return {
+        "state": job_word(view.phase, view.outcome),
+        "step": view.step,
+        "steps_per_s": view.pace.steps_per_s,
+        "eta_s": view.pace.eta_s,
+        "goodput": view.goodput.share,
+    }
 
 
 def _ended(folder: Path) -> dict[str, Any]:
     from holdfast.cli.report import read_report
 
     report = read_report(folder)
+    pace = report.get("pace") or {}
     return {
         "state": report["outcome"],
         "step": report.get("steps", {}).get("committed"),
-        **_pace(report),
-    }
-
-
-def _pace(told: dict[str, Any]) -> dict[str, Any]:
-    """Of a status or a report."""
-    pace = told.get("pace") or {}
-    return {
         "steps_per_s": pace.get("steps_per_s"),
         "eta_s": pace.get("eta_s"),
-        "goodput": told["goodput"].get("share"),
+        "goodput": report["goodput"].get("share"),
     }

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -13,6 +13,9 @@ from holdfast.cli.common import AsJson, JobName, Output, width_of, write_as
 
 if TYPE_CHECKING:
     from holdfast.coordinator.service.history_store import Entry, History
+    from holdfast.engines.client import JobClient
+
+T = TypeVar("T")
 
 app = typer.Typer(
     help="Shows and changes the histories of machines over all jobs, and takes nodes out of a job.",
@@ -178,7 +181,7 @@ def clear(
         mine = history.past(machine)
     # The record first: a job that starts from now on reads it. A job that runs has read the history when
     # the node joined, and has to be told.
-    told = asyncio.run(_ask_jobs("POST", _clearing(machine, false_positive or "")))
+    told = asyncio.run(_ask_jobs(lambda client: client.post(_clearing(machine, false_positive or ""))))
     sys.stdout.write(_cleared(machine, false_positive, f", also in {', '.join(told)}" if told else ""))
     wrong = sum(e.kind is Kind.FALSE_POSITIVE and e.rule == false_positive for e in mine)
     if wrong >= DOUBTED:
@@ -194,11 +197,11 @@ def _clear_in_jobs(name: str, rule: str) -> None:
     from holdfast.coordinator.service.history_store import machines_meant, the_one
 
     known: dict[str, list[tuple[str, str]]] = {}
-    for job, status in asyncio.run(_ask_jobs("GET", "/status")).items():
-        rows = [(row.get("identity") or row["node"], row["node"]) for row in status["nodes"]]
-        known[job] = [*rows, *((machine, "") for machine in status["health"]["quarantine"])]
+    for job, view in asyncio.run(_ask_jobs(lambda client: client.view())).items():
+        rows = [(row.identity or row.node, row.node) for row in view.nodes]
+        known[job] = [*rows, *((machine, "") for machine in view.health.quarantine)]
     machine = the_one(machines_meant((pair for pairs in known.values() for pair in pairs), name), name)
-    told = asyncio.run(_ask_jobs("POST", f"{_clearing(machine, rule)}&remember=1"))
+    told = asyncio.run(_ask_jobs(lambda client: client.post(f"{_clearing(machine, rule)}&remember=1")))
     having = [job for job in told if any(machine == one for one, _ in known.get(job, ()))]
     sys.stdout.write(_cleared(machine, rule, f" in {', '.join(having)}"))
 
@@ -213,19 +216,19 @@ def _cleared(machine: str, rule: str | None, where: str) -> str:
     return f"{machine} is cleared{f' of {rule}' if rule else ''}{where}\n"
 
 
-async def _ask_jobs(method: Literal["GET", "POST"], path: str) -> dict[str, Any]:
+async def _ask_jobs(ask: Callable[[JobClient], Awaitable[T]]) -> dict[str, T]:
     """The answers of all running jobs, by their names."""
     from holdfast.engines import jobs
     from holdfast.engines.client import NoAnswer
     from holdfast.engines.reach import client_of
 
-    answers: dict[str, Any] = {}
+    answers: dict[str, T] = {}
     for folder in sorted((jobs.home() / "jobs").glob("*")):
         if not jobs.is_running(folder):
             continue
         try:
             async with client_of(folder) as client:
-                answers[folder.name] = await (client.get(path) if method == "GET" else client.post(path))
+                answers[folder.name] = await ask(client)
         # It ends or starts again just now: its successor reads the history, which has the record already.
         except NoAnswer:
             continue

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from holdfast.engines.jobs import JobFolder
     from holdfast.engines.shown import View
     from holdfast.protocol.job import JobSpec
+    from holdfast.protocol.job_view import JobView
 
 
 def print_script(spec: JobSpec) -> None:
@@ -39,7 +40,7 @@ class RankZero:
         for path, label in self._sources.chosen().items():
             self._tail.add(path, label, 0)
 
-    def status(self, status: dict[str, Any]) -> None:
+    def status(self, status: JobView) -> None:
         """See `View`."""
         self._view.status(status)
         # Inotify reports nothing of what workers on other machines write to the shared folder. A status comes

@@ -14,10 +14,10 @@ import msgspec
 
 from holdfast.engines import jobs
 from holdfast.errors import UsageError
+from holdfast.protocol.job_view import CHANGED, WHOLE, JobView, ReceivedView
 from holdfast.protocol.network.endpoint import Endpoint, read_endpoint
 from holdfast.protocol.network.http_client import Answer, Unproven, proven_session, request
 from holdfast.protocol.wire.decoding import decode
-from holdfast.protocol.wire.status_change import CHANGED, WHOLE, Status
 from holdfast.protocol.wire.stored import read_stored_word
 
 RETRY_S = 0.05
@@ -39,6 +39,7 @@ class Announcement(msgspec.Struct, frozen=True):
     kind: str
     """event, status, provide-node, release-node, ended or log."""
     value: Any
+    """Of a status a `JobView`; else as JSON has it."""
 
 
 class Reach(Protocol):
@@ -138,6 +139,7 @@ class FolderReach:
 
 
 _announcements = msgspec.json.Decoder(Announcement)
+_views = msgspec.json.Decoder(JobView)
 
 
 def _seq(value: Any) -> int:
@@ -162,6 +164,11 @@ class JobClient:
     async def get(self, path: str) -> Any:
         """A JSON page. Raises NoAnswer when nobody answers."""
         return self._read(await self.get_bytes(path))
+
+    async def view(self) -> JobView:
+        """The job at this moment. Raises NoAnswer when nobody answers."""
+        answer = await self.get_bytes("/status")
+        return decode(_views.decode, answer, self._unreadable, error=UsageError)
 
     async def get_bytes(self, path: str) -> bytes:
         """Any page. Raises NoAnswer when nobody answers."""
@@ -219,7 +226,7 @@ class JobClient:
         """
         while await self._reach.is_running():
             # Of this connection: the coordinator tells changes of what it sent by it.
-            status = Status()
+            view = ReceivedView(self._unreadable, UsageError)
             # Closed at once and not by the garbage collector: the coordinator sends to every watcher that it
             # believes to be there.
             async with aclosing(self._reach.listen(after)) as heard:
@@ -231,11 +238,9 @@ class JobClient:
                         seq = decode(_seq, announcement.value, self._unreadable, error=UsageError)
                         after = max(after, seq)
                     elif announcement.kind == WHOLE:
-                        whole = decode(status.whole, announcement.value, self._unreadable, error=UsageError)
-                        announcement = Announcement(WHOLE, whole)
+                        announcement = Announcement(WHOLE, view.whole(announcement.value))
                     elif announcement.kind == CHANGED:
-                        now = decode(status.changed, announcement.value, self._unreadable, error=UsageError)
-                        if now is None:
+                        if (now := view.changed(announcement.value)) is None:
                             continue
                         announcement = Announcement(WHOLE, now)
                     yield announcement

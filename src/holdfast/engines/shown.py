@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+from holdfast.protocol.job_view import JobView
+
 
 class View(Protocol):
     """Who shows the job to a person."""
@@ -16,7 +18,7 @@ class View(Protocol):
     def event(self, entry: dict[str, Any]) -> None:
         """An entry of the ledger."""
 
-    def status(self, status: dict[str, Any]) -> None:
+    def status(self, status: JobView) -> None:
         """The job as it is now."""
 
     def output(self, data: bytes) -> None:
@@ -42,7 +44,7 @@ class Shown:
         with unread():
             self._view.event(entry)
 
-    def status(self, status: dict[str, Any]) -> None:
+    def status(self, status: JobView) -> None:
         """The job as it is now."""
         with unread():
             self._view.status(status)

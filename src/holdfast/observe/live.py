@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+import msgspec
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
@@ -18,6 +19,7 @@ from holdfast.observe.event_text import Told
 from holdfast.observe.printable import PrintableStream, printable
 from holdfast.observe.tables import PrintableConsole, print_report
 from holdfast.protocol.job import JobSpec
+from holdfast.protocol.job_view import JobView
 from holdfast.protocol.ledger import LINE_WIDTH
 from holdfast.protocol.units import clip, clock
 
@@ -49,7 +51,7 @@ class LiveView:
     def __init__(self, spec: JobSpec, job_dir: Path, console: PrintableConsole) -> None:
         self._spec, self._job_dir, self._console = spec, job_dir, console
         self._began_s = time.monotonic()
-        self._status: dict[str, Any] | None = None
+        self._view: JobView | None = None
         self._rest = b""
         self._told = Told()
         self._live = Live(
@@ -76,17 +78,18 @@ class LiveView:
     def event(self, entry: dict[str, Any]) -> None:
         """An entry of the ledger."""
         line = self._told.line(entry, width=min(WIDTH, self._console.width) - STAMP_WIDTH)
-        if entry["kind"] == "ended" and self._status is not None:
-            self._status = {**self._status, "phase": "ended", "outcome": entry["fields"]["outcome"]}
+        if entry["kind"] == "ended" and self._view is not None:
+            outcome = entry["fields"]["outcome"]
+            self._view = msgspec.structs.replace(self._view, phase="ended", outcome=outcome)
         if line:
             style = _EVENT_STYLES.get(entry["kind"], "")
             # Not folded, so that a path in it is copied as one.
             text = Text.assemble((f"{entry['t_s']:8.2f} s  ", "dim"), (line, style))
             self._console.print(text, soft_wrap=True)
 
-    def status(self, status: dict[str, Any]) -> None:
+    def status(self, status: JobView) -> None:
         """The job as it is now."""
-        self._status = status
+        self._view = status
         self._live.refresh()
 
     def tick(self) -> None:
@@ -118,15 +121,15 @@ class LiveView:
 
     def _picture(self) -> RenderableType:
         rule = Text("─" * min(self._console.width, WIDTH), style="dim")
-        status = self._status
-        if status is None or status["generation"] == 0:
+        view = self._view
+        if view is None or view.generation == 0:
             elapsed = clock(time.monotonic() - self._began_s)
             line = Text.assemble(
-                (self._spec.name, "bold"), f"  {progress_line(self._spec, status)}  ", (elapsed, "dim")
+                (self._spec.name, "bold"), f"  {progress_line(self._spec, view)}  ", (elapsed, "dim")
             )
             return Group(rule, line)
-        rows = max(4, self._console.height - FIXED_ROWS - min(5, len(status["incidents"])))
-        return Group(rule, board(status, rows))
+        rows = max(4, self._console.height - FIXED_ROWS - min(5, len(view.incidents)))
+        return Group(rule, board(view, rows))
 
 
 SILENCE_S = 2.0
@@ -147,7 +150,7 @@ class PlainView:
         self._spec, self._job_dir, self._clock = spec, job_dir, clock
         self._last_s = self._heard_s = clock()
         self._silence_s = SILENCE_S
-        self._status: dict[str, Any] | None = None
+        self._view: JobView | None = None
         self._over = False
         self._printed = PrintableStream()
         self._told = Told()
@@ -167,9 +170,9 @@ class PlainView:
             self._say(line, entry["t_s"])
             self._silence_s = SILENCE_S
 
-    def status(self, status: dict[str, Any]) -> None:
+    def status(self, status: JobView) -> None:
         """The job as it is now."""
-        self._status, self._heard_s = status, self._clock()
+        self._view, self._heard_s = status, self._clock()
         self.tick()
 
     def tick(self) -> None:
@@ -177,7 +180,7 @@ class PlainView:
         now = self._clock()
         if now - self._last_s < self._silence_s:
             return
-        line = ENDING if self._over else progress_line(self._spec, self._status)
+        line = ENDING if self._over else progress_line(self._spec, self._view)
         self._say(clip(line, LINE_WIDTH), self._job_time(now))
         # Ever more rarely: a log of a week that has a line each two seconds has nothing else in it.
         self._silence_s = min(2 * self._silence_s, LONGEST_SILENCE_S)
@@ -203,11 +206,11 @@ class PlainView:
 
     def _job_time(self, now: float) -> float | None:
         """Seconds on the job's clock; unknown until the coordinator was heard."""
-        if self._status is None:
+        if self._view is None:
             return None
         # The job's clock is the coordinator's, and goes on when that is replaced. This process measures only
         # the time since it last heard of it.
-        return float(self._status["t_s"]) + now - self._heard_s
+        return self._view.t_s + now - self._heard_s
 
     def _say(self, text: str, t_s: float | None = None) -> None:
         self._last_s = self._clock()

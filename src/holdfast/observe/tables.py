@@ -16,7 +16,6 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from holdfast.observe.dashboard import steps_per_s
 from holdfast.observe.goodput import goodput_table, goodput_words, losses, losses_lines
 from holdfast.observe.printable import printable
 from holdfast.protocol import units
@@ -169,7 +168,7 @@ def _add_figures(table: Table, report: Report) -> None:
     table.add_row(
         "steps",
         f"{units.count(steps.get('committed'))} committed, {units.count(steps.get('lost'))} lost{_of(steps)}, "
-        f"{units.rate(steps_per_s(report))}; one step takes {units.seconds(steps.get('median_s'))} (median)",
+        f"{units.rate((report.get('pace') or {}).get('steps_per_s'))}; one step takes {units.seconds(steps.get('median_s'))} (median)",
     )
     goodput = report.get("goodput") or {}
     table.add_row("goodput", goodput_words(goodput))

@@ -27,10 +27,10 @@ from holdfast.engines import jobs
 from holdfast.engines.client import JobClient
 from holdfast.engines.reach import client_of
 from holdfast.errors import HoldfastError, UsageError
+from holdfast.protocol.job_view import WHOLE
 from holdfast.protocol.network.endpoint import Endpoint, read_endpoint
 from holdfast.protocol.network.http_client import Unproven, proven_session
 from holdfast.protocol.wire.decoding import decode
-from holdfast.protocol.wire.status_change import WHOLE
 from holdfast.protocol.wire.stored import read_stored_word
 from holdfast.web.application import API
 from holdfast.web.sources import CODE_PATH, Answer, Refused, Source, answer, frame

@@ -47,7 +47,7 @@ FINDING_MARKS = 100
 
 def headline(facts: Facts) -> dict[str, Any]:
     """The first line: what the job does, in words, and since when. tone: good, busy, bad or over, for a shape and a colour."""
-    word = job_word(facts)
+    word = job_word(facts["phase"], facts["outcome"])
     parts = [f"{units.count(facts['world'])} of {units.plural(facts['target'], 'worker')}"]
     if facts["step"] is not None:
         parts.insert(0, f"step {units.count(facts['step'])}")
@@ -96,7 +96,7 @@ def todo(facts: Facts, story: Story) -> list[dict[str, Any]]:
         return found
     if facts["ledger_trouble"]:
         say(True, f"Make room for the ledger, or make it writable: {facts['ledger_trouble']}", "df -h")
-    for tier in facts["tiers"]:
+    for tier in facts["saving"]["tiers"]:
         if tier["failing"]:
             why = story.tier_trouble.get(tier["url"], "")
             say(
@@ -117,7 +117,7 @@ def todo(facts: Facts, story: Story) -> list[dict[str, Any]]:
     if short and not facts["coming"] and not begins:
         missing = facts["target"] - facts["ready"]
         say(True, f"Add nodes: {units.plural(missing, 'worker')} are missing, and no node is on its way", "")
-    for ask in facts["asks"]:
+    for ask in facts["health"]["asks"]:
         where = f"holdfast why {ask['incident']} --job {job}" if ask["incident"] else "holdfast node ls"
         say(False, f"Inspect {ask['node']}: {ask['text']}", where)
     # Only of a job that was started with spares: to any other the lack of one is no news.
@@ -203,7 +203,7 @@ def tiers(facts: Facts, story: Story) -> list[dict[str, Any]]:
     # The last state is saved when the core has decided everything, so only the ledger has it. Until then both have the same.
     saved = {one["url"]: one for one in story.checkpoints} if ended else {}
     # The agents of a job that has ended gave their memory back.
-    if (snapshot := facts["snapshot"]) and not ended:
+    if (snapshot := facts["saving"]["snapshot"]) and not ended:
         copies = snapshot["nodes"]
         rows.append(
             {
@@ -216,7 +216,7 @@ def tiers(facts: Facts, story: Story) -> list[dict[str, Any]]:
                 "note": f"in the memory of {units.plural(copies, 'node')}",
             }
         )
-    for tier in facts["tiers"]:
+    for tier in facts["saving"]["tiers"]:
         state = "fails" if tier["failing"] else "stands still" if tier["slow"] else "good"
         if last := saved.get(tier["url"]):
             age_s = round(facts["t_s"] - last["t_s"], 3)

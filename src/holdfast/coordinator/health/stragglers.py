@@ -280,24 +280,6 @@ def describe(slow: Slow) -> str:
     )
 
 
-def shown(slow: Slow) -> dict[str, object]:
-    """For the status and the report. Durations in seconds; until_step None: it still is."""
-    return {
-        "rank": slow.rank,
-        "node": slow.node,
-        "worker": slow.worker,
-        "ratio": slow.ratio,
-        "part": slow.part,
-        "since_step": slow.since_step,
-        "found_step": slow.found_step,
-        "until_step": slow.until_step,
-        "excess_s": slow.excess_s,
-        "share": slow.share,
-        "worker_hours_per_hour": round(slow.share * slow.world, 3),
-        "lost_s": round(slow.lost_s, 3),
-    }
-
-
 def _median(group: dict[str, Spent], without: str) -> float:
     return statistics.median(spent.own_s for name, spent in group.items() if name != without)
 

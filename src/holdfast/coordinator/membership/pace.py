@@ -7,7 +7,6 @@ loader, a recovery, steps that are done again) makes the rate lower, as it makes
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import Any
 
 from holdfast.coordinator.kernel.phases import JobPhase
 from holdfast.coordinator.kernel.state import CoreState
@@ -55,24 +54,6 @@ def steps_per_s(state: CoreState, now: float) -> float | None:
     # The step that is under way is late only when it takes longer than the others did.
     late_s = 0.0 if ended else max(0.0, now - last_s - (last_s - begun_s) / (last - first))
     return (last - first) / (last_s - begun_s + late_s)
-
-
-def shown(state: CoreState, now: float) -> dict[str, Any]:
-    """For status, report, page, console and metrics. None: not known.
-
-    steps_per_s: see there. until: committed steps of the whole job. left: those that are to come. eta_s: seconds until they are
-    committed at that rate. Of an ended job nothing is to come.
-    """
-    rate, until = steps_per_s(state, now), state.membership.until
-    left = None
-    if until and state.membership.phase is not JobPhase.ENDED:
-        left = max(0, until - (state.step or 0))
-    return {
-        "steps_per_s": None if rate is None else round(rate, 6),
-        "until": until,
-        "left": left,
-        "eta_s": None if left is None or not rate else round(left / rate, 3),
-    }
 
 
 def _position(state: CoreState) -> int:

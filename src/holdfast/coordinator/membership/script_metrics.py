@@ -5,8 +5,6 @@ They are rank 0's: a value is the same on all replicas, or each rank has another
 
 from __future__ import annotations
 
-from typing import Any
-
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.protocol import messages as m
 
@@ -36,8 +34,3 @@ def rows(state: CoreState, told: m.Progress) -> list[tuple[str, int, float]]:
         for n, v in values.items()
         if n in state.membership.figures
     ]
-
-
-def shown(state: CoreState) -> dict[str, Any]:
-    """Name to step and value, for status and report. In JSON a value that is not finite becomes null."""
-    return {name: {"step": step, "value": value} for name, (step, value) in state.membership.figures.items()}

@@ -7,8 +7,6 @@ follows from that is known, everything else is not.
 
 from __future__ import annotations
 
-from typing import Any
-
 from holdfast.coordinator.kernel import incidents
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.state import CoreState
@@ -111,28 +109,3 @@ def began_with(state: CoreState) -> int | None:
     counted = state.membership.counted
     # It found nothing and saves with something else: then it may have loaded with that.
     return None if counted.loaded_first == NOTHING and not counted.gives else counted.loaded_first
-
-
-def shown(state: CoreState, committed: int | None = None) -> dict[str, Any]:
-    """For report, status and metrics. None: not known. computed: all steps, those that were lost and done again among
-    them. committed: at level 2, what the ledger has."""
-    if state.membership.counts_steps:
-        computed = None if committed is None else committed + state.membership.lost_steps
-        return {
-            "committed": state.membership.committed,
-            "lost": state.membership.lost_steps,
-            "computed": computed,
-        }
-    counted = state.membership.counted
-    known = counted.known and counted.base is not None
-    computed = (
-        counted.earlier + state.membership.committed or None
-    )  # a script without torch's optimizers has no count
-    if not state.membership.number:
-        computed = 0  # nothing was ever started
-    lost = counted.lost if known else None
-    return {
-        "committed": None if computed is None or lost is None else computed - lost,
-        "lost": lost,
-        "computed": computed,
-    }

@@ -1,4 +1,6 @@
-"""What a job tells about itself: its status while it runs, and the report of what it trained and what failed."""
+"""What a job says of itself, made of the core's state: its status while it runs (`protocol.job_view`), the report of what it
+trained and what failed, and what the page needs. A figure that several of them have is made by one function.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +11,311 @@ from typing import Any
 import msgspec
 
 from holdfast.checkpoint.policy import Retention
-from holdfast.coordinator.health import stragglers
-from holdfast.coordinator.kernel import incidents
+from holdfast.coordinator.kernel import health_state, incidents
+from holdfast.coordinator.kernel.incident_state import Incident
 from holdfast.coordinator.kernel.index import Index
 from holdfast.coordinator.kernel.membership_state import Blame, Node, Worker
 from holdfast.coordinator.kernel.phases import JobPhase, NodePhase, WorkerPhase
 from holdfast.coordinator.kernel.state import CoreState
-from holdfast.coordinator.membership import pace, queries, resize, script_metrics, step_accounting, wall_time
+from holdfast.coordinator.membership import pace, queries, resize, wall_time
 from holdfast.coordinator.service.tally import StepSummary
 from holdfast.coordinator.storage.queries import has_all, how_far
 from holdfast.protocol import units
+from holdfast.protocol.job_view import (
+    Ask,
+    BlameView,
+    Goodput,
+    HealthView,
+    IncidentView,
+    JobView,
+    Logged,
+    NodeView,
+    Pace,
+    Saving,
+    SlowRank,
+    SnapshotView,
+    StepCounts,
+    TierView,
+    TimeShares,
+    WorkerView,
+)
 from holdfast.protocol.phases import TimeClass
 from holdfast.protocol.snapshots import DurableTier
+
+SCHEMA = 1
+INCIDENTS_SHOWN = 20
+UNREAD_SHOWN = 8
+
+
+OPEN_SHOWN = 8
+SLOW_SHOWN = 20
+RANKS_AT_ONCE = 500
+"""So many workers are looked at before others have their turn: half a millisecond."""
+_STATE_WORDS = {
+    "member": "training",
+    "ready": "spare",
+    "parked": "recovering",
+    "attached": "building the model",
+}
+
+
+def build_status(state: CoreState, now: float) -> JobView:
+    """The job at this moment."""
+    members = state.membership.generation.members if state.membership.generation else ()
+    ranks = {x.worker: x.rank for x in members}
+    latest = Latest()
+    for worker in state.membership.workers.values():
+        latest.add(worker, worker.name in ranks)
+    return msgspec.structs.replace(
+        status_head(state, now, *latest.told()),
+        nodes=[node_row(n) for n in state.membership.nodes.values()],
+        workers=[
+            worker_row(state, w, ranks.get(w.name))
+            for w in state.membership.workers.values()
+            if w.phase is not WorkerPhase.GONE
+        ],
+    )
+
+
+def status_left(state: CoreState, now: float, last_step: int | None) -> JobView:
+    """The job as its coordinator left it, of which nothing runs any more. last_step: the newest in the ledger."""
+    view = build_status(state, now)
+    phase, outcome = how_left(state)
+    return msgspec.structs.replace(view, phase=phase, outcome=outcome, step=newest_step(view.step, last_step))
+
+
+def how_left(state: CoreState) -> tuple[str, str]:
+    """Phase and outcome of a job of which nothing runs any more."""
+    # A coordinator that ends a job writes the outcome before it leaves. There is none: it was killed.
+    if state.membership.outcome is None:
+        return JobPhase.ENDED.value, "killed"
+    return state.membership.phase.value, state.membership.outcome
+
+
+def newest_step(step: int | None, last_step: int | None) -> int | None:
+    """Committed steps: those of the state, which is written when something happens, or those of the ledger."""
+    told = None if last_step is None else last_step + 1
+    return max((x for x in (step, told) if x is not None), default=None)
+
+
+def status_head(state: CoreState, now: float, loss: float | None, median_s: float | None) -> JobView:
+    """The status but for the rows of nodes and workers. It costs the same in a large job as in a small one."""
+    membership = state.membership
+    return JobView(
+        job=state.spec.name,
+        phase=membership.phase.value,
+        outcome=membership.outcome,
+        reason=membership.stop_reason,
+        cause=membership.stop_cause,
+        level=membership.level,
+        generation=membership.number,
+        world=membership.generation.strength if membership.generation else 0,
+        target=state.target,
+        step=state.step,
+        until=membership.until,
+        pace=pace_of(state, now),
+        steps=step_counts(state),
+        goodput=goodput_of(state, now),
+        loss=loss,
+        median_s=median_s,
+        t_s=round(now - state.began_s, 3),
+        health=HealthView(
+            asks=[_ask(a) for a in state.health.asks],
+            # A copy: who compares two moments must not be given the same dict for both.
+            quarantine=dict(state.health.quarantine),
+        ),
+        incidents=[_incident(state, i) for i in state.incidents[-INCIDENTS_SHOWN:]],
+        slow=[slow_rank(x) for x in state.health.slow if x.until_step is None],
+        figures=logged(state),
+        blame=shown_blame(membership.blame) if membership.blame else None,
+        saving=saving(state, now),
+    )
+
+
+def _ask(ask: health_state.Ask) -> Ask:
+    return Ask(at_s=ask.at_s, node=ask.node, rule=ask.rule, text=ask.text, incident=ask.incident)
+
+
+def _incident(state: CoreState, incident: Incident) -> IncidentView:
+    return incidents.describe(state, incident, IncidentView)
+
+
+def node_row(node: Node) -> NodeView:
+    """A node in the status."""
+    return NodeView(
+        node=node.name,
+        host=node.host,
+        place=list(node.place),
+        alive=node.alive,
+        failures=node.failures,
+        left=node.left and not node.alive,
+        held=node.held or None,
+        identity=node.identity,
+        unknown=sorted(node.unknown) if node.alive else [],
+    )
+
+
+def worker_row(state: CoreState, worker: Worker, rank: int | None) -> WorkerView:
+    """A worker in the status. rank: None: it is no member."""
+    restoring = is_restoring(state, worker)
+    return WorkerView(
+        worker=worker.name,
+        node=worker.node,
+        rank=rank,
+        state="restoring" if restoring else worker.phase.value,
+        restored=worker.restored if restoring else None,
+        step=worker.committed,
+        log=worker.log,
+    )
+
+
+def shown_blame(blame: Blame) -> BlameView:
+    """Who is to blame, for a person: the cause in words."""
+    return BlameView(
+        cause=str(blame.cause),
+        rank=blame.rank,
+        node=blame.node,
+        step=blame.step,
+        traceback=blame.traceback,
+        tail=blame.tail,
+        log=blame.log,
+        cause_kind=blame.cause.kind.value,
+    )
+
+
+class Latest:
+    """Of all workers, what the head of the status tells of their steps. `add` takes them in the job's order."""
+
+    def __init__(self) -> None:
+        self._loss: float | None = None
+        self._loss_of_member: float | None = None
+        self._median_s: float | None = None
+
+    def add(self, worker: Worker, is_member: bool) -> None:
+        """One more."""
+        # Spares also report a loss, which they had when they last trained: it counts only where no member has one.
+        if worker.loss is not None:
+            if is_member:
+                self._loss_of_member = worker.loss
+            else:
+                self._loss = worker.loss
+        # The slowest member's: the others wait for it.
+        if is_member and worker.median_s is not None:
+            self._median_s = max(self._median_s or 0.0, worker.median_s)
+
+    def told(self) -> tuple[float | None, float | None]:
+        """Loss and median time of a step, as `status_head` takes them."""
+        return self._loss if self._loss_of_member is None else self._loss_of_member, self._median_s
+
+
+def is_restoring(state: CoreState, worker: Worker) -> bool:
+    """It is a member, and fetches the state. At level 0 it is known only of what takes its time."""
+    if worker.phase is not WorkerPhase.MEMBER:
+        return False
+    if not state.membership.counts_steps:
+        return worker.restored is not None and worker.restored[0] < worker.restored[1]
+    generation, seat = state.membership.generation, state.membership.seats.get(worker.name)
+    if generation is None or seat is None or not seat.restore:
+        return False
+    # What it says when it has the state is lost with a coordinator that is replaced just then; a step is not.
+    trains = worker.committed is not None and worker.committed > generation.start
+    return worker.joined_generation < state.membership.number and not trains
+
+
+def saving(state: CoreState, now: float) -> Saving:
+    """What is saved where, and how old it is."""
+    complete = [s for s in state.storage.snapshots if s.complete]
+    newest = max(complete, key=lambda s: (s.step, s.generation), default=None)
+    snapshot = None
+    if newest is not None:
+        blobs = {h.copy.shard.blob.xxh3: h.copy.shard.blob.nbytes for h in newest.shards}
+        complete_s = newest.complete_s or now
+        snapshot = SnapshotView(
+            step=newest.step,
+            nodes=min((len(set(h.nodes)) for h in newest.shards), default=0),
+            nbytes=sum(blobs.values()),
+            took_s=round(complete_s - newest.began_s, 4),
+            age_s=round(now - complete_s, 3),
+        )
+    tiers = [_tier(state, tier.url, now) for tier in state.spec.saving.tiers]
+    return Saving(snapshot=snapshot, skipped=state.storage.skipped, tiers=tiers)
+
+
+def _tier(state: CoreState, url: str, now: float) -> TierView:
+    last = state.storage.stored.get(url)
+    there = last is not None and last.took_s is not None
+    under_way = next((s for s in state.storage.storing if s.tier == url and not s.void), None)
+    return TierView(
+        url=url,
+        step=last.step if last is not None and there else None,
+        age_s=round(now - last.began_s, 3) if last is not None and there else None,
+        took_s=last.took_s if last is not None else None,
+        under_way=under_way.step if under_way else None,
+        written=how_far(under_way) if under_way else None,
+        failing=url in state.storage.failing_tiers,
+        slow=any(s.tier == url and s.slow for s in state.storage.storing),
+    )
+
+
+def pace_of(state: CoreState, now: float) -> Pace:
+    """How fast the job gets on, and when it will be done. Of an ended job nothing is to come."""
+    rate, until = pace.steps_per_s(state, now), state.membership.until
+    left = None
+    if until and state.membership.phase is not JobPhase.ENDED:
+        left = max(0, until - (state.step or 0))
+    return Pace(
+        steps_per_s=None if rate is None else round(rate, 6),
+        until=until,
+        left=left,
+        eta_s=None if left is None or not rate else round(left / rate, 3),
+    )
+
+
+def step_counts(state: CoreState, committed: int | None = None) -> StepCounts:
+    """committed: at level 2, what the ledger has."""
+    if state.membership.counts_steps:
+        lost = state.membership.lost_steps
+        return StepCounts(
+            committed=state.membership.committed,
+            lost=lost,
+            computed=None if committed is None else committed + lost,
+        )
+    counted = state.membership.counted
+    known = counted.known and counted.base is not None
+    # A script without torch's optimizers has no count.
+    computed = counted.earlier + state.membership.committed or None
+    if not state.membership.number:
+        computed = 0  # nothing was ever started
+    lost_known = counted.lost if known else None
+    return StepCounts(
+        committed=None if computed is None or lost_known is None else computed - lost_known,
+        lost=lost_known,
+        computed=computed,
+    )
+
+
+def slow_rank(slow: health_state.Slow) -> SlowRank:
+    """A slow rank in the status and the report."""
+    return SlowRank(
+        rank=slow.rank,
+        node=slow.node,
+        worker=slow.worker,
+        ratio=slow.ratio,
+        part=slow.part,
+        since_step=slow.since_step,
+        found_step=slow.found_step,
+        until_step=slow.until_step,
+        excess_s=slow.excess_s,
+        share=slow.share,
+        worker_hours_per_hour=round(slow.share * slow.world, 3),
+        lost_s=round(slow.lost_s, 3),
+    )
+
+
+def logged(state: CoreState) -> dict[str, Logged]:
+    """The newest value of each name that the script logs."""
+    return {name: Logged(step=step, value=value) for name, (step, value) in state.membership.figures.items()}
+
 
 _STEPS = (
     TimeClass.COMPUTED,
@@ -37,22 +332,18 @@ DIGITS = 6
 """Of seconds: the classes, each rounded by itself, still add up to the wall time to a millisecond."""
 
 
-def goodput_of(state: CoreState, now: float) -> dict[str, Any]:
-    """Over all starts of the job's workers, in seconds. Unknown is None, and `unknown` names the classes that it hides.
-
-    productive_s: steps that stayed, without what was lost in them; share: of wall_s. recomputed_s: steps that were rolled back
-    and done again. computed_s: all steps, with what was lost in them. classes: every class that has any time; their sum is
-    wall_s. recent: wall_s, productive_s, share and classes of the last hour.
-    """
+def goodput_of(state: CoreState, now: float) -> Goodput:
+    """Over all starts of the job's workers."""
     recent = wall_time.recent(state, now)
     found = wall_time.classes(state, now)
-    return goodput_totals(found, _unknown(state, found)) | {
-        "recent": _shares(recent, _unknown(state, recent))
-    }
+    return Goodput(
+        **goodput_totals(found, _unknown(state, found)),
+        recent=TimeShares(**_shares(recent, _unknown(state, recent))),
+    )
 
 
 def goodput_totals(found: dict[TimeClass, float], unknown: list[TimeClass]) -> dict[str, Any]:
-    """What `goodput_of` has of an account, but for `recent`. unknown: classes whose time cannot be told from that of others."""
+    """The fields of `Goodput` of an account, but for `recent`. unknown: classes whose time cannot be told from that of others."""
     recomputed_s = _known(found, unknown, TimeClass.RECOMPUTED)
     silent = TimeClass.PRODUCTIVE in unknown and TimeClass.COMPUTED not in found
     computed_s = None if silent else sum(found.get(kind, 0.0) for kind in _STEPS)
@@ -64,7 +355,7 @@ def goodput_totals(found: dict[TimeClass, float], unknown: list[TimeClass]) -> d
 
 
 def unknown_of(state: CoreState, now: float) -> list[TimeClass]:
-    """What `goodput_of` names as unknown."""
+    """`Goodput.unknown`."""
     return _unknown(state, wall_time.classes(state, now))
 
 
@@ -96,11 +387,6 @@ def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, DIGITS)
 
 
-SCHEMA = 1
-INCIDENTS_SHOWN = 20
-UNREAD_SHOWN = 8
-
-
 def build_report(
     state: CoreState, steps: StepSummary, now: float, told: Sequence[dict[str, Any]] = ()
 ) -> dict[str, Any]:
@@ -110,7 +396,7 @@ def build_report(
     """
     ended = [w for w in state.membership.workers.values() if w.digest is not None]
     digests, states = _by_shard(state, ended)
-    return {
+    report = {
         "schema": SCHEMA,
         "job": state.spec.name,
         "engine": state.spec.engine,
@@ -123,20 +409,20 @@ def build_report(
             "micro_batches": state.membership.micro_batches,
             "idle": _idle(state),
         },
-        "steps": step_accounting.shown(state, steps.count)
-        | {
+        "steps": {
+            **msgspec.structs.asdict(step_counts(state, steps.count)),
             "median_s": _median_s(state, steps.median_s),
             "skipped": steps.skipped,
         },
-        "pace": pace.shown(state, now),
+        "pace": pace_of(state, now),
         "dropped": steps.dropped,
         "incidents": [
             *(x for x in told if x["id"] <= state.forgotten),
-            *(incidents.shown(state, i) for i in state.incidents),
+            *(_incident(state, i) for i in state.incidents),
         ],
         "changes": [msgspec.structs.asdict(resize.describe(state, c)) for c in state.membership.changes],
-        "slow": [stragglers.shown(x) for x in state.health.slow],
-        "figures": script_metrics.shown(state),
+        "slow": [slow_rank(x) for x in state.health.slow],
+        "figures": logged(state),
         "goodput": goodput_of(state, now),
         "final": {
             "loss": steps.loss,
@@ -150,7 +436,7 @@ def build_report(
             "covered": list(ended[0].covered) if ended and ended[0].covered else None,
             "left_out": list(ended[0].left_out) if ended and ended[0].covered else None,
         },
-        "saved": msgspec.to_builtins(state.storage.durable) if state.storage.durable else None,
+        "saved": state.storage.durable,
         "unread": state.storage.unread[:UNREAD_SHOWN],
         "in_memory": _in_memory(state),
         "unsaved": state.membership.unsaved,
@@ -160,6 +446,9 @@ def build_report(
         },
         "samples_folder": state.membership.samples,
     }
+    # As whoever reads the file has it: what prints a report need not know where it came from.
+    told_as: dict[str, Any] = msgspec.to_builtins(report)
+    return told_as
 
 
 def _in_memory(state: CoreState) -> dict[str, int | None] | None:
@@ -199,210 +488,28 @@ def _by_shard(state: CoreState, ended: list[Worker]) -> tuple[list[list[str]], l
     return [sorted(d) for d in digests], [sorted(s) for s in states]
 
 
-class Latest:
-    """Of all workers, what the head of the status tells of their steps. `add` takes them in the job's order."""
-
-    def __init__(self) -> None:
-        self._loss: float | None = None
-        self._loss_of_member: float | None = None
-        self._median_s: float | None = None
-
-    def add(self, worker: Worker, is_member: bool) -> None:
-        """One more."""
-        # Spares also report a loss, which they had when they last trained: it counts only where no member has one.
-        if worker.loss is not None:
-            if is_member:
-                self._loss_of_member = worker.loss
-            else:
-                self._loss = worker.loss
-        # The slowest member's: the others wait for it.
-        if is_member and worker.median_s is not None:
-            self._median_s = max(self._median_s or 0.0, worker.median_s)
-
-    def told(self) -> tuple[float | None, float | None]:
-        """Loss and median time of a step, as `status_head` takes them."""
-        return self._loss if self._loss_of_member is None else self._loss_of_member, self._median_s
-
-
-def build_status(state: CoreState, now: float) -> dict[str, Any]:
-    """The job at this moment. Unknown is None. Durations in seconds."""
-    members = state.membership.generation.members if state.membership.generation else ()
-    ranks = {x.worker: x.rank for x in members}
-    latest = Latest()
-    for worker in state.membership.workers.values():
-        latest.add(worker, worker.name in ranks)
-    return status_head(state, now, *latest.told()) | {
-        "nodes": [node_row(n) for n in state.membership.nodes.values()],
-        "workers": [
-            worker_row(state, w, ranks.get(w.name))
-            for w in state.membership.workers.values()
-            if w.phase is not WorkerPhase.GONE
-        ],
-    }
-
-
-def status_head(state: CoreState, now: float, loss: float | None, median_s: float | None) -> dict[str, Any]:
-    """The status but for the rows of nodes and workers. It costs the same in a large job as in a small one."""
-    return {
-        "job": state.spec.name,
-        "phase": state.membership.phase.value,
-        "outcome": state.membership.outcome,
-        "reason": state.membership.stop_reason,
-        "cause": state.membership.stop_cause,
-        "level": state.membership.level,
-        "generation": state.membership.number,
-        "world": state.membership.generation.strength if state.membership.generation else 0,
-        "target": state.target,
-        "step": state.step,
-        "until": state.membership.until,
-        "pace": pace.shown(state, now),
-        "steps": step_accounting.shown(state),
-        "goodput": goodput_of(state, now),
-        "loss": loss,
-        "median_s": median_s,
-        "t_s": round(now - state.began_s, 3),
-        "health": {
-            "asks": [msgspec.to_builtins(a) for a in state.health.asks],
-            # A copy: who compares two moments must not be given the same dict for both.
-            "quarantine": dict(state.health.quarantine),
-        },
-        "incidents": [incidents.shown(state, i) for i in state.incidents[-INCIDENTS_SHOWN:]],
-        "slow": [stragglers.shown(x) for x in state.health.slow if x.until_step is None],
-        "figures": script_metrics.shown(state),
-        "blame": shown_blame(state.membership.blame) if state.membership.blame else None,
-        "saving": saving(state, now),
-    }
-
-
-def node_row(node: Node) -> dict[str, Any]:
-    """A node in the status."""
-    return (
-        {
-            "node": node.name,
-            "host": node.host,
-            "place": list(node.place),
-            "alive": node.alive,
-            "failures": node.failures,
-        }
-        | ({"left": True} if node.left and not node.alive else {})
-        | ({"held": node.held} if node.held else {})
-        | ({"identity": node.identity} if node.identity else {})
-        | ({"unknown": sorted(node.unknown)} if node.alive and node.unknown else {})
-    )
-
-
-def worker_row(state: CoreState, worker: Worker, rank: int | None) -> dict[str, Any]:
-    """A worker in the status. rank: None: it is no member."""
-    restoring = is_restoring(state, worker)
-    return {
-        "worker": worker.name,
-        "node": worker.node,
-        "rank": rank,
-        "state": "restoring" if restoring else worker.phase.value,
-        "restored": worker.restored if restoring else None,
-        "step": worker.committed,
-        "log": worker.log,
-    }
-
-
-def shown_blame(blame: Blame) -> dict[str, Any]:
-    """Who is to blame, for a person: the cause in words."""
-    words = {"cause": str(blame.cause), "cause_kind": blame.cause.kind.value}
-    return {**msgspec.to_builtins(blame), **words}
-
-
-def is_restoring(state: CoreState, worker: Worker) -> bool:
-    """It is a member, and fetches the state. At level 0 it is known only of what takes its time."""
-    if worker.phase is not WorkerPhase.MEMBER:
-        return False
-    if not state.membership.counts_steps:
-        return worker.restored is not None and worker.restored[0] < worker.restored[1]
-    generation, seat = state.membership.generation, state.membership.seats.get(worker.name)
-    if generation is None or seat is None or not seat.restore:
-        return False
-    # What it says when it has the state is lost with a coordinator that is replaced just then; a step is not.
-    trains = worker.committed is not None and worker.committed > generation.start
-    return worker.joined_generation < state.membership.number and not trains
-
-
-def saving(state: CoreState, now: float) -> dict[str, Any]:
-    """What is saved where, and how old it is. Durations in seconds; None: nothing yet."""
-    complete = [s for s in state.storage.snapshots if s.complete]
-    newest = max(complete, key=lambda s: (s.step, s.generation), default=None)
-    tiers = []
-    for tier in state.spec.saving.tiers:
-        last = state.storage.stored.get(tier.url)
-        there = last is not None and last.took_s is not None
-        under_way = next((s for s in state.storage.storing if s.tier == tier.url and not s.void), None)
-        slow = any(s.tier == tier.url and s.slow for s in state.storage.storing)
-        tiers.append(
-            {
-                "url": tier.url,
-                "step": last.step if last is not None and there else None,
-                "age_s": round(now - last.began_s, 3) if last is not None and there else None,
-                "took_s": last.took_s if last is not None else None,
-                "under_way": under_way.step if under_way else None,
-                "written": how_far(under_way) if under_way else None,
-                "failing": tier.url in state.storage.failing_tiers,
-                "slow": slow,
-            }
-        )
-    return {
-        "snapshot": None
-        if newest is None
-        else {
-            "step": newest.step,
-            "nodes": min((len(set(h.nodes)) for h in newest.shards), default=0),
-            "nbytes": sum({h.copy.shard.blob.xxh3: h.copy.shard.blob.nbytes for h in newest.shards}.values()),
-            "took_s": round((newest.complete_s or now) - newest.began_s, 4),
-            "age_s": round(now - (newest.complete_s or now), 3),
-        },
-        "skipped": state.storage.skipped,
-        "tiers": tiers,
-    }
-
-
-OPEN_SHOWN = 8
-SLOW_SHOWN = 20
-RANKS_AT_ONCE = 500
-"""So many workers are looked at before others have their turn: half a millisecond."""
-_STATE_WORDS = {
-    "member": "training",
-    "ready": "spare",
-    "parked": "recovering",
-    "attached": "building the model",
-}
-
-
 def page_facts(state: CoreState, index: Index, now: float, recent: Mapping[str, Any]) -> dict[str, Any]:
     """recent: what the ledger says of the newest steps, see `page._recent_steps`."""
     membership = state.membership
-    saved, paced = saving(state, now), pace.shown(state, now)
+    head = status_head(state, now, recent["loss"], None)
     in_service = index.count_nodes(NodePhase.IN_SERVICE)
     usable = (WorkerPhase.READY, WorkerPhase.MEMBER, WorkerPhase.PARKED)
+    shown = msgspec.structs.replace(
+        head,
+        step=newest_step(state.step, recent["step"]),
+        incidents=[_incident(state, i) for i in incidents.open_ones(state)[-OPEN_SHOWN:]],
+        slow=head.slow[-SLOW_SHOWN:],
+    )
     return {
-        "job": state.spec.name,
+        **msgspec.to_builtins(shown),
         "engine": state.spec.engine,
-        "phase": membership.phase.value,
-        "outcome": membership.outcome,
-        "reason": membership.stop_reason,
-        "level": membership.level,
-        "generation": membership.number,
-        "world": membership.generation.strength if membership.generation else 0,
-        "target": state.target,
         "least": {
             "nodes": max(state.spec.min_nodes, state.least_nodes),
             "wanted": state.wanted_nodes,
             "most": state.spec.max_nodes,
         },
-        "step": _newest_step(state.step, recent),
-        "until": membership.until,
-        "pace": paced,
         "samples_folder": membership.samples,
-        "steps": step_accounting.shown(state),
-        "goodput": goodput_of(state, now),
         "micro_batches": membership.micro_batches,
-        "t_s": round(now - state.began_s, 3),
         "nodes": {
             phase.value: index.count_nodes(phase) for phase in NodePhase if phase is not NodePhase.LOST
         },
@@ -414,18 +521,10 @@ def page_facts(state: CoreState, index: Index, now: float, recent: Mapping[str, 
         "ready": sum(index.count_workers(phase) for phase in usable),
         "coming": membership.replacing,
         "leave": may_leave(state, max(0, in_service - state.wanted_nodes)),
-        "asks": [msgspec.to_builtins(a) for a in state.health.asks],
-        "tiers": saved["tiers"],
-        "snapshot": saved["snapshot"],
-        "incidents": [incidents.shown(state, i) for i in incidents.open_ones(state)[-OPEN_SHOWN:]],
-        "slow": [stragglers.shown(x) for x in state.health.slow if x.until_step is None][-SLOW_SHOWN:],
-        "figures": script_metrics.shown(state),
-        "blame": shown_blame(membership.blame) if membership.blame else None,
         "ledger": recent["ledger"],
         "began_utc_s": recent["began_utc_s"],
         "ledger_seq": recent["ledger_seq"],
-        "loss": recent["loss"],
-        "weight_per_s": _weight_per_s(paced["steps_per_s"], recent["weight"]),
+        "weight_per_s": _weight_per_s(head.pace.steps_per_s, recent["weight"]),
         "last_step_t_s": recent["t_s"],
     }
 
@@ -453,12 +552,6 @@ def may_leave(state: CoreState, spares: int) -> dict[str, Any] | None:
             ),
         }
     return {"yes": True, "text": f"{words}, and no committed step is lost"}
-
-
-def _newest_step(step: int | None, recent: Mapping[str, Any]) -> int | None:
-    """Committed steps: those of the state, which is written when something happens, or those of the ledger."""
-    told = None if recent["step"] is None else recent["step"] + 1
-    return max((x for x in (step, told) if x is not None), default=None)
 
 
 def kept_checkpoints(

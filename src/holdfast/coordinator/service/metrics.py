@@ -12,6 +12,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from operator import attrgetter
 
+import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -31,7 +32,6 @@ from holdfast.coordinator.kernel.index import Index
 from holdfast.coordinator.kernel.phases import JobPhase, NodePhase, WorkerPhase
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.kernel.storage_state import Snapshot
-from holdfast.coordinator.membership import pace, step_accounting
 from holdfast.coordinator.service import job_view
 from holdfast.coordinator.service.tally import BOUNDS_S, Durations, Tally
 from holdfast.observe.traces import trace_id
@@ -159,7 +159,7 @@ def _steps(state: CoreState, tally: Tally, now: float) -> Iterator[Metric]:
     # alert would fire for it.
     if state.step is not None:
         yield _gauge("holdfast_step", "Committed steps of the current state.", state.step)
-    steps = step_accounting.shown(state, tally.steps)
+    steps = msgspec.structs.asdict(job_view.step_counts(state, tally.steps))
     if state.membership.counts_steps or tally.steps:
         steps["committed"] = tally.steps
     texts = {
@@ -173,12 +173,12 @@ def _steps(state: CoreState, tally: Tally, now: float) -> Iterator[Metric]:
     if tally.weight is not None:
         text = "Weight (samples, tokens) of all commits, those of repeated steps included."
         yield _counter("holdfast_weight", text, tally.weight)
-    paced = pace.shown(state, now)
+    paced = job_view.pace_of(state, now)
     texts = {
         "step_rate": "Steps that stayed per second of wall time, lately.",
         "remaining_seconds": "Time until all steps are committed at that rate.",
     }
-    for (name, text), value in zip(texts.items(), (paced["steps_per_s"], paced["eta_s"]), strict=True):
+    for (name, text), value in zip(texts.items(), (paced.steps_per_s, paced.eta_s), strict=True):
         if value is not None:
             yield _gauge(f"holdfast_{name}", text, value)
     if tally.newest is not None:
@@ -203,12 +203,12 @@ def _time(state: CoreState, now: float) -> Iterator[Metric]:
         "Time since the job's start by what it was spent on; the classes add up to the wall time.",
         labels=["class"],
     )
-    for kind, seconds in told["classes"].items():
+    for kind, seconds in told.classes.items():
         time.add_metric([kind], seconds)
-    if told["productive_s"] == 0.0:
+    if told.productive_s == 0.0:
         time.add_metric([TimeClass.PRODUCTIVE.value], 0.0)
     yield time
-    if (share := told["recent"]["share"]) is not None:
+    if (share := told.recent.share) is not None:
         yield _gauge("holdfast_recent_goodput", "Share of productive time in the last hour.", share)
 
 

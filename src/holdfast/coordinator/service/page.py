@@ -292,9 +292,8 @@ class PageSource:
                 "live": self._live,
                 "simulated": self._simulated(),
             }
-            if not self._live and facts["outcome"] is None:
-                # A coordinator that ends a job writes the outcome before it leaves. There is none: it was killed.
-                facts |= {"phase": "ended", "outcome": "killed"}
+            if not self._live:
+                facts["phase"], facts["outcome"] = job_view.how_left(self._state)
             # A new dict each time, never one that is changed: a stream knows by identity
             # which moment it has shown.
             self._now = views.now(facts, self._story)

@@ -94,10 +94,9 @@ class CoordinatorPage:
 
 def listed(state: CoreState, now: float) -> dict[str, Any]:
     """A job that runs in the list of jobs; see `Host.jobs`."""
-    shown = {"phase": state.membership.phase.value, "outcome": state.membership.outcome}
     return {
         "job": state.spec.name,
-        "state": job_word(shown),
+        "state": job_word(state.membership.phase.value, state.membership.outcome),
         "step": state.step,
         "goodput": None,
         "age_s": round(now - state.began_s, 3),

@@ -26,9 +26,9 @@ from holdfast.protocol.engine_orders import Availability, EngineOrders, NodeGoin
 from holdfast.protocol.faults import check_watched, node_name, parse_fault
 from holdfast.protocol.health import Remedy
 from holdfast.protocol.job import JobDescription
+from holdfast.protocol.job_view import LEDGER_KEPT
 from holdfast.protocol.notices import NoticeCause
 from holdfast.protocol.wire.decoding import decode
-from holdfast.protocol.wire.status_change import LEDGER_KEPT
 
 MOST_KEEPERS = 64
 """Of whom each is waited for at the end. Who comes after them is given the ledger as well."""
@@ -95,7 +95,7 @@ class Routes:
             return web.Response(status=503, text=str(error))
 
     async def _watch(self, request: web.Request) -> web.StreamResponse:
-        """Every event from `/SEQ` or `?after=SEQ` on, and the status, whole and then as it changes (`protocol.status_change`), one
+        """Every event from `/SEQ` or `?after=SEQ` on, and the status, whole and then as it changes (`protocol.job_view`), one
         JSON text each. With `/keep/NAME` the ledger follows in binary when the job has ended: for who looks on from where
         the job's folder is not, and says `LEDGER_KEPT` when it has it. NAME: one of its own, the same in each connection."""
         socket = web.WebSocketResponse()

@@ -27,8 +27,8 @@ from holdfast.coordinator.service import job_view
 from holdfast.coordinator.service.ledger import Unreadable
 from holdfast.coordinator.service.store import LedgerEntry, Store
 from holdfast.protocol.engine_orders import EngineOrder, as_announced, kind_of
+from holdfast.protocol.job_view import CHANGED, COMMON, HEAD, WHOLE, NodeView, ViewChange
 from holdfast.protocol.messages import Generation
-from holdfast.protocol.wire.status_change import CHANGED, WHOLE, StatusChange
 
 ROWS_AT_ONCE = 100
 """So many rows are looked at before others have their turn: a millisecond where all of them are made anew."""
@@ -51,7 +51,7 @@ class _Whole(NamedTuple):
 
     head: dict[str, Any]
     common: int | None
-    nodes: list[tuple[dict[str, Any], bytes]]
+    nodes: list[tuple[NodeView, bytes]]
     workers: list[_Row]
 
     def announcement(self) -> bytes:
@@ -77,7 +77,7 @@ class StatusFeed:
         self._state, self._clock = state, clock
         self._head: dict[str, Any] = {}
         self._common: int | None = None
-        self._nodes: dict[str, tuple[dict[str, Any], bytes]] = {}
+        self._nodes: dict[str, tuple[NodeView, bytes]] = {}
         self._workers: dict[str, _Row] = {}
         self._members: Generation | None = None
         self._ranks: dict[str, int] = {}
@@ -91,11 +91,12 @@ class StatusFeed:
             await self._number_members()
             nodes = await self._changed_nodes()
             workers, gone, latest = await self._changed_workers()
-            head = job_view.status_head(self._state, self._clock(), *latest)
+            view = job_view.status_head(self._state, self._clock(), *latest)
+            head = {name: getattr(view, name) for name in HEAD}
             told = {k: v for k, v in head.items() if k not in self._head or self._head[k] != v}
             self._head = head
             values = {"head": told, "common": self._common, "gone": gone}
-            assert {*values, "nodes", "workers"} == set(StatusChange.__struct_fields__)
+            assert {*values, "nodes", "workers"} == set(ViewChange.__struct_fields__)
             if len(nodes) + len(workers) <= WORKERS_AT_ONCE:
                 self.change = _change(values, nodes, workers)
             else:
@@ -197,7 +198,7 @@ class StatusFeed:
             return None
         row = job_view.worker_row(self._state, worker, rank)
         if is_common:
-            del row["step"]
+            row = msgspec.structs.replace(row, step=COMMON)
         encoded = msgspec.json.encode(row)
         self._workers[worker.name] = _Row(facts, is_common, encoded)
         return encoded
@@ -210,7 +211,7 @@ def _object(values: dict[str, Any], **lists: Iterable[bytes]) -> bytes:
 
 
 def _change(values: dict[str, Any], nodes: list[bytes], workers: list[bytes]) -> bytes:
-    """The announcement of these values and rows; see `StatusChange`."""
+    """The announcement of these values and rows; see `ViewChange`."""
     return _announced(CHANGED, _object(values, nodes=nodes, workers=workers))
 
 

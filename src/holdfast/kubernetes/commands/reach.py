@@ -28,11 +28,11 @@ from holdfast.kubernetes.client.api import Api, ApiError, open_client
 from holdfast.kubernetes.client.tunnel import Tunnel
 from holdfast.kubernetes.objects.resource import GROUP, PLURAL, VERSION
 from holdfast.kubernetes.objects.status import QUEUED, ConditionType, JobStatus, status_of
+from holdfast.protocol.job_view import LEDGER_KEPT
 from holdfast.protocol.network.endpoint import NAME_PATH, CoordinatorName, Endpoint
 from holdfast.protocol.network.http_client import Answer, Unproven
 from holdfast.protocol.network.sockets import host_and_port
 from holdfast.protocol.wire.decoding import decode
-from holdfast.protocol.wire.status_change import LEDGER_KEPT
 
 AGAIN_S = 0.5
 """Between two tries: each asks the API server."""

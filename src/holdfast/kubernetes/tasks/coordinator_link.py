@@ -8,9 +8,8 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from typing import Any
 from urllib.parse import urlencode
 
 import aiohttp
@@ -25,6 +24,7 @@ from holdfast.kubernetes.policy.plan import AskResize, AskStop, NodeSaid, Said, 
 from holdfast.kubernetes.tasks.expectations import Expectations
 from holdfast.protocol.engine_orders import Availability, EngineOrders
 from holdfast.protocol.health import CLUSTER_NAME
+from holdfast.protocol.job_view import JobView
 from holdfast.protocol.network.endpoint import (
     MAX_ANSWER_BYTES,
     PATH,
@@ -52,39 +52,36 @@ class RefusedByCoordinator(HoldfastError):
     """It answers, and does not do what was asked. `str` has its words."""
 
 
-def said_of(status: Mapping[str, Any], orders: EngineOrders, term: int) -> Said:
-    """Its pages `/status` and `/orders` as values. Pure."""
-    training = {one["node"] for one in status["workers"] if one["rank"] is not None}
-    incidents = status["incidents"]
-    newest = incidents[-1] if incidents else None
-    snapshot = status["saving"]["snapshot"]
-    tiers = [tier for tier in status["saving"]["tiers"] if tier["step"] is not None]
-    newest_tier = max(tiers, key=lambda tier: tier["step"], default=None)
-    machines = status["health"]["quarantine"]
+def said_of(view: JobView, orders: EngineOrders, term: int) -> Said:
+    """Its pages `/status` and `/orders` as one value. Pure."""
+    training = {one.node for one in view.workers if one.rank is not None}
+    newest = view.incidents[-1] if view.incidents else None
+    snapshot = view.saving.snapshot
+    saved = [(tier.step, tier.url) for tier in view.saving.tiers if tier.step is not None]
+    newest_saved = max(saved, key=lambda one: one[0], default=None)
     return Said(
         term=term,
-        phase=status["phase"],
+        phase=view.phase,
         wanted=orders.nodes,
         orders=orders.orders,
-        nodes={
-            one["node"]: NodeSaid(alive=one["alive"], trains=one["node"] in training)
-            for one in status["nodes"]
-        },
-        outcome=status["outcome"],
-        reason=status["reason"],
-        step=status["step"] or None,
-        loss=status["loss"],
-        goodput=status["goodput"].get("share"),
-        level=status["level"],
-        # Incidents are numbered from 1 on, and the page has the newest only.
-        incidents=newest["id"] if newest is not None else 0,
-        open_incidents=sum(one["full_strength_s"] is None for one in incidents),
-        last_incident=None if newest is None else f"incident {newest['id']} on {newest['node']}",
-        snapshot=None if snapshot is None else f"step {snapshot['step']} on {snapshot['nodes']} nodes each",
-        checkpoint=None if newest_tier is None else f"{newest_tier['url']}/step-{newest_tier['step']}",
-        asks=tuple(one["text"] for one in status["health"]["asks"]),
+        nodes={one.node: NodeSaid(alive=one.alive, trains=one.node in training) for one in view.nodes},
+        outcome=view.outcome,
+        reason=view.reason,
+        step=view.step or None,
+        loss=view.loss,
+        goodput=view.goodput.share,
+        level=view.level,
+        # Incidents are numbered from 1 on, and the view has the newest only.
+        incidents=newest.id if newest is not None else 0,
+        open_incidents=sum(one.full_strength_s is None for one in view.incidents),
+        last_incident=None if newest is None else f"incident {newest.id} on {newest.node}",
+        snapshot=None if snapshot is None else f"step {snapshot.step} on {snapshot.nodes} nodes each",
+        checkpoint=None if newest_saved is None else f"{newest_saved[1]}/step-{newest_saved[0]}",
+        asks=tuple(one.text for one in view.health.asks),
         bad_machines=frozenset(
-            machine.removeprefix(CLUSTER_NAME) for machine in machines if machine.startswith(CLUSTER_NAME)
+            machine.removeprefix(CLUSTER_NAME)
+            for machine in view.health.quarantine
+            if machine.startswith(CLUSTER_NAME)
         ),
     )
 
@@ -139,7 +136,11 @@ class CoordinatorLink:
 
     def _said(self, answers: tuple[bytes, bytes]) -> Said:
         status, orders = answers
-        return said_of(msgspec.json.decode(status), msgspec.json.decode(orders, type=EngineOrders), self.term)
+        return said_of(
+            msgspec.json.decode(status, type=JobView),
+            msgspec.json.decode(orders, type=EngineOrders),
+            self.term,
+        )
 
     async def tell(self, news: Availability) -> None:
         """Raises Silent."""
