@@ -48,14 +48,13 @@ def why(
 def _list(entries: list[dict[str, Any]], ignored: list[str], as_json: bool, output: Format | None) -> None:
     from holdfast.observe.printable import printable
     from holdfast.protocol.health import remedy_text
+    from holdfast.protocol.ledger import add_incident
 
-    causes = {e["fields"]["id"]: e["fields"] for e in entries if e["kind"] == "incident-opened"}
+    causes: dict[int, dict[str, Any]] = {}
     for entry in entries:
-        if entry["kind"] == "incident-explained":
-            causes[entry["fields"]["id"]] = {
-                **causes[entry["fields"]["id"]],
-                "cause": entry["fields"]["cause"],
-            }
+        add_incident(causes, entry["kind"], entry["fields"])
+    for facts in causes.values():
+        facts.pop("explained", None)
     # The newest decision of each incident, which is the one that holds: a finding may be decided again when
     # its grace is over.
     decided = {e["fields"]["incident"]: e["fields"] for e in entries if e["kind"] == "verdict"}

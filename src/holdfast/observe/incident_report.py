@@ -8,7 +8,7 @@ from typing import Any
 from holdfast.observe.event_text import event_line
 from holdfast.protocol import units
 from holdfast.protocol.health import remedy_text, severity_text
-from holdfast.protocol.ledger import phases_text
+from holdfast.protocol.ledger import add_incident, phases_text
 
 Entry = Mapping[str, Any]
 
@@ -58,12 +58,10 @@ def story(number: int, entries: Sequence[Entry]) -> list[str]:
     opened = next((e for e in mine if e["kind"] == "incident-opened"), None)
     if opened is None:
         return []
-    told = dict(opened["fields"])
+    found: dict[int, dict[str, Any]] = {}
     for entry in mine:
-        if entry["kind"] in ("incident-resumed", "incident-closed", "incident-settled"):
-            told |= entry["fields"]
-        elif entry["kind"] == "incident-explained":
-            told |= {k: v for k, v in entry["fields"].items() if k in ("cause", "node", "ranks")}
+        add_incident(found, entry["kind"], entry["fields"])
+    told = found[number]
     last_s = max(e["t_s"] for e in mine)
     # An incident that is opened again reports the time of its newest disturbance. Its story begins at the
     # first.

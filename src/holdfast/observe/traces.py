@@ -12,6 +12,7 @@ from hashlib import sha256
 from typing import Any, NamedTuple
 
 from holdfast.observe.event_text import event_line
+from holdfast.protocol.ledger import add_incident
 
 
 def trace_id(ledger: str, incident: int | str) -> str:
@@ -103,7 +104,6 @@ FAULTS = 100_000
 SHORT_S = 0.001
 """How long a fault looks whose detection took no time that is known."""
 _DECISIONS = ("verdict", "formed", "restart", "resize", "asked", "storm", "blast-limit", "changed")
-_FACTS = ("incident-opened", "incident-resumed", "incident-closed", "incident-settled")
 
 
 def chrome_trace(job: str, entries: Sequence[Entry], steps: Sequence[Step]) -> dict[str, Any]:
@@ -204,10 +204,7 @@ def _nodes(entries: Iterable[Entry]) -> list[str]:
 def _incidents(made: _Trace, entries: Iterable[Entry]) -> None:
     facts: dict[int, dict[str, Any]] = {}
     for entry in entries:
-        if entry["kind"] in _FACTS:
-            facts[entry["fields"]["id"]] = dict(entry["fields"])
-        elif entry["kind"] == "incident-explained" and entry["fields"]["id"] in facts:
-            facts[entry["fields"]["id"]]["cause"] = entry["fields"]["cause"]
+        add_incident(facts, entry["kind"], entry["fields"])
     # By their begins, as `lane` needs it. By number, an incident that struck again would lie across another.
     for number, told in sorted(facts.items(), key=lambda item: item[1].get("t_s") or 0.0):
         span = whole(told)

@@ -591,11 +591,22 @@ class IncidentFacts(LedgerEvent, frozen=True, kw_only=True):
 FACTS = frozenset(f"incident-{what}" for what in ("opened", "resumed", "closed", "settled"))
 """Kinds of events that have all facts of an incident."""
 ABOUT_INCIDENTS = FACTS | {"incident-explained"}
+_DEFAULTED = frozenset(one.name for one in msgspec.structs.fields(IncidentFacts) if not one.required)
+
+
+def add_incident(found: dict[int, dict[str, Any]], kind: str, fields: Mapping[str, Any]) -> None:
+    """Takes in one event, in the order of the ledger: found has the facts of each incident by its number. Everybody who tells of
+    incidents folds them with this or with `add_facts`, so no two of them differ."""
+    if kind in FACTS or (kind in ABOUT_INCIDENTS and fields["id"] in found):
+        add_facts(found.setdefault(fields["id"], {}), kind, fields)
 
 
 def add_facts(known: dict[str, Any], kind: str, fields: Mapping[str, Any]) -> None:
     """Adds what an event of `ABOUT_INCIDENTS` tells of an incident to what those before it told."""
     if kind in FACTS:
+        # A field with its default is not written: what an event before said of it does not hold any more.
+        for name in _DEFAULTED - fields.keys():
+            known.pop(name, None)
         # An explanation that was found knows more than the closing event, which repeats the first cause.
         known.update(fields, cause=known.get("explained") or fields.get("cause"))
         return

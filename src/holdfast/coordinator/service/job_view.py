@@ -179,7 +179,7 @@ def shown_blame(blame: Blame) -> BlameView:
         traceback=blame.traceback,
         tail=blame.tail,
         log=blame.log,
-        cause_kind=blame.cause.kind.value,
+        cause_kind=blame.cause.kind,
     )
 
 

@@ -27,7 +27,7 @@ from holdfast.coordinator.service import rollups
 from holdfast.coordinator.service.tally import StepSummary, Tally, read_summary, read_tally
 from holdfast.errors import Damaged
 from holdfast.protocol import ledger
-from holdfast.protocol.ledger import ABOUT_INCIDENTS, FACTS, IncidentExplained, IncidentFacts, add_facts
+from holdfast.protocol.ledger import ABOUT_INCIDENTS, FACTS, IncidentExplained, IncidentFacts, add_incident
 from holdfast.protocol.messages import StepTold
 from holdfast.protocol.wire.decoding import decode
 
@@ -476,9 +476,8 @@ class Store:
                 event = decode(_facts.decode, text, _DAMAGED, error=sqlite3.DatabaseError)
             else:
                 event = decode(_explained.decode, text, _DAMAGED, error=sqlite3.DatabaseError)
-            if event.id > until or (event.id not in found and kind not in FACTS):
-                continue
-            add_facts(found.setdefault(event.id, {}), kind, msgspec.structs.asdict(event))
+            if event.id <= until:
+                add_incident(found, kind, msgspec.structs.asdict(event))
         for known in found.values():
             known.pop("explained", None)
         return list(found.values())

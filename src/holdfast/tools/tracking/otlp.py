@@ -24,6 +24,7 @@ from holdfast.coordinator.service.store import LedgerEntry, NewStep
 from holdfast.errors import UsageError
 from holdfast.observe.event_text import event_line
 from holdfast.observe.traces import Span, phases, span_id, trace_id, whole
+from holdfast.protocol.ledger import ABOUT_INCIDENTS, FACTS, add_incident
 from holdfast.tools.tracking.base import FileTracker, Told
 from holdfast.tools.tracking.other_spans import Trace, checkpoint, hear
 from holdfast.tools.tracking.position import Batch
@@ -41,7 +42,6 @@ MOST_OPEN = 64
 MOST_EVENTS = 16
 MOST_NODES = 256
 TEXT_CHARS = 200
-_FACTS = ("incident-opened", "incident-resumed", "incident-closed", "incident-settled")
 _OVER = ("incident-closed", "incident-settled")
 _ABOUT = ("finding", "verdict", "incident-joined", "incident-explained", "asked", "repairing", "repaired")
 OK, ERROR = 1, 2
@@ -168,14 +168,16 @@ def _heard(told: Told, entry: LedgerEntry) -> Told:
     """With what an event says of an incident."""
     facts, about, before, closed = dict(told.facts), dict(told.about), dict(told.before), set(told.closed)
     fields = entry.fields
-    if entry.kind in _FACTS:
+    if entry.kind in ABOUT_INCIDENTS and fields["id"] in facts:
+        facts[fields["id"]] = dict(facts[fields["id"]])
+    add_incident(facts, entry.kind, fields)
+    if entry.kind in FACTS:
         number = fields["id"]
         if entry.kind == "incident-opened" and (node := fields.get("node")):
             # Of the node's incident before, for a link. The newest node is the last.
             previous = told.nodes.get(node)
             if previous is not None and previous != number:
                 before[number] = previous
-        facts[number] = fields
         closed.add(number) if entry.kind in _OVER else closed.discard(number)
         facts = dict(list(facts.items())[-MOST_OPEN:])
     number = fields.get("incident") if entry.kind != "incident-joined" else fields.get("id")
