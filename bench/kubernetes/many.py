@@ -10,7 +10,7 @@ import time
 from bench.kubernetes import plane
 from bench.kubernetes.stage import NAMESPACE, Measured, Stage, job
 from holdfast.kubernetes import names
-from holdfast.kubernetes.commands.reach import job_path
+from holdfast.kubernetes.objects.resource import job_path
 
 LARGE = "large"
 IDLE_S = 60.0

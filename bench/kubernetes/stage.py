@@ -21,8 +21,7 @@ from bench.kubernetes.plane import Plane
 from holdfast.kubernetes import names
 from holdfast.kubernetes.client.api import Api, ApiError, NoAnswer
 from holdfast.kubernetes.client.informer import Informer
-from holdfast.kubernetes.commands.reach import job_path
-from holdfast.kubernetes.objects.resource import API_VERSION, KIND
+from holdfast.kubernetes.objects.resource import API_VERSION, KIND, job_path
 
 NAMESPACE = "default"
 PODS = f"/api/v1/namespaces/{NAMESPACE}/pods"

@@ -17,7 +17,7 @@ from bench.kubernetes.stage import NAMESPACE, PODS, Measured, Stage, cpu_s, job
 from holdfast.coordinator.membership.locality import path
 from holdfast.coordinator.membership.policy import assign_ranks
 from holdfast.kubernetes import names
-from holdfast.kubernetes.commands.reach import job_path
+from holdfast.kubernetes.objects.resource import job_path
 from holdfast.protocol.place import NodePlace, nearness, parse_place
 
 TOPOLOGY: Mapping[str, Mapping[str, str]] = {

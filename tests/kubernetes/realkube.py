@@ -23,8 +23,8 @@ from holdfast.engines.jobs import EXIT_LEFT, EXIT_STOPPED
 from holdfast.engines.reach import client_of
 from holdfast.errors import HoldfastError
 from holdfast.kubernetes.client.api import Api, ApiError, NoAnswer, connect
-from holdfast.kubernetes.commands.reach import job_path
 from holdfast.kubernetes.names import NOTE_FAULT, TAINT_UNHEALTHY
+from holdfast.kubernetes.objects.resource import job_path
 from holdfast.kubernetes.objects.schema import crd_text
 
 CLUSTER = os.environ.get("HOLDFAST_KUBE_CLUSTER", "")

@@ -278,16 +278,16 @@ def test_the_brake_is_told_by_an_event_once() -> None:
                 api=api, raw=job(), machines={}, setting=Setting(), lookup=lambda _: Nobody(), marks=nobody
             )
             held = Warn(reason="MarkHeld", text="m1: 2 of 40 machines are marked", about="order 3")
-            assert task.desk.is_news(held)
+            assert task.expected.is_news(held)
             await task._do(held, seen)
             await task._events.close()
             (made,) = (one for path, one in fake.objects.items() if "/events/" in path)
             assert made["involvedObject"] | {"kind": "HoldfastJob", "uid": "u-1"} == made["involvedObject"]
             assert (made["type"], made["reason"], made["message"]) == ("Warning", held.reason, held.text)
             assert is_permitted("POST", "/api/v1/namespaces/research/events", {})
-            assert not task.desk.is_news(held)
-            task.desk.meet(1, (), ())
-            assert task.desk.is_news(held), "another order of this number"
+            assert not task.expected.is_news(held)
+            task.expected.meet(1, (), ())
+            assert task.expected.is_news(held), "another order of this number"
 
     asyncio.run(run())
 

@@ -135,18 +135,18 @@ def test_a_pod_whose_creation_was_not_answered_is_not_made_again() -> None:
 
 def test_a_pod_that_has_a_machine_by_now_is_not_deleted_as_one_that_waits() -> None:
     async def run() -> None:
-        fake, desk = LiveApi(), Expectations("llm")
+        fake, expected = LiveApi(), Expectations("llm")
         path = f"{PODS}/llm-n3"
         await fake.put(path, raw_pod(phase="Pending") | {"spec": {}}, "ADDED")
         async with api_of(fake) as api:
-            pods = JobPods(api, "llm", "research", "u-1", desk, lambda: None)
+            pods = JobPods(api, "llm", "research", "u-1", expected, lambda: None)
             await pods.find(FindPod("llm-n3"))
-            (waits,) = desk.pods.all
+            (waits,) = expected.pods.all
             await fake.put(path, raw_pod())
             delete = DeletePod(name="llm-n3", uid="p-1", reason="it avoids m1", version=waits.version)
             await pods.delete(delete)
             assert path in fake.objects
-            (seen,) = desk.pods.all
+            (seen,) = expected.pods.all
             assert (seen.machine, seen.stays) == ("m1", True)
             await pods.delete(msgspec.structs.replace(delete, version=seen.version))
             assert path not in fake.objects
@@ -158,18 +158,18 @@ def test_a_pod_of_another_uid_is_not_changed_and_the_one_that_was_meant_is_gone(
     """A patch with another object's uid is refused with 422: asked again, it would be refused for ever."""
 
     async def run() -> None:
-        fake, desk = LiveApi(), Expectations("llm")
+        fake, expected = LiveApi(), Expectations("llm")
         path = f"{PODS}/llm-n3"
         await fake.put(path, raw_pod(), "ADDED")
         async with api_of(fake) as api:
-            pods = JobPods(api, "llm", "research", "u-1", desk, lambda: None)
+            pods = JobPods(api, "llm", "research", "u-1", expected, lambda: None)
             await pods.find(FindPod("llm-n3"))
             other = raw_pod()
             other["metadata"] = {**other["metadata"], "uid": "p-2"}
             await fake.put(path, other)
             await pods.label(LabelPod(name="llm-n3", uid="p-1"), {"a": "b"})
             assert "a" not in fake.objects[path]["metadata"].get("labels", {})
-            assert desk.pods.all == ()
+            assert expected.pods.all == ()
 
     asyncio.run(run())
 

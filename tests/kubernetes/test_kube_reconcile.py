@@ -225,20 +225,20 @@ def test_where_no_node_is_left_all_are_waited_for() -> None:
 
 
 def test_how_long_a_node_was_given_up_is_counted_from_what_was_heard_first() -> None:
-    desk, order = (
+    expected, order = (
         Expectations("llm"),
         ReleaseNode(node="llm-n1", reason="closed", may_return=True, order_id=5),
     )
-    desk.saw(pod("n1", restarts=1))
-    assert desk.released(said("n0", orders=(order,)), 10.0) == {"llm-n1": Released(0.0, 1)}
-    desk.saw(pod("n1", restarts=2, version=1))
-    assert desk.released(None, 12.0) == {"llm-n1": Released(2.0, 1)}, "a coordinator that is silent"
-    assert desk.released(said("n0", orders=(order,)), 14.0) == {"llm-n1": Released(4.0, 1)}
-    assert desk.released(said("n0", "n1"), 16.0) == {}
-    assert desk.released(said("n0", orders=(order,)), 18.0) == {"llm-n1": Released(0.0, 2)}
-    desk.saw(pod("n1", restarts=3, version=2))
+    expected.saw(pod("n1", restarts=1))
+    assert expected.released(said("n0", orders=(order,)), 10.0) == {"llm-n1": Released(0.0, 1)}
+    expected.saw(pod("n1", restarts=2, version=1))
+    assert expected.released(None, 12.0) == {"llm-n1": Released(2.0, 1)}, "a coordinator that is silent"
+    assert expected.released(said("n0", orders=(order,)), 14.0) == {"llm-n1": Released(4.0, 1)}
+    assert expected.released(said("n0", "n1"), 16.0) == {}
+    assert expected.released(said("n0", orders=(order,)), 18.0) == {"llm-n1": Released(0.0, 2)}
+    expected.saw(pod("n1", restarts=3, version=2))
     again = msgspec.structs.replace(order, order_id=6)
-    heard = desk.released(said("n0", orders=(again,)), 20.0)
+    heard = expected.released(said("n0", orders=(again,)), 20.0)
     assert heard == {"llm-n1": Released(0.0, 3)}, "it came back and was given up again between two looks"
 
 
@@ -267,27 +267,29 @@ def test_an_eviction_is_told_with_the_time_that_is_left() -> None:
 def test_a_container_that_was_killed_for_memory_is_told_once() -> None:
     """When its coordinator knows that the node was lost, and while it asks itself why."""
 
-    def told(age_s: float, desk: Expectations, alive: bool = False) -> list[Any]:
+    def told(age_s: float, expected: Expectations, alive: bool = False) -> list[Any]:
         killed = pod("n1", ready=False, out_of_memory_s=NOW_S - age_s)
         pods = (pod("c1"), pod("n0"), killed, pod("n2"))
-        desk.saw(killed)
-        desk.meet(1, ["llm-n0", "llm-n2"], [])
+        expected.saw(killed)
+        expected.meet(1, ["llm-n0", "llm-n2"], [])
         lost = said("n0", "n2", nodes={"llm-n1": NodeSaid(alive=alive)})
         limit = {"spec__template__spec__containers__0__resources": {"limits": {"memory": "2Gi"}}}
         found = [one for one in actions(observed(pods=pods, said=lost, spec=limit)) if isinstance(one, Tell)]
-        news = [one for one in found if desk.is_news(one)]
+        news = [one for one in found if expected.is_news(one)]
         for one in news:
-            desk.did(one)
+            expected.did(one)
         return news
 
-    desk = Expectations("llm")
-    assert told(1.0, desk, alive=True) == []
-    assert told(3.0, desk, alive=True) == [Tell(NodeOutOfMemory("llm-n1", 2 << 30, 3.0), "llm-n1 at 999997")]
-    assert told(3.0, desk) == []
-    assert len(told(2.0, desk)) == 1, "it happened again"
-    assert told(61.0, desk) == []
-    desk.meet(2, [], [])
-    assert len(told(2.0, desk)) == 1, "the next coordinator was told nothing"
+    expected = Expectations("llm")
+    assert told(1.0, expected, alive=True) == []
+    assert told(3.0, expected, alive=True) == [
+        Tell(NodeOutOfMemory("llm-n1", 2 << 30, 3.0), "llm-n1 at 999997")
+    ]
+    assert told(3.0, expected) == []
+    assert len(told(2.0, expected)) == 1, "it happened again"
+    assert told(61.0, expected) == []
+    expected.meet(2, [], [])
+    assert len(told(2.0, expected)) == 1, "the next coordinator was told nothing"
     # Its pod may be about to go.
     assert len(told(0.0, Expectations("llm"))) == 1
 
@@ -328,12 +330,12 @@ def test_a_pod_that_a_kubelet_evicted_is_told_with_its_words() -> None:
     assert isinstance(deletion, DeletePod)
     going = msgspec.structs.replace(ended, deleting=True)
     assert warning in actions(observed(pods=(*observed().pods[:3], going)))
-    desk = Expectations("llm")
-    desk.saw(going)
-    assert desk.is_news(warning)
-    desk.did(warning)
-    desk.meet(1, [], [])
-    assert not desk.is_news(warning)
+    expected = Expectations("llm")
+    expected.saw(going)
+    assert expected.is_news(warning)
+    expected.did(warning)
+    expected.meet(1, [], [])
+    assert not expected.is_news(warning)
 
 
 def crashing(name: str, restarts: int = 3, **fields: Any) -> PodSeen:

@@ -28,16 +28,16 @@ from holdfast.errors import HoldfastError
 from holdfast.health.ruleset import catalogue
 from holdfast.kubernetes.client.api import ApiError, Backoff
 from holdfast.kubernetes.names import HEALTH_CONDITION, NOTE_WATCH
-from holdfast.kubernetes.objects.machine import MachineSeen, machine_seen
-from holdfast.kubernetes.pods.watch import (
+from holdfast.kubernetes.objects.machine import (
     HealthNote,
-    NodeHealth,
+    MachineSeen,
     calls_sick,
-    note_of,
-    note_on,
-    patches,
-    watch,
+    health_note_of,
+    health_note_on,
+    machine_seen,
+    note_patches,
 )
+from holdfast.kubernetes.pods.watch import NodeHealth, watch
 from holdfast.kubernetes.policy.plan import MakeNode, Observed
 from holdfast.protocol.health import Condition, Finding, HealthSpec, Remedy, Severity, acts_on_node
 from holdfast.protocol.messages import FindingsReported, NodeReadings
@@ -63,7 +63,7 @@ def finding(rule: str = "xid-79", **fields: Any) -> Finding:
 def node(note: HealthNote | None = None, **fields: Any) -> dict[str, Any]:
     made: dict[str, Any] = {"metadata": {"name": "m1", "uid": "u-1", "resourceVersion": "7"}, **fields}
     if note is not None:
-        made = patched(made, next(patches(made, note, "b1", NOW_S)))
+        made = patched(made, next(note_patches(made, note, "b1", NOW_S)))
     return made
 
 
@@ -110,7 +110,9 @@ def test_every_rule_that_calls_one_sick_has_a_reason_that_kubernetes_takes() -> 
     assert len(rules) > 100
     reasons = {
         condition(
-            patched(node(), list(patches(node(), note_of(finding(rule), "b1", NOW_S), "b1", NOW_S))[1])
+            patched(
+                node(), list(note_patches(node(), health_note_of(finding(rule), "b1", NOW_S), "b1", NOW_S))[1]
+            )
         )["reason"]
         for rule in (*rules, "0x9", "a.b_c-d")
     }
@@ -120,13 +122,13 @@ def test_every_rule_that_calls_one_sick_has_a_reason_that_kubernetes_takes() -> 
 
 
 def test_annotation_and_condition_say_what_was_found() -> None:
-    note = note_of(finding(), "b1", NOW_S)
-    (at, written), (below, status) = patches(node(), note, "b1", NOW_S)
+    note = health_note_of(finding(), "b1", NOW_S)
+    (at, written), (below, status) = note_patches(node(), note, "b1", NOW_S)
     assert (at, below) == ("", "/status")
     # Of this machine, and of no later one of its name.
     assert written["metadata"]["uid"] == status["metadata"]["uid"] == "u-1"
     assert set(written) == {"metadata"}
-    assert note_on(patched(node(), (at, written))) == note
+    assert health_note_on(patched(node(), (at, written))) == note
     (said_,) = status["status"]["conditions"]
     assert (said_["status"], said_["reason"], said_["message"]) == (
         "True",
@@ -139,38 +141,38 @@ def test_annotation_and_condition_say_what_was_found() -> None:
 
 
 def test_a_machine_that_is_well_is_left_alone() -> None:
-    assert not list(patches(node(), None, "b1", NOW_S))
+    assert not list(note_patches(node(), None, "b1", NOW_S))
     others = node(status={"conditions": [{"type": "Ready", "status": "True"}]})
-    assert not list(patches(others, None, "b1", NOW_S))
+    assert not list(note_patches(others, None, "b1", NOW_S))
 
 
 def test_what_a_person_notes_stays_until_a_person_removes_it() -> None:
     by_hand = node()
     by_hand["metadata"]["annotations"] = {NOTE_WATCH: "smells of smoke"}
-    ((below, status),) = patches(by_hand, None, "another boot", NOW_S)
+    ((below, status),) = note_patches(by_hand, None, "another boot", NOW_S)
     assert below == "/status"
     assert status["status"]["conditions"][0]["message"] == "smells of smoke"
     assert status["status"]["conditions"][0]["reason"] == "Noted"
 
 
 def test_a_boot_that_is_not_known_ends_nothing() -> None:
-    sick = node(note_of(finding(), "", NOW_S))
-    assert [at for at, _ in patches(sick, None, "b2", NOW_S)] == ["/status"]
-    sick = node(note_of(finding(), "b1", NOW_S))
-    assert [at for at, _ in patches(sick, None, "", NOW_S)] == ["/status"]
+    sick = node(health_note_of(finding(), "", NOW_S))
+    assert [at for at, _ in note_patches(sick, None, "b2", NOW_S)] == ["/status"]
+    sick = node(health_note_of(finding(), "b1", NOW_S))
+    assert [at for at, _ in note_patches(sick, None, "", NOW_S)] == ["/status"]
 
 
 def test_the_time_of_a_condition_is_that_of_its_change() -> None:
-    sick = node(note_of(finding(), "b1", NOW_S))
-    (shown,) = patches(sick, None, "b1", NOW_S)
+    sick = node(health_note_of(finding(), "b1", NOW_S))
+    (shown,) = note_patches(sick, None, "b1", NOW_S)
     sick = patched(sick, shown)
     moment = condition(sick)["lastTransitionTime"]
     # A person writes another text into the annotation.
     sick["metadata"]["annotations"][NOTE_WATCH] = "it smells"
-    ((_, other),) = patches(sick, None, "b1", NOW_S + 60)
+    ((_, other),) = note_patches(sick, None, "b1", NOW_S + 60)
     assert condition(patched(sick, ("/status", other)))["lastTransitionTime"] == moment
     sick["metadata"]["annotations"] = {}
-    ((_, over),) = patches(sick, None, "b1", NOW_S + 60)
+    ((_, over),) = note_patches(sick, None, "b1", NOW_S + 60)
     after = condition(patched(sick, ("/status", over)))
     assert (after["status"], after["lastTransitionTime"] > moment) == ("False", True)
 
@@ -185,7 +187,9 @@ def test_whatever_happens_only_a_boot_or_a_person_ends_it() -> None:
             happens = dice.choice(("finds", "finds", "harmless", "boots", "person", "meddles", "restarts"))
             found = None
             if happens == "finds":
-                found = note_of(finding(dice.choice(("xid-79", "memory-ue"))), f"b{boot}", NOW_S + step)
+                found = health_note_of(
+                    finding(dice.choice(("xid-79", "memory-ue"))), f"b{boot}", NOW_S + step
+                )
                 first = first or found
             elif happens == "boots":
                 boot += 1
@@ -204,18 +208,20 @@ def test_whatever_happens_only_a_boot_or_a_person_ends_it() -> None:
                     ),
                 )
             # The first request is carried out where something was found: what is only known to a process ends with it.
-            asked = list(patches(made, found, f"b{boot}", NOW_S + step))
+            asked = list(note_patches(made, found, f"b{boot}", NOW_S + step))
             for one in asked[: dice.choice((1, 2))]:
                 made = patched(made, one)
                 written += 1
-            if list(patches(made, None, f"b{boot}", NOW_S + step)):
+            if list(note_patches(made, None, f"b{boot}", NOW_S + step)):
                 cut += 1  # and its successor does the rest
-            for one in list(patches(made, None, f"b{boot}", NOW_S + step)):
+            for one in list(note_patches(made, None, f"b{boot}", NOW_S + step)):
                 made = patched(made, one)
-            assert note_on(made) == first, f"seed {seed}, {happens}"
+            assert health_note_on(made) == first, f"seed {seed}, {happens}"
             assert (condition(made).get("status") == "True") is (first is not None), f"seed {seed}, {happens}"
             assert machine_seen(made).is_avoided is (first is not None)
-            assert not list(patches(made, None, f"b{boot}", NOW_S + step)), f"seed {seed}: it is never done"
+            assert not list(note_patches(made, None, f"b{boot}", NOW_S + step)), (
+                f"seed {seed}: it is never done"
+            )
     assert min(written, ended, cut) > SEEDS
 
 
@@ -298,7 +304,7 @@ class OneNode(LiveApi):
     def shown(self) -> tuple[bool, str | None]:
         """Whether the annotation is there, and the condition's status."""
         made = self.objects[NODE]
-        return note_on(made) is not None, condition(made).get("status")
+        return health_note_on(made) is not None, condition(made).get("status")
 
 
 def msg(kind: str, made: dict[str, Any]) -> bytes:
@@ -367,7 +373,7 @@ def test_a_second_finding_changes_nothing_until_a_person_has_ended_the_first() -
         one.hear(found(finding("memory-ue")))
         assert len(fake.asked) == before
         there = fake.objects[NODE]
-        assert (note_on(there) or there).rule == "xid-79"  # type: ignore[union-attr]
+        assert (health_note_on(there) or there).rule == "xid-79"  # type: ignore[union-attr]
         del there["metadata"]["annotations"][NOTE_WATCH]
         await fake.put(NODE, there)
         await fake.until(lambda: fake.shown == (False, "False"))

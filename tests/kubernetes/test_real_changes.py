@@ -33,7 +33,7 @@ from realkube import (
 
 from holdfast.engines.reach import client_of
 from holdfast.kubernetes.client.api import Api
-from holdfast.kubernetes.commands.reach import job_path
+from holdfast.kubernetes.objects.resource import job_path
 from holdfast.protocol.network.endpoint import Endpoint
 from holdfast.protocol.network.lookup import AddressLookup
 from holdfast.protocol.network.proof import Question

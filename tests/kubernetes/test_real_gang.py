@@ -34,9 +34,9 @@ from realkube import (
 )
 
 from holdfast.kubernetes.client.api import Api, ApiError
-from holdfast.kubernetes.commands.reach import job_path
 from holdfast.kubernetes.objects import render
 from holdfast.kubernetes.objects.check import convert
+from holdfast.kubernetes.objects.resource import job_path
 from holdfast.kubernetes.objects.schema import crd_text
 
 pytestmark = [pytest.mark.kube, pytest.mark.nightly, pytest.mark.timeout(1500)]

@@ -38,7 +38,7 @@ from realtrials import drain_every_machine, lose_node_without_api_server
 
 from holdfast.engines.jobs import EXIT_LEFT
 from holdfast.kubernetes.client.api import Api, ApiError
-from holdfast.kubernetes.commands.reach import job_path
+from holdfast.kubernetes.objects.resource import job_path
 
 pytestmark = [pytest.mark.kube, pytest.mark.timeout(900)]
 OUTAGES_S = (60.0, pytest.param(300.0, marks=pytest.mark.nightly))

@@ -38,8 +38,8 @@ from realkueue import RACK, apply, is_there, kueue, local_queue, queue_objects, 
 
 from holdfast.engines.jobs import EXIT_STOPPED
 from holdfast.kubernetes.client.api import Api
-from holdfast.kubernetes.commands.reach import job_path
 from holdfast.kubernetes.objects.kueue import API_VERSION, domains_of
+from holdfast.kubernetes.objects.resource import job_path
 
 pytestmark = [
     pytest.mark.kube,

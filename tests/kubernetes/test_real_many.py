@@ -28,7 +28,7 @@ from realkube import (
 )
 
 from holdfast.kubernetes.client.api import Api
-from holdfast.kubernetes.commands.reach import job_path
+from holdfast.kubernetes.objects.resource import job_path
 
 KWOK = Path(os.environ.get("KUBE_BIN", "/nowhere")) / "kwok"
 pytestmark = [

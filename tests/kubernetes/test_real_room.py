@@ -35,7 +35,7 @@ from realkube import (
 )
 
 from holdfast.kubernetes.client.api import Api
-from holdfast.kubernetes.commands.reach import job_path
+from holdfast.kubernetes.objects.resource import job_path
 
 pytestmark = [pytest.mark.kube, pytest.mark.nightly, pytest.mark.timeout(900)]
 

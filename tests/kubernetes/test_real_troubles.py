@@ -39,7 +39,7 @@ from realkube import (
 )
 
 from holdfast.kubernetes.client.api import Api, ApiError
-from holdfast.kubernetes.commands.reach import job_path
+from holdfast.kubernetes.objects.resource import job_path
 
 pytestmark = [pytest.mark.kube, pytest.mark.timeout(900)]
 PODS = f"/api/v1/namespaces/{NAMESPACE}/pods"

@@ -39,7 +39,7 @@ from realkube import (
 )
 
 from holdfast.kubernetes.client.api import Api, ApiError, NoAnswer
-from holdfast.kubernetes.commands.reach import job_path
+from holdfast.kubernetes.objects.resource import job_path
 from holdfast.kubernetes.objects.schema import crd_text
 
 pytestmark = [pytest.mark.kube, pytest.mark.nightly, pytest.mark.timeout(900)]

@@ -43,7 +43,7 @@ from holdfast.agent.simulated_sources import append_kernel_lines
 from holdfast.health.kmsg import boot_id
 from holdfast.kubernetes.client.api import Api, ApiError
 from holdfast.kubernetes.names import HEALTH_CONDITION, NOTE_WATCH
-from holdfast.kubernetes.pods.watch import HealthNote, note_on
+from holdfast.kubernetes.objects.machine import HealthNote, health_note_on
 
 pytestmark = [pytest.mark.kube, pytest.mark.nightly, pytest.mark.timeout(900)]
 NODES = "/api/v1/nodes"
@@ -137,7 +137,7 @@ def test_a_boot_ends_it(play: Callable[[Scene], None]):
             machine = MACHINES[-1]
             await asyncio.to_thread(append_kernel_lines, logs[machine], (LINE,))
             await until(lambda: is_sick(api, machine), f"{machine} has the condition")
-            note = note_on(await api.get(f"{NODES}/{machine}"))
+            note = health_note_on(await api.get(f"{NODES}/{machine}"))
             assert note is not None
             assert note.boot == boot_id()
             before = HealthNote(rule=note.rule, reason=note.reason, boot="of-another-boot", at=note.at)
@@ -335,7 +335,7 @@ async def is_sick(api: Api, machine: str) -> bool:
 async def is_well(api: Api, machine: str) -> bool:
     """It was sick, and nothing of that is left."""
     made = await api.get(f"{NODES}/{machine}")
-    return note_on(made) is None and (word(made, HEALTH_CONDITION) or {}).get("status") == "False"
+    return health_note_on(made) is None and (word(made, HEALTH_CONDITION) or {}).get("status") == "False"
 
 
 async def keeps_away(api: Api, job: Job, machine: str, status: dict[str, Any]) -> None:

@@ -33,7 +33,7 @@ from realkube import (
 
 from holdfast.engines.jobs import EXIT_STOPPED
 from holdfast.kubernetes.client.api import SILENT_S, Api
-from holdfast.kubernetes.commands.reach import job_path
+from holdfast.kubernetes.objects.resource import job_path
 from holdfast.kubernetes.objects.status import from_timestamp
 
 pytestmark = [pytest.mark.kube, pytest.mark.nightly, pytest.mark.timeout(900)]

@@ -134,8 +134,8 @@ def find(name: str, namespace: str, context: str) -> Path:
 
     from holdfast.errors import UsageError
     from holdfast.kubernetes.client.api import ApiError, NoAnswer, connect, current_namespace
-    from holdfast.kubernetes.commands.reach import job_path
     from holdfast.kubernetes.objects.check import check
+    from holdfast.kubernetes.objects.resource import job_path
 
     namespace = namespace or current_namespace(context or None)
 

@@ -17,7 +17,7 @@ from holdfast.kubernetes.client.api import ACCOUNT, Api, ApiError, connect
 from holdfast.kubernetes.client.leader import Lease
 from holdfast.kubernetes.names import COORDINATOR_PORT
 from holdfast.kubernetes.objects.machine import GOING_CONDITIONS, TOPOLOGY_LABELS, Marking
-from holdfast.kubernetes.pods.pod import until_stopped
+from holdfast.kubernetes.pods.until_stopped import until_stopped
 from holdfast.kubernetes.policy.machines import (
     ACCEPTED,
     AFTER_S,

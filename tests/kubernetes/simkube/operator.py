@@ -50,7 +50,7 @@ class Operator:
 
     def __init__(self, server: Server, cluster: Cluster) -> None:
         self.server, self.cluster = server, cluster
-        self.desk = Expectations("llm")
+        self.expected = Expectations("llm")
         self.job: JobObject | None = None
         self.gone = False
         self.position: int | None = None
@@ -72,10 +72,10 @@ class Operator:
         if self.position is None and self.listing is None:
             self.listing = self.server.listed(), len(self.server.log)
         # The answer may be on its way while pods are made: the operator works on with what it knows.
-        if self.listing is not None and (most is None or not self.desk.pods.all):
+        if self.listing is not None and (most is None or not self.expected.pods.all):
             pods, version = self.listing
             self.known = {pod.uid: pod for pod in pods}
-            self.desk.listed([pod for pod in pods if self.is_mine(pod)], version)
+            self.expected.listed([pod for pod in pods if self.is_mine(pod)], version)
             self.position, self.listing = version, None
         if self.position is not None:
             self._watch(self.position, most)
@@ -89,8 +89,8 @@ class Operator:
         the watch of pods has told."""
         self.job = self.server.object
         if self.job is not None and self.job.uid != self.uid:
-            self.uid, self.desk = self.job.uid, Expectations("llm")
-            self.desk.listed([pod for pod in self.known.values() if self.is_mine(pod)], 0)
+            self.uid, self.expected = self.job.uid, Expectations("llm")
+            self.expected.listed([pod for pod in self.known.values() if self.is_mine(pod)], 0)
 
     def is_mine(self, pod: PodSeen) -> bool:
         return self.server.owners[pod.uid] == self.uid
@@ -103,9 +103,9 @@ class Operator:
             else:
                 self.known[pod.uid] = pod
             if self.is_mine(pod) and kind == "gone":
-                self.desk.pods.lost_sight(pod)
+                self.expected.pods.lost_sight(pod)
             elif self.is_mine(pod):
-                self.desk.saw(pod)
+                self.expected.saw(pod)
         self.position = end
 
     def look_at_queue(self) -> None:
@@ -127,16 +127,16 @@ class Operator:
             said: Said | None = self.cluster.said(self.job.uid)
             assert said is not None
             alive = [name for name, node in said.nodes.items() if node.alive]
-            self.desk.meet(said.term, alive, [order.order_id for order in said.orders])
+            self.expected.meet(said.term, alive, [order.order_id for order in said.orders])
         except Silent:
             said = None
         there = self.server.object
         is_now = there is not None and there.uid == self.job.uid
         beside = self.server.beside if is_now and not self.server.down else {}
-        newest = newest_of(self.desk.pods.all, self.job.status.term)
+        newest = newest_of(self.expected.pods.all, self.job.status.term)
         hearings = {}
         if said is None:
-            hearings = self.cluster.hearings(voters(self.desk.pods.all, self.job.status.run))
+            hearings = self.cluster.hearings(voters(self.expected.pods.all, self.job.status.run))
         is_new = newest is not None and newest.phase == "Running" and newest.uid != self.silent[0]
         if newest is not None and (said is not None or is_new):
             self.silent = newest.uid, self.cluster.now_s
@@ -147,18 +147,18 @@ class Operator:
             finalizer=self.job.finalizer,
             deleted_s=self.job.deleted_s,
             status=self.job.status,
-            pods=self.desk.pods.all,
+            pods=self.expected.pods.all,
             machines=self.cluster.seen_machines(),
             workloads=self.workloads,
             objects=frozenset(beside),
             service_term=beside.get("Service"),
             group_members=beside.get("PodGroup"),
-            granted=frozenset(self.desk.granted),
-            absent=self.desk.pods.absent,
-            told=self.desk.told,
+            granted=frozenset(self.expected.granted),
+            absent=self.expected.pods.absent,
+            told=self.expected.told,
             said=said,
-            released=self.desk.released(said, self.cluster.now_s),
-            asked_nodes=self.desk.asked_nodes,
+            released=self.expected.released(said, self.cluster.now_s),
+            asked_nodes=self.expected.asked_nodes,
             hearings=hearings,
             silent_s=self.cluster.now_s - self.silent[1],
             now_s=self.cluster.now_s,
@@ -176,7 +176,7 @@ class Operator:
         if plan is None:
             return 0
         done = 0
-        news = [action for action in plan.actions if self.desk.is_news(action)]
+        news = [action for action in plan.actions if self.expected.is_news(action)]
         for action in news[:most]:
             try:
                 self._do(action)
@@ -243,32 +243,32 @@ class Operator:
             case FindPod(name):
                 there = call(lambda: server.pods.get(name))
                 if there is None or not self.is_mine(there):
-                    self.desk.pods.not_there(name)
+                    self.expected.pods.not_there(name)
                 else:
-                    self.desk.saw(there)
+                    self.expected.saw(there)
             case LabelPod(name=name, uid=uid):
                 try:
-                    self.desk.saw(call(lambda: server.label_pod(name, uid)))
+                    self.expected.saw(call(lambda: server.label_pod(name, uid)))
                 except (NotFound, Conflict):
-                    self.desk.pods.gone(name, uid)
+                    self.expected.pods.gone(name, uid)
             case DeletePod(name=name, uid=uid, reason=reason, version=version):
                 try:
-                    self.desk.saw(call(lambda: server.delete_pod(name, uid, reason, self.uid, version)))
+                    self.expected.saw(call(lambda: server.delete_pod(name, uid, reason, self.uid, version)))
                 except NotFound:
-                    self.desk.pods.gone(name, uid)
+                    self.expected.pods.gone(name, uid)
                 except Conflict:
                     if version is None:
-                        self.desk.pods.gone(name, uid)
+                        self.expected.pods.gone(name, uid)
                     else:
                         self._do(FindPod(name))
             case Tell(news):
                 self.cluster.tell(self.uid, news)
-                self.desk.did(action)
+                self.expected.did(action)
             case AskStop(reason, cause):
                 self.cluster.stop(self.uid, reason, cause)
             case AskResize(nodes):
                 self.cluster.resize(self.uid, nodes)
-                self.desk.did(action)
+                self.expected.did(action)
             case DeleteJob():
                 call(lambda: server.change_job(_set(deleted_s=self.cluster.now_s)))
             case _:
@@ -290,7 +290,7 @@ class Operator:
                 )
 
         self.job = self.server.call(lambda: self.server.change_job(change, version))
-        self.desk.numbered(action, before)
+        self.expected.numbered(action, before)
 
     def _ask_queue(self, action: QueueAction) -> None:
         server, call = self.server, self.server.call
@@ -320,7 +320,7 @@ class Operator:
         avoids: frozenset[str] = frozenset(),
     ) -> None:
         assert self.job is not None
-        if name in self.desk.doubtful:
+        if name in self.expected.doubtful:
             there = self.server.call(lambda: self.server.pods.get(name))
             self._saw(name, there)
             return
@@ -340,7 +340,7 @@ class Operator:
         except Exists:
             made = self.server.pods[name]
         except NoAnswer:
-            self.desk.doubtful.add(name)
+            self.expected.doubtful.add(name)
             raise
         self._saw(name, made)
 
@@ -356,9 +356,9 @@ class Operator:
     def _saw(self, name: str, pod: PodSeen | None) -> None:
         # One of a job before has the name, or nobody has: another number is free.
         if pod is None or not self.is_mine(pod):
-            self.desk.burn(name)
+            self.expected.burn(name)
         else:
-            self.desk.saw(pod)
+            self.expected.saw(pod)
 
 
 def _set(**fields: Any) -> Any:

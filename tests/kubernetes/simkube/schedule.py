@@ -300,7 +300,7 @@ class Schedule:
         self.lent |= lent
         self.taken_back |= self.lent - lent
         operator = self.operator
-        if adopted := [pod.name for pod in operator.desk.pods.all if not operator.is_mine(pod)]:
+        if adopted := [pod.name for pod in operator.expected.pods.all if not operator.is_mine(pod)]:
             self.problems.append(f"taken for its own: {adopted}")
         alive = [pod for pod in self.server.mine() if pod.coordinator and pod.stays]
         if len({pod.number for pod in alive}) != len(alive):

@@ -7,7 +7,6 @@ read that Secret may use the job, and nobody else.
 from __future__ import annotations
 
 import asyncio
-import base64
 import secrets
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
@@ -26,7 +25,8 @@ from holdfast.kubernetes import names
 from holdfast.kubernetes.client import api
 from holdfast.kubernetes.client.api import Api, ApiError, open_client
 from holdfast.kubernetes.client.tunnel import Tunnel
-from holdfast.kubernetes.objects.resource import GROUP, PLURAL, VERSION
+from holdfast.kubernetes.objects.render import token_in
+from holdfast.kubernetes.objects.resource import job_path
 from holdfast.kubernetes.objects.status import QUEUED, ConditionType, JobStatus, status_of
 from holdfast.protocol.job_view import LEDGER_KEPT
 from holdfast.protocol.network.endpoint import NAME_PATH, CoordinatorName, Endpoint
@@ -41,16 +41,6 @@ NAME_S = 4.0
 there may be another coordinator."""
 _ENDED = '{"kind":"ended"'
 _names = msgspec.json.Decoder(CoordinatorName)
-
-
-def job_path(namespace: str, name: str) -> str:
-    """Of the job's object at the API server."""
-    return f"/apis/{GROUP}/{VERSION}/namespaces/{namespace}/{PLURAL}/{name}"
-
-
-def has_ended(status: JobStatus) -> bool:
-    """For ever."""
-    return status.holds(ConditionType.COMPLETE) or status.holds(ConditionType.FAILED)
 
 
 class KubernetesReach:
@@ -177,7 +167,7 @@ class KubernetesReach:
     async def _status(self) -> JobStatus:
         there = await self._get(job_path(self._namespace, self._name), "the job is deleted")
         status = status_of(there, NoAnswer)
-        if has_ended(status):
+        if status.has_ended:
             self._is_over()
             raise NoAnswer(
                 f"the job {self._name!r} is not running: {status.state}. {status.reason or ''}".strip()
@@ -198,7 +188,7 @@ class KubernetesReach:
     async def _read_token(self) -> str:
         path = f"/api/v1/namespaces/{self._namespace}/secrets/{names.config_name(self._name)}"
         secret = await self._get(path, "its Secret does not exist yet")
-        return decode(_token_in, secret, "the job's Secret is damaged", error=UsageError)
+        return token_in(secret, UsageError)
 
     async def _get(self, path: str, gone: str) -> dict[str, Any]:
         try:
@@ -222,11 +212,6 @@ class KubernetesReach:
         # A folder that cannot be written costs the next command one more question, and nothing else.
         with suppress(OSError):
             jobs.write_allocation(self._folder, msgspec.structs.replace(self._allocation, over=True))
-
-
-def _token_in(secret: dict[str, Any]) -> str:
-    token: str = secret["data"][names.TOKEN_FILE]
-    return base64.b64decode(token).decode()
 
 
 def _report(ended: str) -> Any:

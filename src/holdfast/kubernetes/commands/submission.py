@@ -12,10 +12,9 @@ from holdfast.errors import UsageError
 from holdfast.kubernetes import names
 from holdfast.kubernetes.client import api
 from holdfast.kubernetes.client.api import Api, ApiError, Backoff
-from holdfast.kubernetes.commands.reach import has_ended, job_path
 from holdfast.kubernetes.objects import render
 from holdfast.kubernetes.objects.check import Problem, check, convert
-from holdfast.kubernetes.objects.resource import API_VERSION, GROUP, KIND, VERSION
+from holdfast.kubernetes.objects.resource import API_VERSION, GROUP, KIND, VERSION, job_path
 from holdfast.kubernetes.objects.status import status_of
 
 MANAGER = "holdfast"
@@ -137,7 +136,7 @@ async def _refuse_taken(client: Api, submission: Submission) -> None:
         raise
     status = status_of(there, UsageError)
     where = f"--job {submission.name}: the namespace {submission.namespace!r} already has a job of this name"
-    if has_ended(status):
+    if status.has_ended:
         raise UsageError(
             f"{where}, which has ended ({status.state}): `kubectl delete hj {submission.name} -n "
             f"{submission.namespace}` removes it, or choose another name"

@@ -50,130 +50,7 @@ from holdfast.protocol.health import HealthSpec
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.job_options import Timing
 from holdfast.protocol.snapshots import DurableTier, Saving
-
-GROUP_VERSIONS: dict[str, str] = {
-    "KAI": "scheduling.run.ai/v2alpha2",
-    "PodGroup": "scheduling.k8s.io/v1beta1",
-    "Volcano": "scheduling.volcano.sh/v1beta1",
-}
-GROUP_NEEDS = {
-    "KAI": "KAI, installed",
-    "PodGroup": "Kubernetes 1.37 whose API server and scheduler have the feature gate GenericWorkload and serve this API",
-    "Volcano": "Volcano, installed",
-}
-"""What has to be there for the API to be served."""
-GANGS_WITH_QUEUES = ("KAI", "Volcano")
-
-
-def group_path(api_version: str, namespace: str, name: str) -> str:
-    """Of a PodGroup at the API server."""
-    return f"/apis/{api_version}/namespaces/{namespace}/podgroups/{name}"
-
-
-def group_spec(spec: HoldfastJobSpec, members: int) -> Object:
-    """The `spec` of a job's PodGroup. members: nodes of which all are bound, or none."""
-    priority = spec.template.spec.get("priorityClassName")
-    # The pods' own: a group without one has priority 0, whatever its pods have.
-    made: Object = {"priorityClassName": priority} if priority else {}
-    if spec.scheduling.queue is not None:
-        made["queue"] = spec.scheduling.queue
-    match spec.scheduling.gang:
-        case "PodGroup":
-            # Single: preemption takes one pod at a time, and the job goes on without it.
-            return made | _group_size("PodGroup", members) | {"disruptionMode": {"single": {}}}
-        case "KAI":
-            # Below its minimum for 60 s, KAI would evict every pod of a group. Whether a job can go on without a node, and
-            # for how long it waits for another one, is the coordinator's to say.
-            return made | _group_size("KAI", members) | {"stalenessGracePeriod": "-1s"}
-        case _:
-            return made | _group_size("Volcano", members)
-
-
-def resized_group(api_version: str, members: int) -> Object:
-    """The patch by which a group has another minimum."""
-    gang = next(one for one, version in GROUP_VERSIONS.items() if version == api_version)
-    return {"spec": _group_size(gang, members)}
-
-
-def group_members(made: Mapping[str, Any]) -> int | None:
-    """The minimum that a PodGroup has; None: none is written there."""
-    spec = made.get("spec", {})
-    found = spec.get("minMember", spec.get("schedulingPolicy", {}).get("gang", {}).get("minCount"))
-    return None if found is None else int(found)
-
-
-def _group_size(gang: str, members: int) -> Object:
-    if gang == "PodGroup":
-        return {"schedulingPolicy": {"gang": {"minCount": members}}}
-    return {"minMember": members}
-
-
-class GroupTies(msgspec.Struct, frozen=True, kw_only=True):
-    """What ties a pod to its group."""
-
-    labels: dict[str, str] = {}
-    annotations: dict[str, str] = {}
-    spec: Object = {}
-
-
-def ties_to_group(spec: HoldfastJobSpec, group: str) -> GroupTies:
-    """By each node's pod. group: the name of the PodGroup."""
-    match spec.scheduling.gang:
-        case "PodGroup":
-            return GroupTies(spec={"schedulingGroup": {"podGroupName": group}})
-        case "KAI":
-            notes = {
-                "pod-group-name": group,
-                # KAI's own grouper would make another group of the job's pods.
-                "kai.scheduler/skip-podgrouper": "true",
-            }
-            queue = {"kai.scheduler/queue": spec.scheduling.queue or ""}
-            return GroupTies(labels=queue, annotations=notes, spec={"schedulerName": "kai-scheduler"})
-        case "Volcano":
-            notes = {"scheduling.k8s.io/group-name": group}
-            return GroupTies(annotations=notes, spec={"schedulerName": "volcano"})
-        case _:
-            return GroupTies()
-
-
-def job_spec(job: HoldfastJob) -> JobSpec:
-    """`spec.json` of the job."""
-    spec = job.spec
-    container = worker_container(spec) or {}
-    cwd = CODE_FOLDER if spec.run.code is not None else container.get("workingDir", ".")
-    return JobSpec(
-        name=job.id.name,
-        script=spec.run.script or spec.run.module or "",
-        module=spec.run.module is not None,
-        args=spec.run.args,
-        min_nodes=spec.fewest,
-        max_nodes=spec.nodes,
-        nproc=workers_of_node(spec),
-        spares=spec.spares,
-        wait_for_spare=spec.wait_for_spare,
-        engine="kubernetes",
-        preload=spec.run.preload,
-        faults=tuple(parse_fault(text) for text in spec.faults),
-        max_restarts=spec.run_policy.max_restarts,
-        cwd=cwd,
-        timing=Timing(spec.timing.detection_milliseconds / 1000, spec.timing.stall_factor_percent / 100),
-        saving=Saving(
-            memory=spec.snapshots.every,
-            copies=spec.snapshots.copies,
-            budget_bytes=snapshot_bytes(spec) or 0,
-            tiers=tuple(
-                DurableTier(tier.url, tier.every, tier.keep, tier.keep_every) for tier in spec.checkpoints
-            ),
-        ),
-        health=HealthSpec(
-            dry_run=spec.health.dry_run,
-            blast_share=spec.health.blast_radius_percent / 100,
-            deep=spec.health.deep_checks,
-            replace_slow=(spec.health.replace_slow_percent or 0) / 100,
-            replace_suspect=spec.health.replace_suspect,
-        ),
-    )
-
+from holdfast.protocol.wire.decoding import decode
 
 Object = dict[str, Any]
 
@@ -183,6 +60,9 @@ COORDINATOR_USER_ID = 65532
 COORDINATOR_GRACE_S = 15
 LEAVE_S = 5
 """An agent has left so many seconds before Kubernetes would kill it."""
+
+
+SHARED_MEMORY = "/dev/shm"
 
 
 class PodSetting(msgspec.Struct, frozen=True, kw_only=True):
@@ -568,6 +448,16 @@ def secret(job: HoldfastJob, token: str) -> Object:
     }
 
 
+def token_in(made: Object, error: type[Exception]) -> str:
+    """What `secret` has put there. Raises `error`: it is damaged."""
+    return decode(_token, made, "the job's Secret is damaged", error=error)
+
+
+def _token(made: Object) -> str:
+    token: str = made["data"][TOKEN_FILE]
+    return base64.b64decode(token).decode()
+
+
 def service(job: HoldfastJob, term: int) -> Object:
     """The name by which agents find the coordinator of the newest term."""
     return {
@@ -632,4 +522,133 @@ def network_policy(job: HoldfastJob, setting: PodSetting = DEFAULT) -> Object:
     }
 
 
-SHARED_MEMORY = "/dev/shm"
+# ------------------------------------------------------------ for the processes in the pods
+
+
+def job_spec(job: HoldfastJob) -> JobSpec:
+    """`spec.json` of the job."""
+    spec = job.spec
+    container = worker_container(spec) or {}
+    cwd = CODE_FOLDER if spec.run.code is not None else container.get("workingDir", ".")
+    return JobSpec(
+        name=job.id.name,
+        script=spec.run.script or spec.run.module or "",
+        module=spec.run.module is not None,
+        args=spec.run.args,
+        min_nodes=spec.fewest,
+        max_nodes=spec.nodes,
+        nproc=workers_of_node(spec),
+        spares=spec.spares,
+        wait_for_spare=spec.wait_for_spare,
+        engine="kubernetes",
+        preload=spec.run.preload,
+        faults=tuple(parse_fault(text) for text in spec.faults),
+        max_restarts=spec.run_policy.max_restarts,
+        cwd=cwd,
+        timing=Timing(spec.timing.detection_milliseconds / 1000, spec.timing.stall_factor_percent / 100),
+        saving=Saving(
+            memory=spec.snapshots.every,
+            copies=spec.snapshots.copies,
+            budget_bytes=snapshot_bytes(spec) or 0,
+            tiers=tuple(
+                DurableTier(tier.url, tier.every, tier.keep, tier.keep_every) for tier in spec.checkpoints
+            ),
+        ),
+        health=HealthSpec(
+            dry_run=spec.health.dry_run,
+            blast_share=spec.health.blast_radius_percent / 100,
+            deep=spec.health.deep_checks,
+            replace_slow=(spec.health.replace_slow_percent or 0) / 100,
+            replace_suspect=spec.health.replace_suspect,
+        ),
+    )
+
+
+# ------------------------------------------------------------ gang scheduling: a PodGroup has a scheduler bind as many nodes as the job needs to train, or none
+# Three schedulers know an object of this name, each in an API of its own: Volcano, KAI, and Kubernetes' own since 1.37. The group
+# has the pods of nodes alone. A coordinator takes no machine from anybody, and its successor must not wait for a group that has
+# lost a node.
+
+GROUP_VERSIONS: dict[str, str] = {
+    "KAI": "scheduling.run.ai/v2alpha2",
+    "PodGroup": "scheduling.k8s.io/v1beta1",
+    "Volcano": "scheduling.volcano.sh/v1beta1",
+}
+GROUP_NEEDS = {
+    "KAI": "KAI, installed",
+    "PodGroup": "Kubernetes 1.37 whose API server and scheduler have the feature gate GenericWorkload and serve this API",
+    "Volcano": "Volcano, installed",
+}
+"""What has to be there for the API to be served."""
+GANGS_WITH_QUEUES = ("KAI", "Volcano")
+
+
+def group_path(api_version: str, namespace: str, name: str) -> str:
+    """Of a PodGroup at the API server."""
+    return f"/apis/{api_version}/namespaces/{namespace}/podgroups/{name}"
+
+
+def group_spec(spec: HoldfastJobSpec, members: int) -> Object:
+    """The `spec` of a job's PodGroup. members: nodes of which all are bound, or none."""
+    priority = spec.template.spec.get("priorityClassName")
+    # The pods' own: a group without one has priority 0, whatever its pods have.
+    made: Object = {"priorityClassName": priority} if priority else {}
+    if spec.scheduling.queue is not None:
+        made["queue"] = spec.scheduling.queue
+    match spec.scheduling.gang:
+        case "PodGroup":
+            # Single: preemption takes one pod at a time, and the job goes on without it.
+            return made | _group_size("PodGroup", members) | {"disruptionMode": {"single": {}}}
+        case "KAI":
+            # Below its minimum for 60 s, KAI would evict every pod of a group. Whether a job can go on without a node, and
+            # for how long it waits for another one, is the coordinator's to say.
+            return made | _group_size("KAI", members) | {"stalenessGracePeriod": "-1s"}
+        case _:
+            return made | _group_size("Volcano", members)
+
+
+def resized_group(api_version: str, members: int) -> Object:
+    """The patch by which a group has another minimum."""
+    gang = next(one for one, version in GROUP_VERSIONS.items() if version == api_version)
+    return {"spec": _group_size(gang, members)}
+
+
+def group_members(made: Mapping[str, Any]) -> int | None:
+    """The minimum that a PodGroup has; None: none is written there."""
+    spec = made.get("spec", {})
+    found = spec.get("minMember", spec.get("schedulingPolicy", {}).get("gang", {}).get("minCount"))
+    return None if found is None else int(found)
+
+
+def _group_size(gang: str, members: int) -> Object:
+    if gang == "PodGroup":
+        return {"schedulingPolicy": {"gang": {"minCount": members}}}
+    return {"minMember": members}
+
+
+class GroupTies(msgspec.Struct, frozen=True, kw_only=True):
+    """What ties a pod to its group."""
+
+    labels: dict[str, str] = {}
+    annotations: dict[str, str] = {}
+    spec: Object = {}
+
+
+def ties_to_group(spec: HoldfastJobSpec, group: str) -> GroupTies:
+    """By each node's pod. group: the name of the PodGroup."""
+    match spec.scheduling.gang:
+        case "PodGroup":
+            return GroupTies(spec={"schedulingGroup": {"podGroupName": group}})
+        case "KAI":
+            notes = {
+                "pod-group-name": group,
+                # KAI's own grouper would make another group of the job's pods.
+                "kai.scheduler/skip-podgrouper": "true",
+            }
+            queue = {"kai.scheduler/queue": spec.scheduling.queue or ""}
+            return GroupTies(labels=queue, annotations=notes, spec={"schedulerName": "kai-scheduler"})
+        case "Volcano":
+            notes = {"scheduling.k8s.io/group-name": group}
+            return GroupTies(annotations=notes, spec={"schedulerName": "volcano"})
+        case _:
+            return GroupTies()

@@ -410,3 +410,8 @@ def quantity_of_limit(spec: HoldfastJobSpec, resource: str, kind: str = "limits"
     """What the template's worker may have of a resource; None: nothing is said. kind: `limits` or `requests`."""
     container = worker_container(spec) or {}
     return quantity(((container.get("resources") or {}).get(kind) or {}).get(resource))
+
+
+def job_path(namespace: str, name: str) -> str:
+    """Of the job's object at the API server."""
+    return f"/apis/{GROUP}/{VERSION}/namespaces/{namespace}/{PLURAL}/{name}"

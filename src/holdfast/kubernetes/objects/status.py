@@ -181,6 +181,11 @@ class JobStatus(_Struct, frozen=True, kw_only=True):
         found = self.condition(type_)
         return found is not None and found.status == "True"
 
+    @property
+    def has_ended(self) -> bool:
+        """For ever."""
+        return self.holds(ConditionType.COMPLETE) or self.holds(ConditionType.FAILED)
+
 
 def status_of(raw: Mapping[str, Any], error: type[Exception]) -> JobStatus:
     """That of an object as the API server has it. Raises `error`: it cannot be read."""

@@ -1,17 +1,12 @@
-"""What the processes in a job's pods are given by the operator: variables, files, and where the job's folder is; and how they run until
-Kubernetes ends them.
-"""
+"""What the processes in a job's pods are given by the operator: variables, files, and where the job's folder is."""
 
 from __future__ import annotations
 
-import asyncio
 import os
-import signal
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -111,21 +106,3 @@ def read_pod(environ: Mapping[str, str] = os.environ, config: Path = Path(CONFIG
         token=token,
         folder=jobs.job_dir(jobs.check_name(spec.name)),
     )
-
-
-async def until_stopped(work: Coroutine[Any, Any, None]) -> None:
-    """Runs `work` until it ends or SIGTERM or SIGINT comes, and returns when it is over. Raises what `work` raises."""
-    leaves = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, leaves.set)
-    working = asyncio.create_task(work)
-    leaving = asyncio.create_task(leaves.wait())
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            working.result()
-    finally:
-        for task in (working, leaving):
-            task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)

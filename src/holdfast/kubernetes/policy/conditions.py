@@ -31,25 +31,6 @@ from holdfast.kubernetes.policy.losses import heard_restarts, why_lost
 from holdfast.kubernetes.policy.plan import Observed, Said
 from holdfast.protocol.engine_orders import ReleaseNode
 
-
-def asked_nodes(seen: Observed, job: HoldfastJob) -> int:
-    """The size that the coordinator was asked for the last time, as far as is known."""
-    accepted = seen.accepted.spec.nodes if seen.accepted is not None else job.spec.nodes
-    told = (seen.asked_nodes, seen.status.asked_nodes)
-    return next((nodes for nodes in told if nodes is not None), accepted)
-
-
-def size_to_ask(seen: Observed, job: HoldfastJob) -> int | None:
-    """What the coordinator is to be asked for; None: it was.
-
-    It is written into the status first. An operator that is killed between the question and its record would leave another
-    size with the coordinator than the next operator believes, and an object that is changed back would change nothing.
-    """
-    # Asked for, perhaps by an operator before this one, and nobody has written down that it was heard.
-    unsure = seen.asked_nodes is None and seen.status.asking_nodes is not None
-    return job.spec.nodes if unsure or job.spec.nodes != asked_nodes(seen, job) else None
-
-
 MESSAGE_CHARS = 1000
 LIVE_FIELDS = ("nodes", "run_policy")
 """What may change while a run goes on."""
@@ -504,6 +485,29 @@ def _reason(words: dict[Is, _Word], ended: Ended | None, stopping: str | None) -
         if word is not None and not word.holds:
             return (f"{word.reason}: {word.message}" if word.message else word.reason)[:MESSAGE_CHARS]
     return ""
+
+
+# ------------------------------------------------------------ the size that the object asks its coordinator for
+# Who changed the size last has it: the object says something only when it has changed since the coordinator was asked the last
+# time. A `holdfast resize` in between stands.
+
+
+def asked_nodes(seen: Observed, job: HoldfastJob) -> int:
+    """The size that the coordinator was asked for the last time, as far as is known."""
+    accepted = seen.accepted.spec.nodes if seen.accepted is not None else job.spec.nodes
+    told = (seen.asked_nodes, seen.status.asked_nodes)
+    return next((nodes for nodes in told if nodes is not None), accepted)
+
+
+def size_to_ask(seen: Observed, job: HoldfastJob) -> int | None:
+    """What the coordinator is to be asked for; None: it was.
+
+    It is written into the status first. An operator that is killed between the question and its record would leave another
+    size with the coordinator than the next operator believes, and an object that is changed back would change nothing.
+    """
+    # Asked for, perhaps by an operator before this one, and nobody has written down that it was heard.
+    unsure = seen.asked_nodes is None and seen.status.asking_nodes is not None
+    return job.spec.nodes if unsure or job.spec.nodes != asked_nodes(seen, job) else None
 
 
 # ------------------------------------------------------------ news: what people should hear of

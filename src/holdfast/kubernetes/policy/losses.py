@@ -255,9 +255,8 @@ def unseen_nodes(seen: Observed, job: HoldfastJob) -> frozenset[str]:
     """Those that the coordinator has and the operator does not, unless the API server has said that they are not there."""
     if seen.said is None:
         return frozenset()
-    alive = {name for name, node in seen.said.nodes.items() if node.alive}
     # An agent that somebody started by hand has another name, and no pod.
-    mine = {name for name in alive if names.number_of(job.id.name, name) is not None}
+    mine = {name for name in seen.said.alive if names.number_of(job.id.name, name) is not None}
     return frozenset(mine - {pod.name for pod in seen.pods} - seen.absent)
 
 

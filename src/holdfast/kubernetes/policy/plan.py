@@ -20,6 +20,116 @@ from holdfast.protocol.network.endpoint import Hearing
 from holdfast.protocol.notices import NoticeCause
 
 
+class NodeSaid(msgspec.Struct, frozen=True, kw_only=True):
+    """A node, as the coordinator has it."""
+
+    alive: bool
+    trains: bool = False
+    leaves: bool = False
+
+
+class Released(msgspec.Struct, frozen=True):
+    """A node that the coordinator gave up, as this operator has known it."""
+
+    for_s: float
+    """For how long."""
+    restarts: int
+    """How often its container had been started anew when the operator heard of it."""
+
+
+class Said(msgspec.Struct, frozen=True, kw_only=True):
+    """What the coordinator of a term last said."""
+
+    term: int
+    phase: str
+    """A `coordinator.kernel.phases.JobPhase`."""
+    wanted: int
+    """Nodes altogether, spares included."""
+    orders: tuple[EngineOrder, ...] = ()
+    nodes: Mapping[str, NodeSaid] = {}
+    outcome: str | None = None
+    reason: str | None = None
+    step: int | None = None
+    loss: float | None = None
+    goodput: float | None = None
+    level: int | None = None
+    incidents: int | None = None
+    open_incidents: int | None = None
+    last_incident: str | None = None
+    snapshot: str | None = None
+    checkpoint: str | None = None
+    asks: tuple[str, ...] = ()
+    """What people are asked for."""
+    bad_machines: frozenset[str] = frozenset()
+    """In quarantine."""
+
+    @property
+    def alive(self) -> frozenset[str]:
+        """Nodes that have joined and are not lost."""
+        return frozenset(name for name, node in self.nodes.items() if node.alive)
+
+
+class Observed(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that `reconcile` looks at."""
+
+    job: HoldfastJob | None
+    """As the object has it now; None: it cannot work, see `problems`."""
+    accepted: HoldfastJob | None = None
+    """What the current run was started with; None: there is none."""
+    problems: tuple[Problem, ...] = ()
+    refused: str | None = None
+    """What the API server said of the job's pods when it refused them."""
+    generation: int = 1
+    finalizer: bool = False
+    """The object has ours."""
+    deleted_s: float | None = None
+    """When its deletion was asked for; None: it was not."""
+    skip_save: bool = False
+    """The person who deletes it does not want its state saved."""
+    status: JobStatus = JobStatus()
+    pods: tuple[PodSeen, ...] = ()
+    machines: Mapping[str, MachineSeen] = {}
+    workloads: Mapping[str, WorkloadSeen] | None = None
+    """By name, where the job is in a queue; None: unknown."""
+    no_workloads: str = ""
+    """Why they are unknown."""
+    objects: frozenset[str] = frozenset()
+    """Kinds of what stands beside the pods and is there: Secret, ConfigMap, ..."""
+    service_term: int | None = None
+    """Where the Service points to."""
+    group_members: int | None = None
+    """Nodes that the job's PodGroup has bound together; None: there is no group, or it does not say so."""
+    granted: frozenset[str] = frozenset()
+    """Names of pods that this operator has numbered and not yet made."""
+    absent: frozenset[str] = frozenset()
+    """Names of pods of which the API server has said that they are not there. A name does not come again."""
+    told: frozenset[str] = frozenset()
+    """Nodes of which this term's coordinator was told that they are going or gone."""
+    said: Said | None = None
+    """None: it does not answer now."""
+    released: Mapping[str, Released] = {}
+    """By name, the nodes of the open orders that give nodes up."""
+    asked_nodes: int | None = None
+    """The size that this operator has asked this run's coordinator for; None: it has not asked. The status has what was asked before."""
+    refused_resize: str | None = None
+    """Why it did not take it."""
+    marking: Marking = "none"
+    """What of a mark the site wants on a machine."""
+    most_marked_percent: int = 5
+    """Of the cluster's machines, at once."""
+    no_marks: str | None = None
+    """Why no machine can be marked; None: one can."""
+    hearings: Mapping[str, Hearing | None] = {}
+    """What nodes that were asked say of the coordinator; None: no answer. Empty: none was asked, since it answers."""
+    silent_s: float = 0.0
+    """For how long this operator has asked the coordinator in vain, whose pod runs."""
+    now_s: float = 0.0
+    """UTC."""
+
+
+# ------------------------------------------------------------ what is decided
+
+
 class AddFinalizer(msgspec.Struct, frozen=True):
     """The object stays until the job's state is saved."""
 
@@ -237,105 +347,3 @@ class Plan(msgspec.Struct, frozen=True):
     """How the object's status should be. Not written after a `Number`, which it does not know of: the next plan does."""
     look_again_s: float | None = None
     """When something is due by time alone; None: nothing is."""
-
-
-class NodeSaid(msgspec.Struct, frozen=True, kw_only=True):
-    """A node, as the coordinator has it."""
-
-    alive: bool
-    trains: bool = False
-    leaves: bool = False
-
-
-class Released(msgspec.Struct, frozen=True):
-    """A node that the coordinator gave up, as this operator has known it."""
-
-    for_s: float
-    """For how long."""
-    restarts: int
-    """How often its container had been started anew when the operator heard of it."""
-
-
-class Said(msgspec.Struct, frozen=True, kw_only=True):
-    """What the coordinator of a term last said."""
-
-    term: int
-    phase: str
-    """A `coordinator.kernel.phases.JobPhase`."""
-    wanted: int
-    """Nodes altogether, spares included."""
-    orders: tuple[EngineOrder, ...] = ()
-    nodes: Mapping[str, NodeSaid] = {}
-    outcome: str | None = None
-    reason: str | None = None
-    step: int | None = None
-    loss: float | None = None
-    goodput: float | None = None
-    level: int | None = None
-    incidents: int | None = None
-    open_incidents: int | None = None
-    last_incident: str | None = None
-    snapshot: str | None = None
-    checkpoint: str | None = None
-    asks: tuple[str, ...] = ()
-    """What people are asked for."""
-    bad_machines: frozenset[str] = frozenset()
-    """In quarantine."""
-
-
-class Observed(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that `reconcile` looks at."""
-
-    job: HoldfastJob | None
-    """As the object has it now; None: it cannot work, see `problems`."""
-    accepted: HoldfastJob | None = None
-    """What the current run was started with; None: there is none."""
-    problems: tuple[Problem, ...] = ()
-    refused: str | None = None
-    """What the API server said of the job's pods when it refused them."""
-    generation: int = 1
-    finalizer: bool = False
-    """The object has ours."""
-    deleted_s: float | None = None
-    """When its deletion was asked for; None: it was not."""
-    skip_save: bool = False
-    """The person who deletes it does not want its state saved."""
-    status: JobStatus = JobStatus()
-    pods: tuple[PodSeen, ...] = ()
-    machines: Mapping[str, MachineSeen] = {}
-    workloads: Mapping[str, WorkloadSeen] | None = None
-    """By name, where the job is in a queue; None: unknown."""
-    no_workloads: str = ""
-    """Why they are unknown."""
-    objects: frozenset[str] = frozenset()
-    """Kinds of what stands beside the pods and is there: Secret, ConfigMap, ..."""
-    service_term: int | None = None
-    """Where the Service points to."""
-    group_members: int | None = None
-    """Nodes that the job's PodGroup has bound together; None: there is no group, or it does not say so."""
-    granted: frozenset[str] = frozenset()
-    """Names of pods that this operator has numbered and not yet made."""
-    absent: frozenset[str] = frozenset()
-    """Names of pods of which the API server has said that they are not there. A name does not come again."""
-    told: frozenset[str] = frozenset()
-    """Nodes of which this term's coordinator was told that they are going or gone."""
-    said: Said | None = None
-    """None: it does not answer now."""
-    released: Mapping[str, Released] = {}
-    """By name, the nodes of the open orders that give nodes up."""
-    asked_nodes: int | None = None
-    """The size that this operator has asked this run's coordinator for; None: it has not asked. The status has what was asked before."""
-    refused_resize: str | None = None
-    """Why it did not take it."""
-    marking: Marking = "none"
-    """What of a mark the site wants on a machine."""
-    most_marked_percent: int = 5
-    """Of the cluster's machines, at once."""
-    no_marks: str | None = None
-    """Why no machine can be marked; None: one can."""
-    hearings: Mapping[str, Hearing | None] = {}
-    """What nodes that were asked say of the coordinator; None: no answer. Empty: none was asked, since it answers."""
-    silent_s: float = 0.0
-    """For how long this operator has asked the coordinator in vain, whose pod runs."""
-    now_s: float = 0.0
-    """UTC."""

@@ -150,7 +150,7 @@ def _ready(seen: Observed, base: WorkloadSeen, more: list[WorkloadSeen]) -> Iter
     """Said once and never taken back: a node that is lost is the job's own affair, and no reason to evict all others."""
     if seen.said is None:
         return
-    alive = {name for name, node in seen.said.nodes.items() if node.alive}
+    alive = seen.said.alive
     joined = {pod.workload for pod in seen.pods if pod.name in alive}
     if base.grants and not base.ready and seen.said.phase == "running":
         yield TellReady(base.name)

@@ -106,7 +106,7 @@ def _plan(seen: Observed) -> Plan:
     status = seen.status
     if seen.deleted_s is not None:
         return _deleted(seen)
-    if status.holds(ConditionType.COMPLETE) or status.holds(ConditionType.FAILED):
+    if status.has_ended:
         return _over(seen)
     job = current(seen)
     if job is None:  # it cannot work, and nothing of it runs
@@ -297,12 +297,10 @@ def _nodes(seen: Observed, job: HoldfastJob) -> Iterable[Action]:
 def _of_an_old_run(seen: Observed, nodes: Iterable[PodSeen]) -> list[PodSeen]:
     """Made late, by an operator that stood still while another one ended that run: its image may be another one. It is in
     nobody's list, so its end costs no step."""
-    alive = {name for name, node in seen.said.nodes.items() if node.alive} if seen.said is not None else None
-    return [
-        pod
-        for pod in nodes
-        if pod.stays and pod.run not in (0, seen.status.run) and alive is not None and pod.name not in alive
-    ]
+    if seen.said is None:
+        return []
+    alive, run = seen.said.alive, seen.status.run
+    return [pod for pod in nodes if pod.stays and pod.run not in (0, run) and pod.name not in alive]
 
 
 def _too_careful(seen: Observed, here: Iterable[PodSeen]) -> Iterable[Action]:
@@ -468,9 +466,8 @@ def _news(
     if seen.said is None:
         return
     yield from _memory_news(seen, job, mine)
-    alive = {name for name, node in seen.said.nodes.items() if node.alive}
     released, going = lost_nodes(seen), going_nodes(seen)
-    for name in sorted(alive - released - seen.told):
+    for name in sorted(seen.said.alive - released - seen.told):
         pod = mine.get(name)
         if pod is None:
             # Only a name that is ours: an agent that somebody started by hand is the coordinator's affair. And only what the
@@ -595,7 +592,7 @@ def _deleted(seen: Observed) -> Plan:
     if not seen.finalizer:
         return Plan((), seen.status)
     job = current(seen)
-    over = seen.status.holds(ConditionType.COMPLETE) or seen.status.holds(ConditionType.FAILED)
+    over = seen.status.has_ended
     grace_s = job.spec.disruption.grace_seconds if job is not None else 0
     assert seen.deleted_s is not None
     left_s = seen.deleted_s + grace_s + LEAVE_S - seen.now_s

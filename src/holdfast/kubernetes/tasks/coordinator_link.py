@@ -39,9 +39,13 @@ from holdfast.protocol.network.sockets import host_and_port
 from holdfast.protocol.notices import NoticeCause
 from holdfast.protocol.wire.decoding import decode
 
+_log = logging.getLogger(__name__)
+
 ANSWER_S = 5.0
 AGAIN_S = 1.0
 """Between two tries to reach it."""
+ASK_ANYWAY_S = 5.0
+"""So often a coordinator is asked at least, to which no connection can be kept."""
 
 
 class Silent(HoldfastError):
@@ -52,38 +56,97 @@ class RefusedByCoordinator(HoldfastError):
     """It answers, and does not do what was asked. `str` has its words."""
 
 
-def said_of(view: JobView, orders: EngineOrders, term: int) -> Said:
-    """Its pages `/status` and `/orders` as one value. Pure."""
-    training = {one.node for one in view.workers if one.rank is not None}
-    newest = view.incidents[-1] if view.incidents else None
-    snapshot = view.saving.snapshot
-    saved = [(tier.step, tier.url) for tier in view.saving.tiers if tier.step is not None]
-    newest_saved = max(saved, key=lambda one: one[0], default=None)
-    return Said(
-        term=term,
-        phase=view.phase,
-        wanted=orders.nodes,
-        orders=orders.orders,
-        nodes={one.node: NodeSaid(alive=one.alive, trains=one.node in training) for one in view.nodes},
-        outcome=view.outcome,
-        reason=view.reason,
-        step=view.step or None,
-        loss=view.loss,
-        goodput=view.goodput.share,
-        level=view.level,
-        # Incidents are numbered from 1 on, and the view has the newest only.
-        incidents=newest.id if newest is not None else 0,
-        open_incidents=sum(one.full_strength_s is None for one in view.incidents),
-        last_incident=None if newest is None else f"incident {newest.id} on {newest.node}",
-        snapshot=None if snapshot is None else f"step {snapshot.step} on {snapshot.nodes} nodes each",
-        checkpoint=None if newest_saved is None else f"{newest_saved[1]}/step-{newest_saved[0]}",
-        asks=tuple(one.text for one in view.health.asks),
-        bad_machines=frozenset(
-            machine.removeprefix(CLUSTER_NAME)
-            for machine in view.health.quarantine
-            if machine.startswith(CLUSTER_NAME)
-        ),
-    )
+class JobLink:
+    """`follow` chooses the coordinator; the rest is about that one."""
+
+    def __init__(
+        self, name: str, expected: Expectations, lookup: Callable[[str], Lookup], wake: Callable[[], None]
+    ) -> None:
+        """lookup: of the coordinator at an address. wake: has the job's task look."""
+        self._name, self._expected, self._lookup, self._wake = name, expected, lookup, wake
+        self._link: CoordinatorLink | None = None
+        self._listening: asyncio.Task[None] | None = None
+        self._since_s = 0.0
+        self._in_vain_s: float | None = None
+        """When it was asked and did not answer; None: it answered the last time, or was not asked yet."""
+
+    @property
+    def silent_s(self) -> float:
+        """See `Observed`."""
+        return 0.0 if self._link is None else time.monotonic() - self._since_s
+
+    @property
+    def listens(self) -> bool:
+        """There is a coordinator to listen to."""
+        return self._link is not None
+
+    async def follow(self, pod: PodSeen | None, token: str, detection_s: float) -> None:
+        """Listens to this coordinator, and to no other. token: the job's. detection_s: its time to detect a lost node."""
+        wanted = None if pod is None or pod.address is None else (pod.address, pod.number)
+        if self._link is not None and (self._link.host, self._link.term) == wanted:
+            return
+        await self.close()
+        self._since_s, self._in_vain_s = time.monotonic(), None
+        if wanted is not None:
+            host, term = wanted
+            self._link = CoordinatorLink(
+                host=host,
+                term=term,
+                token=token,
+                lookup=self._lookup(host),
+                changed=self._wake,
+                detection_s=detection_s,
+            )
+            self._listening = asyncio.create_task(self._link.listen())
+
+    async def close(self) -> None:
+        """Listens to nobody."""
+        if self._listening is not None:
+            self._listening.cancel()
+            await asyncio.gather(self._listening, return_exceptions=True)
+        self._listening, self._link = None, None
+
+    async def ask(self) -> Said | None:
+        """None: it does not answer now."""
+        if self._link is None:
+            return None
+        if (
+            self._link.lost
+            and self._in_vain_s is not None
+            and time.monotonic() - self._in_vain_s < ASK_ANYWAY_S
+        ):
+            # A machine that is gone would be waited for at each look, and the nodes' word with it. Once there is a
+            # connection again the job's task looks at once.
+            return None
+        try:
+            said = await self._link.ask()
+        except (Silent, RefusedByCoordinator):
+            self._in_vain_s = time.monotonic()
+            return None
+        self._in_vain_s = None
+        self._since_s = time.monotonic()
+        self._expected.meet(said.term, said.alive, [order.order_id for order in said.orders])
+        return said
+
+    async def talk(self, action: Tell | AskStop | AskResize) -> None:
+        """What it does not hear now is decided anew at the next look."""
+        if self._link is None:
+            return
+        try:
+            match action:
+                case Tell(news):
+                    await self._link.tell(news)
+                case AskStop(reason, cause):
+                    await self._link.stop(reason, cause)
+                case AskResize(nodes):
+                    await self._link.resize(nodes)
+            self._expected.did(action)
+        except Silent as error:
+            _log.info("%s", error, extra={"job": self._name})
+        except RefusedByCoordinator as error:
+            if isinstance(action, AskResize):
+                self._expected.resize_refused(action.nodes, str(error))
+            _log.warning("the coordinator refuses: %s", error, extra={"job": self._name})
 
 
 class CoordinatorLink:
@@ -181,104 +244,41 @@ class CoordinatorLink:
         return answer.body
 
 
-_log = logging.getLogger(__name__)
-ASK_ANYWAY_S = 5.0
-"""So often a coordinator is asked at least, to which no connection can be kept."""
+def said_of(view: JobView, orders: EngineOrders, term: int) -> Said:
+    """Its pages `/status` and `/orders` as one value. Pure."""
+    training = {one.node for one in view.workers if one.rank is not None}
+    newest = view.incidents[-1] if view.incidents else None
+    snapshot = view.saving.snapshot
+    saved = [(tier.step, tier.url) for tier in view.saving.tiers if tier.step is not None]
+    newest_saved = max(saved, key=lambda one: one[0], default=None)
+    return Said(
+        term=term,
+        phase=view.phase,
+        wanted=orders.nodes,
+        orders=orders.orders,
+        nodes={one.node: NodeSaid(alive=one.alive, trains=one.node in training) for one in view.nodes},
+        outcome=view.outcome,
+        reason=view.reason,
+        step=view.step or None,
+        loss=view.loss,
+        goodput=view.goodput.share,
+        level=view.level,
+        # Incidents are numbered from 1 on, and the view has the newest only.
+        incidents=newest.id if newest is not None else 0,
+        open_incidents=sum(one.full_strength_s is None for one in view.incidents),
+        last_incident=None if newest is None else f"incident {newest.id} on {newest.node}",
+        snapshot=None if snapshot is None else f"step {snapshot.step} on {snapshot.nodes} nodes each",
+        checkpoint=None if newest_saved is None else f"{newest_saved[1]}/step-{newest_saved[0]}",
+        asks=tuple(one.text for one in view.health.asks),
+        bad_machines=frozenset(
+            machine.removeprefix(CLUSTER_NAME)
+            for machine in view.health.quarantine
+            if machine.startswith(CLUSTER_NAME)
+        ),
+    )
 
 
-class JobLink:
-    """`follow` chooses the coordinator; the rest is about that one."""
-
-    def __init__(
-        self, name: str, desk: Expectations, lookup: Callable[[str], Lookup], wake: Callable[[], None]
-    ) -> None:
-        """lookup: of the coordinator at an address. wake: has the job's task look."""
-        self._name, self._desk, self._lookup, self._wake = name, desk, lookup, wake
-        self._link: CoordinatorLink | None = None
-        self._listening: asyncio.Task[None] | None = None
-        self._since_s = 0.0
-        self._in_vain_s: float | None = None
-        """When it was asked and did not answer; None: it answered the last time, or was not asked yet."""
-
-    @property
-    def silent_s(self) -> float:
-        """See `Observed`."""
-        return 0.0 if self._link is None else time.monotonic() - self._since_s
-
-    @property
-    def listens(self) -> bool:
-        """There is a coordinator to listen to."""
-        return self._link is not None
-
-    async def follow(self, pod: PodSeen | None, token: str, detection_s: float) -> None:
-        """Listens to this coordinator, and to no other. token: the job's. detection_s: its time to detect a lost node."""
-        wanted = None if pod is None or pod.address is None else (pod.address, pod.number)
-        if self._link is not None and (self._link.host, self._link.term) == wanted:
-            return
-        await self.close()
-        self._since_s, self._in_vain_s = time.monotonic(), None
-        if wanted is not None:
-            host, term = wanted
-            self._link = CoordinatorLink(
-                host=host,
-                term=term,
-                token=token,
-                lookup=self._lookup(host),
-                changed=self._wake,
-                detection_s=detection_s,
-            )
-            self._listening = asyncio.create_task(self._link.listen())
-
-    async def close(self) -> None:
-        """Listens to nobody."""
-        if self._listening is not None:
-            self._listening.cancel()
-            await asyncio.gather(self._listening, return_exceptions=True)
-        self._listening, self._link = None, None
-
-    async def ask(self) -> Said | None:
-        """None: it does not answer now."""
-        if self._link is None:
-            return None
-        if (
-            self._link.lost
-            and self._in_vain_s is not None
-            and time.monotonic() - self._in_vain_s < ASK_ANYWAY_S
-        ):
-            # A machine that is gone would be waited for at each look, and the nodes' word with it. Once there is a
-            # connection again the job's task looks at once.
-            return None
-        try:
-            said = await self._link.ask()
-        except (Silent, RefusedByCoordinator):
-            self._in_vain_s = time.monotonic()
-            return None
-        self._in_vain_s = None
-        self._since_s = time.monotonic()
-        alive = [name for name, node in said.nodes.items() if node.alive]
-        self._desk.meet(said.term, alive, [order.order_id for order in said.orders])
-        return said
-
-    async def talk(self, action: Tell | AskStop | AskResize) -> None:
-        """What it does not hear now is decided anew at the next look."""
-        if self._link is None:
-            return
-        try:
-            match action:
-                case Tell(news):
-                    await self._link.tell(news)
-                case AskStop(reason, cause):
-                    await self._link.stop(reason, cause)
-                case AskResize(nodes):
-                    await self._link.resize(nodes)
-            self._desk.did(action)
-        except Silent as error:
-            _log.info("%s", error, extra={"job": self._name})
-        except RefusedByCoordinator as error:
-            if isinstance(action, AskResize):
-                self._desk.resize_refused(action.nodes, str(error))
-            _log.warning("the coordinator refuses: %s", error, extra={"job": self._name})
-
+# ------------------------------------------------------------ the nodes' word: whether they hear their coordinator
 
 NODE_ANSWER_S = 2.0
 MORE_S = 0.5

@@ -17,7 +17,7 @@ from holdfast.kubernetes.objects import kueue, render
 from holdfast.kubernetes.objects.check import check, convert
 from holdfast.kubernetes.objects.machine import MachineSeen
 from holdfast.kubernetes.objects.pod import pod_seen
-from holdfast.kubernetes.objects.resource import GROUP, PLURAL, VERSION, HoldfastJob, ObjectName, TimingSpec
+from holdfast.kubernetes.objects.resource import HoldfastJob, ObjectName, TimingSpec, job_path
 from holdfast.kubernetes.objects.status import (
     JobStatus,
     decided_from,
@@ -80,7 +80,7 @@ LOOK_EVERY_S = 5.0
 
 
 class JobTask:
-    """`put` and the methods of `desk` take in what the watches tell; `wake` has the task look."""
+    """`put` and the methods of `expected` take in what the watches tell; `wake` has the task look."""
 
     def __init__(
         self,
@@ -97,17 +97,17 @@ class JobTask:
         self._api, self._raw, self._machines, self._setting = api, raw, machines, setting
         metadata = raw["metadata"]
         self.name, self.namespace, self.uid = metadata["name"], metadata["namespace"], metadata["uid"]
-        self.desk = Expectations(self.name)
+        self.expected = Expectations(self.name)
         self._awake = asyncio.Event()
         self._is_gone = False
         self._namespace_ends = False
         self._written: tuple[JobStatus, float] | None = None
-        self._path = f"/apis/{GROUP}/{VERSION}/namespaces/{self.namespace}/{PLURAL}/{self.name}"
+        self._path = job_path(self.namespace, self.name)
         self.queue = JobQueue(api, self.name, self.namespace, self.uid)
         self._objects = JobObjects(api, self.name, self.namespace, self.uid)
-        self._pods = JobPods(api, self.name, self.namespace, self.uid, self.desk, self.wake)
+        self._pods = JobPods(api, self.name, self.namespace, self.uid, self.expected, self.wake)
         self._events = JobEvents(api, ObjectName(namespace=self.namespace, name=self.name, uid=self.uid))
-        self._link = JobLink(self.name, self.desk, lookup, self.wake)
+        self._link = JobLink(self.name, self.expected, lookup, self.wake)
 
     def wake(self) -> None:
         """Something may have changed."""
@@ -130,15 +130,15 @@ class JobTask:
         """A pod that the watch told; others' are ignored."""
         if (pod := pod_seen(raw, self.name, self.uid)) is not None:
             if gone:
-                self.desk.pods.lost_sight(pod)
+                self.expected.pods.lost_sight(pod)
             else:
-                self.desk.saw(pod)
+                self.expected.saw(pod)
             self.wake()
 
     def list_pods(self, all_: Iterable[Object], version: int) -> None:
         """All pods of the operator's jobs, as they were at this version."""
         mine = (pod for raw in all_ if (pod := pod_seen(raw, self.name, self.uid)) is not None)
-        self.desk.listed(mine, version)
+        self.expected.listed(mine, version)
         self.wake()
 
     async def run(self) -> None:
@@ -206,7 +206,7 @@ class JobTask:
         """Carries the plan out. Returns the first failure; what does not depend on it is done all the same."""
         error: ApiError | NoAnswer | None = None
         for together in _together(plan.actions):
-            news = [action for action in together if self.desk.is_news(action)]
+            news = [action for action in together if self.expected.is_news(action)]
             # One pod that is refused says enough: a quota would refuse the other sixty as well.
             if error is not None:
                 news = [action for action in news if not isinstance(action, MakeNode | MakeCoordinator)]
@@ -247,26 +247,26 @@ class JobTask:
             job=job,
             accepted=self._objects.accepted(self._raw),
             problems=problems,
-            refused=self.desk.refused,
+            refused=self.expected.refused,
             generation=metadata.get("generation", 1),
             finalizer=FINALIZER in metadata.get("finalizers", ()),
             deleted_s=from_timestamp(metadata.get("deletionTimestamp")),
             skip_save=metadata.get("annotations", {}).get(NOTE_SKIP_SAVE) == "true",
             status=status,
-            pods=self.desk.pods.all,
+            pods=self.expected.pods.all,
             machines=self._machines,
             workloads=self.queue.seen,
             no_workloads=self.queue.unknown,
             objects=self._objects.kinds,
             service_term=self._objects.service_term,
             group_members=self._objects.group_members,
-            granted=frozenset(self.desk.granted),
-            absent=self.desk.pods.absent,
-            told=self.desk.told,
+            granted=frozenset(self.expected.granted),
+            absent=self.expected.pods.absent,
+            told=self.expected.told,
             said=said,
-            released=self.desk.released(said, time.monotonic()),
-            asked_nodes=self.desk.asked_nodes,
-            refused_resize=self.desk.refused_resize,
+            released=self.expected.released(said, time.monotonic()),
+            asked_nodes=self.expected.asked_nodes,
+            refused_resize=self.expected.refused_resize,
             marking=self._setting.marking,
             most_marked_percent=self._setting.most_marked_percent,
             no_marks=self._marks.refused,
@@ -276,7 +276,7 @@ class JobTask:
         )
 
     async def _ask(self, status: JobStatus, job: HoldfastJob | None) -> Said | None:
-        pod, token = newest_of(self.desk.pods.all, status.term), self._objects.token
+        pod, token = newest_of(self.expected.pods.all, status.term), self._objects.token
         answers = pod is not None and pod.stays and pod.phase == "Running" and token is not None
         timing = job.spec.timing if job is not None else TimingSpec()
         await self._link.follow(pod if answers else None, token or "", timing.detection_milliseconds / 1000)
@@ -284,7 +284,7 @@ class JobTask:
 
     async def _ask_nodes(self, status: JobStatus) -> dict[str, Hearing | None]:
         """Whether they hear their coordinator, which does not answer this operator."""
-        pods, token = self.desk.pods.all, self._objects.token
+        pods, token = self.expected.pods.all, self._objects.token
         if token is None:
             return {}
         machines = {pod.machine for pod in pods if pod.coordinator}
@@ -333,7 +333,7 @@ class JobTask:
                 await self._marks.take_back(machine, self.uid)
             case Warn(reason=reason, text=text):
                 _log.warning("%s: %s", reason, text, extra={"job": self.name})
-                self.desk.did(action)
+                self.expected.did(action)
                 self._events.tell(News("Warning", reason, text))
             case DeletePod():
                 await self._pods.delete(action)
@@ -349,15 +349,15 @@ class JobTask:
         try:
             await self._objects.make(kind, self._job(seen), seen.status.term or 0, self._setting)
         except ApiError as error:
-            self.desk.refused = f"{kind}: {error}"
+            self.expected.refused = f"{kind}: {error}"
             raise
 
     async def _ask_queue(self, action: QueueAction, seen: Observed) -> None:
         try:
             await self.queue.do(action, current(seen), self._setting)
-            self.desk.refused = None
+            self.expected.refused = None
         except ApiError as error:
-            self.desk.refused = f"Kueue's Workload: {error}"
+            self.expected.refused = f"Kueue's Workload: {error}"
             raise
         finally:
             self.wake()
@@ -389,7 +389,7 @@ class JobTask:
         # The numbers count only once they are written. Where the object has changed meanwhile nothing is
         # granted, and the next look decides anew.
         if await self._write(after):
-            self.desk.numbered(action, (before.term or 0, before.next_number or 0))
+            self.expected.numbered(action, (before.term or 0, before.next_number or 0))
             self._objects.doubt()
 
     # ------------------------------------------------------------ what it says
