@@ -1,8 +1,8 @@
 """Groups of real workers as threads of one process: each has its own mesh and its own gloo."""
 
 import copy
-import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import torch
@@ -11,7 +11,7 @@ from holdfast.protocol.messages import Generation, Member
 from holdfast.train.control_channel import ChannelListener
 from holdfast.train.generation_group import Group
 from holdfast.train.place import Seat, share, shares
-from holdfast.train.progress_report import Stage
+from holdfast.train.replica import Replica
 
 TOKEN = "secret"
 
@@ -68,39 +68,38 @@ def compute(step, computing, one):
             one(batch)
 
 
-class Worker:
-    """What a step needs of a replica, without a coordinator."""
+def nothing(*_):
+    pass
 
-    checks_local = False
-    sharding = None
-    device = torch.device("cpu")
+
+class Worker(Replica):
+    """A replica without a coordinator, and without a state but its model and optimizer."""
 
     def __init__(self, model, optimizer, kind, micro_batches):
         self.model, self.micro_batches = model, micro_batches
         self.optimizer = optimizer
         self.gradients = kind(dict.fromkeys(model.parameters()), lambda: None)
         self.norms, self.without = [], []
+        self.checks_local, self.sharding, self.device = False, None, torch.device("cpu")
         self.state = SimpleNamespace(
-            used=SimpleNamespace(check=lambda **_: None, before=self.nothing, after=self.nothing),
-            guard=SimpleNamespace(before_update=self.nothing),
-            buffer_rules=SimpleNamespace(after_micro=self.nothing, reduce=self.nothing, commit=self.nothing),
+            used=SimpleNamespace(check=lambda **_: None),
+            guard=SimpleNamespace(before_update=nothing),
+            buffer_rules=SimpleNamespace(after_micro=nothing, reduce=nothing),
+            updating=lambda *_: nullcontext(),
         )
-        self.phases = SimpleNamespace(enter=self.nothing, take=self.nothing, leave=self.nothing)
 
     def join(self, group):
         count, rank, world = self.micro_batches, group.rank, group.size
-        self.group = group
+        self._group = group
         self.place = SimpleNamespace(
             generation=group.generation,
+            shard_count=1,
             weighs=True,
             seat=lambda: Seat(
                 micro_batches=share(count, rank, world), rank=rank, world=world, idle=0, leaves=count
             ),
             words=lambda: [len(mine) for mine in shares(count, world)],
         )
-
-    def over_shards(self, step, squares):
-        return squares
 
     def begin_step(self):
         self.gradients.begin()
@@ -110,14 +109,7 @@ class Worker:
         self.norms.append(torch.cat([grad.flatten() for grad in there]).norm().item())
         self.without.append([name for name, p in self.model.named_parameters() if p.grad is None])
 
-    def commit(self, prepared):
-        assert prepared.stage is Stage.PREPARED
-        prepared.finish(time.perf_counter())
-
-    def nothing(self, *_):
-        pass
-
-    check = nothing
+    enter = check = hand_over = begin_update = end_update = staticmethod(nothing)
 
     def take_state_of(self, other):
         self.model.load_state_dict(other.model.state_dict())

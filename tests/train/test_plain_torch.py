@@ -20,6 +20,7 @@ import math
 import os
 import random
 import threading
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -619,7 +620,8 @@ class Trained(Worker):
         super().__init__(program.model, program.optimizers[0], kind, micros)
         self.program, self.committing = program, committing
         exact = reduction == "exact"
-        self.state.buffer_rules = BufferRules({"model": program.model}, (), sharded=False, exact=exact)
+        rules = BufferRules({"model": program.model}, (), sharded=False, exact=exact)
+        self.state.buffer_rules, self.state.updating = rules, self.updates
 
     def begin_step(self):
         self.state.buffer_rules.begin(self.micro_batches)
@@ -628,9 +630,16 @@ class Trained(Worker):
     def vote(self, step):
         pass
 
-    def commit(self, prepared):
-        with self.committing:
-            super().commit(prepared)
+    def begin_update(self, step):
+        self.committing.acquire()
+
+    @contextmanager
+    def updates(self, scheduler, skipped):
+        self.state.buffer_rules.commit(skipped)
+        yield
+
+    def end_update(self, step, resolved):
+        self.committing.release()
         self.state.buffer_rules.keep()
 
 

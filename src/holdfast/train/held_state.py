@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import xxhash
@@ -174,6 +175,15 @@ class HeldState:
         # given up: its copy would be of two steps.
         self.snapshots.before_update()
         self.guard.release()
+
+    @contextmanager
+    def updating(self, scheduler: Any, skipped: bool) -> Iterator[None]:
+        """Around a step's update. Before anything of the script's the buffers become what their rules say: a callback may read
+        the sums, and begin to count anew. skipped: they stay what they were."""
+        self.used.before(scheduler)
+        self.buffer_rules.commit(skipped)
+        yield
+        self.used.after(scheduler)
 
     def after_step(self) -> None:
         """The script asks for the next step.

@@ -192,6 +192,12 @@ class Place:
         replica = self.form.generation.members[self.rank].replica if self.form else 0
         return World(self.rank, self.world_size, self.generation, mine, replica)
 
+    @property
+    def members(self) -> tuple[m.Member, ...]:
+        """Those of the running generation, in the order of their ranks."""
+        assert self.form is not None
+        return self.form.generation.members
+
     def seat(self) -> Seat:
         """What this worker computes of the running generation's steps."""
         assert self.form is not None

@@ -5,9 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 
 from holdfast.errors import UsageError
 from holdfast.protocol import messages as m
@@ -15,23 +13,6 @@ from holdfast.protocol.messages import StepTold
 from holdfast.protocol.phases import Spent
 from holdfast.train.link import Link
 from holdfast.train.place import Place
-
-
-class Stage(Enum):
-    """How far a step got on this worker."""
-
-    OPEN = "open"
-    """Its gradient is not complete everywhere, as far as is known here: it can only be dropped."""
-
-    PREPARED = "prepared"
-    """The complete gradient is here and the state is untouched: the step can be committed, or dropped."""
-
-    TORN = "torn"
-    """The update began and did not end. The state is neither that before the step nor that after it, so it counts as lost
-    here: finishing it would update some tensors twice."""
-
-    COMMITTED = "committed"
-    """The state is that after the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,20 +55,6 @@ class CommittedStep:
             lr=self.lr,
             skipped=self.skipped,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutcome:
-    """A step as it stood when this was made."""
-
-    index: int
-    """Number of the step, from 0."""
-    stage: Stage
-    """How far it got."""
-    # A function and not the step: the replica can finish a step, and can see or change nothing else of it.
-    finish: Callable[[float], CommittedStep]
-    """Updates the state of a PREPARED step, and of no other. It takes the moment (`time.perf_counter`) at which the
-    decision was known. It needs no other worker and is called at most once."""
 
 
 PROGRESS_EVERY_S = 0.05

@@ -6,8 +6,11 @@ import logging
 import math
 import time
 import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -15,20 +18,23 @@ import torch
 from holdfast.errors import JobStopped, NonFiniteGradient, StateLost, StepFault
 from holdfast.protocol import messages as m
 from holdfast.protocol.phases import BLOCK_STEPS, Phase
-from holdfast.train.buffer_rules import BufferRules
+from holdfast.train.buffer_rules import Advice, BufferRules
 from holdfast.train.constants import Constants
 from holdfast.train.faults import FaultPlan
 from holdfast.train.generation_group import Group
 from holdfast.train.held_state import HeldState
 from holdfast.train.link import Link
 from holdfast.train.peer_transfer import Endpoint
-from holdfast.train.place import Place
-from holdfast.train.progress_report import CommittedStep, ProgressReport, Stage, StepOutcome
+from holdfast.train.place import Place, Seat
+from holdfast.train.progress_report import CommittedStep, ProgressReport
 from holdfast.train.reduction import Gradients
+from holdfast.train.replay import put_aside
 from holdfast.train.state_image import Protected
+from holdfast.train.step_sum import summed
 from holdfast.train.step_timing import PhaseReport
 
 if TYPE_CHECKING:
+    from holdfast.train.control_channel import Word
     from holdfast.train.sharding import Sharding
 
 _log = logging.getLogger(__name__)
@@ -45,20 +51,74 @@ class RunMainAgain(BaseException):
         self.shard_index = shard_index
 
 
+class Stage(Enum):
+    """How far a step got on this worker."""
+
+    OPEN = "open"
+    """Its gradient is not complete everywhere, as far as is known here: it can only be dropped."""
+
+    PREPARED = "prepared"
+    """The complete gradient is here and the state is untouched: the step can be committed, or dropped."""
+
+    PARTIALLY_APPLIED = "partially applied"
+    """The update began and did not end. The state is neither that before the step nor that after it, so it counts as lost
+    here: finishing it would update some tensors twice."""
+
+    COMMITTED = "committed"
+    """The state is that after the step."""
+
+
+class Transaction:
+    """A step's, which the step owns: how far it got on this worker, and its update. After a fault its replica commits or drops it.
+
+    Attributes:
+        index: number of the step, from 0.
+        stage: how far it got.
+        generation: whose members computed it, once it is prepared.
+    """
+
+    def __init__(self, replica: Replica, index: int) -> None:
+        self.index, self.stage, self.generation = index, Stage.OPEN, 0
+        self._replica = replica
+        self._update: Callable[[float], CommittedStep] | None = None
+
+    def prepare(self, update: Callable[[float], CommittedStep]) -> None:
+        """The complete gradient is here. update: updates the state, without any other worker. It takes the moment
+        (`time.perf_counter`) at which the decision was known."""
+        self._update = update
+        self.generation = self._replica.place.generation
+        self.stage = Stage.PREPARED
+
+    def commit(self, resolved: bool = False) -> None:
+        """Updates the state of a PREPARED step, and of no other: after its vote, or much later, while this worker waits for a new
+        generation whose members never computed this step. Called at most once. resolved: that was decided after a fault."""
+        decided_s = time.perf_counter()
+        self._replica.begin_update(self.index)
+        assert self.stage is Stage.PREPARED
+        assert self._update is not None
+        # Pessimistic on purpose: set before the update and taken back after it. If the process is struck in
+        # between, what is reported is that nothing usable is held.
+        self.stage = Stage.PARTIALLY_APPLIED
+        step = self._update(decided_s)
+        self.stage = Stage.COMMITTED
+        self._replica.end_update(step, resolved)
+
+
 class Replica:
     """The worker's side of the commit protocol, which docs/architecture/step.md describes.
 
+    A `Step` owns its transaction: what it computes, how far it got, and its update. The replica offers it what needs the other
+    members or the state: the reduction, the vote, and the recovery from a fault.
+
     Attributes:
         device: where this worker computes.
-        group: connections of the running generation.
         place: this worker's in the running generation.
-        state: what this worker holds.
-        phases: where it is in its step.
+        gradients: those of the step, of all parameters that are trained.
         checks_local: look at this rank's own gradients before they are summed (after one was not finite).
         stopped: the job was asked to stop; no further step is to be begun.
     """
 
-    group: Group
+    _group: Group
 
     def __init__(
         self,
@@ -106,29 +166,15 @@ class Replica:
         endpoint = endpoint or Endpoint(host, link.token, link.start.worker)
         self._listener, self._donor = endpoint.listener, endpoint.donor
         self._progress = ProgressReport(link, self.place)
-        self.phases = PhaseReport(link, faults)
+        self._phases = PhaseReport(link, faults)
         self._ends_here = False
         self.stopped = False
-        self._last: StepOutcome | None = None
+        self._last: Transaction | None = None
         faults.poison = self._poison
-        faults.tell_progress = lambda: self._progress.flush(self.state.committed or 0)
+        faults.tell_progress = lambda: self._progress.flush(self.committed)
         faults.flip_gradient = gradients.flip
 
     # ------------------------------------------------------------ membership
-
-    def over_shards(self, step: int, squares: float) -> float:
-        """The sum of the squares of the whole gradient, from that of this worker's shard."""
-        shards = self.place.shard_count
-        self.group.intact()
-        if shards == 1:
-            return squares if squares >= 0 else math.nan
-        channel = self.group.channel
-        channel.send(step, (squares, 0.0, 0.0))
-        words = channel.receive(step, [(squares, 0.0, 0.0)])
-        # Ranks 0 to shards - 1 are one complete replica. All replicas hold the same sums, so one of them is
-        # enough; adding all would count each square several times, and the members beside them hold nothing.
-        total = sum(words[rank][0] for rank in range(shards))  # of one replica: all have the same
-        return total if total >= 0 else math.nan
 
     def announce(self, micro_batches: int, until: int, samples: str = "") -> None:
         """Says that this worker is ready, and waits until it is a member.
@@ -170,22 +216,22 @@ class Replica:
             if isinstance(order, m.Rebuild):
                 raise RunMainAgain(order.shard_index)
             assert isinstance(order, m.JoinGeneration)
-            # The order is taken over before the prepared step is settled: settling reports progress, and does
+            # The order is taken over before the prepared step is resolved: resolving reports progress, and does
             # so under the new generation's number.
             self.place.form = order
             self._page.generation = self.place.generation
             # Before this worker joins: it may be a donor of the state in which the new generation starts, and
             # newcomers read its live tensors as soon as they are published.
-            self._settle(order.apply)
+            self._resolve(order.apply)
             try:
                 self._join(order)
                 return
             except StepFault as error:
                 self._part(error)
 
-    def _settle(self, apply: bool) -> None:
+    def _resolve(self, apply: bool) -> None:
         """The prepared step counts after all, or it is dropped."""
-        # Forgotten first. If the update raises below, the step must not be settled a second time with the
+        # Forgotten first. If the update raises below, the step must not be resolved a second time with the
         # next order: that would apply a gradient twice.
         step, self._last = self._last, None
         if step is None or step.stage is Stage.COMMITTED:
@@ -193,13 +239,13 @@ class Replica:
         # `apply` follows one rule for all survivors (`policy.settle`): if anyone committed the step, or all
         # of them prepared it, it counts everywhere; otherwise it counts nowhere.
         if apply and step.stage is Stage.PREPARED:
-            self.commit(step, settled=True)
+            step.commit(resolved=True)
         else:
             self._roll_back()
 
     def _join(self, form: m.JoinGeneration) -> None:
         began = time.monotonic()
-        self.phases.forget()
+        self._phases.forget()
         generation = form.generation
         replica = generation.members[form.rank].replica
         # Connections of a replica that came through the break intact are kept. Closing and making them again
@@ -228,7 +274,7 @@ class Replica:
                 "restore_s": restore_s,
             },
         )
-        self.state.guard.note(self.state.committed or 0, from_peer=form.restore and bool(form.donors))
+        self.state.guard.note(self.committed, from_peer=form.restore and bool(form.donors))
 
     def _take_state(self, form: m.JoinGeneration) -> tuple[int, float | None]:
         """Serves and fetches the state as the order says; how much was fetched, and in how many seconds."""
@@ -259,12 +305,12 @@ class Replica:
         # A fresh start for whoever watches the page: a collective count or a peer of the old generation would
         # look like progress, or like a culprit.
         self._page.wait_for(-1)
-        self._page.committed, self._page.collectives = self.state.committed or 0, 0
+        self._page.committed, self._page.collectives = self.committed, 0
         self._page.enter(Phase.JOIN)
         groups = (
             self.sharding.groups if self.sharding and replica >= 0 and generation.shard_count > 1 else None
         )
-        group = self.group = Group(
+        group = self._group = Group(
             generation=generation,
             rank=form.rank,
             host=self.link.start.host,
@@ -284,8 +330,8 @@ class Replica:
             group.halt if groups else None,
             groups.run_to if groups else None,
         )
-        self.group.channel.waits, self.group.channel.reached = self.phases.wait_for, self._page.beat
-        self.group.join(self.link.token)
+        self._group.channel.waits, self._group.channel.reached = self._phases.wait_for, self._page.beat
+        self._group.join(self.link.token)
 
     def _part(self, error: Exception) -> None:
         """Leaves a generation that cannot go on, and reports what this worker holds."""
@@ -301,27 +347,27 @@ class Replica:
             # This worker does not judge. A collective that failed here may be this worker's own fault, a
             # peer's or the network's; the coordinator sees all reports and decides for all.
             self.link.wait_broken(number)
-        self._park()
+        self._quiesce()
 
-    def _park(self) -> None:
+    def _quiesce(self) -> None:
         number = self.place.generation
         self._page.enter(Phase.PARKED)
         agreement = -1
         # The order matters. First `abort`, so that no thread waits for a peer. Then `leave`, which settles
         # that all calls of the replica's groups are complete. Then `drain`, because gloo may write into gradients
         # until it has let go of them. `close` comes last: it frees what the others still used.
-        if hasattr(self, "group"):
-            self.group.abort()
-            agreement = self.group.leave(self.group.generation == number and self.link.broken(number))
-            self.gradients.drain(self.group)
-            self.state.buffer_rules.drain(self.group)
+        if hasattr(self, "_group"):
+            self._group.abort()
+            agreement = self._group.leave(self._group.generation == number and self.link.broken(number))
+            self.gradients.drain(self._group)
+            self.state.buffer_rules.drain(self._group)
             self.link.unguard()
-            self.group.close()
+            self._group.close()
         step = self._last
         prepared = step is not None and step.stage is Stage.PREPARED
-        # A torn step has updated some tensors and not others. Neither the step before nor the one after is
+        # A partially applied step has updated some tensors and not others. Neither the step before nor the one after is
         # here, so nothing may be reported as held; the state is fetched from a peer.
-        held = None if step is not None and step.stage is Stage.TORN else self.state.committed
+        held = None if step is not None and step.stage is Stage.PARTIALLY_APPLIED else self.state.committed
         self.state.committed = held
         self._progress.flush(held or 0)
         self.link.send(
@@ -335,7 +381,7 @@ class Replica:
         )
 
     def _leave(self, order: m.Stop) -> None:
-        self._settle(order.apply)
+        self._resolve(order.apply)
         self.state.leave(order)
         raise JobStopped(
             "this worker was asked to leave before its first step, because the job ends or no longer needs it"
@@ -343,11 +389,47 @@ class Replica:
 
     # ------------------------------------------------------------ a step
 
+    @property
+    def committed(self) -> int:
+        """Steps that count here."""
+        return self.state.committed or 0
+
+    @property
+    def stages(self) -> int:
+        """Of the pipeline that a replica is; 1: it is none."""
+        return self.sharding.stages if self.sharding is not None else 1
+
+    @property
+    def advice(self) -> Advice:
+        """What errors tell the script to write."""
+        return self.state.buffer_rules.advice
+
+    def hand_over(self) -> None:
+        """The script has this worker now, between two steps."""
+        self._phases.leave()
+
+    def take_back(self) -> None:
+        """The script asks for the next step, or begins it."""
+        self._phases.take()
+
     def begin_step(self) -> None:
         """The step starts from what was committed."""
+        self.take_back()
         self.state.begin_step()
         self.gradients.begin()
-        self.phases.begin_step()
+        self._phases.begin_step()
+
+    def enter(self, phase: Phase, step: int) -> None:
+        """The step is in this phase now."""
+        self._phases.enter(phase, step)
+
+    def take_share(self) -> Seat:
+        """What this worker computes of the step that began."""
+        # Asked anew at each step and not at the start of a generation: a step that is repeated after a fault
+        # is computed by fewer workers, with other shares.
+        seat = self.place.seat()
+        self.gradients.expect(seat.leaves, seat.rank, seat.world, seat.idle)
+        return seat
 
     def check(self) -> None:
         """Raises GenerationBroken when there is no use in going on with this step. In a replica of several workers nobody
@@ -357,75 +439,222 @@ class Replica:
         if self.sharding is None or self.sharding.groups.aborted:
             self.link.check(self.place.generation)
 
+    @contextmanager
+    def backward(self, micro: int, last: bool) -> Iterator[None]:
+        """Around the backward pass of micro-batch `micro`. last: of this worker's in the step."""
+        self.gradients.before_backward()
+        if self.sharding is not None:
+            self.sharding.accumulates(not last)
+        # Buckets may leave during the last backward pass. Not while local gradients are looked at: a NaN
+        # that has left cannot be told from another rank's.
+        # Nor before it is known that the others' buckets are the same: gloo ends a process whose sum has another size.
+        if last and not self.checks_local and not self.gradients.fresh:
+            self.gradients.last(self._group)
+        yield
+        self._added(micro, last)
+
+    def run_schedule(
+        self, schedule: Any, args: tuple[Any, ...], target: Any, more: dict[str, Any], micro: int, last: bool
+    ) -> float:
+        """Micro-batch `micro`, which the stages of this replica compute together; its loss, on the last stage."""
+        assert self.sharding is not None
+        # No bucket leaves early: a gradient is complete when the last part of the micro-batch has been added.
+        self.gradients.before_backward(passes=schedule._n_microbatches)
+        loss = self.sharding.pipelines.run(schedule, args, target, more)
+        self._added(micro, last)
+        return loss
+
+    def _added(self, micro: int, last: bool) -> None:
+        self.gradients.after_backward()
+        self.state.buffer_rules.after_micro(micro)
+        if last:
+            self.gradients.seal()
+
+    # ------------------------------------------------------------ what all members say of a step
+
+    def tell(self, step: int, words: Sequence[Word]) -> None:
+        """Tells all members what this worker's micro-batches weigh."""
+        self._group.channel.send(step, *words)
+
+    def hear(self, step: int, own: Sequence[Word]) -> list[Word]:
+        """What all members' micro-batches weigh, in the order of the ranks. own: what this one told."""
+        counts = self.place.words() if self.gradients.exact else None
+        return self._group.channel.receive(step, own, counts)
+
+    def exchange(self, step: int, word: Word) -> list[Word]:
+        """Every member says one word, and hears those of all, in the order of the ranks."""
+        self._group.channel.send(step, word)
+        return self._group.channel.receive(step, [word])
+
+    def sum(self, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
+        """As `Step.sum`."""
+        # A worker beside the replicas computes nothing, and of a tensor dimension all compute the same: they
+        # say their numbers, and nobody counts them.
+        counts = self.place.weighs and self.place.world.replica >= 0
+        total = summed(values, step, self._group.channel, counts)
+        self._phases.alive()
+        return total
+
+    def check_update(self, step: int, **used: Any) -> None:
+        """Before a step is reduced. used: what its update will use, as in `UsedState.check`.
+
+        Raises:
+            UsageError: something of that is not protected, or a gradient was changed after its backward pass.
+            StateChanged: protected state was changed since the commit before.
+        """
+        self.state.used.check(**used)
+        # Before this step can be prepared. A change that the script made elsewhere is refused while the step
+        # counts nowhere.
+        self.state.guard.before_update(step)
+        self.enter(Phase.REDUCE, step)
+        self.gradients.check_sealed()
+
+    def reduce(self, step: int, scale: Callable[[], float]) -> float:
+        """Sums the gradients over all replicas and multiplies them by `scale()`, which waits for the weights of all; returns the
+        norm of the whole gradient.
+
+        Raises:
+            CollectiveFailed: the generation broke.
+        """
+        if self.sharding is not None:
+            self.state.buffer_rules.reduce_inside(self.sharding)
+        # Before what is left is launched: sums of other parameters would be of another size. The words were sent before
+        # the last backward pass of each worker, without which no sum can be complete.
+        scale()
+        self.gradients.fresh = False
+        # From here on every collective must be launched, also for parameters that took no part: the others
+        # launch them too and would wait.
+        self.gradients.flush(self._group)
+        return math.sqrt(self._over_shards(step, self.gradients.finish(scale)))
+
+    def _over_shards(self, step: int, squares: float) -> float:
+        """The sum of the squares of the whole gradient, from that of this worker's shard."""
+        shards = self.place.shard_count
+        self._group.intact()
+        if shards == 1:
+            return squares if squares >= 0 else math.nan
+        words = self.exchange(step, (squares, 0.0, 0.0))
+        # Ranks 0 to shards - 1 are one complete replica. All replicas hold the same sums, so one of them is
+        # enough; adding all would count each square several times, and the members beside them hold nothing.
+        total = sum(words[rank][0] for rank in range(shards))  # of one replica: all have the same
+        return total if total >= 0 else math.nan
+
+    def reduce_buffers(self) -> None:
+        """What forward passes made of buffers is summed as well, once the gradient is known to be of use."""
+        self.state.buffer_rules.reduce(self._group)
+
     def vote(self, step: int) -> None:
         """Closes the reduction: returns when every member holds the complete gradient.
 
         The word also carries whether the generation is to end at this commit, so all leave together, and rank 0's
         whether it is to be saved.
         """
+        self.enter(Phase.VOTE, step)
         # Read once, before the vote goes out. A planned change that arrives later waits for the next commit;
         # deciding on it now would be a decision of this worker alone, and the others would train on.
         ends = 1.0 if self.link.yielding(self.place.generation) else 0.0
         saves = 1.0 if self.place.rank == 0 and self.state.snapshots.due(step + 1) else 0.0
-        channel = self.group.channel
-        channel.send(step, (1.0, ends, saves))
-        self.phases.alive()
+        channel, word = self._group.channel, (1.0, ends, saves)
+        channel.send(step, word)
+        self._phases.alive()
         # A member votes once its gradient is complete. So whoever has heard all votes knows that each member
         # can make this update without another word from anybody: this is what makes the commit safe although
         # members may be lost in the next moment.
-        words = channel.receive(step, [(1.0, ends, saves)])
+        words = channel.receive(step, [word])
         # Any member may ask, and all see the same words, so all leave at the same commit.
         self._ends_here = any(e > 0 for _, e, _ in words)
         if any(x > 0 for _, _, x in words):
             self.state.snapshots.want()
 
-    def commit(self, prepared: StepOutcome, settled: bool = False) -> None:
-        """A prepared step counts: updates the state, notes that, and tells the agent now and then. settled: that was decided
-        after a fault."""
-        decided_s = time.perf_counter()
-        self.phases.enter(Phase.UPDATE, prepared.index)
+    # ------------------------------------------------------------ a step's update
+
+    def begin_update(self, step: int) -> None:
+        """The state is about to change, as it may."""
+        self.enter(Phase.UPDATE, step)
         self.state.before_update()
-        step = prepared.finish(decided_s)
+
+    def updating(self, scheduler: Any, skipped: bool) -> AbstractContextManager[None]:
+        """As `HeldState.updating`."""
+        return self.state.updating(scheduler, skipped)
+
+    def end_update(self, step: CommittedStep, resolved: bool = False) -> None:
+        """A step counts: notes that, and tells the agent now and then. resolved: that was decided after a fault."""
         self.state.buffer_rules.keep()
         # From here on this worker holds the state after the step. It must be noted before anything can raise (a fault that
-        # is injected at this phase does): what is reported on parking would otherwise be a state that is gone.
+        # is injected at this phase does): what is reported on quiescing would otherwise be a state that is gone.
         self.state.committed = step.index + 1
         self._has_committed = True
-        self.phases.enter(Phase.COMMIT, step.index)
-        self._note(step, settled)
-
-    def _note(self, step: CommittedStep, settled: bool) -> None:
+        self.enter(Phase.COMMIT, step.index)
         self._checked -= self.checks_local
         self.checks_local = self._checked > 0
         self._page.committed = step.index + 1
         self._page.beat()
-        spent = self.phases.timer.commit(step.index, step.micro_batches, step.own_loss, step.loss)
+        spent = self._phases.timer.commit(step.index, step.micro_batches, step.own_loss, step.loss)
         if spent is not None:
             # After the update that ended the block, which all members made before any of them can make another.
             block = spent.first // BLOCK_STEPS
             spent = msgspec.structs.replace(spent, state=self.state.sums.after(block))
-        self._progress.note(step, spent, settled, self.phases.script_s)
+        self._progress.note(step, spent, resolved, self._phases.script_s)
         self.state.guard.note(step.index + 1)
 
-    def disagree(self, step: int, micro: int, digests: dict[str, int]) -> None:
-        """Says that a micro-batch which several workers computed has not the same gradient."""
-        self.link.send(
-            m.GradientsDiffer(generation=self.place.generation, step=step, micro=micro, digests=digests)
-        )
+    # ------------------------------------------------------------ a micro-batch that is computed twice
+
+    def put_aside(self) -> AbstractContextManager[None]:
+        """As `replay.put_aside`."""
+        return put_aside(self.state, self.device)
+
+    def disagree(self, step: int, micro: int, digests: Mapping[int, int]) -> None:
+        """Says that a micro-batch which several workers computed has not the same gradient. digests: by rank."""
+        generation, members = self.place.generation, self.place.members
+        by_worker = {members[rank].worker: digest for rank, digest in digests.items()}
+        self.link.send(m.GradientsDiffer(generation=generation, step=step, micro=micro, digests=by_worker))
+
+    # ------------------------------------------------------------ between two steps
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """As `ProgressReport.log`."""
-        self._progress.log(step, values, self.state.committed or 0)
+        self._progress.log(step, values, self.committed)
 
-    def after_commit(self) -> None:
-        """Between two steps: a generation that was asked to end does so, without a loss."""
+    def after_step(self) -> None:
+        """The script asks for the next step. A generation that was asked to end does so, without a loss.
+
+        Raises:
+            StateChanged, UsageError: as in `HeldState.after_step`.
+        """
+        # First: a generation that ends here hands the state to newcomers, who must not get a change that the script made
+        # on its own.
+        self.state.after_step()
         if self._ends_here:
             self._ends_here = False
             self._last = None
-            self._park()
+            self._quiesce()
             self._rejoin()
 
-    def interrupted(self, error: Exception) -> bool:
+    @contextmanager
+    def off_step(self, proves: bool = False) -> Iterator[None]:
+        """The script has work of its own between two steps, or after the last: nobody waits for it meanwhile, and a fault in a
+        call to the other workers of the replica is no error of it. proves: the state is afterwards what it was before."""
+        self._phases.off_step(True)
+        try:
+            with self.state.guard.proving() if proves else nullcontext():
+                yield
+        except BaseException as error:
+            # The replica has recovered, so the watchdog's state is the new generation's and is left alone.
+            if isinstance(error, Exception) and self._interrupted(error):
+                return
+            self._phases.off_step(False)
+            raise
+        self._phases.off_step(False)
+
+    def on_collective(self, begins: bool) -> None:
+        """A collective of this worker's own replica begins, or has ended."""
+        self._phases.on_collective(begins)
+
+    def alive(self) -> None:
+        """A sign of life of a step."""
+        self._phases.alive()
+
+    def _interrupted(self, error: Exception) -> bool:
         """Work between two steps raised. True when a fault did that, in a call to the other workers of the replica: they are
         together again, and the work is not done."""
         if self.sharding is None or not (isinstance(error, StepFault) or self.sharding.groups.aborted):
@@ -435,6 +664,8 @@ class Replica:
         self.sharding.reset()
         self._rejoin()
         return True
+
+    # ------------------------------------------------------------ a fault
 
     def half_made(self, error: Exception) -> bool:
         """Whether the script's own error struck in the first forward pass of sharded modules, which make ready what they need
@@ -446,22 +677,22 @@ class Replica:
             and not self.sharding.groups.aborted
         )
 
-    def recover(self, step: StepOutcome, error: Exception) -> bool:
+    def recover(self, step: Transaction, error: Exception) -> bool:
         """A step raised. Decides with the others what becomes of it; returns when training can go on."""
         # A job of one has nobody to recover with: the script's error is the script's.
         if self._alone:
             return False
-        # Kept before anything is reported. What this worker holds is told on parking, and depends on how far
+        # Kept before anything is reported. What this worker holds is told on quiescing, and depends on how far
         # this step came.
         self._last = step
         # Torch may have put it in other words.
-        torn_apart = self.sharding is not None and self.sharding.groups.aborted
-        if isinstance(error, StepFault) or torn_apart:
+        aborted = self.sharding is not None and self.sharding.groups.aborted
+        if isinstance(error, StepFault) or aborted:
             self._part(error)
         else:
             self._report(step, error)
             self.link.wait_broken(self.place.generation)
-            self._park()
+            self._quiesce()
         self._rejoin()
         return True
 
@@ -471,7 +702,7 @@ class Replica:
         except JobStopped:
             self.stopped = True
 
-    def _report(self, step: StepOutcome, error: Exception) -> None:
+    def _report(self, step: Transaction, error: Exception) -> None:
         # The sum says that somebody's part is not finite, not whose. So for some steps every rank looks at
         # its own part before it is added; all ranks do, since all see the same sum.
         if isinstance(error, NonFiniteGradient):
@@ -514,7 +745,7 @@ class Replica:
         self.state.snapshots.close()
         if self.link.failed:
             return
-        self._progress.flush(self.state.committed or 0)
+        self._progress.flush(self.committed)
         self.state.check_constants()
         held = self.state.finish(stopped)
         self._page.enter(Phase.DONE)
@@ -522,7 +753,7 @@ class Replica:
         state = self.state
         self.link.send(
             m.Done(
-                committed=self.state.committed or 0,
+                committed=self.committed,
                 params_xxh3=state.parameters_digest,
                 state_xxh3=state.replicated_digest,
                 covered=state.covered,

@@ -239,7 +239,7 @@ class Run:
 
     def _on_collective(self, begins: bool) -> None:
         if self._replica is not None:
-            self._replica.phases.on_collective(begins)
+            self._replica.on_collective(begins)
 
     def protect(self, **objects: Any) -> None:
         """Names the state that must survive: modules, optimizers, schedulers, or anything with
@@ -392,13 +392,13 @@ class Run:
             samples = str(Path(ledger).absolute()) if ledger else ""
             replica = self._enroll(modules, batches.count(), cursor, reduction, until, samples)
             loss = math.nan
-            while not replica.stopped and (replica.state.committed or 0) < until:
+            while not replica.stopped and (replica.committed) < until:
                 self._warn(replica)
                 self._tell_size(replica)
                 self._step = Step(
                     replica,
                     batches,
-                    replica.state.committed or 0,
+                    replica.committed,
                     seed,
                     cursor,
                     on_commit=self._on_commit,
@@ -406,7 +406,7 @@ class Run:
                     loss_before=loss,
                     warns_of_means=self._step is None and not replica.place.rank,
                 )
-                replica.phases.leave()
+                replica.hand_over()
                 try:
                     yield self._step
                 # Without this a script that leaves the loop by `break` would look like a worker that is lost,
@@ -414,17 +414,14 @@ class Run:
                 except GeneratorExit:  # the script left the loop early: on purpose, or by an error
                     replica.done(stopped=replica.stopped)
                     raise
-                replica.phases.take()
+                replica.take_back()
                 loss = self._step.loss
                 # Before a generation ends here: those who leave with it run no further code of the script's.
                 self._warn(replica)
-                # Before `after_commit`: a generation that ends here hands the state to newcomers, who must
-                # not get a change that the script made on its own.
-                replica.state.after_step()
-                replica.after_commit()
+                replica.after_step()
             self._warn(replica)  # what came while this worker waited for the order to leave
             replica.done(stopped=replica.stopped)
-            if (done := replica.state.committed or 0) < until:
+            if (done := replica.committed) < until:
                 raise JobStopped(
                     f"training ends after {done} of {until} steps, because the job was stopped, failed elsewhere, or "
                     "no longer needs this worker; the code after the loop is not run"
@@ -437,7 +434,7 @@ class Run:
         self._known_size = size
         if size == before or not self._resized:
             return
-        with self._off_step():
+        with replica.off_step():
             for callback in self._resized:
                 callback(replica.place.world)
 
@@ -447,7 +444,7 @@ class Run:
         if not self._warnings.due():
             return
         # Nobody waits for a worker that was told to leave.
-        with nullcontext() if replica.stopped else self._off_step():
+        with nullcontext() if replica.stopped else replica.off_step():
             for call in self._warnings.calls():
                 call()
 
@@ -490,23 +487,8 @@ class Run:
         if self._replica is None:
             yield
             return
-        with self._off_step(), self._replica.state.guard.proving():
+        with self._replica.off_step(proves=True):
             yield
-
-    @contextmanager
-    def _off_step(self) -> Iterator[None]:
-        assert self._replica is not None
-        self._replica.phases.off_step(True)
-        try:
-            yield
-        except BaseException as error:
-            # A fault in a collective of this replica is no error of the script's. The replica has recovered,
-            # so the watchdog's state is the new generation's and is left alone.
-            if isinstance(error, Exception) and self._replica.interrupted(error):
-                return
-            self._replica.phases.off_step(False)
-            raise
-        self._replica.phases.off_step(False)
 
     def close(self) -> None:
         """`main` is about to be run again, or a job of one has ended: gives back what only one run may have."""
@@ -576,7 +558,7 @@ class Run:
         parameters = dict.fromkeys(p for module in modules for p in module.parameters())
         kind = ExactSum if reduction == "exact" else GradientSum
         counts = sharding.counts if sharding is not None else lambda p: True
-        gradients = kind(parameters, lambda: beat[0].phases.alive(), counts)
+        gradients = kind(parameters, lambda: beat[0].alive(), counts)
         replica = Replica(
             link=self._attachment.link,
             faults=self._attachment.faults,

@@ -159,7 +159,7 @@ class StateGuard:
         """The state is about to change, as it may."""
         if not self._on:
             return
-        # Off before anything else: an update that raises leaves the state torn, and a look at it would report
+        # Off before anything else: an update that raises leaves the state partially applied, and a look at it would report
         # the script for what the fault did.
         self._on = False
         for watched in self._watched:

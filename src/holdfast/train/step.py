@@ -16,16 +16,14 @@ from holdfast.data.seeds import micro_seed, seed_generators
 from holdfast.errors import GradientsDiffer, NonFiniteGradient, UsageError
 from holdfast.protocol.phases import Phase
 from holdfast.tensors import staging
-from holdfast.train.control_channel import OF_A_SUM
 from holdfast.train.exact import ExactSum
-from holdfast.train.progress_report import CommittedStep, Stage, StepOutcome
-from holdfast.train.replay import Replay, put_aside, replay_of
-from holdfast.train.step_sum import addends
+from holdfast.train.progress_report import CommittedStep
+from holdfast.train.replay import Replay, replay_of
+from holdfast.train.replica import Replica, Stage, Transaction
 
 if TYPE_CHECKING:
     from holdfast.train.control_channel import Word
     from holdfast.train.data_cursor import DataCursor
-    from holdfast.train.replica import Replica
 
 
 class Batches(Protocol):
@@ -90,7 +88,7 @@ class Step:
         self.skipped = False
         self.scaler: Scaler | None = None
         self._warns_of_means = warns_of_means
-        self._stage = Stage.OPEN
+        self._transaction = Transaction(replica, index)
         self._began_s = time.perf_counter()
         self._replica = replica
         self._batches = batches
@@ -113,19 +111,16 @@ class Step:
         self._is_again = False
         self._replays = 0
         self._prepared_s = 0.0
-        self._generation = 0
         self._global_weight: float | None = None
-        self._update: Callable[[], None] | None = None
 
     # ------------------------------------------------------------ what the script uses
 
     @property
     def committed(self) -> bool:
         """Whether it counts. After a swallowed fault that is decided on leaving the `with`."""
-        return self._stage is Stage.COMMITTED
+        return self._transaction.stage is Stage.COMMITTED
 
     def __enter__(self) -> Step:
-        self._replica.phases.take()
         self._began_s = time.perf_counter()
         self._replica.begin_step()
         self._entered = True
@@ -143,9 +138,9 @@ class Step:
                     'one; with reduction="exact" compute them one after the other'
                 )
             replica.check()
-            replica.phases.enter(Phase.DATA, self.index)
+            replica.enter(Phase.DATA, self.index)
             batch = self._loaded.pop(micro) if self._loaded else self._batches.load(self.index, micro)
-            replica.phases.enter(Phase.FORWARD, self.index)
+            replica.enter(Phase.FORWARD, self.index)
             # Chance depends on the run's seed, the step and the micro-batch, and not on who computes it. So a
             # repeated step drops out the same units, on whichever worker.
             seed_generators(micro_seed(self._seed, self.index, micro), replica.device)
@@ -154,7 +149,7 @@ class Step:
             yield from self._computed_again(self._replay)
             # Settled: what the members computed twice has the same bits.
             self._replay = None
-            replica.gradients.seal()  # gradients are taken off the parameters meanwhile
+            self._exact.seal()  # gradients are taken off the parameters meanwhile
 
     def load(self) -> list[Any]:
         """All of this worker's micro-batches, before the first of them is computed: for what is counted over them, and summed
@@ -163,22 +158,18 @@ class Step:
         Raises:
             DataError: a sample of them cannot be loaded.
         """
-        self._replica.phases.enter(Phase.DATA, self.index)
+        self._replica.enter(Phase.DATA, self.index)
         self._loaded = {micro: self._batches.load(self.index, micro) for micro in self._take_share()}
         return list(self._loaded.values())
 
     def _take_share(self) -> range:
         """The numbers of this worker's micro-batches in the global batch, which are computed next."""
         self._check_entered()
-        replica = self._replica
-        # Asked anew at each step and not at the start of a generation: a step that is repeated after a fault
-        # is computed by fewer workers, with other shares.
-        seat = replica.place.seat()
-        mine = seat.micro_batches
-        replica.gradients.expect(seat.leaves, seat.rank, seat.world, seat.idle)
-        self._mine, self._left = mine, len(mine)
-        self._layout = float(replica.gradients.layout)
-        self._replay = self._drawn()
+        seat = self._replica.take_share()
+        mine = self._mine = seat.micro_batches
+        self._left = len(mine)
+        self._layout = float(self._replica.gradients.layout)
+        self._replay = self._drawn(seat.leaves)
         if self._replay is not None and self._replay.micro in mine:
             self._exact.keep_apart(mine.index(self._replay.micro))
         self._batches.aim(self.index, self.samples, mine)
@@ -201,7 +192,7 @@ class Step:
                 weight of the whole global batch.
         """
         replica = self._replica
-        replica.phases.enter(Phase.BACKWARD, self.index)
+        replica.enter(Phase.BACKWARD, self.index)
         if self._is_again:
             self._backward_again(loss)
             return
@@ -214,27 +205,19 @@ class Step:
             later = staging.number(loss.detach())
         else:
             self._words.append((float(weight), float(loss.detach()), self._layout))
-        gradients = replica.gradients
-        gradients.before_backward()
-        if replica.sharding is not None:
-            replica.sharding.accumulates(not last)
         # The weight goes out before the last backward pass, so all weights have arrived when the sums are
         # complete, and the scale costs no wait.
         if last:
             self._batches.giving(self.index, replica.place.generation)
             if later is None:
                 self._say_weight()
-            # Buckets may leave during the last backward pass. Not while local gradients are looked at: a NaN
-            # that has left cannot be told from another rank's.
-            # Nor before it is known that the others' buckets are the same: gloo ends a process whose sum has another size.
-            if not replica.checks_local and not gradients.fresh:
-                gradients.last(replica.group)
-        loss.backward()  # type: ignore[no-untyped-call]
-        if later is not None:
-            self._words.append((float(weight), later(), self._layout))
-            if last:
-                self._say_weight()
-        self._added(last)
+        with replica.backward(self._micro, last):
+            loss.backward()  # type: ignore[no-untyped-call]
+            if later is not None:
+                self._words.append((float(weight), later(), self._layout))
+                if last:
+                    self._say_weight()
+        self._check_added(last)
 
     def _warn_of_mean(self, loss: torch.Tensor, weight: float) -> None:
         # Less than one is a part, as of a mean that was divided by the micro-batches, and no number of samples.
@@ -266,21 +249,19 @@ class Step:
             UsageError: a replica without stages, or a schedule that cannot be taken up again after a fault.
         """
         replica = self._replica
-        if replica.sharding is None or replica.sharding.stages == 1:
+        if replica.stages == 1:
             raise UsageError(
                 "step.pipeline() is for the stages of a pipeline: call run.mesh(stage=...) first"
             )
-        replica.phases.enter(Phase.BACKWARD, self.index)
+        replica.enter(Phase.BACKWARD, self.index)
         last = self._taken("step.pipeline()")
         if last:
             self._batches.giving(self.index, replica.place.generation)
-        # No bucket leaves early: a gradient is complete when the last part of the micro-batch has been added.
-        replica.gradients.before_backward(passes=schedule._n_microbatches)
-        loss = replica.sharding.pipelines.run(schedule, args, target, more)
+        loss = replica.run_schedule(schedule, args, target, more, self._micro, last)
         # The stages weigh the micro-batch together, as workers that share a sample do: the last one says all of it.
         is_last = schedule._stage.is_last
         self._words.append((float(weight) if is_last else 0.0, loss if is_last else 0.0, self._layout))
-        self._added(last)
+        self._check_added(last)
 
     def _taken(self, call: str) -> bool:
         """One of this worker's micro-batches is being computed; whether it is the last one."""
@@ -295,17 +276,20 @@ class Step:
         self._left -= 1
         return self._left == 0
 
-    def _added(self, last: bool) -> None:
-        """Its gradient is there."""
-        replica = self._replica
+    @property
+    def _micro(self) -> int:
+        """Number of the micro-batch that is being computed."""
         assert self._left is not None, "`_taken` comes first"
-        replica.gradients.after_backward()
-        replica.state.buffer_rules.after_micro(self._mine[len(self._mine) - self._left - 1])
-        if last:
-            replica.gradients.seal()
-            if replica.checks_local:
-                self._check_local()
-        replica.check()
+        return self._mine[len(self._mine) - self._left - 1]
+
+    def _check_added(self, last: bool) -> None:
+        """Its gradient is there."""
+        # After a gradient that was not finite: who brings it in? Costs one pass, in one step.
+        if last and self._replica.checks_local and not self._replica.gradients.local_is_finite():
+            raise NonFiniteGradient(
+                f"this rank's own gradient of step {self.index} is not finite. {self._mend()}", own=True
+            )
+        self._replica.check()
 
     def sum(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Sums numbers over all workers that compute: of an evaluation of the state from which this step starts, for
@@ -326,28 +310,16 @@ class Step:
         Raises:
             UsageError: called elsewhere in the step, values that cannot be summed, or other names on another worker.
         """
-        if not self._entered or self._stage is not Stage.OPEN or self._words or self._sent is not None:
+        if (
+            not self._entered
+            or self._transaction.stage is not Stage.OPEN
+            or self._words
+            or self._sent is not None
+        ):
             raise UsageError(
                 f"step {self.index}: step.sum() must be called inside `with step`, before the first step.backward()"
             )
-        own, channel = addends(values), self._replica.group.channel
-        words, tag = own.words(), self.index | OF_A_SUM
-        # A worker beside the replicas computes nothing, and of a tensor dimension all compute the same: they
-        # say their numbers, and nobody counts them.
-        place = self._replica.place
-        head = (own.fingerprint, float(len(words)), float(place.weighs and place.world.replica >= 0))
-        channel.send(tag, head, *words)
-        heads = channel.receive_heads(tag, head, words)
-        # Compared before anything is added: with other names on one worker, all would sum different things
-        # and get the same bits.
-        for rank, (theirs, _) in enumerate(heads):
-            if theirs[0] != own.fingerprint:
-                raise UsageError(
-                    f"step {self.index}: step.sum({list(values)}) has different names or shapes on rank {rank} and "
-                    f"on rank {channel.rank}; pass the same names and shapes on every worker"
-                )
-        self._replica.phases.alive()
-        return own.total(words for theirs, words in heads if theirs[2])
+        return self._replica.sum(self.index, values)
 
     def apply(
         self,
@@ -404,29 +376,17 @@ class Step:
             )
         replica = self._replica
         scaler = self.scaler if scaler is None else scaler
-        replica.state.used.check(
-            optimizer=optimizer, scheduler=scheduler, scaler=scaler, parts=(*parts, *self._on_commit)
+        replica.check_update(
+            self.index,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            scaler=scaler,
+            parts=(*parts, *self._on_commit),
         )
         self._loss_scale = scale_of(scaler)
-        # Before this step can be prepared. A change that the script made elsewhere is refused while the step
-        # counts nowhere.
-        replica.state.guard.before_update(self.index)
-        replica.phases.enter(Phase.REDUCE, self.index)
-        gradients = replica.gradients
-        gradients.check_sealed()
         if self._sent is None:
             self._say_weight()
-        if replica.sharding is not None:
-            replica.state.buffer_rules.reduce_inside(replica.sharding)
-        # Before what is left is launched: sums of other parameters would be of another size. The words were sent before
-        # the last backward pass of each worker, without which no sum can be complete.
-        self._scale()
-        gradients.fresh = False
-        # From here on every collective must be launched, also for parameters that took no part: the others
-        # launch them too and would wait.
-        gradients.flush(replica.group)
-        norm = math.sqrt(replica.over_shards(self.index, gradients.finish(self._scale)))
-        self.grad_norm = norm
+        norm = self.grad_norm = replica.reduce(self.index, self._scale)
         # Before the vote. All members see the same sum, so all raise here and nobody prepares the step; after
         # a vote somebody might commit it.
         self.skipped = not math.isfinite(norm) and (skip_nonfinite or scaler is not None)
@@ -435,20 +395,15 @@ class Step:
                 f"the gradient of step {self.index} is {norm} (loss {self.loss:.6g}). {self._mend(max_grad_norm)}",
                 own=not math.isfinite(self._own_loss() or 0.0),
             )
-        replica.state.buffer_rules.reduce(replica.group)
+        replica.reduce_buffers()
         if max_grad_norm is not None and not self.skipped:
-            gradients.clip(norm, max_grad_norm)
-        # The update is a closure over what is here. It may be called much later, while this worker waits for
-        # a new generation whose members never computed this step.
-        self._update = partial(self._updated, optimizer, scheduler, parts, scaler)
-        self._generation = replica.place.generation
+            replica.gradients.clip(norm, max_grad_norm)
         # Set before the vote is sent. Once another member may have heard it, this worker must report the step
         # as prepared, or the coordinator would drop what another has committed.
-        self._stage = Stage.PREPARED
+        self._transaction.prepare(partial(self._update, optimizer, scheduler, parts, scaler))
         self._prepared_s = time.perf_counter()
-        replica.phases.enter(Phase.VOTE, self.index)
         replica.vote(self.index)
-        replica.commit(self._outcome())
+        self._transaction.commit()
 
     # ------------------------------------------------------------ computed twice
 
@@ -458,14 +413,11 @@ class Step:
         assert isinstance(gradients, ExactSum)  # `Run.steps` refuses --replay with the other
         return gradients
 
-    def _drawn(self) -> Replay | None:
+    def _drawn(self, micro_batches: int) -> Replay | None:
         if not self._replay_every:
             return None
-        place = self._replica.place
-        form = place.form
-        assert form is not None  # a step is begun by members only
-        nodes = [member.node for member in form.generation.members]
-        return replay_of(self._replay_every, self._seed, self.index, place.seat().leaves, nodes)
+        nodes = [member.node for member in self._replica.place.members]
+        return replay_of(self._replay_every, self._seed, self.index, micro_batches, nodes)
 
     def _computed_again(self, replay: Replay) -> Iterator[Any]:
         """The micro-batch, where this worker computes it again. All members compare before anybody can prepare the step, so
@@ -476,7 +428,7 @@ class Step:
         """
         rank = self._replica.place.rank
         # The words of the weights come before, on the same connections.
-        self._replica.phases.enter(Phase.REDUCE, self.index)
+        self._replica.enter(Phase.REDUCE, self.index)
         own = self._exact.digest_apart() if rank == replay.owner else None
         if rank == replay.checker:
             yield from self._once_more(replay.micro)
@@ -491,10 +443,7 @@ class Step:
                 yield from self._once_more(replay.micro)
                 own = self._again
             digests |= self._compared(own)
-        replica, form = self._replica, self._replica.place.form
-        assert form is not None
-        by_worker = {form.generation.members[r].worker: digest for r, digest in digests.items()}
-        replica.disagree(self.index, replay.micro, by_worker)
+        self._replica.disagree(self.index, replay.micro, digests)
         raise GradientsDiffer(
             f"the gradient of micro-batch {replay.micro} of step {self.index} differs bit by bit from the one that "
             "another worker computed"
@@ -503,8 +452,8 @@ class Step:
     def _once_more(self, micro: int) -> Iterator[Any]:
         """One more micro-batch for the script, of which nothing stays."""
         replica = self._replica
-        replica.phases.enter(Phase.FORWARD, self.index)
-        with put_aside(replica.state, replica.device):
+        replica.enter(Phase.FORWARD, self.index)
+        with replica.put_aside():
             batch = self._batches.again(self.index, micro)
             seed_generators(micro_seed(self._seed, self.index, micro), replica.device)
             self._is_again, before = True, self._replays
@@ -514,7 +463,7 @@ class Step:
             raise UsageError(
                 f"step {self.index}: step.backward() must be called once for every micro-batch of the step"
             )
-        replica.phases.enter(Phase.REDUCE, self.index)
+        replica.enter(Phase.REDUCE, self.index)
 
     def _backward_again(self, loss: torch.Tensor) -> None:
         self._exact.before_again()
@@ -526,37 +475,53 @@ class Step:
         """Rank to digest, of all members who computed the micro-batch."""
         self._scale()
         word = (0.0, 0.0, 0.0) if own is None else (float(own >> 32), float(own & 0xFFFFFFFF), 1.0)
-        channel = self._replica.group.channel
-        channel.send(self.index, word)
-        words = channel.receive(self.index, [word])
+        words = self._replica.exchange(self.index, word)
         return {r: int(high) << 32 | int(low) for r, (high, low, is_one) in enumerate(words) if is_one}
 
-    # ------------------------------------------------------------ what Holdfast uses
+    # ------------------------------------------------------------ the commit
 
-    def _outcome(self) -> StepOutcome:
-        return StepOutcome(self.index, self._stage, self._finish)
-
-    def _finish(self, decided_s: float) -> CommittedStep:
-        """See `StepOutcome.finish`."""
-        assert self._stage is Stage.PREPARED
-        assert self._update is not None
-        # Pessimistic on purpose: set before the update and taken back after it. If the process is struck in
-        # between, what is reported is that nothing usable is held.
-        self._stage = Stage.TORN
+    def _update(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any,
+        also: Sequence[Callable[[], object]],
+        scaler: Scaler | None,
+        decided_s: float,
+    ) -> CommittedStep:
+        """Updates the state: part of the commit, see `Transaction`."""
+        # The same on every replica, also for what an update or the script draws before the next micro-batch.
+        # An optimizer or an average that draws random numbers must draw the same everywhere, or the replicas
+        # would differ from here on.
+        seed_generators(micro_seed(self._seed, self.index, self._batches.count()), self._replica.device)
+        with self._replica.updating(scheduler, self.skipped):
+            # Before the update: a schedule sets the next step's.
+            self._lr = _learning_rate(optimizer)
+            if not self.skipped:
+                optimizer.step()
+            # The samples of a skipped step are used up: the same ones would give the same gradient again.
+            self._cursor.advance()
+            if (
+                scheduler is not None and not self.skipped
+            ):  # which may ask for `run.samples`: those with this step
+                scheduler.step()
+            if scaler is not None:
+                advance(scaler, finite=not self.skipped)
+            for part in () if self.skipped else also:
+                part()
+            for call in self._on_commit:
+                call(self)
         # The ledger of samples comes after the update and before the stage: a sample is recorded once, for
         # the step that counts.
-        self._update()
-        self._batches.committed(self.index, self._generation)
-        self._stage = Stage.COMMITTED
+        self._batches.committed(self.index, self._transaction.generation)
+        # A wait for a decision after a fault is left out.
         late_s = decided_s - self._prepared_s if self._waited else 0.0
-        took_s = time.perf_counter() - self._began_s - late_s
         return CommittedStep(
             index=self.index,
             loss=self.loss,
             own_loss=self._own_loss(),
             micro_batches=len(self._words),
-            took_s=took_s,
-            made_in=self._generation,
+            took_s=time.perf_counter() - self._began_s - late_s,
+            made_in=self._transaction.generation,
             weight=self._global_weight,
             grad_norm=self.grad_norm if math.isfinite(self.grad_norm) else None,
             lr=self._lr,
@@ -568,46 +533,13 @@ class Step:
         weight = sum(w for w, _, _ in self._words) * self._loss_scale
         return sum(x for _, x, _ in self._words) / weight if weight > 0 else None
 
-    def _updated(
-        self,
-        optimizer: torch.optim.Optimizer,
-        scheduler: Any,
-        also: Sequence[Callable[[], object]],
-        scaler: Scaler | None,
-    ) -> None:
-        # The same on every replica, also for what an update or the script draws before the next micro-batch.
-        # An optimizer or an average that draws random numbers must draw the same everywhere, or the replicas
-        # would differ from here on.
-        seed_generators(micro_seed(self._seed, self.index, self._batches.count()), self._replica.device)
-        used = self._replica.state.used
-        used.before(scheduler)
-        # Before anything of the script's: a callback may read the sums, and begin to count anew.
-        self._replica.state.buffer_rules.commit(self.skipped)
-        # Before the update: a schedule sets the next step's.
-        self._lr = _learning_rate(optimizer)
-        if not self.skipped:
-            optimizer.step()
-        # The samples of a skipped step are used up: the same ones would give the same gradient again.
-        self._cursor.advance()
-        if (
-            scheduler is not None and not self.skipped
-        ):  # which may ask for `run.samples`: those with this step
-            scheduler.step()
-        if scaler is not None:
-            advance(scaler, finite=not self.skipped)
-        for part in () if self.skipped else also:
-            part()
-        for call in self._on_commit:
-            call(self)
-        used.after(scheduler)
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         try:
             return self._judge(error)
         finally:
-            self._replica.phases.leave()
+            self._replica.hand_over()
 
     def _judge(self, error: BaseException | None) -> bool:
         """What `__exit__` returns."""
@@ -625,7 +557,7 @@ class Step:
             return False
         if self._replica.half_made(error):
             return False
-        swallowed = self._replica.recover(self._outcome(), error)
+        swallowed = self._replica.recover(self._transaction, error)
         if not self.committed:
             self.loss = self._loss_before
         return swallowed
@@ -634,23 +566,18 @@ class Step:
         """Tells all what this worker's micro-batches weigh: under "exact" one by one, so that the sum over all of them
         does not depend on who computed which."""
         counted = self._words if self._replica.place.weighs else []
-        if self._replica.gradients.exact:
-            self._sent = counted
-        else:
-            self._sent = [(sum(w for w, _, _ in counted), sum(x for _, x, _ in counted), self._layout)]
-        self._replica.group.channel.send(self.index, *self._sent)
+        if not self._replica.gradients.exact:
+            counted = [(sum(w for w, _, _ in counted), sum(x for _, x, _ in counted), self._layout)]
+        self._sent = counted
+        self._replica.tell(self.index, counted)
 
     def _scale(self) -> float:
         """One over the weight of the global batch; known when every replica has said its own."""
         if self._global_weight is None:
             assert self._sent is not None
-            counts = None
-            if self._replica.gradients.exact:
-                counts = self._replica.place.words()
-            words = self._replica.group.channel.receive(self.index, self._sent, counts)
+            words = self._replica.hear(self.index, self._sent)
             # Each stage of a pipeline has parameters of its own. Elsewhere sums of different parameters would be added up.
-            sharding = self._replica.sharding
-            if (sharding is None or sharding.stages == 1) and len({layout for _, _, layout in words}) > 1:
+            if self._replica.stages == 1 and len({layout for _, _, layout in words}) > 1:
                 raise UsageError(
                     f"step {self.index}: the workers do not all train the same parameters (requires_grad differs): "
                     "freeze and unfreeze layers depending on the step's index (`if step.index >= 1000:`, not `== "
@@ -667,16 +594,9 @@ class Step:
             self.loss = math.fsum(x for _, x, _ in words) / self._global_weight / self._loss_scale
         return 1.0 / (self._global_weight * self._loss_scale)
 
-    def _check_local(self) -> None:
-        """After a gradient that was not finite: who brings it in? Costs one pass, in one step."""
-        if not self._replica.gradients.local_is_finite():
-            raise NonFiniteGradient(
-                f"this rank's own gradient of step {self.index} is not finite. {self._mend()}", own=True
-            )
-
     def _mend(self, max_grad_norm: float | None = 0.0) -> str:
         """What a script can do about a gradient that is not finite."""
-        skip = self._replica.state.buffer_rules.advice.skip_nonfinite()
+        skip = self._replica.advice.skip_nonfinite()
         clip = ", or clip gradients (max_grad_norm=)" if max_grad_norm is None and skip else ""
         return f"Look at the samples of this step, or lower the learning rate{clip}" + (
             f"; {skip} skips the update of such a step and continues" if skip else ""

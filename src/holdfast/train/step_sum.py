@@ -1,4 +1,4 @@
-"""Sums of plain numbers over all workers, within a step: as words of the control channel, of three numbers each. Pure.
+"""Sums of plain numbers over all workers, within a step: as words of the control channel, of three numbers each.
 
 Every worker adds up all numbers in the order of the ranks, so all get the same bits. `math.fsum` rounds once. A list is sent as
 a few numbers whose sum is that of the list without any rounding (Shewchuk, Adaptive Precision Floating-Point Arithmetic, 1997,
@@ -16,10 +16,28 @@ import torch
 import xxhash
 
 from holdfast.errors import UsageError
-from holdfast.train.control_channel import Word
+from holdfast.train.control_channel import OF_A_SUM, ControlChannel, Word
 
 MOST_NUMBERS = 1024
 """So few numbers fit into the buffers of every connection: nobody waits in `send` for one who waits in it as well."""
+
+
+def summed(values: Mapping[str, Any], step: int, channel: ControlChannel, counts: bool) -> dict[str, Any]:
+    """As `Step.sum`. counts: this worker's numbers are added; others say theirs, and nobody counts them."""
+    own = addends(values)
+    words, tag = own.words(), step | OF_A_SUM
+    head = (own.fingerprint, float(len(words)), float(counts))
+    channel.send(tag, head, *words)
+    heads = channel.receive_heads(tag, head, words)
+    # Compared before anything is added: with other names on one worker, all would sum different things
+    # and get the same bits.
+    for rank, (theirs, _) in enumerate(heads):
+        if theirs[0] != own.fingerprint:
+            raise UsageError(
+                f"step {step}: step.sum({list(values)}) has different names or shapes on rank {rank} and on rank "
+                f"{channel.rank}; pass the same names and shapes on every worker"
+            )
+    return own.total(words for theirs, words in heads if theirs[2])
 
 
 @dataclass(frozen=True)
