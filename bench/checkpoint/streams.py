@@ -26,8 +26,8 @@ from holdfast.checkpoint.replicate import Pull, replicate
 from holdfast.checkpoint.snapshot_server import SnapshotServer
 from holdfast.protocol.network.sockets import unpace
 from holdfast.protocol.snapshots import Holder, Key
+from holdfast.tensors.staging import copy_into
 from holdfast.train import restore, state_image
-from holdfast.train.snapshots import copy_into
 
 TOKEN, KEY = "bench", Key(1, 1, 0, 1)
 LARGE = 306
@@ -54,7 +54,7 @@ def hold(mib: int, folder: Path) -> None:
     pool = SlotPool(folder, 4 * mib << 20)
     image = state_image.capture({"state": Tensors(mib, 7.0)}, 1)
     slot = pool.begin(KEY, image.index.nbytes)
-    copy_into(slot.blob, image)
+    copy_into(slot.blob, image.parts(0, image.index.nbytes), image.ready)
     pool.seal(slot, image.index)
     server = SnapshotServer(pool, "127.0.0.1", TOKEN)
     plain = socket.create_server(("127.0.0.1", 0))

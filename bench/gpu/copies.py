@@ -15,7 +15,7 @@ import torch
 
 from holdfast.checkpoint.memory import PAGE, SlotMaps
 from holdfast.tensors import staging
-from holdfast.train import snapshots, state_image
+from holdfast.train import state_image
 
 TENSOR_BYTES = 64 << 20
 MEMORY = Path("/dev/shm")
@@ -81,8 +81,10 @@ def measure(nbytes: int, device: torch.device, repetitions: int, product: int) -
 
             ways: dict[str, Callable[[], None]] = {PLAIN: copy_plainly}
             if found.pinned:
-                ways[SLOT] = lambda: snapshots.copy_into(row, image, pinned=True)
-            ways[BUFFERS] = lambda: snapshots.copy_into(row, image)
+                ways[SLOT] = lambda: staging.copy_into(
+                    row, image.parts(0, image.index.nbytes), image.ready, pinned=True
+                )
+            ways[BUFFERS] = lambda: staging.copy_into(row, image.parts(0, image.index.nbytes), image.ready)
             for number in range(repetitions + 1):  # the first one warms up
                 for name, copy in ways.items():
                     took_s = _timed(copy, device)

@@ -608,7 +608,7 @@ def test_an_optimizer_waits_for_a_copy_and_saves_what_was_before(to, monkeypatch
     optimizer = torch.optim.AdamW(model.parameters())
     step(model, optimizer, 0)
     right = bits(dict(model.state_dict())), bits(optimizer.state_dict())
-    real = api.copy_tensors
+    real = api.copy_into
     go = threading.Event()
     copied = []
 
@@ -617,7 +617,7 @@ def test_an_optimizer_waits_for_a_copy_and_saves_what_was_before(to, monkeypatch
         real(blob, tensors, ready)
         copied.append(True)
 
-    monkeypatch.setattr(api, "copy_tensors", slowly)
+    monkeypatch.setattr(api, "copy_into", slowly)
     assert save({"model": model, "optimizer": optimizer}, 5, to=to, overlap=True)
     model.eval()
     model(torch.randn(4, 64)).sum().backward()
@@ -636,11 +636,11 @@ def test_a_copy_beside_a_step_that_fails_is_said(to, monkeypatch, caplog):
     def broken(row, tensors, ready):
         raise RuntimeError("no such device")
 
-    real = api.copy_tensors
-    monkeypatch.setattr(api, "copy_tensors", broken)
+    real = api.copy_into
+    monkeypatch.setattr(api, "copy_into", broken)
     save({"w": torch.ones(LARGE)}, 5, to=to, overlap=True)
     flush()
-    monkeypatch.setattr(api, "copy_tensors", real)
+    monkeypatch.setattr(api, "copy_into", real)
     assert "no snapshot of step 5: RuntimeError('no such device')" in caplog.text
     later(to, {"w": torch.ones(LARGE)}, 6)
     assert Archive(to).steps() == [6]

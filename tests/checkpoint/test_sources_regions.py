@@ -10,7 +10,6 @@ from blobs_on_tiers import blob_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.checkpoint.api import copy_tensors
 from holdfast.checkpoint.layout import CHUNK_BYTES, Head, sums_of
 from holdfast.checkpoint.loading import Leaf, regions_of
 from holdfast.checkpoint.located import Located
@@ -18,6 +17,7 @@ from holdfast.checkpoint.regions import Region, read_regions
 from holdfast.checkpoint.replicate import Blob
 from holdfast.errors import StateError, TierError
 from holdfast.tensors.index import Index, TensorSpec
+from holdfast.tensors.staging import copy_into
 
 LENGTH = 7 * CHUNK_BYTES + 1234
 DATA = blob_of(1, 0, LENGTH)
@@ -126,7 +126,7 @@ def found_of(states):
             )
             offset += nbytes
         data = bytearray(offset)
-        copy_tensors(memoryview(data), [leaf.local for leaf in leaves], {})
+        copy_into(memoryview(data), [leaf.local for leaf in leaves], {})
         heads.append(Head(Index(1, {}, tuple(specs), offset), sums_of(memoryview(data))))
         sources.append(data)
 

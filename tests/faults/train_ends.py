@@ -55,14 +55,14 @@ def copies_when_the_gate_opens() -> None:
     """The last copy is at work for as long as the test wants: it reads a named pipe first."""
     from holdfast.checkpoint import api
 
-    copy = api.copy_tensors
+    copy = api.copy_into
 
     def held_up(*args: object) -> None:
         with open(f"{gate}-{rank}", "rb") as pipe:
             pipe.read()
         copy(*args)
 
-    api.copy_tensors = held_up
+    api.copy_into = held_up
 
 
 begin = load()

@@ -9,7 +9,7 @@ from test_staging import Some, row_of
 
 from holdfast.checkpoint.memory import PAGE, SlotMaps
 from holdfast.tensors import staging
-from holdfast.train import gpu_transfer, snapshots, state_image
+from holdfast.train import gpu_transfer, state_image
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -70,7 +70,7 @@ def test_a_slot_that_the_driver_knows_holds_the_state(slot_file, row):
     maps = SlotMaps(pinning)
     with maps.blob(slot_file, len(row)) as slot:
         assert pinning.covers(slot)
-        snapshots.copy_into(slot, image, pinned=True)
+        staging.copy_into(slot, image.parts(0, len(slot)), image.ready, pinned=True)
         assert bytes(slot) == row
     maps.forget(slot_file)
 

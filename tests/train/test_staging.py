@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.checkpoint.api import copy_tensors
 from holdfast.checkpoint.memory import PAGE, SlotMaps
 from holdfast.tensors import staging
-from holdfast.train import snapshots, state_image
+from holdfast.train import state_image
 
 
 @pytest.fixture
@@ -74,7 +73,7 @@ def test_what_is_filled_is_in_the_tensors_afterwards(far):
 def test_a_snapshot_is_copied_whole(far, pinned):
     image = state_image.capture({"some": Some(3)}, 1)
     row = memoryview(bytearray(image.index.nbytes))
-    snapshots.copy_into(row, image, pinned)
+    staging.copy_into(row, image.parts(0, len(row)), image.ready, pinned)
     assert bytes(row) == row_of(Some(3))
 
 
@@ -113,5 +112,5 @@ def test_slots_are_made_known_to_the_driver_once_and_given_back(tmp_path, monkey
 def test_what_a_script_saves_passes_through_the_buffers_too(far):
     tensors = [torch.arange(900.0), torch.arange(12.0).reshape(3, 4).t(), torch.empty(0)]
     row = bytearray(sum(t.numel() * 4 for t in tensors))
-    copy_tensors(memoryview(row), tensors, staging.now(tensors))
+    staging.copy_into(memoryview(row), tensors, staging.now(tensors))
     assert bytes(row) == b"".join(t.contiguous().numpy().tobytes() for t in tensors)

@@ -1,13 +1,18 @@
-"""This process's link to its node's agent. A worker of a job sets it before the script runs; saving and loading ask for it."""
+"""This process's link to its node's agent, and the slots in its memory. A worker of a job sets it before the script runs; saving and loading ask for it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
+
+from holdfast.checkpoint.memory import SlotMaps, Watcher
 from holdfast.protocol import messages as m
 from holdfast.protocol.machine.notice_board import NoticeBoard
 from holdfast.protocol.machine.progress_page import ProgressPage
 from holdfast.protocol.snapshots import Key
+from holdfast.tensors.index import Index
 
 
 class AgentLink(Protocol):
@@ -29,6 +34,50 @@ class AgentLink(Protocol):
     def wait_found(self, request: int, timeout_s: float) -> m.SnapshotFound | None:
         """The coordinator's answer to FindSnapshot; None when it does not come in time."""
         ...
+
+
+class AgentSlots:
+    """Slots in the agent's memory, as a worker uses them: it asks for one, has it filled, and the agent hears of it in any case."""
+
+    def __init__(self, link: AgentLink, watcher: Watcher | None = None) -> None:
+        """watcher: as in `SlotMaps`."""
+        self._link, self._maps = link, SlotMaps(watcher)
+
+    def want(self, key: Key, nbytes: int, waits: bool = False, paced: bool = False) -> None:
+        """Asks for a slot. From here on the agent counts the copy, and a stop waits for it."""
+        self._link.send(m.SlotWanted(key, nbytes, waits, paced=paced))
+
+    def given(self, key: Key, patience_s: float) -> m.SlotGiven | None:
+        """The answer; None when it does not come in time."""
+        return self._link.wait_slot(key, patience_s)
+
+    def fill(
+        self,
+        key: Key,
+        index: Index,
+        path: str | None,
+        copy: Callable[[memoryview], bool],
+        cost_s: Callable[[], float],
+    ) -> bool:
+        """Has `copy` fill the slot at `path`, with what `index` is about. False: it has not done so, or there is no slot.
+
+        Args:
+            cost_s: what the copy cost training; asked once, when the slot is not used any more.
+
+        Raises:
+            TierError: the slot is gone.
+        """
+        done: bytes | None = None
+        try:
+            if path is not None:
+                with self._maps.blob(path, index.nbytes) as blob:
+                    if copy(blob):
+                        done = msgspec.msgpack.encode(index)
+        finally:
+            # In `finally`, and with None after an error: the agent holds the slot until it hears of it. An
+            # agent that heard nothing would keep the memory of a shard for a worker that has long gone on.
+            self._link.send(m.SlotFilled(key, done, cost_s()))
+        return done is not None
 
 
 _current: list[AgentLink] = []

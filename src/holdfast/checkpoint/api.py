@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -30,6 +29,7 @@ from holdfast.tensors import staging
 from holdfast.tensors.dtensor_shards import local_of
 from holdfast.tensors.index import Index
 from holdfast.tensors.loaded import has_bytes, tensors_of
+from holdfast.tensors.staging import copy_into
 from holdfast.tensors.wrappers import inside_of, is_wrapper, parts_of, with_parts
 
 MOST_DEEP = 8
@@ -128,7 +128,6 @@ def _saved_bytes(tensor: torch.Tensor) -> int:
 
 
 _log = logging.getLogger(__name__)
-COPY_BYTES = 16 << 20
 COPIED_BYTES = 4 << 20
 """A state for which there was no room is copied, up to this size, in case that the script ends with it: it may be skipped in every
 step, so this must cost no more than a millisecond."""
@@ -187,7 +186,7 @@ def save(state: Mapping[str, Any], step: int, *, to: str | None = None, overlap:
         return done is True or done is PassedOver.NOT_DUE
 
     if not overlap:
-        return keep(lambda blob: copy_tensors(blob, flat.tensors, ready), flat.tensors)
+        return keep(lambda blob: copy_into(blob, flat.tensors, ready), flat.tensors)
     try:
         _hook_optimizers()
         held = _held(state)
@@ -201,7 +200,7 @@ def save(state: Mapping[str, Any], step: int, *, to: str | None = None, overlap:
         raise
 
     def copy_unchanged(blob: memoryview) -> None:
-        copy_tensors(blob, tensors, ready)
+        copy_into(blob, tensors, ready)
         if any(t._version != was for t, was in versions):
             raise StateError(
                 "a trained parameter or the optimizer's state for it was changed while it was being copied, and not "
@@ -420,7 +419,7 @@ def _keep_passed_over() -> None:
 
 
 def _copy(tensors: list[torch.Tensor], blob: memoryview) -> None:
-    copy_tensors(blob, tensors, staging.now(tensors))
+    copy_into(blob, tensors, staging.now(tensors))
 
 
 def _raise(error: BaseException, blob: memoryview) -> None:
@@ -471,36 +470,7 @@ def _alone(to: str, rank: int, world: int, store: Any) -> StandaloneBackend:
     return StandaloneBackend((parse_tier(to, every="1"),), rank, world, store, to)
 
 
-# ---------------------------------------------------------------- copying
-
-
-def copy_tensors(blob: memoryview, tensors: Sequence[torch.Tensor], ready: staging.Ready) -> None:
-    """The tensors one after the other, without holding the GIL while bytes move. ready: when a GPU's may be read."""
-    # numpy's copyto releases the GIL while it copies, so the script's other threads go on.
-    target = np.frombuffer(blob, dtype=np.uint8)
-    at = 0
-    for tensor in tensors:
-        nbytes = tensor.numel() * tensor.element_size()
-        if nbytes:
-            if staging.is_far(tensor):
-                with staging.Lane(tensor.device, ready).on():
-                    whole = tensor.contiguous()
-                low = at
-                for piece in staging.read([staging.flat(whole)], ready):
-                    np.copyto(target[low : low + len(piece)], np.frombuffer(piece, np.uint8))
-                    low += len(piece)
-            elif tensor.is_contiguous():
-                source = np.frombuffer(staging.seen(staging.flat(tensor)), np.uint8)
-                for low in range(0, nbytes, COPY_BYTES):
-                    high = min(low + COPY_BYTES, nbytes)
-                    np.copyto(target[at + low : at + high], source[low:high])
-            else:
-                into = torch.from_numpy(target[at : at + nbytes]).view(tensor.dtype).view(tensor.shape)
-                into.copy_(tensor)
-        at += nbytes
-    # An array over the slot's memory keeps the memoryview exported, and the caller's `with` could not release
-    # it.
-    del target
+# ---------------------------------------------------------------- optimizers wait
 
 
 _hooked: list[bool] = []

@@ -24,13 +24,12 @@ from typing import Any, Protocol
 
 import msgspec
 
-from holdfast.checkpoint.agent_link import AgentLink
+from holdfast.checkpoint.agent_link import AgentLink, AgentSlots
 from holdfast.checkpoint.archive import Archive
 from holdfast.checkpoint.layout import encode_head, sums_of
 from holdfast.checkpoint.located import Located, find_in_archive, find_in_memory
 from holdfast.checkpoint.memory import (
     Slot,
-    SlotMaps,
     SlotPool,
     default_budget,
     memory_base,
@@ -228,7 +227,7 @@ class AgentBackend:
         self._generation = int(env.get("HOLDFAST_GENERATION", "0"))
         self._tiers = [tier.url for tier in tiers_of(env)]
         self._link = link
-        self._maps = SlotMaps()
+        self._slots = AgentSlots(link)
         self._turns = Turns(
             parse_cadence(env.get("HOLDFAST_SNAPSHOT_EVERY", "auto")),
             RankExchange("turns", self.rank, self.exchange.world, store),
@@ -242,20 +241,16 @@ class AgentBackend:
         if not wanted and not self._turns.is_due(index.step):
             return PassedOver.NOT_DUE
         if wanted or self._turns.decides:
-            self._want(key, index.nbytes, waits=wanted)
+            self._slots.want(key, index.nbytes, wanted, self._turns.agree)
         return partial(self._fill, key, index, wanted, self._link.page.committed)
 
     def keeps_newest(self, why: PassedOver) -> bool:
         """The agent brings it to the durable tiers at the job's end."""
         return True
 
-    def _want(self, key: Key, nbytes: int, waits: bool) -> None:
-        # From here on the agent counts the copy, and a stop waits for it.
-        self._link.send(m.SlotWanted(key, nbytes, waits, paced=self._turns.agree))
-
     def _slot(self, key: Key) -> str | None:
         """The path of the slot that was asked for."""
-        given = self._link.wait_slot(key, SLOT_WAIT_S)
+        given = self._slots.given(key, SLOT_WAIT_S)
         if given is not None and given.path is not None:
             self._skipping = False
             return given.path
@@ -276,7 +271,7 @@ class AgentBackend:
             if not wanted:
                 self._turns.tell(key.step, path is not None)
         elif self._turns.taken(key.step):
-            self._want(key, index.nbytes, waits=True)
+            self._slots.want(key, index.nbytes, True, self._turns.agree)
             path = self._slot(key)
         else:
             return self._turns.why_not
@@ -284,19 +279,16 @@ class AgentBackend:
             return PassedOver.SKIPPED
         if self.rank == 0:
             self._link.send(m.StateServed(self._generation, index.step, steps))
-        done: bytes | None = None
+
+        def fill(blob: memoryview) -> bool:
+            copy(blob)
+            return True
+
         try:
-            with self._maps.blob(path, index.nbytes) as blob:
-                copy(blob)
-            done = msgspec.msgpack.encode(index)
+            return self._slots.fill(key, index, path, fill, lambda: time.perf_counter() - began_s)
         except TierError as error:
             _log.warning(f"rank {self.rank}: no snapshot of step {index.step}: {error}")
             return False
-        finally:
-            # In `finally`, and with None after an error: the agent holds the slot until it hears of it. An
-            # agent that heard nothing would keep the memory of a shard for a worker that has long gone on.
-            self._link.send(m.SlotFilled(key, done, time.perf_counter() - began_s))
-        return True
 
     def candidates(self, on_skip: Callable[[str], None]) -> Iterator[Located]:
         """First what the coordinator knows to be in memory, then the durable tiers."""

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from holdfast.checkpoint.api import backend_for, copy_tensors, expect_as, wait_for_copy
+from holdfast.checkpoint.api import backend_for, expect_as, wait_for_copy
 from holdfast.checkpoint.backends import PassedOver
 from holdfast.checkpoint.loading import inlined
 from holdfast.checkpoint.located import Located
@@ -114,7 +114,10 @@ class TieredWriter(StorageWriter):
         ready = staging.now(tensors)
         # Whoever saves with dcp is told that it is saved, or gets an error: it is never passed over.
         fill = backend.begin(index, wanted=True)
-        if isinstance(fill, PassedOver) or fill(lambda blob: copy_tensors(blob, tensors, ready)) is not True:
+        if (
+            isinstance(fill, PassedOver)
+            or fill(lambda blob: staging.copy_into(blob, tensors, ready)) is not True
+        ):
             raise TierError(f"step {step} was not saved: see the previous message")
         self._saved = step
         done: Future[list[WriteResult]] = Future()

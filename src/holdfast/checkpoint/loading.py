@@ -38,6 +38,7 @@ from holdfast.tensors.loaded import load as load_into
 from holdfast.tensors.tree import (
     Placing,
     dtype_of,
+    lay_out,
     no_mesh,
     pack,
     shards_of_wrappers,
@@ -90,26 +91,9 @@ def flatten(state: Mapping[str, Any], step: int) -> Flat:
         else:
             kept[number] = len(leaves)
             leaves.append(leaf_of(path, tensor))
-    # Without gaps and in this order: the blob is written as one stream, checksums go over fixed parts of it,
-    # and a reader finds a tensor by its offset alone.
-    specs, offset = [], 0
-    for leaf in leaves:
-        nbytes = leaf.local.numel() * leaf.local.element_size()
-        dtype, shape = str(leaf.local.dtype)[6:], tuple(leaf.local.shape)
-        specs.append(
-            TensorSpec(
-                path=leaf.path,
-                dtype=dtype,
-                shape=shape,
-                offset=offset,
-                nbytes=nbytes,
-                global_shape=leaf.global_shape,
-                start=leaf.start,
-            )
-        )
-        offset += nbytes
+    specs, nbytes = lay_out(leaves)
     tree = {name: _final(value, name, kept, small) for name, value in tree.items()}
-    return Flat(Index(step, tree, tuple(specs), offset), [leaf.local for leaf in leaves])
+    return Flat(Index(step, tree, specs, nbytes), [leaf.local for leaf in leaves])
 
 
 def plain(value: Any) -> Any:

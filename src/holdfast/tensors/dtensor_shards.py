@@ -31,6 +31,8 @@ class Leaf:
     global_shape: tuple[int, ...] = ()
     """Empty for a tensor that is not sharded."""
     start: tuple[int, ...] = ()
+    placed: str = ""
+    """How it lies on the mesh, as `placed` has it, where that is saved."""
 
 
 _starts: dict[Any, tuple[int, ...] | None] = {}

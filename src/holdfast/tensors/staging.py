@@ -15,10 +15,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 
 STAGE_BYTES = 16 << 20
 """Of one pinned buffer: large enough for PCIe's full speed, small enough to stay in the cache until it is read."""
+
+COPY_BYTES = 16 << 20
+"""Copied by one call."""
 
 FAR = {"cuda"}
 """Device types whose memory the host does not read."""
@@ -179,7 +183,61 @@ def number(tensor: torch.Tensor) -> Callable[[], float]:
     return wait
 
 
-def copy_whole(target: torch.Tensor, parts: Iterable[torch.Tensor], ready: Ready) -> None:
+def copy_into(
+    memory: memoryview, tensors: Iterable[torch.Tensor], ready: Ready, pinned: bool = False
+) -> None:
+    """Copies the tensors one after the other into host memory, without holding the GIL while bytes move.
+
+    Args:
+        ready: when a GPU's may be read.
+        pinned: a GPU can write to the memory.
+    """
+    target: Any = np.frombuffer(memory, dtype=np.uint8)
+    try:
+        _copy_into(target, list(tensors), ready, pinned)
+    finally:
+        # An array over a slot's memory keeps the memoryview exported, and the caller's `with` could not release it.
+        del target
+
+
+def _copy_into(target: Any, tensors: list[torch.Tensor], ready: Ready, pinned: bool) -> None:
+    if pinned and any(map(is_far, tensors)):
+        _copy_whole(torch.from_numpy(target), map(_flat_where_it_is(ready), tensors), ready)
+        return
+    at, runs = 0, []
+    for tensor in tensors:
+        if tensor.is_contiguous() or is_far(tensor):
+            runs.append((at, tensor))
+        else:
+            # Without a contiguous copy in between, which would take as much memory again.
+            into = torch.from_numpy(target[at : at + tensor.nbytes])
+            into.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        at += tensor.nbytes
+    pieces = read(map(_flat_where_it_is(ready), (tensor for _, tensor in runs)), ready)
+    for at, tensor in runs:
+        end = at + tensor.nbytes
+        while at < end:
+            # numpy's copyto releases the GIL while it copies, so the script's other threads go on.
+            source: Any = np.frombuffer(next(pieces), dtype=np.uint8)
+            for low in range(0, len(source), COPY_BYTES):
+                part = source[low : low + COPY_BYTES]
+                np.copyto(target[at + low : at + low + len(part)], part)
+            at += len(source)
+
+
+def _flat_where_it_is(ready: Ready) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The bytes of a tensor on its own device, in one run."""
+
+    def run(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_contiguous():
+            return flat(tensor)
+        with Lane(tensor.device, ready).on():
+            return flat(tensor.contiguous())
+
+    return run
+
+
+def _copy_whole(target: torch.Tensor, parts: Iterable[torch.Tensor], ready: Ready) -> None:
     """Copies the parts one after the other into pinned host memory; returns when all bytes have arrived."""
     lanes: dict[torch.device, Lane] = {}
     at = 0

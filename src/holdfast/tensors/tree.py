@@ -5,7 +5,7 @@ The tree is msgpack or JSON on disk and between workers; nothing in it is pickle
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,34 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.errors import StateError, UsageError
 from holdfast.tensors import staging, wrappers
+from holdfast.tensors.dtensor_shards import Leaf
 from holdfast.tensors.index import MOST_DEPTH, Index, TensorSpec, leaves
 
 Placing = Callable[[dict[str, Any], torch.Tensor], torch.Tensor]
 """Makes a DTensor of a wrapper that is a shard of it, and of what `wrappers.shard_of` has noted."""
+
+
+def lay_out(leaves: Iterable[Leaf]) -> tuple[tuple[TensorSpec, ...], int]:
+    """The bytes of tensors one after the other, and how many there are."""
+    # Without gaps and in this order: they are written as one stream, checksums go over fixed parts of it,
+    # and a reader finds a tensor by its offset alone.
+    specs, offset = [], 0
+    for leaf in leaves:
+        nbytes = leaf.local.numel() * leaf.local.element_size()
+        specs.append(
+            TensorSpec(
+                path=leaf.path,
+                dtype=str(leaf.local.dtype)[6:],
+                shape=tuple(leaf.local.shape),
+                offset=offset,
+                nbytes=nbytes,
+                global_shape=leaf.global_shape,
+                start=leaf.start,
+                placed=leaf.placed,
+            )
+        )
+        offset += nbytes
+    return tuple(specs), offset
 
 
 @dataclass(frozen=True)

@@ -13,20 +13,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from contextlib import suppress
 
-import msgspec
-import numpy as np
 import torch
 
-from holdfast.checkpoint.memory import SlotMaps
+from holdfast.checkpoint.agent_link import AgentSlots
 from holdfast.checkpoint.policy import parse_cadence
 from holdfast.errors import StateError, TierError
 from holdfast.formulas import daly_interval_s
 from holdfast.protocol import messages as m
 from holdfast.protocol.phases import Phase
 from holdfast.protocol.snapshots import Key
-from holdfast.tensors.staging import Pinning, copy_whole
+from holdfast.tensors import staging
+from holdfast.tensors.staging import Pinning
 from holdfast.train.faults import FaultPlan
 from holdfast.train.link import Link
 from holdfast.train.state_image import Image
@@ -45,9 +44,6 @@ SLOT_GIVEN_S = 60.0
 LAST_SLOT_S = 240.0
 """After the last step nothing else waits: the snapshots before may reach their durable tiers first."""
 
-COPY_BYTES = 16 << 20
-"""Copied by one call."""
-
 
 class Snapshots:
     """Takes snapshots as the job wants them. Used by the main thread; owns the thread that copies."""
@@ -64,7 +60,7 @@ class Snapshots:
         self._last_s = time.monotonic()
         self._costs: deque[float] = deque(maxlen=15)
         self._pinning = Pinning(device)
-        self._maps = SlotMaps(self._pinning)
+        self._slots = AgentSlots(link, self._pinning)
         self._wanted = False
         self._expected: tuple[int, int] | None = None
         self._current: _Copying | None = None
@@ -122,7 +118,7 @@ class Snapshots:
         # runs the script's code.
         image = capture()
         key = Key(step, self._generation, *self._shard)
-        self._link.send(m.SlotWanted(key, image.index.nbytes))
+        self._slots.want(key, image.index.nbytes)
         copying = self._current = _Copying(key, image)
         copying.stall_s = time.perf_counter() - began_s
         threading.Thread(target=self._copy, args=(copying,), name="holdfast-snapshot", daemon=True).start()
@@ -142,7 +138,7 @@ class Snapshots:
         self.before_update()
         image = capture()
         copying = _Copying(Key(step, self._generation, *self._shard), image)
-        self._link.send(m.SlotWanted(copying.key, image.index.nbytes, waits=True))
+        self._slots.want(copying.key, image.index.nbytes, waits=True)
         self._copy(copying, LAST_SLOT_S)
         return copying.filled
 
@@ -152,24 +148,25 @@ class Snapshots:
 
     def _copy(self, copying: _Copying, patience_s: float = SLOT_GIVEN_S) -> None:
         """The copying thread. The first slot and its mapping may take a while: unless the update is quicker."""
-        index: bytes | None = None
         key, image = copying.key, copying.image
-        try:
-            given = self._link.wait_slot(key, patience_s)
-            if given is not None and given.path is not None:
-                with self._maps.blob(given.path, image.index.nbytes) as blob:
-                    # The main thread may have given this copy up while the slot was waited for, and the
-                    # update may be running. `begin` and `end` decide under one lock who came first.
-                    if copying.begin():
-                        self._faults.reach(Phase.SNAPSHOT, key.step)
-                        copy_into(blob, image, self._pinning.covers(blob))
-                        index = msgspec.msgpack.encode(image.index)
-        except (TierError, StateError):
-            index = None  # the agent says why: its slot is gone
-        finally:
-            copying.filled = index is not None
+
+        def copy(blob: memoryview) -> bool:
+            # The main thread may have given this copy up while the slot was waited for, and the
+            # update may be running. `begin` and `end` decide under one lock who came first.
+            if not copying.begin():
+                return False
+            self._faults.reach(Phase.SNAPSHOT, key.step)
+            whole = image.parts(0, image.index.nbytes)
+            staging.copy_into(blob, whole, image.ready, self._pinning.covers(blob))
+            return True
+
+        def cost_s() -> float:
             copying.done()
-            self._link.send(m.SlotFilled(key, index, copying.stall_s))
+            return copying.stall_s
+
+        given = self._slots.given(key, patience_s)
+        with suppress(TierError, StateError):  # the agent says why: its slot is gone
+            copying.filled = self._slots.fill(key, image.index, given.path if given else None, copy, cost_s)
 
 
 class _Copying:
@@ -203,23 +200,3 @@ class _Copying:
             if not self._news.wait_for(lambda: self._begun or self._over, SLOT_WAIT_S):
                 self._over = True
             self._news.wait_for(lambda: self._over)
-
-
-def copy_into(blob: memoryview, image: Image, pinned: bool = False) -> None:
-    """Copies an image's bytes into a blob, without holding the GIL. pinned: a GPU can write to it."""
-    target = np.frombuffer(blob, dtype=np.uint8)
-    try:
-        if pinned and not image.near:
-            whole = torch.from_numpy(target)
-            copy_whole(whole, image.parts(0, image.index.nbytes), image.ready)
-            del whole
-            return
-        at = 0
-        for piece in image.pieces(0, image.index.nbytes):
-            source: Any = np.frombuffer(piece, dtype=np.uint8)
-            for low in range(0, len(source), COPY_BYTES):
-                part = source[low : low + COPY_BYTES]
-                np.copyto(target[at : at + len(part)], part)
-                at += len(part)
-    finally:
-        del target

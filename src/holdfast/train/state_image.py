@@ -10,6 +10,7 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -22,7 +23,15 @@ from holdfast.errors import StateError, UsageError
 from holdfast.tensors import loaded, staging
 from holdfast.tensors.dtensor_shards import Submesh, like, local_of, piece_of, place, placed
 from holdfast.tensors.index import Index, TensorSpec
-from holdfast.tensors.tree import buffer_of, dtype_of, pack, shards_of_wrappers, unpack, within_wrappers
+from holdfast.tensors.tree import (
+    buffer_of,
+    dtype_of,
+    lay_out,
+    pack,
+    shards_of_wrappers,
+    unpack,
+    within_wrappers,
+)
 from holdfast.tensors.wrappers import inside_of, parts_of, shard_of
 
 Protected = Mapping[str, Any]
@@ -189,28 +198,15 @@ def capture(
             tensors[before:] = [(p, copy_buffer(t) if p in buffers else t) for p, t in tensors[before:]]
         elif copy_buffer is not None and not isinstance(thing, torch.optim.Optimizer):
             tensors[before:] = [(path, tensor.detach().clone()) for path, tensor in tensors[before:]]
-    specs, offset, pieces = [], 0, []
+    leaves = []
     for path, tensor in tensors:
         loaded.check_writable(path, inside_of(tensor))
         leaf = piece_of(path, tensor)
-        nbytes = leaf.local.numel() * leaf.local.element_size()
-        dtype, shape = str(leaf.local.dtype)[6:], tuple(leaf.local.shape)
-        specs.append(
-            TensorSpec(
-                path=path,
-                dtype=dtype,
-                shape=shape,
-                offset=offset,
-                nbytes=nbytes,
-                global_shape=leaf.global_shape,
-                start=leaf.start,
-                placed=placed(tensor),
-            )
-        )
-        offset += nbytes
         # No copy where the tensor is contiguous, which is nearly always: an image of 100 GB costs its index.
-        pieces.append(leaf.local.detach().resolve_conj().resolve_neg().contiguous())
-    return Image(Index(step, tree, tuple(specs), offset), pieces)
+        local = leaf.local.detach().resolve_conj().resolve_neg().contiguous()
+        leaves.append(replace(leaf, local=local, placed=placed(tensor)))
+    specs, nbytes = lay_out(leaves)
+    return Image(Index(step, tree, specs, nbytes), [leaf.local for leaf in leaves])
 
 
 def live(objects: Protected) -> dict[str, torch.Tensor]:
