@@ -37,7 +37,7 @@ from holdfast.protocol import ledger
 from holdfast.protocol.job import JobSpec, Resume
 from holdfast.ui.server import loopback
 from holdfast.web.application import routes
-from holdfast.web.sources import CODE_PATH
+from holdfast.web.sessions import CODE_PATH
 
 SILENT_S = 1.0
 """A stream has said what it had to when nothing came for so long."""

@@ -18,7 +18,7 @@ from holdfast.coordinator.service import rollups
 from holdfast.coordinator.service.page import _series
 from holdfast.coordinator.service.store import Page, ReportedSteps, Store
 from holdfast.protocol.messages import StepTold
-from holdfast.web.sources import Refused
+from holdfast.web.application import Refused
 
 Values = dict[int, float | None]
 

@@ -14,7 +14,7 @@ import pytest
 from holdfast.engines.client import JobClient
 from holdfast.protocol.network.http_client import Answer
 from holdfast.ui import host
-from holdfast.web.sources import Refused
+from holdfast.web.application import Refused
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "coordinator"))
 from fakeagents import Plane, serving

@@ -35,8 +35,8 @@ from holdfast.ui.server import UiServer, loopback
 from holdfast.ui.single_file import single_file
 from holdfast.web import application
 from holdfast.web import story as story_module
+from holdfast.web.application import GZIP_BYTES
 from holdfast.web.sessions import Role, Sessions
-from holdfast.web.sources import GZIP_BYTES
 
 UTC = "2026-01-02T03:04:05.000+00:00"
 EVENTS = 40

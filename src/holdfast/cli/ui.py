@@ -102,8 +102,8 @@ async def serve(
     from holdfast.errors import UsageError
     from holdfast.ui.host import page_key
     from holdfast.ui.server import UiServer, loopback
+    from holdfast.web.application import ACTIONS, PANELS
     from holdfast.web.sessions import Proxy, Role, Sessions
-    from holdfast.web.sources import ACTIONS, PANELS
 
     try:
         proxy = None if at is None else Proxy.of(at)

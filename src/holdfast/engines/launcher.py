@@ -39,7 +39,7 @@ from holdfast.protocol.network.endpoint import read_endpoint
 from holdfast.protocol.notices import NoticeCause
 from holdfast.protocol.wire.decoding import decode
 from holdfast.protocol.wire.stored import decode_file, word
-from holdfast.web.sources import CODE_PATH
+from holdfast.web.sessions import CODE_PATH
 
 _log = logging.getLogger(__name__)
 KILLED = "killed"

@@ -32,8 +32,8 @@ from holdfast.protocol.network.endpoint import Endpoint, read_endpoint
 from holdfast.protocol.network.http_client import Unproven, proven_session
 from holdfast.protocol.wire.decoding import decode
 from holdfast.protocol.wire.stored import read_stored_word
-from holdfast.web.application import API
-from holdfast.web.sources import CODE_PATH, Answer, Refused, Source, answer, frame
+from holdfast.web.application import API, Answer, Refused, Source, answer, frame
+from holdfast.web.sessions import CODE_PATH
 
 KEY_FILE = "page-key"
 
@@ -136,7 +136,7 @@ _LISTED = ("seq", "t_s", "utc", "kind")
 
 
 class RemoteJob:
-    """A job on Kubernetes, see `web.sources.Source`. It holds nothing open but while it is asked.
+    """A job on Kubernetes, see `web.application.Source`. It holds nothing open but while it is asked.
 
     Requests go the way of the commands. A stream of bytes does not go there, so the page's stream is made here of what
     everybody hears who watches the job: each event by its number, and the panel `now` when something changed.
@@ -207,7 +207,7 @@ def _code(body: bytes) -> str:
 
 
 class RunningJob:
-    """See `web.sources.Source`. Every request finds the coordinator anew, so one that moves is followed."""
+    """See `web.application.Source`. Every request finds the coordinator anew, so one that moves is followed."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -311,7 +311,7 @@ T = TypeVar("T")
 
 
 class EndedJob:
-    """See `web.sources.Source`. `close` ends its thread."""
+    """See `web.application.Source`. `close` ends its thread."""
 
     def __init__(self, folder: Path) -> None:
         self._path, self._folder = newest_ledger(folder), folder

@@ -11,9 +11,8 @@ from aiohttp import web
 
 from holdfast.coordinator.service.authentication import HeardFirst, first_words, page_refusal
 from holdfast.protocol.network.listener import BACKLOG, Door, head_missing
-from holdfast.web.application import Host, guard, headers_of_page, routes
+from holdfast.web.application import ACTIONS, PANELS, Host, guard, headers_of_page, routes
 from holdfast.web.sessions import Sessions
-from holdfast.web.sources import ACTIONS, PANELS
 
 CLOSE_S = 1.0
 

@@ -30,7 +30,7 @@ from holdfast.protocol.messages import StepTold
 from holdfast.tools.simulate.live import LiveCluster
 from holdfast.tools.simulate.machine import BEGIN_S
 from holdfast.tools.simulate.scenario import Scenario
-from holdfast.web.sources import ACTIONS, PANELS, Answer, Refused, Source, answer, whole
+from holdfast.web.application import ACTIONS, PANELS, Answer, Refused, Source, answer, whole
 
 T = TypeVar("T")
 
@@ -339,7 +339,7 @@ class SimulatedHost:
 
 
 class _Simulated:
-    """See `web.sources.Source`: the job's page, with the map and what may be done to it."""
+    """See `web.application.Source`: the job's page, with the map and what may be done to it."""
 
     def __init__(self, host: SimulatedHost, page: PageSource) -> None:
         self._host, self._page = host, page

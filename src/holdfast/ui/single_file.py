@@ -9,8 +9,7 @@ from urllib.parse import urlencode
 import msgspec
 
 from holdfast.protocol.wire.decoding import decode
-from holdfast.web.application import IMPORTS, STYLES, UPLOT, file_of
-from holdfast.web.sources import Answer, Refused, Source
+from holdfast.web.application import IMPORTS, STYLES, UPLOT, Answer, Refused, Source, file_of
 
 INCIDENTS = 200
 """Incidents of the list, the newest; a file of all would grow with the job."""

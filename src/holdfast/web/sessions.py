@@ -30,6 +30,8 @@ LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 """At any port: a browser reaches the page through a forwarded one. Somebody else's page that has itself resolved to this
 machine still sends its own name."""
 PREFIXES = ("/static/", "/api/v1/")
+CODE_PATH = "/page-code"
+"""Where a process that knows the job's token asks the coordinator for a code, `?role=`."""
 ENTER = "/enter"
 MARK = "X-Holdfast"
 """A header of every request that changes something: a form on somebody else's page cannot send it."""

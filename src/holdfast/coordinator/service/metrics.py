@@ -343,18 +343,18 @@ def _tiers(state: CoreState, now: float) -> Iterator[Metric]:
         labels=["tier"],
     )
     # Tiers of the specification only: their number is fixed, and with it the number of series.
-    for url in (t.url for t in state.spec.saving.tiers):
-        last, totals = state.storage.stored.get(url), state.storage.totals.tiers.get(url)
-        if last is not None and last.took_s is not None:
-            step.add_metric([url], last.step)
-            age.add_metric([url], now - last.began_s)
+    for has in job_view.saving(state, now).tiers:
+        url, totals = has.url, state.storage.totals.tiers.get(has.url)
+        if has.step is not None and has.age_s is not None:
+            step.add_metric([url], has.step)
+            age.add_metric([url], has.age_s)
         # Here 0 is known, for nothing was written. A rate needs the series from the first scrape on.
         nbytes.add_metric([url], totals.nbytes if totals else 0)
         took.add_metric([url], totals.checkpoints if totals else 0, totals.took_s if totals else 0.0)
         failures.add_metric([url], totals.failures if totals else 0)
         skipped.add_metric([url], totals.skipped if totals else 0)
-        failing.add_metric([url], float(url in state.storage.failing_tiers))
-        slow.add_metric([url], float(any(x.tier == url and x.slow for x in state.storage.storing)))
+        failing.add_metric([url], float(has.failing))
+        slow.add_metric([url], float(has.slow))
     yield from (step, age, nbytes, took, failures, skipped, failing, slow)
 
 

@@ -24,7 +24,7 @@ from holdfast.observe.incident_report import AROUND_S, story
 from holdfast.observe.printable import printable
 from holdfast.protocol.verified import samples_shown, verified
 from holdfast.web import views
-from holdfast.web.sources import Answer, Refused, answer, frame, whole
+from holdfast.web.application import Answer, Refused, answer, frame, whole
 from holdfast.web.story import BOOKMARK_EVERY, Story
 from holdfast.web.views import cost
 
@@ -93,7 +93,7 @@ class News:
 
 
 class PageSource:
-    """See `web.sources.Source`."""
+    """See `web.application.Source`."""
 
     def __init__(
         self,

@@ -23,9 +23,8 @@ from holdfast.observe.dashboard import job_word
 from holdfast.protocol import units
 from holdfast.protocol.engine_orders import NodeGoing
 from holdfast.protocol.notices import NoticeCause
-from holdfast.web.application import routes
-from holdfast.web.sessions import Role, Sessions
-from holdfast.web.sources import CODE_PATH, Refused, Source
+from holdfast.web.application import Refused, Source, routes
+from holdfast.web.sessions import CODE_PATH, Role, Sessions
 
 T = TypeVar("T")
 
