@@ -9,8 +9,10 @@ from typing import get_type_hints
 import pytest
 
 import holdfast as package
+from holdfast import plugins
 from holdfast.cli import app
-from holdfast.cli.run_options import RunOptions
+from holdfast.engines.base import engine_named
+from holdfast.engines.run_options import RunOptions
 from holdfast.protocol.options import Group
 
 
@@ -38,6 +40,7 @@ def test_the_options_of_run_are_in_groups(holdfast):
         for mark in getattr(hint, "__metadata__", ())
         if isinstance(mark, Group)
     ]
+    titles += filter(None, (engine_named(name).title for name in plugins.ours(plugins.ENGINES)))
     assert len(titles) >= 6
     places = [shown.index(f" {title} ─") for title in titles]
     assert places == sorted(places)

@@ -149,7 +149,7 @@ def test_a_compiled_script_is_none_of_the_checks(tmp_path):
 
 
 def test_too_little_memory(refused, monkeypatch):
-    monkeypatch.setattr(spec_module, "available_bytes", lambda: 1 << 30)
+    monkeypatch.setattr("holdfast.protocol.machine.processes.available_bytes", lambda: 1 << 30)
     refused(
         ["--nnodes", "4", "--spares", "1", "train.py"], "use a smaller --nnodes, --nproc-per-node or --spares"
     )

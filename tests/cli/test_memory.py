@@ -2,7 +2,7 @@
 
 import pytest
 
-from holdfast.cli.memory import NODE_BYTES, WORKER_BYTES, check_memory
+from holdfast.engines.local import NODE_BYTES, WORKER_BYTES, check_memory
 from holdfast.errors import UsageError
 from holdfast.protocol.machine.processes import available_bytes, kills, limit_bytes, rooms
 

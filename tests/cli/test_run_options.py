@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from holdfast.cli.run_options import FailureOptions, NodeOptions, RunOptions
 from holdfast.cli.spec import parse_nnodes, parse_nproc, parse_replay, plan
 from holdfast.engines.jobs import exit_code
+from holdfast.engines.run_options import FailureOptions, NodeOptions, RunOptions
 from holdfast.errors import UsageError
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.snapshots import Saving

@@ -17,9 +17,10 @@ import typer
 import yaml
 from test_checkpoint import spec
 from test_finished_job import write_job
+from typer.core import TyperCommand
 
+from holdfast import plugins
 from holdfast.cli import check
-from holdfast.cli.app import app
 from holdfast.coordinator.kernel.history import Kind
 from holdfast.coordinator.service.history_store import FILE_NAME, Entry, History
 from holdfast.data.samples import SampleLedger
@@ -93,22 +94,27 @@ def prints_table(module: str, name: str) -> bool:
     return False
 
 
-def commands(of: typer.Typer, before: str = "") -> Iterator[tuple[str, Callable[..., Any]]]:
+def commands() -> Iterator[tuple[str, Callable[..., Any]]]:
     """Every command, and every group that is one by itself."""
+    for name, point in plugins.ours(plugins.COMMANDS).items():
+        found = point.load()
+        if isinstance(found, typer.Typer):
+            yield from commands_below(found, name)
+        elif not isinstance(found, TyperCommand):
+            yield name, found
+
+
+def commands_below(of: typer.Typer, group: str) -> Iterator[tuple[str, Callable[..., Any]]]:
+    if of.registered_callback is not None and of.registered_callback.callback is not None:
+        yield group, of.registered_callback.callback
     for info in of.registered_commands:
         assert info.callback is not None
-        yield f"{before}{info.name}", info.callback
-    for group in of.registered_groups:
-        inner = group.typer_instance
-        assert inner is not None
-        if inner.registered_callback is not None and inner.registered_callback.callback is not None:
-            yield f"{before}{group.name}", inner.registered_callback.callback
-        yield from commands(inner, f"{before}{group.name} ")
+        yield f"{group} {info.name}", info.callback
 
 
 TABLES = {
     name: callback
-    for name, callback in commands(app)
+    for name, callback in commands()
     if name not in LIVE and prints_table(callback.__module__, callback.__name__)
 }
 
@@ -231,7 +237,7 @@ def test_a_table_has_all_forms(name, holdfast, home, monkeypatch) -> None:
 
 
 def test_what_prints_json_does_it_by_the_same_option() -> None:
-    having = [(name, inspect.signature(call).parameters) for name, call in commands(app) if name != "check"]
+    having = [(name, inspect.signature(call).parameters) for name, call in commands() if name != "check"]
     asked = {name for name, parameters in having if "as_json" in parameters}
     assert len(asked) > 15
     assert {name for name, parameters in having if "output" in parameters} >= asked

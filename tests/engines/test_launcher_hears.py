@@ -8,9 +8,9 @@ import msgspec
 from holdfast.engines import launcher as launcher_module
 from holdfast.engines.client import Announcement
 from holdfast.engines.launcher import Launcher
-from holdfast.engines.local.engine import LocalEngine
-from holdfast.engines.slurm.engine import SlurmEngine
-from holdfast.engines.ssh.engine import SshEngine
+from holdfast.engines.local.engine import LocalProvider
+from holdfast.engines.slurm.engine import SlurmProvider
+from holdfast.engines.ssh.engine import SshProvider
 from holdfast.protocol.engine_orders import EngineTraits, OrderDone
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.network.endpoint import Endpoint
@@ -167,8 +167,13 @@ def test_every_coordinator_hears_what_the_engine_says_of_itself(tmp_path):
         return [msgspec.json.decode(said, type=EngineTraits) for said in launcher.said]
 
     assert asyncio.run(run()) == [EngineTraits(watches_boots=True)] * 2
-    assert (LocalEngine.traits, SshEngine.traits) == (EngineTraits(), EngineTraits(nodes_are_machines=True))
-    assert SlurmEngine.traits == EngineTraits(watches_boots=True, keeps_nodes=False, nodes_are_machines=True)
+    assert (LocalProvider.traits, SshProvider.traits) == (
+        EngineTraits(),
+        EngineTraits(nodes_are_machines=True),
+    )
+    assert SlurmProvider.traits == EngineTraits(
+        watches_boots=True, keeps_nodes=False, nodes_are_machines=True
+    )
 
 
 def test_the_link_to_the_page_is_printed(tmp_path, monkeypatch):

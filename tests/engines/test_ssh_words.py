@@ -5,12 +5,22 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from holdfast.cli.ssh_plan import check_ssh, plan_ssh
-from holdfast.engines.ssh.addresses import Seen, bind_address, choose_address, plain_address, why_apart
+from holdfast.cli.spec import plan
+from holdfast.engines.run_options import NodeOptions, RunOptions
+from holdfast.engines.ssh import Ssh
+from holdfast.engines.ssh.addresses import (
+    Seen,
+    bind_address,
+    choose_address,
+    plain_address,
+    plan_ssh,
+    why_apart,
+)
 from holdfast.engines.ssh.connection import OPTIONS, Reach, ssh_command
 from holdfast.engines.ssh.explain import failure, mismatch
 from holdfast.engines.ssh.words import PREFIX, Ended, Greeting, from_host, read_answer
 from holdfast.errors import ProtocolError, UsageError
+from holdfast.protocol.job import JobSpec
 from holdfast.protocol.job_options import SshOptions
 
 OURS = Greeting(version="1", python="3.11", torch="2.13.0", boot="x", client="", server="")
@@ -149,9 +159,18 @@ def test_hosts_and_their_options_are_checked_before_anything_starts(tmp_path) ->
     ):
         with pytest.raises(UsageError):
             plan_ssh(wrong)
-    check_ssh(planned, 2, 1, "8")
-    for nodes, spares, nproc in ((3, 1, "1"), (2, 0, "auto")):
-        with pytest.raises(UsageError):
-            check_ssh(planned, nodes, spares, nproc)
+    job = JobSpec(name="j", script="train.py", max_nodes=2, spares=1)
+    assert Ssh().plan(job, SshOptions(hosts=("a, me@b", "10.0.0.3"))).ssh == planned
+    with pytest.raises(UsageError, match="3 nodes and 1 spares need 4"):
+        Ssh().plan(msgspec.structs.replace(job, max_nodes=3), planned)
+    with pytest.raises(UsageError, match="the nodes are the hosts"):
+        plan(
+            RunOptions(
+                script="train.py",
+                engine="ssh",
+                engines={"ssh": planned},
+                nodes=NodeOptions(nproc_per_node="auto"),
+            )
+        )
     with pytest.raises(UsageError, match="needs the hosts"):
-        check_ssh(SshOptions(), 1, 0, "1")
+        plan(RunOptions(script="train.py", engine="ssh"))

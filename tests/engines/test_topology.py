@@ -6,9 +6,13 @@ from hypothesis import strategies as st
 
 from holdfast.agent.__main__ import main as agent
 from holdfast.cli.place_plan import plan_places
-from holdfast.cli.run_options import NodeOptions
+from holdfast.engines.local import Local
+from holdfast.engines.run_options import NodeOptions
+from holdfast.engines.slurm import Slurm
+from holdfast.engines.ssh import Ssh
 from holdfast.engines.topology import expand, parse_topology, place_of_variables, read_topology
 from holdfast.errors import UsageError
+from holdfast.protocol.job_options import SlurmOptions, SshOptions
 from holdfast.protocol.place import PLACE_VARIABLE, common, nearness, parse_place, shown
 
 TREE = """SwitchName=leaf0 Level=0 LinkSpeed=1 Nodes=n[01-02]
@@ -118,19 +122,20 @@ def test_only_hosts_that_may_be_the_jobs_count(tmp_path):
     file = tmp_path / "topology"
     file.write_text("node[0-3] a\nhost[1-2] b\n")
     options = NodeOptions(topology=file)
-    assert set(plan_places(options, "local", ())) == {"node0", "node1", "node2", "node3"}
-    assert plan_places(options, "ssh", ("host2", "other")) == {"host2": ("b",)}
-    assert len(plan_places(options, "slurm", ())) == 6
+    local = Local().nodes(None)
+    assert set(plan_places(options, local)) == {"node0", "node1", "node2", "node3"}
+    assert plan_places(options, Ssh().nodes(SshOptions(hosts=("host2", "me@other")))) == {"host2": ("b",)}
+    assert len(plan_places(options, Slurm().nodes(SlurmOptions()))) == 6
     with pytest.raises(UsageError, match="does not name any of this job's nodes, which are x1, x2"):
-        plan_places(options, "ssh", ("x1", "x2"))
+        plan_places(options, Ssh().nodes(SshOptions(hosts=("x1,x2",))))
     with pytest.raises(UsageError, match="pass only one of them"):
-        plan_places(NodeOptions(topology=file, racks=2), "local", ())
+        plan_places(NodeOptions(topology=file, racks=2), local)
 
 
 def test_a_bad_variable_is_refused_before_anything_starts(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv(PLACE_VARIABLE, "zone a/rack")
     with pytest.raises(UsageError, match=f"{PLACE_VARIABLE}: .* the name 'zone a'"):
-        plan_places(NodeOptions(), "local", ())
+        plan_places(NodeOptions(), Local().nodes(None))
     with pytest.raises(SystemExit):
         agent(["--node=a", f"--job-dir={tmp_path}", "--slots=1", f"--memory={tmp_path}"])
     assert PLACE_VARIABLE in capsys.readouterr().err

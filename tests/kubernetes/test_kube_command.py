@@ -20,11 +20,11 @@ from fakeapi import Transport, refused
 from holdfast.cli.kube_options import KubernetesOptions
 from holdfast.cli.kube_plan import plan_submission
 from holdfast.cli.kubectl import arguments
-from holdfast.cli.run_options import FailureOptions, HealthOptions, NodeOptions, RunOptions, SaveOptions
 from holdfast.coordinator.service.store import KEEPERS, Store
 from holdfast.engines import jobs
 from holdfast.engines.client import JobClient, NoAnswer
 from holdfast.engines.jobs import Allocation
+from holdfast.engines.run_options import FailureOptions, HealthOptions, NodeOptions, RunOptions, SaveOptions
 from holdfast.errors import UsageError
 from holdfast.kubernetes.client.api import Api
 from holdfast.kubernetes.commands.reach import KubernetesReach
@@ -47,6 +47,7 @@ def plan(**changes: Any) -> Submission:
         "kubernetes": KubernetesOptions(image="me/train:1", namespace="research", in_image=True),
         **changes,
     }
+    given["engines"] = {"kubernetes": given.pop("kubernetes")}
     return plan_submission(RunOptions(**given))
 
 

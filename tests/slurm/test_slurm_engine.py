@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.engines.slurm import engine as module
 from holdfast.engines.slurm.commands import SlurmError
-from holdfast.engines.slurm.engine import SlurmEngine
+from holdfast.engines.slurm.engine import SlurmProvider
 from holdfast.engines.slurm.node import StandBy, _on_sigterm
 from holdfast.engines.slurm.parse import JobLine, NodeLine
 from holdfast.protocol.engine_orders import (
@@ -69,7 +69,7 @@ class Answers:
         return {}
 
 
-class Engine(SlurmEngine):
+class Engine(SlurmProvider):
     """One that remembers what it said."""
 
     def __init__(self, folder: Path, admin: bool = False) -> None:

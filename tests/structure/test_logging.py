@@ -18,6 +18,10 @@ ALLOWED = {
     ): "why it cannot start: its log must not have the token, which cannot be read",
     ("holdfast.agent.worker_logs", "_copy"): "what rank 0 printed is passed on",
     ("holdfast.coordinator.__main__", "main"): "why it cannot start: its log may be what cannot be opened",
+    (
+        "holdfast.plugins",
+        "_others",
+    ): "that a name of another package is not used: no command has to know that it is so",
     ("holdfast.train.script", "_print_error"): "the error that ends a script, as Python does",
     ("holdfast.train.script", "open_log"): "that a worker has no log, where its agent's log has it",
     ("holdfast.train.worker", "_exit_code"): "sys.exit(text) prints its text, as Python does",

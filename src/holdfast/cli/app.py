@@ -9,35 +9,7 @@ from typing import Annotated
 import typer
 
 import holdfast as package
-from holdfast.cli import (
-    agent,
-    attach,
-    check,
-    checkpoint,
-    convert,
-    data,
-    events,
-    fault,
-    health,
-    logs,
-    ls,
-    metrics,
-    node,
-    notify,
-    plan,
-    report,
-    resize,
-    rm,
-    run,
-    site,
-    status,
-    stop,
-    track,
-    ui,
-    why,
-)
-from holdfast.cli.placed import give_places
-from holdfast.cli.torchrun import RunCommand
+from holdfast.cli.commands import Commands
 from holdfast.distribution import NAME, way_out
 from holdfast.errors import HoldfastError, UsageError
 
@@ -48,41 +20,12 @@ EXIT_FAILED = 1
 # token.
 app = typer.Typer(
     name="holdfast",
+    cls=Commands,
     help="Keeps PyTorch training running through failures and changes of capacity.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-# What a command needs it imports inside its function. All commands are imported here, so what one of them
-# imported at its top would be paid for by each, and by the refusal of a misspelt option.
-app.command("run", cls=RunCommand, context_settings=run.CONTEXT)(run.run)
-app.command("agent")(agent.agent)
-app.command("attach")(attach.attach)
-app.command("ls")(ls.ls)
-app.command("status")(status.status)
-app.command("events")(events.events)
-app.command("logs")(logs.logs)
-app.command("report")(report.report)
-app.command("track")(track.track)
-app.command("notify")(notify.notify)
-app.command("ui")(ui.ui)
-app.command("fault")(fault.fault)
-app.command("check")(check.check)
-app.command("resize")(resize.resize)
-app.command("drain")(resize.drain)
-app.command("stop")(stop.stop)
-app.command("rm")(rm.rm)
-app.command("why")(why.why)
-checkpoint.app.command("export")(convert.export)
-checkpoint.app.command("import")(convert.import_)
-app.add_typer(checkpoint.app, name="checkpoint")
-app.add_typer(data.app, name="data")
-app.add_typer(site.app, name="slurm")
-app.add_typer(node.app, name="node")
-app.add_typer(health.app, name="health")
-app.add_typer(plan.app, name="plan")
-app.add_typer(metrics.app, name="metrics")
-give_places(app)
 
 
 def _version(asked: bool) -> None:
@@ -93,7 +36,6 @@ def _version(asked: bool) -> None:
         raise typer.Exit()
 
 
-@app.command("version")
 def version() -> None:
     """Shows the versions of Holdfast, Python and torch."""
     from importlib.metadata import PackageNotFoundError

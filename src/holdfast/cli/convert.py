@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from holdfast.checkpoint.archive import Archive
     from holdfast.tools.conversion.convert import Exported, Seen
 
+app = checkpoint.app
+"""All commands of `holdfast checkpoint`, these two among them."""
 TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
 MOST_NAMED = 5
 
@@ -29,6 +31,7 @@ class Format(StrEnum):
     TORCH = "torch"
 
 
+@app.command("export")
 def export(
     places: Annotated[
         list[str],
@@ -118,6 +121,7 @@ def export(
     _tell(_first_whole(archives, write), chosen, out)
 
 
+@app.command("import")
 def import_(
     source: Annotated[
         Path,

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from holdfast.agent.hooks import check_hooks
-from holdfast.cli.run_options import HealthOptions
+from holdfast.engines.run_options import HealthOptions
 from holdfast.errors import UsageError
 from holdfast.health.ruleset import load_rules
 from holdfast.health.stragglers import SLOWER

@@ -6,7 +6,7 @@ command line comes after it and holds; options that can be repeated add to it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -17,27 +17,26 @@ FLAGS = ("-f", "--file")
 SCRIPT, ARGS = "script", "args"
 
 
-def expand(args: Sequence[str], params: Sequence[Any]) -> list[str]:
-    """The command line with the file's options in it. params: the command's own, as click has them.
+def expand(
+    args: Sequence[str], params: Sequence[Any], of_engine: Callable[[str], Sequence[Any]] | None = None
+) -> list[str]:
+    """The command line with the file's options in it.
+
+    Args:
+        params: the command's own, as click has them. of_engine: gives them for the engine that the file names.
 
     Raises:
         UsageError: the file has something that the command does not know.
     """
-    options = {
-        name.lstrip("-"): one for one in params if one.param_type_name == "option" for name in one.opts
-    }
-    negations = {
-        name.lstrip("-"): one
-        for one in params
-        if one.param_type_name == "option"
-        for name in one.secondary_opts
-    }
+    options, negations = _by_name(params)
     path, own, script = _split(args, options)
     if path is None:
         return list(args)
     from holdfast.cli.yaml_file import read_yaml
 
     read = read_yaml("-f", path)
+    if of_engine is not None and isinstance(engine := read.get("engine"), str):
+        options, negations = _by_name(of_engine(engine))
     for key in read:
         if key not in (*options, *negations, SCRIPT, ARGS) or f"-{key}" in FLAGS or f"--{key}" in FLAGS:
             raise UsageError(f"-f {path}: {key!r} is not an option of `holdfast run`{_nearest(key, options)}")
@@ -57,6 +56,15 @@ def expand(args: Sequence[str], params: Sequence[Any]) -> list[str]:
         # A script may be called like an option.
         script = ["--", *script] if script else []
     return [*words, *own, *script]
+
+
+def _by_name(params: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options by their names without dashes, and those by the names that switch them off."""
+    options = [one for one in params if one.param_type_name == "option"]
+    return (
+        {name.lstrip("-"): one for one in options for name in one.opts},
+        {name.lstrip("-"): one for one in options for name in one.secondary_opts},
+    )
 
 
 def _split(args: Sequence[str], options: dict[str, Any]) -> tuple[Path | None, list[str], list[str]]:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from holdfast.protocol.options import Option
 
-# As run_options.py: read by `holdfast --help`, so nothing that is slow to import.
+# As run_options.py: read by `holdfast run --help`, so nothing that is slow to import.
 
 
 @dataclass(frozen=True, kw_only=True)

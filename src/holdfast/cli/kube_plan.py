@@ -10,9 +10,9 @@ from typing import Any
 from holdfast.checkpoint.tier import parse_tier
 from holdfast.cli.health_plan import parse_share
 from holdfast.cli.kube_options import KubernetesOptions
-from holdfast.cli.run_options import HealthOptions, RunOptions, SaveOptions
 from holdfast.cli.spec import parse_nnodes
 from holdfast.engines.jobs import default_name
+from holdfast.engines.run_options import HealthOptions, RunOptions, SaveOptions
 from holdfast.errors import UsageError
 from holdfast.kubernetes.commands.submission import CODE_BYTES, Submission
 from holdfast.kubernetes.objects import render
@@ -27,7 +27,7 @@ def plan_submission(given: RunOptions) -> Submission:
         UsageError: an option that cannot work here.
     """
     _refuse_others(given)
-    ours = given.kubernetes
+    ours: KubernetesOptions = given.engines.get("kubernetes", KubernetesOptions())
     name = given.job or _name_of(given.script)
     if len(name) > MAX_NAME or not re.fullmatch(NAME_PATTERN, name):
         raise UsageError(
@@ -72,7 +72,8 @@ def _name_of(script: str) -> str:
 
 def _refuse_others(given: RunOptions) -> None:
     """Of this machine, or of what the object does not have. An option that would be ignored is refused."""
-    if not given.kubernetes.image and given.kubernetes.pod_template is None:
+    ours: KubernetesOptions = given.engines.get("kubernetes", KubernetesOptions())
+    if not ours.image and ours.pod_template is None:
         raise UsageError(
             "--image is missing: specify the container image of the nodes, with Holdfast and PyTorch, for example "
             "registry/train:1"

@@ -6,9 +6,23 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from holdfast.cli.kube_options import KubernetesOptions
+from holdfast.engines.base import Engine
+
 if TYPE_CHECKING:
-    from holdfast.cli.run_options import RunOptions
+    from holdfast.engines.run_options import RunOptions
     from holdfast.kubernetes.commands.submission import Submission
+
+
+class Kubernetes(Engine):
+    """`--engine kubernetes`: the job is an object of the cluster, and the operator's."""
+
+    options = KubernetesOptions
+    title = "Kubernetes, with --engine kubernetes"
+
+    def run(self, asked: RunOptions) -> int:
+        """Makes the object and follows it."""
+        return run_on_kubernetes(asked)
 
 
 def run_on_kubernetes(options: RunOptions) -> int:

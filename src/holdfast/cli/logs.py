@@ -12,7 +12,7 @@ import typer
 from holdfast.cli.common import JobName, ledger
 
 if TYPE_CHECKING:
-    from holdfast.cli.sources import LogSources
+    from holdfast.observe.log_sources import LogSources
     from holdfast.observe.log_tail import Write
 
 LINES = 20
@@ -57,9 +57,9 @@ def logs(
 ) -> None:
     """Shows what workers printed. By default, the workers of the newest generation."""
     from holdfast.cli.events import moment
-    from holdfast.cli.sources import LogSources
     from holdfast.engines import jobs
     from holdfast.errors import UsageError
+    from holdfast.observe.log_sources import LogSources
 
     if rank is not None and node is not None:
         raise UsageError("--rank and --node cannot be combined; pass one of them")

@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 import re
 
-from holdfast.cli.run_options import NodeOptions
+from holdfast.engines.base import KnownNodes
+from holdfast.engines.run_options import NodeOptions
 from holdfast.engines.topology import read_topology
 from holdfast.errors import UsageError
 from holdfast.protocol.place import PLACE_VARIABLE, NodePlace, parse_place
 
-SHOWN = 8
 
-
-def plan_places(given: NodeOptions, engine: str, hosts: tuple[str, ...]) -> dict[str, NodePlace]:
-    """Node to its place, of the topology file. hosts: of the ssh engine.
+def plan_places(given: NodeOptions, known: KnownNodes) -> dict[str, NodePlace]:
+    """Node to its place, of the topology file.
 
     Raises:
         UsageError: the file or the variable cannot be read, or says nothing about this job's nodes.
@@ -29,19 +28,9 @@ def plan_places(given: NodeOptions, engine: str, hosts: tuple[str, ...]) -> dict
         raise UsageError("--racks and --topology both give the locations of nodes; pass only one of them")
     found = read_topology(given.topology)
     # A file of the whole site may have thousands of hosts: the job's specification gets those that may be its own.
-    ours = {name: place for name, place in found.items() if _may_be_ours(name, engine, hosts)}
+    ours = {name: place for name, place in found.items() if re.fullmatch(known.names, name)}
     if not ours:
-        names = "node0, node1 and so on" if engine == "local" else ", ".join(hosts[:SHOWN])
         raise UsageError(
-            f"--topology {given.topology}: the file does not name any of this job's nodes, which are {names}"
+            f"--topology {given.topology}: the file does not name any of this job's nodes, which are {known.examples}"
         )
     return ours
-
-
-def _may_be_ours(name: str, engine: str, hosts: tuple[str, ...]) -> bool:
-    match engine:
-        case "local":
-            return re.fullmatch(r"node\d+", name) is not None
-        case "ssh":
-            return name in hosts
-    return True

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from holdfast.cli.options import command
-from holdfast.cli.run_options import RunOptions
-from holdfast.cli.torchrun import ALL_OPTIONS
+from holdfast import plugins
+from holdfast.cli.options import command as with_options
+from holdfast.cli.torchrun import ALL_OPTIONS, RunCommand
 from holdfast.cli.view import keep_ticking, view_of, write_report
+from holdfast.engines.base import Engine, engine_named
+from holdfast.engines.run_options import RunOptions
+from holdfast.protocol.options import Group, declared
 
 if TYPE_CHECKING:
     from holdfast.engines.jobs import JobFolder
@@ -29,33 +33,70 @@ def _help_all(context: typer.Context, asked: bool) -> None:
         raise typer.Exit()
 
 
-@command
-def run(
-    options: RunOptions,
-    help_all: Annotated[
-        bool,
-        typer.Option(
-            "--help-all", callback=_help_all, is_eager=True, metavar="", help="Show all options and exit."
-        ),
-    ] = False,
-) -> None:
-    """Runs a training script on several nodes and keeps it running through failures."""
-    if options.engine == "kubernetes":
-        from holdfast.cli.kubernetes import run_on_kubernetes
+HelpAll = Annotated[
+    bool,
+    typer.Option(
+        "--help-all", callback=_help_all, is_eager=True, metavar="", help="Show all options and exit."
+    ),
+]
 
-        sys.exit(run_on_kubernetes(options))
+
+def _command(*others: str) -> RunCommand:
+    """The command with the options of Holdfast's own engines and of these others.
+
+    Raises:
+        UsageError: one of the others cannot be used.
+    """
+    engines = {name: engine_named(name) for name in (*plugins.ours(plugins.ENGINES), *others)}
+    # Options that two engines share are declared once, by the first of them.
+    titles: dict[Any, str] = {}
+    for name, engine in engines.items():
+        if engine.options is not None:
+            titles.setdefault(engine.options, engine.title or f"With --engine {name}")
+    fields: list[Any] = [
+        (f"of_{number}", Annotated[kind, Group(title)], dataclasses.field(default_factory=kind))
+        for number, (kind, title) in enumerate(titles.items())
+    ]
+    of_engines = dataclasses.make_dataclass("EngineOptions", fields, frozen=True)
+
+    def run(options: RunOptions, of_engines: Any, help_all: Any = False) -> None:
+        """Runs a training script on several nodes and keeps it running through failures."""
+        given = {type(each): each for each in vars(of_engines).values()}
+        by_name = {
+            name: given[engine.options] for name, engine in engines.items() if engine.options is not None
+        }
+        _run(dataclasses.replace(options, engines=by_name))
+
+    run.__annotations__ = {"options": RunOptions, "of_engines": of_engines, "help_all": HelpAll}
+    alone = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+    alone.command("run", cls=RunCommand, context_settings=CONTEXT)(with_options(run))
+    made = typer.main.get_command(alone)
+    assert isinstance(made, RunCommand)
+    made.known = {each.name: each.option for kind in (RunOptions, of_engines) for each in declared(kind)}
+    made.with_engine = _command
+    return made
+
+
+command = _command()
+
+
+def _run(options: RunOptions) -> None:
+    """Exits with the job's exit code."""
+    engine = engine_named(options.engine)
+    if (code := engine.run(options)) is not None:
+        sys.exit(code)
     from holdfast.cli.spec import plan
 
     spec = plan(options)
     if options.dry_run:
-        _show(spec)
+        _show(spec, engine)
         return
     from holdfast.cli import followers
 
     followers.check(options.track, options.notify)
     from holdfast.engines.jobs import EXIT_UNSAVED, exit_code
 
-    ended = _run(spec, options)
+    ended = _launched(spec, engine, options)
     code = exit_code(ended)
     if code == EXIT_UNSAVED:
         saved = ended.get("saved")
@@ -76,21 +117,19 @@ def run(
     sys.exit(code)
 
 
-def _show(spec: JobSpec) -> None:
+def _show(spec: JobSpec, engine: Engine) -> None:
     """`--dry-run`: what would be started."""
-    if spec.engine == "slurm":
-        from holdfast.cli.slurm import print_script
+    text = engine.preview(spec)
+    if text is None:
+        import msgspec
 
-        print_script(spec)
-        return
-    import msgspec
+        from holdfast.cli.yaml_file import yaml_text
 
-    from holdfast.cli.yaml_file import yaml_text
-
-    sys.stdout.write(yaml_text([msgspec.to_builtins(spec)]))
+        text = yaml_text([msgspec.to_builtins(spec)])
+    sys.stdout.write(text)
 
 
-def _run(spec: JobSpec, options: RunOptions) -> dict[str, Any]:
+def _launched(spec: JobSpec, engine: Engine, options: RunOptions) -> dict[str, Any]:
     """Runs the job to its end, shows it and writes its report; returns that."""
     import asyncio
 
@@ -104,7 +143,7 @@ def _run(spec: JobSpec, options: RunOptions) -> dict[str, Any]:
     view = view_of(spec, folder.path, options.no_ui)
     try:
         with view:
-            ended = asyncio.run(_launch(spec, folder, view, options))
+            ended = asyncio.run(_launch(spec, engine, folder, view, options))
     except UsageError:
         # The job never started. Its folder would make the name look taken, and `holdfast status` show an
         # empty job.
@@ -121,38 +160,25 @@ def _run(spec: JobSpec, options: RunOptions) -> dict[str, Any]:
 
 
 async def _launch(
-    spec: JobSpec, folder: JobFolder, view: LiveView | PlainView, options: RunOptions
+    spec: JobSpec, engine: Engine, folder: JobFolder, view: LiveView | PlainView, options: RunOptions
 ) -> dict[str, Any]:
     import asyncio
 
     from holdfast import logs
     from holdfast.cli.followers import Followers
-    from holdfast.engines.local.launcher import LocalLauncher
-    from holdfast.engines.shown import Shown
 
     ticking = asyncio.create_task(keep_ticking(view))
-    port = options.port
     shown = Followers(view, spec.name, folder.path / "logs", options.track, options.notify)
     try:
-        if spec.engine == "slurm":
-            from holdfast.cli.slurm import submit_and_follow
-
-            return await submit_and_follow(spec, folder, Shown(shown))
+        if engine.submits:
+            return await engine.launch(spec, folder, shown, options.port)
         # Without other libraries' warnings: what is written before the old logs are put away is put away
         # with them.
         close_log = logs.configure(
             spec.log, {"job": spec.name}, file=folder.path / "logs" / "launcher.log", others=False
         )
         try:
-            if spec.engine == "ssh":
-                from holdfast.engines.ssh.launcher import SshLauncher
-
-                return await SshLauncher(spec, folder, shown, port).run()
-            if spec.engine == "join":
-                from holdfast.engines.join.launcher import JoinLauncher
-
-                return await JoinLauncher(spec, folder, shown, port).run()
-            return await LocalLauncher(spec, folder, shown, port).run()
+            return await engine.launch(spec, folder, shown, options.port)
         finally:
             close_log()
     finally:

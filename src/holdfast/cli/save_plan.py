@@ -6,7 +6,7 @@ from pathlib import Path
 
 from holdfast.checkpoint.policy import parse_cadence
 from holdfast.checkpoint.tier import open_tier, parse_tier
-from holdfast.cli.run_options import SaveOptions
+from holdfast.engines.run_options import SaveOptions
 from holdfast.errors import TierError, UsageError
 from holdfast.protocol.snapshots import DurableTier, Saving
 from holdfast.protocol.units import parse_size

@@ -9,26 +9,24 @@ import shutil
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from holdfast import logs
 from holdfast.cli.health_plan import plan_health
-from holdfast.cli.kube_options import KubernetesOptions
-from holdfast.cli.memory import check_memory
 from holdfast.cli.options import given_flags
 from holdfast.cli.place_plan import plan_places
-from holdfast.cli.run_options import RunOptions
 from holdfast.cli.save_plan import plan_saving
 from holdfast.cli.script_source import importable, read_script, set_before_import
-from holdfast.cli.ssh_plan import check_ssh, plan_ssh
 from holdfast.data.cache import absolute_cache
 from holdfast.engines import jobs
+from holdfast.engines.base import Engine, engine_named
+from holdfast.engines.run_options import RunOptions
 from holdfast.errors import UsageError
 from holdfast.protocol.faults import FaultSpec, check_watched, parse_fault
 from holdfast.protocol.job import JobSpec
-from holdfast.protocol.job_options import SlurmOptions, SshOptions
-from holdfast.protocol.machine.processes import available_bytes, text_of
+from holdfast.protocol.machine.processes import text_of
 from holdfast.protocol.units import parse_size
 
 MIN_FREE_BYTES = 256 << 20
@@ -42,13 +40,16 @@ def plan(given: RunOptions) -> JobSpec:
     Raises:
         UsageError: something in it cannot work; nothing was started or written.
     """
-    check_engine(given)
-    ssh, spares = plan_ssh(given.ssh), given.nodes.spares
-    nnodes = given.nodes.nnodes or str(max(1, len(ssh.hosts) - spares))
-    low, high = parse_nnodes(nnodes)
-    if given.engine == "ssh":
-        check_ssh(ssh, high, spares, given.nodes.nproc_per_node)
-    nproc = parse_nproc(given.nodes.nproc_per_node, given.slurm.gpus_per_node)
+    engine = check_engine(given)
+    own = given.engines.get(given.engine, engine.options() if engine.options is not None else None)
+    known, spares = engine.nodes(own), given.nodes.spares
+    low, high = parse_nnodes(given.nodes.nnodes or str(max(1, (known.count or 0) - spares)))
+    if known.place and not given.nodes.nproc_per_node.isdecimal():
+        raise UsageError(
+            f"--nproc-per-node {given.nodes.nproc_per_node} counts the devices of this machine, but the nodes are "
+            f"{known.place}; specify a number"
+        )
+    nproc = parse_nproc(given.nodes.nproc_per_node, known.gpus)
     faults = tuple(_fault(text, high, nproc, spares) for text in given.failures.faults)
     for fault in faults:
         check_watched(fault, given.health.watch)
@@ -71,21 +72,17 @@ def plan(given: RunOptions) -> JobSpec:
         cwd=str(Path.cwd()),
         timing=given.failures.timing,
         racks=given.nodes.racks,
-        places=plan_places(given.nodes, given.engine, ssh.names),
+        places=plan_places(given.nodes, known),
         saving=plan_saving(given.save, jobs.job_dir(name) / "checkpoint"),
         data_cache=absolute_cache(given.save.data_cache) if given.save.data_cache else "",
-        slurm=given.slurm,
-        ssh=ssh,
         health=plan_health(given.health),
         replay_every=parse_replay(given.health.replay, low * nproc),
         log_limit=parse_log_limit(given.log_limit),
         log=_log(given.log_level),
     )
+    spec = engine.plan(spec, own)
     check_text(spec)
     check_report(given.report)
-    # Slurm's nodes have their own memory; only the local engine puts all of them on this machine.
-    if given.engine == "local":
-        check_memory(high + spares, nproc, available_bytes())
     # Last, because these two look at things that change by themselves. The coordinator reports a port that another
     # program takes between here and its start.
     _check_port(given.port)
@@ -172,35 +169,24 @@ def parse_nproc(text: str, gpus_per_node: int = 0) -> int:
     return int(text)
 
 
-def check_engine(given: RunOptions) -> None:
-    """An option that the engine would ignore is refused: whoever gives it expects something of it. Raises UsageError."""
-    if given.engine == "local":
-        _check_slurm_step()
+def check_engine(given: RunOptions) -> Engine:
+    """The engine that is asked for. An option that it would ignore is refused: whoever gives it expects something of it.
+
+    Raises:
+        UsageError: there is no such engine, or an option belongs to another one.
+    """
+    engine = engine_named(given.engine)
     # Compared with the defaults, so an option that is added to a dataclass is checked here without a line of its own.
-    if given.engine != "slurm":
-        _refuse(given_flags(given.slurm, SlurmOptions()), "--engine slurm")
-    if given.engine != "kubernetes":
-        options = given_flags(given.kubernetes, KubernetesOptions())
-        _refuse(options, "--engine kubernetes")
-    if given.engine != "ssh":
-        allowed = SshOptions(address=given.ssh.address) if given.engine == "join" else SshOptions()
-        _refuse(given_flags(given.ssh, allowed), "--engine ssh")
-    if given.engine == "join" and not given.nodes.nproc_per_node.isdecimal():
-        raise UsageError(
-            f"--nproc-per-node {given.nodes.nproc_per_node} counts the devices of this machine, but the nodes are "
-            "other machines; specify a number"
-        )
-
-
-def _check_slurm_step() -> None:
-    """`srun holdfast run` would start one job as often as there are tasks, each on its own machine."""
-    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "")
-    if "SLURM_PROCID" in os.environ and tasks.isdecimal() and int(tasks) > 1:
-        raise UsageError(
-            f"srun starts this command {tasks} times, and each would run a separate job on its own machine: use "
-            "`holdfast run --engine slurm ...` without srun, which asks Slurm for the nodes, or `srun --ntasks 1` "
-            "for one machine"
-        )
+    owners: dict[type[Any], str] = {}
+    for name, options in given.engines.items():
+        kind = type(options)
+        if owners.setdefault(kind, name) != name:
+            continue
+        flags = given_flags(options, kind())
+        if kind is engine.options:
+            flags = tuple(flag for flag in flags if engine.heeds and flag not in engine.heeds)
+        _refuse(flags, f"--engine {name}")
+    return engine
 
 
 def _refuse(options: tuple[str, ...], engine: str) -> None:

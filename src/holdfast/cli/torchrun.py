@@ -10,17 +10,17 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from typer.core import TyperCommand
 
+from holdfast import plugins
 from holdfast.cli.job_file import expand
-from holdfast.cli.run_options import RunOptions
 from holdfast.errors import UsageError
-from holdfast.protocol.options import Argument, declared
+from holdfast.protocol.options import Argument, Option
 
 ALL_OPTIONS = "holdfast.help-all"
 """In a context's `meta`: the help that is printed has all options."""
@@ -218,18 +218,25 @@ def _is_here(address: str) -> bool:
 
 
 class RunCommand(TyperCommand):
-    """`holdfast run`, which also takes a command line of torchrun."""
+    """`holdfast run`, which also takes a command line of torchrun, and the options of other packages' engines.
+
+    Attributes:
+        known: what its options are declared with, by their names.
+        with_engine: the same command with the options of an engine of another package, too.
+    """
+
+    known: Mapping[str, Option] = {}
+    with_engine: Callable[[str], RunCommand]
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """The options that most people use, and with `--help-all` all of them."""
         if ctx.meta.get(ALL_OPTIONS):
             super().format_help(ctx, formatter)
             return
-        known = {each.name: each.option for each in declared(RunOptions)}
         rare: list[Any] = [
             p
             for p in self.params
-            if (option := known.get(p.name)) and not (option.usual or isinstance(option, Argument))
+            if (option := self.known.get(p.name)) and not (option.usual or isinstance(option, Argument))
         ]
         for param in rare:
             param.hidden = True
@@ -248,9 +255,16 @@ class RunCommand(TyperCommand):
             option.metavar = ""
         return option
 
+    def _with_options_of(self, engine: str) -> Sequence[Any]:
+        """The parameters, with those of an engine of another package where this is one."""
+        if engine and engine not in plugins.ours(plugins.ENGINES) and plugins.find(plugins.ENGINES, engine):
+            wider = self.with_engine(engine)
+            self.params, self.callback, self.known = wider.params, wider.callback, wider.known
+        return self.params
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Reads the job file and torchrun's variables, leaves torchrun's options out, and says so."""
-        args = expand(args, self.params)
+        args = expand(args, self._with_options_of(_named_engine(args)), self._with_options_of)
         options = dict(_options(self.params))
         if found := of_environment(args, options, os.environ):
             sys.stderr.write(f"[holdfast] from torchrun's variables PET_*: {shlex.join(found)}\n")
@@ -266,6 +280,17 @@ class RunCommand(TyperCommand):
                 "options of `holdfast run` must come before the script\n"
             )
         return rest
+
+
+def _named_engine(args: Sequence[str]) -> str:
+    """The value of `--engine`, or nothing."""
+    # Before the options are parsed, because they depend on it. A word of the script's own that looks the same does no harm:
+    # the command knows some more options then.
+    for word, follows in zip(args, [*args[1:], ""], strict=False):
+        name, equals, value = word.partition("=")
+        if name == "--engine":
+            return value if equals else follows
+    return ""
 
 
 def misplaced(script: str, args: Sequence[str], options: Mapping[str, bool]) -> list[str]:

@@ -1,14 +1,131 @@
-"""What an engine does: it provides nodes and takes them away."""
+"""What an engine is: where the nodes of a job come from, and how the command line asks it for them."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from holdfast.protocol.engine_orders import EngineTraits, ReleaseNode
+from holdfast import plugins
+from holdfast.errors import UsageError
+
+if TYPE_CHECKING:
+    from holdfast.engines.jobs import JobFolder
+    from holdfast.engines.run_options import RunOptions
+    from holdfast.engines.shown import View
+    from holdfast.protocol.engine_orders import EngineTraits, ReleaseNode
+    from holdfast.protocol.job import JobSpec
 
 
-class Engine(Protocol):
-    """Where a job's nodes come from. A node is there when its agent connects to the coordinator.
+@dataclass(frozen=True, kw_only=True)
+class KnownNodes:
+    """What an engine knows of its nodes before a job is planned."""
+
+    count: int | None = None
+    """How many it has, spares included; None: as many as are asked for."""
+    gpus: int = 0
+    """GPUs of each of them; 0: counted on this machine."""
+    place: str = ""
+    """What they are, if their devices cannot be counted on this machine: `the hosts`. Empty: they can."""
+    names: str = ".*"
+    """A regular expression for all of a node's name. A file of places has to name one such node at least."""
+    examples: str = ""
+    """Some of the names, for a message."""
+
+
+class Engine:
+    """What `holdfast run --engine NAME` finds under NAME among the entry points of the group `holdfast.engines`.
+
+    A subclass has `launch`, or `run` where jobs are not launched from this machine. `holdfast run --help` makes one of every
+    engine of Holdfast's own, so its module imports what it needs in its methods.
+    """
+
+    options: ClassVar[type[Any] | None] = None
+    """A frozen dataclass whose fields are options of `holdfast run`, declared as in `protocol/options.py`. All have defaults."""
+    title: ClassVar[str] = ""
+    """Their heading in the help."""
+    heeds: ClassVar[tuple[str, ...]] = ()
+    """Flags: of options that it shares with another engine, those that it heeds. Empty: all."""
+
+    submits: ClassVar[bool] = False
+    """The job goes on without this process, which then writes no log into the job's folder."""
+
+    def run(self, asked: RunOptions) -> int | None:
+        """Runs the job by itself, from its options to its end; returns the exit code.
+
+        None: `holdfast run` does so with the methods below, as for most engines.
+        """
+        return None
+
+    def nodes(self, options: Any) -> KnownNodes:
+        """What is known of the nodes. options: an instance of `options`.
+
+        Raises:
+            UsageError: an option has a value that cannot be.
+        """
+        return KnownNodes()
+
+    def plan(self, spec: JobSpec, options: Any) -> JobSpec:
+        """The job's specification with what is the engine's own. By default the options are kept in it, see `of`.
+
+        Raises:
+            UsageError: the job cannot run here. Nothing has been started or written.
+        """
+        import msgspec
+
+        kept = msgspec.to_builtins(options) if self.options is not None else {}
+        return msgspec.structs.replace(spec, engine_options=kept)
+
+    def of(self, spec: JobSpec) -> Any:
+        """The options out of the specification of a job, as `plan` has kept them."""
+        from functools import partial
+
+        import msgspec
+
+        from holdfast.protocol.wire.decoding import decode
+
+        read = partial(msgspec.convert, type=self.options)
+        return decode(
+            read, spec.engine_options, f"the options of the engine {spec.engine} in spec.json are damaged"
+        )
+
+    def preview(self, spec: JobSpec) -> str | None:
+        """What `--dry-run` prints; None: the specification."""
+        return None
+
+    async def launch(self, spec: JobSpec, folder: JobFolder, view: View, port: int) -> dict[str, Any]:
+        """Runs a job to its end; returns its report. Most engines call `Launcher.run`.
+
+        Args:
+            folder: the job's; this process holds its lock. view: shows the job. port: of the coordinator; 0: any.
+
+        Raises:
+            UsageError: the job cannot start; nothing has been started, and its folder is removed again.
+        """
+        raise NotImplementedError
+
+
+def engine_named(name: str) -> Engine:
+    """The engine of this name.
+
+    Raises:
+        UsageError: there is none, or it cannot be used.
+    """
+    point = plugins.find(plugins.ENGINES, name)
+    if point is None:
+        *most, last = plugins.names(plugins.ENGINES)
+        raise UsageError(f"--engine must be {', '.join(most)} or {last} (got {name!r})")
+    found = point.load()
+    try:
+        engine = found() if isinstance(found, type) else found
+    except Exception as error:
+        raise point.broken(f"{type(error).__name__}: {error}") from error
+    if not isinstance(engine, Engine):
+        raise point.broken("not an Engine of holdfast.engines.base")
+    return engine
+
+
+class NodeProvider(Protocol):
+    """Provides the nodes of a running job and takes them away. A node is there when its agent connects to the coordinator.
 
     Attributes:
         traits: what the core has to know of it.

@@ -17,7 +17,7 @@ from urllib.parse import urlencode
 import msgspec
 
 from holdfast.engines import jobs
-from holdfast.engines.base import Engine
+from holdfast.engines.base import NodeProvider
 from holdfast.engines.client import Announcement, FolderReach, JobClient
 from holdfast.engines.coordinator_keeper import CoordinatorConfig, CoordinatorKeeper, Superseded, listen
 from holdfast.engines.scraping import publish, withdraw
@@ -63,7 +63,7 @@ class Launcher(ABC):
     def __init__(self, spec: JobSpec, job_dir: Path, view: View, port: int = 0) -> None:
         self.spec, self.job_dir, self.port = spec, job_dir, port
         self.view: View = Shown(view)
-        self.engine: Engine | None = None
+        self.engine: NodeProvider | None = None
         self.interrupts = 0
         self._gives_back = False
         self._stop_asked: str | None = None
@@ -83,7 +83,7 @@ class Launcher(ABC):
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @abstractmethod
-    async def open(self) -> Engine:
+    async def open(self) -> NodeProvider:
         """Makes everything ready for the coordinator's start."""
 
     @abstractmethod
@@ -242,7 +242,7 @@ class Launcher(ABC):
             case "log":
                 self.view.note(announcement.value["text"])
 
-    async def _obey(self, engine: Engine) -> None:
+    async def _obey(self, engine: NodeProvider) -> None:
         """One thing after the other: a node is marked before it is released."""
         while True:
             order = await self._orders.get()
@@ -255,7 +255,7 @@ class Launcher(ABC):
                 self.note(f"{kind_of(order)}: {error}")
             self._acknowledge(OrderDone(order.order_id, error))
 
-    async def _carry_out(self, engine: Engine, order: EngineOrder) -> None:
+    async def _carry_out(self, engine: NodeProvider, order: EngineOrder) -> None:
         _log.info("%s: %s", kind_of(order), order.reason, extra={"node": getattr(order, "node", None)})
         match order:
             case ProvideNode():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from holdfast.protocol.faults import FaultSpec
@@ -65,6 +67,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     health: HealthSpec = HealthSpec()
     slurm: SlurmOptions = SlurmOptions()
     ssh: SshOptions = SshOptions()
+    engine_options: dict[str, Any] = {}
+    """What an engine of another package was told, by its own names. See `engines.base.Engine.plan`."""
     log_limit: int = DEFAULT_LOG_LIMIT
     """Bytes that the log of one worker may take on its node's disk; the oldest part is given back."""
     log: str = ""

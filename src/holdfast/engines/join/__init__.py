@@ -1,1 +1,38 @@
 """Nodes that somebody else starts: each runs `holdfast agent --join`, and the job waits for them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from holdfast.engines.base import Engine, KnownNodes
+from holdfast.protocol.job_options import SshOptions
+
+if TYPE_CHECKING:
+    from holdfast.engines.jobs import JobFolder
+    from holdfast.engines.shown import View
+    from holdfast.protocol.job import JobSpec
+
+
+class Join(Engine):
+    """`--engine join`."""
+
+    options = SshOptions
+    heeds = ("--address",)
+
+    def nodes(self, options: SshOptions) -> KnownNodes:
+        """Any machine may come."""
+        return KnownNodes(place="other machines")
+
+    def plan(self, spec: JobSpec, options: SshOptions) -> JobSpec:
+        """With the address that nodes are told."""
+        import msgspec
+
+        from holdfast.engines.ssh.addresses import plan_ssh
+
+        return msgspec.structs.replace(spec, ssh=plan_ssh(options))
+
+    async def launch(self, spec: JobSpec, folder: JobFolder, view: View, port: int) -> dict[str, Any]:
+        """See `Engine.launch`."""
+        from holdfast.engines.join.launcher import JoinLauncher
+
+        return await JoinLauncher(spec, folder, view, port).run()

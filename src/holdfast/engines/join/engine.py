@@ -7,7 +7,7 @@ from collections.abc import Callable
 from holdfast.protocol.engine_orders import EngineTraits, ReleaseNode
 
 
-class JoinEngine:
+class JoinProvider:
     """Asks people for nodes. It owns none: an agent ends when its coordinator says so, or is gone for good."""
 
     traits = EngineTraits(nodes_are_machines=True)

@@ -6,10 +6,10 @@ import shlex
 import socket
 from contextlib import ExitStack, suppress
 
-from holdfast.engines.base import Engine
+from holdfast.engines.base import NodeProvider
 from holdfast.engines.folders import Markers
 from holdfast.engines.jobs import JobFolder
-from holdfast.engines.join.engine import JoinEngine
+from holdfast.engines.join.engine import JoinProvider
 from holdfast.engines.launcher import Launcher
 from holdfast.engines.shown import View
 from holdfast.protocol.job import JobSpec
@@ -27,7 +27,7 @@ class JoinLauncher(Launcher):
         self.relock = folder.relock
         self.host = spec.ssh.address or _reachable_address()
 
-    async def open(self) -> Engine:
+    async def open(self) -> NodeProvider:
         """Prepares the job's folder, and says how nodes are started."""
         assert self._listener is not None
         resume = self._folder.prepare(self.spec, self.view.note)
@@ -44,7 +44,7 @@ class JoinLauncher(Launcher):
             "each machine needs a copy of that file, readable only by you, and the script at the same path"
         )
         self.heed_signals()
-        return JoinEngine(line, self.note)
+        return JoinProvider(line, self.note)
 
     async def staff(self) -> None:
         """Somebody else does."""

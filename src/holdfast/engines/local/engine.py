@@ -20,7 +20,7 @@ HOST = "127.0.0.1"
 CLOSE_S = 5.0
 
 
-class LocalEngine:
+class LocalProvider:
     """Starts agents and ends them. `output` gets what they print (rank 0's output among it)."""
 
     traits = EngineTraits()

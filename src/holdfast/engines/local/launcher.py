@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from holdfast.engines.base import Engine
+from holdfast.engines.base import NodeProvider
 from holdfast.engines.jobs import JobFolder
 from holdfast.engines.launcher import Launcher
-from holdfast.engines.local.engine import LocalEngine
+from holdfast.engines.local.engine import LocalProvider
 from holdfast.engines.shown import View
 from holdfast.protocol.job import JobSpec
 
@@ -21,12 +21,12 @@ class LocalLauncher(Launcher):
         self.inherited = (folder.lock,)
         self.relock = folder.relock
 
-    async def open(self) -> Engine:
+    async def open(self) -> NodeProvider:
         """Prepares the job's folder."""
         resume = self._folder.prepare(self.spec, self.view.note)
         self.note_resume(resume)
         self.heed_signals()
-        return LocalEngine(self.spec, self._folder.path, self._folder.memory, self.view.output)
+        return LocalProvider(self.spec, self._folder.path, self._folder.memory, self.view.output)
 
     async def staff(self) -> None:
         """Starts an agent for every node."""

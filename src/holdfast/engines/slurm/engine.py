@@ -70,7 +70,7 @@ class Known(msgspec.Struct):
 _knowns = msgspec.json.Decoder(Known)
 
 
-class SlurmEngine:
+class SlurmProvider:
     """The nodes of one job. Every public method may be called while another one runs."""
 
     traits = EngineTraits(watches_boots=True, keeps_nodes=False, nodes_are_machines=True)

@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 
 from holdfast.engines import jobs
-from holdfast.engines.base import Engine
+from holdfast.engines.base import NodeProvider
 from holdfast.engines.client import Announcement
 from holdfast.engines.jobs import Allocation, JobFolder
 from holdfast.engines.launcher import Launcher
 from holdfast.engines.shown import View
 from holdfast.engines.slurm.commands import SlurmError
-from holdfast.engines.slurm.engine import KNOWN, TIME_LIMIT, SlurmEngine
+from holdfast.engines.slurm.engine import KNOWN, TIME_LIMIT, SlurmProvider
 from holdfast.engines.slurm.locate import ThisNode
 from holdfast.engines.slurm.parse import JobLine
 from holdfast.errors import Damaged
@@ -41,7 +41,7 @@ class SlurmLauncher(Launcher):
         super().__init__(spec, job_dir, view)
         self.host, self._here, self.term = here.host, here, term
         self.fresh = term == 0
-        self._slurm_engine = SlurmEngine(spec, job_dir, self.allocation, self.note, self.post)
+        self._slurm_engine = SlurmProvider(spec, job_dir, self.allocation, self.note, self.post)
 
     @property
     def allocation(self) -> str:
@@ -49,7 +49,7 @@ class SlurmLauncher(Launcher):
         known = jobs.read_allocation(self.job_dir)
         return known.id if known else self._here.allocation
 
-    async def open(self) -> Engine:
+    async def open(self) -> NodeProvider:
         """A new start prepares the job's folder; one that takes over finds everything there."""
         loop = asyncio.get_running_loop()
         if self.fresh:

@@ -12,12 +12,15 @@ import msgspec
 from holdfast.engines import jobs
 from holdfast.engines.client import JobClient
 from holdfast.engines.jobs import Allocation, JobFolder
-from holdfast.engines.shown import View
+from holdfast.engines.shown import Shown, View
 from holdfast.engines.slurm import parse
 from holdfast.engines.slurm.commands import Slurm, SlurmError, check_installed
 from holdfast.engines.slurm.script import job_script
 from holdfast.errors import Damaged, HoldfastError, UsageError
+from holdfast.observe.log_sources import LogSources
+from holdfast.observe.log_tail import Tail
 from holdfast.protocol.job import JobSpec
+from holdfast.protocol.job_view import JobView
 from holdfast.protocol.network.endpoint import read_endpoint
 from holdfast.protocol.wire.stored import decode_file
 
@@ -283,3 +286,51 @@ class Submitter:
         task: asyncio.Task[None] = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+class RankZero:
+    """A view that also shows what rank 0 prints, out of its log in the shared folder."""
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+        self._sources = LogSources(rank=0)
+        self._tail = Tail(lambda label, data: view.output(data))
+
+    def event(self, entry: dict[str, Any]) -> None:
+        """See `View`."""
+        self._view.event(entry)
+        self._sources.heard(entry["kind"], entry["fields"])
+        for path, label in self._sources.chosen().items():
+            self._tail.add(path, label, 0)
+
+    def status(self, status: JobView) -> None:
+        """See `View`."""
+        self._view.status(status)
+        # Inotify reports nothing of what workers on other machines write to the shared folder. A status comes
+        # often enough to look instead.
+        self._tail.look()
+
+    def output(self, data: bytes) -> None:
+        """See `View`."""
+        self._view.output(data)
+
+    def note(self, text: str) -> None:
+        """See `View`."""
+        self._view.note(text)
+
+    def close(self) -> None:
+        """Shows the rest."""
+        self._tail.close()
+
+
+async def submit_and_follow(spec: JobSpec, folder: JobFolder, view: View) -> dict[str, Any]:
+    """Returns the job's report."""
+    shown = RankZero(Shown(view))
+    try:
+        submitter = Submitter(spec, folder, shown)
+        id = await submitter.submit()
+        folder.close()  # the job is Slurm's now
+        view.note(f"submitted Slurm job {id}, which continues if this command ends")
+        return await submitter.follow()
+    finally:
+        shown.close()

@@ -1,1 +1,68 @@
 """Machines without a scheduler: agents on hosts that the user reaches by ssh."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from holdfast.engines.base import Engine, KnownNodes
+from holdfast.errors import UsageError
+from holdfast.protocol.job_options import SshOptions
+
+if TYPE_CHECKING:
+    from holdfast.engines.jobs import JobFolder
+    from holdfast.engines.shown import View
+    from holdfast.protocol.job import JobSpec
+
+_SHOWN = 8
+
+
+class Ssh(Engine):
+    """`--engine ssh`."""
+
+    options = SshOptions
+    title = "Hosts, with --engine ssh; --address also with join"
+
+    def nodes(self, options: SshOptions) -> KnownNodes:
+        """The hosts.
+
+        Raises:
+            UsageError: none is given, or one cannot be.
+        """
+        from holdfast.engines.ssh.addresses import plan_ssh
+
+        names = plan_ssh(options).names
+        if not names:
+            raise UsageError("--engine ssh needs the hosts, for example --hosts a,b,c")
+        return KnownNodes(
+            count=len(names),
+            place="the hosts",
+            names="|".join(map(re.escape, names)),
+            examples=", ".join(names[:_SHOWN]),
+        )
+
+    def plan(self, spec: JobSpec, options: SshOptions) -> JobSpec:
+        """With one host in each place.
+
+        Raises:
+            UsageError: there are fewer hosts than nodes.
+        """
+        import msgspec
+
+        from holdfast.engines.ssh.addresses import plan_ssh
+
+        ssh, nodes = plan_ssh(options), spec.max_nodes + spec.spares
+        # Refused although the job could start smaller: the sizes are what the person asked for, and a missing
+        # host is more often a typing error than a wish.
+        if nodes > len(ssh.hosts):
+            raise UsageError(
+                f"--hosts has {len(ssh.hosts)} hosts, but {spec.max_nodes} nodes and {spec.spares} spares need {nodes}; "
+                "add hosts, or use a smaller --nnodes or --spares"
+            )
+        return msgspec.structs.replace(spec, ssh=ssh)
+
+    async def launch(self, spec: JobSpec, folder: JobFolder, view: View, port: int) -> dict[str, Any]:
+        """See `Engine.launch`."""
+        from holdfast.engines.ssh.launcher import SshLauncher
+
+        return await SshLauncher(spec, folder, view, port).run()

@@ -32,7 +32,7 @@ TOGETHER = 32
 _IN_MOVED_TO = 0x80
 
 
-class SshEngine:
+class SshProvider:
     """The hosts of one job. Node names are the hosts' names."""
 
     traits = EngineTraits(nodes_are_machines=True)

@@ -7,14 +7,14 @@ import sys
 from typing import Any
 
 from holdfast import __version__
-from holdfast.engines.base import Engine
+from holdfast.engines.base import NodeProvider
 from holdfast.engines.client import Announcement
 from holdfast.engines.jobs import JobFolder
 from holdfast.engines.launcher import Launcher
 from holdfast.engines.shown import View
 from holdfast.engines.ssh.addresses import choose_address
 from holdfast.engines.ssh.connection import Reach
-from holdfast.engines.ssh.engine import SshEngine, environment_of
+from holdfast.engines.ssh.engine import SshProvider, environment_of
 from holdfast.errors import UsageError
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.network.sockets import listening
@@ -33,7 +33,7 @@ class SshLauncher(Launcher):
         self.relock = folder.relock
         options = spec.ssh
         self._problems: dict[str, str] = {}
-        self._ssh_engine = SshEngine(
+        self._ssh_engine = SshProvider(
             spec,
             folder.path,
             reach=Reach(options.config, options.python or sys.executable, __version__),
@@ -62,7 +62,7 @@ class SshLauncher(Launcher):
             raise
         return await super().run()
 
-    async def open(self) -> Engine:
+    async def open(self) -> NodeProvider:
         """Checks the hosts, then prepares the job's folder."""
         assert self._listener is not None
         try:

@@ -53,10 +53,8 @@ class CheckProgress(msgspec.Struct, frozen=True, omit_defaults=True):
     """A result."""
 
 
-ALONE = ("cpu", "memory", "disk", "loopback", "gpu", "nvlink", "rdma", "dcgm")
-"""The checks of a node alone, in the order in which they run."""
-
 Check = Callable[[Task], Iterable[CheckResult]]
+"""What an entry point of the group `holdfast.checks` names."""
 
 
 def attempt(name: str, check: Check, task: Task) -> list[CheckResult]:

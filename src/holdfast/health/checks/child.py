@@ -11,8 +11,9 @@ from collections.abc import Callable
 
 import msgspec
 
+from holdfast import plugins
 from holdfast.errors import Damaged
-from holdfast.health.checks.check import ALONE, CheckProgress, Task, is_of, unknown
+from holdfast.health.checks.check import CheckProgress, Task, is_of, unknown
 from holdfast.protocol.health import CheckResult, Condition
 from holdfast.protocol.machine.processes import python_module
 from holdfast.protocol.wire.decoding import decode
@@ -61,7 +62,11 @@ async def check_in_child(
         await _end(process)
     # What was asked for and gave nothing. After a normal end that means that there was nothing to look at;
     # after any other end nobody knows.
-    left = [name for name in task.only or ALONE if not any(is_of(name, r) for r in results)]
+    left = [
+        name
+        for name in task.only or plugins.names(plugins.CHECKS)
+        if not any(is_of(name, r) for r in results)
+    ]
     if process.returncode == 0 and not why:
         return results  # a check without a result has nothing to look at here
     for name in left:

@@ -1,55 +1,49 @@
-"""Which deep checks there are, and running them one after the other."""
+"""Runs deep checks one after the other: entry points of the group `holdfast.checks`, and those between nodes."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
-from holdfast.health.checks.check import Check, CheckProgress, Task, attempt
-from holdfast.tools.checks import collective, cpu, dcgm, disk, gpu, memory, network, nvlink, rdma, rdma_pair
+from holdfast import plugins
+from holdfast.health.checks.check import CannotCheck, Check, CheckProgress, Task, attempt
+from holdfast.protocol.health import CheckResult
+from holdfast.tools.checks import collective, network, rdma_pair
 from holdfast.tools.checks.floors import against_floor, read_floors
-
-ALONE: dict[str, Check] = {
-    "cpu": cpu.check_cpu,
-    "memory": memory.check_memory,
-    "disk": disk.check_disk,
-    "loopback": network.check_loopback,
-    "gpu": gpu.check_gpus,
-    "nvlink": nvlink.check_nvlink,
-    "rdma": rdma.check_rdma,
-    "dcgm": dcgm.check_dcgm,
-}
-"""Of the node alone."""
 
 TOGETHER: dict[str, Check] = {
     "pair": network.check_pair,
     "rdma-pair": rdma_pair.check_rdma_pair,
     "all-reduce": collective.check_all_reduce,
 }
-"""Between nodes: only when asked for."""
+"""Between nodes. The coordinator asks for each of these in rounds of its own, so they are no entry points."""
 
 
 def run_checks(task: Task, say: Callable[[CheckProgress], None]) -> None:
     """Runs the checks that the task names, by default all of the node alone, judged by the floors."""
     floors = read_floors()
-    for name, check in chosen(task.only).items():
+    for name in task.only or plugins.names(plugins.CHECKS):
+        check = TOGETHER.get(name)
         # Checks between nodes take no turn: both ends must run at the same time, and two nodes of one machine
         # would wait for each other for ever.
-        with turn() if name in ALONE else nullcontext():
+        with nullcontext() if check is not None else turn():
             say(CheckProgress(running=name))
-            for result in attempt(name, check, task):
+            for result in attempt(name, check or partial(_alone, name), task):
                 say(CheckProgress(result=against_floor(result, floors)))
             say(CheckProgress())
 
 
-def chosen(only: tuple[str, ...]) -> dict[str, Check]:
-    """The checks of these names; empty: all of the node alone."""
-    every = ALONE | TOGETHER
-    return {name: every[name] for name in only} if only else ALONE
+def _alone(name: str, task: Task) -> Iterable[CheckResult]:
+    """A check of the node alone. One that is not there, or cannot be imported, is a mistake of its own."""
+    if (point := plugins.find(plugins.CHECKS, name)) is None:
+        raise CannotCheck("there is no check of this name")
+    found: Check = point.load()
+    return found(task)
 
 
 @contextmanager

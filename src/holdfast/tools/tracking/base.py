@@ -5,8 +5,9 @@ from __future__ import annotations
 import fcntl
 import os
 from abc import ABC, abstractmethod
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 
@@ -110,6 +111,19 @@ class Tracker(Protocol):
         """Ends it; what it was given is written."""
 
 
+class TrackerKind(Protocol):
+    """What an entry point of the group `holdfast.trackers` names: a class of trackers. `FileTracker` has most of it."""
+
+    needs_target: bool
+    """Nothing may stand in for what comes after the colon of `KIND:TARGET`."""
+
+    def __call__(self, target: str, folder: Path) -> Tracker:
+        """A tracker. folder: the job's. Raises UsageError."""
+
+    def check(self, target: str) -> None:
+        """What can be known before a job starts. Raises UsageError."""
+
+
 class KeptFile:
     """A `Kept` in a file, of one process at a time."""
 
@@ -154,7 +168,18 @@ class KeptFile:
 
 
 class FileTracker(ABC):
-    """A tracker whose position is in a kept file."""
+    """A tracker whose position is in a kept file. A subclass is made of the target and the job's folder."""
+
+    needs_target: ClassVar[bool] = True
+    needs_module: ClassVar[str] = ""
+    """The module that it needs, which comes with the extra that is called as this tracker."""
+
+    @classmethod
+    def check(cls, target: str) -> None:
+        """See `TrackerKind`."""
+        if cls.needs_module and find_spec(cls.needs_module) is None:
+            extra = cls.__module__.rpartition(".")[2]
+            raise UsageError(f"{extra} needs {cls.needs_module}: pip install 'holdfast-train[{extra}]'")
 
     def __init__(self, kept: Path) -> None:
         """Raises UsageError as `KeptFile`, and whatever `_begin` does; then the file is free again."""

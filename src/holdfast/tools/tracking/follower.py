@@ -5,81 +5,54 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
 
+from holdfast import plugins
 from holdfast.coordinator.service.store import News, Store
 from holdfast.engines import jobs
 from holdfast.engines.client import JobClient, NoAnswer
 from holdfast.engines.reach import client_of
 from holdfast.errors import UsageError
 from holdfast.protocol.wire.decoding import decode
-from holdfast.tools.tracking.base import Tracker
-from holdfast.tools.tracking.jsonl import JsonLines
+from holdfast.tools.tracking.base import Tracker, TrackerKind
 from holdfast.tools.tracking.position import Batch, take_in
 
 EVERY_S = 1.0
 """Between two questions to a running job. What is read is at least `SETTLED_S` old, so a tracker is 2 to 3 s behind; in
 exchange a job of many steps a second costs its coordinator one request a second."""
 
-KINDS = ("jsonl", "tensorboard", "mlflow", "wandb", "otlp")
 HOW = "must be jsonl:PATH, tensorboard:DIR, mlflow:URI, wandb:PROJECT or otlp:URL"
 OpenLedger = Callable[[Path], AbstractContextManager[Store]]
 _news = msgspec.json.Decoder(News)
 
 
 def tracker(target: str, folder: Path) -> Tracker:
-    """Of `jsonl:PATH`, `tensorboard:DIR`, `mlflow:URI`, `wandb:PROJECT` or `otlp:URL`.
+    """Of `jsonl:PATH`, `tensorboard:DIR`, `mlflow:URI`, `wandb:PROJECT` or `otlp:URL`, or of another package's kind.
 
     folder: the job's. A target that is no path has its position there.
 
     Raises:
         UsageError: there is no such tracker, its library is missing, or another follower writes there.
     """
-    kind, _, where = target.partition(":")
-    if kind == "jsonl" and where:
-        return JsonLines(Path(where))
-    if kind == "tensorboard" and where:
-        from holdfast.tools.tracking.tensorboard import TensorBoard
-
-        return TensorBoard(Path(where))
-    if kind == "mlflow":
-        from holdfast.tools.tracking.mlflow import MLflow
-
-        return MLflow(where, folder)
-    if kind == "otlp":
-        from holdfast.tools.tracking.otlp import Otlp
-
-        return Otlp(where, folder)
-    if kind == "wandb" and where:
-        from holdfast.tools.tracking.wandb import WeightsAndBiases
-
-        return WeightsAndBiases(where, folder)
-    raise UsageError(f"--to {target!r}: {HOW}")
-
-
-LIBRARIES = {"tensorboard": "tensorboardX", "mlflow": "mlflow", "wandb": "wandb"}
-"""Tracker to the module that it needs; its extra is called as it is."""
+    kind, where = _kind_of(target, f"--to {target!r}")
+    return kind(where, folder)
 
 
 def check_target(target: str) -> None:
     """What can be known before a job starts. Raises UsageError as `tracker`."""
-    kind, _, where = target.partition(":")
-    if kind not in KINDS or (not where and kind not in ("mlflow", "otlp")):
-        raise UsageError(f"{target!r}: {HOW}")
-    library = LIBRARIES.get(kind)
-    if library is not None and find_spec(library) is None:
-        raise UsageError(f"{kind} needs {library}: pip install 'holdfast-train[{kind}]'")
-    if kind == "mlflow":
-        from holdfast.tools.tracking.mlflow import tracking_uri
+    kind, where = _kind_of(target, repr(target))
+    kind.check(where)
 
-        tracking_uri(where)
-    if kind == "otlp":
-        from holdfast.tools.tracking.otlp import traces_url
 
-        traces_url(where)
+def _kind_of(target: str, shown: str) -> tuple[TrackerKind, str]:
+    name, _, where = target.partition(":")
+    point = plugins.find(plugins.TRACKERS, name)
+    kind: TrackerKind | None = point.load() if point is not None else None
+    if kind is None or (not where and kind.needs_target):
+        raise UsageError(f"{shown}: {HOW}")
+    return kind, where
 
 
 async def follow(folder: Path, trackers: Sequence[Tracker], open_ledger: OpenLedger) -> None:

@@ -26,7 +26,8 @@ class JsonLines(FileTracker):
     taken out of the file.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, target: str, folder: Path) -> None:
+        path = Path(target)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._other = path, path.with_name(path.name + ".rewritten")
         super().__init__(path.with_name(path.name + ".position"))

@@ -41,6 +41,15 @@ class MLflow(FileTracker):
     metric `holdfast/went_back` has a point at each such step.
     """
 
+    needs_target = False
+    needs_module = "mlflow"
+
+    @classmethod
+    def check(cls, target: str) -> None:
+        """See `TrackerKind`."""
+        super().check(target)
+        tracking_uri(target)
+
     def __init__(self, uri: str, folder: Path) -> None:
         """uri: '' is what MLFLOW_TRACKING_URI says.
 

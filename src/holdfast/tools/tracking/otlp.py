@@ -52,6 +52,13 @@ INTERNAL = 1
 class Otlp(FileTracker):
     """Sends the spans of incidents that are over, and at the job's end of those that are not."""
 
+    needs_target = False
+
+    @classmethod
+    def check(cls, target: str) -> None:
+        """See `TrackerKind`."""
+        traces_url(target)
+
     def __init__(self, url: str, folder: Path) -> None:
         """url: of the collector; '' is what the variables of OpenTelemetry say.
 

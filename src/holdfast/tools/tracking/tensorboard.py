@@ -32,10 +32,12 @@ class TensorBoard(FileTracker):
     A step whose word came late, after a higher one, may be there twice if the follower was killed as it wrote it.
     """
 
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
-        super().__init__(folder / "holdfast.position")
+    needs_module = "tensorboardX"
+
+    def __init__(self, target: str, folder: Path) -> None:
+        self._folder = Path(target)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        super().__init__(self._folder / "holdfast.position")
 
     def _begin(self) -> None:
         step = self.position.step

@@ -33,6 +33,8 @@ NEEDS = "wandb needs the package W&B: pip install 'holdfast-train[wandb]'"
 class WeightsAndBiases(FileTracker):
     """A row for each step that counts, and for each event that a person would read; `holdfast/attempt` counts goings back."""
 
+    needs_module = "wandb"
+
     def __init__(self, project: str, folder: Path) -> None:
         """Raises UsageError: W&B is missing, or another follower writes to this project."""
         self._project, self._job = project, folder.name

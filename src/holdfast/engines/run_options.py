@@ -1,11 +1,12 @@
-"""What `holdfast run` can be told. `cli/spec.py` makes a job's specification of it."""
+"""What `holdfast run` can be told, whatever the engine. `cli/spec.py` makes a job's specification of it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from holdfast.cli.kube_options import KubernetesOptions
-from holdfast.protocol.job_options import SlurmOptions, SshOptions, Timing
+from holdfast import plugins
+from holdfast.protocol.job_options import Timing
 from holdfast.protocol.options import Argument, Group, Option
 
 # This module is read by `holdfast --help`, so it imports nothing that is slow to import. The modules that turn these
@@ -253,7 +254,7 @@ class RunOptions:
         str,
         Option(
             usual=True,
-            choices=("local", "ssh", "slurm", "kubernetes", "join"),
+            metavar="|".join(plugins.ours(plugins.ENGINES)),
             help=(
                 "Where the nodes come from: processes on this machine, hosts reached by ssh, Slurm, Kubernetes, or "
                 "(join) machines on which you start `holdfast agent --join`."
@@ -319,13 +320,6 @@ class RunOptions:
     failures: Annotated[FailureOptions, Group("Failures")] = FailureOptions()
     save: Annotated[SaveOptions, Group("Snapshots, checkpoints and data")] = SaveOptions()
     health: Annotated[HealthOptions, Group("Health of the nodes")] = HealthOptions()
-    ssh: Annotated[SshOptions, Group("Hosts, with --engine ssh; --address also with join")] = field(
-        default_factory=SshOptions
-    )
-    slurm: Annotated[SlurmOptions, Group("Slurm, with --engine slurm")] = field(default_factory=SlurmOptions)
-    kubernetes: Annotated[KubernetesOptions, Group("Kubernetes, with --engine kubernetes")] = field(
-        default_factory=KubernetesOptions
-    )
     dry_run: Annotated[
         bool,
         Option(
@@ -348,3 +342,5 @@ class RunOptions:
             ),
         ),
     ] = None
+    engines: Mapping[str, Any] = field(default_factory=dict)
+    """The options of engines by the engines' names, each an instance of `Engine.options`. Two may share one."""
