@@ -35,7 +35,7 @@ from holdfast.coordinator.kernel.membership_state import Node, Worker
 from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.service.ledger import SideThread
-from holdfast.coordinator.service.page import News, PageSource
+from holdfast.coordinator.service.page import PageSource, Wakeup
 from holdfast.coordinator.service.store import LedgerEntry, Page, ReportedSteps, Store
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.messages import Generation, Member, StepTold
@@ -216,7 +216,7 @@ def serve(path: Path, nodes: int, pipe: Any) -> None:
 
 
 async def _serve(path: Path, nodes: int, pipe: Any) -> None:
-    loop, ends, news = asyncio.get_running_loop(), asyncio.Event(), News()
+    loop, ends, news = asyncio.get_running_loop(), asyncio.Event(), Wakeup()
     state, reader, began = made_up_state(nodes), SideThread("reader"), time.monotonic()
     with closing(Store(path)) as store:
         end_s = store.last_t_s()
@@ -258,7 +258,7 @@ def _read(path: Path, what: Callable[[Store], Any]) -> Any:
         return what(store)
 
 
-async def _go_on(store: Store, writer: SideThread, news: News) -> None:
+async def _go_on(store: Store, writer: SideThread, news: Wakeup) -> None:
     """Twice a second a step is committed, and something happens."""
     step, seq, t_s = store.last_step() or 0, store.last_seq(), store.last_t_s()
     while True:

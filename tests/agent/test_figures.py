@@ -11,7 +11,7 @@ import pytest
 from holdfast.agent.health import STALE_S, Figures
 from holdfast.coordinator.kernel.index import Index
 from holdfast.coordinator.kernel.state import CoreState
-from holdfast.coordinator.service.metrics import Figures as Page
+from holdfast.coordinator.service.metrics import Scrape as Page
 from holdfast.coordinator.service.tally import Tally
 from holdfast.health.disks import Disks
 from holdfast.health.samples import Line, Reading

@@ -8,14 +8,14 @@ from test_step_accounting_cases import gives, loads
 from test_wall_time_cases import GIVEN_S, steps
 
 from holdfast.coordinator.kernel.state import CoreState
-from holdfast.coordinator.service.all_starts import Account, Start, forget, summed
+from holdfast.coordinator.service.all_starts import Account, LedgerStart, forget, summed
 from holdfast.coordinator.service.job_view import goodput_of
 
 
-def start(desk: Desk, began_at: int | None = None) -> Start:
+def start(desk: Desk, began_at: int | None = None) -> LedgerStart:
     """As the ledger has it: a copy."""
     state = msgspec.msgpack.decode(msgspec.msgpack.encode(desk.state), type=CoreState)
-    return Start(state=state, now=desk.now, began_at=began_at)
+    return LedgerStart(state=state, now=desk.now, began_at=began_at)
 
 
 def saving() -> Desk:
@@ -110,7 +110,7 @@ def test_a_start_behind_the_next_went_back_into_the_first():
     check(found, sum(made_s) - again_s, again_s, first, second, third)
 
 
-def elastic(*took_s: float, began_at: int) -> tuple[Desk, Start]:
+def elastic(*took_s: float, began_at: int) -> tuple[Desk, LedgerStart]:
     """At level 2, from a state of so many steps."""
     desk = running(2, committed=0)
     for step, seconds in enumerate(took_s, began_at + 1):

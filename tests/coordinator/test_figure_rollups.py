@@ -18,7 +18,7 @@ from holdfast.coordinator.service import rollups
 from holdfast.coordinator.service.page import _series
 from holdfast.coordinator.service.store import Page, ReportedSteps, Store
 from holdfast.protocol.messages import StepTold
-from holdfast.web.application import Refused
+from holdfast.web.application import PageRefused
 
 Values = dict[int, float | None]
 
@@ -182,7 +182,7 @@ def test_the_page_has_one_of_them_beside_its_curves(tmp_path: Path) -> None:
         assert (steps["columns"]["step"], steps["figures"]) == ([8], ["accuracy"])
         assert "figure" not in steps
         with pytest.raises(
-            Refused, match="this job has not logged a value named 'loss'; logged names: accuracy"
+            PageRefused, match="this job has not logged a value named 'loss'; logged names: accuracy"
         ):
             _series(store, {"figure": "loss"})
 

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.service.job_view import build_status
-from holdfast.coordinator.service.metrics import Figures, metrics_text
+from holdfast.coordinator.service.metrics import Scrape, metrics_text
 from holdfast.coordinator.service.tally import NewestStep, Tally, happened
 from holdfast.observe.traces import trace_id
 from holdfast.protocol import messages as m
@@ -178,7 +178,7 @@ def test_exemplars_are_for_those_who_ask_for_openmetrics():
     for worker in ("n0.0#1", "n2.0#3"):
         desk.parks(worker, 5)
     desk.commit(6)
-    figures = Figures(desk.state, desk.core.index, desk.tally(6), desk.now)
+    figures = Scrape(desk.state, desk.core.index, desk.tally(6), desk.now)
     prometheus = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
     text, content_type = figures.encode(prometheus)
     assert content_type.startswith("application/openmetrics-text; version=1.0.0")
@@ -240,7 +240,7 @@ def test_ranks_are_counted_where_the_figures_are_encoded_and_not_where_they_are_
     assert generation is not None
     members = Counted(generation.members)
     desk.state.membership.generation = msgspec.structs.replace(generation, members=members)
-    figures = Figures(desk.state, desk.core.index, desk.tally(6), desk.now)
+    figures = Scrape(desk.state, desk.core.index, desk.tally(6), desk.now)
     assert members.looks == 0
     # What happens meanwhile is of another moment.
     desk.state.membership.nodes["n0"].failures = 77

@@ -14,7 +14,7 @@ import pytest
 from holdfast.engines.client import JobClient
 from holdfast.protocol.network.http_client import Answer
 from holdfast.ui import host
-from holdfast.web.application import Refused
+from holdfast.web.application import PageRefused
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "coordinator"))
 from fakeagents import Plane, serving
@@ -54,7 +54,7 @@ def test_the_page_of_a_job_that_has_no_address_here(tmp_path: Path, monkeypatch:
         job = host.RemoteJob(tmp_path / "jobs/job")
         now = msgspec.json.decode((await job.panel("now", {})).body)
         assert (now["job"], now["world"]) == ("job", 2)
-        with pytest.raises(Refused, match="no panel"):
+        with pytest.raises(PageRefused, match="no panel"):
             await job.panel("none", {})
         told = msgspec.json.decode((await job.act("stop", {}, True)).body)
         assert told["dry"] is True

@@ -22,7 +22,7 @@ from holdfast.coordinator.kernel.index import Index
 from holdfast.coordinator.kernel.phases import JobPhase
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.service.authentication import Entrance, authorized
-from holdfast.coordinator.service.page import BATCH, FRAMES, News, PageSource
+from holdfast.coordinator.service.page import BATCH, FRAMES, PageSource, Wakeup
 from holdfast.coordinator.service.store import LedgerEntry, Page, ReportedSteps, Store
 from holdfast.engines import jobs
 from holdfast.protocol.job import JobSpec
@@ -422,7 +422,7 @@ def test_a_slow_viewer_misses_nothing_and_nothing_waits_for_it(tmp_path: Path) -
     most = 3 * FRAMES
 
     async def main() -> list[int]:
-        news = News()
+        news = Wakeup()
         with closing(Store(path)) as store:
             write(store, 1, 5)
 

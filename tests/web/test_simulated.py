@@ -347,7 +347,7 @@ def test_the_commands_show_what_it_left() -> None:
     with_host(look)
     for command, says in (
         ("status", "stopped"),
-        ("why", "n00016: silent for 2 s"),
+        ("why", "n00016: 16 of 16 nodes in switch-0/rack-1 were lost together (silent for 2 s)"),
         ("events", "switch-0/rack-1"),
         ("report", "stopped"),
     ):

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.coordinator.service.all_starts import Account, Start, forget, summed
+from holdfast.coordinator.service.all_starts import Account, LedgerStart, forget, summed
 from holdfast.coordinator.service.store import Store, began_utc_s, newest_ledger
 from holdfast.errors import Damaged, HoldfastError
 from holdfast.protocol.wire.decoding import decode
@@ -41,7 +41,7 @@ def all_starts(job_dir: Path, newest: Store) -> dict[str, Any] | None:
     return summed(earlier, [*before, _start(newest)])
 
 
-def read(folder: Path) -> Start | None:
+def read(folder: Path) -> LedgerStart | None:
     """What the ledger in a folder has of its start; None: it cannot be read."""
     try:
         # A writer would bring an older ledger's tables up to date, and nobody may change
@@ -85,7 +85,7 @@ def _earlier(runs: Path) -> Account:
         return Account(starts=1, known=False)
 
 
-def _start(store: Store) -> Start | None:
+def _start(store: Store) -> LedgerStart | None:
     try:
         state = store.load()
         if state is None:
@@ -94,7 +94,7 @@ def _start(store: Store) -> Start | None:
         # it went back to by itself.
         formed = (e.fields.get("start") for e in store.events() if e.kind == _FORMED)
         began_at = next(formed, None) if state.membership.counts_steps else None
-        return Start(
+        return LedgerStart(
             state=state,
             now=state.began_s + store.last_t_s(),
             began_at=began_at,

@@ -12,7 +12,7 @@ from rich.text import Text
 from holdfast.observe.goodput import goodput_line
 from holdfast.protocol import units
 from holdfast.protocol.job import JobSpec
-from holdfast.protocol.job_view import JobView, SlowRank, TierView, WorkerView
+from holdfast.protocol.job_view import JobView, SlowRank, TierView, WorkerRow
 
 LOST_SHOWN = 3
 SLOW_SHOWN = 3
@@ -177,7 +177,7 @@ def _lines(view: JobView) -> Iterable[tuple[str, str, str, str, str]]:
         yield dash, node.node, dash, "left" if node.left else "lost", dash
 
 
-def _worker_word(worker: WorkerView) -> str:
+def _worker_word(worker: WorkerRow) -> str:
     word = _WORKER_WORDS.get(worker.state, worker.state)
     if worker.restored is not None:
         nbytes, total = worker.restored
@@ -230,7 +230,7 @@ def progress_line(spec: JobSpec, view: JobView | None) -> str:
     return words.get(view.phase, f"{view.phase}: ") + ", ".join(parts)
 
 
-def _restoring(fetching: Sequence[WorkerView], view: JobView) -> str:
+def _restoring(fetching: Sequence[WorkerRow], view: JobView) -> str:
     """`1 of 3 workers fetches the state of step 80: 3.20 GB of 12.0 GB`: of the slowest."""
     # The slowest, because training continues only when all have the state.
     known = [w.restored for w in fetching if w.restored is not None]

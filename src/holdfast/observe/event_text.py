@@ -32,7 +32,7 @@ def event_line(entry: Mapping[str, Any], everything: bool = False, width: int = 
     return printable(clip_words(line or (_as_written(kind, fields) if everything else ""), width, paths))
 
 
-class Told:
+class EventLines:
     """Lines for somebody who reads them one after the other: a long cause is told whole once, and by its beginning after that.
     One fault is the cause of several events, and of one in each worker."""
 

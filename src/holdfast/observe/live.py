@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from holdfast.observe.dashboard import board, progress_line
-from holdfast.observe.event_text import Told
+from holdfast.observe.event_text import EventLines
 from holdfast.observe.printable import PrintableStream, printable
 from holdfast.observe.tables import PrintableConsole, print_report
 from holdfast.protocol.job import JobSpec
@@ -53,7 +53,7 @@ class LiveView:
         self._began_s = time.monotonic()
         self._view: JobView | None = None
         self._rest = b""
-        self._told = Told()
+        self._told = EventLines()
         self._live = Live(
             get_renderable=self._picture,
             console=console,
@@ -153,7 +153,7 @@ class PlainView:
         self._view: JobView | None = None
         self._over = False
         self._printed = PrintableStream()
-        self._told = Told()
+        self._told = EventLines()
 
     def __enter__(self) -> PlainView:
         self._say(f"job {self._spec.name} in {self._job_dir}")

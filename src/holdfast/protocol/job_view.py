@@ -76,7 +76,7 @@ class Goodput(TimeShares, frozen=True, kw_only=True):
     """The last hour."""
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True):
+class AskView(msgspec.Struct, frozen=True, kw_only=True):
     """Something that a person is to look at."""
 
     at_s: float
@@ -91,7 +91,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
 class HealthView(msgspec.Struct, frozen=True, kw_only=True):
     """What the job knows of machines."""
 
-    asks: list[Ask] = []
+    asks: list[AskView] = []
     quarantine: dict[str, str] = {}
     """Machine to why it is not used."""
 
@@ -172,7 +172,7 @@ class TierView(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint is on its way, and no byte of it arrives."""
 
 
-class Saving(msgspec.Struct, frozen=True, kw_only=True):
+class SavingView(msgspec.Struct, frozen=True, kw_only=True):
     """What is saved where, and how old it is."""
 
     snapshot: SnapshotView | None = None
@@ -180,7 +180,7 @@ class Saving(msgspec.Struct, frozen=True, kw_only=True):
     tiers: list[TierView] = []
 
 
-class NodeView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class NodeRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A node; what is not so is not written."""
 
     node: str
@@ -198,7 +198,7 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sources of readings that do not answer or cannot be read."""
 
 
-class WorkerView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class WorkerRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A worker that has not ended."""
 
     worker: str
@@ -249,9 +249,9 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     figures: dict[str, Logged] = {}
     """What the script logs."""
     blame: BlameView | None = None
-    saving: Saving = Saving()
-    nodes: list[NodeView] = []
-    workers: list[WorkerView] = []
+    saving: SavingView = SavingView()
+    nodes: list[NodeRow] = []
+    workers: list[WorkerRow] = []
 
 
 HEAD = tuple(name for name in JobView.__struct_fields__ if name not in ("nodes", "workers"))
@@ -265,9 +265,9 @@ class ViewChange(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of `HEAD` by name."""
     common: int | None = None
     """The step of every row of a worker that names none."""
-    nodes: list[NodeView] = []
+    nodes: list[NodeRow] = []
     """New or changed rows, whole. A node never leaves the list."""
-    workers: list[WorkerView] = []
+    workers: list[WorkerRow] = []
     gone: list[str] = []
     """Names of workers that left the list."""
 
@@ -286,8 +286,8 @@ class ReceivedView:
         self._unreadable, self._error = unreadable, error
         self._head: JobView | None = None
         self._common: int | None = None
-        self._nodes: dict[str, NodeView] = {}
-        self._workers: dict[str, WorkerView] = {}
+        self._nodes: dict[str, NodeRow] = {}
+        self._workers: dict[str, WorkerRow] = {}
 
     def whole(self, said: Any) -> JobView:
         """Takes in a whole view; what it is now. Raises `error`."""

@@ -21,7 +21,7 @@ import msgspec
 from holdfast.coordinator.kernel.index import Index
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.service.ledger import SideThread
-from holdfast.coordinator.service.page import News, PageSource
+from holdfast.coordinator.service.page import PageSource, Wakeup
 from holdfast.coordinator.service.store import Store, newest_ledger
 from holdfast.engines import jobs
 from holdfast.engines.client import JobClient
@@ -32,7 +32,7 @@ from holdfast.protocol.network.endpoint import Endpoint, read_endpoint
 from holdfast.protocol.network.http_client import Unproven, proven_session
 from holdfast.protocol.wire.decoding import decode
 from holdfast.protocol.wire.stored import read_stored_word
-from holdfast.web.application import API, Answer, Refused, Source, answer, frame
+from holdfast.web.application import API, JobSource, PageAnswer, PageRefused, answer, frame
 from holdfast.web.sessions import CODE_PATH
 
 KEY_FILE = "page-key"
@@ -48,7 +48,7 @@ LIST_S = 3.0
 
 
 class UiHost:
-    """See `web.application.Host`. `close` ends its threads."""
+    """See `web.application.PageHost`. `close` ends its threads."""
 
     def __init__(
         self, job: str | None, may_act: bool, look: Callable[[list[Path]], Awaitable[list[dict[str, Any]]]]
@@ -61,7 +61,7 @@ class UiHost:
         self._list: tuple[float, list[dict[str, Any]]] = (-LIST_S, [])
 
     async def jobs(self) -> list[dict[str, Any]]:
-        """See `Host.jobs`."""
+        """See `PageHost.jobs`."""
         now_s = asyncio.get_running_loop().time()
         if now_s - self._list[0] >= LIST_S:
             # A home may be on a network file system, and a slow one must not stop the streams of this loop.
@@ -69,17 +69,17 @@ class UiHost:
                 folders = await asyncio.to_thread(jobs.folders)
                 self._list = now_s, await self._look(folders[:LISTED])
             except (HoldfastError, OSError) as error:
-                raise Refused(f"the list of jobs cannot be read: {error}", 503) from error
+                raise PageRefused(f"the list of jobs cannot be read: {error}", 503) from error
             self.more_jobs = max(0, len(folders) - LISTED)
         return self._list[1]
 
-    async def source(self, job: str) -> Source:
-        """See `Host.source`."""
+    async def source(self, job: str) -> JobSource:
+        """See `PageHost.source`."""
         try:
             folder, running, started_s, is_remote = await asyncio.to_thread(self._find, job)
         # An OSError: the folder was removed meanwhile, or is another user's.
         except (UsageError, OSError) as error:
-            raise Refused(str(error), 404) from error
+            raise PageRefused(str(error), 404) from error
         if running:
             # It holds nothing open, so it is made for each request and nobody has to
             # close it when the job ends.
@@ -136,7 +136,7 @@ _LISTED = ("seq", "t_s", "utc", "kind")
 
 
 class RemoteJob:
-    """A job on Kubernetes, see `web.application.Source`. It holds nothing open but while it is asked.
+    """A job on Kubernetes, see `web.application.JobSource`. It holds nothing open but while it is asked.
 
     Requests go the way of the commands. A stream of bytes does not go there, so the page's stream is made here of what
     everybody hears who watches the job: each event by its number, and the panel `now` when something changed.
@@ -145,22 +145,22 @@ class RemoteJob:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    async def panel(self, name: str, query: Mapping[str, str]) -> Answer:
-        """See `Source.panel`."""
+    async def panel(self, name: str, query: Mapping[str, str]) -> PageAnswer:
+        """See `JobSource.panel`."""
         async with client_of(self._folder) as client:
             return answer(await self._ask(client, name, query))
 
-    async def act(self, name: str, arguments: Mapping[str, str], dry: bool) -> Answer:
-        """See `Source.act`. Sent once: what was not answered may have been done."""
+    async def act(self, name: str, arguments: Mapping[str, str], dry: bool) -> PageAnswer:
+        """See `JobSource.act`. Sent once: what was not answered may have been done."""
         body = msgspec.json.encode(arguments).decode()
         try:
             async with client_of(self._folder) as client:
                 return answer(await client.post(f"{API}/act/{name}?dry={int(dry)}", body, repeat=dry))
         except UsageError as error:
-            raise Refused(str(error)) from error
+            raise PageRefused(str(error)) from error
 
     async def stream(self, after: int, ledger: str) -> AsyncGenerator[bytes]:
-        """See `Source.stream`."""
+        """See `JobSource.stream`."""
         yield b"retry: 500\n\n"
         shown: dict[str, Any] = {}
         async with client_of(self._folder) as client:
@@ -181,7 +181,7 @@ class RemoteJob:
                         changed = {k: v for k, v in now.items() if k not in shown or shown[k] != v}
                         shown = now
                         yield frame("delta", msgspec.json.encode(changed))
-            except (UsageError, Refused):
+            except (UsageError, PageRefused):
                 # Without this word a broken stream looks like a job in which nothing happens.
                 yield frame("away", b"{}")
                 return
@@ -191,7 +191,7 @@ class RemoteJob:
         try:
             return await client.get(f"{API}/{name}?{urlencode(query)}")
         except UsageError as error:
-            raise Refused(str(error)) from error
+            raise PageRefused(str(error)) from error
 
 
 PATIENCE_S = 10.0
@@ -207,31 +207,31 @@ def _code(body: bytes) -> str:
 
 
 class RunningJob:
-    """See `web.application.Source`. Every request finds the coordinator anew, so one that moves is followed."""
+    """See `web.application.JobSource`. Every request finds the coordinator anew, so one that moves is followed."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    async def panel(self, name: str, query: Mapping[str, str]) -> Answer:
-        """See `Source.panel`."""
+    async def panel(self, name: str, query: Mapping[str, str]) -> PageAnswer:
+        """See `JobSource.panel`."""
         return await self._ask("GET", f"{API}/{name}?{urlencode(query)}", b"", again=True)
 
-    async def act(self, name: str, arguments: Mapping[str, str], dry: bool) -> Answer:
-        """See `Source.act`. Sent once: what was not answered may have been done."""
+    async def act(self, name: str, arguments: Mapping[str, str], dry: bool) -> PageAnswer:
+        """See `JobSource.act`. Sent once: what was not answered may have been done."""
         path = f"{API}/act/{name}?dry={int(dry)}"
         return await self._ask("POST", path, msgspec.json.encode(arguments), again=dry)
 
     async def code(self, role: str) -> str:
         """A code for the coordinator's own page."""
         found = await self._ask("POST", f"{CODE_PATH}?role={role}", b"", again=True)
-        return decode(_code, found.body, "the coordinator's answer cannot be read", error=Refused)
+        return decode(_code, found.body, "the coordinator's answer cannot be read", error=PageRefused)
 
     async def where(self) -> Endpoint:
-        """The coordinator's address now. Raises Refused."""
+        """The coordinator's address now. Raises PageRefused."""
         deadline = asyncio.get_running_loop().time() + PATIENCE_S
         while (found := await asyncio.to_thread(self._look)) is None:
             if asyncio.get_running_loop().time() > deadline:
-                raise Refused("the coordinator is being started", 503)
+                raise PageRefused("the coordinator is being started", 503)
             await asyncio.sleep(RETRY_S)  # its file tells nobody
         return found
 
@@ -239,7 +239,7 @@ class RunningJob:
         # The address in the folder outlives the coordinator, and another program may listen there now. It would have to
         # prove itself, and does not get as far as that.
         if not jobs.is_running(self._folder):
-            raise Refused(f"the job {self._folder.name} is not running any more", 409)
+            raise PageRefused(f"the job {self._folder.name} is not running any more", 409)
         return read_endpoint(self._folder)
 
     def _token(self) -> str:
@@ -247,9 +247,9 @@ class RunningJob:
             # Read for each request: every start of the job makes a new token.
             return read_stored_word(self._folder / "token", "the running job cannot be reached")
         except (FileNotFoundError, UsageError) as error:
-            raise Refused(str(error), 503) from None
+            raise PageRefused(str(error), 503) from None
 
-    async def _ask(self, method: str, path: str, body: bytes, *, again: bool) -> Answer:
+    async def _ask(self, method: str, path: str, body: bytes, *, again: bool) -> PageAnswer:
         deadline = asyncio.get_running_loop().time() + PATIENCE_S
         while True:
             where = await self.where()
@@ -260,30 +260,30 @@ class RunningJob:
                 ):
                     read = await response.read()
                     if response.status < 400:
-                        return Answer(read)
+                        return PageAnswer(read)
                     # Only this answer says that nothing was done and that another try can work. Any other is
                     # the coordinator's own word.
                     if response.status != 503 or "Retry-After" not in response.headers:
-                        raise Refused(read.decode(errors="replace").strip(), response.status)
-                    error: Exception = Refused("the coordinator hands over", 503)
+                        raise PageRefused(read.decode(errors="replace").strip(), response.status)
+                    error: Exception = PageRefused("the coordinator hands over", 503)
             except (aiohttp.ClientConnectorError, Unproven) as failure:  # nobody heard it
                 error = failure
             except (aiohttp.ClientError, TimeoutError) as failure:
                 # The request may have been carried out while its answer was lost. Sent again, an
                 # action could be done twice.
                 if not again:
-                    raise Refused(
+                    raise PageRefused(
                         "the coordinator did not answer, but the action may have been carried out; check before you "
                         f"try again: {failure}",
                         504,
                     ) from None
                 error = failure
             if asyncio.get_running_loop().time() > deadline:
-                raise Refused(f"the coordinator does not answer: {error}", 503)
+                raise PageRefused(f"the coordinator does not answer: {error}", 503)
             await asyncio.sleep(RETRY_S)
 
     async def stream(self, after: int, ledger: str) -> AsyncGenerator[bytes]:
-        """See `Source.stream`: the coordinator's, byte for byte. It ends with it, and the browser asks for what follows."""
+        """See `JobSource.stream`: the coordinator's, byte for byte. It ends with it, and the browser asks for what follows."""
         where = await self.where()
         path = f"{API}/stream?{urlencode({'after': after, 'ledger': ledger})}"
         try:
@@ -311,7 +311,7 @@ T = TypeVar("T")
 
 
 class EndedJob:
-    """See `web.application.Source`. `close` ends its thread."""
+    """See `web.application.JobSource`. `close` ends its thread."""
 
     def __init__(self, folder: Path) -> None:
         self._path, self._folder = newest_ledger(folder), folder
@@ -319,18 +319,18 @@ class EndedJob:
         self._thread = SideThread("page-reader")
         self._source: PageSource | None = None
 
-    async def panel(self, name: str, query: Mapping[str, str]) -> Answer:
-        """See `Source.panel`."""
+    async def panel(self, name: str, query: Mapping[str, str]) -> PageAnswer:
+        """See `JobSource.panel`."""
         return await (await self._open()).panel(name, query)
 
     async def stream(self, after: int, ledger: str) -> AsyncGenerator[bytes]:
-        """See `Source.stream`: what there is, and then the end."""
+        """See `JobSource.stream`: what there is, and then the end."""
         async for sent in (await self._open()).stream(after, ledger):
             yield sent
 
-    async def act(self, name: str, arguments: Mapping[str, str], dry: bool) -> Answer:
-        """See `Source.act`."""
-        raise Refused("the job is not running, so it cannot be changed", 409)
+    async def act(self, name: str, arguments: Mapping[str, str], dry: bool) -> PageAnswer:
+        """See `JobSource.act`."""
+        raise PageRefused("the job is not running, so it cannot be changed", 409)
 
     def close(self) -> None:
         """Nothing more will be asked."""
@@ -349,14 +349,14 @@ class EndedJob:
             finally:
                 store.close()
         except sqlite3.Error as error:
-            raise Refused(f"the ledger {self._path} cannot be read: {error}", 503) from error
+            raise PageRefused(f"the ledger {self._path} cannot be read: {error}", 503) from error
 
     async def _open(self) -> PageSource:
         if self._source is None:
             if not self._path.is_file():
-                raise Refused(f"the job {self._folder.name} was never started", 404)
+                raise PageRefused(f"the job {self._folder.name} was never started", 404)
             state, last_s = await self._read(_stored)
-            news = News()
+            news = Wakeup()
             self._source = PageSource(
                 read=self._read,
                 state=state,
@@ -375,5 +375,5 @@ def _stored(store: Store) -> tuple[CoreState, float]:
     """The state as the last coordinator left it, and when the ledger ends."""
     state = store.load()
     if state is None:
-        raise Refused("the job was never started", 404)
+        raise PageRefused("the job was never started", 404)
     return state, store.last_t_s()

@@ -11,13 +11,13 @@ from aiohttp import web
 
 from holdfast.coordinator.service.authentication import HeardFirst, first_words, page_refusal
 from holdfast.protocol.network.listener import BACKLOG, Door, head_missing
-from holdfast.web.application import ACTIONS, PANELS, Host, guard, headers_of_page, routes
+from holdfast.web.application import ACTIONS, PANELS, PageHost, guard, headers_of_page, routes
 from holdfast.web.sessions import Sessions
 
 CLOSE_S = 1.0
 
 
-class ClosableHost(Host, Protocol):
+class ClosableHost(PageHost, Protocol):
     """A host that holds something open."""
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ from holdfast.coordinator.kernel.phases import JobPhase
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.service.job_view import build_report
 from holdfast.coordinator.service.ledger import Ledger, Unreadable
-from holdfast.coordinator.service.page import News, PageSource
+from holdfast.coordinator.service.page import PageSource, Wakeup
 from holdfast.coordinator.service.page_host import listed, prepared, readable
 from holdfast.coordinator.service.store import SNAPSHOT, LedgerEntry, Page, ReportedSteps, Store
 from holdfast.engines.jobs import JobFolder
@@ -30,7 +30,7 @@ from holdfast.protocol.messages import StepTold
 from holdfast.tools.simulate.live import LiveCluster
 from holdfast.tools.simulate.machine import BEGIN_S
 from holdfast.tools.simulate.scenario import Scenario
-from holdfast.web.application import ACTIONS, PANELS, Answer, Refused, Source, answer, whole
+from holdfast.web.application import ACTIONS, PANELS, JobSource, PageAnswer, PageRefused, answer, whole
 
 T = TypeVar("T")
 
@@ -76,7 +76,7 @@ class VirtualClock:
 
 
 class SimulatedHost:
-    """See `web.application.Host`: one job, which is simulated. `run` is its time, and `finish` its end."""
+    """See `web.application.PageHost`: one job, which is simulated. `run` is its time, and `finish` its end."""
 
     may_act = True
     more_jobs = 0
@@ -102,7 +102,7 @@ class SimulatedHost:
         self._reached: tuple[float, float, float] = (clock(), self.cluster.now, 1.0)
         self._changed = asyncio.Event()
         self._ledger = self._new_ledger()
-        self._core, self._news = self.cluster.core, News()
+        self._core, self._news = self.cluster.core, Wakeup()
         self._page = self._new_page()
         self._write()
 
@@ -220,7 +220,7 @@ class SimulatedHost:
         await self._close()
         self._folder.put_away()
         self._entries = [x for x in entries if x[0] >= begun_s]
-        self._core, self._news = self.cluster.core, News()
+        self._core, self._news = self.cluster.core, Wakeup()
         self.began_s, self._seq, self._kept_at = self._core.state.began_s, 0, -math.inf
         self._ledger = self._new_ledger()
         self._page = self._new_page()
@@ -252,13 +252,13 @@ class SimulatedHost:
     # ------------------------------------------------------------ the host of the page
 
     async def jobs(self) -> list[dict[str, Any]]:
-        """See `Host.jobs`: this one alone."""
+        """See `PageHost.jobs`: this one alone."""
         return [listed(self._core.state, self.now())]
 
-    async def source(self, job: str) -> Source:
-        """See `Host.source`."""
+    async def source(self, job: str) -> JobSource:
+        """See `PageHost.source`."""
         if job not in ("", self._folder.path.name):
-            raise Refused(f"this is the page of the simulated job {self._folder.path.name} alone", 404)
+            raise PageRefused(f"this is the page of the simulated job {self._folder.path.name} alone", 404)
         return _Simulated(self, self._page)
 
     def close(self) -> None:
@@ -282,12 +282,12 @@ class SimulatedHost:
         }
 
     def map(self, query: Mapping[str, str]) -> dict[str, Any]:
-        """The panel `map`: all of the cluster, or with `?rack=` the nodes of one rack. Raises Refused."""
+        """The panel `map`: all of the cluster, or with `?rack=` the nodes of one rack. Raises PageRefused."""
         rack = whole(query, "rack", None)
         try:
             return self.cluster.map() if rack is None else self.cluster.rack(rack)
         except UsageError as error:
-            raise Refused(str(error), 404) from error
+            raise PageRefused(str(error), 404) from error
 
     def set_speed(self, text: str) -> list[str]:
         """Raises UsageError."""
@@ -325,7 +325,7 @@ class SimulatedHost:
                 self._catch_up()
             told, event = prepared(self._core.state, name, arguments)
         except UsageError as error:
-            raise Refused(str(error)) from error
+            raise PageRefused(str(error)) from error
         if not dry:
             self.cluster.tell([event])
             self._write()
@@ -339,23 +339,23 @@ class SimulatedHost:
 
 
 class _Simulated:
-    """See `web.application.Source`: the job's page, with the map and what may be done to it."""
+    """See `web.application.JobSource`: the job's page, with the map and what may be done to it."""
 
     def __init__(self, host: SimulatedHost, page: PageSource) -> None:
         self._host, self._page = host, page
 
-    async def panel(self, name: str, query: Mapping[str, str]) -> Answer:
-        """See `Source.panel`."""
+    async def panel(self, name: str, query: Mapping[str, str]) -> PageAnswer:
+        """See `JobSource.panel`."""
         if name == "map":
             return answer(self._host.map(query))
         return await self._page.panel(name, query)
 
     def stream(self, after: int, ledger: str) -> AsyncGenerator[bytes]:
-        """See `Source.stream`."""
+        """See `JobSource.stream`."""
         return self._page.stream(after, ledger)
 
-    async def act(self, name: str, arguments: Mapping[str, str], dry: bool) -> Answer:
-        """See `Source.act`."""
+    async def act(self, name: str, arguments: Mapping[str, str], dry: bool) -> PageAnswer:
+        """See `JobSource.act`."""
         try:
             match name:
                 case "strike":
@@ -365,6 +365,6 @@ class _Simulated:
                 case _:
                     return await self._page.act(name, arguments, dry)
         except UsageError as error:
-            raise Refused(str(error)) from error
+            raise PageRefused(str(error)) from error
         t_s = self._host.cluster.now - self._host.began_s
         return answer({"action": name, "dry": dry, "would": told, "command": "", "t_s": round(t_s, 3)})

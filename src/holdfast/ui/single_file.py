@@ -9,7 +9,7 @@ from urllib.parse import urlencode
 import msgspec
 
 from holdfast.protocol.wire.decoding import decode
-from holdfast.web.application import IMPORTS, STYLES, UPLOT, Answer, Refused, Source, file_of
+from holdfast.web.application import IMPORTS, STYLES, UPLOT, JobSource, PageAnswer, PageRefused, file_of
 
 INCIDENTS = 200
 """Incidents of the list, the newest; a file of all would grow with the job."""
@@ -40,8 +40,8 @@ _PANELS: tuple[tuple[str, dict[str, str]], ...] = (
 )
 
 
-async def single_file(source: Source) -> str:
-    """HTML with everything in it. Raises Refused."""
+async def single_file(source: JobSource) -> str:
+    """HTML with everything in it. Raises PageRefused."""
     data: dict[str, Any] = {}
     for name, query in _PANELS:
         data[name] = _read(await source.panel(name, query))
@@ -51,16 +51,16 @@ async def single_file(source: Source) -> str:
         number = str(incident["id"])
         try:
             found = await source.panel("incident", {"id": number})
-        except Refused:
+        except PageRefused:
             # A story that cannot be told must not cost the whole file.
             continue
         data[f"incident?id={number}"] = _read(found)
     return _page(data)
 
 
-def _read(answer: Answer) -> Any:
+def _read(answer: PageAnswer) -> Any:
     return decode(
-        msgspec.json.decode, answer.body, "what the coordinator answers cannot be read", error=Refused
+        msgspec.json.decode, answer.body, "what the coordinator answers cannot be read", error=PageRefused
     )
 
 

@@ -46,7 +46,7 @@ GZIP_BYTES = 4096
 """A shorter answer is as fast as it is."""
 
 
-class Refused(HoldfastError):
+class PageRefused(HoldfastError):
     """What was asked for cannot be given. status: of the HTTP answer."""
 
     def __init__(self, text: str, status: int = 400) -> None:
@@ -55,41 +55,41 @@ class Refused(HoldfastError):
 
 
 @dataclass(frozen=True)
-class Answer:
+class PageAnswer:
     """JSON, and the same compressed if that pays."""
 
     body: bytes
     packed: bytes | None = None
 
 
-class Source(Protocol):
+class JobSource(Protocol):
     """One job."""
 
-    async def panel(self, name: str, query: Mapping[str, str]) -> Answer:
-        """One of PANELS. Raises Refused."""
+    async def panel(self, name: str, query: Mapping[str, str]) -> PageAnswer:
+        """One of PANELS. Raises PageRefused."""
 
     def stream(self, after: int, ledger: str) -> AsyncGenerator[bytes]:
         """Server-sent events after a number of the ledger that is named. It ends where the client is to connect again."""
 
-    async def act(self, name: str, arguments: Mapping[str, str], dry: bool) -> Answer:
-        """One of ACTIONS. dry: only says what would happen. Raises Refused."""
+    async def act(self, name: str, arguments: Mapping[str, str], dry: bool) -> PageAnswer:
+        """One of ACTIONS. dry: only says what would happen. Raises PageRefused."""
 
 
-def answer(value: Any) -> Answer:
+def answer(value: Any) -> PageAnswer:
     """Encodes and compresses: to be called from a thread where the value is large."""
     body = msgspec.json.encode(value)
     # Compressed once and kept with the answer, and not once more for each viewer.
-    return Answer(body, gzip.compress(body, 5) if len(body) > GZIP_BYTES else None)
+    return PageAnswer(body, gzip.compress(body, 5) if len(body) > GZIP_BYTES else None)
 
 
 def whole(query: Mapping[str, str], name: str, default: int | None, most: int = 1 << 53) -> int | None:
-    """A whole number, 0 or more, of a query. Raises Refused."""
+    """A whole number, 0 or more, of a query. Raises PageRefused."""
     text = query.get(name)
     if text is None or text == "":
         return default
     # int() also takes signs, underscores and digits of other scripts, and is slow for a text without a bound.
     if len(text) > 16 or not text.isascii() or not text.isdigit() or int(text) > most:
-        raise Refused(f"{name}: send a whole number from 0 to {most}")
+        raise PageRefused(f"{name}: send a whole number from 0 to {most}")
     return int(text)
 
 
@@ -132,7 +132,7 @@ UPLOT = "static/vendor/uplot-1.6.32/uPlot.iife.min.js"
 STYLES = ("static/vendor/uplot-1.6.32/uPlot.min.css", "static/page.css")
 
 
-class Host(Protocol):
+class PageHost(Protocol):
     """Whose page it is."""
 
     may_act: bool
@@ -140,14 +140,14 @@ class Host(Protocol):
     """Older jobs, which `jobs` has left out."""
 
     async def jobs(self) -> list[dict[str, Any]]:
-        """Of each job that can be opened here: job, state, step, goodput, age_s. Raises Refused."""
+        """Of each job that can be opened here: job, state, step, goodput, age_s. Raises PageRefused."""
 
-    async def source(self, job: str) -> Source:
-        """A job by its name; empty: the one that is shown at first. Raises Refused."""
+    async def source(self, job: str) -> JobSource:
+        """A job by its name; empty: the one that is shown at first. Raises PageRefused."""
 
 
 def routes(
-    host: Host, sessions: Sessions, panels: Collection[str] = PANELS, actions: Collection[str] = ACTIONS
+    host: PageHost, sessions: Sessions, panels: Collection[str] = PANELS, actions: Collection[str] = ACTIONS
 ) -> list[web.RouteDef]:
     """For `web.Application.add_routes`. Who may ask is decided before, see `guard`.
 
@@ -266,7 +266,7 @@ def index_page() -> str:
 
 class _Page:
     def __init__(
-        self, host: Host, sessions: Sessions, panels: Collection[str], actions: Collection[str]
+        self, host: PageHost, sessions: Sessions, panels: Collection[str], actions: Collection[str]
     ) -> None:
         self._host, self._sessions = host, sessions
         self._panels, self._actions = panels, actions
@@ -320,16 +320,16 @@ class _Page:
     async def jobs(self, request: web.Request) -> web.StreamResponse:
         try:
             found = await self._host.jobs()
-        except Refused as error:
+        except PageRefused as error:
             return web.Response(status=error.status, text=f"{error}\n")
         told = {"jobs": found, "more": self._host.more_jobs}
-        return _json(request, Answer(msgspec.json.encode(told)))
+        return _json(request, PageAnswer(msgspec.json.encode(told)))
 
     async def session(self, request: web.Request) -> web.StreamResponse:
         # This only tells the page what to show. `act` decides by itself, whatever a page believes.
         may_act = self._host.may_act and request.get(ROLE) == Role.ACT
         told = {"act": may_act, "map": "map" in self._panels}
-        return _json(request, Answer(msgspec.json.encode(told)))
+        return _json(request, PageAnswer(msgspec.json.encode(told)))
 
     async def panel(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["name"]
@@ -338,10 +338,10 @@ class _Page:
         query = {k: v for k, v in request.query.items() if k != "job"}
         try:
             if name not in self._panels:
-                raise Refused(f"no panel {name!r}: there are {', '.join(self._panels)}", 404)
+                raise PageRefused(f"no panel {name!r}: there are {', '.join(self._panels)}", 404)
             source = await self._host.source(request.query.get("job", ""))
             return _json(request, await source.panel(name, query))
-        except Refused as error:
+        except PageRefused as error:
             return web.Response(status=error.status, text=f"{error}\n")
 
     async def act(self, request: web.Request) -> web.StreamResponse:
@@ -349,23 +349,23 @@ class _Page:
         try:
             name = request.match_info["name"]
             if name not in self._actions:
-                raise Refused(f"no action {name!r}: there are {', '.join(self._actions)}", 404)
+                raise PageRefused(f"no action {name!r}: there are {', '.join(self._actions)}", 404)
             # A request without a role has proven the job's token. It is no browser, and
             # may do what the commands may.
             if not self._host.may_act or request.get(ROLE, Role.ACT) != Role.ACT:
-                raise Refused(
+                raise PageRefused(
                     "this session may look and not act: open the page with `holdfast ui --act`", 403
                 )
             # One byte more than is allowed tells a body that is too long from one of just this length.
             text = await request.content.read(BODY_BYTES + 1)
             if len(text) > BODY_BYTES:
-                raise Refused(f"more than {BODY_BYTES} bytes", 413)
+                raise PageRefused(f"more than {BODY_BYTES} bytes", 413)
             arguments = decode(_arguments.decode, text or b"{}", "the body", most=BODY_BYTES)
             source = await self._host.source(request.query.get("job", ""))
             return _json(request, await source.act(name, arguments, request.query.get("dry") == "1"))
         except Damaged:
             return web.Response(status=400, text="send a JSON object of texts\n")
-        except Refused as error:
+        except PageRefused as error:
             return web.Response(status=error.status, text=f"{error}\n")
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
@@ -377,7 +377,7 @@ class _Page:
         try:
             after = whole({"after": last}, "after", 0) or 0
             source = await self._host.source(request.query.get("job", ""))
-        except Refused as error:
+        except PageRefused as error:
             return web.Response(status=error.status, text=f"{error}\n")
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"}
@@ -404,7 +404,7 @@ class _Page:
         return response
 
 
-def _json(request: web.Request, found: Answer) -> web.Response:
+def _json(request: web.Request, found: PageAnswer) -> web.Response:
     packed = found.packed is not None and "gzip" in request.headers.get("Accept-Encoding", "")
     headers = {"Content-Encoding": "gzip", "Vary": "Accept-Encoding"} if packed else {}
     return web.Response(

@@ -27,7 +27,7 @@ from holdfast.protocol.phases import TimeClass
 _DIVIDED = (TimeClass.PRODUCTIVE, TimeClass.RECOMPUTED)
 
 
-class Start(msgspec.Struct, kw_only=True):
+class LedgerStart(msgspec.Struct, kw_only=True):
     """One start of a job, as its ledger has it."""
 
     state: CoreState
@@ -56,7 +56,7 @@ class Account(msgspec.Struct, kw_only=True):
     """At level 2: committed steps that stayed, as far as the starts after them had gone back."""
 
 
-def summed(earlier: Account, starts: Sequence[Start | None]) -> dict[str, Any]:
+def summed(earlier: Account, starts: Sequence[LedgerStart | None]) -> dict[str, Any]:
     """What `job_view.goodput_of` has, over `earlier` and `starts`, oldest first. None among them: it cannot be read, and so nothing
     is known. starts: their number. elapsed_s: from the beginning of the first to the end of the newest; between_s: the part of
     it that is in no start, and so in no class. ettr: productive_s over elapsed_s."""
@@ -73,7 +73,9 @@ def summed(earlier: Account, starts: Sequence[Start | None]) -> dict[str, Any]:
     return {"starts": account.starts} | shown | _elapsed(account, starts[-1] if starts else None, shown)
 
 
-def _elapsed(account: Account, newest: Start | None, shown: Mapping[str, Any]) -> dict[str, float | None]:
+def _elapsed(
+    account: Account, newest: LedgerStart | None, shown: Mapping[str, Any]
+) -> dict[str, float | None]:
     """The time from the first start on, which has that between two starts. By the clocks of the machines that they ran on."""
     if account.began_utc_s is None or newest is None or newest.began_utc_s is None or shown["wall_s"] is None:
         return {"elapsed_s": None, "between_s": None, "ettr": None}
@@ -88,12 +90,14 @@ def _elapsed(account: Account, newest: Start | None, shown: Mapping[str, Any]) -
     }
 
 
-def forget(earlier: Account, number: int, first: Start | None, later: Sequence[Start | None]) -> Account:
+def forget(
+    earlier: Account, number: int, first: LedgerStart | None, later: Sequence[LedgerStart | None]
+) -> Account:
     """The account with one start more, of this number, whose ledger is about to be removed. later: the starts after it."""
     return msgspec.structs.replace(_with(earlier, first, later), through=number)
 
 
-def _with(account: Account, start: Start | None, later: Sequence[Start | None]) -> Account:
+def _with(account: Account, start: LedgerStart | None, later: Sequence[LedgerStart | None]) -> Account:
     # One that cannot be read makes every sum unknown: a total without it would look too good.
     if start is None:
         return Account(starts=account.starts + 1, through=account.through, known=False)
@@ -115,7 +119,9 @@ def _with(account: Account, start: Start | None, later: Sequence[Start | None]) 
     )
 
 
-def _corrected(start: Start, later: Sequence[Start | None]) -> tuple[dict[str, float], list[TimeClass], int]:
+def _corrected(
+    start: LedgerStart, later: Sequence[LedgerStart | None]
+) -> tuple[dict[str, float], list[TimeClass], int]:
     """A start's classes without what later starts did again, the classes that these hide, and how far it reached."""
     # The state is changed as if the job itself had gone back. It is a copy of the ledger's, which stays.
     state = start.state
@@ -137,7 +143,7 @@ _NOWHERE = "nowhere"
 """No later start went back into this one."""
 
 
-def _went_back_to(state: CoreState, later: Sequence[Start | None]) -> int | str | None:
+def _went_back_to(state: CoreState, later: Sequence[LedgerStart | None]) -> int | str | None:
     """The position in this start that the starts after it went back to. None: nobody knows."""
     trained = [x for x in later if x is None or x.state.membership.number]
     if not trained:

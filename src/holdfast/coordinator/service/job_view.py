@@ -22,22 +22,22 @@ from holdfast.coordinator.service.tally import StepSummary
 from holdfast.coordinator.storage.queries import has_all, how_far
 from holdfast.protocol import units
 from holdfast.protocol.job_view import (
-    Ask,
+    AskView,
     BlameView,
     Goodput,
     HealthView,
     IncidentView,
     JobView,
     Logged,
-    NodeView,
+    NodeRow,
     Pace,
-    Saving,
+    SavingView,
     SlowRank,
     SnapshotView,
     StepCounts,
     TierView,
     TimeShares,
-    WorkerView,
+    WorkerRow,
 )
 from holdfast.protocol.phases import TimeClass
 from holdfast.protocol.snapshots import DurableTier
@@ -132,17 +132,17 @@ def status_head(state: CoreState, now: float, loss: float | None, median_s: floa
     )
 
 
-def _ask(ask: health_state.Ask) -> Ask:
-    return Ask(at_s=ask.at_s, node=ask.node, rule=ask.rule, text=ask.text, incident=ask.incident)
+def _ask(ask: health_state.Ask) -> AskView:
+    return AskView(at_s=ask.at_s, node=ask.node, rule=ask.rule, text=ask.text, incident=ask.incident)
 
 
 def _incident(state: CoreState, incident: Incident) -> IncidentView:
     return incidents.describe(state, incident, IncidentView)
 
 
-def node_row(node: Node) -> NodeView:
+def node_row(node: Node) -> NodeRow:
     """A node in the status."""
-    return NodeView(
+    return NodeRow(
         node=node.name,
         host=node.host,
         place=list(node.place),
@@ -155,10 +155,10 @@ def node_row(node: Node) -> NodeView:
     )
 
 
-def worker_row(state: CoreState, worker: Worker, rank: int | None) -> WorkerView:
+def worker_row(state: CoreState, worker: Worker, rank: int | None) -> WorkerRow:
     """A worker in the status. rank: None: it is no member."""
     restoring = is_restoring(state, worker)
-    return WorkerView(
+    return WorkerRow(
         worker=worker.name,
         node=worker.node,
         rank=rank,
@@ -222,7 +222,7 @@ def is_restoring(state: CoreState, worker: Worker) -> bool:
     return worker.joined_generation < state.membership.number and not trains
 
 
-def saving(state: CoreState, now: float) -> Saving:
+def saving(state: CoreState, now: float) -> SavingView:
     """What is saved where, and how old it is."""
     complete = [s for s in state.storage.snapshots if s.complete]
     newest = max(complete, key=lambda s: (s.step, s.generation), default=None)
@@ -238,7 +238,7 @@ def saving(state: CoreState, now: float) -> Saving:
             age_s=round(now - complete_s, 3),
         )
     tiers = [_tier(state, tier.url, now) for tier in state.spec.saving.tiers]
-    return Saving(snapshot=snapshot, skipped=state.storage.skipped, tiers=tiers)
+    return SavingView(snapshot=snapshot, skipped=state.storage.skipped, tiers=tiers)
 
 
 def _tier(state: CoreState, url: str, now: float) -> TierView:

@@ -49,7 +49,7 @@ UNITS = frozenset({"seconds", "bytes", "ratio", "celsius", "watts"})
 """Units that a figure may have. By Prometheus' rules they are base units, in the plural, at the end of the name."""
 
 
-class Figures(Collector):
+class Scrape(Collector):
     """What is known at one moment. Made on the loop that changes the state, and encoded wherever there is time."""
 
     def __init__(
@@ -105,7 +105,7 @@ class Figures(Collector):
 def metrics_text(state: CoreState, tally: Tally, now: float, writable: bool = True) -> bytes:
     """The figures in Prometheus' text format."""
     index = Index(state.membership, state.spec.nproc)
-    return Figures(state, index, tally, now, writable).encode()[0]
+    return Scrape(state, index, tally, now, writable).encode()[0]
 
 
 def _families(state: CoreState, tally: Tally, now: float) -> Iterator[Metric]:

@@ -24,7 +24,7 @@ from holdfast.observe.incident_report import AROUND_S, story
 from holdfast.observe.printable import printable
 from holdfast.protocol.verified import samples_shown, verified
 from holdfast.web import views
-from holdfast.web.application import Answer, Refused, answer, frame, whole
+from holdfast.web.application import PageAnswer, PageRefused, answer, frame, whole
 from holdfast.web.story import BOOKMARK_EVERY, Story
 from holdfast.web.views import cost
 
@@ -58,13 +58,13 @@ STEPS_SOUGHT = 50
 """Findings whose step is looked for in one look."""
 
 
-class Reader(Protocol):
+class LedgerReader(Protocol):
     """Reads the ledger on a thread, one thing after the other."""
 
     def __call__(self, what: Callable[[Store], T], /) -> Awaitable[T]: ...
 
 
-class News:
+class Wakeup:
     """Wakes all who wait for something to happen to the job."""
 
     def __init__(self) -> None:
@@ -93,16 +93,16 @@ class News:
 
 
 class PageSource:
-    """See `web.application.Source`."""
+    """See `web.application.JobSource`."""
 
     def __init__(
         self,
         *,
-        read: Reader,
+        read: LedgerReader,
         state: CoreState,
         index: Index,
         clock: Callable[[], float],
-        news: News,
+        news: Wakeup,
         job_dir: Path,
         live: bool,
         trouble: Callable[[], str | None] = lambda: None,
@@ -124,12 +124,12 @@ class PageSource:
         self._looking, self._taking = asyncio.Lock(), asyncio.Lock()
         self._filling: asyncio.Task[None] | None = None
         self._recent: dict[str, Any] | None = None
-        self._cache: dict[tuple[Any, ...], tuple[float, int, Answer]] = {}
+        self._cache: dict[tuple[Any, ...], tuple[float, int, PageAnswer]] = {}
 
     # ------------------------------------------------------------ panels
 
-    async def panel(self, name: str, query: Mapping[str, str]) -> Answer:
-        """See `Source.panel`."""
+    async def panel(self, name: str, query: Mapping[str, str]) -> PageAnswer:
+        """See `JobSource.panel`."""
         await self._look(whole=name not in ("now", "ranks", "log", "series"))
         loop = asyncio.get_running_loop()
         key = (name, *sorted(query.items()))
@@ -145,7 +145,7 @@ class PageSource:
         self._cache[key] = loop.time(), self._story.seq, made
         return made
 
-    async def _make(self, name: str, query: Mapping[str, str]) -> Answer:
+    async def _make(self, name: str, query: Mapping[str, str]) -> PageAnswer:
         if name == "ranks":
             # Made in pieces on the loop, which owns the state. Sorting and encoding need no
             # state, and go to the thread.
@@ -153,7 +153,7 @@ class PageSource:
             first, count = whole(query, "first", 0) or 0, min(500, whole(query, "count", 60) or 60)
             chosen = query.get("q", "")[:200]
 
-            def table(_: Store) -> Answer:
+            def table(_: Store) -> PageAnswer:
                 rows.sort(key=job_view.by_urgency)
                 return answer(views.ranks(rows, chosen, first, count))
 
@@ -162,7 +162,7 @@ class PageSource:
             # By a worker's name and never by a path: a viewer can only choose among the job's own logs.
             path = self._log_of(query.get("worker", ""))
             if not path:
-                raise Refused("no such worker", 404)
+                raise PageRefused("no such worker", 404)
             return await self._read(lambda _: answer(worker_output.tail(self._job_dir, path)))
         if name == "incident":
             return await self._incident(whole(query, "id", None))
@@ -184,13 +184,13 @@ class PageSource:
         # The core forgets workers that have ended, and their logs stay.
         return known.log if known is not None else worker_output.usual_log(self._job_dir, worker)
 
-    async def _incident(self, number: int | None) -> Answer:
+    async def _incident(self, number: int | None) -> PageAnswer:
         story = self._story
         known = story.incidents.get(number) if number is not None else None
         if known is None and number is not None and 0 < number <= story.newest:
             known = (await self._older([number])).get(number)
         if known is None:
-            raise Refused(
+            raise PageRefused(
                 f"this job does not have an incident {number}: it has {story.forgotten + len(story.incidents)}",
                 404,
             )
@@ -201,7 +201,7 @@ class PageSource:
         lives = self._live and worker is not None and worker.phase is not WorkerPhase.GONE
         log = struck.log or self._log_of(struck.worker)
 
-        def told(store: Store) -> Answer:
+        def told(store: Store) -> PageAnswer:
             output = _output(self._job_dir, struck.worker, log, begun_utc_s, lives)
             return answer(_incident_told(store, story, one) | {"output": output})
 
@@ -263,7 +263,7 @@ class PageSource:
             case "lines":
                 return views.lines(story)
             case _:
-                raise Refused(f"no panel {name!r}", 404)
+                raise PageRefused(f"no panel {name!r}", 404)
 
     async def _look(self, whole: bool = True) -> None:
         """Takes in what the ledger has, and the facts of this moment; one look for all who ask at once.
@@ -320,7 +320,7 @@ class PageSource:
     # ------------------------------------------------------------ the stream
 
     async def stream(self, after: int, ledger: str) -> AsyncGenerator[bytes]:
-        """See `Source.stream`. A slow viewer is behind in the ledger and nowhere else: nothing is queued for it."""
+        """See `JobSource.stream`. A slow viewer is behind in the ledger and nowhere else: nothing is queued for it."""
         # Browsers wait for seconds by their own choice, and a coordinator that follows is there in less.
         yield b"retry: 500\n\n"
         await self._look()
@@ -370,10 +370,10 @@ class PageSource:
             return []
         return await self._read(lambda store: _frames_after(store, after, BATCH))
 
-    async def act(self, name: str, arguments: Mapping[str, str], dry: bool) -> Answer:
-        """See `Source.act`."""
+    async def act(self, name: str, arguments: Mapping[str, str], dry: bool) -> PageAnswer:
+        """See `JobSource.act`."""
         if self._act is None:
-            raise Refused("the job has ended: nothing of it can be changed", 409)
+            raise PageRefused("the job has ended: nothing of it can be changed", 409)
         return answer(await self._act(name, arguments, dry))
 
 
@@ -534,7 +534,7 @@ def _place_findings(store: Store, told: Story) -> None:
 
 def _series(store: Store, query: Mapping[str, str]) -> dict[str, Any]:
     """Curves, see `rollups.series`, and the names of what the script logged. With `?figure=NAME` the curve of that one instead,
-    see `rollups.figure_series`: one at a time, so that a page asks for those that are looked at. Raises Refused."""
+    see `rollups.figure_series`: one at a time, so that a page asks for those that are looked at. Raises PageRefused."""
     first, last = whole(query, "from", 0) or 0, whole(query, "to", None)
     points = max(2, whole(query, "points", 2000, most=2000) or 2000)
     names, name = store.figure_names(), query.get("figure")
@@ -542,7 +542,7 @@ def _series(store: Store, query: Mapping[str, str]) -> dict[str, Any]:
     if name is None:
         return found | {"columns": store.series(first, last, points)}
     if name not in names:
-        raise Refused(
+        raise PageRefused(
             f"this job has not logged a value named {name[:64]!r}; logged names: {', '.join(names) or 'none'}",
             404,
         )

@@ -15,7 +15,7 @@ from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.membership import resize
 from holdfast.coordinator.service.decision_loop import DecisionLoop
 from holdfast.coordinator.service.ledger import Ledger, Unreadable
-from holdfast.coordinator.service.page import News, PageSource
+from holdfast.coordinator.service.page import PageSource, Wakeup
 from holdfast.coordinator.service.store import Store
 from holdfast.coordinator.service.watchers import Watchers
 from holdfast.errors import UsageError
@@ -23,14 +23,14 @@ from holdfast.observe.dashboard import job_word
 from holdfast.protocol import units
 from holdfast.protocol.engine_orders import NodeGoing
 from holdfast.protocol.notices import NoticeCause
-from holdfast.web.application import Refused, Source, routes
+from holdfast.web.application import JobSource, PageRefused, routes
 from holdfast.web.sessions import CODE_PATH, Role, Sessions
 
 T = TypeVar("T")
 
 
 class CoordinatorPage:
-    """See `web.application.Host`."""
+    """See `web.application.PageHost`."""
 
     may_act = True
     more_jobs = 0
@@ -44,7 +44,7 @@ class CoordinatorPage:
         job_dir: Path,
         sessions: Sessions,
     ) -> None:
-        self.sessions, self.news = sessions, News()
+        self.sessions, self.news = sessions, Wakeup()
         self._loop, self._ledger, self._job_dir = loop, ledger_file, job_dir
         # By the call that wakes the watchers: the page hears of all that they hear of, and polls nothing.
         watchers.also = self.news.tell
@@ -55,14 +55,16 @@ class CoordinatorPage:
         return [web.post(CODE_PATH, self._code), *routes(self, self.sessions)]
 
     async def jobs(self) -> list[dict[str, Any]]:
-        """See `Host.jobs`: this one alone."""
+        """See `PageHost.jobs`: this one alone."""
         return [listed(self._loop.core.state, self._loop.clock())]
 
-    async def source(self, job: str) -> Source:
-        """See `Host.source`."""
+    async def source(self, job: str) -> JobSource:
+        """See `PageHost.source`."""
         state = self._loop.core.state
         if job not in ("", state.spec.name):
-            raise Refused(f"this is the page of the job {state.spec.name}: run `holdfast ui` for others", 404)
+            raise PageRefused(
+                f"this is the page of the job {state.spec.name}: run `holdfast ui` for others", 404
+            )
         # Made for the first viewer: a job that nobody looks at keeps no story.
         if self._source is None:
             self._source = PageSource(
@@ -92,7 +94,7 @@ class CoordinatorPage:
 
 
 def listed(state: CoreState, now: float) -> dict[str, Any]:
-    """A job that runs in the list of jobs; see `Host.jobs`."""
+    """A job that runs in the list of jobs; see `PageHost.jobs`."""
     return {
         "job": state.spec.name,
         "state": job_word(state.membership.phase.value, state.membership.outcome),
@@ -104,11 +106,11 @@ def listed(state: CoreState, now: float) -> dict[str, Any]:
 
 
 async def readable(reading: Awaitable[T]) -> T:
-    """What was read of the ledger. Raises Refused."""
+    """What was read of the ledger. Raises PageRefused."""
     try:
         return await reading
     except Unreadable as error:
-        raise Refused(str(error), 503) from error
+        raise PageRefused(str(error), 503) from error
 
 
 REASON = "requested on the page"
@@ -121,17 +123,19 @@ class PageActions:
         self._loop, self._ledger = loop, ledger_file
 
     async def act(self, name: str, arguments: Mapping[str, str], dry: bool) -> dict[str, Any]:
-        """See `Source.act`. Raises Refused."""
+        """See `JobSource.act`. Raises PageRefused."""
         state = self._loop.core.state
         try:
             # For a dry run, too: what a look promises is what would be accepted.
             told, event = prepared(state, name, arguments)
         except UsageError as error:
-            raise Refused(str(error)) from error
+            raise PageRefused(str(error)) from error
         if not dry:
             # A change that cannot be written would be carried out much later, when nobody expects it.
             if self._ledger.why is not None:
-                raise Refused(f"the ledger cannot be written ({self._ledger.why}): nothing was changed", 503)
+                raise PageRefused(
+                    f"the ledger cannot be written ({self._ledger.why}): nothing was changed", 503
+                )
             await self._loop.effect(event)
         return {
             "action": name,

@@ -17,7 +17,7 @@ from holdfast.coordinator.service.decision_loop import DecisionLoop
 from holdfast.coordinator.service.drain import FAREWELL_S
 from holdfast.coordinator.service.job_view import build_report
 from holdfast.coordinator.service.ledger import Ledger, Unreadable
-from holdfast.coordinator.service.metrics import Figures, Readings
+from holdfast.coordinator.service.metrics import Readings, Scrape
 from holdfast.coordinator.service.store import KEEPERS, News, Page, Store
 from holdfast.coordinator.service.tally import Tally
 from holdfast.coordinator.service.watchers import Watcher, Watchers, announcement
@@ -172,7 +172,7 @@ class Routes:
             pass
         writable = self._ledger.why is None
         core, clock = self._loop.core, self._loop.clock
-        figures = Figures(core.state, core.index, self._tally, clock(), writable, self._readings)
+        figures = Scrape(core.state, core.index, self._tally, clock(), writable, self._readings)
         body, content_type = await asyncio.to_thread(figures.encode, request.headers.get("Accept", ""))
         return await _in_pieces(request, body, content_type)
 

@@ -27,7 +27,7 @@ from holdfast.coordinator.service import job_view
 from holdfast.coordinator.service.ledger import Unreadable
 from holdfast.coordinator.service.store import LedgerEntry, Store
 from holdfast.protocol.engine_orders import EngineOrder, as_announced, kind_of
-from holdfast.protocol.job_view import CHANGED, COMMON, HEAD, WHOLE, NodeView, ViewChange
+from holdfast.protocol.job_view import CHANGED, COMMON, HEAD, WHOLE, NodeRow, ViewChange
 from holdfast.protocol.messages import Generation
 
 ROWS_AT_ONCE = 100
@@ -46,12 +46,12 @@ class _Row(NamedTuple):
     encoded: bytes
 
 
-class _Whole(NamedTuple):
+class _Moment(NamedTuple):
     """The status at one moment: what `StatusFeed` has, and replaces but never changes."""
 
     head: dict[str, Any]
     common: int | None
-    nodes: list[tuple[NodeView, bytes]]
+    nodes: list[tuple[NodeRow, bytes]]
     workers: list[_Row]
 
     def announcement(self) -> bytes:
@@ -77,7 +77,7 @@ class StatusFeed:
         self._state, self._clock = state, clock
         self._head: dict[str, Any] = {}
         self._common: int | None = None
-        self._nodes: dict[str, tuple[NodeView, bytes]] = {}
+        self._nodes: dict[str, tuple[NodeRow, bytes]] = {}
         self._workers: dict[str, _Row] = {}
         self._members: Generation | None = None
         self._ranks: dict[str, int] = {}
@@ -118,8 +118,8 @@ class StatusFeed:
         await self.look()
         return await asyncio.to_thread(self._now().page)
 
-    def _now(self) -> _Whole:
-        return _Whole(self._head, self._common, list(self._nodes.values()), list(self._workers.values()))
+    def _now(self) -> _Moment:
+        return _Moment(self._head, self._common, list(self._nodes.values()), list(self._workers.values()))
 
     async def _number_members(self) -> None:
         generation = self._state.membership.generation
