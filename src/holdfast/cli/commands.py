@@ -10,7 +10,7 @@ from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from holdfast import plugins
 from holdfast.cli.placed import give_places
@@ -71,8 +71,10 @@ def _made(name: str, found: Any, **settings: Any) -> Any:
     if isinstance(found, typer.Typer):
         give_places(found)
         return typer.main.get_group(found)
-    if not callable(found) or hasattr(found, "make_context"):
+    if isinstance(found, TyperCommand | TyperGroup):
         return found
+    if not callable(found):
+        raise TypeError("neither a function nor an app of Typer")
     alone = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
     alone.command(name, context_settings=settings)(found)
     give_places(alone)
