@@ -22,7 +22,7 @@ from bench.stragglers.noises import NOISES
 from bench.stragglers.simulate import WINDOW_STEPS, quiet, slowed
 from holdfast.health.stragglers import Stragglers
 from holdfast.protocol.phases import BLOCK_STEPS, Phase
-from holdfast.train.step_timing import StepTimer
+from holdfast.train.step_report import StepTimer
 
 WIDTH = 100
 REPEATS = 7

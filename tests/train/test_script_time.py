@@ -1,5 +1,6 @@
 """For how long the script has a worker between two steps: measured by the worker, told with each commit."""
 
+import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -7,7 +8,7 @@ import torch
 
 import holdfast as hf
 from holdfast.protocol import messages as m
-from holdfast.train import step_timing
+from holdfast.train import step_report
 
 
 class Clock:
@@ -19,6 +20,8 @@ class Clock:
     def perf_counter(self):
         return self.now
 
+    monotonic = staticmethod(time.monotonic)
+
 
 def tells(told, send, message):
     if isinstance(message, m.Progress):
@@ -28,7 +31,7 @@ def tells(told, send, message):
 
 def test_what_the_script_does_between_steps_and_does_not_announce(monkeypatch):
     clock, told = Clock(), []
-    monkeypatch.setattr(step_timing, "time", clock)
+    monkeypatch.setattr(step_report, "time", clock)
 
     def main(run):
         model = torch.nn.Linear(1, 1)
@@ -38,7 +41,7 @@ def test_what_the_script_does_between_steps_and_does_not_announce(monkeypatch):
             link = run._replica.link
             if not told:
                 monkeypatch.setattr(link, "send", partial(tells, told, link.send))
-                monkeypatch.setattr("holdfast.train.progress_report.PROGRESS_EVERY_S", 0.0)
+                monkeypatch.setattr("holdfast.train.step_report.PROGRESS_EVERY_S", 0.0)
             clock.now += 0.5  # before the step
             with step:
                 clock.now += 10.0  # the step itself is no time of the script's own
@@ -56,8 +59,8 @@ def test_what_the_script_does_between_steps_and_does_not_announce(monkeypatch):
 
 def test_another_generation_counts_from_its_beginning(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(step_timing, "time", clock)
-    report = step_timing.PhaseReport(SimpleNamespace(page=None), None)
+    monkeypatch.setattr(step_report, "time", clock)
+    report = step_report.PhaseReport(SimpleNamespace(page=None), None)
     report.leave()
     clock.now = 3.0
     report.take()

@@ -23,7 +23,7 @@ from holdfast.protocol.phases import BLOCK_STEPS, MOST_GROUPS, GroupReading, Pha
 from holdfast.train.faults import FaultPlan
 from holdfast.train.link import Link
 from holdfast.train.script import hold_process_groups
-from holdfast.train.step_timing import mean_without_longest
+from holdfast.train.step_report import mean_without_longest
 
 PROGRESS_EVERY_S = 0.05
 

@@ -26,12 +26,11 @@ from holdfast.train.held_state import HeldState
 from holdfast.train.link import Link
 from holdfast.train.peer_transfer import Endpoint
 from holdfast.train.place import Place, Seat
-from holdfast.train.progress_report import CommittedStep, ProgressReport
 from holdfast.train.reduction import Gradients
 from holdfast.train.replay import put_aside
 from holdfast.train.state_image import Protected
+from holdfast.train.step_report import CommittedStep, PhaseReport, ProgressReport
 from holdfast.train.step_sum import summed
-from holdfast.train.step_timing import PhaseReport
 
 if TYPE_CHECKING:
     from holdfast.train.control_channel import Word

@@ -17,9 +17,9 @@ from holdfast.errors import GradientsDiffer, NonFiniteGradient, UsageError
 from holdfast.protocol.phases import Phase
 from holdfast.tensors import staging
 from holdfast.train.exact import ExactSum
-from holdfast.train.progress_report import CommittedStep
 from holdfast.train.replay import Replay, replay_of
 from holdfast.train.replica import Replica, Stage, Transaction
+from holdfast.train.step_report import CommittedStep
 
 if TYPE_CHECKING:
     from holdfast.train.control_channel import Word

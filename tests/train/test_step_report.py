@@ -5,14 +5,14 @@ import math
 import pytest
 
 from holdfast.protocol.phases import BLOCK_STEPS, Phase
-from holdfast.train import step_timing
-from holdfast.train.step_timing import StepTimer
+from holdfast.train import step_report
+from holdfast.train.step_report import StepTimer
 
 
 @pytest.fixture
 def clock(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(step_timing, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(step_report, "perf_counter", lambda: now[0])
     return now
 
 
@@ -91,7 +91,7 @@ def test_the_rank_whose_vote_comes_last_is_told(clock):
 
 def test_what_a_replica_does_together_is_waiting(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("holdfast.train.step_timing.perf_counter", lambda: now[0])
+    monkeypatch.setattr("holdfast.train.step_report.perf_counter", lambda: now[0])
     timer = StepTimer()
     block = None
     for step in range(5):
