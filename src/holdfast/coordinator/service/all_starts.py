@@ -1,5 +1,5 @@
-"""The starts of a job (each a `holdfast run`): the goodput over all of them, from the state that each left in its ledger, and
-what was asked for differently from one to the next.
+"""The starts of a job (each a `holdfast run`): the goodput of one and over all of them, from the state that each left in its
+ledger, and what was asked for differently from one to the next.
 
 A start's own account calls the steps productive that stayed in it. Where the next start went on before they ended, they
 were done again: so the accounts are not simply added.
@@ -18,11 +18,24 @@ import msgspec
 
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.membership import step_accounting, wall_time
-from holdfast.coordinator.service import job_view
 from holdfast.coordinator.service.store import Store, newest_ledger
 from holdfast.errors import HoldfastError
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.phases import TimeClass
+
+_STEPS = (
+    TimeClass.COMPUTED,
+    TimeClass.PRODUCTIVE,
+    TimeClass.RECOMPUTED,
+    TimeClass.SLOW_RANKS,
+    TimeClass.DATA_WAIT,
+    TimeClass.SNAPSHOT_STALL,
+    TimeClass.FEWER_WORKERS,
+    TimeClass.IDLE_DIVISION,
+)
+
+DIGITS = 6
+"""Of seconds: the classes, each rounded by itself, still add up to the wall time to a millisecond."""
 
 _DIVIDED = (TimeClass.PRODUCTIVE, TimeClass.RECOMPUTED)
 
@@ -67,7 +80,7 @@ def summed(earlier: Account, starts: Sequence[LedgerStart | None]) -> dict[str, 
     unknown = [kind for kind in TimeClass if kind in account.unknown]
     if not account.known:
         found, unknown = {}, list(TimeClass)
-    shown = job_view.goodput_totals(found, unknown)
+    shown = goodput_totals(found, unknown)
     # Of a start that cannot be read not even the length is known, so there is no wall time of all.
     shown |= {} if account.known else {"wall_s": None}
     return {"starts": account.starts} | shown | _elapsed(account, starts[-1] if starts else None, shown)
@@ -84,8 +97,8 @@ def _elapsed(
     elapsed_s = max(end_s - account.began_utc_s, shown["wall_s"])
     productive_s = shown["productive_s"]
     return {
-        "elapsed_s": round(elapsed_s, job_view.DIGITS),
-        "between_s": round(elapsed_s - shown["wall_s"], job_view.DIGITS),
+        "elapsed_s": round(elapsed_s, DIGITS),
+        "between_s": round(elapsed_s - shown["wall_s"], DIGITS),
         "ettr": None if productive_s is None else round(productive_s / max(elapsed_s, 1e-9), 4),
     }
 
@@ -130,7 +143,7 @@ def _corrected(
     if isinstance(back, int):
         wall_time.went_back(state, back)
     found = {kind.value: s for kind, s in wall_time.classes(state, start.now).items()}
-    unknown = job_view.unknown_of(state, start.now)
+    unknown = unknown_classes(state, wall_time.classes(state, start.now))
     if back is None and TimeClass.PRODUCTIVE in found:
         found[TimeClass.COMPUTED] = sum(found.pop(kind, 0.0) for kind in _DIVIDED)
         unknown = [*unknown, *_DIVIDED]
@@ -173,7 +186,49 @@ def _of_its_states(state: CoreState, later: Sequence[CoreState]) -> int | str | 
     return lowest
 
 
+def goodput_totals(found: dict[TimeClass, float], unknown: list[TimeClass]) -> dict[str, Any]:
+    """The fields of `Goodput` of an account, but for `recent`. unknown: classes whose time cannot be told from that of others."""
+    recomputed_s = _known(found, unknown, TimeClass.RECOMPUTED)
+    silent = TimeClass.PRODUCTIVE in unknown and TimeClass.COMPUTED not in found
+    computed_s = None if silent else sum(found.get(kind, 0.0) for kind in _STEPS)
+    return time_shares(found, unknown) | {
+        "recomputed_s": _rounded(recomputed_s),
+        "computed_s": _rounded(computed_s),
+        "unknown": [kind.value for kind in unknown],
+    }
+
+
+def time_shares(found: dict[TimeClass, float], unknown: list[TimeClass]) -> dict[str, Any]:
+    """The fields of `protocol.job_view.TimeShares`."""
+    wall_s = sum(found.values())
+    productive_s = _known(found, unknown, TimeClass.PRODUCTIVE)
+    return {
+        "wall_s": round(wall_s, DIGITS),
+        "productive_s": _rounded(productive_s),
+        "share": None if productive_s is None else round(productive_s / max(wall_s, 1e-9), 4),
+        "classes": {kind.value: round(seconds, DIGITS) for kind, seconds in found.items()},
+    }
+
+
+def unknown_classes(state: CoreState, found: dict[TimeClass, float]) -> list[TimeClass]:
+    """Classes whose time, or a part of it, cannot be told from that of others."""
+    if TimeClass.UNEXPLAINED in found:
+        return [TimeClass.START, TimeClass.PRODUCTIVE, TimeClass.RECOMPUTED, TimeClass.RESTART]
+    if wall_time.is_divided(state):
+        return []
+    return [TimeClass.PRODUCTIVE, TimeClass.RECOMPUTED]
+
+
+def _known(found: dict[TimeClass, float], unknown: list[TimeClass], kind: TimeClass) -> float | None:
+    return None if kind in unknown else found.get(kind, 0.0)
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, DIGITS)
+
+
 SHOWN = 10
+
 _NOT_ASKED_FOR = frozenset({"name"})
 
 

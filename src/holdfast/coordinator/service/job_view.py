@@ -18,6 +18,7 @@ from holdfast.coordinator.kernel.membership_state import Blame, Node, Worker
 from holdfast.coordinator.kernel.phases import JobPhase, NodePhase, WorkerPhase
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.membership import pace, queries, resize, wall_time
+from holdfast.coordinator.service.all_starts import goodput_totals, time_shares, unknown_classes
 from holdfast.coordinator.service.tally import StepSummary
 from holdfast.coordinator.storage.queries import has_all, how_far
 from holdfast.protocol import units
@@ -39,7 +40,6 @@ from holdfast.protocol.job_view import (
     TimeShares,
     WorkerRow,
 )
-from holdfast.protocol.phases import TimeClass
 from holdfast.protocol.snapshots import DurableTier
 
 SCHEMA = 1
@@ -317,74 +317,14 @@ def logged(state: CoreState) -> dict[str, Logged]:
     return {name: Logged(step=step, value=value) for name, (step, value) in state.membership.figures.items()}
 
 
-_STEPS = (
-    TimeClass.COMPUTED,
-    TimeClass.PRODUCTIVE,
-    TimeClass.RECOMPUTED,
-    TimeClass.SLOW_RANKS,
-    TimeClass.DATA_WAIT,
-    TimeClass.SNAPSHOT_STALL,
-    TimeClass.FEWER_WORKERS,
-    TimeClass.IDLE_DIVISION,
-)
-
-DIGITS = 6
-"""Of seconds: the classes, each rounded by itself, still add up to the wall time to a millisecond."""
-
-
 def goodput_of(state: CoreState, now: float) -> Goodput:
     """Over all starts of the job's workers."""
     recent = wall_time.recent(state, now)
     found = wall_time.classes(state, now)
     return Goodput(
-        **goodput_totals(found, _unknown(state, found)),
-        recent=TimeShares(**_shares(recent, _unknown(state, recent))),
+        **goodput_totals(found, unknown_classes(state, found)),
+        recent=TimeShares(**time_shares(recent, unknown_classes(state, recent))),
     )
-
-
-def goodput_totals(found: dict[TimeClass, float], unknown: list[TimeClass]) -> dict[str, Any]:
-    """The fields of `Goodput` of an account, but for `recent`. unknown: classes whose time cannot be told from that of others."""
-    recomputed_s = _known(found, unknown, TimeClass.RECOMPUTED)
-    silent = TimeClass.PRODUCTIVE in unknown and TimeClass.COMPUTED not in found
-    computed_s = None if silent else sum(found.get(kind, 0.0) for kind in _STEPS)
-    return _shares(found, unknown) | {
-        "recomputed_s": _rounded(recomputed_s),
-        "computed_s": _rounded(computed_s),
-        "unknown": [kind.value for kind in unknown],
-    }
-
-
-def unknown_of(state: CoreState, now: float) -> list[TimeClass]:
-    """`Goodput.unknown`."""
-    return _unknown(state, wall_time.classes(state, now))
-
-
-def _shares(found: dict[TimeClass, float], unknown: list[TimeClass]) -> dict[str, Any]:
-    wall_s = sum(found.values())
-    productive_s = _known(found, unknown, TimeClass.PRODUCTIVE)
-    return {
-        "wall_s": round(wall_s, DIGITS),
-        "productive_s": _rounded(productive_s),
-        "share": None if productive_s is None else round(productive_s / max(wall_s, 1e-9), 4),
-        "classes": {kind.value: round(seconds, DIGITS) for kind, seconds in found.items()},
-    }
-
-
-def _unknown(state: CoreState, found: dict[TimeClass, float]) -> list[TimeClass]:
-    """Classes whose time, or a part of it, cannot be told from that of others."""
-    if TimeClass.UNEXPLAINED in found:
-        return [TimeClass.START, TimeClass.PRODUCTIVE, TimeClass.RECOMPUTED, TimeClass.RESTART]
-    if wall_time.is_divided(state):
-        return []
-    return [TimeClass.PRODUCTIVE, TimeClass.RECOMPUTED]
-
-
-def _known(found: dict[TimeClass, float], unknown: list[TimeClass], kind: TimeClass) -> float | None:
-    return None if kind in unknown else found.get(kind, 0.0)
-
-
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, DIGITS)
 
 
 def build_report(
