@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from bench.processes import Group
-from holdfast.kubernetes.client.api import Api, ApiError, NoAnswer
+from holdfast.kubernetes.client.api import Api, ApiError, NoApiAnswer
 
 PROGRAMS = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kwok")
 READY_S = 180.0
@@ -130,7 +130,7 @@ class Plane:
                 try:
                     await api.get("/api/v1/namespaces/default")
                     return
-                except (ApiError, NoAnswer):
+                except (ApiError, NoApiAnswer):
                     await asyncio.sleep(0.2)
 
     def _spawn(self, program: str, *options: str) -> subprocess.Popen[bytes]:

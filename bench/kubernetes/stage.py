@@ -19,7 +19,7 @@ from rich.table import Table
 
 from bench.kubernetes.plane import Plane
 from holdfast.kubernetes import names
-from holdfast.kubernetes.client.api import Api, ApiError, NoAnswer
+from holdfast.kubernetes.client.api import Api, ApiError, NoApiAnswer
 from holdfast.kubernetes.client.informer import Informer
 from holdfast.kubernetes.objects.resource import API_VERSION, KIND, job_path
 
@@ -224,7 +224,7 @@ class Stage:
             while True:
                 try:
                     return await request(*given)
-                except NoAnswer:
+                except NoApiAnswer:
                     continue
 
     def row(

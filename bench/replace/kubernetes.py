@@ -254,11 +254,11 @@ async def _replace(api: Any, home: Path, name: str) -> tuple[Replaced, float]:
 
 async def _made(api: Any, path: str) -> float:
     """When there is such an object: up to 0.02 s late."""
-    from holdfast.kubernetes.client.api import ApiError, NoAnswer
+    from holdfast.kubernetes.client.api import ApiError, NoApiAnswer
 
     async with asyncio.timeout(LIMIT_S):
         while True:
-            with suppress(ApiError, NoAnswer):
+            with suppress(ApiError, NoApiAnswer):
                 await api.get(path)
                 return time.time()
             await asyncio.sleep(0.02)

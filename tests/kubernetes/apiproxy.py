@@ -25,7 +25,7 @@ from aiohttp import web
 from realkube import LEASE, no_operator
 from yarl import URL
 
-from holdfast.kubernetes.client.api import Api, ApiError, NoAnswer
+from holdfast.kubernetes.client.api import Api, ApiError, NoApiAnswer
 
 PORT = 16543
 _PASSED_ON = ("Authorization", "Content-Type", "Accept")
@@ -245,7 +245,7 @@ class ProxiedOperator:
 
     async def _start(self) -> None:
         # As if its time were over. Fifteen seconds for each of many kills prove nothing more.
-        with suppress(ApiError, NoAnswer):
+        with suppress(ApiError, NoApiAnswer):
             lease = await self._api.get(LEASE)
             await self._api.delete(LEASE, lease["metadata"]["uid"])
         self._process = self._started()

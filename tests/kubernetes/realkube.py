@@ -22,7 +22,7 @@ from holdfast.engines.client import Announcement, JobClient
 from holdfast.engines.jobs import EXIT_LEFT, EXIT_STOPPED
 from holdfast.engines.reach import client_of
 from holdfast.errors import HoldfastError
-from holdfast.kubernetes.client.api import Api, ApiError, NoAnswer, connect
+from holdfast.kubernetes.client.api import Api, ApiError, NoApiAnswer, connect
 from holdfast.kubernetes.names import NOTE_FAULT, TAINT_UNHEALTHY
 from holdfast.kubernetes.objects.resource import job_path
 from holdfast.kubernetes.objects.schema import crd_text
@@ -57,7 +57,7 @@ async def until(true: Callable[[], Awaitable[object]], what: str, within_s: floa
         try:
             if found := await true():
                 return found
-        except (NoAnswer, ApiError):
+        except (NoApiAnswer, ApiError):
             pass
         assert time.monotonic() < end, f"not within {within_s:g} s: {what}"
         await asyncio.sleep(LOOK_S)
@@ -294,7 +294,7 @@ class Job:
         """For a scene that failed: what the operator says, or why there is no object."""
         try:
             return yaml.safe_dump((await self.object()).get("status"))
-        except (ApiError, NoAnswer) as error:
+        except (ApiError, NoApiAnswer) as error:
             return repr(error)
 
     async def _pods_and_events(self) -> str:

@@ -6,7 +6,7 @@ import pytest
 from kubejobs import job, put
 
 from holdfast.kubernetes.names import LABEL_QUEUE
-from holdfast.kubernetes.objects.check import Refused, accept, check
+from holdfast.kubernetes.objects.check import RefusedJob, accept, check
 from holdfast.kubernetes.objects.resource import quantity, snapshot_bytes, workers_of_node
 
 CONTAINER = "spec.template.spec.containers.0"
@@ -163,7 +163,7 @@ def test_a_wrong_field_is_refused(changes: dict[str, Any], path: str, accepted: 
     assert found.path == path
     assert accepted in found.accepted
     assert found.path in str(found)
-    with pytest.raises(Refused, match="accepted: "):
+    with pytest.raises(RefusedJob, match="accepted: "):
         accept(wrong)
 
 

@@ -443,7 +443,7 @@ class Link:
 
 
 def test_a_coordinator_that_is_lost_is_not_waited_for_at_each_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator_link, "CoordinatorLink", Link)
+    monkeypatch.setattr(coordinator_link, "CoordinatorConnection", Link)
 
     async def scene() -> None:
         followed = coordinator_link.JobLink("llm", Expectations("llm"), lambda _: Nobody(), lambda: None)

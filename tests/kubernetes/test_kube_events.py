@@ -14,7 +14,7 @@ from test_kube_reconcile import BEGUN, observed, pod, said, status_after
 from holdfast.kubernetes.objects.pod import Farewell
 from holdfast.kubernetes.objects.resource import ObjectName
 from holdfast.kubernetes.objects.status import JobStatus
-from holdfast.kubernetes.policy.conditions import News, news
+from holdfast.kubernetes.policy.conditions import JobNews, news
 from holdfast.kubernetes.policy.plan import Observed
 from holdfast.kubernetes.tasks.job_events import BURST, EVERY_S, MOST_KNOWN, JobEvents
 
@@ -131,12 +131,12 @@ def writing(scene: Any) -> None:
 
 
 def test_what_is_told_again_is_counted_in_the_event_that_is_there() -> None:
-    same = News("Warning", "CannotStart", "llm-n0: ErrImagePull")
+    same = JobNews("Warning", "CannotStart", "llm-n0: ErrImagePull")
 
     async def scene(fake: LiveApi, mine: JobEvents, clock: list[float]) -> None:
         for _ in range(3):
             mine.tell(same)
-        mine.tell(News("Normal", "Started", "run 1 begins"))
+        mine.tell(JobNews("Normal", "Started", "run 1 begins"))
         await mine.close()
         found = {one["reason"]: one for one in events(fake)}
         assert {reason: one["count"] for reason, one in found.items()} == {"CannotStart": 3, "Started": 1}
@@ -156,18 +156,18 @@ def test_what_is_told_again_is_counted_in_the_event_that_is_there() -> None:
 def test_one_job_does_not_fill_the_cluster_with_its_events() -> None:
     async def scene(fake: LiveApi, mine: JobEvents, clock: list[float]) -> None:
         for number in range(200):
-            mine.tell(News("Warning", "Incident", f"incident {number}"))
+            mine.tell(JobNews("Warning", "Incident", f"incident {number}"))
         await mine.close()
         assert len(events(fake)) == BURST
         clock[0] += EVERY_S
         for number in range(200, 210):
-            mine.tell(News("Warning", "Incident", f"incident {number}"))
+            mine.tell(JobNews("Warning", "Incident", f"incident {number}"))
         await mine.close()
         assert [one["message"] for one in events(fake)][BURST:] == ["incident 200"]
         # What is remembered of them is bounded, too.
         for number in range(2 * MOST_KNOWN):
             clock[0] += EVERY_S
-            mine.tell(News("Warning", "Incident", f"later {number}"))
+            mine.tell(JobNews("Warning", "Incident", f"later {number}"))
             await mine.close()
         assert len(mine._known) == MOST_KNOWN
 

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 from fakeapi import FakeApi, event, serving
 
-from holdfast.kubernetes.client.api import Api, ApiError, Backoff, NoAnswer, Object
+from holdfast.kubernetes.client.api import Api, ApiError, Backoff, NoApiAnswer, Object
 from holdfast.kubernetes.client.informer import Informer
 from holdfast.kubernetes.client.leader import Lease, LeaseTimes
 
@@ -131,7 +131,7 @@ def test_how_requests_end() -> None:
             assert (refused.value.status, refused.value.reason) == (409, "AlreadyExists")
             assert not refused.value.may_pass
             fake.spoil = [(0, "", {})] * 2  # aiohttp itself tries a request again that does no harm twice
-            with pytest.raises(NoAnswer, match="/api/v1/pods/a"):
+            with pytest.raises(NoApiAnswer, match="/api/v1/pods/a"):
                 await api.delete(f"{PODS}/a", "uid-1", 1)
             sent = fake.asked[-1][3]
             assert (sent["preconditions"], sent["gracePeriodSeconds"]) == ({"uid": "uid-1"}, 1)
@@ -168,11 +168,11 @@ def test_a_list_of_many_pages_is_read_to_its_end() -> None:
 
 def test_waits_grow_and_differ() -> None:
     backoff = Backoff(first_s=1.0, most_s=8.0)
-    waits = [backoff.next_s(NoAnswer("x")) for _ in range(6)]
+    waits = [backoff.next_s(NoApiAnswer("x")) for _ in range(6)]
     assert 1.0 <= waits[0] <= 2.0
     assert 4.0 <= waits[-1] <= 8.0
     backoff.reset()
-    assert backoff.next_s(NoAnswer("x")) <= 2.0
+    assert backoff.next_s(NoApiAnswer("x")) <= 2.0
 
 
 QUICK = LeaseTimes(duration_s=0.5, deadline_s=0.3, every_s=0.02)

@@ -32,7 +32,7 @@ from holdfast.kubernetes.objects.status import (
 from holdfast.kubernetes.policy.plan import DeletePod, FindPod, LabelPod, Observed, Plan
 from holdfast.kubernetes.policy.reconcile import reconcile
 from holdfast.kubernetes.tasks import job_task
-from holdfast.kubernetes.tasks.coordinator_link import CoordinatorLink, RefusedByCoordinator, Silent
+from holdfast.kubernetes.tasks.coordinator_link import CoordinatorConnection, RefusedByCoordinator, Silent
 from holdfast.kubernetes.tasks.expectations import Expectations
 from holdfast.kubernetes.tasks.job_objects import JobObjects, JobPods
 from holdfast.protocol.engine_orders import OrderDone, ReleaseNode
@@ -409,13 +409,13 @@ def token_of(folder: Path) -> str:
 
 def linked(
     folder: Path,
-    scene: Callable[[Any, CoordinatorLink], Awaitable[None]],
+    scene: Callable[[Any, CoordinatorConnection], Awaitable[None]],
     changed: Callable[[], None] = lambda: None,
 ) -> None:
     async def run() -> None:
         async with coordinating(folder) as plane:
             here = job_folder(folder)
-            link = CoordinatorLink(
+            link = CoordinatorConnection(
                 host="127.0.0.1",
                 term=0,
                 token=token_of(here),
@@ -430,7 +430,7 @@ def linked(
 
 
 def test_what_a_real_coordinator_says(tmp_path: Path) -> None:
-    async def scene(plane: Any, link: CoordinatorLink) -> None:
+    async def scene(plane: Any, link: CoordinatorConnection) -> None:
         _, second = await plane.pair()
         said = await link.ask()
         assert (said.phase, said.wanted, said.outcome) == ("running", 2, None)
@@ -456,7 +456,7 @@ def test_an_order_is_heard_at_once(tmp_path: Path) -> None:
     """And not at the operator's next look, seconds later: a lost node's pod runs on until then."""
     changed = asyncio.Event()
 
-    async def scene(plane: Any, link: CoordinatorLink) -> None:
+    async def scene(plane: Any, link: CoordinatorConnection) -> None:
         _, second = await plane.pair()
         listening = asyncio.create_task(link.listen())
         await changed.wait()  # it is reached
@@ -470,7 +470,7 @@ def test_an_order_is_heard_at_once(tmp_path: Path) -> None:
 
 
 def test_a_size_that_a_coordinator_does_not_take_is_told_in_its_words(tmp_path: Path) -> None:
-    async def scene(plane: Any, link: CoordinatorLink) -> None:
+    async def scene(plane: Any, link: CoordinatorConnection) -> None:
         with pytest.raises(RefusedByCoordinator, match="cannot resize to 99 nodes"):
             await link.resize(99)
 
@@ -478,7 +478,7 @@ def test_a_size_that_a_coordinator_does_not_take_is_told_in_its_words(tmp_path: 
 
 
 def test_a_coordinator_of_another_term_or_token_is_not_believed(tmp_path: Path) -> None:
-    async def scene(plane: Any, link: CoordinatorLink) -> None:
+    async def scene(plane: Any, link: CoordinatorConnection) -> None:
         given: dict[str, Any] = {
             "host": "127.0.0.1",
             "term": 0,
@@ -488,9 +488,9 @@ def test_a_coordinator_of_another_term_or_token_is_not_believed(tmp_path: Path) 
             "detection_s": 2.0,
         }
         with pytest.raises(Silent):
-            await CoordinatorLink(**given).ask()
+            await CoordinatorConnection(**given).ask()
         with pytest.raises(Silent, match="no coordinator of term 3"):
-            await CoordinatorLink(**(given | {"term": 3})).ask()
+            await CoordinatorConnection(**(given | {"term": 3})).ask()
 
     linked(tmp_path, scene)
 

@@ -9,7 +9,13 @@ from kubejobs import job as asked
 from holdfast.kubernetes.objects.check import accept, check
 from holdfast.kubernetes.objects.machine import MachineSeen
 from holdfast.kubernetes.objects.pod import Farewell, PodSeen
-from holdfast.kubernetes.objects.status import ConditionType, JobStatus, Progress, SavedState, timestamp
+from holdfast.kubernetes.objects.status import (
+    ConditionType,
+    JobStatus,
+    SavedState,
+    TrainingProgress,
+    timestamp,
+)
 from holdfast.kubernetes.policy.conditions import begun
 from holdfast.kubernetes.policy.losses import RESTART_S, RETURN_S
 from holdfast.kubernetes.policy.plan import (
@@ -455,7 +461,7 @@ def test_an_image_without_holdfast_is_named(which: str) -> None:
 def test_a_job_that_has_trained_is_not_ended_by_crashes() -> None:
     pods = (pod("c1"), *(crashing(name, restarts=50) for name in ("n0", "n1", "n2")))
     assert actions(observed(pods=pods, said=said("n0", "n1", "n2", nodes={}))) == ()
-    trained = msgspec.structs.replace(BEGUN, progress=Progress(step=7))
+    trained = msgspec.structs.replace(BEGUN, progress=TrainingProgress(step=7))
     silent = observed(pods=(crashing("c1", restarts=50), *pods[1:]), said=None, status=trained)
     assert condition(status_after(silent), ConditionType.FAILED)[0] == "False"
 
@@ -682,7 +688,7 @@ def test_an_operator_that_has_heard_nobody_yet_asks_before_it_deletes() -> None:
 
 
 def test_a_deleted_job_is_saved_within_its_time() -> None:
-    trained = msgspec.structs.replace(BEGUN, progress=Progress(step=7))
+    trained = msgspec.structs.replace(BEGUN, progress=TrainingProgress(step=7))
     seen = observed(status=trained, deleted_s=NOW_S)
     plan = reconcile(seen)
     assert (plan.actions, plan.look_again_s) == ((AskStop("the job is deleted"),), 150.0)
@@ -694,7 +700,7 @@ def test_a_deleted_job_is_saved_within_its_time() -> None:
 
 
 def test_who_wants_nothing_saved_does_not_wait_for_agents_to_leave() -> None:
-    trained = msgspec.structs.replace(BEGUN, progress=Progress(step=7))
+    trained = msgspec.structs.replace(BEGUN, progress=TrainingProgress(step=7))
     *deleted, last = actions(observed(status=trained, deleted_s=NOW_S, skip_save=True))
     assert all(isinstance(one, DeletePod) for one in deleted)
     assert last == RemoveFinalizer()

@@ -25,9 +25,9 @@ from holdfast.kubernetes.policy.machines import (
     MOST_KEPT,
     DeleteMachine,
     DeleteNodeClaim,
-    Record,
+    ReplacementRecord,
     Replacements,
-    RunCommand,
+    RunProgram,
     SetLabel,
     Setting,
     Way,
@@ -61,7 +61,7 @@ LONG_AGO = 1_000.0
             SetLabel("sagemaker.amazonaws.com/node-health-status", "UnschedulablePendingReplacement"),
         ),
         ("label:sick=", SetLabel("sick", "")),
-        ("command:/opt/site/replace", RunCommand("/opt/site/replace")),
+        ("command:/opt/site/replace", RunProgram("/opt/site/replace")),
     ],
 )
 def test_ways(text: str, way: Way | None) -> None:
@@ -106,15 +106,17 @@ def test_a_machine_is_due_when_its_mark_has_stood_and_once() -> None:
     assert replacement_due_s(None, 600.0) is None
 
 
-def record(at_s: float, machine: str = "m1") -> Record:
-    return Record(machine=machine, uid=f"uid-of-{machine}", job="research/llm", reason="Xid 79", at_s=at_s)
+def record(at_s: float, machine: str = "m1") -> ReplacementRecord:
+    return ReplacementRecord(
+        machine=machine, uid=f"uid-of-{machine}", job="research/llm", reason="Xid 79", at_s=at_s
+    )
 
 
 def test_whatever_comes_no_day_has_more_than_the_brake_allows() -> None:
     for seed in range(100):
         dice = random.Random(seed)
         most, now_s = dice.randint(1, 5), 0.0
-        records: tuple[Record, ...] = ()
+        records: tuple[ReplacementRecord, ...] = ()
         taken: list[float] = []
         for _ in range(200):
             now_s += dice.expovariate(1 / 7_000)
@@ -366,11 +368,11 @@ def test_an_operator_that_was_killed_before_it_asked_counts_once() -> None:
 # ------------------------------------------------------------ a site's program
 
 
-def script(tmp_path: Path, text: str) -> RunCommand:
+def script(tmp_path: Path, text: str) -> RunProgram:
     made = tmp_path / "replace"
     made.write_text(f"#!/bin/sh\n{text}\n")
     made.chmod(made.stat().st_mode | stat.S_IXUSR)
-    return RunCommand(str(made))
+    return RunProgram(str(made))
 
 
 def test_a_program_is_told_machine_job_and_reason(tmp_path: Path) -> None:
@@ -391,7 +393,7 @@ def test_a_program_is_told_machine_job_and_reason(tmp_path: Path) -> None:
     ],
 )
 def test_a_program_that_fails_is_told(tmp_path: Path, text: str | None, words: str) -> None:
-    way = script(tmp_path, text) if text else RunCommand(str(tmp_path / "nothing"))
+    way = script(tmp_path, text) if text else RunProgram(str(tmp_path / "nothing"))
 
     def then(fake: Fleet) -> None:
         assert told(fake).endswith(words)

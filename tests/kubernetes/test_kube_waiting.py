@@ -6,7 +6,7 @@ import msgspec
 from simkube.rivals import Rivals
 from test_kube_reconcile import BEGUN, NOW_S, actions, observed, pod, said, status_after
 
-from holdfast.kubernetes.objects.status import ConditionType, Progress, WaitingForMachines, timestamp
+from holdfast.kubernetes.objects.status import ConditionType, TrainingProgress, WaitingForMachines, timestamp
 from holdfast.kubernetes.policy.plan import DeletePod, Number, Observed
 from holdfast.kubernetes.policy.reconcile import reconcile
 
@@ -72,7 +72,7 @@ def test_what_is_no_reason_to_give_anything_back() -> None:
         return waiting is None or waiting.until is None
 
     assert not keeps(half())
-    trained = msgspec.structs.replace(half().status, progress=Progress(step=7))
+    trained = msgspec.structs.replace(half().status, progress=TrainingProgress(step=7))
     assert keeps(half(status=trained, said=None))
     assert keeps(half(spec={"spec__scheduling": {"giveBackSeconds": 0}}))
     assert keeps(half(spec={"spec__minNodes": 1})), "enough to begin with"

@@ -31,7 +31,7 @@ from realkube import (
     until,
 )
 
-from holdfast.kubernetes.client.api import Api, ApiError, NoAnswer
+from holdfast.kubernetes.client.api import Api, ApiError, NoApiAnswer
 from holdfast.kubernetes.objects.resource import job_path
 
 pytestmark = [pytest.mark.kube, pytest.mark.timeout(900)]
@@ -179,7 +179,7 @@ class Storm(Weather):
                 await api.merge(job_path(NAMESPACE, job.name), note)
                 for pod in await pods_of(api) if self.changes % 10 == 0 else ():
                     await api.merge(f"{FOLDER}/pods/{pod['metadata']['name']}", note)
-            except (ApiError, NoAnswer):
+            except (ApiError, NoApiAnswer):
                 pass
             await asyncio.sleep(0.02)
 
@@ -347,7 +347,7 @@ async def numbered_once(api: Api) -> AsyncIterator[None]:
                     version = metadata["resourceVersion"]
                     if event["type"] != "BOOKMARK":
                         uids.setdefault(f"{metadata['name']} {metadata['uid']}", metadata["name"])
-            except NoAnswer:
+            except NoApiAnswer:
                 pass
 
     looking = asyncio.create_task(look())

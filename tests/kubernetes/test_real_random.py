@@ -33,7 +33,7 @@ from realkube import (
 )
 
 from holdfast.errors import HoldfastError
-from holdfast.kubernetes.client.api import Api, NoAnswer
+from holdfast.kubernetes.client.api import Api, NoApiAnswer
 
 pytestmark = [pytest.mark.kube, pytest.mark.nightly, pytest.mark.timeout(1800)]
 EVENTS = 10
@@ -75,7 +75,7 @@ class Fate:
         except HoldfastError as error:
             # Nobody has the job just now, or nobody that rank: something else happens.
             print(f"{self.job.name}: no worker is killed: {error}")
-            raise NoAnswer(str(error)) from error
+            raise NoApiAnswer(str(error)) from error
 
     async def pod(self) -> None:
         name, uid = await self._a_node()
@@ -132,7 +132,7 @@ class Fate:
         except subprocess.SubprocessError as error:
             # It has just been killed, or its machine has no power or stands still, and Kubernetes does not know it yet.
             print(f"{self.job.name}: nothing of {pod} is killed: {error}")
-            raise NoAnswer(str(error)) from error
+            raise NoApiAnswer(str(error)) from error
 
     async def _a_node(self) -> tuple[str, str]:
         """Its pod's name and uid."""

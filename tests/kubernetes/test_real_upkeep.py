@@ -38,7 +38,7 @@ from realkube import (
     until,
 )
 
-from holdfast.kubernetes.client.api import Api, ApiError, NoAnswer
+from holdfast.kubernetes.client.api import Api, ApiError, NoApiAnswer
 from holdfast.kubernetes.objects.resource import job_path
 from holdfast.kubernetes.objects.schema import crd_text
 
@@ -56,7 +56,7 @@ def test_a_coordinator_is_lost_while_the_api_server_is_down(
             seat = await job.machine(await job.coordinator())
             cluster("apiserver", "stop")
             try:
-                with pytest.raises(NoAnswer):
+                with pytest.raises(NoApiAnswer):
                     await job.object()
                 cluster("kill", seat)
             finally:
@@ -176,7 +176,7 @@ def test_a_database_that_stands_still(play: Callable[[Scene], None], home: Path,
             try:
                 cluster("kill", machine)
                 # Through the API server's proxy nobody is reached now. What the job did meanwhile is in its report.
-                with pytest.raises((NoAnswer, ApiError)):
+                with pytest.raises((NoApiAnswer, ApiError)):
                     await job.object()
             finally:
                 cluster("etcd", "thaw")

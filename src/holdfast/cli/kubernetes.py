@@ -147,7 +147,7 @@ def find(name: str, namespace: str, context: str) -> Path:
     import asyncio
 
     from holdfast.errors import UsageError
-    from holdfast.kubernetes.client.api import ApiError, NoAnswer, connect, current_namespace
+    from holdfast.kubernetes.client.api import ApiError, NoApiAnswer, connect, current_namespace
     from holdfast.kubernetes.objects.check import check
     from holdfast.kubernetes.objects.resource import job_path
 
@@ -162,7 +162,7 @@ def find(name: str, namespace: str, context: str) -> Path:
         raw = asyncio.run(get())
     except ApiError as error:
         raise UsageError(f"--job {name}: the API server refused it: {error}") from None
-    except NoAnswer as error:
+    except NoApiAnswer as error:
         raise UsageError(f"the API server does not answer: {error}") from None
     if found := check(raw):
         raise UsageError("the job cannot be read: " + "; ".join(map(str, found)))

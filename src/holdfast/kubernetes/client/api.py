@@ -82,7 +82,7 @@ class ApiError(HoldfastError):
         return self.status in (408, 429) or self.status >= 500
 
 
-class NoAnswer(HoldfastError):
+class NoApiAnswer(HoldfastError):
     """Nobody knows whether the request was carried out."""
 
 
@@ -153,7 +153,7 @@ class Api:
 
         Raises:
             ApiError: it was refused.
-            NoAnswer: it may have been carried out.
+            NoApiAnswer: it may have been carried out.
         """
         timeout = aiohttp.ClientTimeout(total=ANSWER_S, sock_connect=CONNECT_S)
         try:
@@ -162,10 +162,10 @@ class Api:
                 data = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             # Never repeated here. The server may have done it, and only the caller knows whether twice does harm.
-            raise NoAnswer(f"{method} {path}: {error or type(error).__name__}") from error
+            raise NoApiAnswer(f"{method} {path}: {error or type(error).__name__}") from error
         if response.status >= 400:
             raise _refusal(response, data)
-        return decode(_objects.decode, data or b"{}", f"{method} {path}: the answer", error=NoAnswer)
+        return decode(_objects.decode, data or b"{}", f"{method} {path}: the answer", error=NoApiAnswer)
 
     async def get(self, path: str) -> Object:
         """One object."""
@@ -222,7 +222,7 @@ class Api:
 
         Raises:
             ApiError: `is_gone`: the version is too old.
-            NoAnswer: it was cut.
+            NoApiAnswer: it was cut.
         """
         asked = {
             **query,
@@ -238,7 +238,7 @@ class Api:
                 if response.status >= 400:
                     raise _refusal(response, await response.read())
                 async for line in _lines(response.content):
-                    event = decode(_events.decode, line, f"the watch of {path}", error=NoAnswer)
+                    event = decode(_events.decode, line, f"the watch of {path}", error=NoApiAnswer)
                     # The server ends a watch by an event and not by a status: its HTTP status was sent when
                     # the watch began.
                     if event.type == "ERROR":
@@ -246,7 +246,7 @@ class Api:
                         raise ApiError(told.get("code", 500), told.get("reason", ""), told.get("message", ""))
                     yield {"type": event.type, "object": event.object}
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise NoAnswer(f"the watch of {path} was cut: {error or type(error).__name__}") from error
+            raise NoApiAnswer(f"the watch of {path} was cut: {error or type(error).__name__}") from error
 
     async def _send(
         self,

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
 
-from holdfast.kubernetes.client.api import Api, ApiError, Backoff, NoAnswer, Object
+from holdfast.kubernetes.client.api import Api, ApiError, Backoff, NoApiAnswer, Object
 
 _log = logging.getLogger(__name__)
 
@@ -56,14 +56,14 @@ class Informer:
                         self._backoff.reset()
                         self._take(event)
                 # A server that ends each watch at once must not be asked in a circle.
-                await self._wait(NoAnswer("the watch has ended"))
+                await self._wait(NoApiAnswer("the watch has ended"))
             except ApiError as error:
                 if error.is_gone:
                     version = ""
                 elif not error.may_pass and not error.is_unknown:
                     raise
                 await self._wait(error)
-            except NoAnswer as error:
+            except NoApiAnswer as error:
                 await self._wait(error)
 
     async def _list(self) -> str:

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from holdfast.kubernetes.client.api import Api, ApiError, NoAnswer, Object
+from holdfast.kubernetes.client.api import Api, ApiError, NoApiAnswer, Object
 
 _log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Lease:
                 given_back = self._object(there)
                 given_back["spec"]["holderIdentity"] = ""
                 await self._api.request("PUT", f"{self._folder}/{self._name}", None, given_back)
-        except (ApiError, NoAnswer) as error:
+        except (ApiError, NoApiAnswer) as error:
             _log.info("the lease is not given back: %s", error)
 
     async def _keep(self) -> None:
@@ -99,7 +99,7 @@ class Lease:
         """Takes or renews it; False: it is another's; None: nobody answers, so whose it is is not known."""
         try:
             return await self._take()
-        except NoAnswer as error:
+        except NoApiAnswer as error:
             _log.info("%s", error)
         except ApiError as error:
             if error.is_unknown:

@@ -19,8 +19,7 @@ from holdfast.engines.client import JobClient
 from holdfast.engines.jobs import read_allocation
 from holdfast.engines.shown import View
 from holdfast.errors import UsageError
-from holdfast.kubernetes.client import api
-from holdfast.kubernetes.client.api import Api, ApiError, connect
+from holdfast.kubernetes.client.api import Api, ApiError, NoApiAnswer, connect
 from holdfast.kubernetes.commands.reach import KubernetesReach
 from holdfast.kubernetes.objects.resource import GROUP, PLURAL, VERSION, WORKER
 from holdfast.kubernetes.objects.status import ConditionType, JobStatus, status_of
@@ -121,7 +120,7 @@ class Follower:
             while True:
                 try:
                     return await self._look_on(client)
-                except api.NoAnswer as error:
+                except NoApiAnswer as error:
                     self._note(f"the API server does not answer; training does not need it ({error})")
                 except ApiError as error:
                     # A version that is too old is listed anew, and a passing trouble passes. Anything else

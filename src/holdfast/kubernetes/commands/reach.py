@@ -22,8 +22,7 @@ from holdfast.engines.client import PATIENCE_S, NoAnswer, NotHeard
 from holdfast.engines.jobs import Allocation
 from holdfast.errors import Damaged, UsageError
 from holdfast.kubernetes import names
-from holdfast.kubernetes.client import api
-from holdfast.kubernetes.client.api import Api, ApiError, open_client
+from holdfast.kubernetes.client.api import Api, ApiError, NoApiAnswer, open_client
 from holdfast.kubernetes.client.tunnel import Tunnel
 from holdfast.kubernetes.objects.render import token_in
 from holdfast.kubernetes.objects.resource import job_path
@@ -193,7 +192,7 @@ class KubernetesReach:
     async def _get(self, path: str, gone: str) -> dict[str, Any]:
         try:
             return await self._api.get(path)
-        except api.NoAnswer as error:
+        except NoApiAnswer as error:
             raise NotHeard(f"the API server does not answer: {error}") from error
         except ApiError as error:
             if error.status == 404:

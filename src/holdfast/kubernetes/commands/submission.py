@@ -10,8 +10,7 @@ import msgspec
 
 from holdfast.errors import UsageError
 from holdfast.kubernetes import names
-from holdfast.kubernetes.client import api
-from holdfast.kubernetes.client.api import Api, ApiError, Backoff
+from holdfast.kubernetes.client.api import Api, ApiError, Backoff, NoApiAnswer
 from holdfast.kubernetes.objects import render
 from holdfast.kubernetes.objects.check import Problem, check, convert
 from holdfast.kubernetes.objects.resource import API_VERSION, GROUP, KIND, VERSION, job_path
@@ -113,7 +112,7 @@ async def submit(
             await client.apply(_config_map_path(submission), owned, manager=MANAGER)
     except ApiError as error:
         raise UsageError(f"the API server refused the job: {error}") from None
-    except api.NoAnswer as error:
+    except NoApiAnswer as error:
         raise UsageError(f"the API server does not answer: {error}") from None
     return uid
 

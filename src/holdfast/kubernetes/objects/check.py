@@ -60,7 +60,7 @@ class Problem(msgspec.Struct, frozen=True):
         return f"{self.path}: {'is missing' if self.value is None else shown}; accepted: {self.accepted}"
 
 
-class Refused(HoldfastError):
+class RefusedJob(HoldfastError):
     """The object cannot work. What is wrong with it is in `problems`."""
 
     def __init__(self, found: tuple[Problem, ...]) -> None:
@@ -85,10 +85,10 @@ def accept(job: Mapping[str, Any]) -> HoldfastJob:
     """The object in its types.
 
     Raises:
-        Refused: it cannot work.
+        RefusedJob: it cannot work.
     """
     if found := check(job):
-        raise Refused(found)
+        raise RefusedJob(found)
     return convert(job)
 
 

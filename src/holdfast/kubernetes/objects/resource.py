@@ -73,7 +73,7 @@ class Code(_Struct, frozen=True, kw_only=True):
     """Its keys are the files' names."""
 
 
-class Run(_Struct, frozen=True, kw_only=True):
+class RunSpec(_Struct, frozen=True, kw_only=True):
     """What every worker runs."""
 
     script: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
@@ -85,7 +85,7 @@ class Run(_Struct, frozen=True, kw_only=True):
     code: Code | None = None
 
 
-class Snapshots(_Struct, frozen=True, kw_only=True):
+class SnapshotsSpec(_Struct, frozen=True, kw_only=True):
     """The training state in the nodes' memory."""
 
     every: Annotated[str, Meta(pattern=CADENCE)] = "auto"
@@ -282,7 +282,7 @@ ONE_OF_SCRIPT_AND_MODULE = {"oneOf": [{"required": ["script"]}, {"required": ["m
 class HoldfastJobSpec(_Struct, frozen=True, kw_only=True):
     """What is asked for."""
 
-    run: Annotated[Run, Meta(extra_json_schema=ONE_OF_SCRIPT_AND_MODULE)]
+    run: Annotated[RunSpec, Meta(extra_json_schema=ONE_OF_SCRIPT_AND_MODULE)]
     template: PodTemplate
     nodes: Annotated[int, Meta(ge=1, le=MOST_NODES)] = 1
     """Nodes that train at full strength; kubectl scale changes it."""
@@ -296,7 +296,7 @@ class HoldfastJobSpec(_Struct, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1, le=999)] | Annotated[str, Meta(pattern="^(gpu|cpu|auto|[1-9][0-9]{0,2})$")]
     ) = "auto"
     """Workers of a node. auto: one for each GPU, else for each core."""
-    snapshots: Snapshots = Snapshots()
+    snapshots: SnapshotsSpec = SnapshotsSpec()
     checkpoints: Annotated[
         tuple[Checkpoint, ...],
         Meta(

@@ -52,7 +52,7 @@ _OPERATORS: dict[type[ast.AST], str] = {
 }
 
 
-class Rule(msgspec.Struct, frozen=True):
+class FieldRule(msgspec.Struct, frozen=True):
     """One of them."""
 
     field: str
@@ -72,7 +72,7 @@ class Rule(msgspec.Struct, frozen=True):
 
 
 @cache
-def rules_of(cls: type[msgspec.Struct]) -> tuple[Rule, ...]:
+def rules_of(cls: type[msgspec.Struct]) -> tuple[FieldRule, ...]:
     """In the order of the source."""
     found = []
     for name, method in vars(cls).items():
@@ -85,7 +85,7 @@ def rules_of(cls: type[msgspec.Struct]) -> tuple[Rule, ...]:
             )
             cel = _Translation(cls).of(returned.value)
             field, accepted = marked
-            found.append(Rule(field=field, accepted=accepted, holds=method, cel=cel))
+            found.append(FieldRule(field=field, accepted=accepted, holds=method, cel=cel))
     return tuple(found)
 
 
@@ -249,7 +249,7 @@ def _of_struct(cls: type[msgspec.Struct], documented: bool) -> dict[str, Any]:
     )
 
 
-def _told(one: Rule) -> str:
+def _told(one: FieldRule) -> str:
     """The API server names the part of the object, and the message the field in it."""
     return f"{one.field}: {one.accepted}" if one.field else one.accepted
 

@@ -78,7 +78,7 @@ class NodeCounts(_Struct, frozen=True, kw_only=True):
     lost: int | None = None
 
 
-class Progress(_Struct, frozen=True, kw_only=True):
+class TrainingProgress(_Struct, frozen=True, kw_only=True):
     """How far the training is, as its coordinator last said."""
 
     step: int | None = None
@@ -168,7 +168,7 @@ class JobStatus(_Struct, frozen=True, kw_only=True):
         ),
     ] = ()
     nodes: NodeCounts | None = None
-    progress: Progress | None = None
+    progress: TrainingProgress | None = None
     saved: SavedState | None = None
     incidents: IncidentCounts | None = None
 

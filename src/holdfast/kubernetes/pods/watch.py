@@ -27,7 +27,7 @@ from holdfast.agent.health import Watcher
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.health.kmsg import boot_id
 from holdfast.health.ruleset import catalogue
-from holdfast.kubernetes.client.api import Api, ApiError, Backoff, NoAnswer, Object, connect
+from holdfast.kubernetes.client.api import Api, ApiError, Backoff, NoApiAnswer, Object, connect
 from holdfast.kubernetes.names import MACHINE_VARIABLE, STATE_FOLDER
 from holdfast.kubernetes.objects.machine import (
     HealthNote,
@@ -92,8 +92,8 @@ class NodeHealth:
                 else:
                     self._backoff.reset()
                     await self._news.wait()
-            except (ApiError, NoAnswer) as error:
-                if isinstance(error, NoAnswer) or error.may_pass or error.is_gone or error.is_unknown:
+            except (ApiError, NoApiAnswer) as error:
+                if isinstance(error, NoApiAnswer) or error.may_pass or error.is_gone or error.is_unknown:
                     await self._wait(error, self._backoff)
                 elif looked:
                     # What was found stays to be written: somebody may mend the right.
@@ -131,7 +131,7 @@ class NodeHealth:
                 if event["type"] == "DELETED" or any(note_patches(event["object"], None, self._boot, 0.0)):
                     return
         # A server that ends each watch at once must not be asked in a circle.
-        raise NoAnswer("the watch of the Node has ended")
+        raise NoApiAnswer("the watch of the Node has ended")
 
     async def _wait(self, error: Exception, backoff: Backoff) -> None:
         _log.info("%s; it is tried again", error, extra={"machine": self._machine})

@@ -21,8 +21,8 @@ from holdfast.kubernetes.objects.status import (
     JobCondition,
     JobStatus,
     NodeCounts,
-    Progress,
     SavedState,
+    TrainingProgress,
     timestamp,
 )
 from holdfast.kubernetes.objects.status import ConditionType as Is
@@ -36,7 +36,7 @@ LIVE_FIELDS = ("nodes", "run_policy")
 """What may change while a run goes on."""
 
 
-class Ended(msgspec.Struct, frozen=True):
+class JobEnd(msgspec.Struct, frozen=True):
     """How a job ended."""
 
     failed: str | None
@@ -56,7 +56,7 @@ class _Word(msgspec.Struct, frozen=True):
 def status_of(
     seen: Observed,
     job: HoldfastJob | None,
-    ended: Ended | None = None,
+    ended: JobEnd | None = None,
     stopping: str | None = None,
     suspended: bool = False,
     held: str | None = None,
@@ -146,7 +146,7 @@ def begun(status: JobStatus, run: int, term: int, next_number: int, now_s: float
 # ------------------------------------------------------------ conditions
 
 
-def _words(seen: Observed, job: HoldfastJob | None, ended: Ended | None, suspended: bool) -> dict[Is, _Word]:
+def _words(seen: Observed, job: HoldfastJob | None, ended: JobEnd | None, suspended: bool) -> dict[Is, _Word]:
     words = {Is.ACCEPTED: _accepted(seen)}
     if job is None:
         return words
@@ -338,7 +338,7 @@ def _state_saved(seen: Observed) -> _Word:
     return _Word(where is not None, "Saved" if where else "NothingYet", where or "")
 
 
-def _state_left(seen: Observed, ended: Ended) -> _Word:
+def _state_left(seen: Observed, ended: JobEnd) -> _Word:
     """Of a job that is over. Its nodes' memory is gone with them: a durable checkpoint stays, and nothing else."""
     left = _saved(seen.said, ended, seen.status.saved)
     if left is not None and left.checkpoint is not None:
@@ -346,7 +346,7 @@ def _state_left(seen: Observed, ended: Ended) -> _Word:
     return _Word(False, "NothingLeft", "no durable checkpoint")
 
 
-def _saved(said: Said | None, ended: Ended | None, before: SavedState | None) -> SavedState | None:
+def _saved(said: Said | None, ended: JobEnd | None, before: SavedState | None) -> SavedState | None:
     if ended is not None:
         # Its last words first. An older coordinator says nothing there, and the operator may have heard it before.
         heard = (ended.farewell, said, before)
@@ -425,14 +425,16 @@ def _number(said: Said, trains: bool) -> int:
     return sum(node.alive and not node.leaves and node.trains == trains for node in said.nodes.values())
 
 
-def _progress(said: Said | None, farewell: Farewell | None, before: Progress | None) -> Progress | None:
+def _progress(
+    said: Said | None, farewell: Farewell | None, before: TrainingProgress | None
+) -> TrainingProgress | None:
     if farewell is not None and farewell.step is not None:
         # The operator has heard of a step some seconds before the end, and the last one was committed then.
-        return msgspec.structs.replace(before or Progress(), step=farewell.step)
+        return msgspec.structs.replace(before or TrainingProgress(), step=farewell.step)
     if said is None:
         return before
     step = said.step if said.step is not None else (before.step if before is not None else None)
-    return Progress(
+    return TrainingProgress(
         step=step,
         loss=None if said.loss is None else f"{said.loss:.6g}",
         goodput=None if said.goodput is None else f"{said.goodput:.1%}",
@@ -445,7 +447,7 @@ def _newest_coordinator(seen: Observed) -> PodSeen | None:
 
 
 def _state(
-    seen: Observed, words: dict[Is, _Word], ended: Ended | None, stopping: str | None, suspended: bool
+    seen: Observed, words: dict[Is, _Word], ended: JobEnd | None, stopping: str | None, suspended: bool
 ) -> str:
     if ended is not None:
         return "Failed" if ended.failed else "Succeeded"
@@ -466,7 +468,7 @@ def _state(
     return words[Is.TRAINING].reason
 
 
-def _reason(words: dict[Is, _Word], ended: Ended | None, stopping: str | None) -> str:
+def _reason(words: dict[Is, _Word], ended: JobEnd | None, stopping: str | None) -> str:
     """The first thing that is not as it should be."""
     if ended is not None:
         return ended.message[:MESSAGE_CHARS]
@@ -515,7 +517,7 @@ def size_to_ask(seen: Observed, job: HoldfastJob) -> int | None:
 # takes over tells nothing a second time.
 
 
-class News(msgspec.Struct, frozen=True):
+class JobNews(msgspec.Struct, frozen=True):
     """An Event, without its time."""
 
     type: Literal["Normal", "Warning"]
@@ -524,61 +526,63 @@ class News(msgspec.Struct, frozen=True):
     text: str
 
 
-def news(before: JobStatus, after: JobStatus) -> Iterator[News]:
+def news(before: JobStatus, after: JobStatus) -> Iterator[JobNews]:
     """In the order in which they are to be read."""
     if after.run is not None and after.run != before.run:
-        yield News("Normal", "Started", f"run {after.run} begins")
+        yield JobNews("Normal", "Started", f"run {after.run} begins")
     for type_ in (Is.ACCEPTED, Is.QUOTA_RESERVED, Is.SCHEDULED, Is.COORDINATOR_READY, Is.ATTENTION_NEEDED):
         now, then = after.condition(type_), before.condition(type_)
         if now is not None and (then is None or (now.status, now.reason) != (then.status, then.reason)):
             yield from _of_condition(type_, now)
     yield from _of_incidents(before, after)
     if _took_size(before, after):
-        yield News("Normal", "Resized", f"the run has taken spec.nodes {after.asked_nodes}")
+        yield JobNews("Normal", "Resized", f"the run has taken spec.nodes {after.asked_nodes}")
     if after.state == "Stopping" and before.state != "Stopping":
-        yield News("Normal", "Stopping", after.reason or "")
+        yield JobNews("Normal", "Stopping", after.reason or "")
     if after.holds(Is.SUSPENDED) and not before.holds(Is.SUSPENDED):
         why = after.condition(Is.SUSPENDED)
         assert why is not None
         is_queued = why.reason == QUEUED
-        yield News("Normal", QUEUED if is_queued else "Suspended", why.message or "no pod of the job is left")
+        yield JobNews(
+            "Normal", QUEUED if is_queued else "Suspended", why.message or "no pod of the job is left"
+        )
     if after.holds(Is.COMPLETE) and not before.holds(Is.COMPLETE):
-        yield News("Normal", "Finished", after.reason or "")
+        yield JobNews("Normal", "Finished", after.reason or "")
     if after.holds(Is.FAILED) and not before.holds(Is.FAILED):
         failed = after.condition(Is.FAILED)
         assert failed is not None
         # A person who stops a job knows it.
-        yield News(
+        yield JobNews(
             "Normal" if failed.reason == "Stopped" else "Warning",
             failed.reason if failed.reason == "Stopped" else "Failed",
             failed.message if failed.reason == "Stopped" else f"{failed.reason}: {failed.message}",
         )
 
 
-def _of_condition(type_: Is, now: JobCondition) -> Iterator[News]:
+def _of_condition(type_: Is, now: JobCondition) -> Iterator[JobNews]:
     match type_, now.status, now.reason:
         case Is.ACCEPTED, "False", _:
-            yield News("Warning", now.reason, now.message)
+            yield JobNews("Warning", now.reason, now.message)
         case Is.ACCEPTED, _, "SpecChanged":
-            yield News("Normal", now.reason, now.message)
+            yield JobNews("Normal", now.reason, now.message)
         case Is.QUOTA_RESERVED, _, "Admitted" | "Pending":
-            yield News("Normal", now.reason, now.message)
+            yield JobNews("Normal", now.reason, now.message)
         case Is.QUOTA_RESERVED, _, "Evicted" | "Inactive" | "WorkloadsUnknown":
-            yield News("Warning", now.reason, now.message)
+            yield JobNews("Warning", now.reason, now.message)
         case Is.SCHEDULED, _, "Unschedulable":
-            yield News("Warning", now.reason, now.message)
+            yield JobNews("Warning", now.reason, now.message)
         # The kubelet's words: an image that cannot be pulled, a Secret that is missing, a container that ends at once.
         case Is.SCHEDULED, _, "ContainersWait":
-            yield News("Warning", "CannotStart", now.message)
+            yield JobNews("Warning", "CannotStart", now.message)
         case Is.COORDINATOR_READY, "False", "CannotStart" | "Unschedulable":
-            yield News("Warning", now.reason, now.message)
+            yield JobNews("Warning", now.reason, now.message)
         case Is.COORDINATOR_READY, "False", "Lost":
-            yield News("Warning", "CoordinatorLost", now.message)
+            yield JobNews("Warning", "CoordinatorLost", now.message)
         case Is.ATTENTION_NEEDED, "True", _:
-            yield News("Warning", "AttentionNeeded", now.message)
+            yield JobNews("Warning", "AttentionNeeded", now.message)
 
 
-def _of_incidents(before: JobStatus, after: JobStatus) -> Iterator[News]:
+def _of_incidents(before: JobStatus, after: JobStatus) -> Iterator[JobNews]:
     then, now = before.incidents, after.incidents
     if now is None:
         return
@@ -586,12 +590,16 @@ def _of_incidents(before: JobStatus, after: JobStatus) -> Iterator[News]:
     known = then.total if then is not None and before.run == after.run else 0
     new = (now.total or 0) - (known or 0)
     if new > 0 and now.last is not None:
-        yield News("Warning", "Incident", now.last if new == 1 else f"{new} incidents, the last: {now.last}")
+        yield JobNews(
+            "Warning", "Incident", now.last if new == 1 else f"{new} incidents, the last: {now.last}"
+        )
     open_before = then.open if then is not None and then.open is not None else 0
     if now.open == 0 and (new > 0 or open_before > 0) and after.holds(Is.TRAINING):
         step = after.progress.step if after.progress is not None else None
         where = f", at step {step}" if step is not None else ""
-        yield News("Normal", "Recovered", f"{now.last or 'no incident'} is over: full strength again{where}")
+        yield JobNews(
+            "Normal", "Recovered", f"{now.last or 'no incident'} is over: full strength again{where}"
+        )
 
 
 def _took_size(before: JobStatus, after: JobStatus) -> bool:

@@ -222,13 +222,13 @@ class DeleteNodeClaim(msgspec.Struct, frozen=True):
     """Delete its NodeClaim of Karpenter, which makes another when pods need it."""
 
 
-class RunCommand(msgspec.Struct, frozen=True):
+class RunProgram(msgspec.Struct, frozen=True):
     """Run a program of the site's, with the machine, the job and the reason as its arguments."""
 
     program: str
 
 
-Way = SetLabel | DeleteMachine | DeleteNodeClaim | RunCommand
+Way = SetLabel | DeleteMachine | DeleteNodeClaim | RunProgram
 ACCEPTED = "none, cluster-api, karpenter, label:KEY=VALUE or command:PROGRAM"
 
 
@@ -246,7 +246,7 @@ def read_way(text: str) -> Way | None:
         case "label" if equals and _LABEL.fullmatch(key) and _VALUE.fullmatch(value):
             return SetLabel(key, value)
         case "command" if rest.startswith("/"):
-            return RunCommand(rest)
+            return RunProgram(rest)
         case "command":
             raise ValueError(
                 f"{text!r}: the program must be given with its full path, for example command:/opt/site/replace"
@@ -279,7 +279,7 @@ def replacement_due_s(mark: Mark | None, after_s: float) -> float | None:
     return mark.at_s + after_s
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True):
+class ReplacementRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A machine for which another one was asked, or is about to be."""
 
     machine: str
@@ -291,7 +291,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """UTC."""
 
 
-def why_not_replaced(records: Sequence[Record], most_a_day: int, now_s: float) -> str | None:
+def why_not_replaced(records: Sequence[ReplacementRecord], most_a_day: int, now_s: float) -> str | None:
     """Why no further machine may be asked for now; None: one may."""
     recent = sum(one.at_s + DAY_S > now_s for one in records)
     if recent < most_a_day:
@@ -299,12 +299,14 @@ def why_not_replaced(records: Sequence[Record], most_a_day: int, now_s: float) -
     return f"{recent} machines were replaced in the last 24 h, and at most {most_a_day} may be"
 
 
-def free_again_s(records: Sequence[Record], most_a_day: int) -> float:
+def free_again_s(records: Sequence[ReplacementRecord], most_a_day: int) -> float:
     """When the brake lets the next one through, in UTC. Only for records that hold it."""
     return sorted(one.at_s for one in records)[-most_a_day] + DAY_S
 
 
-def with_record(records: Sequence[Record], new: Record) -> tuple[Record, ...]:
+def with_record(
+    records: Sequence[ReplacementRecord], new: ReplacementRecord
+) -> tuple[ReplacementRecord, ...]:
     """And without what is long past."""
     recent = [one for one in records if one.at_s + DAY_S > new.at_s]
     older = [one for one in records if one.at_s + DAY_S <= new.at_s]
@@ -315,7 +317,7 @@ def with_record(records: Sequence[Record], new: Record) -> tuple[Record, ...]:
 # ------------------------------------------------------------ what is asked
 
 
-class Owner(msgspec.Struct, frozen=True, kw_only=True):
+class MachineOwner(msgspec.Struct, frozen=True, kw_only=True):
     """The object whose deletion replaces a machine."""
 
     group: str
@@ -332,7 +334,7 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
         return f"/apis/{self.group}/{version}{scope}/{self.plural}/{self.name}"
 
 
-def owner_of(way: DeleteMachine | DeleteNodeClaim, node: Mapping[str, Any]) -> Owner | None:
+def owner_of(way: DeleteMachine | DeleteNodeClaim, node: Mapping[str, Any]) -> MachineOwner | None:
     """Of a Node; None: it does not name one."""
     metadata = node["metadata"]
     if isinstance(way, DeleteMachine):
@@ -341,10 +343,10 @@ def owner_of(way: DeleteMachine | DeleteNodeClaim, node: Mapping[str, Any]) -> O
         name, namespace = (notes.get(f"cluster.x-k8s.io/{key}") for key in ("machine", "cluster-namespace"))
         if not name or not namespace:
             return None
-        return Owner(group="cluster.x-k8s.io", plural="machines", namespace=namespace, name=name)
+        return MachineOwner(group="cluster.x-k8s.io", plural="machines", namespace=namespace, name=name)
     for one in metadata.get("ownerReferences", ()):
         if one.get("kind") == "NodeClaim" and str(one.get("apiVersion", "")).startswith("karpenter.sh/"):
-            return Owner(group="karpenter.sh", plural="nodeclaims", name=one["name"], uid=one["uid"])
+            return MachineOwner(group="karpenter.sh", plural="nodeclaims", name=one["name"], uid=one["uid"])
     return None
 
 

@@ -21,7 +21,7 @@ from holdfast.kubernetes.objects.pod import Farewell, PodSeen
 from holdfast.kubernetes.objects.resource import HoldfastJob, HoldfastJobSpec, quantity_of_limit
 from holdfast.kubernetes.objects.status import ConditionType, JobStatus, from_timestamp
 from holdfast.kubernetes.policy import queues
-from holdfast.kubernetes.policy.conditions import Ended, size_to_ask, status_of
+from holdfast.kubernetes.policy.conditions import JobEnd, size_to_ask, status_of
 from holdfast.kubernetes.policy.losses import (
     crashing_nodes,
     loss_look_again_s,
@@ -522,29 +522,29 @@ def _numbers_together(actions: list[Action], run: int, term: int, next_number: i
 # ------------------------------------------------------------ its end
 
 
-def _end(seen: Observed, job: HoldfastJob) -> Ended | None:
+def _end(seen: Observed, job: HoldfastJob) -> JobEnd | None:
     """How the run ended; None: it did not."""
     farewell = _farewell(seen)
     if farewell is not None and queues.was_taken_back(farewell, job):
         return None  # it goes on when it is admitted again
     if farewell is not None and farewell.outcome == "finished":
-        return Ended(None, farewell.reason or "the script has ended", farewell)
+        return JobEnd(None, farewell.reason or "the script has ended", farewell)
     if farewell is not None:
         reason = "ScriptFailed" if farewell.outcome == "failed" else "Stopped"
         if farewell.cause == NoticeCause.TIME_LIMIT:
             reason = "ActiveDeadline"
-        return Ended(reason, farewell.reason or farewell.outcome, farewell)
+        return JobEnd(reason, farewell.reason or farewell.outcome, farewell)
     if queues.has_trained(seen, seen.status):
         return None
     if (broken := why_nothing_works(seen, job)) is not None:
-        return Ended(*broken)
+        return JobEnd(*broken)
     counts_s = queues.counts_from_s(seen, job)
     policy = job.spec.run_policy
     # Time in a queue does not count, and time between two tries does.
     waits = seen.status.holds(ConditionType.SUSPENDED) and seen.status.waiting is None
     late = not waits and counts_s is not None and seen.now_s - counts_s >= policy.startup_deadline_seconds
     if late:
-        return Ended("StartupDeadline", _why_not_started(seen))
+        return JobEnd("StartupDeadline", _why_not_started(seen))
     return None
 
 

@@ -64,7 +64,7 @@ class JobLink:
     ) -> None:
         """lookup: of the coordinator at an address. wake: has the job's task look."""
         self._name, self._expected, self._lookup, self._wake = name, expected, lookup, wake
-        self._link: CoordinatorLink | None = None
+        self._link: CoordinatorConnection | None = None
         self._listening: asyncio.Task[None] | None = None
         self._since_s = 0.0
         self._in_vain_s: float | None = None
@@ -89,7 +89,7 @@ class JobLink:
         self._since_s, self._in_vain_s = time.monotonic(), None
         if wanted is not None:
             host, term = wanted
-            self._link = CoordinatorLink(
+            self._link = CoordinatorConnection(
                 host=host,
                 term=term,
                 token=token,
@@ -149,7 +149,7 @@ class JobLink:
             _log.warning("the coordinator refuses: %s", error, extra={"job": self._name})
 
 
-class CoordinatorLink:
+class CoordinatorConnection:
     """To the coordinator at one pod's address. `changed` is called when it is reached, when it has a new order, and when it is lost."""
 
     def __init__(

@@ -15,10 +15,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from holdfast.kubernetes.client.api import Api, ApiError, NoAnswer, Object
+from holdfast.kubernetes.client.api import Api, ApiError, NoApiAnswer, Object
 from holdfast.kubernetes.objects.resource import API_VERSION, KIND, ObjectName
 from holdfast.kubernetes.objects.status import timestamp
-from holdfast.kubernetes.policy.conditions import News
+from holdfast.kubernetes.policy.conditions import JobNews
 
 _log = logging.getLogger(__name__)
 BURST, EVERY_S = 25, 60.0
@@ -40,13 +40,13 @@ class JobEvents:
     def __init__(self, api: Api, job: ObjectName, clock: Callable[[], float] = time.monotonic) -> None:
         self._api, self._job, self._clock = api, job, clock
         self._folder = f"/api/v1/namespaces/{job.namespace}/events"
-        self._known: dict[News, _Written] = {}
-        self._waiting: deque[News] = deque()
+        self._known: dict[JobNews, _Written] = {}
+        self._waiting: deque[JobNews] = deque()
         self._writing: asyncio.Task[None] | None = None
         self._namespace_ends = False
         self._left, self._filled_s = float(BURST), clock()
 
-    def tell(self, news: News) -> None:
+    def tell(self, news: JobNews) -> None:
         """Has it written, if the job has not told too much."""
         if self._namespace_ends:
             return
@@ -79,12 +79,12 @@ class JobEvents:
             news = self._waiting.popleft()
             try:
                 await self._write(news)
-            except (ApiError, NoAnswer) as error:
+            except (ApiError, NoApiAnswer) as error:
                 self._namespace_ends |= isinstance(error, ApiError) and error.namespace_ends
                 # Not tried again: the right may be missing for ever, and the conditions say what holds.
                 _log.warning("it is no Event of the job's: %s", error, extra=self._extra)
 
-    async def _write(self, news: News) -> None:
+    async def _write(self, news: JobNews) -> None:
         now_s = self._api.now_s()
         known = self._known.pop(news, None)
         if known is not None and await self._count(known, now_s):
@@ -109,7 +109,7 @@ class JobEvents:
         return True
 
 
-def event_object(job: ObjectName, name: str, news: News, now_s: float) -> Object:
+def event_object(job: ObjectName, name: str, news: JobNews, now_s: float) -> Object:
     """What `kubectl describe` shows of a job. name: of the Event, another one for each."""
     at = timestamp(now_s)
     about = {"apiVersion": API_VERSION, "kind": KIND, **msgspec.structs.asdict(job)}

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 import msgspec
 
 from holdfast.kubernetes import names
-from holdfast.kubernetes.client.api import Api, ApiError, NoAnswer, Object
+from holdfast.kubernetes.client.api import Api, ApiError, NoApiAnswer, Object
 from holdfast.kubernetes.names import LABEL_QUEUE
 from holdfast.kubernetes.objects import kueue, render
 from holdfast.kubernetes.objects.check import check, convert
@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 
 class JobPods:
-    """Each method raises ApiError and NoAnswer."""
+    """Each method raises ApiError and NoApiAnswer."""
 
     def __init__(
         self, api: Api, name: str, namespace: str, uid: str, expected: Expectations, wake: Callable[[], None]
@@ -61,7 +61,7 @@ class JobPods:
             else:
                 self._saw(await self._api.create(self._folder, made))
             self._expected.refused = None
-        except NoAnswer:
+        except NoApiAnswer:
             self._expected.doubtful.add(name)
             raise
         except ApiError as error:
@@ -181,7 +181,7 @@ class JobObjects:
         """The job's; None: there is no Secret."""
         if "Secret" not in self._there:
             return None
-        return render.token_in(self._there["Secret"], NoAnswer)
+        return render.token_in(self._there["Secret"], NoApiAnswer)
 
     @property
     def service_term(self) -> int | None:
@@ -208,7 +208,7 @@ class JobObjects:
             lambda spec: convert({**raw, "metadata": metadata, "spec": msgspec.json.decode(spec)}),
             text,
             f"{ACCEPTED_KEY} in the job's ConfigMap is damaged",
-            error=NoAnswer,
+            error=NoApiAnswer,
         )
 
     def doubt(self) -> None:
@@ -216,7 +216,7 @@ class JobObjects:
         if time.monotonic() - self._read_s > self.SURE_S:
             self.known = False
 
-    # ------------------------------------------------------------ requests: each raises ApiError and NoAnswer
+    # ------------------------------------------------------------ requests: each raises ApiError and NoApiAnswer
 
     async def read(self, raw: Object) -> None:
         """All that there are. raw: the job's object."""
@@ -273,7 +273,7 @@ class JobObjects:
             there = await self._api.get(path)
         self._keep(kind, there)
         if kind not in self._there:
-            raise NoAnswer(
+            raise NoApiAnswer(
                 f"{kind} {path.rpartition('/')[2]} is there and not this job's; it is waited for its end"
             )
 
@@ -424,7 +424,7 @@ class JobQueue:
     # ------------------------------------------------------------ what it asks
 
     async def do(self, action: QueueAction, job: HoldfastJob | None, setting: PodSetting) -> None:
-        """Raises ApiError and NoAnswer. Done twice it has the same result."""
+        """Raises ApiError and NoApiAnswer. Done twice it has the same result."""
         match action:
             case MakeWorkload(number, nodes):
                 assert job is not None, "a plan that asks for quota is of a job that can run"
@@ -441,7 +441,7 @@ class JobQueue:
                 await self._write(name, kueue.pods_ready(self._there[name], self._api.now_s()))
 
     async def where(self, workload: str, role: str) -> Where:
-        """Where an admitted Workload wants its pods. Raises ApiError and NoAnswer."""
+        """Where an admitted Workload wants its pods. Raises ApiError and NoApiAnswer."""
         made = self._there.get(workload, {})
         flavors = [await self._flavor(name) for name in kueue.flavors_of(made, role)]
         return kueue.where(made, flavors, role)

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 import msgspec
 
 from holdfast.kubernetes import names
-from holdfast.kubernetes.client.api import Api, ApiError, Backoff, NoAnswer, Object
+from holdfast.kubernetes.client.api import Api, ApiError, Backoff, NoApiAnswer, Object
 from holdfast.kubernetes.names import FINALIZER, NOTE_SKIP_SAVE
 from holdfast.kubernetes.objects import kueue, render
 from holdfast.kubernetes.objects.check import check, convert
@@ -26,7 +26,7 @@ from holdfast.kubernetes.objects.status import (
     status_patch,
     written,
 )
-from holdfast.kubernetes.policy.conditions import News, begun, news
+from holdfast.kubernetes.policy.conditions import JobNews, begun, news
 from holdfast.kubernetes.policy.losses import newest_of, voters
 from holdfast.kubernetes.policy.machines import Setting
 from holdfast.kubernetes.policy.plan import (
@@ -158,7 +158,7 @@ class JobTask:
                 try:
                     due_s = await self._once()
                     backoff.reset()
-                except (ApiError, NoAnswer) as error:
+                except (ApiError, NoApiAnswer) as error:
                     if isinstance(error, ApiError) and error.namespace_ends:
                         # Asked again it would be refused again, until the job is deleted, too: that wakes this task.
                         _log.info("nothing more is made: %s", error, extra={"job": self.name})
@@ -202,9 +202,9 @@ class JobTask:
             due.append(LOOK_EVERY_S)
         return max(0.05, min(due)) if due else 0.0
 
-    async def _act(self, plan: Plan, seen: Observed) -> ApiError | NoAnswer | None:
+    async def _act(self, plan: Plan, seen: Observed) -> ApiError | NoApiAnswer | None:
         """Carries the plan out. Returns the first failure; what does not depend on it is done all the same."""
-        error: ApiError | NoAnswer | None = None
+        error: ApiError | NoApiAnswer | None = None
         for together in _together(plan.actions):
             news = [action for action in together if self.expected.is_news(action)]
             # One pod that is refused says enough: a quota would refuse the other sixty as well.
@@ -213,22 +213,22 @@ class JobTask:
             for some in (news[:1], news[1:]) if isinstance(together[0], MakeNode) else (news,):
                 failures = await self._do_at_once(some, seen)
                 for failure in failures:
-                    if isinstance(failure, NoAnswer):
+                    if isinstance(failure, NoApiAnswer):
                         return failure  # the others would wait as long, one after the other
                 error = error or next(iter(failures), None)
                 if error is not None and isinstance(together[0], MakeNode):
                     break
         return error
 
-    async def _do_at_once(self, actions: Sequence[Action], seen: Observed) -> list[ApiError | NoAnswer]:
+    async def _do_at_once(self, actions: Sequence[Action], seen: Observed) -> list[ApiError | NoApiAnswer]:
         """Actions that do not depend on each other. Returns their failures."""
         gate = asyncio.Semaphore(MOST_AT_ONCE)
 
-        async def do(action: Action) -> ApiError | NoAnswer | None:
+        async def do(action: Action) -> ApiError | NoApiAnswer | None:
             async with gate:
                 try:
                     await self._do(action, seen)
-                except (ApiError, NoAnswer) as error:
+                except (ApiError, NoApiAnswer) as error:
                     return error
             return None
 
@@ -239,7 +239,7 @@ class JobTask:
     async def _observe(self) -> Observed:
         metadata = self._raw["metadata"]
         problems = check(self._raw)
-        status = status_of(self._raw, NoAnswer)
+        status = status_of(self._raw, NoApiAnswer)
         job = None if problems else convert(self._raw)
         said = await self._ask(status, job)
         hearings = {} if said is not None else await self._ask_nodes(status)
@@ -334,7 +334,7 @@ class JobTask:
             case Warn(reason=reason, text=text):
                 _log.warning("%s: %s", reason, text, extra={"job": self.name})
                 self.expected.did(action)
-                self._events.tell(News("Warning", reason, text))
+                self._events.tell(JobNews("Warning", reason, text))
             case DeletePod():
                 await self._pods.delete(action)
             # With its uid: an object of the same name that a person made since is another job.
@@ -397,7 +397,7 @@ class JobTask:
     async def _say(self, plan: Plan) -> list[float]:
         """Writes the status: at once where a condition changed, and else now and then. Returns when it is due again."""
         now_s = time.monotonic()
-        before = status_of(self._raw, NoAnswer)
+        before = status_of(self._raw, NoApiAnswer)
         if written(plan.status) == written(before):
             return []
         if self._written is not None and _conditions(plan.status) == _conditions(before):
@@ -416,7 +416,7 @@ class JobTask:
             before = self._raw
             if await self._apply(status):
                 # Only what is written down: whoever is operator next compares with it, and tells nothing again.
-                for one in news(status_of(before, NoAnswer), status):
+                for one in news(status_of(before, NoApiAnswer), status):
                     self._events.tell(one)
                 return True
             # A script that labels the object all the time would else have every look's decision refused: from what it saw to

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from holdfast.errors import Damaged
-from holdfast.kubernetes.client.api import Api, ApiError, Backoff, NoAnswer, Object
+from holdfast.kubernetes.client.api import Api, ApiError, Backoff, NoApiAnswer, Object
 from holdfast.kubernetes.objects.machine import (
     MachineSeen,
     Mark,
@@ -34,9 +34,9 @@ from holdfast.kubernetes.policy.machines import (
     REPLACEMENT_CHARS,
     DeleteMachine,
     DeleteNodeClaim,
-    Record,
+    ReplacementRecord,
     Replacements,
-    RunCommand,
+    RunProgram,
     SetLabel,
     evicts_in_order,
     free_again_s,
@@ -91,7 +91,7 @@ class NodeMarks:
         self._awake.set()
 
     async def put(self, machine: str, mark: Mark) -> None:
-        """Marks it, if the brake lets it. Raises ApiError and NoAnswer."""
+        """Marks it, if the brake lets it. Raises ApiError and NoApiAnswer."""
         async with self._one_at_a_time:
             seen = self._machines.get(machine)
             # Looked at again: another job may have marked one since this one was decided. The next look of the job's
@@ -102,7 +102,7 @@ class NodeMarks:
             await self._write(machine, mark)
 
     async def take_back(self, machine: str, uid: str) -> None:
-        """If it is this job's. Raises ApiError and NoAnswer."""
+        """If it is this job's. Raises ApiError and NoApiAnswer."""
         async with self._one_at_a_time:
             seen = self._machines.get(machine)
             if seen is None or seen.marks.mark is None or seen.marks.mark.uid != uid:
@@ -138,7 +138,7 @@ class NodeMarks:
                 for name in self._due():
                     await self._replace(name)
                 backoff.reset()
-            except (ApiError, NoAnswer) as error:
+            except (ApiError, NoApiAnswer) as error:
                 _log.warning("a mark is not shown on its machine: %s; it is tried again", error)
                 await backoff.wait(error)
                 self.wake()
@@ -243,7 +243,7 @@ class NodeReplacement:
 
         Raises:
             Held: not now.
-            ApiError, NoAnswer: it is to be tried again.
+            ApiError, NoApiAnswer: it is to be tried again.
         """
         mark = marks_of(node).mark
         assert mark is not None, "only a marked machine is replaced"
@@ -275,7 +275,9 @@ class NodeReplacement:
             return  # this operator, or one before it, did not come to the asking
         if (why := why_not_replaced(records, self._wanted.most_a_day, now_s)) is not None:
             raise Held(why, free_again_s(records, self._wanted.most_a_day))
-        new = Record(machine=node["metadata"]["name"], uid=uid, job=mark.job, reason=mark.reason, at_s=now_s)
+        new = ReplacementRecord(
+            machine=node["metadata"]["name"], uid=uid, job=mark.job, reason=mark.reason, at_s=now_s
+        )
         text = msgspec.json.encode(with_record(records, new)).decode()
         if there is None:
             metadata: Object = {"name": RECORD}
@@ -294,7 +296,7 @@ class NodeReplacement:
                 return f"it has the label {key}={value}, so that it is replaced"
             case DeleteMachine() | DeleteNodeClaim() as way:
                 return await self._delete_owner(way, node)
-            case RunCommand(program):
+            case RunProgram(program):
                 return await _run(program, name, mark)
 
     async def _delete_owner(self, way: DeleteMachine | DeleteNodeClaim, node: Object) -> str:
@@ -363,10 +365,10 @@ def _end_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-_written = msgspec.json.Decoder(tuple[Record, ...])
+_written = msgspec.json.Decoder(tuple[ReplacementRecord, ...])
 
 
-def _records(there: Object | None) -> tuple[Record, ...]:
+def _records(there: Object | None) -> tuple[ReplacementRecord, ...]:
     text = ((there or {}).get("data") or {}).get(KEY, "[]")
     try:
         return decode(_written.decode, text, f"the ConfigMap {RECORD} cannot be read")
