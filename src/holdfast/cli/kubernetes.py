@@ -10,6 +10,8 @@ from holdfast.cli.kube_options import KubernetesOptions
 from holdfast.engines.base import Engine
 
 if TYPE_CHECKING:
+    from holdfast.engines.client import Reach
+    from holdfast.engines.jobs import Allocation
     from holdfast.engines.run_options import RunOptions
     from holdfast.kubernetes.commands.submission import Submission
 
@@ -23,6 +25,12 @@ class Kubernetes(Engine):
     def run(self, asked: RunOptions) -> int:
         """Makes the object and follows it."""
         return run_on_kubernetes(asked)
+
+    def reach(self, folder: Path, allocation: Allocation) -> Reach:
+        """The folder has no address: the coordinator is asked for at the API server."""
+        from holdfast.kubernetes.commands.reach import KubernetesReach
+
+        return KubernetesReach(folder, allocation)
 
 
 def run_on_kubernetes(options: RunOptions) -> int:

@@ -9,7 +9,10 @@ from holdfast import plugins
 from holdfast.errors import UsageError
 
 if TYPE_CHECKING:
-    from holdfast.engines.jobs import JobFolder
+    from pathlib import Path
+
+    from holdfast.engines.client import Reach
+    from holdfast.engines.jobs import Allocation, JobFolder
     from holdfast.engines.run_options import RunOptions
     from holdfast.engines.shown import View
     from holdfast.protocol.engine_orders import EngineTraits, ReleaseNode
@@ -102,6 +105,14 @@ class Engine:
             UsageError: the job cannot start; nothing has been started, and its folder is removed again.
         """
         raise NotImplementedError
+
+    def reach(self, folder: Path, allocation: Allocation) -> Reach | None:
+        """The way of commands to a running job; None: by the address in its folder.
+
+        Args:
+            folder: the job's. allocation: what `jobs.write_allocation` has left there.
+        """
+        return None
 
 
 def engine_named(name: str) -> Engine:
