@@ -25,9 +25,8 @@ import holdfast as hf
 from holdfast.data.files import TokenFile
 from holdfast.errors import DataError, UsageError
 from holdfast.tools.corpora import build, build_units
-from holdfast.tools.corpora.build import describe
+from holdfast.tools.corpora.build import describe, verify
 from holdfast.tools.corpora.options import BuildOptions, Documents, Format, Kind, Reading
-from holdfast.tools.corpora.verify import verify
 
 LINES = Reading(documents=Documents.LINE)
 

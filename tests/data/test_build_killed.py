@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.data.files import TokenFile
-from holdfast.tools.corpora.build import build
+from holdfast.tools.corpora.build import build, verify
 from holdfast.tools.corpora.options import BuildOptions
-from holdfast.tools.corpora.verify import verify
 
 SCRIPT = Path(__file__).with_name("killed_build.py")
 

@@ -8,7 +8,7 @@ import msgspec
 from holdfast.engines import launcher as launcher_module
 from holdfast.engines.client import Announcement
 from holdfast.engines.launcher import Launcher
-from holdfast.engines.local.engine import LocalProvider
+from holdfast.engines.local.launcher import LocalProvider
 from holdfast.engines.slurm.engine import SlurmProvider
 from holdfast.engines.ssh.engine import SshProvider
 from holdfast.protocol.engine_orders import EngineTraits, OrderDone

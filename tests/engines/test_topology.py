@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.agent.__main__ import main as agent
-from holdfast.cli.place_plan import plan_places
+from holdfast.cli.spec import plan_places
 from holdfast.engines.local import Local
 from holdfast.engines.run_options import NodeOptions
 from holdfast.engines.slurm import Slurm

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from holdfast import plugins
+
 PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
 
 
@@ -131,3 +133,11 @@ def test_what_is_broken_is_one_line_and_breaks_nothing_else(holdfast, tmp_path):
         assert "Traceback" not in done.stderr
     assert holdfast("ls").returncode == 0
     assert holdfast("run", "--dry-run", "train.py").returncode == 0
+
+
+@pytest.mark.parametrize("group", [plugins.ENGINES, plugins.TRACKERS, plugins.CHECKS, plugins.COMMANDS])
+def test_what_holdfast_declares_is_there(group):
+    declared = plugins.ours(group)
+    assert declared
+    for point in declared.values():
+        assert callable(point.load()), point

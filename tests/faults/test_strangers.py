@@ -29,7 +29,7 @@ from holdfast.engines.agents import agent_arguments
 from holdfast.engines.client import JobClient, NoAnswer
 from holdfast.engines.jobs import JobFolder
 from holdfast.engines.slurm.commands import Slurm
-from holdfast.engines.slurm.locate import ThisNode
+from holdfast.engines.slurm.entry import ThisNode
 from holdfast.engines.slurm.node import StandBy
 from holdfast.errors import StateError, TierError
 from holdfast.health.checks.basic import check_shm

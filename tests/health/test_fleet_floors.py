@@ -7,7 +7,7 @@ import pytest
 from holdfast.errors import UsageError
 from holdfast.health.checks.fleet import against_fleet
 from holdfast.protocol.health import CheckResult, Condition
-from holdfast.tools.checks.floors import against_floor, read_floors
+from holdfast.tools.checks.suite import against_floor, read_floors
 
 
 def result(value: float | None, name="memory-copy", **more) -> CheckResult:

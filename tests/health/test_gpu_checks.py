@@ -7,7 +7,7 @@ import torch
 from holdfast.health.checks.check import CannotCheck, Task
 from holdfast.health.checks.fleet import against_fleet
 from holdfast.protocol.health import Condition
-from holdfast.tools.checks import dcgm, gpu, nvlink
+from holdfast.tools.checks import dcgm, gpu
 
 CPU = gpu.Device(3, torch.device("cpu"), "NVIDIA Test", 64 << 20)
 
@@ -66,11 +66,11 @@ def test_without_a_gpu_there_is_nothing_to_say():
     ],
 )
 def test_links(model, states, condition):
-    (result,) = nvlink.judge_links(
+    (result,) = gpu.judge_links(
         [
-            nvlink.Links(0, model, states),
-            nvlink.Links(1, "L4", ()),
-            nvlink.Links(2, "A100-PCIE", (False,) * 12),
+            gpu.Links(0, model, states),
+            gpu.Links(1, "L4", ()),
+            gpu.Links(2, "A100-PCIE", (False,) * 12),
         ]
     )
     assert (result.condition, result.value, result.floor) == (condition, sum(states), len(states))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli.health_plan import parse_share, plan_health
+from holdfast.cli.spec import parse_share, plan_health
 from holdfast.engines.run_options import HealthOptions
 from holdfast.errors import UsageError
 from holdfast.protocol.health import HealthSpec

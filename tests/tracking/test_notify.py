@@ -15,7 +15,7 @@ from servers import Heard, listener
 from holdfast.cli.notify import LINK
 from holdfast.coordinator.service.store import LedgerEntry, News
 from holdfast.errors import UsageError
-from holdfast.tools.tracking import matters, notify
+from holdfast.tools.tracking import notify
 from holdfast.tools.tracking.base import Notes
 from holdfast.tools.tracking.notify import Notifier
 from holdfast.tools.tracking.position import take_in
@@ -101,11 +101,11 @@ def test_a_storm_is_one_message(tmp_path, hook, target, clock):
             tell(to, asked(1 + i, f"n{i}"))
             clock.now += 0.1
         assert (len(hook.bodies), to.waits) == (1, True)
-        clock.now += matters.APART_S
+        clock.now += notify.APART_S
         tell(to)
         assert not to.waits
     _, storm = bodies(hook)
-    assert (len(storm["matters"]), storm["more"]) == (matters.MOST, 199 - matters.MOST)
+    assert (len(storm["matters"]), storm["more"]) == (notify.MOST, 199 - notify.MOST)
     assert storm["text"].startswith("pretrain: 199 matters for a person")
 
 
@@ -131,7 +131,7 @@ def test_killed_before_delivery_nothing_is_lost(tmp_path, hook, target, clock):
     with closing(Notifier(target, folder(tmp_path))) as to:
         assert to.waits
         tell(to)
-    assert [m["id"] for m in bodies(hook)[0]["matters"]] == [matters.matter_of(asked(1), BEGAN, "j").id]
+    assert [m["id"] for m in bodies(hook)[0]["matters"]] == [notify.matter_of(asked(1), BEGAN, "j").id]
 
 
 def test_what_nobody_takes_is_tried_again_and_kept_at_the_end(tmp_path, hook, target, clock, caplog):
@@ -140,14 +140,14 @@ def test_what_nobody_takes_is_tried_again_and_kept_at_the_end(tmp_path, hook, ta
         tell(to, asked(1))
         tell(to)  # not before its time
         assert len(hook.bodies) == 1
-        clock.now += matters.APART_S
+        clock.now += notify.APART_S
         tell(to)
         with pytest.raises(UsageError, match="1 notification could not be delivered"):
             tell(to, ended(2))
     assert len(hook.bodies) == 2 + notify.LAST_ATTEMPTS
     hook.status = 200
     with closing(Notifier(target, folder(tmp_path))) as to:
-        clock.now += matters.PATIENCE_S
+        clock.now += notify.PATIENCE_S
         tell(to)
         assert not to.waits
     kept = [path.read_bytes() for path in folder(tmp_path).rglob("*") if path.is_file()]
@@ -240,7 +240,7 @@ def test_what_is_refused(tmp_path, monkeypatch, target, said):
 def test_remembered_matters_are_bounded():
     notes = Notes()
     for i in range(1000):
-        found = [m for m in [matters.matter_of(asked(i, f"n{i}"), BEGAN, "job")] if m]
-        notes = matters.take_in(notes, found, float(i))
-    assert (len(notes.told), len(notes.waiting)) == (matters.REMEMBERED, matters.MOST)
-    assert notes.more == 1000 - matters.MOST
+        found = [m for m in [notify.matter_of(asked(i, f"n{i}"), BEGAN, "job")] if m]
+        notes = notify.take_in(notes, found, float(i))
+    assert (len(notes.told), len(notes.waiting)) == (notify.REMEMBERED, notify.MOST)
+    assert notes.more == 1000 - notify.MOST

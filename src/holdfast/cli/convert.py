@@ -24,7 +24,7 @@ TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
 MOST_NAMED = 5
 
 
-class Format(StrEnum):
+class ExportFormat(StrEnum):
     """What an export is."""
 
     SAFETENSORS = "safetensors"
@@ -45,7 +45,7 @@ def export(
     ],
     job: JobName = None,
     kind: Annotated[
-        Format | None,
+        ExportFormat | None,
         typer.Option(
             "--format",
             help=(
@@ -103,7 +103,7 @@ def export(
         raise UsageError(f"{len(places)} paths were given; pass either OUT, or PLACE and OUT")
     file_bytes = parse_size("--max-shard-size", max_shard_size)
     out = Path(places[-1])
-    as_torch = kind is Format.TORCH or (kind is None and out.suffix in TORCH_ENDINGS)
+    as_torch = kind is ExportFormat.TORCH or (kind is None and out.suffix in TORCH_ENDINGS)
     if strip and (as_torch or not only):
         raise UsageError(
             "--strip works only with --format safetensors and with --only, which gives the prefix to remove"

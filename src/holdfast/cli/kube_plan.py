@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.tier import parse_tier
-from holdfast.cli.health_plan import parse_share
 from holdfast.cli.kube_options import KubernetesOptions
-from holdfast.cli.spec import parse_nnodes
+from holdfast.cli.spec import parse_nnodes, parse_share
 from holdfast.engines.jobs import default_name
 from holdfast.engines.run_options import HealthOptions, RunOptions, SaveOptions
 from holdfast.errors import UsageError

@@ -79,21 +79,21 @@ def run(
 
 
 def _chart(inputs: Inputs, best: Candidate) -> None:
-    from holdfast.tools.plan import series
+    from holdfast.tools.plan import candidates
     from holdfast.tools.plan.plots import print_curves
 
-    by_size = series.goodput_by_size(inputs, best.spares, best.waits)
+    by_size = candidates.goodput_by_size(inputs, best.spares, best.waits)
     print_curves(sys.stdout, "goodput against cluster size (doubling)", by_size, "nodes", percent=True)
-    print_curves(sys.stdout, "cost against spares", series.cost_by_spares(inputs), "spares")
-    by_interval = series.goodput_by_interval(inputs, best.recovery_s)
+    print_curves(sys.stdout, "cost against spares", candidates.cost_by_spares(inputs), "spares")
+    by_interval = candidates.goodput_by_interval(inputs, best.recovery_s)
     print_curves(sys.stdout, "goodput against the interval (log)", by_interval, "s", percent=True)
 
 
 def _draw(inputs: Inputs, best: Candidate, folder: Path, kind: str) -> None:
-    from holdfast.tools.plan import candidates, series
+    from holdfast.tools.plan import candidates
     from holdfast.tools.plan.plots import draw_curves, draw_waterfall
 
-    by_size = series.goodput_by_size(inputs, best.spares, best.waits)
+    by_size = candidates.goodput_by_size(inputs, best.spares, best.waits)
     draw_curves(
         folder / f"goodput-by-size.{kind}",
         "goodput against cluster size",
@@ -107,14 +107,14 @@ def _draw(inputs: Inputs, best: Candidate, folder: Path, kind: str) -> None:
     draw_curves(
         folder / f"cost-by-spares.{kind}",
         "cost against spares",
-        series.cost_by_spares(inputs),
+        candidates.cost_by_spares(inputs),
         "spares",
         unit,
     )
     draw_curves(
         folder / f"interval.{kind}",
         "goodput against the time between saves",
-        series.goodput_by_interval(inputs, best.recovery_s),
+        candidates.goodput_by_interval(inputs, best.recovery_s),
         "seconds",
         "goodput",
         log=True,

@@ -181,7 +181,7 @@ def _trace(path: Path) -> Trace:
 
 def _replay(scenario: Scenario, seed: int, job: str | None, record: Trace | None) -> None:
     from holdfast.engines import jobs
-    from holdfast.tools.simulate.replay import replay
+    from holdfast.tools.simulate.trial import replay
 
     # A trial follows from scenario and seed alone, so the run of a seed is the same again, this time with a
     # ledger.

@@ -14,20 +14,154 @@ from typing import Any
 import msgspec
 
 from holdfast import logs
-from holdfast.cli.health_plan import plan_health
+from holdfast.agent.hooks import check_hooks
+from holdfast.checkpoint.policy import parse_cadence
+from holdfast.checkpoint.tier import open_tier, parse_tier
 from holdfast.cli.options import given_flags
-from holdfast.cli.place_plan import plan_places
-from holdfast.cli.save_plan import plan_saving
 from holdfast.cli.script_source import importable, read_script, set_before_import
 from holdfast.data.cache import absolute_cache
 from holdfast.engines import jobs
-from holdfast.engines.base import Engine, engine_named
-from holdfast.engines.run_options import RunOptions
-from holdfast.errors import UsageError
+from holdfast.engines.base import Engine, KnownNodes, engine_named
+from holdfast.engines.run_options import HealthOptions, NodeOptions, RunOptions, SaveOptions
+from holdfast.engines.topology import read_topology
+from holdfast.errors import TierError, UsageError
+from holdfast.health.ruleset import load_rules
+from holdfast.health.stragglers import SLOWER
 from holdfast.protocol.faults import FaultSpec, check_watched, parse_fault
+from holdfast.protocol.health import HealthSpec
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.machine.processes import text_of
+from holdfast.protocol.place import PLACE_VARIABLE, NodePlace, parse_place
+from holdfast.protocol.snapshots import DurableTier, Saving
 from holdfast.protocol.units import parse_size
+
+
+def plan_health(given: HealthOptions) -> HealthSpec:
+    """Raises UsageError for what cannot work; nothing is written."""
+    if not given.watch and (given.rules or given.dry_run_rules):
+        raise UsageError(
+            "--no-health turns all health rules off, so --health-rules and --health-dry-run would have no effect; "
+            "remove either --no-health or these options"
+        )
+    rules = tuple(str(path.resolve()) for path in given.rules)
+    if rules or given.dry_run_rules:
+        load_rules(rules, given.dry_run_rules)
+    if given.hooks is not None:
+        check_hooks(given.hooks)
+    if given.replace_slow and given.replace_slow < SLOWER:
+        raise UsageError(
+            f"--replace-slow must be 0 (only report) or at least {SLOWER:g}, below which a slow rank cannot be told "
+            f"from noise (got {given.replace_slow:g}), for example 1.3"
+        )
+    return HealthSpec(
+        watch=given.watch,
+        rules=rules,
+        dry_run=given.dry_run_rules,
+        history=_history(given.history),
+        blast_share=parse_share("--blast-radius", given.blast_radius),
+        deep=given.deep,
+        hooks=str(given.hooks.resolve()) if given.hooks else "",
+        replace_slow=given.replace_slow,
+        replace_suspect=given.replace_suspect,
+    )
+
+
+def parse_share(option: str, text: str) -> float:
+    """`25%` or `0.25`: more than nothing, at most everything. Raises UsageError."""
+    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)(%?)", text.strip())
+    share = float(match[1]) / (100 if match[2] else 1) if match else 0.0
+    if not 0 < share <= 1:
+        raise UsageError(f"{option} must be a share of the nodes (got {text!r}), for example 25% or 0.25")
+    return share
+
+
+def _history(text: str) -> str:
+    """A PostgreSQL URL as it is; a file as an absolute path, in a folder that can be written."""
+    if not text:
+        return ""
+    # A URL may hold a password, so a message shows its scheme and nothing else of it.
+    scheme, separator, _ = text.partition("://")
+    if separator:
+        if scheme not in ("postgresql", "postgres"):
+            raise UsageError(
+                f"--node-history {scheme}://...: must be a file, or a URL like postgresql://USER@HOST/DATABASE"
+            )
+        return text
+    path = Path(text).resolve()
+    if path.is_dir():
+        raise UsageError(
+            f"--node-history {text}: this is a folder; specify a file in it, for example health.sqlite"
+        )
+    if not path.parent.is_dir():
+        raise UsageError(f"--node-history {text}: the folder {path.parent} does not exist")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UsageError(f"--node-history {text}: the file cannot be written")
+    return str(path)
+
+
+def plan_saving(given: SaveOptions, default: Path) -> Saving:
+    """What is to be saved, how often and where.
+
+    Args:
+        default: the durable tier when none is named.
+
+    Raises:
+        UsageError: an option that cannot work; a tier that cannot be written.
+    """
+    _cadence("--snapshot-every", given.snapshot_every)
+    # There is always a durable tier: what is only in memory is lost with the machines, and nobody should
+    # learn of that afterwards.
+    tiers = tuple(_tier(text) for text in given.checkpoints) or (DurableTier(str(default)),)
+    # Two tiers of one URL would prune each other's checkpoints, each by its own retention.
+    if len({t.url for t in tiers}) < len(tiers):
+        raise UsageError(f"--checkpoint: the same place is given twice: {', '.join(t.url for t in tiers)}")
+    # The default tier is not tried: its folder is the job's own, which does not exist before the job starts.
+    for tier in tiers if given.checkpoints else ():
+        try:
+            open_tier(tier.url).check()
+        except TierError as error:
+            raise UsageError(f"--checkpoint {tier.url}: {error}") from error
+    memory = parse_size("--snapshot-memory", given.snapshot_memory) if given.snapshot_memory else 0
+    return Saving(given.snapshot_every, given.copies, memory, tiers)
+
+
+def _tier(text: str) -> DurableTier:
+    try:
+        return parse_tier(text)
+    except UsageError as error:
+        raise UsageError(f"--checkpoint {error}") from error
+
+
+def _cadence(option: str, text: str) -> None:
+    try:
+        parse_cadence(text)
+    except UsageError as error:
+        raise UsageError(f"{option}: {error}") from error
+
+
+def plan_places(given: NodeOptions, known: KnownNodes) -> dict[str, NodePlace]:
+    """Node to its place, of the topology file.
+
+    Raises:
+        UsageError: the file or the variable cannot be read, or says nothing about this job's nodes.
+    """
+    try:
+        parse_place(os.environ.get(PLACE_VARIABLE, ""))
+    except ValueError as error:
+        raise UsageError(f"{PLACE_VARIABLE}: {error}") from None
+    if given.topology is None:
+        return {}
+    if given.racks:
+        raise UsageError("--racks and --topology both give the locations of nodes; pass only one of them")
+    found = read_topology(given.topology)
+    # A file of the whole site may have thousands of hosts: the job's specification gets those that may be its own.
+    ours = {name: place for name, place in found.items() if re.fullmatch(known.names, name)}
+    if not ours:
+        raise UsageError(
+            f"--topology {given.topology}: the file does not name any of this job's nodes, which are {known.examples}"
+        )
+    return ours
+
 
 MIN_FREE_BYTES = 256 << 20
 LEAST_LOG_LIMIT = 16 << 20

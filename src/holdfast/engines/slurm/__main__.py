@@ -9,9 +9,8 @@ from pathlib import Path
 from holdfast.engines import jobs
 from holdfast.engines.coordinator_keeper import Superseded
 from holdfast.engines.slurm.commands import Slurm
-from holdfast.engines.slurm.entry import enter
+from holdfast.engines.slurm.entry import enter, find_this_node
 from holdfast.engines.slurm.launcher import SlurmLauncher
-from holdfast.engines.slurm.locate import find_this_node
 from holdfast.errors import HoldfastError
 from holdfast.observe.live import PlainView
 from holdfast.protocol.job import JobSpec

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import logging
 import os
+import socket
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -14,6 +15,7 @@ import msgspec
 
 from holdfast import logs
 from holdfast.engines.jobs import check_own
+from holdfast.engines.slurm.commands import Slurm, SlurmError
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.wire.stored import decode_file
@@ -56,3 +58,39 @@ def enter(module: str, run: Callable[[JobSpec, Path], Coroutine[None, None, int]
         return 1
     finally:
         close_log()
+
+
+class ThisNode(msgspec.Struct, frozen=True):
+    """The node that this process runs on."""
+
+    node: str
+    """Its name in Slurm."""
+    host: str
+    """Its IPv4 address, which the other nodes reach."""
+    allocation: str
+    """The id of the Slurm job that it came with: the training job's own, or a follow-up's."""
+    restarts: int
+    """How often Slurm has requeued that job."""
+
+
+async def find_this_node(slurm: Slurm) -> ThisNode:
+    """Of this process, from what Slurm told it.
+
+    Raises:
+        SlurmError: it was not started by Slurm.
+    """
+    node, allocation = os.environ.get("SLURMD_NODENAME"), os.environ.get("SLURM_JOB_ID")
+    if node is None or allocation is None:
+        raise SlurmError("this program is started only by Slurm, through `holdfast run --engine slurm`")
+    told = await slurm.nodes([node])
+    address = told[node].address if node in told else node
+    return ThisNode(node, ip_of(address), allocation, int(os.environ.get("SLURM_RESTART_COUNT", "0")))
+
+
+def ip_of(address: str) -> str:
+    """Of Slurm's NodeAddr, which may be a name."""
+    try:
+        found = socket.getaddrinfo(address, None, socket.AF_INET, socket.SOCK_STREAM)
+    except OSError as error:
+        raise SlurmError(f"the node's address {address!r} cannot be resolved: {error}") from error
+    return str(found[0][4][0])

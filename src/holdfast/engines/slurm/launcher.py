@@ -19,7 +19,7 @@ from holdfast.engines.launcher import Launcher
 from holdfast.engines.shown import View
 from holdfast.engines.slurm.commands import SlurmError
 from holdfast.engines.slurm.engine import KNOWN, TIME_LIMIT, SlurmProvider
-from holdfast.engines.slurm.locate import ThisNode
+from holdfast.engines.slurm.entry import ThisNode
 from holdfast.engines.slurm.parse import JobLine
 from holdfast.errors import Damaged
 from holdfast.protocol.job import JobSpec

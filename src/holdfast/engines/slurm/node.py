@@ -22,9 +22,8 @@ from holdfast.engines import jobs
 from holdfast.engines.agents import agent_arguments
 from holdfast.engines.coordinator_keeper import Superseded
 from holdfast.engines.slurm.commands import Slurm, SlurmError
-from holdfast.engines.slurm.entry import enter
+from holdfast.engines.slurm.entry import ThisNode, enter, find_this_node
 from holdfast.engines.slurm.launcher import SlurmLauncher, read_roster
-from holdfast.engines.slurm.locate import ThisNode, find_this_node
 from holdfast.engines.topology import place_of_variables
 from holdfast.errors import UsageError
 from holdfast.observe.live import PlainView

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from holdfast.errors import UsageError
-from holdfast.tools.plan.series import Curve
+from holdfast.tools.plan.candidates import Curve
 
 SIZE_INCHES = (9.0, 5.0)
 DPI = 110

@@ -1,6 +1,6 @@
 """`holdfast notify`: tells people what they have to do, by a webhook or by a command that sends mail.
 
-A webhook's URL is a secret. It comes from a file or from the environment, and is in no command line, ledger, log or message.
+A matter is told once: what decides that comes first, and is pure. A webhook's URL is a secret. It comes from a file or from the environment, and is in no command line, ledger, log or message.
 Killed between a delivery and its note, a notifier sends that message again: each matter has an id by which a receiver can
 tell.
 """
@@ -27,11 +27,85 @@ import msgspec
 
 from holdfast.coordinator.service.store import LedgerEntry
 from holdfast.errors import UsageError
+from holdfast.observe.event_text import event_line
+from holdfast.observe.traces import event_id
 from holdfast.protocol.units import plural
 from holdfast.protocol.wire.decoding import decode
-from holdfast.tools.tracking import matters
 from holdfast.tools.tracking.base import FileTracker, Matter, Notes
 from holdfast.tools.tracking.position import Batch
+
+APART_S = 60.0
+"""Between two messages."""
+AGAIN_S = 6 * 3600.0
+"""The same matter is not told again before."""
+MOST = 20
+"""Matters of one message; of those beyond them the number is told."""
+REMEMBERED = 256
+"""Matters that are recognized when they come again."""
+PATIENCE_S = 600.0
+"""The longest time between two attempts to deliver."""
+TEXT_CHARS = 500
+
+
+def matter_of(entry: LedgerEntry, ledger: str, job: str) -> Matter | None:
+    """What a person has to do because of an event; None: nothing."""
+    fields = entry.fields
+    incident = fields.get("incident")
+    match entry.kind:
+        case "asked":
+            key, command = f"asked {fields.get('node')} {fields.get('rule')}", _why(job, incident)
+        case "ended" if fields.get("outcome") == "failed":
+            key, command = "ended", f"holdfast report --job {job}"
+        case "ledger-failed":
+            key, command = entry.kind, f"holdfast status --job {job}"
+        case "tier-failed" | "tier-slow":
+            command = f"holdfast events --kind {entry.kind} --tail 5 --job {job}"
+            key = f"{entry.kind} {fields.get('url')}"
+        case "storm" | "blast-limit":
+            key, command = f"{entry.kind} {fields.get('rule')}", f"holdfast why --job {job}"
+        case _:
+            return None
+    return Matter(
+        key=key,
+        id=event_id(ledger, entry.seq),
+        text=event_line(msgspec.to_builtins(entry), everything=True, width=TEXT_CHARS),
+        command=command,
+        utc=entry.utc,
+        incident=incident,
+        node=fields.get("node"),
+    )
+
+
+def _why(job: str, incident: int | None) -> str:
+    return f"holdfast why --job {job}" if incident is None else f"holdfast why {incident} --job {job}"
+
+
+def take_in(notes: Notes, matters: list[Matter], now_s: float) -> Notes:
+    """With what is new among the matters. now_s: seconds since 1970."""
+    # Forgotten after AGAIN_S: a matter that still stands then is told once more.
+    told = {key: at_s for key, at_s in notes.told.items() if now_s - at_s < AGAIN_S}
+    new = []
+    for matter in matters:
+        if matter.key not in told:
+            new.append(matter)
+            told[matter.key] = now_s
+    waiting = (*notes.waiting, *new)
+    newest = dict(sorted(told.items(), key=lambda item: item[1])[-REMEMBERED:])
+    # What is beyond the bound is counted: whoever gets the message has to know that there is more.
+    more = notes.more + max(0, len(waiting) - MOST)
+    return msgspec.structs.replace(notes, waiting=waiting[:MOST], more=more, told=newest)
+
+
+def sent(notes: Notes, now_s: float) -> Notes:
+    """After all that waited was delivered."""
+    return msgspec.structs.replace(notes, waiting=(), more=0, failures=0, next_s=now_s + APART_S)
+
+
+def not_sent(notes: Notes, now_s: float) -> Notes:
+    """After an attempt that failed: each waits twice as long as the one before."""
+    wait_s = min(PATIENCE_S, APART_S * 2**notes.failures)
+    return msgspec.structs.replace(notes, failures=notes.failures + 1, next_s=now_s + wait_s)
+
 
 _log = logging.getLogger(__name__)
 ANSWER_S = 10.0
@@ -100,11 +174,11 @@ class Notifier(FileTracker):
     def write(self, batch: Batch) -> None:
         """See `Tracker`. Raises UsageError at the job's end: something could not be delivered; it is kept."""
         events = [part for part in batch.parts if isinstance(part, LedgerEntry)]
-        found = [m for x in events if (m := matters.matter_of(x, batch.position.ledger, self._job))]
+        found = [m for x in events if (m := matter_of(x, batch.position.ledger, self._job))]
         if self._is_new:
             found = [m for m in found if _utc_s(m) > self._first_s - OLD_S]
         # Kept before it is sent. Killed in between, the next follower has it; in the other order nobody would.
-        self._keep(matters.take_in(self._notes, found, time.time()), batch)
+        self._keep(take_in(self._notes, found, time.time()), batch)
         ended = any(entry.kind == "ended" for entry in events)
         if ended:
             self._deliver_last(batch)
@@ -128,9 +202,9 @@ class Notifier(FileTracker):
             self._send(message)
         except NotDelivered as error:
             _log.warning("a notification could not be delivered: %s; it is tried again", error)
-            self._keep(matters.not_sent(notes, time.time()), batch)
+            self._keep(not_sent(notes, time.time()), batch)
             return False
-        self._keep(matters.sent(notes, time.time()), batch)
+        self._keep(sent(notes, time.time()), batch)
         return True
 
     def _keep(self, notes: Notes, batch: Batch) -> None:
