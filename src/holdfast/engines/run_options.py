@@ -10,7 +10,7 @@ from holdfast.protocol.job_options import Timing
 from holdfast.protocol.options import Argument, Group, Option
 
 # This module is read by `holdfast --help`, so it imports nothing that is slow to import. The modules that turn these
-# values into a specification (spec.py, health_plan.py, save_plan.py) are imported when a job starts.
+# values into a specification (cli/spec.py) are imported when a job starts.
 
 
 @dataclass(frozen=True, kw_only=True)
