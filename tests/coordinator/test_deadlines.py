@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import random
+from pathlib import Path
 
 from simcluster.checks import Checks, Violation
 from simcluster.run import run_seed
 from simcluster.seeds import some_and_at_night_many
 
+import holdfast
 from holdfast.coordinator.kernel.events import Tick
+
+CORE = Path(holdfast.__file__).parent / "coordinator"
+AT_AN_EVENT = {
+    "kernel/incidents.py": "which incident a report belongs to is asked when it comes; nothing waits for the answer to change",
+    "kernel/restart_budget.py Daily.roll": "a day begins when something is counted",
+    "health/escalation.py": "what was done before is weighed when something is decided, and not again by itself",
+    "membership/nodes.py out_of_memory": "two times of the past are compared",
+}
+"""Where times are compared otherwise, and why nothing is missed by it."""
 
 PROBED = 0.02
 """Share of the events after which somebody looks at the clock too early."""
@@ -44,3 +56,35 @@ def test_a_look_at_the_clock_finds_nothing_before_the_next_deadline(seeds, monke
         except Violation:  # found by another test
             continue
     assert probes > 10 * len(seeds)
+
+
+def comparisons(path, tree):
+    """Where a time is compared with `now`, as file and function."""
+    name = str(path.relative_to(CORE))
+
+    def walk(node, inside):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            inside = [*inside, node.name]
+        if isinstance(node, ast.Compare):
+            named = {getattr(x, "id", getattr(x, "attr", None)) for x in ast.walk(node)}
+            if "now" in named:
+                yield f"{name} {'.'.join(inside)}"
+        for child in ast.iter_child_nodes(node):
+            yield from walk(child, inside)
+
+    return walk(tree, [])
+
+
+def test_every_comparison_of_a_time_is_seen_by_the_context():
+    paths = [p for part in ("kernel", "membership", "storage", "health") for p in (CORE / part).glob("*.py")]
+    found = [x for p in [*paths, CORE / "machine.py"] for x in comparisons(p, ast.parse(p.read_text()))]
+    assert "kernel/context.py Context.reached" in found
+    others = {x for x in found if x != "kernel/context.py Context.reached"}
+    known = {x for x in others for place in AT_AN_EVENT if x == place or x.split()[0] == place}
+    assert others == known
+    assert all(any(x == place or x.split()[0] == place for x in others) for place in AT_AN_EVENT)
+
+
+def test_a_comparison_elsewhere_is_found():
+    source = "def f(context):\n    return context.now - context.state.began_s > 5"
+    assert list(comparisons(CORE / "membership" / "x.py", ast.parse(source))) == ["membership/x.py f"]

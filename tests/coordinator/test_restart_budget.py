@@ -125,13 +125,17 @@ def test_nodes_are_asked_for_by_the_day():
 
 def test_a_node_that_leaves_is_another_budget():
     daily = Daily()
-    assert daily.used(-1, 10.0) == -1  # one was drained, and none asked for yet
+
+    def used(count, now):
+        return daily.used(count, over=now >= daily.until_s)
+
+    assert used(-1, 10.0) == -1  # one was drained, and none asked for yet
     daily.roll(-1, 10.0)
-    assert daily.used(-1, 20.0) == -1
-    assert daily.used(2, 20.0) == 2
-    assert daily.used(7, 10.0 + DAY_S) == 0
+    assert used(-1, 20.0) == -1
+    assert used(2, 20.0) == 2
+    assert used(7, 10.0 + DAY_S) == 0
     daily.roll(7, 10.0 + DAY_S)
-    assert daily.used(8, 11.0 + DAY_S) == 1
+    assert used(8, 11.0 + DAY_S) == 1
 
 
 def test_as_many_nodes_as_the_job_has_may_be_lost_at_once():

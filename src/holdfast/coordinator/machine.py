@@ -9,6 +9,7 @@ planner's simulator. This file takes events apart and says what comes next; what
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import Any, cast
 
 from holdfast.coordinator.health import (
@@ -80,6 +81,9 @@ from holdfast.protocol.job import Durable, JobSpec
 from holdfast.protocol.notices import NoticeCause
 from holdfast.protocol.snapshots import Copy
 
+MOST_LOOKS = 100
+"""So often the core looks again at one moment, so that a mistake of its own costs time and does not stop it."""
+
 
 class Core(Context):
     """One job's decisions. `state` is all it remembers; give it back to go on after a crash."""
@@ -89,9 +93,8 @@ class Core(Context):
         self._restart, self._in_process = Restart(), InProcess()
         self.moved = True
         """Whether the newest events may have changed when a Tick is due."""
-        self._unsettled = True
-        """Whether the last look at what comes next may have changed something that it had looked at already. Then the next
-        event, also a sign of life, is followed by another look; without that it would wait for the next deadline."""
+        self._looked = False
+        """Whether this process has looked at what comes next."""
 
     # ------------------------------------------------------------ in and out
 
@@ -114,23 +117,8 @@ class Core(Context):
             self.moved = False
             for event in events:
                 self.moved = self._takes(event) or self.moved
-            if self.moved or self._unsettled:
-                queued = len(self._out)
-                # Deadlines come before `_advance`: who is lost by silence must be gone before the next
-                # generation is put together, or it would get a member that everybody then waits for until the
-                # next detection.
-                self._check_deadlines()
-                self._advance()
-                # Forgetting comes last. What is dropped here may still have been needed by the handlers of
-                # this very batch, for example the blame of a worker that is gone.
-                nodes.forget(self)
-                failures.forget(self)
-                admission.forget(self)
-                # If this look queued actions, it may have changed what it had looked at before (a worker
-                # ended after its node was checked), so the next event gets a look too. This ends by itself: a
-                # look that queues nothing settles it.
-                self._unsettled = self.moved or len(self._out) > queued
-                self.moved = True
+            if self.moved or not self._looked:
+                self._look()
         else:
             # After the end nothing is decided, but agents and a successor of this process still have to learn
             # that it is over. Without an answer an agent would reconnect for ever.
@@ -138,6 +126,26 @@ class Core(Context):
                 self._after_the_end(event)
         out, self._out = self._out, []
         return out
+
+    def _look(self) -> None:
+        """Does what is due, and what comes next, until nothing more is to be done now."""
+        self.moved = self._looked = True
+        for _ in range(MOST_LOOKS):
+            queued, self._next_s = len(self._out), inf
+            # Deadlines come before `_advance`: who is lost by silence must be gone before the next generation is put
+            # together, or it would get a member that everybody then waits for until the next detection.
+            self._check_deadlines()
+            self._advance()
+            # Forgetting comes last. What is dropped here may still have been needed by the handlers of this very
+            # batch, for example the blame of a worker that is gone.
+            nodes.forget(self)
+            failures.forget(self)
+            admission.forget(self)
+            # What queued actions may have changed what was looked at before (a worker ended after its node was
+            # checked), and set times that nobody has compared yet. A look that queues nothing has seen all.
+            if len(self._out) == queued:
+                return
+        self._next_s = self.now
 
     def _takes(self, event: Event) -> bool:
         """Takes one event in. Returns whether it may change what comes next, or be the time for something.
@@ -183,24 +191,8 @@ class Core(Context):
             )  # its first telling may have been lost
 
     def next_deadline(self) -> float | None:
-        """When a Tick is due even if nothing else happens."""
-        s = self.state
-        if s.membership.phase is JobPhase.ENDED:
-            return None
-        # Every time that `_check_deadlines` or `_advance` compares with `now` must appear here, as the same
-        # expression. If one is missing, nobody looks until some event changes something, and heartbeats change
-        # nothing: the job hangs. One that is too early is a Tick that finds nothing, and costs little.
-        times = s.deadlines.next_s(self.now, gathering=s.membership.phase is JobPhase.GATHERING)
-        expected_s = queries.expected_until_s(self)
-        times += [expected_s] if expected_s > self.now else []
-        watched = (self.watch.next_s(Watched.SILENT), self.watch.next_s(Watched.VANISHED))
-        times += [t for t in (*watched, nodes.ask_again_s(self)) if t is not None]
-        times += self.mode.deadlines(self)
-        times += resize.deadlines(self)
-        times += durable_checkpoints.deadlines(self)
-        times += triage.deadlines(self)
-        times += lemons.deadlines(self)
-        return min(times, default=None)
+        """When a Tick is due even if nothing else happens: the earliest time that was ahead in the last look."""
+        return None if self.state.membership.phase is JobPhase.ENDED or self._next_s == inf else self._next_s
 
     @property
     def mode(self) -> Mode:
@@ -479,16 +471,15 @@ class Core(Context):
     # ------------------------------------------------------------ what next
 
     def _check_deadlines(self) -> None:
-        s, now = self.state, self.now
         # Nodes before workers, workers before generations: a lost node explains its workers' silence. In the
         # other order the workers' ends would open incidents of their own, and the restart budget would be
         # charged twice.
         # In the order in which they joined or were started: it decides which incident is the first.
-        silent = self.watch.due(Watched.SILENT, now)
+        silent = self.watch.due(Watched.SILENT, self.reached)
         for node in self.alive_nodes() if silent else []:
             if node.name in silent:
                 nodes.lose(self, node, causes.NodeSilent(self.timing.detection_s))
-        vanished = self.watch.due(Watched.VANISHED, now)
+        vanished = self.watch.due(Watched.VANISHED, self.reached)
         for worker in self.alive_workers() if vanished else []:
             # The agent no longer has the process, but its Exited may still be on the way with the exit code
             # and the last lines. A detection time is enough for that; then the loss counts without them.
@@ -499,11 +490,11 @@ class Core(Context):
         nodes.write_off(self)
         # Remedies first, since one may take out the node that is about to be judged. A hang of a node that is
         # being replaced is no news.
-        if s.deadlines.is_due(Timer.INSPECT, now):
+        if self.is_due(Timer.INSPECT):
             hangs.judge(self)
         durable_checkpoints.look(self)
         self.mode.due(self)
-        if s.deadlines.is_due(Timer.LEAVE, now):
+        if self.is_due(Timer.LEAVE):
             failures.end_stuck(self)
         shutdown.due(self)
 

@@ -53,7 +53,7 @@ def _leaves_window_s(context: Context) -> dict[str, float]:
     ends: dict[str, float] = {}
     for act in context.state.health.acts:
         # Remedies of earlier jobs count for the machine's ladder, but not for this job's limit.
-        if act.at_s + window_s > context.now and not act.earlier and acts_on_node(act.remedy):
+        if not act.earlier and acts_on_node(act.remedy) and not context.reached(act.at_s + window_s):
             ends[act.machine] = max(ends.get(act.machine, 0.0), act.at_s + window_s)
     return ends
 
@@ -61,7 +61,8 @@ def _leaves_window_s(context: Context) -> dict[str, float]:
 def repairs(context: Context) -> int:
     """Remedies of this job that took a node out of it, in the day that runs."""
     health = context.state.health
-    return health.repaired_daily.used(_ever(health), context.now)
+    daily = health.repaired_daily
+    return daily.used(_ever(health), over=context.reached(daily.until_s))
 
 
 def count_act(context: Context, remedy: Remedy) -> None:
@@ -101,7 +102,7 @@ def _trim(context: Context) -> None:
 def reported(context: Context, node: Node, rule: str) -> None:
     """A rule matched on a machine."""
     reports = context.state.health.reports
-    near = {m: at_s for m, at_s in reports.pop(rule, {}).items() if context.now - at_s <= STORM_S}
+    near = {m: at_s for m, at_s in reports.pop(rule, {}).items() if not context.reached(at_s + STORM_S)}
     # By machine, not by report: one node that shouts is no storm.
     reports[rule] = near | {node.machine: context.now}
     while len(reports) > KEPT_RULES:
@@ -111,7 +112,7 @@ def reported(context: Context, node: Node, rule: str) -> None:
 def _near(context: Context, rule: str) -> dict[str, float]:
     """Machines that reported the same lately, and when."""
     reports = context.state.health.reports.get(rule, {})
-    return {machine: at_s for machine, at_s in reports.items() if context.now - at_s <= STORM_S}
+    return {machine: at_s for machine, at_s in reports.items() if not context.reached(at_s + STORM_S)}
 
 
 def storm(context: Context, rule: str) -> tuple[int, int, float] | None:
@@ -121,7 +122,7 @@ def storm(context: Context, rule: str) -> tuple[int, int, float] | None:
     could = {
         n.machine
         for n in context.state.membership.nodes.values()
-        if n.alive or context.now - n.last_seen_s <= STORM_S
+        if n.alive or not context.reached(n.last_seen_s + STORM_S)
     }
     # Machines that left in the last minute are on both sides. Otherwise each replacement would raise the
     # share of those that report, and turn three faults into a storm.

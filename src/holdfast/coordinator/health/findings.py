@@ -104,7 +104,7 @@ def _told(context: Context, node: Node, finding: Finding) -> bool:
         return False
     earlier = context.state.health.sightings[:-1]  # the last one is this
     for seen in reversed(earlier):
-        if context.now - seen.at_s > MACHINE_S:
+        if context.reached(seen.at_s + MACHINE_S):
             return False
         other = context.state.membership.nodes.get(seen.node)
         if seen.rule in _OF_THE_MACHINE and other is not None and _machine(other) == _machine(node):
@@ -219,11 +219,11 @@ def _belongs(context: Context, incident: Incident, finding: Finding) -> bool:
         worker = context.state.membership.workers.get(finding.worker)
         if finding.firm and worker is not None and worker.started_s >= act.at_s:
             return False  # a worker that was started for it: what was done did not help
-        return act.done_s is None or context.now - act.done_s <= ECHO_S
+        return act.done_s is None or not context.reached(act.done_s + ECHO_S)
     # Two GPUs of one node are two faults, with two histories and two remedies.
     if incident.device and finding.device and finding.device != incident.device:
         return False
-    return context.now - incident.heard_s <= triage.BURST_S
+    return not context.reached(incident.heard_s + triage.BURST_S)
 
 
 def _weigh_in(incident: Incident, finding: Finding) -> None:
@@ -260,7 +260,7 @@ def _not_faulty(context: Context, node: Node, finding: Finding) -> None:
         del node.unknown[next(iter(node.unknown))]
     # A person is asked, and nothing is done: a sensor that cannot be read is no fault of the machine, and
     # must not take it out of a job.
-    if context.now - since_s >= UNKNOWN_S:
+    if context.reached(since_s + UNKNOWN_S):
         node.unknown[finding.rule] = context.now
         told = f"{finding.rule} could not be evaluated for {context.now - since_s:.0f} s: {finding.evidence}"
         notes.ask(context, node, finding.rule, told)

@@ -23,7 +23,11 @@ def advance(context: Context) -> None:
     lemon = _trains(context)
     # All conditions at once: a job at full strength, a better node that is ready, and the limits. A lemon
     # that trains is better than a hole.
-    if lemon is None or not (better := _better(context, lemon)) or context.now < _from_s(context, lemon):
+    if (
+        lemon is None
+        or not (better := _better(context, lemon))
+        or not context.reached(_from_s(context, lemon))
+    ):
         return
     instead = ", ".join(n.name for n in better)
     context.record(ledger.LemonLeaves(node=lemon.name, reason=lemon.lemon, instead=instead))
@@ -40,15 +44,6 @@ def advance(context: Context) -> None:
     blast_radius.entered(context, act)
     blast_radius.count_act(context, act.remedy)
     context.request(DrainNode(lemon, f"its history: {lemon.lemon}; {instead} replaces it"))
-
-
-def deadlines(context: Context) -> list[float]:
-    """When the limits allow what they do not allow now."""
-    lemon = _trains(context)
-    if lemon is None or not _better(context, lemon):
-        return []
-    at_s = _from_s(context, lemon)
-    return [at_s] if context.now < at_s < float("inf") else []
 
 
 def _trains(context: Context) -> Node | None:

@@ -337,20 +337,11 @@ def lost(context: Context, node: Node) -> None:
     node.then, node.checking = None, None
 
 
-def deadlines(context: Context) -> list[float]:
-    """When agents should have answered, and machines be back."""
-    return [
-        *(a.until_s for a in context.state.health.acts if a.until_s is not None and not a.done),
-        *(n.checking.until_s for n in context.held_or_leaving() if n.checking is not None),
-        *(n.boots_until_s for n in context.nodes_in(NodePhase.LOST) if n.boots_until_s is not None),
-    ]
-
-
 def late(context: Context) -> None:
     """Answers, and machines, that did not come."""
     # A copy, because an answer that is late may begin the next remedy, which changes the list.
     for act in list(context.state.health.acts):
-        if act.until_s is not None and not act.done and context.now >= act.until_s:
+        if act.until_s is not None and not act.done and context.reached(act.until_s):
             node = context.state.membership.nodes.get(act.node)
             if node is None or not node.alive:
                 act.done_s = context.now
@@ -358,10 +349,10 @@ def late(context: Context) -> None:
                 why = "its agent did not answer" if act.sent else "its workers did not end"
                 repaired(context, node, act.request, f"{why} in time")
     for node in context.held_or_leaving():
-        if node.checking is not None and context.now >= node.checking.until_s:
+        if node.checking is not None and context.reached(node.checking.until_s):
             admission.turn_away(context, node, "its deep checks gave no answer in time")
     for node in context.nodes_in(NodePhase.LOST):
-        if node.boots_until_s is not None and context.now >= node.boots_until_s:
+        if node.boots_until_s is not None and context.reached(node.boots_until_s):
             _stays_away(context, node)
 
 

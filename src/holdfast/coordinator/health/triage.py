@@ -69,7 +69,7 @@ def _is_storm(context: Context, node: Node, incident: Incident) -> bool:
         return False
     nodes, of, within_s = seen
     key = f"storm {incident.rule}"
-    if context.now - context.state.health.reported_at_s.get(key, -BURST_S) >= BURST_S:
+    if context.reached(context.state.health.reported_at_s.get(key, -BURST_S) + BURST_S):
         context.record(ledger.Storm(rule=incident.rule, nodes=nodes, of=of, within_s=round(within_s, 3)))
     _say(context, key)
     reason = f"{nodes} of {of} nodes report it within {within_s:.0f} s"
@@ -95,12 +95,6 @@ def struck(context: Context, incident: Incident) -> None:
         incident.due_s = context.now
 
 
-def deadlines(context: Context) -> list[float]:
-    """When something is to be decided, or an agent should have answered."""
-    times = [i.due_s for i in _undecided(context) if i.due_s is not None]
-    return [t for t in (*times, *remedies.deadlines(context)) if t > context.now]
-
-
 def _undecided(context: Context) -> list[Incident]:
     return [incidents.numbered(context.state, number) for number in context.state.health.undecided]
 
@@ -118,7 +112,7 @@ def _later(context: Context, incident: Incident, at_s: float) -> None:
 
 def due(context: Context) -> None:
     """Decides what was left until now, the worst first."""
-    now = [i for i in _undecided(context) if i.due_s is not None and context.now >= i.due_s]
+    now = [i for i in _undecided(context) if i.due_s is not None and context.reached(i.due_s)]
     # The worst first: limits on how many nodes may be acted on apply in this order, and the last place must
     # not go to the mildest.
     for incident in sorted(now, key=lambda i: -SEVERITIES.index(i.severity)):
@@ -248,15 +242,14 @@ def _withhold(context: Context, node: Node, incident: Incident, decision: Decisi
     if decision.after_s is not None:
         _later(context, incident, decision.after_s)
     if decision.against == "blast":
-        since_s = context.state.health.reported_at_s.get("blast", -context.spec.health.blast_window_s)
-        if context.now - since_s >= context.spec.health.blast_window_s:
+        window_s = context.spec.health.blast_window_s
+        if context.reached(context.state.health.reported_at_s.get("blast", -window_s) + window_s):
             _say(context, "blast")
             done, size, limit = (
                 len(blast_radius.acted_on(context)),
                 blast_radius.size(context),
                 blast_radius.limit(context),
             )
-            window_s = context.spec.health.blast_window_s
             context.record(
                 ledger.BlastLimit(node=node.name, nodes=done, of=size, limit=limit, within_s=window_s)
             )
@@ -287,12 +280,10 @@ def _verdict(context: Context, node: Node, incident: Incident, decision: Decisio
 
 def on_trial(context: Context, node: Node, finding: Finding) -> None:
     """What would have been done, had the rule been believed."""
-    if (
-        not context.state.health.reported_at_s.get(f"trial {node.name} {finding.rule}", -BURST_S) + BURST_S
-        <= context.now
-    ):
+    key = f"trial {node.name} {finding.rule}"
+    if not context.reached(context.state.health.reported_at_s.get(key, -BURST_S) + BURST_S):
         return
-    _say(context, f"trial {node.name} {finding.rule}")
+    _say(context, key)
     soft = escalation.soft(finding.source, finding.firm)
     decision = _decision(context, node, finding.rule, finding.device, soft, finding.remedy, finding)
     context.record(
@@ -377,7 +368,7 @@ def _decision(
     if node.lemon:
         weighed.append(f"history: {node.lemon}")
     wait_s = escalation.back_off_s(done)
-    after_s = done[-1].at_s + wait_s if done and context.now < done[-1].at_s + wait_s else None
+    after_s = done[-1].at_s + wait_s if done and not context.reached(done[-1].at_s + wait_s) else None
     if after_s is not None and trial is None:
         weighed.append(f"back-off: {wait_s:g} s after the last repair")
     return Decision(does=does, reason=why, weighed=tuple(weighed), after_s=after_s)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol, TypeVar, cast
 
 from holdfast.coordinator.kernel import incidents
-from holdfast.coordinator.kernel.deadlines import Watch
+from holdfast.coordinator.kernel.deadlines import Timer, Watch
 from holdfast.coordinator.kernel.events import (
     Action,
     End,
@@ -50,6 +50,7 @@ class Context(ABC):
         self.watch = Watch(self.state.membership, self.timing)
         self.index = Index(self.state.membership, self.spec.nproc)
         self.now = 0.0
+        self._next_s = 0.0
         self.event: Event | None = None
         # Actions are queued, never done: the service writes the state first and only then sends. If a handler
         # could send, a coordinator that crashed in between would have promised what its successor does not
@@ -68,6 +69,28 @@ class Context(ABC):
     @abstractmethod
     def mode(self) -> Mode:
         """How the job goes on after a fault, at its level."""
+
+    def reached(self, at_s: float) -> bool:
+        """Whether this time has come. One that is ahead is a time at which the core looks again.
+
+        Every comparison of a time with `now` is made here, and a test on the syntax tree holds that. So no deadline can be
+        forgotten: what a look decides depends on the state and on the answers given here alone. If the state stays the same,
+        the next look is the same up to the earliest time that was ahead in this one.
+        """
+        if self.now >= at_s:
+            return True
+        self._next_s = min(self._next_s, at_s)
+        return False
+
+    def is_due(self, timer: Timer) -> bool:
+        """The timer is set, and its time has come."""
+        at_s = self.state.deadlines.at(timer)
+        return at_s is not None and self.reached(at_s)
+
+    def is_ahead(self, timer: Timer) -> bool:
+        """The timer is set, and its time has not come."""
+        at_s = self.state.deadlines.at(timer)
+        return at_s is not None and not self.reached(at_s)
 
     def transient(self, kind: type[T]) -> T:
         """A part's own memory of this class, made at the first call. It is no part of the state: a successor of this process
@@ -260,10 +283,6 @@ class Mode(Protocol):
 
     def on_out_of_time(self, context: Context) -> None:
         """The time for the job to end is over."""
-        ...
-
-    def deadlines(self, context: Context) -> list[float]:
-        """When workers should be ready."""
         ...
 
     def due(self, context: Context) -> None:

@@ -1,13 +1,14 @@
-"""The one owner of deadlines: every timer of the core is set, cleared and asked here.
+"""Timers of the job, and deadlines of its nodes and workers.
 
-There are two kinds. A timer of the job is set to a time (`Timers`, part of the state). One of a node or a worker follows
-from what is known of it, such as when it was last heard (`Watch`, found anew from the state by each process).
+A timer of the job is set to a time (`Timers`, part of the state). A deadline of a node or a worker follows from what is known of
+it, such as when it was last heard (`Watch`, found anew from the state by each process). When the core has to look again is found
+by the comparison itself: see `Context.reached`.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -43,14 +44,6 @@ class Timer(StrEnum):
     """The engine is asked for no node before."""
 
 
-UNTIL_IT_IS_HANDLED = (Timer.LEAVE, Timer.STOP, Timer.INSPECT)
-"""A Tick is due for them until their handler has cleared or moved them, also when their time is over."""
-
-ONCE = (Timer.FORM, Timer.FORM_AFTER, Timer.ASK_AFTER, Timer.START_AFTER, Timer.SPARE_AFTER)
-"""They only end a pause, and stay set after it, so only future ones count. One in the past would ask for a Tick at once,
-again and again, and keep the process busy for nothing."""
-
-
 class Timers(msgspec.Struct):
     """The job's own timers. Written through these methods alone, by `membership`."""
 
@@ -74,16 +67,6 @@ class Timers(msgspec.Struct):
         """It has a time, be it over or not."""
         return timer in self.at_s
 
-    def is_due(self, timer: Timer, now: float) -> bool:
-        """Its time has come."""
-        at_s = self.at_s.get(timer)
-        return at_s is not None and now >= at_s
-
-    def is_ahead(self, timer: Timer, now: float) -> bool:
-        """It is set, and its time has not come."""
-        at_s = self.at_s.get(timer)
-        return at_s is not None and now < at_s
-
     def postpone(self, timers: Iterable[Timer], by_s: float) -> None:
         """Moves those that are set."""
         for timer in timers:
@@ -94,14 +77,6 @@ class Timers(msgspec.Struct):
         """Moves it to this time if it is set to an earlier one."""
         if timer in self.at_s:
             self.at_s[timer] = max(self.at_s[timer], at_s)
-
-    def next_s(self, now: float, gathering: bool) -> list[float]:
-        """When there is something to look at. gathering: only then workers are waited for."""
-        # Nobody compares WAIT with the time unless workers gather. In another phase, one that is over would
-        # ask for a Tick at once, and for another after it, for ever.
-        wanted = (*UNTIL_IT_IS_HANDLED, Timer.WAIT) if gathering else UNTIL_IT_IS_HANDLED
-        times = [self.at_s[t] for t in wanted if t in self.at_s]
-        return times + [self.at_s[t] for t in ONCE if self.is_ahead(t, now)]
 
 
 class Watched(StrEnum):
@@ -152,11 +127,11 @@ class Watch:
         top = self._top(kind)
         return None if top is None else top[0]
 
-    def due(self, kind: Watched, now: float) -> set[str]:
-        """Names of those whose deadline has come."""
+    def due(self, kind: Watched, reached: Callable[[float], bool]) -> set[str]:
+        """Names of those whose deadline has come. reached: see `Context.reached`; it is asked of the first one ahead, too."""
         names: set[str] = set()
         again = []
-        while (top := self._top(kind)) is not None and now >= top[0]:
+        while (top := self._top(kind)) is not None and reached(top[0]):
             names.add(top[1])
             again.append(heapq.heappop(self._heaps[kind]))
         # What is due stays so until its handler has changed the state: the entry goes back.

@@ -7,6 +7,8 @@ the day, because a spare may be replaced again and again while the job trains.
 
 from __future__ import annotations
 
+from math import inf
+
 import msgspec
 
 DAY_S = 86_400.0
@@ -50,17 +52,19 @@ class Daily(msgspec.Struct, omit_defaults=True):
     since_s: float | None = None
     base: int = 0
 
-    def used(self, count: int, now: float) -> int:
-        """Of the day that runs. Negative: that much more than the limit is allowed."""
-        return min(count, 0) if self._over(now) else count - self.base
+    @property
+    def until_s(self) -> float:
+        """When the day that runs is over."""
+        return -inf if self.since_s is None else self.since_s + DAY_S
+
+    def used(self, count: int, over: bool) -> int:
+        """Of the day that runs. Negative: that much more than the limit is allowed. over: `until_s` has come."""
+        return min(count, 0) if over else count - self.base
 
     def roll(self, count: int, now: float) -> None:
         """Before the count rises."""
-        if self._over(now):
+        if now >= self.until_s:
             self.since_s, self.base = now, max(count, 0)
-
-    def _over(self, now: float) -> bool:
-        return self.since_s is None or now - self.since_s >= DAY_S
 
 
 def by_the_day(max_restarts: int, nodes: int) -> int:

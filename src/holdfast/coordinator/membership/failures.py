@@ -363,7 +363,7 @@ def condemn(context: Context, workers: Iterable[Worker], cause: causes.Cause) ->
 def end_late_starters(context: Context) -> None:
     """Workers that are not ready in time are taken out, and new ones started."""
     limit_s = context.timing.start_s
-    names = context.watch.due(Watched.NOT_READY, context.now)
+    names = context.watch.due(Watched.NOT_READY, context.reached)
     # In the order of their start: what is counted for the first of a volley counts for all.
     late = [w for w in context.state.membership.workers.values() if w.name in names] if names else []
     cause = causes.NotReady(limit_s)
@@ -399,7 +399,7 @@ def end_stuck(context: Context) -> None:
         if worker.median_s is None and worker.joined_generation == s.membership.number:
             until_s.setdefault(worker.name, s.membership.formed_at_s + context.timing.start_s)
     patient = [
-        w for w in stuck if s.membership.stop_reason is None and context.now < until_s.get(w.name, 0.0)
+        w for w in stuck if s.membership.stop_reason is None and not context.reached(until_s.get(w.name, 0.0))
     ]
     # The deadline moves to the first of them. Without one nobody would look again, and the job would wait for
     # ever for a worker that is really stuck.

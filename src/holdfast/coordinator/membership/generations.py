@@ -189,7 +189,7 @@ def gather(context: Context) -> None:
 def try_form(context: Context) -> None:
     """Forms a generation as soon as there are workers enough; nobody waits for a slow starter."""
     s = context.state
-    if s.deadlines.is_ahead(Timer.FORM_AFTER, context.now):
+    if context.is_ahead(Timer.FORM_AFTER):
         return
     # Called after every batch of events while the job gathers, so it must be safe to do nothing: every exit
     # below leaves a timer set (`Timer.WAIT`, `Timer.FORM`) or relies on a deadline that a starting
@@ -265,7 +265,7 @@ def _worth_waiting(context: Context) -> bool:
         return False
     if not s.deadlines.is_set(Timer.FORM):
         s.deadlines.set(Timer.FORM, context.now + context.timing.form_s)
-    return s.deadlines.is_ahead(Timer.FORM, context.now)
+    return context.is_ahead(Timer.FORM)
 
 
 def _start_over(context: Context, survivors: list[Worker]) -> None:

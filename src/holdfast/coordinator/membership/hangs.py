@@ -62,7 +62,7 @@ def stalled(context: Context, name: str, view: m.WorkerView) -> None:
         return
     # One inspection at a time: a hang makes every agent report within milliseconds, and each report would
     # throw away the answers to the request before.
-    if not running or s.deadlines.is_set(Timer.INSPECT) or context.now < s.membership.look_again_s:
+    if not running or s.deadlines.is_set(Timer.INSPECT) or not context.reached(s.membership.look_again_s):
         return
     s.membership.inspect_request += 1
     # Only scripts that do not say on their page where they are have to be asked for it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from holdfast.coordinator.kernel import transitions
 from holdfast.coordinator.kernel.context import Context
-from holdfast.coordinator.kernel.deadlines import Timer, Watched
+from holdfast.coordinator.kernel.deadlines import Timer
 from holdfast.coordinator.kernel.incident_state import Incident
 from holdfast.coordinator.kernel.membership_state import Node, Worker
 from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
@@ -127,19 +127,13 @@ class InProcess:
             failures.condemn(context, stuck, causes.NotSaved())
             context.request(ForgetLast())
             s.deadlines.set(Timer.STOP, context.now + context.timing.start_s)
-        elif (
-            s.membership.phase is JobPhase.STOPPING
-            and (until_s := storage.moves_until_s(context)) > context.now
+        elif s.membership.phase is JobPhase.STOPPING and not context.reached(
+            until_s := storage.moves_until_s(context)
         ):
             s.deadlines.set(Timer.STOP, until_s)
         elif s.membership.phase is JobPhase.STOPPING:
             processes.ask_all_to_end(context, grace_s=0.0)
             shutdown.end(context)
-
-    def deadlines(self, context: Context) -> list[float]:
-        """When workers should be ready."""
-        at_s = context.watch.next_s(Watched.NOT_READY)
-        return [] if at_s is None else [at_s]
 
     def due(self, context: Context) -> None:
         """Ends workers that are not ready in time."""

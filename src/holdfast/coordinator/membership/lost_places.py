@@ -29,7 +29,7 @@ def join(context: Context, node: Node, workers: list[Worker], cause: causes.Caus
             continue
         # Nodes behind one switch fall silent at the same moment, and the deadlines of their silence differ by the
         # time between two signs of life; one whose connection closes at once comes earlier by all of it.
-        if context.now - incident.lost_at_s > context.timing.detection_s + context.timing.heartbeat_s:
+        if context.reached(incident.lost_at_s + context.timing.detection_s + context.timing.heartbeat_s):
             continue
         place = common([incident.place, node.place])
         if not place or not (place == incident.place or _is_lost(context, place, incident)):
@@ -58,5 +58,5 @@ def _is_lost(context: Context, place: NodePlace, incident: Incident) -> bool:
     may be lost by chance at the same time; more than half of it are not."""
     silent_s = context.timing.detection_s / 2
     alive = context.index.nodes_at(place)
-    silent = sum(context.now - n.last_seen_s > silent_s for n in alive)
+    silent = sum(context.reached(n.last_seen_s + silent_s) for n in alive)
     return 2 * (len(incident.lost_nodes) + 1 + silent) > len(incident.lost_nodes) + 1 + len(alive)

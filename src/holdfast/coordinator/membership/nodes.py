@@ -417,7 +417,7 @@ def _repeat(context: Context, worker: Worker, view: m.WorkerView) -> None:
 def staff(context: Context) -> None:
     """Every slot of every node has a worker, so that spares are ready before they are needed."""
     for node, slot in [] if _spares_can_wait(context) else queries.free_slots(context):
-        if context.state.deadlines.is_ahead(Timer.START_AFTER, context.now) and slot in node.used:
+        if context.is_ahead(Timer.START_AFTER) and slot in node.used:
             continue
         # A guess, for scripts that read RANK before they start: the real rank is in JoinGeneration.
         rank = len(context.alive_workers())
@@ -433,7 +433,7 @@ def _spares_can_wait(context: Context) -> bool:
     # have to share theirs with it until the first commit. For no longer than it takes to find a lost node: a first step
     # may compile for minutes, and then the next fault would find no spare.
     s = context.state
-    if not s.deadlines.is_ahead(Timer.SPARE_AFTER, context.now):
+    if not context.is_ahead(Timer.SPARE_AFTER):
         return False
     staying = context.count_workers(WorkerPhase.MEMBER, WorkerPhase.PARKED)
     return staying + len(queries.ready_to_join(context)) >= s.target
@@ -442,7 +442,7 @@ def _spares_can_wait(context: Context) -> bool:
 def ask(context: Context) -> None:
     """One request to the engine for every node that is missing."""
     s = context.state
-    if s.deadlines.is_ahead(Timer.ASK_AFTER, context.now):
+    if context.is_ahead(Timer.ASK_AFTER):
         return
     wanted = s.wanted_nodes + context.spec.spares
     # Counted when asked, not when they come: this runs after every batch, and would otherwise ask again each
@@ -470,7 +470,7 @@ def ask_again_s(context: Context) -> float | None:
 def write_off(context: Context) -> None:
     """Nodes that were asked for long ago count as lost on the way."""
     again_s = ask_again_s(context)
-    if again_s is not None and context.now >= again_s:
+    if again_s is not None and context.reached(again_s):
         _forget_provisions(context)
 
 

@@ -67,7 +67,7 @@ def count_restart(context: Context, lost: Worker | None = None) -> None:
         restarts.further(membership.committed)
     elif (
         restarts.at_s is not None
-        and context.now - restarts.at_s >= TRAINED_S
+        and context.reached(restarts.at_s + TRAINED_S)
         # It trained, unless it counts its steps and this start had none. One that always begins anew comes no further.
         and (membership.committed or not counted.earlier)
         and not counted.asked

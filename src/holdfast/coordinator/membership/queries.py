@@ -122,7 +122,9 @@ def missing(context: Context) -> int:
     # engine that gives nothing but lemons is thus asked for one more than is wanted (or as many as there are spares),
     # and not for ever.
     count = min(wanted - staying, room) - coming
-    used = s.membership.asked_daily.used(asked_for_faults(s), context.now)
+    used = s.membership.asked_daily.used(
+        asked_for_faults(s), over=context.reached(s.membership.asked_daily.until_s)
+    )
     return max(0, min(count, by_the_day(context.spec.max_restarts, wanted) - used))
 
 
@@ -157,7 +159,7 @@ def expected(context: Context) -> int:
     membership = context.state.membership
     # After that a node that has not come counts as lost on the way, and another one may be asked for. Without
     # a limit, a job with one machine that never boots would wait for it and never replace it.
-    if context.now >= expected_until_s(context):
+    if context.reached(expected_until_s(context)):
         return 0
     return max(0, context.spec.max_nodes + context.spec.spares - membership.nodes_joined)
 

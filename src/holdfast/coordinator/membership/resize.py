@@ -229,7 +229,7 @@ def change_due(context: Context) -> str | None:
         return f"the job is resized to {s.wanted_nodes} nodes"
     left, full = _with_newcomers(context)
     # Newcomers only if they add something, and not too often: each change stalls training once for everyone.
-    if left < full and context.now >= queries.join_after_s(context, left, full):
+    if left < full and context.reached(queries.join_after_s(context, left, full)):
         return "a newcomer is ready"
     return None
 
@@ -244,17 +244,6 @@ def _with_newcomers(context: Context) -> tuple[int, int]:
     )
 
 
-def deadlines(context: Context) -> list[float]:
-    """When `change_due` may say something else without an event."""
-    membership = context.state.membership
-    if membership.phase is not JobPhase.RUNNING or membership.generation is None:
-        return []
-    times = [f(context, n) for n in context.nodes_in(NodePhase.LEAVING) for f in (_deadline_s, _patience_s)]
-    if queries.ready_to_join(context):
-        times.append(queries.join_after_s(context, *_with_newcomers(context)))
-    return [t for t in times if context.now < t < float("inf")]
-
-
 def _may_leave(context: Context, left: int) -> bool:
     """Whether members whose node is to leave are let go now, `left` workers being there without them."""
     s = context.state
@@ -265,7 +254,7 @@ def _may_leave(context: Context, left: int) -> bool:
     leaving = context.nodes_in(NodePhase.LEAVING)
     # Before the question whether the rest can train: when the node is taken, its state goes with it, so it
     # must have parked before.
-    if any(context.now >= _deadline_s(context, n) for n in leaving):
+    if any(context.reached(_deadline_s(context, n)) for n in leaving):
         return True
     if left < max(1, s.minimum):
         return False  # they train on until others are ready
@@ -273,7 +262,7 @@ def _may_leave(context: Context, left: int) -> bool:
     if any(w.rebuilds is not None for w in starting):
         return False  # a spare becomes what is missing, for as long as a start may take
     coming = bool(starting or s.membership.replacing)
-    return not coming or any(context.now >= _patience_s(context, n) for n in leaving)
+    return not coming or any(context.reached(_patience_s(context, n)) for n in leaving)
 
 
 def _deadline_s(context: Context, node: Node) -> float:
@@ -410,7 +399,7 @@ def _holds_on(context: Context, node: Node) -> bool:
     # engine that takes it earlier decides that itself.
     if saves and not (context.mode.replaces_one and context.alive_workers()):
         return True  # no step has to end before it goes: all of its time is for what it saves
-    if context.now >= _deadline_s(context, node):
+    if context.reached(_deadline_s(context, node)):
         return False
     if writes or any(w.digest for w in context.finished()):
         return True
@@ -433,7 +422,7 @@ def _holds_on(context: Context, node: Node) -> bool:
 
 def _hands_over(context: Context, node: Node) -> bool:
     """Where a replica is several workers, it may have the only copy of a part. A device is reset with the memory kept."""
-    in_time = context.now < _deadline_s(context, node)
+    in_time = not context.reached(_deadline_s(context, node))
     return in_time and node.then is not Remedy.RESET_DEVICE and context.request(HandOver(node))
 
 

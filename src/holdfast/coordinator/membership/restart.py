@@ -155,17 +155,12 @@ class Restart:
             for worker in context.alive_workers():
                 processes.end_worker(context, worker, counts=False)
             s.deadlines.set(Timer.STOP, context.now + context.timing.start_s)
-        elif (
-            s.membership.phase is JobPhase.STOPPING
-            and (until_s := storage.moves_until_s(context)) > context.now
+        elif s.membership.phase is JobPhase.STOPPING and not context.reached(
+            until_s := storage.moves_until_s(context)
         ):
             s.deadlines.set(Timer.STOP, until_s)
         else:
             shutdown.end(context)
-
-    def deadlines(self, context: Context) -> list[float]:
-        """A script may start for as long as it likes."""
-        return []
 
     def due(self, context: Context) -> None:
         """Nothing is due."""
@@ -224,7 +219,7 @@ class Restart:
         if count < s.wanted_nodes and (s.membership.number == 0 or s.membership.replacing or mending):
             if not s.deadlines.is_set(Timer.FORM):
                 s.deadlines.set(Timer.FORM, context.now + context.timing.form_s)
-            if s.deadlines.is_ahead(Timer.FORM, context.now):
+            if context.is_ahead(Timer.FORM):
                 return
         s.deadlines.clear(Timer.FORM)
         _start_all(context, _in_order(context, usable, count))

@@ -64,13 +64,13 @@ def request(
 def due(context: Context) -> None:
     """Times that are over: for workers to come, and for the job to end."""
     s = context.state
-    if s.membership.phase is JobPhase.GATHERING and s.deadlines.is_due(Timer.WAIT, context.now):
+    if s.membership.phase is JobPhase.GATHERING and context.is_due(Timer.WAIT):
         # Cleared before the request, since a request may come back here in the same batch, and the deadline
         # that is over would fire again.
         s.deadlines.clear(Timer.WAIT)
         reason = f"too few workers for {context.timing.wait_s:g} s"
         request(context, reason, "failed", incidents.last_blame(s), cause=NoticeCause.NODES)
-    if s.deadlines.is_due(Timer.STOP, context.now):
+    if context.is_due(Timer.STOP):
         s.deadlines.clear(Timer.STOP)
         # What remains depends on how far the job is: a step in flight is dropped, a worker that does not save
         # is replaced by another holder of its shard, and only when nothing moves any more is everything

@@ -246,8 +246,7 @@ class DecisionLoop:
         for entry in page.entries:
             _log.debug("event %s", entry.kind, extra={"seq": entry.seq, "event": entry.fields})
             self._watchers.announce("event", entry)
-        # The next deadline is looked for only if it may have changed. It goes over all nodes, and heartbeats
-        # would make that quadratic.
+        # A sign of life is followed by no look, and so moves no deadline: the timer need not be set anew for each.
         if self.core.moved or self._tick is None:
             self.plan_tick()
         self._watchers.plan_status()

@@ -89,18 +89,10 @@ def overslept(context: Context, away_s: float) -> None:
         storing.moved_s = min(context.now, storing.moved_s + away_s)
 
 
-def deadlines(context: Context) -> list[float]:
-    """When there is something to say of a tier that nothing comes to; and, at the end of training, to give it up."""
-    s, timing = context.state, context.timing
-    times = [x.moved_s + timing.tier_s for x in s.storage.storing if not x.slow]
-    given_up = [x.moved_s + timing.start_s for x in s.storage.storing if queries.ending(context)]
-    return times + [d for d in given_up if d > context.now]
-
-
 def look(context: Context) -> None:
     """Tells people of tiers that nothing comes to: training goes on, but nothing more is saved there."""
     for current in context.state.storage.storing:
-        if not current.slow and context.now >= current.moved_s + context.timing.tier_s:
+        if not current.slow and context.reached(current.moved_s + context.timing.tier_s):
             current.slow = True
             nbytes, total = queries.how_far(current) or (None, None)
             context.record(
@@ -325,7 +317,7 @@ def last_on_its_way(context: Context) -> bool:
             _store(context, tier, snapshot, last=True)
         # Measured from the last byte that came, not from the begin: a slow tier gets all the time that it
         # needs, one that stands still does not.
-        elif context.now >= current.moved_s + context.timing.start_s:
+        elif context.reached(current.moved_s + context.timing.start_s):
             current.last = True
             _failed(
                 context, current, f"no data of it has reached {tier.url} for {context.timing.start_s:g} s"

@@ -502,9 +502,9 @@ class Cluster:
         # From this moment it is silent. The core finds out after the detection time, like a real one.
         if node is not None and node.alive:
             node.last_seen_s = self.now
-            self.core.watch.watch(
-                Watched.SILENT, node.name
-            )  # earlier than it was: until now it was never due
+            # Earlier than it was: until now it was never due.
+            self.core.watch.watch(Watched.SILENT, node.name)
+            self.core.reached(self.now + self.core.timing.detection_s)
         if self.trace is not None:
             return
         if self.scenario.cloud:
