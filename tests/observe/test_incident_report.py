@@ -38,11 +38,13 @@ def ledger(*told: tuple[float, str, dict[str, object]]) -> list[dict[str, object
 
 def test_a_finding_and_what_came_of_it():
     entries = ledger(
-        (4.0, "incident-opened", INCIDENT),
+        (4.0, "incident-opened", INCIDENT | {"workers": ["n1.0#2"]}),
         (4.0, "finding", FINDING),
         (4.0, "verdict", VERDICT),
-        (4.0, "node-lost", {"node": "n1", "cause": "xid-79: fallen off the bus"}),
-        (4.0, "node-lost", {"node": "n7", "cause": "another"}),
+        (3.9, "worker-exited", {"node": "n1", "worker": "n1.0#2", "code": -9, "log": "w2.log"}),
+        (3.9, "worker-exited", {"node": "n1", "worker": "n1.1#3", "code": -9, "log": "w3.log"}),
+        (4.0, "node-lost", {"node": "n1", "cause": "xid-79: fallen off the bus", "incidents": [1]}),
+        (4.0, "node-lost", {"node": "n7", "cause": "another", "incidents": [2]}),
         (4.1, "incident-joined", {"id": 1, "node": "n1", "cause": "killed by signal 9 (SIGKILL)"}),
         (5.0, "incident-closed", INCIDENT | {"stall_s": 0.9, "full_strength_s": 1.0, "rung": "spare", "lost_steps": 0,
                                              "detect_s": 0.1, "decide_s": 0.2}),
@@ -54,7 +56,10 @@ def test_a_finding_and_what_came_of_it():
     assert "considered: nodes acted on in 600 s: 0 of 1 (4 in all)" in text
     assert "and then, on n1: killed by signal 9" in text
     assert "n1 is lost" in text
+    # At the same moment and even on the same node, but it is not part of it.
     assert "n7" not in text
+    assert "n1.0#2" in text
+    assert "n1.1#3" not in text
     assert "training stalled for 0.90 s; 0 steps to be repeated" in text
     assert "full strength after 1.00 s (spare)" in text
     # What is in brackets is explained where it stands.

@@ -48,7 +48,7 @@ def test_a_misspelt_field_is_refused_where_it_is_written():
 def test_a_finding_is_written_with_all_its_fields():
     of_a_rule = {f.name for f in msgspec.structs.fields(health.Finding)}
     written_down = {f.name for f in msgspec.structs.fields(ledger.Finding)}
-    assert written_down == of_a_rule | {"node", "incident"}
+    assert written_down == of_a_rule | {"node", "incident", "incidents"}
 
 
 def test_a_field_without_a_default_is_written_also_when_it_is_not_known():

@@ -186,14 +186,14 @@ def test_what_commands_found_is_on_the_page(home: Path) -> None:
 
 
 def incidents(store: Store, many: int) -> None:
-    """Each struck rank 1 of its own generation, of which the ledger has the names."""
+    """Each struck rank 1 of its own generation."""
     entries, seq = [], EVENTS
     for number in range(1, many + 1):
         t_s = 60.0 + number
         facts = {
             "id": number, "fault": None, "injected": False, "node": "node1", "ranks": [1], "at_step": number, "t_s": t_s,
             "earlier_stalls": 0, "earlier_stall_s": 0.0, "cause": f"cause {number}", "cause_kind": "process", "rule": None,
-            "quiet": False, "verdict": None, "where": None, "rung": "spare", "lost_steps": 1,
+            "quiet": False, "verdict": None, "where": None, "rung": "spare", "lost_steps": 1, "workers": [f"node1.0#{number}"],
             **dict.fromkeys(("detect_s", "decide_s", "replace_s", "join_s", "restore_s", "first_step_s"), 0.01),
             **dict.fromkeys(("stall_s", "full_strength_s"), 0.1),
         }  # fmt: skip

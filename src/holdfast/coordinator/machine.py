@@ -124,7 +124,7 @@ class Core(Context):
             # that it is over. Without an answer an agent would reconnect for ever.
             for event in events:
                 self._after_the_end(event)
-        out, self._out = self._out, []
+        out, self._out, self._attributed = self._out, [], 0
         return out
 
     def _look(self) -> None:
@@ -136,6 +136,7 @@ class Core(Context):
             # together, or it would get a member that everybody then waits for until the next detection.
             self._check_deadlines()
             self._advance()
+            self._attribute()
             # Forgetting comes last. What is dropped here may still have been needed by the handlers of this very
             # batch, for example the blame of a worker that is gone.
             nodes.forget(self)
@@ -160,6 +161,7 @@ class Core(Context):
         self.event = event
         self._dispatch(event)
         self.event = None
+        self._attribute()
         # The first only moves a deadline of silence later. It arrives on every look at a busy machine, when a
         # full look at all nodes is what the machine can afford least. The second changes nothing that is
         # decided: the engine did what it was ordered to.
@@ -479,6 +481,7 @@ class Core(Context):
         for node in self.alive_nodes() if silent else []:
             if node.name in silent:
                 nodes.lose(self, node, causes.NodeSilent(self.timing.detection_s))
+                self._attribute()
         vanished = self.watch.due(Watched.VANISHED, self.reached)
         for worker in self.alive_workers() if vanished else []:
             # The agent no longer has the process, but its Exited may still be on the way with the exit code
@@ -486,17 +489,21 @@ class Core(Context):
             # One that went meanwhile may have been lost with the one before it, and have no deadline any more.
             if worker.name in vanished and worker.vanished_s is not None:
                 failures.lose_worker(self, worker, causes.ProcessVanished())
+                self._attribute()
         triage.due(self)
+        self._attribute()
         nodes.write_off(self)
         # Remedies first, since one may take out the node that is about to be judged. A hang of a node that is
         # being replaced is no news.
         if self.is_due(Timer.INSPECT):
             hangs.judge(self)
+            self._attribute()
         durable_checkpoints.look(self)
         self.mode.due(self)
         if self.is_due(Timer.LEAVE):
             failures.end_stuck(self)
         shutdown.due(self)
+        self._attribute()
 
     def _advance(self) -> None:
         s = self.state
@@ -505,5 +512,6 @@ class Core(Context):
         # Remedies and planned changes before the mode: both decide who is to leave, and the next generation
         # is formed (in `mode.advance`) from those that stay.
         remedies.advance(self)
+        self._attribute()
         resize.advance(self)
         self.mode.advance(self)

@@ -12,9 +12,6 @@ from holdfast.protocol.ledger import add_incident, phases_text
 
 Entry = Mapping[str, Any]
 
-AROUND_S = 5.0
-"""So long after its end still belongs to an incident."""
-
 RUNGS = {
     "spare": "workers of other nodes, which waited, took the places of those that were lost",
     "restart": "new workers were started on the same node",
@@ -25,36 +22,16 @@ RUNGS = {
 """How an incident was repaired, by `IncidentFacts.rung`: what the word means."""
 INJECTED = "put in on purpose, by --fault or `holdfast fault`: no machine and no script is to blame"
 
-_ITS_OWN = frozenset({"finding", "verdict", "asked", "repairing", "repaired"})
-_BY_ID = frozenset(
+_OF_AN_INCIDENT = frozenset(
     f"incident-{what}" for what in ("opened", "joined", "explained", "resumed", "closed", "settled")
 )
-_OF_THE_NODE = frozenset(
-    {
-        "worker-exited",
-        "failed",
-        "stalled",
-        "node-lost",
-        "node-leaving",
-        "node-left",
-        "node-stays",
-        "node-trains-on",
-        "node-held",
-        "node-refused",
-        "rebooting",
-        "rebooted",
-        "readmitted",
-        "fault-injected",
-    }
-)
-_OF_THE_JOB = frozenset(
-    {"broke", "formed", "started", "restart", "changed", "storm", "blast-limit", "waiting"}
-)
+_OF_A_WORKER = frozenset({"failed", "worker-exited"})
+_OF_A_GENERATION = frozenset({"broke", "collective-error"})
 
 
 def story(number: int, entries: Sequence[Entry]) -> list[str]:
     """Lines for a person. Empty: the ledger has no such incident."""
-    mine = [e for e in entries if _belongs(e, number)]
+    mine = belonging(number, entries)
     opened = next((e for e in mine if e["kind"] == "incident-opened"), None)
     if opened is None:
         return []
@@ -62,28 +39,14 @@ def story(number: int, entries: Sequence[Entry]) -> list[str]:
     for entry in mine:
         add_incident(found, entry["kind"], entry["fields"])
     told = found[number]
-    last_s = max(e["t_s"] for e in mine)
     # An incident that is opened again reports the time of its newest disturbance. Its story begins at the
     # first.
     began_s = opened["fields"]["t_s"] if told.get("earlier_stalls") else told["t_s"]
-    # Only decisions carry the number of their incident. What befell the node or the job meanwhile does not,
-    # so it belongs by node and time. Two incidents that overlap may both show it; left out, neither would
-    # explain what was done.
-    around = [
-        e
-        for e in entries
-        if e not in mine
-        and began_s - 1.0 <= e["t_s"] <= last_s + AROUND_S
-        and (
-            (e["kind"] in _OF_THE_NODE and e["fields"].get("node") == told.get("node"))
-            or (e["kind"] in _OF_THE_JOB and e["t_s"] <= last_s + 0.001)
-        )
-    ]
     lines = [_headline(number, told), *([f"  injected: {INJECTED}"] if told.get("injected") else []), ""]
     lines += _seen(mine)
     lines += _stood(told)
     lines += _weighed(mine)
-    lines += _happened([*mine, *around], began_s)
+    lines += _happened(mine, began_s)
     lines += _cost(told)
     return lines
 
@@ -97,11 +60,39 @@ def unheeded(entries: Sequence[Entry]) -> list[str]:
     ]
 
 
-def _belongs(entry: Entry, number: int) -> bool:
+def belonging(number: int, entries: Sequence[Entry]) -> list[Entry]:
+    """The entries of an incident, in their order, found by what they name: its number, its workers, the generation that it struck,
+    the inspection that found it, the fault that was injected."""
+    named = [e for e in entries if _names(e, number)]
+    facts = [e["fields"] for e in named if e["kind"] in _OF_AN_INCIDENT]
+    workers = {name for f in facts for name in f.get("workers") or []}
+    generations = {f["generation"] for f in facts if f.get("generation")}
+    inspections = {e["fields"].get("inspection") for e in named if e["kind"] == "stall-judged"} - {None, 0}
+    faults = {f["fault"] for f in facts if f.get("injected")}
+    nodes = {f.get("node") for f in facts} | {None}
+
+    def mine(entry: Entry) -> bool:
+        kind, fields = entry["kind"], entry["fields"]
+        return (
+            _names(entry, number)
+            or (kind in _OF_A_WORKER and fields.get("worker") in workers)
+            or (kind in _OF_A_GENERATION and fields.get("generation") in generations)
+            or (kind == "stalled" and fields.get("inspection") in inspections)
+            or (
+                kind == "fault-injected"
+                and fields.get("fault") in faults
+                and (fields.get("worker") in workers or fields.get("node") in nodes)
+            )
+        )
+
+    return [e for e in entries if mine(e)]
+
+
+def _names(entry: Entry, number: int) -> bool:
     fields = entry["fields"]
-    if entry["kind"] in _ITS_OWN:
-        return bool(fields.get("incident") == number)
-    return entry["kind"] in _BY_ID and bool(fields.get("id") == number)
+    if entry["kind"] in _OF_AN_INCIDENT:
+        return bool(fields.get("id") == number)
+    return fields.get("incident") == number or number in (fields.get("incidents") or ())
 
 
 def _headline(number: int, told: Entry) -> str:

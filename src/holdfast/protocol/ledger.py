@@ -30,6 +30,10 @@ class LedgerEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     with; a default is not written.
     """
 
+    incidents: list[int] = []
+    """Numbers of the incidents that it belongs to or follows from, ascending. Events about one incident name it in a field of
+    their own."""
+
     kind: ClassVar[str]
     """The name in the ledger, from the class: `NodeJoined` is `node-joined`."""
 
@@ -533,6 +537,10 @@ class IncidentFacts(LedgerEvent, frozen=True, kw_only=True):
     """Ranks of the workers that it struck."""
     at_step: int | None
     """Committed steps then."""
+    workers: list[str] = []
+    """Names of those workers, of 64 at most. No name is used twice, so what the ledger tells of them belongs to it."""
+    generation: int = 0
+    """Number of the generation that it struck; 0: there was none."""
     t_s: float | None
     """When it began, since the job's start."""
     detect_s: float | None
@@ -586,6 +594,12 @@ class IncidentFacts(LedgerEvent, frozen=True, kw_only=True):
     def _phases(self, *names: str) -> str:
         known = phases_text(msgspec.structs.asdict(self), names)
         return f" ({known})" if known else ""
+
+
+def about_one_incident(event: LedgerEvent) -> bool:
+    """It names its incident in a field of its own."""
+    own = isinstance(event, IncidentFacts | IncidentJoined | IncidentExplained)
+    return own or "incident" in event.__struct_fields__
 
 
 FACTS = frozenset(f"incident-{what}" for what in ("opened", "resumed", "closed", "settled"))
@@ -1350,6 +1364,8 @@ class Stalled(LedgerEvent, frozen=True, kw_only=True):
     """Where it runs."""
     step: int | None
     """Committed steps of the job."""
+    inspection: int = 0
+    """Its number: what is found by it has the same."""
 
     def sentence(self) -> str:
         step = "" if self.step is None else f" at step {self.step}"
@@ -1361,6 +1377,8 @@ class StallJudged(LedgerEvent, frozen=True, kw_only=True):
 
     workers: list[str]
     """Culprits; empty: none was found."""
+    inspection: int = 0
+    """Number of the inspection by which they were."""
     reason: str
     """How they were found."""
     where: str

@@ -109,7 +109,7 @@ class Story:
         self.forgotten = 0
         """Incidents that were let go; of them `forgotten_failures` disturbed training, and `forgotten_went_back` lost steps."""
         self.forgotten_failures = self.forgotten_went_back = 0
-        self.bookmarks: list[tuple[int, int, int | None]] = []
+        self.bookmarks: list[tuple[int, int]] = []
         """(number, entry that opened it, entry of its generation) of every so many incidents, ascending, so that a part of the
         ledger is enough to tell of old ones."""
         self.findings: deque[dict[str, Any]] = deque(maxlen=FINDINGS_KEPT)
@@ -134,7 +134,6 @@ class Story:
         self.ended: dict[str, Any] | None = None
         self._members = _Members()
         self._broke = ""
-        self._formed_seq: int | None = None
         self._every = BOOKMARK_EVERY
 
     def add(self, seq: int, t_s: float, utc: str, kind: str, text: str) -> None:
@@ -164,7 +163,6 @@ class Story:
         elif kind == "finding":
             self.findings.append({"seq": seq, "t_s": t_s, **fields})
         elif kind in ("formed", "started"):
-            self._formed_seq = seq
             self.worlds.append((t_s, int(fields.get("start") or 0), int(fields["world"])))
         self._storage(t_s, utc, kind, fields)
         self._node(t_s, kind, fields)
@@ -205,10 +203,10 @@ class Story:
             self.troubles[fields["node"]] = self.troubles.get(fields["node"], 0) + 1
 
     def _entered(self, number: int, seq: int) -> None:
-        self.incidents[number] = {"seqs": [seq, seq], "also": [], "formed": self._formed_seq, "open": True}
+        self.incidents[number] = {"seqs": [seq, seq], "also": [], "open": True}
         self.newest = max(self.newest, number)
         if not self.bookmarks or number - self.bookmarks[-1][0] >= self._every:
-            self.bookmarks.append((number, seq, self._formed_seq))
+            self.bookmarks.append((number, seq))
         if len(self.bookmarks) > BOOKMARKS_KEPT:
             self.bookmarks, self._every = self.bookmarks[::2], 2 * self._every
         if len(self.incidents) > self._kept:
@@ -224,9 +222,7 @@ class Story:
         """A story that begins where the ledger tells of this incident at the latest. What is taken in from there is of its part
         of the ledger, so it has no bound of its own."""
         found = Story(kept=self.newest)
-        _, seq, found._formed_seq = max(
-            (one for one in self.bookmarks if one[0] <= number), default=(0, 1, None)
-        )
+        _, seq = max((one for one in self.bookmarks if one[0] <= number), default=(0, 1))
         found.seq = seq - 1
         return found
 

@@ -83,6 +83,7 @@ def _hear(context: Context, node: Node, finding: Finding) -> None:
             _write(context, node, finding, explained)
         return
     incident = _incident(context, node, finding)
+    context.concerns(incident.id)
     new = incidents.witnessed(incident, finding.rule, finding.source, finding.evidence, context.now)
     if new:
         _write(context, node, finding, incident)
@@ -144,9 +145,7 @@ def _sight(context: Context, node: Node, finding: Finding) -> None:
             machine=node.machine,
             at_s=context.now,
             text=text,
-            # That a worker is slower than its peers is no reason for a NaN, a hang or an exit of it. With its name here
-            # it would hide the real one, which then no rule and no person looks for.
-            worker="" if finding.source == COMPARED else finding.worker,
+            worker=finding.worker if _explains_ends(finding) else "",
             grave=grave and not finding.shared,
             step=s.membership.committed,
             generation=s.membership.number,
@@ -155,6 +154,15 @@ def _sight(context: Context, node: Node, finding: Finding) -> None:
     # Bounded: a node with a bad cable can match a rule thousands of times an hour, and this list is part of
     # the state.
     del sightings[:-KEPT_SIGHTINGS]
+
+
+def _explains_ends(finding: Finding) -> bool:
+    """What it says of a worker can be why that worker ends."""
+    # That a worker is slower than its peers is no reason for a NaN, a hang or an exit of it, and neither is something that
+    # is only to be watched. With its name in the sighting it would hide the real one, which then no rule and no person
+    # looks for.
+    mild = finding.severity is Severity.INFO and finding.remedy is Remedy.WATCH
+    return finding.source != COMPARED and not mild
 
 
 def _explain(context: Context, node: Node, finding: Finding) -> Incident | None:
@@ -172,6 +180,7 @@ def _explain(context: Context, node: Node, finding: Finding) -> Incident | None:
 def _explained(context: Context, incident: Incident, sighting: Sighting, finding: Finding) -> None:
     was = incident.cause
     incidents.explain(incident, sighting, context.now)
+    context.concerns(incident.id)
     incident.node = incident.node or sighting.node
     incident.source, incident.firm, incident.device = finding.source, finding.firm, finding.device
     cause = incident.cause

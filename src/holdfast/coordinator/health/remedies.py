@@ -198,6 +198,7 @@ def came_back(context: Context, node: Node, known: Node | None) -> None:
         # one that did not boot.
         if same and before.boots_until_s is not None:
             took_s = context.now - before.boots_until_s + context.spec.health.reboot_s
+            context.concerns(before.boots_for)
             context.record(ledger.Rebooted(node=node.name, took_s=round(took_s, 3)))
             before.boots_until_s = None
 
@@ -207,6 +208,7 @@ def _stays_away(context: Context, node: Node) -> None:
     node.boots_until_s = None
     told = f"it did not come back within {context.spec.health.reboot_s:g} s of its reboot"
     incident = incidents.numbered(context.state, node.boots_for) if node.boots_for else None
+    context.concerns(node.boots_for)
     if incident is not None:
         context.request(Escalate(node, incident, Remedy.REPLACE, told))
     _replace(context, node, incident, told)
@@ -228,6 +230,7 @@ def left(context: Context, node: Node) -> None:
     remedy, node.then = node.then, None
     act = next((a for a in reversed(s.health.acts) if a.node == node.name and not a.done), None)
     incident = incidents.numbered(s, act.incident) if act and act.incident else None
+    context.concerns(act.incident if act else 0)
     cause = str(incident.cause) if incident else node.leaving or ""
     if remedy is Remedy.RESET_DEVICE and act is not None:
         node.then = remedy
@@ -263,6 +266,7 @@ def call_off(context: Context, node: Node, incident: Incident) -> bool:
     context.request(KeepNode(node))
     transitions.use(context, node)
     incident.does = None
+    context.concerns(incident.id)
     context.record(ledger.NodeStays(node=node.name))
     settle(context, incident)
     return True

@@ -178,6 +178,7 @@ def cleared(context: Context, machine: str, rule: str) -> None:
 def decide(context: Context, incident: Incident) -> None:
     """Says what is done about an incident, and begins it."""
     incident.due_s = None
+    context.concerns(incident.id)
     node = context.state.membership.nodes.get(incident.node or "")
     if node is None or not node.alive or context.state.membership.stop_reason is not None:
         return
@@ -236,6 +237,7 @@ def escalated(context: Context, node: Node, incident: Incident, does: Remedy, re
 
 
 def _withhold(context: Context, node: Node, incident: Incident, decision: Decision) -> None:
+    context.concerns(incident.id)
     incident.due_s = None
     count(context.state.health.totals.withheld, decision.against or "watch")
     _verdict(context, node, incident, decision, Remedy.WATCH)

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any, Protocol, TypeVar, cast
 
+import msgspec
+
 from holdfast.coordinator.kernel import incidents
 from holdfast.coordinator.kernel.deadlines import Timer, Watch
 from holdfast.coordinator.kernel.events import (
@@ -56,6 +58,8 @@ class Context(ABC):
         # could send, a coordinator that crashed in between would have promised what its successor does not
         # know.
         self._out: list[Action] = []
+        self._concerned: list[int] = []
+        self._attributed = 0
         self._transient: dict[type, object] = {}
 
     # ------------------------------------------------------------ what a handler may do
@@ -117,6 +121,23 @@ class Context(ABC):
         """Queues an entry of the ledger."""
         self._out.append(Record(event))
 
+    def concerns(self, *numbers: int) -> None:
+        """What is being handled belongs to these incidents, or follows from them: so do the entries of the ledger that it
+        queues, earlier ones included. numbers: of incidents; 0 is none."""
+        self._concerned += [n for n in numbers if n and n not in self._concerned]
+
+    def _attribute(self) -> None:
+        """Something has been handled: its entries get the numbers of the incidents that it concerned."""
+        concerned, self._concerned = self._concerned, []
+        since, self._attributed = self._attributed, len(self._out)
+        if not concerned:
+            return
+        for at in range(since, len(self._out)):
+            action = self._out[at]
+            # Those that are about one incident say so in a field of their own.
+            if isinstance(action, Record) and not ledger.about_one_incident(action.event):
+                self._out[at] = Record(msgspec.structs.replace(action.event, incidents=sorted(concerned)))
+
     def open_incident(
         self,
         cause: causes.Cause,
@@ -134,6 +155,7 @@ class Context(ABC):
         since_s = self.now if at_s is None else at_s
         incident = incidents.open_incident(self.state, since_s, cause, node=node, workers=workers, **known)
         incident.rung = incident.rung or rung
+        self.concerns(incident.id)
         if incidents.total(self.state) > count:
             self.record(incidents.describe(self.state, incident, ledger.IncidentOpened))
         else:

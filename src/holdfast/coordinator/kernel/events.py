@@ -192,8 +192,9 @@ class Record(msgspec.Struct, frozen=True):
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The event's fields, also those that hold a default."""
-        return msgspec.structs.asdict(self.event)
+        """The event's fields, also those that hold a default; `incidents` where there are some."""
+        fields = msgspec.structs.asdict(self.event)
+        return fields if self.event.incidents else {k: v for k, v in fields.items() if k != "incidents"}
 
 
 class Remember(msgspec.Struct, frozen=True, kw_only=True):

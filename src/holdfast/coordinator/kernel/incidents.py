@@ -46,6 +46,9 @@ KEPT = 64
 """So many closed ones are kept at least, and twice as many at most: the whole state is written with each decision, and a job may
 have ten thousand. Not fewer than are looked at."""
 
+WORKERS_SHOWN = 64
+"""The ledger names so many workers of an incident."""
+
 STANDSTILLS = ("deadlock", "hold-gil", "stop-worker", "stop-node")
 """Injected faults that show as a hang; of two workers at level 0 nobody can say which one it is."""
 
@@ -381,12 +384,13 @@ def reopen(state: CoreState, incident: Incident) -> None:
     state.closed = min(state.closed, incident.id - 1)
 
 
-def decided(state: CoreState, now: float, rung: str) -> None:
-    """A generation was formed: every open incident without a decision has one now."""
-    for incident in open_ones(state):
-        if incident.decided_at_s is None:
-            incident.decided_at_s, incident.paused_first_s = now, incident.paused_s
-            incident.rung = incident.rung or rung
+def decided(state: CoreState, now: float, rung: str) -> list[int]:
+    """A generation was formed: every open incident without a decision has one now. Returns their numbers."""
+    undecided = [incident for incident in open_ones(state) if incident.decided_at_s is None]
+    for incident in undecided:
+        incident.decided_at_s, incident.paused_first_s = now, incident.paused_s
+        incident.rung = incident.rung or rung
+    return [incident.id for incident in undecided]
 
 
 def decided_by_itself(incident: Incident, now: float) -> None:
@@ -462,6 +466,8 @@ def describe(state: CoreState, incident: Incident, event: type[F]) -> F:
         node=incident.node,
         ranks=incident.ranks,
         at_step=incident.at_step,
+        workers=incident.workers[:WORKERS_SHOWN],
+        generation=incident.generation,
         t_s=_gap(state.began_s, began),
         detect_s=_gap(began, incident.detected_at_s) if known else None,
         decide_s=_gap(incident.detected_at_s, incident.decided_at_s, incident.paused_first_s),

@@ -215,6 +215,8 @@ class Change(msgspec.Struct, kw_only=True):
     """When the generation after it was formed."""
     generation: int
     """The number of the generation after it."""
+    for_incidents: list[int] = []
+    """Numbers of the incidents for which nodes left with it."""
     newcomers: int = 0
     """Workers that came with it."""
     join_s: float | None = None

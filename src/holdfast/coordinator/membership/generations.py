@@ -237,6 +237,7 @@ def try_form(context: Context) -> None:
         s.deadlines.set(Timer.WAIT, context.now + context.timing.wait_s)
     if s.membership.number and not s.membership.waiting:
         s.membership.waiting = True
+        context.concerns(*(incident.id for incident in incidents.open_ones(s)))
         context.record(ledger.Waiting(workers=count, target=s.target))
     # Nothing is starting, nothing was asked for and nothing may be asked for. Waiting for the deadline would
     # only make a person wait for the same answer.
@@ -350,7 +351,7 @@ def _form(context: Context, survivors: list[Worker], kept: list[Worker], fresh: 
     resize.formed(context, before, complete, len(fresh))
     for _ in fresh:
         incidents.replaced(s, context.now)
-    incidents.decided(s, context.now, _rung(context, fresh, complete))
+    context.concerns(*incidents.decided(s, context.now, _rung(context, fresh, complete)))
     context.record(
         ledger.Formed(
             generation=s.membership.number,

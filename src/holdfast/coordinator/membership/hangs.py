@@ -72,7 +72,9 @@ def stalled(context: Context, name: str, view: m.WorkerView) -> None:
     # The set of nodes from which an answer is awaited is fixed now. A node that is lost meanwhile ends the
     # generation, and with it the inspection.
     inspection.begin({w.node for w in context.inside()})
-    context.record(ledger.Stalled(worker=name, node=worker.node, step=s.step))
+    context.record(
+        ledger.Stalled(worker=name, node=worker.node, step=s.step, inspection=s.membership.inspect_request)
+    )
     for node in sorted(inspection.unheard):
         context.send(node, m.Inspect(s.membership.inspect_request))
 
@@ -128,6 +130,7 @@ def judge(context: Context) -> None:
     context.record(
         ledger.StallJudged(
             workers=list(named),
+            inspection=s.membership.inspect_request,
             reason=verdict.reason,
             where=where,
             stood_at_step=cause.stood_at_step,

@@ -37,6 +37,7 @@ def join(context: Context, node: Node, workers: list[Worker], cause: causes.Caus
         first = incident.cause.first if isinstance(incident.cause, causes.PlaceLost) else str(incident.cause)
         names = [w.name for w in workers]
         incidents.lost_together(context.state, context.now, incident, cause, node.name, names)
+        context.concerns(incident.id)
         incident.place = place
         count = len(incident.lost_nodes)
         there = count + len(context.index.nodes_at(place))

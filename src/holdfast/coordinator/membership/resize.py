@@ -455,6 +455,7 @@ def formed(context: Context, before: int, after: int, newcomers: int) -> None:
     # follows at the first commit.
     if newcomers:
         membership.grew_at_s = context.now
+    leaving = {node.name for node in context.nodes_in(NodePhase.LEAVING)}
     number = membership.changes[-1].id + 1 if membership.changes else 1
     change = Change(
         id=number,
@@ -465,6 +466,9 @@ def formed(context: Context, before: int, after: int, newcomers: int) -> None:
         left_at_s=membership.broke_at_s,
         formed_at_s=context.now,
         generation=membership.number,
+        for_incidents=sorted(
+            {a.incident for a in context.state.health.acts if a.incident and not a.done and a.node in leaving}
+        ),
     )
     change.newcomers = newcomers
     membership.changes.append(change)
@@ -494,6 +498,7 @@ def committed(context: Context, now: float) -> None:
     )
     if change.newcomers:
         s.membership.join_cost_s = change.stall_s
+    context.concerns(*change.for_incidents)
     context.record(describe(s, change))
 
 

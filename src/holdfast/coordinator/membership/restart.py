@@ -207,6 +207,7 @@ class Restart:
                 s.deadlines.clear(Timer.WAIT)  # they have a deadline of their own
             elif not s.deadlines.is_set(Timer.WAIT):
                 s.deadlines.set(Timer.WAIT, context.now + context.timing.wait_s)
+                context.concerns(*(incident.id for incident in incidents.open_ones(s)))
                 context.record(ledger.Waiting(workers=count * spec.nproc, target=s.target))
             if not queries.coming(context):
                 context.request(StopJob("no more nodes can be requested", "failed", s.membership.blame))
@@ -277,7 +278,7 @@ def _start_all(context: Context, chosen: list[Node]) -> None:
     wall_time.launched(s, context.now)
     transitions.enter_job(context, JobPhase.RUNNING)
     s.membership.resized(round(context.now - s.began_s, 4), world)
-    incidents.decided(s, context.now, "restart of all workers")
+    context.concerns(*incidents.decided(s, context.now, "restart of all workers"))
     context.record(
         ledger.Started(generation=s.membership.number, world=world, workers=[x.worker for x in members])
     )
@@ -371,6 +372,7 @@ def _explain(context: Context, workers: list[Worker], node: str, cause: Cause) -
     failures.forgive(context, lambda failure: failure.generation == incident.generation)
     was, names = incident.cause, [w.name for w in workers]
     incidents.caused(s, context.now, incident, cause, node, names)
+    context.concerns(incident.id)
     rank = incident.ranks[0] if len(incident.ranks) == 1 else None
     s.membership.blame = Blame(cause=cause, rank=rank, node=node, step=s.step, log=workers[0].log)
     context.record(

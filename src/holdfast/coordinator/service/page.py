@@ -19,8 +19,8 @@ from holdfast.coordinator.kernel.phases import WorkerPhase
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.service import job_view, worker_output
 from holdfast.coordinator.service.all_starts import launches
-from holdfast.coordinator.service.store import Store, began_utc_s
-from holdfast.observe.incident_report import AROUND_S, story
+from holdfast.coordinator.service.store import LedgerEntry, Store, began_utc_s
+from holdfast.observe.incident_report import belonging, story
 from holdfast.observe.printable import printable
 from holdfast.protocol.verified import samples_shown, verified
 from holdfast.web import views
@@ -214,7 +214,7 @@ class PageSource:
         part = self._story.before(numbers[0])
         # Up to the second bookmark after them: one is let go only when it is over, and is so within some others.
         until = next(
-            (seq for n, seq, _ in self._story.bookmarks if n > numbers[-1] + BOOKMARK_EVERY), self._story.seq
+            (seq for n, seq in self._story.bookmarks if n > numbers[-1] + BOOKMARK_EVERY), self._story.seq
         )
         # In several pieces: what waits for the same thread gets its turn between them.
         while await self._read(lambda store: _take_older(store, part, until)):
@@ -446,38 +446,30 @@ class _Struck(msgspec.Struct, frozen=True):
 
 def _struck(store: Store, incident: Mapping[str, Any]) -> _Struck:
     """The first worker that an incident struck."""
-    first, last = incident["seqs"]
-    ranks, node = incident.get("ranks") or [], incident.get("node")
-    names: list[str] = []
-    if incident.get("formed") is not None:
-        # Of an old generation the ledger has let the names go.
-        formed = store.entries(incident["formed"] - 1, 1)
-        names = [str(name) for name in formed[0].fields.get("workers") or []] if formed else []
-    worker = next((names[rank] for rank in ranks if rank < len(names)), "")
-    around = store.entries(max(0, first - AROUND // 4), AROUND)
-    for entry in around:
-        if entry.seq > last and entry.t_s > (incident.get("first_t_s") or 0.0) + AROUND_S:
-            break
-        near = entry.seq >= first or entry.t_s >= (incident.get("first_t_s") or 0.0) - AROUND_S
-        if near and not worker and entry.kind in ("failed", "worker-exited", "stalled"):
-            worker = entry.fields["worker"] if node is not None and entry.fields.get("node") == node else ""
-        if worker and entry.kind == "worker-exited" and entry.fields.get("worker") == worker:
+    worker = next(iter(incident.get("workers") or []), "")
+    if not worker:
+        return _Struck("", "")
+    for entry in _around(store, incident):
+        if entry.kind == "worker-exited" and entry.fields.get("worker") == worker:
             return _Struck(worker, str(entry.fields.get("log") or ""))
     return _Struck(worker, "")
+
+
+def _around(store: Store, incident: Mapping[str, Any]) -> list[LedgerEntry]:
+    """The entries among which those of an incident are: of its first sign there may be some before it was opened."""
+    return store.entries(max(0, incident["seqs"][0] - AROUND // 4), AROUND)
 
 
 def _incident_told(store: Store, told: Story, known: Mapping[str, Any]) -> dict[str, Any]:
     """One incident: its facts, its story in lines, what health rules found of it or before it on its node, and the incidents
     beside it."""
-    first, last = known["seqs"]
-    # Entries before the first sign belong to it, too: a fault that was injected, a worker that ended.
-    around = store.entries(max(0, first - AROUND // 4), AROUND)
-    until_s = max((e.t_s for e in around if e.seq <= last), default=0.0) + AROUND_S
-    entries = [msgspec.structs.asdict(e) for e in around if e.seq <= last or e.t_s <= until_s]
     number = known["id"]
+    around = [msgspec.structs.asdict(e) for e in _around(store, known)]
+    entries = [e for e in around if e["seq"] <= known["seqs"][1]]
+    lines = story(number, belonging(number, around))
     return {
-        "incident": {k: v for k, v in known.items() if k not in ("seqs", "formed")},
-        "story": [printable(line) for line in story(number, entries)],
+        "incident": {k: v for k, v in known.items() if k != "seqs"},
+        "story": [printable(line) for line in lines],
         "findings": _findings(told, known, entries),
         "previous": number - 1 if number > 1 else None,
         "next": number + 1 if number < told.newest else None,
