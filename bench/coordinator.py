@@ -16,8 +16,7 @@ import msgspec
 
 from bench.machine import describe
 from holdfast.coordinator.kernel import events as e
-from holdfast.coordinator.kernel.membership_state import Worker
-from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
+from holdfast.coordinator.kernel.state import JobPhase, Worker, WorkerPhase
 from holdfast.coordinator.machine import Core
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import JobSpec

@@ -31,9 +31,7 @@ from rich.console import Console
 from bench.machine import ForeignCpu, conclude, introduce
 from bench.recovery.environments import ROOT, versions
 from holdfast.coordinator.kernel.index import Index
-from holdfast.coordinator.kernel.membership_state import Node, Worker
-from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
-from holdfast.coordinator.kernel.state import CoreState
+from holdfast.coordinator.kernel.state import CoreState, JobPhase, Node, Worker, WorkerPhase
 from holdfast.coordinator.service.ledger import SideThread
 from holdfast.coordinator.service.page import PageSource, Wakeup
 from holdfast.coordinator.service.store import LedgerEntry, Page, ReportedSteps, Store

@@ -14,8 +14,8 @@ from rich.table import Table
 
 from bench.kubernetes import plane, racks
 from bench.kubernetes.stage import NAMESPACE, PODS, Measured, Stage, cpu_s, job
-from holdfast.coordinator.membership.locality import path
 from holdfast.coordinator.membership.policy import assign_ranks
+from holdfast.coordinator.membership.rank_assignment import path
 from holdfast.kubernetes import names
 from holdfast.kubernetes.objects.resource import job_path
 from holdfast.protocol.place import NodePlace, nearness, parse_place

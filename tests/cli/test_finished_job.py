@@ -6,9 +6,7 @@ import json
 import msgspec
 import pytest
 
-from holdfast.coordinator.kernel.membership_state import MembershipState
-from holdfast.coordinator.kernel.phases import JobPhase
-from holdfast.coordinator.kernel.state import CoreState
+from holdfast.coordinator.kernel.state import CoreState, JobPhase, MembershipState
 from holdfast.coordinator.service.job_view import build_report
 from holdfast.coordinator.service.store import Store
 from holdfast.engines.jobs import JobFolder

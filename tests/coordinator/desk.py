@@ -7,10 +7,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from holdfast.coordinator.kernel import events as e
-from holdfast.coordinator.kernel.incident_state import Incident
-from holdfast.coordinator.kernel.membership_state import Worker
-from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
-from holdfast.coordinator.kernel.state import CoreState
+from holdfast.coordinator.kernel.state import CoreState, Incident, JobPhase, Worker, WorkerPhase
 from holdfast.coordinator.machine import Core
 from holdfast.coordinator.service.tally import READ, Tally, happened
 from holdfast.protocol import messages as m
@@ -198,7 +195,7 @@ class Desk:
             known = self.state.membership.nodes[name]
             copies = self.held(name) if held is None else held.get(name, ())
             seen = tuple(self.view(w.name, **views.get(w.node, {})) for w in ours)
-            self.node(name, session, known.slots, seen, copies, known.place, known.snapshot_port)
+            self.node(name, session, known.slots, seen, copies, known.place, known.memory.port)
 
     def view(self, worker: str, **changes: Any) -> m.WorkerView:
         """What an agent would say of a worker that is where the core thinks it is."""

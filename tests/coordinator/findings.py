@@ -6,7 +6,7 @@ from desk import Desk
 
 from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel.history import Remembered
-from holdfast.coordinator.kernel.phases import WorkerPhase
+from holdfast.coordinator.kernel.state import WorkerPhase
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import Finding, HealthSpec, Remedy, Severity
 

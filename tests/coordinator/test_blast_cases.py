@@ -5,7 +5,7 @@ from __future__ import annotations
 from desk import Desk, running
 from findings import ERROR, come_back, finds, marked, park_all, train_on, verdicts
 
-from holdfast.coordinator.health import blast_radius
+from holdfast.coordinator.health import limits
 from holdfast.coordinator.kernel import events as e
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import Condition, HealthSpec, Remedy
@@ -20,7 +20,7 @@ def test_no_more_nodes_than_the_blast_limit_are_acted_on_and_that_is_said_once()
     desk = running(8)
     for i in range(5):
         finds(desk, f"n{i}", f"xid-{i}")
-    assert blast_radius.limit(desk.core) == 2
+    assert limits.limit(desk.core) == 2
     assert marked(desk) == ["n0", "n1"]
     assert verdicts(desk)[2:] == [("watch", "blast")] * 3
     assert len(desk.records("blast-limit")) == 1
@@ -134,7 +134,7 @@ def test_the_limit_of_a_large_fleet_holds():
         desk.node(f"n{i}")
     for i in range(200):
         finds(desk, f"n{i}", f"rule-{i}")
-    assert len(marked(desk)) == len(blast_radius.acted_on(desk.core)) == 100
+    assert len(marked(desk)) == len(limits.acted_on(desk.core)) == 100
 
 
 # ---------------------------------------------------------------- storms
@@ -162,7 +162,7 @@ def test_what_was_planned_is_called_off_when_many_report_the_same():
         finds(desk, f"n{i}", "link-down", ERROR)
     assert desk.state.membership.nodes["n0"].leaving is None
     assert desk.records("node-stays")
-    assert blast_radius.acted_on(desk.core) == set()
+    assert limits.acted_on(desk.core) == set()
 
 
 def test_machines_that_were_replaced_since_count_on_both_sides():

@@ -127,7 +127,7 @@ def test_only_two_functions_of_the_core_can_blame_the_script():
     assert blame == {
         ("coordinator/membership/failures.py", "failed", "NotFinite"),
         ("coordinator/membership/failures.py", "failed", "ScriptRaised"),
-        ("coordinator/membership/shard_policy.py", "fits", "ShapesDiffer"),
+        ("coordinator/membership/replicas.py", "fits", "ShapesDiffer"),
     }
 
 

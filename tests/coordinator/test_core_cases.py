@@ -6,7 +6,7 @@ from desk import TIER, Desk, running
 
 from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel import incidents
-from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
+from holdfast.coordinator.kernel.state import JobPhase, WorkerPhase
 from holdfast.protocol import messages as m
 from holdfast.protocol.engine_orders import OrderDone
 from holdfast.protocol.job import Durable

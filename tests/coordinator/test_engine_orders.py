@@ -11,8 +11,7 @@ import msgspec
 from desk import running
 from fakeagents import Plane, serving
 
-from holdfast.coordinator.kernel.open_orders import KEPT, OpenOrders
-from holdfast.coordinator.kernel.state import CoreState
+from holdfast.coordinator.kernel.state import KEPT, CoreState, OpenOrders
 from holdfast.protocol.engine_orders import (
     EngineOrders,
     MarkNode,

@@ -15,8 +15,8 @@ from rich.console import Console
 from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel import incidents
 from holdfast.coordinator.kernel.index import Index
-from holdfast.coordinator.kernel.phases import JobPhase
-from holdfast.coordinator.membership import pace, wall_time
+from holdfast.coordinator.kernel.state import JobPhase
+from holdfast.coordinator.membership import wall_time
 from holdfast.coordinator.service import job_view
 from holdfast.coordinator.service.job_view import build_report, build_status
 from holdfast.coordinator.service.metrics import metrics_text
@@ -196,13 +196,13 @@ def test_the_rate_forgets_what_is_long_past_and_keeps_few_points() -> None:
                 hears(desk, worker, m.Progress(generation=1, committed=done, median_s=each_s))
 
     goes(1000, 1.0)
-    assert pace.steps_per_s(desk.state, desk.now) == pytest.approx(1.0)
+    assert wall_time.steps_per_s(desk.state, desk.now) == pytest.approx(1.0)
     goes(4000, 0.5)
-    assert pace.steps_per_s(desk.state, desk.now) == pytest.approx(2.0, rel=0.05)
-    assert len(desk.state.membership.pace) < 4 * pace.POINTS
+    assert wall_time.steps_per_s(desk.state, desk.now) == pytest.approx(2.0, rel=0.05)
+    assert len(desk.state.membership.pace) < 4 * wall_time.POINTS
     # A step that is under way costs nothing while it is no longer than others; a job that stands gets slower.
-    assert pace.steps_per_s(desk.state, desk.now + 0.4) == pace.steps_per_s(desk.state, desk.now)
-    assert pace.steps_per_s(desk.state, desk.now + 1500.0) == pytest.approx(1500 / 2250, rel=0.05)
+    assert wall_time.steps_per_s(desk.state, desk.now + 0.4) == wall_time.steps_per_s(desk.state, desk.now)
+    assert wall_time.steps_per_s(desk.state, desk.now + 1500.0) == pytest.approx(1500 / 2250, rel=0.05)
 
 
 def test_steps_that_did_not_stay_are_in_no_rate() -> None:
@@ -214,15 +214,15 @@ def test_steps_that_did_not_stay_are_in_no_rate() -> None:
     for n in range(2, 12):
         desk.do(e.Tick(), 0.5)
         desk.commit(n)
-    assert pace.steps_per_s(desk.state, desk.now) == pytest.approx(2.0, rel=0.1)
+    assert wall_time.steps_per_s(desk.state, desk.now) == pytest.approx(2.0, rel=0.1)
     desk.exits(desk.members()[0], -9)
     desk.ready(desk.workers()[0])
     assert desk.state.membership.lost_steps == 10
-    assert pace.steps_per_s(desk.state, desk.now) is None
+    assert wall_time.steps_per_s(desk.state, desk.now) is None
     for n in range(2, 7):
         desk.do(e.Tick(), 0.5)
         desk.commit(n)
-    assert pace.steps_per_s(desk.state, desk.now) == pytest.approx(5 / (desk.now - begun_s), rel=0.1)
+    assert wall_time.steps_per_s(desk.state, desk.now) == pytest.approx(5 / (desk.now - begun_s), rel=0.1)
 
 
 def strikes(desk: Desk, worker: str) -> None:

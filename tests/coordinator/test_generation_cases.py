@@ -4,7 +4,7 @@ import msgspec
 from desk import Desk
 
 from holdfast.coordinator.kernel import events as e
-from holdfast.coordinator.kernel.phases import JobPhase
+from holdfast.coordinator.kernel.state import JobPhase
 from holdfast.coordinator.service.job_view import build_status
 from holdfast.protocol import messages as m
 from holdfast.protocol.causes import KilledForMemory

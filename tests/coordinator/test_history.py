@@ -21,11 +21,11 @@ from holdfast.coordinator.service.history_store import (
     Entry,
     History,
     HistoryError,
+    Memory,
     find_machine,
     now_s,
     shown,
 )
-from holdfast.coordinator.service.history_writer import Memory
 from holdfast.errors import UsageError
 
 DAY_S = 86_400.0

@@ -11,11 +11,10 @@ import pytest
 
 from holdfast.agent.ledger_copy import LedgerCopy
 from holdfast.coordinator.kernel.state import CoreState
-from holdfast.coordinator.service import ledger_copies
-from holdfast.coordinator.service.agent_lines import AgentLines, Line
+from holdfast.coordinator.service import ledger
 from holdfast.coordinator.service.gathering import Choice, Restored, Unusable
-from holdfast.coordinator.service.ledger import Unreadable
-from holdfast.coordinator.service.ledger_copies import LedgerCopies, wanted_keepers
+from holdfast.coordinator.service.ledger import LedgerCopies, Unreadable, wanted_keepers
+from holdfast.coordinator.service.queues import AgentLines, Line
 from holdfast.coordinator.service.store import PAGES, SNAPSHOT, LedgerEntry, Page, Store
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import JobSpec
@@ -90,12 +89,12 @@ def test_pages_that_the_base_has_already_are_passed_over(tmp_path):
 
 
 def test_large_ones_come_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(ledger_copies, "PART_BYTES", 1000)
+    monkeypatch.setattr(ledger, "PART_BYTES", 1000)
     monkeypatch.setattr("holdfast.agent.ledger_copy.PART_BYTES", 700)
     data, more = base_of(tmp_path, 3), msgspec.msgpack.encode(page(4, "y" * 5000))
     sent = [
-        *ledger_copies._parts(LedgerMark(1, 3), data, base=True),
-        *ledger_copies._parts(LedgerMark(1, 4), more, base=False),
+        *ledger._parts(LedgerMark(1, 3), data, base=True),
+        *ledger._parts(LedgerMark(1, 4), more, base=False),
     ]
     assert len(sent) > 20
     node = Node(tmp_path / "n", *sent)
@@ -534,7 +533,7 @@ def test_a_keeper_whose_new_file_cannot_be_read_ends_its_old_copy():
 
 
 def test_what_a_keeper_has_does_not_grow_for_ever(monkeypatch):
-    monkeypatch.setattr(ledger_copies, "BASE_AGAIN_BYTES", 1000)
+    monkeypatch.setattr(ledger, "BASE_AGAIN_BYTES", 1000)
 
     async def test(sender):
         sender.join("a")

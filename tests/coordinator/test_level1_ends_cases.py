@@ -5,7 +5,7 @@ from desk import TIER, Desk, copy_of
 from test_memory_snapshot_cases import at_level_0
 
 from holdfast.coordinator.kernel import events as e
-from holdfast.coordinator.kernel.phases import JobPhase
+from holdfast.coordinator.kernel.state import JobPhase
 from holdfast.coordinator.service.job_view import build_report
 from holdfast.coordinator.service.tally import StepSummary
 from holdfast.protocol import messages as m

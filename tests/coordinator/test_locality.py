@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from counted import lines_of
-from holdfast.coordinator.membership import locality
-from holdfast.coordinator.membership.locality import (
+from holdfast.coordinator.membership import rank_assignment
+from holdfast.coordinator.membership.policy import assign_ranks
+from holdfast.coordinator.membership.rank_assignment import (
     Standing,
     fewest_places,
     in_order,
@@ -20,9 +21,8 @@ from holdfast.coordinator.membership.locality import (
     path,
     pick,
     rows,
+    seat,
 )
-from holdfast.coordinator.membership.policy import assign_ranks
-from holdfast.coordinator.membership.rank_assignment import seat
 from holdfast.protocol.messages import Generation, Member, Parked
 from holdfast.protocol.place import nearness
 
@@ -277,7 +277,7 @@ def called(places):
     seen = set()
 
     def note(frame, what, _):
-        if what == "call" and frame.f_code.co_filename == locality.__file__:
+        if what == "call" and frame.f_code.co_filename == rank_assignment.__file__:
             seen.add(frame.f_code.co_name)
 
     desk = running(3, spares=1, places=places)

@@ -5,8 +5,7 @@ import pytest
 from desk import TIER, Desk, copy_of, running
 
 from holdfast.coordinator.kernel import events as e
-from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
-from holdfast.coordinator.kernel.state import CoreState
+from holdfast.coordinator.kernel.state import CoreState, JobPhase, WorkerPhase
 from holdfast.coordinator.storage import memory_snapshots, queries
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import Durable

@@ -28,7 +28,7 @@ def test_what_is_ordered_belongs_to_no_incident_and_spends_no_budget() -> None:
     assert desk.state.health.acts == []
     # Nobody is ended for it: it trains on until the others can go on without it.
     assert desk.did(RebootNode) == []
-    assert desk.state.membership.nodes["n1"].then is Remedy.REBOOT
+    assert desk.state.membership.nodes["n1"].health.then is Remedy.REBOOT
 
 
 def test_an_order_for_a_node_that_has_left_meanwhile_is_nothing() -> None:

@@ -5,10 +5,9 @@ from desk import Desk, running
 from test_memory_snapshot_cases import at_level_0
 
 from holdfast.coordinator.kernel import events as e
-from holdfast.coordinator.kernel.deadlines import Timer
+from holdfast.coordinator.kernel.context import StopJob
 from holdfast.coordinator.kernel.history import Kind
-from holdfast.coordinator.kernel.phases import JobPhase
-from holdfast.coordinator.kernel.requests import StopJob
+from holdfast.coordinator.kernel.state import JobPhase, Timer
 from holdfast.coordinator.service.job_view import build_report, build_status
 from holdfast.coordinator.service.tally import StepSummary
 from holdfast.protocol import messages as m

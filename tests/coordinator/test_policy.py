@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.coordinator.kernel.membership_state import Blame, Failure
-from holdfast.coordinator.kernel.script_fault import ScriptFault, script_fault
+from holdfast.coordinator.kernel.incidents import ScriptFault, script_fault
+from holdfast.coordinator.kernel.state import Blame, Failure
 from holdfast.coordinator.membership.policy import (
     NodeFault,
     Report,

@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from holdfast.coordinator.membership.policy import Verdict
-from holdfast.coordinator.membership.positions import find_culprits
+from holdfast.coordinator.membership.policy import Verdict, find_culprits_by_position
 from holdfast.protocol.messages import WorkerView
 from holdfast.protocol.phases import GroupReading, PageReading, Phase
 
@@ -47,7 +46,7 @@ def view(
 
 def judged(*views: WorkerView, stacks: dict[str, str] | None = None, complete: bool = True) -> Verdict:
     ranks = {v.worker: i for i, v in enumerate(views)}
-    return find_culprits(views, {v.worker: 3.0 for v in views}, stacks or {}, complete, ranks)
+    return find_culprits_by_position(views, {v.worker: 3.0 for v in views}, stacks or {}, complete, ranks)
 
 
 def test_who_has_not_entered_what_the_others_stand_in_is_named_with_it():

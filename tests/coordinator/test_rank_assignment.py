@@ -5,8 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.coordinator.membership.locality import Standing, path
-from holdfast.coordinator.membership.rank_assignment import Seating, seat, wanted
+from holdfast.coordinator.membership.rank_assignment import Seating, Standing, path, seat, wanted
 from holdfast.protocol.messages import Generation, Member
 
 

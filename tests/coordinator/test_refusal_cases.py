@@ -5,7 +5,7 @@ from desk import Desk, running
 from test_memory_snapshot_cases import at_level_0
 
 from holdfast.coordinator.kernel import events as e
-from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
+from holdfast.coordinator.kernel.state import JobPhase, WorkerPhase
 from holdfast.coordinator.membership.policy import refuses_the_job
 from holdfast.protocol import messages as m
 

@@ -4,7 +4,7 @@ import pytest
 from desk import Desk, copy_of, running
 
 from holdfast.coordinator.kernel import events as e
-from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
+from holdfast.coordinator.kernel.state import JobPhase, WorkerPhase
 from holdfast.coordinator.membership.queries import GAIN_SHARE
 from holdfast.coordinator.membership.resize import check_drain, check_resize, describe
 from holdfast.coordinator.service.job_view import build_status

@@ -4,7 +4,7 @@ import pytest
 from desk import Desk, running
 
 from holdfast.coordinator.kernel import events as e
-from holdfast.coordinator.kernel.restart_budget import DAY_S, TRAINED_S, Daily
+from holdfast.coordinator.kernel.state import DAY_S, TRAINED_S, Daily
 from holdfast.protocol import messages as m
 
 SPENT = "the restart budget is used up"

@@ -3,10 +3,10 @@
 import pytest
 from desk import TIER, Desk, running
 
-from holdfast.coordinator.health.stragglers import SLOW_RANK
+from holdfast.coordinator.health.comparison import SLOW_RANK
 from holdfast.coordinator.kernel import events as e
-from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
-from holdfast.coordinator.membership.hangs import _half
+from holdfast.coordinator.kernel.state import JobPhase, WorkerPhase
+from holdfast.coordinator.membership.failures import _half
 from holdfast.coordinator.membership.resize import check_resize
 from holdfast.errors import UsageError
 from holdfast.protocol import messages as m

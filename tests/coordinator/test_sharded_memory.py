@@ -4,7 +4,7 @@ from desk import TIER, Desk, copy_of, running
 from findings import ERROR, WIDE, finds, park_all
 
 from holdfast.coordinator.kernel import events as e
-from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
+from holdfast.coordinator.kernel.state import JobPhase, WorkerPhase
 from holdfast.coordinator.storage import memory_snapshots
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import Remedy
@@ -228,7 +228,7 @@ def test_while_only_a_part_of_the_state_lives_no_node_is_booted():
     finds(desk, "n2", severity=ERROR, remedy=Remedy.REBOOT)
     desk.wait(3.0)
     desk.exits(desk.killed().pop(), -9)
-    assert desk.state.membership.nodes["n2"].then is Remedy.REBOOT
+    assert desk.state.membership.nodes["n2"].health.then is Remedy.REBOOT
     assert desk.state.membership.phase is JobPhase.GATHERING
     assert desk.did(e.RebootNode) == []
     for worker in desk.workers(WorkerPhase.STARTING):

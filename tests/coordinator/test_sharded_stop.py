@@ -3,7 +3,7 @@
 from desk import TIER, Desk, running
 
 from holdfast.coordinator.kernel import events as e
-from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
+from holdfast.coordinator.kernel.state import JobPhase, WorkerPhase
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import Durable
 from holdfast.protocol.snapshots import Saving

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from test_straggler_cases import findings, running, spends, spent
 
-from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
+from holdfast.coordinator.kernel.state import JobPhase, WorkerPhase
 from holdfast.protocol import messages as m
 from holdfast.protocol.causes import GradientsDiffer, StatesDiffer
 from holdfast.protocol.health import HealthSpec

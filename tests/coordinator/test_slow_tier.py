@@ -3,7 +3,7 @@
 from desk import TIER, Desk, running
 
 from holdfast.coordinator.kernel import events as e
-from holdfast.coordinator.kernel.phases import JobPhase
+from holdfast.coordinator.kernel.state import JobPhase
 from holdfast.coordinator.service.job_view import build_status
 from holdfast.observe.dashboard import saved_line
 from holdfast.observe.event_text import event_line

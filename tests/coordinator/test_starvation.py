@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from fakeagents import serving
 
-from holdfast.coordinator.service.starvation import Starving
+from holdfast.coordinator.service.decision_loop import Starving
 from holdfast.protocol import messages as m
 from holdfast.protocol.machine.processes import ThreadTimes, kernel_id, memory_stall_s
 from holdfast.protocol.wire.frames import encode

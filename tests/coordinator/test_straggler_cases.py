@@ -4,7 +4,7 @@ import pytest
 from desk import Desk
 from msgspec.structs import replace
 
-from holdfast.coordinator.health.stragglers import Peers
+from holdfast.coordinator.health.comparison import Peers
 from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.service.job_view import build_report, build_status
 from holdfast.coordinator.service.tally import StepSummary

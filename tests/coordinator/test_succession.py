@@ -19,7 +19,7 @@ import msgspec
 import pytest
 
 from holdfast.coordinator.kernel.events import StopRequested
-from holdfast.coordinator.service.clock import Anchor, CoreClock
+from holdfast.coordinator.service.decision_loop import Anchor, CoreClock
 from holdfast.coordinator.service.server import Coordinator
 from holdfast.coordinator.service.store import FIRST, Store, newest_ledger, own_ledger, succeed
 from holdfast.protocol.job import JobSpec, Resume

@@ -21,7 +21,7 @@ from findings import (
 from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel import incidents
 from holdfast.coordinator.kernel.history import Kind, Remembered
-from holdfast.coordinator.kernel.incident_state import Incident
+from holdfast.coordinator.kernel.state import Incident
 from holdfast.protocol import messages as m
 from holdfast.protocol.engine_orders import EngineTraits
 from holdfast.protocol.health import CheckResult, Condition, HealthSpec, Remedy, Severity
@@ -223,7 +223,7 @@ def test_a_node_whose_worker_ends_before_it_could_leave_is_repaired_while_the_ot
     desk.wait(3.0)
     desk.do(e.NodeUnavailable("none"))
     desk.commit(20)
-    assert desk.state.membership.nodes["n1"].then is remedy
+    assert desk.state.membership.nodes["n1"].health.then is remedy
     assert desk.state.membership.nodes["n1"].leaving
     desk.exits(desk.worker_on("n1"), -9)
     assert not desk.did(e.RebootNode)  # what it has in its memory may be needed yet
@@ -255,7 +255,7 @@ def test_a_second_trouble_does_not_weaken_or_forget_what_is_planned():
     finds(desk, "n1", "hot", ERROR, Remedy.RESET_DEVICE, device="GPU-2")
     desk.wait(3.0)
     assert verdicts(desk) == [("replace", "")]
-    assert desk.state.membership.nodes["n1"].then is Remedy.REPLACE
+    assert desk.state.membership.nodes["n1"].health.then is Remedy.REPLACE
     finds(desk, "n1", "xid-13", FATAL, Remedy.RESTART_WORKER, device="GPU-3")
     assert verdicts(desk)[-1] == ("replace", "")
     assert not desk.state.membership.nodes["n1"].alive
@@ -438,7 +438,7 @@ def test_a_machine_that_does_not_come_back_from_its_boot_is_given_up(planned):
     assert "did not come back within 200 s" in str(desk.records("verdict")[-1]["reason"])
     assert desk.did(e.Remember)[-1].kind is Kind.QUARANTINED
     come_back(desk, "m0", session="after")
-    assert desk.state.membership.nodes["m0"].checking is not None
+    assert desk.state.membership.nodes["m0"].health.checking is not None
 
 
 def test_a_coordinator_that_comes_back_waits_for_machines_that_boot():
@@ -452,7 +452,7 @@ def test_a_coordinator_that_comes_back_waits_for_machines_that_boot():
 def test_an_engine_that_watches_boots_itself_is_not_waited_for():
     """As Slurm's says of itself, also over a lost coordinator."""
     desk = rebooted(EngineTraits(watches_boots=True))
-    assert not desk.state.membership.nodes["m0"].boots_until_s
+    assert not desk.state.membership.nodes["m0"].health.boots_until_s
     desk.crash()
     desk.back()
     desk.wait(210.0)
@@ -529,7 +529,7 @@ def test_what_is_unknown_for_long_is_asked_about():
         desk.wait(301.0)
     assert len(desk.records("asked")) == 1
     finds(desk, "n1", "nvml-hang", condition=Condition.HEALTHY)
-    assert desk.state.membership.nodes["n1"].unknown == {}
+    assert desk.state.membership.nodes["n1"].health.unknown == {}
 
 
 def test_what_is_well_again_before_it_is_decided_is_let_be():
@@ -546,7 +546,7 @@ def test_repairs_of_one_machine_back_off():
     come_back(desk, "m0", *past)
     finds(desk, "m0", "hot", ERROR, Remedy.RESET_DEVICE)
     desk.wait(5.0)
-    assert desk.state.membership.nodes["m0"].then is None
+    assert desk.state.membership.nodes["m0"].health.then is None
     assert desk.incidents()[0].due_s is not None
     desk.wait(46.0)
     reset(desk, "m0")

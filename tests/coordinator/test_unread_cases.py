@@ -3,7 +3,7 @@
 from desk import TIER, Desk, running
 
 from holdfast.coordinator.kernel import events as e
-from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
+from holdfast.coordinator.kernel.state import JobPhase, WorkerPhase
 from holdfast.coordinator.membership.generations import MAX_ATTEMPTS
 from holdfast.coordinator.service.job_view import build_report
 from holdfast.coordinator.service.tally import StepSummary

@@ -13,9 +13,7 @@ import msgspec
 import pytest
 from aiohttp import WSCloseCode, WSMsgType, web
 
-from holdfast.coordinator.kernel.membership_state import Node, Seat, Worker
-from holdfast.coordinator.kernel.phases import WorkerPhase
-from holdfast.coordinator.kernel.state import CoreState
+from holdfast.coordinator.kernel.state import CoreState, Node, Seat, Worker, WorkerPhase
 from holdfast.coordinator.service import job_view, routes, watchers
 from holdfast.coordinator.service.job_view import build_status
 from holdfast.coordinator.service.store import LedgerEntry, Page, Store

@@ -4,8 +4,7 @@ import asyncio
 
 import pytest
 
-from holdfast.coordinator.kernel.membership_state import Node
-from holdfast.coordinator.kernel.state import CoreState
+from holdfast.coordinator.kernel.state import CoreState, Node
 from holdfast.coordinator.service.checking import CheckRuns, choose
 from holdfast.errors import UsageError
 from holdfast.health.checks.fleet import summary

@@ -8,8 +8,7 @@ import msgspec
 import pytest
 from filled import filled
 
-from holdfast.coordinator.kernel.health_state import Ask
-from holdfast.coordinator.kernel.state import CoreState
+from holdfast.coordinator.kernel.state import Ask, CoreState
 from holdfast.coordinator.service.job_view import build_status
 from holdfast.errors import ProtocolError
 from holdfast.kubernetes.tasks.coordinator_link import said_of

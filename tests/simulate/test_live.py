@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from holdfast.coordinator.kernel.validate import validate
+from holdfast.coordinator.kernel.index import validate
 from holdfast.coordinator.membership.nodes import KEPT_GONE
 from holdfast.coordinator.service.page_host import prepared
 from holdfast.errors import UsageError

@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from holdfast.coordinator.kernel.membership_state import Halting
-from holdfast.coordinator.membership import replica_groups
+from holdfast.coordinator.kernel.state import Halting
+from holdfast.coordinator.membership import replicas
 from holdfast.errors import CollectiveFailed
 from holdfast.protocol import messages as m
 from holdfast.train.reconnectable_group import CollectiveCounts, ReplicaGroups
@@ -118,7 +118,7 @@ class Answers:
         self.halting, self.names, self.told = Halting(), names, []
 
     def say(self, name, begun, stands=-1):
-        order = replica_groups.answered(self.halting, name, m.Halted(7, begun, stands), len(self.names))
+        order = replicas.answered(self.halting, name, m.Halted(7, begun, stands), len(self.names))
         self.told += [] if order is None else [order]
         return order
 

@@ -19,8 +19,7 @@ import pytest
 from aiohttp import web
 
 from holdfast.coordinator.kernel.index import Index
-from holdfast.coordinator.kernel.phases import JobPhase
-from holdfast.coordinator.kernel.state import CoreState
+from holdfast.coordinator.kernel.state import CoreState, JobPhase
 from holdfast.coordinator.service.authentication import Entrance, authorized
 from holdfast.coordinator.service.page import BATCH, FRAMES, PageSource, Wakeup
 from holdfast.coordinator.service.store import LedgerEntry, Page, ReportedSteps, Store

@@ -96,7 +96,7 @@ def crossings(
 ) -> list[Crossing]:
     """Of each level, with the coordinator's own decisions. count: of nodes."""
     from holdfast.checkpoint.placement import place
-    from holdfast.coordinator.membership.locality import Standing, path, pick
+    from holdfast.coordinator.membership.rank_assignment import Standing, path, pick
     from holdfast.tools.plan.crossing import Crossing, columns, crossing_share
 
     by_name = sorted(places, key=_natural)
@@ -129,8 +129,7 @@ def crossings(
 def _replicas(workers: dict[str, Path], shards: int) -> list[tuple[str, ...]]:
     """As the coordinator seats them at the start of a job: workers are built for shards that are counted on within each
     place, and those that are too many there are built again for a replica across places."""
-    from holdfast.coordinator.membership.locality import Standing, in_order, middle
-    from holdfast.coordinator.membership.rank_assignment import seat
+    from holdfast.coordinator.membership.rank_assignment import Standing, in_order, middle, seat
 
     if shards == 1:
         return [(w,) for w in in_order(list(workers), workers)]

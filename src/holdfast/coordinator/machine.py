@@ -12,18 +12,10 @@ from collections.abc import Sequence
 from math import inf
 from typing import Any, cast
 
-from holdfast.coordinator.health import (
-    admission,
-    findings,
-    lemons,
-    remedies,
-    silent_corruption,
-    stragglers,
-    triage,
-)
-from holdfast.coordinator.kernel import incidents, requests
-from holdfast.coordinator.kernel.context import Context, Mode
-from holdfast.coordinator.kernel.deadlines import Timer, Watched
+from holdfast.coordinator.health import admission, comparison, findings, remedies, triage
+from holdfast.coordinator.kernel import context, incidents
+from holdfast.coordinator.kernel.context import Context, Mode, R, Request
+from holdfast.coordinator.kernel.deadlines import Watched
 from holdfast.coordinator.kernel.events import (
     Action,
     DurableFound,
@@ -42,19 +34,14 @@ from holdfast.coordinator.kernel.events import (
     StopRequested,
     Tick,
 )
-from holdfast.coordinator.kernel.incident_state import Injection
-from holdfast.coordinator.kernel.membership_state import Worker
-from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
-from holdfast.coordinator.kernel.requests import R, Request
-from holdfast.coordinator.kernel.state import CoreState
+from holdfast.coordinator.kernel.state import CoreState, Injection, JobPhase, Timer, Worker, WorkerPhase
 from holdfast.coordinator.membership import (
     failures,
     generations,
-    hangs,
     nodes,
     notices,
     queries,
-    replica_groups,
+    replicas,
     resize,
     shutdown,
     step_accounting,
@@ -212,89 +199,87 @@ class Core(Context):
         # is no queue of half-done work between two handlers, and the order of decisions can be read from the
         # code.
         match request:
-            case requests.RemoveNode(node, cause):
+            case context.RemoveNode(node, cause):
                 nodes.lose(self, node, cause)
-            case requests.RefuseNode(node, cause):
+            case context.RefuseNode(node, cause):
                 nodes.give_up(self, node, cause)
-            case requests.DrainNode(node, reason):
+            case context.DrainNode(node, reason):
                 resize.leave(self, node, reason)
-            case requests.JoinAfter(staying):
+            case context.JoinAfter(staying):
                 return queries.join_after_s(self, staying)
-            case requests.EvictWorkers(node, evicted, cause):
+            case context.EvictWorkers(node, evicted, cause):
                 self.mode.evict(self, node, evicted, cause)
-            case requests.LeaveSoon(name, reason, within_s):
-                resize.going(self, name, reason, within_s, NoticeCause.PREEMPTION)
-            case requests.KeepNode(node):
+            case context.LetGo(node, reason):
+                resize.node_leaves(self, node, reason)
+            case context.KeepNode(node):
                 resize.stay(self, node)
-            case requests.HandleReport(worker, report):
+            case context.HandleReport(worker, report):
                 self._worker_says(worker, report, 0.0)
-            case requests.EndGeneration(cause):
-                generations.break_generation(self, cause)
-            case requests.StopJob(reason, outcome, blame, cause):
+            case context.StopJob(reason, outcome, blame, cause):
                 shutdown.request(self, reason, outcome, blame, cause=cause)
-            case requests.NoteWaits(data_s, slow_s):
+            case context.NoteWaits(data_s, slow_s):
                 wall_time.waited(self.state, data_s, slow_s)
-            case requests.SwapLemons():
-                lemons.advance(self)
-            case requests.CompareCopies(node, hello):
+            case context.SwapLemons():
+                admission.advance(self)
+            case context.CompareCopies(node, hello):
                 memory_snapshots.on_node_joined(self, node, hello)
-            case requests.DropCopies(node):
+            case context.DropCopies(node):
                 memory_snapshots.node_lost(self, node)
-            case requests.SpreadCopies():
+            case context.SpreadCopies():
                 memory_snapshots.spread(self)
-            case requests.HandOver(node):
+            case context.HandOver(node):
                 return memory_snapshots.hands_over(self, node)
-            case requests.RewindTo(start):
+            case context.RewindTo(start):
                 memory_snapshots.went_back(self, start)
-            case requests.ReportUnreadable(Copy() as copy):
+            case context.ReportUnreadable(Copy() as copy):
                 memory_snapshots.unread(self, copy)
-            case requests.ReportUnreadable(Durable() as durable, message):
+            case context.ReportUnreadable(Durable() as durable, message):
                 durable_checkpoints.unread(self, durable, message)
-            case requests.AwaitChecksums(worker, message):
+            case context.AwaitChecksums(worker, message):
                 durable_checkpoints.summing(self, worker.node, message.summing)
-            case requests.StoreLast():
+            case context.StoreLast():
                 return durable_checkpoints.last_on_its_way(self)
-            case requests.ReportUnsaved():
+            case context.ReportUnsaved():
                 durable_checkpoints.say_unsaved(self)
-            case requests.RefuseAdmission(hello, reason):
+            case context.RefuseAdmission(hello, reason):
                 admission.refuse(self, hello, reason)
-            case requests.AdmitNode(node, hello, past, known):
+            case context.AdmitNode(node, hello, past, known):
                 # Admission first: it may put the node in quarantine, and a machine that comes back from a
                 # reboot is recorded as back either way.
                 admission.admit(self, node, hello, past)
                 remedies.came_back(self, node, known)
-            case requests.RepeatOrders(node):
+            case context.RepeatOrders(node):
                 remedies.repeat(self, node)
                 admission.repeat(self, node)
-            case requests.NoteNodeLost(node, incident):
+            case context.NoteNodeLost(node, incident):
                 if incident is not None:
                     admission.lost(self, node, incident)
                 remedies.lost(self, node)
-            case requests.ApplyRemedy(node):
+            case context.ApplyRemedy(node):
                 remedies.left(self, node)
-            case requests.DecideIncident(incident):
+            case context.DecideIncident(incident):
                 triage.decide(self, incident)
-            case requests.Escalate(node, incident, does, reason):
+            case context.Escalate(node, incident, does, reason):
                 triage.escalated(self, node, incident, does, reason)
-            case requests.NoteStrike(incident):
+            case context.NoteStrike(incident):
                 triage.struck(self, incident)
-            case requests.CompareSteps(worker, message):
-                stragglers.heard(self, worker, message.spent)
+            case context.CompareSteps(worker, message):
+                comparison.heard(self, worker, message.spent)
                 # Times first, then losses: both may report a finding of the same worker, and the ledger of a
                 # simulated schedule has to have one order.
-                silent_corruption.heard(self, worker, message.losses)
-            case requests.AwaitReturn():
+                comparison.losses_heard(self, worker, message.losses)
+            case context.AwaitReturn():
                 nodes.on_its_way(self)
-            case requests.PauseRequests(until_s):
+            case context.PauseRequests(until_s):
                 nodes.ask_no_sooner(self, until_s)
-            case requests.NoteLast(worker):
+            case context.NoteLast(worker):
                 durable_checkpoints.given_last(self, worker)
-            case requests.ForgetLast():
+            case context.ForgetLast():
                 durable_checkpoints.forget_last(self)
-            case requests.NoteNonFinite(worker, message):
-                silent_corruption.brought(self, worker, message)
-            case requests.NoteMiscomputed(worker, cause):
-                silent_corruption.miscomputed(self, worker, cause)
+            case context.NoteNonFinite(worker, message):
+                comparison.brought(self, worker, message)
+            case context.NoteMiscomputed(worker, cause):
+                comparison.miscomputed(self, worker, cause)
             case _:
                 raise TypeError(f"no part serves {request}")
         return None
@@ -407,9 +392,9 @@ class Core(Context):
             case m.Leaving(reason, within_s):
                 resize.going(self, name, reason, within_s, NoticeCause.PREEMPTION)
             case m.Stalled(worker_name, view):
-                hangs.stalled(self, worker_name, view)
+                failures.stalled(self, worker_name, view)
             case m.InspectReply():
-                hangs.inspected(self, message)
+                failures.inspected(self, message)
             case m.FindingsReported(found):
                 findings.found(self, node, found)
             case m.Repaired(request, error):
@@ -448,7 +433,7 @@ class Core(Context):
             case m.Parked():
                 generations.parked(self, worker, message)
             case m.Halted():
-                replica_groups.halted(self, worker, message)
+                replicas.halted(self, worker, message)
             case m.Failed():
                 failures.failed(self, worker, message)
             case m.GradientsDiffer():
@@ -496,7 +481,7 @@ class Core(Context):
         # Remedies first, since one may take out the node that is about to be judged. A hang of a node that is
         # being replaced is no news.
         if self.is_due(Timer.INSPECT):
-            hangs.judge(self)
+            failures.judge(self)
             self._attribute()
         durable_checkpoints.look(self)
         self.mode.due(self)

@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from holdfast.coordinator.kernel.phases import JobPhase
-from holdfast.coordinator.kernel.state import CoreState
+from holdfast.coordinator.kernel.state import CoreState, JobPhase
 from holdfast.coordinator.service.job_view import build_report
 from holdfast.coordinator.service.ledger import Ledger, Unreadable
 from holdfast.coordinator.service.page import PageSource, Wakeup

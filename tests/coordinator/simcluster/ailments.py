@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from holdfast.coordinator.health import blast_radius, escalation
+from holdfast.coordinator.health import limits
 from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel.history import Kind, Remembered
 from holdfast.protocol import messages as m
@@ -207,21 +207,21 @@ class Ailments:
         if not self.cluster.plan.findings:
             return
         require, state = self.cluster.checks.require, core.state
-        near, share = blast_radius.acted_on(core), state.spec.health.blast_share
+        near, share = limits.acted_on(core), state.spec.health.blast_share
         size, self._size = (
-            max(self._size, blast_radius.size(core)),
-            blast_radius.size(core),
+            max(self._size, limits.size(core)),
+            limits.size(core),
         )  # who is acted on may be gone
-        limit = escalation.blast_limit(size, share)
+        limit = limits.blast_limit(size, share)
         for act in state.health.acts:
             key = (act.incident, act.machine, act.remedy.value)
-            if not act.earlier and escalation.acts_on_node(act.remedy) and key not in self._counted:
+            if not act.earlier and limits.acts_on_node(act.remedy) and key not in self._counted:
                 again = any(machine == act.machine for _, machine, _ in self._counted)
                 self._counted.add(key)
                 before = {m for _, m, _ in self._counted if m in near} - {act.machine}
                 require(again or len(before) < limit, "%s is the %d. of %d", act, len(near), limit)
             require(not act.rule.startswith(HARMLESS), "acted on %s", act)
-        spent = sum(n for r, n in state.health.totals.acts.items() if escalation.acts_on_node(Remedy(r)))
+        spent = sum(n for r, n in state.health.totals.acts.items() if limits.acts_on_node(Remedy(r)))
         require(spent <= state.spec.max_restarts, "%d acts of %d", spent, state.spec.max_restarts)
         for action in actions:
             if isinstance(action, e.Record) and action.kind == "readmitted":

@@ -12,10 +12,8 @@ from holdfast.coordinator.health.admission import CHECKS_S
 from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel import incidents
 from holdfast.coordinator.kernel.deadlines import Watched
-from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
-from holdfast.coordinator.kernel.restart_budget import by_the_day
-from holdfast.coordinator.kernel.state import CoreState
-from holdfast.coordinator.kernel.validate import validate
+from holdfast.coordinator.kernel.index import validate
+from holdfast.coordinator.kernel.state import CoreState, JobPhase, WorkerPhase, by_the_day
 from holdfast.coordinator.machine import Core
 from holdfast.coordinator.membership import nodes, notices, queries, wall_time
 from holdfast.protocol import messages as m

@@ -7,7 +7,7 @@ from collections import deque
 from typing import Any
 
 from holdfast.coordinator.kernel import events as e
-from holdfast.coordinator.kernel.phases import JobPhase
+from holdfast.coordinator.kernel.state import JobPhase
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import Durable
 from holdfast.protocol.snapshots import Copy, Holder

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from holdfast.coordinator.kernel import events as e
-from holdfast.coordinator.kernel.phases import WorkerPhase
+from holdfast.coordinator.kernel.state import WorkerPhase
 from holdfast.protocol.phases import Phase
 from simcluster.worker import Trainer
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from holdfast.coordinator.kernel import events as e
-from holdfast.coordinator.kernel.phases import JobPhase
-from holdfast.coordinator.kernel.state import CoreState
+from holdfast.coordinator.kernel.state import CoreState, JobPhase
 from holdfast.coordinator.storage import memory_snapshots, queries
 from holdfast.protocol import messages as m
 from holdfast.protocol.snapshots import Copy, Key, Lack

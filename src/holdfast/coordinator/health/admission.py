@@ -4,15 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from holdfast.coordinator.health import blast_radius, queries
-from holdfast.coordinator.kernel import history, transitions
-from holdfast.coordinator.kernel.context import Context
+from holdfast.coordinator.health import limits, queries
+from holdfast.coordinator.kernel import history, incidents, transitions
+from holdfast.coordinator.kernel.context import (
+    Context,
+    DrainNode,
+    JoinAfter,
+    PauseRequests,
+    RefuseNode,
+    StopJob,
+)
 from holdfast.coordinator.kernel.events import Remember
-from holdfast.coordinator.kernel.health_state import KEPT_MACHINES, Act, Checking, count
 from holdfast.coordinator.kernel.history import Kind, Remembered
-from holdfast.coordinator.kernel.incident_state import Incident
-from holdfast.coordinator.kernel.membership_state import Node
-from holdfast.coordinator.kernel.requests import PauseRequests, RefuseNode, StopJob
+from holdfast.coordinator.kernel.state import (
+    KEPT_MACHINES,
+    Act,
+    Checking,
+    Incident,
+    JobPhase,
+    Node,
+    NodePhase,
+    WorkerPhase,
+    count,
+)
 from holdfast.protocol import ledger, units
 from holdfast.protocol import messages as m
 from holdfast.protocol.causes import ChecksFailed
@@ -69,14 +83,12 @@ def admit(context: Context, node: Node, hello: m.Hello, past: Sequence[Remembere
     if unsure:
         context.record(ledger.ChecksUnknown(node=node.name, checks=unsure))
     known = history.standing(past, node.devices)
-    node.trial = known.trial
+    node.health.trial = known.trial
     transitions.set_lemon(context, node, known.lemon)
     # Only once for each machine: a node that comes back brings its history again, and one repair must not count twice
     # against the limits.
     if not any(a.machine == node.machine for a in s.health.acts):
-        blast_radius.recalled(
-            context, [_earlier(context, node, record) for record in known.acts[-PAST_ACTS:]]
-        )
+        limits.recalled(context, [_earlier(context, node, record) for record in known.acts[-PAST_ACTS:]])
     if known.quarantine and node.machine not in s.health.quarantine:
         _give_up(context, node.machine, known.quarantine, known.by_rule)
     if why := s.health.quarantine.get(node.machine):
@@ -114,7 +126,7 @@ def _check(context: Context, node: Node, why: str) -> None:
     s = context.state
     s.health.requests += 1
     transitions.hold(context, node, f"deep checks: {why}")
-    node.checking = Checking(s.health.requests, context.now + CHECKS_S, why)
+    node.health.checking = Checking(s.health.requests, context.now + CHECKS_S, why)
     context.record(
         ledger.NodeHeld(node=node.name, reason=f"not used until it has passed the deep checks: {why}")
     )
@@ -123,15 +135,15 @@ def _check(context: Context, node: Node, why: str) -> None:
 
 def repeat(context: Context, node: Node) -> None:
     """Sends the order (again) whose answer is not there."""
-    if node.checking is not None:
-        context.send(node.name, m.RunChecks(request=node.checking.request, deep=True))
+    if node.health.checking is not None:
+        context.send(node.name, m.RunChecks(request=node.health.checking.request, deep=True))
 
 
 def checked(context: Context, node: Node, message: m.Checked) -> None:
     """An agent's answer. What was given up may be used again only if every check is well; of a new node what could not be
     told is no reason to refuse it."""
     # The answer to an earlier order describes the machine as it was before what led to this one.
-    if node.checking is None or message.request != node.checking.request:
+    if node.health.checking is None or message.request != node.health.checking.request:
         return
     new = node.machine not in context.state.health.quarantine
     # A machine that was given up has to prove itself; a new one has to be proven wrong. With one rule for
@@ -144,7 +156,7 @@ def checked(context: Context, node: Node, message: m.Checked) -> None:
         )
         return
     took = [r.name for r in message.results]
-    node.checking = None
+    node.health.checking = None
     transitions.use(context, node)
     was = _take_back(context, node.machine)
     context.record(ledger.Readmitted(node=node.name, checks=took, was=was))
@@ -161,7 +173,7 @@ def checked(context: Context, node: Node, message: m.Checked) -> None:
 
 def turn_away(context: Context, node: Node, reason: str) -> None:
     """A node that was held is not used; the engine is asked for another."""
-    node.checking = None
+    node.health.checking = None
     count(context.state.health.totals.withheld, "checks")
     context.order(MarkNode(node.name, reason))
     quarantine(context, node, reason, None)
@@ -243,7 +255,89 @@ def cleared(context: Context, machine: str, rule: str, remember: bool = False) -
     _take_back(context, machine)
     for node in [n for n in context.alive_nodes() if n.machine == machine]:
         transitions.set_lemon(context, node, "")
-        if node.held is not None and node.then is None:
-            node.checking = None
+        if node.held is not None and node.health.then is None:
+            node.health.checking = None
             transitions.use(context, node)
             context.record(ledger.Readmitted(node=node.name, checks=[], was="cleared by a person"))
+
+
+LEMON = "lemon"
+
+
+def advance(context: Context) -> None:
+    """One lemon is to leave, if a better node is ready and the limits allow it."""
+    lemon = _trains(context)
+    # All conditions at once: a job at full strength, a better node that is ready, and the limits. A lemon
+    # that trains is better than a hole.
+    if (
+        lemon is None
+        or not (better := _better(context, lemon))
+        or not context.reached(_from_s(context, lemon))
+    ):
+        return
+    instead = ", ".join(n.name for n in better)
+    context.record(ledger.LemonLeaves(node=lemon.name, reason=lemon.lemon, instead=instead))
+    # Entered as an act, so that swaps count for the blast radius. A wrong history must not empty the job node
+    # by node.
+    act = Act(
+        at_s=context.now,
+        machine=lemon.machine,
+        node=lemon.name,
+        rule=LEMON,
+        remedy=Remedy.REPLACE,
+        done_s=context.now,
+    )
+    limits.entered(context, act)
+    limits.count_act(context, act.remedy)
+    context.request(DrainNode(lemon, f"its history: {lemon.lemon}; {instead} replaces it"))
+
+
+def _trains(context: Context) -> Node | None:
+    """The lemon with the lowest rank in a job that lacks nobody and changes nothing."""
+    s = context.state
+    # First of all, since a job nearly always has none: what follows counts and looks for members.
+    if not (known := {n.name for n in context.index.lemons() if n.health.then is None}):
+        return None
+    if (
+        s.membership.phase is not JobPhase.RUNNING
+        or s.membership.yielding
+        or s.membership.stop_reason is not None
+        or not context.at_full_strength()
+        or s.membership.generation is None
+        or s.membership.generation_committed
+        <= s.membership.generation.start  # this one is to bring something first
+    ):
+        return None
+    leaving = context.count_nodes(NodePhase.LEAVING)
+    if leaving or limits.repairs(context) >= context.spec.max_restarts:
+        return None
+    return next((s.membership.nodes[w.node] for w in context.members() if w.node in known), None)
+
+
+def _better(context: Context, lemon: Node) -> list[Node]:
+    """Nodes that are ready to take its place, and of which less is known that speaks against them."""
+    s = context.state
+    doubted = {incidents.numbered(s, number).node for number in s.health.undecided}
+    ready = [s.membership.nodes[w.node] for w in context.workers_in(WorkerPhase.READY)]
+    good = [
+        n
+        for n in ready
+        if not n.lemon and n.held is None and n.failures <= lemon.failures and n.name not in doubted
+    ]
+    # As many ready workers as the lemon has members. With fewer the job would be smaller after the swap.
+    needed = sum(w.node == lemon.name for w in context.members())
+    return list({n.name: n for n in good[:needed]}.values()) if len(good) >= needed else []
+
+
+def _from_s(context: Context, lemon: Node) -> float:
+    """From when on it may leave: once in a window, within the limit of nodes that are acted on, and not so often that
+    newcomers cost more than their share of the time."""
+    health = context.state.health
+    swapped_s = max((a.at_s for a in health.acts if a.rule == LEMON and not a.earlier), default=None)
+    # Not more often than newcomers may join: each swap stalls everyone once.
+    waits = [context.request(JoinAfter(sum(w.node != lemon.name for w in context.members())))]
+    if swapped_s is not None:
+        waits.append(swapped_s + context.spec.health.blast_window_s)
+    if not limits.may_act(context, lemon.machine):
+        waits.append(limits.may_act_at_s(context))
+    return max(waits)

@@ -5,19 +5,19 @@ from __future__ import annotations
 
 import msgspec
 
-from holdfast.coordinator.health import blast_radius, escalation, notes, triage
+from holdfast.coordinator.health import limits, notes, triage
 from holdfast.coordinator.kernel import incidents
 from holdfast.coordinator.kernel.context import Context
-from holdfast.coordinator.kernel.health_state import (
+from holdfast.coordinator.kernel.state import (
     KEPT_SIGHTINGS,
     TEXT_CHARS,
+    Incident,
+    Node,
     Sighting,
     count,
     graver,
     stronger,
 )
-from holdfast.coordinator.kernel.incident_state import Incident
-from holdfast.coordinator.kernel.membership_state import Node
 from holdfast.protocol import causes, ledger
 from holdfast.protocol.health import Condition, Finding, Remedy, Severity
 
@@ -52,7 +52,7 @@ def found(context: Context, node: Node, findings: tuple[Finding, ...]) -> None:
 def _hear(context: Context, node: Node, finding: Finding) -> None:
     # Two ways onto trial: the user asked for it, or a person said twice that the rule was wrong about this
     # machine.
-    trial = finding.dry_run or finding.rule in node.trial
+    trial = finding.dry_run or finding.rule in node.health.trial
     # Unknown is neither well nor faulty, and must not act as either: it is written down and waits for ten
     # minutes.
     if finding.condition is Condition.UNKNOWN and finding.severity is Severity.INFO:
@@ -66,7 +66,7 @@ def _hear(context: Context, node: Node, finding: Finding) -> None:
         _not_faulty(context, node, finding)
         return
     # Faulty is known. The clock of "could not be told" ends with it.
-    node.unknown.pop(finding.rule, None)
+    node.health.unknown.pop(finding.rule, None)
     # A rule on trial leaves no sighting. Sightings explain the ends of workers, and a rule that is not
     # believed must not take over the cause of a real incident.
     if not trial:
@@ -131,7 +131,7 @@ def _write(context: Context, node: Node, finding: Finding, incident: Incident | 
 def _sight(context: Context, node: Node, finding: Finding) -> None:
     # Noted for all nodes before it is judged for this one: the third report within a minute is what shows a
     # storm.
-    blast_radius.reported(context, node, finding.rule)
+    limits.reported(context, node, finding.rule)
     grave = _counts(finding) or (
         finding.severity is Severity.WARNING and stronger(finding.remedy, Remedy.WATCH)
     )
@@ -254,22 +254,22 @@ def _firmer(incident: Incident, finding: Finding) -> bool:
         incident.does is None
         and finding.severity is incident.severity
         and finding.remedy is not Remedy.WATCH
-        and escalation.soft(incident.source, incident.firm)
-        and not escalation.soft(finding.source, finding.firm)
+        and limits.soft(incident.source, incident.firm)
+        and not limits.soft(finding.source, finding.firm)
     )
 
 
 def _not_faulty(context: Context, node: Node, finding: Finding) -> None:
     if finding.condition is Condition.HEALTHY:
-        node.unknown.pop(finding.rule, None)
+        node.health.unknown.pop(finding.rule, None)
         triage.well_again(context, node, finding.rule)
         return
-    since_s = node.unknown.setdefault(finding.rule, context.now)
-    if len(node.unknown) > UNKNOWN_KEPT:
-        del node.unknown[next(iter(node.unknown))]
+    since_s = node.health.unknown.setdefault(finding.rule, context.now)
+    if len(node.health.unknown) > UNKNOWN_KEPT:
+        del node.health.unknown[next(iter(node.health.unknown))]
     # A person is asked, and nothing is done: a sensor that cannot be read is no fault of the machine, and
     # must not take it out of a job.
     if context.reached(since_s + UNKNOWN_S):
-        node.unknown[finding.rule] = context.now
+        node.health.unknown[finding.rule] = context.now
         told = f"{finding.rule} could not be evaluated for {context.now - since_s:.0f} s: {finding.evidence}"
         notes.ask(context, node, finding.rule, told)

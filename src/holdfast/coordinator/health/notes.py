@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.events import Remember
-from holdfast.coordinator.kernel.health_state import KEPT_ASKS, TEXT_CHARS, Ask
 from holdfast.coordinator.kernel.history import Kind
-from holdfast.coordinator.kernel.incident_state import Incident
-from holdfast.coordinator.kernel.membership_state import Node
+from holdfast.coordinator.kernel.state import KEPT_ASKS, TEXT_CHARS, Ask, Incident, Node
 from holdfast.protocol import ledger
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from holdfast.coordinator.kernel.context import Context
-from holdfast.coordinator.kernel.membership_state import Node
+from holdfast.coordinator.kernel.state import Node
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import CheckResult, Condition
 

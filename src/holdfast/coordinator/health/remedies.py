@@ -1,29 +1,26 @@
 """Carrying out what was decided about a node: end its workers, reset a device, reboot, replace.
 
-What is planned happens when the node has left the job at a step's edge (`Node.then`); what is fatal happens now. At level
+What is planned happens when the node has left the job at a step's edge (`NodeHealth.then`); what is fatal happens now. At level
 0 every change is a restart of all, so what is planned waits for the next one.
 """
 
 from __future__ import annotations
 
-from holdfast.coordinator.health import admission, blast_radius, notes, queries
+from holdfast.coordinator.health import admission, limits, notes, queries
 from holdfast.coordinator.kernel import incidents, transitions
-from holdfast.coordinator.kernel.context import Context
-from holdfast.coordinator.kernel.health_state import Act
-from holdfast.coordinator.kernel.history import Kind
-from holdfast.coordinator.kernel.incident_state import Incident
-from holdfast.coordinator.kernel.membership_state import Node, Worker
-from holdfast.coordinator.kernel.phases import NodePhase, WorkerPhase
-from holdfast.coordinator.kernel.requests import (
+from holdfast.coordinator.kernel.context import (
     AwaitReturn,
+    Context,
     DecideIncident,
     DrainNode,
-    DropCopies,
     Escalate,
     EvictWorkers,
     KeepNode,
+    LetGo,
     RemoveNode,
 )
+from holdfast.coordinator.kernel.history import Kind
+from holdfast.coordinator.kernel.state import Act, Incident, Node, NodePhase, Worker, WorkerPhase
 from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
 from holdfast.protocol.causes import Cause
@@ -54,7 +51,7 @@ def begin(context: Context, node: Node, incident: Incident, remedy: Remedy, plan
     )
     # Noted before it is done: if this process dies in between, the next one counts an act too many, which is
     # safe. One too few could exceed the limit.
-    blast_radius.entered(context, act)
+    limits.entered(context, act)
     notes.remember(context, node, Kind.ACTED, incident, remedy.value)
     if remedy is Remedy.RESTART_WORKER:
         _restart(context, node, incident, act)
@@ -105,7 +102,7 @@ def ordered(context: Context, node: Node, remedy: Remedy, reason: str) -> None:
 def _let_leave(context: Context, node: Node, remedy: Remedy, reason: str, held_for: str) -> None:
     # What is done when it has left. The node trains until its place is filled, so a machine that limps costs
     # nothing but its own slowness.
-    node.then = remedy
+    node.health.then = remedy
     if context.mode.replaces_one:
         # At a step's edge, like any planned leave: nothing is lost by it.
         context.request(DrainNode(node, reason))
@@ -121,13 +118,13 @@ def _take_out(context: Context, node: Node, incident: Incident, act: Act) -> Non
     # The node stays and its memory with it; only its workers end, because a device cannot be reset under a
     # process that uses it.
     if act.remedy is Remedy.RESET_DEVICE:
-        node.then = Remedy.RESET_DEVICE
+        node.health.then = Remedy.RESET_DEVICE
         _hold(context, node, incident.cause)
         _order(context, act)
         _end(context, node, context.workers_of(node), incident.cause)
         _send(context, node, act)
         return
-    act.done_s, node.then = context.now, None
+    act.done_s, node.health.then = context.now, None
     if act.remedy is Remedy.REBOOT:
         # Removed first and booted afterwards: the engine must not boot a node that is still in the job.
         context.request(RemoveNode(node, incident.cause))
@@ -162,8 +159,8 @@ def _reboot(context: Context, node: Node, incident: Incident | None, reason: str
     context.request(AwaitReturn())
     # Where the engine decides itself whether and to whom the node returns, there is nothing to wait for.
     if not context.state.health.engine.watches_boots:
-        node.boots_until_s = context.now + context.spec.health.reboot_s
-        node.boots_for = incident.id if incident is not None else 0
+        node.health.boots_until_s = context.now + context.spec.health.reboot_s
+        node.health.boots_for = incident.id if incident is not None else 0
 
 
 def engine_traits(context: Context, traits: EngineTraits) -> None:
@@ -174,10 +171,10 @@ def engine_traits(context: Context, traits: EngineTraits) -> None:
 def overslept(context: Context, away_s: float) -> None:
     """Nobody listened for so long: whoever has a time to answer in has as much of it as before."""
     for node in context.state.membership.nodes.values():
-        if node.boots_until_s is not None:
-            node.boots_until_s += away_s
-        if node.checking is not None:
-            node.checking.until_s += away_s
+        if node.health.boots_until_s is not None:
+            node.health.boots_until_s += away_s
+        if node.health.checking is not None:
+            node.health.checking.until_s += away_s
     for act in context.state.health.acts:
         if act.until_s is not None:
             act.until_s += away_s
@@ -186,8 +183,8 @@ def overslept(context: Context, away_s: float) -> None:
 def recovered(context: Context) -> None:
     """This process replaced another coordinator: a machine that was rebooted has its chance to come back to it."""
     for node in context.state.membership.nodes.values():
-        if node.boots_until_s is not None:
-            node.boots_until_s = max(node.boots_until_s, context.now + context.timing.adopt_s)
+        if node.health.boots_until_s is not None:
+            node.health.boots_until_s = max(node.health.boots_until_s, context.now + context.timing.adopt_s)
 
 
 def came_back(context: Context, node: Node, known: Node | None) -> None:
@@ -196,19 +193,19 @@ def came_back(context: Context, node: Node, known: Node | None) -> None:
         same = before is known or before.machine == node.machine
         # By machine, not by name: a node may come back under another name, and would otherwise be given up as
         # one that did not boot.
-        if same and before.boots_until_s is not None:
-            took_s = context.now - before.boots_until_s + context.spec.health.reboot_s
-            context.concerns(before.boots_for)
+        if same and before.health.boots_until_s is not None:
+            took_s = context.now - before.health.boots_until_s + context.spec.health.reboot_s
+            context.concerns(before.health.boots_for)
             context.record(ledger.Rebooted(node=node.name, took_s=round(took_s, 3)))
-            before.boots_until_s = None
+            before.health.boots_until_s = None
 
 
 def _stays_away(context: Context, node: Node) -> None:
     """A machine did not come back from its boot: the next rung. It has left the job already."""
-    node.boots_until_s = None
+    node.health.boots_until_s = None
     told = f"it did not come back within {context.spec.health.reboot_s:g} s of its reboot"
-    incident = incidents.numbered(context.state, node.boots_for) if node.boots_for else None
-    context.concerns(node.boots_for)
+    incident = incidents.numbered(context.state, node.health.boots_for) if node.health.boots_for else None
+    context.concerns(node.health.boots_for)
     if incident is not None:
         context.request(Escalate(node, incident, Remedy.REPLACE, told))
     _replace(context, node, incident, told)
@@ -227,13 +224,13 @@ def settle(context: Context, incident: Incident) -> None:
 def left(context: Context, node: Node) -> None:
     """A node that was to leave for its health has nobody in the job any more."""
     s = context.state
-    remedy, node.then = node.then, None
+    remedy, node.health.then = node.health.then, None
     act = next((a for a in reversed(s.health.acts) if a.node == node.name and not a.done), None)
     incident = incidents.numbered(s, act.incident) if act and act.incident else None
     context.concerns(act.incident if act else 0)
     cause = str(incident.cause) if incident else node.leaving or ""
     if remedy is Remedy.RESET_DEVICE and act is not None:
-        node.then = remedy
+        node.health.then = remedy
         _hold(context, node, cause)
         _order(context, act)
         _send(context, node, act)
@@ -241,10 +238,7 @@ def left(context: Context, node: Node) -> None:
     if act is not None:
         act.done_s = context.now
     reason = node.leaving or cause
-    context.record(ledger.NodeLeft(node=node.name, reason=reason))
-    context.send(node.name, m.Shutdown(reason))
-    transitions.lose_node(context, node, as_planned=True)
-    context.request(DropCopies(node))
+    context.request(LetGo(node, reason))
     if remedy is Remedy.REBOOT:
         context.order(ReleaseNode(node=node.name, reason=reason))
         _reboot(context, node, incident, cause)
@@ -259,10 +253,10 @@ def call_off(context: Context, node: Node, incident: Incident) -> bool:
     """What was planned is not done after all. False: nothing was, or it is under way."""
     acts = context.state.health.acts
     act = next((a for a in acts if a.incident == incident.id and not a.done and not a.request), None)
-    if act is None or node.then is None or not node.alive:
+    if act is None or node.health.then is None or not node.alive:
         return False
     acts.remove(act)
-    node.then = None
+    node.health.then = None
     context.request(KeepNode(node))
     transitions.use(context, node)
     incident.does = None
@@ -308,7 +302,7 @@ def repaired(context: Context, node: Node, request: int, error: str | None) -> N
         return
     took_s = round(context.now - act.at_s, 4)
     act.done_s, act.error, act.until_s = context.now, error, None
-    node.then = None
+    node.health.then = None
     context.record(
         ledger.Repaired(node=node.name, remedy=act.remedy, error=error, incident=act.incident, took_s=took_s)
     )
@@ -338,7 +332,7 @@ def lost(context: Context, node: Node) -> None:
             if act.remedy is Remedy.REPLACE:
                 _replace(context, node, incident, str(incident.cause))
             settle(context, incident)
-    node.then, node.checking = None, None
+    node.health.then, node.health.checking = None, None
 
 
 def late(context: Context) -> None:
@@ -353,10 +347,10 @@ def late(context: Context) -> None:
                 why = "its agent did not answer" if act.sent else "its workers did not end"
                 repaired(context, node, act.request, f"{why} in time")
     for node in context.held_or_leaving():
-        if node.checking is not None and context.reached(node.checking.until_s):
+        if node.health.checking is not None and context.reached(node.health.checking.until_s):
             admission.turn_away(context, node, "its deep checks gave no answer in time")
     for node in context.nodes_in(NodePhase.LOST):
-        if node.boots_until_s is not None and context.reached(node.boots_until_s):
+        if node.health.boots_until_s is not None and context.reached(node.health.boots_until_s):
             _stays_away(context, node)
 
 
@@ -369,10 +363,10 @@ def advance(context: Context) -> None:
     if context.state.membership.stop_reason is not None:
         return
     for node in context.held_or_leaving():
-        if node.then is None or queries.ordered(context, node):
+        if node.health.then is None or queries.ordered(context, node):
             continue
         if context.mode.replaces_one and node.leaving is None:  # it was planned before the job was at level 2
-            context.request(DrainNode(node, f"{node.then.value} for {node.held}"))
+            context.request(DrainNode(node, f"{node.health.then.value} for {node.held}"))
             transitions.use(context, node)
         elif not context.mode.replaces_one and not context.workers_of(node):
             left(context, node)

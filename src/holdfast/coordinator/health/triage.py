@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import msgspec
 
-from holdfast.coordinator.health import blast_radius, escalation, notes, remedies
-from holdfast.coordinator.health.escalation import Decision
+from holdfast.coordinator.health import limits, notes, remedies
+from holdfast.coordinator.health.limits import Decision
 from holdfast.coordinator.kernel import incidents
 from holdfast.coordinator.kernel.context import Context
-from holdfast.coordinator.kernel.health_state import (
+from holdfast.coordinator.kernel.history import Kind
+from holdfast.coordinator.kernel.state import (
     KEPT_ASKS,
     KEPT_SIGHTINGS,
     SEVERITIES,
     Act,
+    Incident,
+    Node,
     count,
     stronger,
 )
-from holdfast.coordinator.kernel.history import Kind
-from holdfast.coordinator.kernel.incident_state import Incident
-from holdfast.coordinator.kernel.membership_state import Node
 from holdfast.protocol import ledger
 from holdfast.protocol.health import Finding, Remedy, Severity, acts_on_node
 
@@ -48,7 +48,7 @@ def consider(context: Context, node: Node, incident: Incident, finding: Finding)
         return
     # Decided already, and nothing asks for more. Deciding again would charge the budget twice for one fault.
     done = incident.does is not None and not stronger(incident.asked, incident.does)
-    planned = node.then is not None and incident.severity is Severity.FATAL
+    planned = node.health.then is not None and incident.severity is Severity.FATAL
     if done and not planned:
         if finding.firm and finding.remedy is Remedy.RESTART_WORKER:
             remedies.also(context, node, incident, finding.worker)
@@ -64,7 +64,7 @@ def consider(context: Context, node: Node, incident: Incident, finding: Finding)
 
 def _is_storm(context: Context, node: Node, incident: Incident) -> bool:
     """The same on many nodes at once. Nothing is done about any of them, and what was planned is called off."""
-    seen = blast_radius.storm(context, incident.rule)
+    seen = limits.storm(context, incident.rule)
     if seen is None:
         return False
     nodes, of, within_s = seen
@@ -106,7 +106,7 @@ def _later(context: Context, incident: Incident, at_s: float) -> None:
     if incident.id not in undecided:
         undecided.append(incident.id)
     # Bounded, with room for one per node. The oldest is dropped from the list, not from the ledger.
-    while len(undecided) > max(KEPT_SIGHTINGS, blast_radius.size(context)):
+    while len(undecided) > max(KEPT_SIGHTINGS, limits.size(context)):
         incidents.numbered(context.state, undecided.pop(0)).due_s = None
 
 
@@ -143,7 +143,7 @@ def _past(context: Context, node: Node, incident: Incident) -> Decision | None:
                 against="done",
             )
     silent_s = context.now - incident.heard_s
-    if incident.source in escalation.SOFT_SOURCES and silent_s > BURST_S:
+    if incident.source in limits.SOFT_SOURCES and silent_s > BURST_S:
         told = f"findings of {incident.source} must be new, and this one was last seen {silent_s:.0f} s ago"
         return Decision(does=Remedy.WATCH, reason=told, against="past")
     return None
@@ -192,11 +192,11 @@ def decide(context: Context, incident: Incident) -> None:
         )
         return
     # It has no workers, and its deep checks will say more than the finding does.
-    if node.checking is not None:
+    if node.health.checking is not None:
         told = "the node is not used in any case before it has passed the deep checks"
         _withhold(context, node, incident, Decision(does=Remedy.WATCH, reason=told, against="held"))
         return
-    soft = escalation.soft(incident.source, incident.firm)
+    soft = limits.soft(incident.source, incident.firm)
     decision = _decision(context, node, incident.rule, incident.device, soft, incident.asked, None)
     fatal = incident.severity is Severity.FATAL
     if decision.against or decision.does is Remedy.WATCH:
@@ -212,19 +212,19 @@ def decide(context: Context, incident: Incident) -> None:
         _verdict(context, node, incident, decision, Remedy.ASK)
         notes.ask(context, node, incident.rule, str(incident.cause), incident)
         return
-    if node.then is not None:
+    if node.health.then is not None:
         doing = any(a.node == node.name and a.request and not a.done for a in context.state.health.acts)
         # A stronger remedy is on its way: a reboot includes what a reset would do. Only what is stronger, or
         # fatal while nothing has begun, replaces it.
-        if not stronger(decision.does, node.then) and (doing or not fatal):
-            told = f"{node.then.value} is already under way for it"
+        if not stronger(decision.does, node.health.then) and (doing or not fatal):
+            told = f"{node.health.then.value} is already under way for it"
             _withhold(context, node, incident, Decision(does=Remedy.WATCH, reason=told, against="under way"))
             return
-        if stronger(node.then, decision.does):
-            decision = msgspec.structs.replace(decision, does=node.then)  # what was planned, and now
+        if stronger(node.health.then, decision.does):
+            decision = msgspec.structs.replace(decision, does=node.health.then)  # what was planned, and now
     _verdict(context, node, incident, decision, decision.does)
     incident.does = decision.does
-    blast_radius.count_act(context, decision.does)
+    limits.count_act(context, decision.does)
     notes.remember(context, node, Kind.INCIDENT, incident)
     remedies.begin(context, node, incident, decision.does, planned=not fatal)
 
@@ -248,9 +248,9 @@ def _withhold(context: Context, node: Node, incident: Incident, decision: Decisi
         if context.reached(context.state.health.reported_at_s.get("blast", -window_s) + window_s):
             _say(context, "blast")
             done, size, limit = (
-                len(blast_radius.acted_on(context)),
-                blast_radius.size(context),
-                blast_radius.limit(context),
+                len(limits.acted_on(context)),
+                limits.size(context),
+                limits.limit(context),
             )
             context.record(
                 ledger.BlastLimit(node=node.name, nodes=done, of=size, limit=limit, within_s=window_s)
@@ -286,7 +286,7 @@ def on_trial(context: Context, node: Node, finding: Finding) -> None:
     if not context.reached(context.state.health.reported_at_s.get(key, -BURST_S) + BURST_S):
         return
     _say(context, key)
-    soft = escalation.soft(finding.source, finding.firm)
+    soft = limits.soft(finding.source, finding.firm)
     decision = _decision(context, node, finding.rule, finding.device, soft, finding.remedy, finding)
     context.record(
         ledger.Verdict(
@@ -327,8 +327,8 @@ def _decision(
     not_its_own = _not_its_own(context, node, rule, soft, asked)
     if not_its_own is not None:
         return not_its_own
-    before = escalation.for_cause(s.health.acts, node.machine, device, rule, context.now)
-    does = escalation.rung(asked, before)
+    before = limits.for_cause(s.health.acts, node.machine, device, rule, context.now)
+    does = limits.rung(asked, before)
     weighed = [f"done before for {rule} on {node.machine}: {_told(before)}"]
     why = f"{rule} asks for it"
     if does is not asked:
@@ -342,34 +342,34 @@ def _decision(
                 weighed=tuple(weighed),
             )
         return Decision(does=does, reason=why, weighed=tuple(weighed))
-    done = escalation.repairs(s.health.acts, node.machine, context.now)
-    weighed.append(f"repairs of {node.machine} in 7 days: {len(done)} of {escalation.NODE_ACTS}")
+    done = limits.repairs_of(s.health.acts, node.machine, context.now)
+    weighed.append(f"repairs of {node.machine} in 7 days: {len(done)} of {limits.NODE_ACTS}")
     # Repaired five times in a week: whatever the rule asks for, repairing it once more has been tried enough.
-    if len(done) >= escalation.NODE_ACTS and does is not Remedy.REPLACE:
+    if len(done) >= limits.NODE_ACTS and does is not Remedy.REPLACE:
         does, why = Remedy.REPLACE, f"{len(done)} repairs of {node.machine} in 7 days did not help"
-    all_done, most = blast_radius.repairs(context), context.spec.max_restarts
+    all_done, most = limits.repairs(context), context.spec.max_restarts
     weighed.append(f"repairs of this job in a day: {all_done} of {most}")
     # Then a person is asked, because a job that repairs for ever does not train.
     if all_done >= most:
         told = f"the job's budget of {most} repairs in a day is used up"
         return Decision(does=does, reason=told, against="budget", weighed=tuple(weighed))
-    near = blast_radius.acted_on(context)
+    near = limits.acted_on(context)
     window_s = context.spec.health.blast_window_s
     weighed.append(
-        f"nodes acted on in {window_s:g} s: {len(near)} of {blast_radius.limit(context)} ({blast_radius.size(context)} in all)"
+        f"nodes acted on in {window_s:g} s: {len(near)} of {limits.limit(context)} ({limits.size(context)} in all)"
     )
-    if not blast_radius.may_act(context, node.machine):
-        told = f"{len(near)} of {blast_radius.size(context)} nodes were repaired or replaced within {window_s:g} s, which is the limit"
+    if not limits.may_act(context, node.machine):
+        told = f"{len(near)} of {limits.size(context)} nodes were repaired or replaced within {window_s:g} s, which is the limit"
         return Decision(
             does=does,
             reason=told,
             against="blast",
             weighed=tuple(weighed),
-            after_s=blast_radius.may_act_at_s(context),
+            after_s=limits.may_act_at_s(context),
         )
     if node.lemon:
         weighed.append(f"history: {node.lemon}")
-    wait_s = escalation.back_off_s(done)
+    wait_s = limits.back_off_s(done)
     after_s = done[-1].at_s + wait_s if done and not context.reached(done[-1].at_s + wait_s) else None
     if after_s is not None and trial is None:
         weighed.append(f"back-off: {wait_s:g} s after the last repair")
@@ -385,9 +385,7 @@ def _told(acts: list[Act]) -> str:
 def _not_its_own(context: Context, node: Node, rule: str, soft: bool, asked: Remedy) -> Decision | None:
     """Why it is not the node's fault, as far as is known. What is soft needs a majority that is well, and a second time
     on the same node."""
-    script = (
-        blast_radius.follows_the_script(context, rule) if soft or asked is Remedy.RESTART_WORKER else None
-    )
+    script = limits.follows_the_script(context, rule) if soft or asked is Remedy.RESTART_WORKER else None
     if script is not None:
         return Decision(
             does=Remedy.WATCH, reason=f"{script}: the script is at fault, not the node", against="script"
@@ -397,7 +395,7 @@ def _not_its_own(context: Context, node: Node, rule: str, soft: bool, asked: Rem
     # A majority that is well is needed to call one sick. Of two nodes that differ nobody knows which one is
     # right.
     members = {w.node for w in context.members()}
-    others = blast_radius.others_show_it(context, node, rule)
+    others = limits.others_show_it(context, node, rule)
     if len(members) < 3 or others * 2 >= len(members):
         told = (
             f"{others} others of {len(members)} nodes show the same, so there is no healthy majority against "

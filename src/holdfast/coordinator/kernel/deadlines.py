@@ -1,82 +1,22 @@
-"""Timers of the job, and deadlines of its nodes and workers.
+"""Deadlines of nodes and workers.
 
-A timer of the job is set to a time (`Timers`, part of the state). A deadline of a node or a worker follows from what is known of
-it, such as when it was last heard (`Watch`, found anew from the state by each process). When the core has to look again is found
-by the comparison itself: see `Context.reached`.
+They follow from what is known of a node or a worker, such as when it was last heard, and each process finds them anew from the
+state. A timer of the job is set to a time instead (`state.Timers`). When the core has to look again is found by the comparison
+itself: see `Context.reached`.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-import msgspec
-
-from holdfast.coordinator.kernel.phases import WorkerPhase
+from holdfast.coordinator.kernel.state import WorkerPhase
 from holdfast.protocol.job_options import Timing
 
 if TYPE_CHECKING:
-    from holdfast.coordinator.kernel.membership_state import MembershipState
-
-
-class Timer(StrEnum):
-    """What a time is for."""
-
-    LEAVE = "leave"
-    """Members that have not left the broken generation by then are taken out."""
-    STOP = "stop"
-    """The job, which was asked to stop, has ended by then."""
-    INSPECT = "inspect"
-    """A hang is judged by what was answered by then."""
-    WAIT = "wait"
-    """A job with too few workers gives up then."""
-    FORM = "form"
-    """A smaller generation than was asked for is formed then."""
-    FORM_AFTER = "form-after"
-    """No generation is formed before, after several that committed nothing."""
-    START_AFTER = "start-after"
-    """No worker is started again before, after several that did not get ready."""
-    SPARE_AFTER = "spare-after"
-    """No spare is started before, while a fault is not got over; the first commit clears it."""
-    ASK_AFTER = "ask-after"
-    """The engine is asked for no node before."""
-
-
-class Timers(msgspec.Struct):
-    """The job's own timers. Written through these methods alone, by `membership`."""
-
-    at_s: dict[Timer, float] = {}
-    """When each is due, on the core's clock; one that is not set is absent."""
-
-    def set(self, timer: Timer, at_s: float) -> None:
-        """It is due at this time, whenever it was before."""
-        self.at_s[timer] = at_s
-
-    def clear(self, *timers: Timer) -> None:
-        """They are due at no time."""
-        for timer in timers:
-            self.at_s.pop(timer, None)
-
-    def at(self, timer: Timer) -> float | None:
-        """When it is due; None: it is not set."""
-        return self.at_s.get(timer)
-
-    def is_set(self, timer: Timer) -> bool:
-        """It has a time, be it over or not."""
-        return timer in self.at_s
-
-    def postpone(self, timers: Iterable[Timer], by_s: float) -> None:
-        """Moves those that are set."""
-        for timer in timers:
-            if timer in self.at_s:
-                self.at_s[timer] += by_s
-
-    def not_before(self, timer: Timer, at_s: float) -> None:
-        """Moves it to this time if it is set to an earlier one."""
-        if timer in self.at_s:
-            self.at_s[timer] = max(self.at_s[timer], at_s)
+    from holdfast.coordinator.kernel.state import MembershipState
 
 
 class Watched(StrEnum):

@@ -9,8 +9,7 @@ from __future__ import annotations
 from enum import Enum
 
 from holdfast.coordinator.kernel.context import Context
-from holdfast.coordinator.kernel.membership_state import Node, Worker
-from holdfast.coordinator.kernel.phases import JobPhase, NodePhase, WorkerPhase
+from holdfast.coordinator.kernel.state import JobPhase, Node, NodePhase, Worker, WorkerPhase
 from holdfast.errors import HoldfastError
 
 # The tables name every transition that the random schedules reach and that somebody has argued for. A phase

@@ -6,20 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from holdfast.coordinator.kernel import incidents, transitions
-from holdfast.coordinator.kernel.context import Context
-from holdfast.coordinator.kernel.deadlines import Timer
-from holdfast.coordinator.kernel.membership_state import Seat, Worker
-from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
-from holdfast.coordinator.kernel.requests import ReportUnreadable, RewindTo, SpreadCopies, StopJob
-from holdfast.coordinator.kernel.storage_state import Snapshot
+from holdfast.coordinator.kernel.context import Context, ReportUnreadable, RewindTo, SpreadCopies
+from holdfast.coordinator.kernel.state import JobPhase, Seat, Snapshot, Timer, Worker, WorkerPhase
 from holdfast.coordinator.membership import (
     nodes,
     policy,
     processes,
     queries,
-    replica_groups,
+    replicas,
     resize,
-    shard_policy,
+    shutdown,
     wall_time,
 )
 from holdfast.coordinator.membership.rank_assignment import Seating
@@ -76,7 +72,7 @@ def break_generation(context: Context, cause: causes.Cause) -> None:
             generation=s.membership.generation.number, reason=str(cause), step=s.membership.committed
         )
     )
-    replica_groups.broke(context, str(cause))
+    replicas.broke(context, str(cause))
 
 
 def end_at_commit(context: Context, reason: str) -> None:
@@ -173,8 +169,8 @@ def gather(context: Context) -> None:
     # between two faults makes progress, however often it breaks.
     s.membership.fruitless += 1
     if s.membership.fruitless >= MAX_ATTEMPTS:
-        context.request(
-            StopJob(f"no step could be completed in {s.membership.fruitless} attempts: {cause}", "failed")
+        shutdown.request(
+            context, f"no step could be completed in {s.membership.fruitless} attempts: {cause}", "failed"
         )
     elif s.membership.fruitless > PATIENT_ATTEMPTS:
         # Growing pauses: whatever makes every generation fail for no known reason (a switch that reboots, a
@@ -207,8 +203,8 @@ def try_form(context: Context) -> None:
     if s.storage.unread and nothing_saved and not any(w.committed is not None for w in survivors):
         more = f" (and {len(s.storage.unread) - 1} more)" if len(s.storage.unread) > 1 else ""
         advice = "remove it, or choose another --job, to start from the beginning"
-        context.request(
-            StopJob(f"no checkpoint could be loaded: {s.storage.unread[0]}{more}; {advice}", "failed")
+        shutdown.request(
+            context, f"no checkpoint could be loaded: {s.storage.unread[0]}{more}; {advice}", "failed"
         )
         return
     ready = context.workers_in(WorkerPhase.READY)
@@ -216,7 +212,7 @@ def try_form(context: Context) -> None:
     # state choose the same workers.
     fresh = sorted(ready, key=lambda w: (*queries.tier(s.membership.nodes[w.node]), w.node))
     kept, joining = resize.choose(context, survivors, fresh)
-    count = shard_policy.strength(context, kept, joining)
+    count = replicas.strength(context, kept, joining)
     if count >= s.needed:
         s.deadlines.clear(Timer.WAIT)
         # Only the first generation waits for more; every later one forms with what it has, because training
@@ -228,7 +224,7 @@ def try_form(context: Context) -> None:
         return
     # Spares may hold the wrong shards: enough workers are ready, and yet no replica is complete. This is what
     # turns one into the other.
-    shard_policy.rebuild(context)  # also for what those held that were ended just now
+    replicas.rebuild(context)  # also for what those held that were ended just now
     if context.count_workers(WorkerPhase.STARTING, WorkerPhase.ATTACHED) or queries.under_repair(context):
         # Workers that start or nodes under repair end by themselves, well or not, and wake the core. Only
         # when nobody is on the way does the clock for giving up start.
@@ -243,7 +239,7 @@ def try_form(context: Context) -> None:
     # only make a person wait for the same answer.
     if queries.hopeless(context):
         why = "the restart budget is used up" if context.budget_spent() else "no more nodes can be requested"
-        context.request(StopJob(why, "failed", incidents.last_blame(s)))
+        shutdown.request(context, why, "failed", incidents.last_blame(s))
 
 
 def _every_shard_is_held(context: Context, survivors: list[Worker]) -> bool:
@@ -318,7 +314,7 @@ def _form(context: Context, survivors: list[Worker], kept: list[Worker], fresh: 
     before = previous.strength if previous else 0
     connected = (
         # From the old generation, so before the new one takes its place in the state.
-        replica_groups.connected_in(context, seating.replicas, s.membership.generation)
+        replicas.connected_in(context, seating.replicas, s.membership.generation)
         if s.membership.shard_count > 1
         else ()
     )

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from holdfast.coordinator.kernel import transitions
-from holdfast.coordinator.kernel.context import Context
-from holdfast.coordinator.kernel.deadlines import Timer
-from holdfast.coordinator.kernel.incident_state import Incident
-from holdfast.coordinator.kernel.membership_state import Node, Worker
-from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
-from holdfast.coordinator.kernel.requests import EndGeneration, ForgetLast, StopJob, SwapLemons
+from holdfast.coordinator.kernel.context import Context, ForgetLast, SwapLemons
+from holdfast.coordinator.kernel.state import Incident, JobPhase, Node, Timer, Worker, WorkerPhase
 from holdfast.coordinator.membership import (
     failures,
     generations,
-    hangs,
     nodes,
     processes,
-    replica_groups,
+    replicas,
     resize,
-    shard_policy,
     shutdown,
 )
 from holdfast.coordinator.storage import queries as storage
@@ -46,7 +40,7 @@ class InProcess:
                 # signal then is the machine's, and the steps are done and saved.
                 message.code > 0 and membership.outcome is None
             ):  # a signal is the machine's fault, and its steps are done
-                context.request(StopJob(_failed_where(membership.until, worker.committed), "failed", blame))
+                shutdown.request(context, _failed_where(membership.until, worker.committed), "failed", blame)
         elif worker.told_to_end:  # it refused the job, which ends for that
             transitions.enter(context, worker, WorkerPhase.GONE)
         else:
@@ -73,7 +67,7 @@ class InProcess:
         if message is not None and (member or early):
             failures.judge_exit(context, worker, message, early)
         if member:
-            context.request(EndGeneration(cause))
+            generations.break_generation(context, cause)
         if early and message is not None:
             failures.did_not_start(context, worker, cause)
 
@@ -89,7 +83,7 @@ class InProcess:
     def on_node_lost(self, context: Context, workers: list[Worker], cause: Cause) -> None:
         """The generation ends if any was a member."""
         if workers:
-            context.request(EndGeneration(cause))
+            generations.break_generation(context, cause)
 
     def evict(self, context: Context, node: Node, workers: list[Worker], cause: Cause) -> None:
         """They are taken out of the generation."""
@@ -100,13 +94,13 @@ class InProcess:
     ) -> None:
         """Who holds the others up is taken out. Where nobody differs and all have stood still too long, the step is tried
         again."""
-        inspection = context.transient(hangs.Inspection)
+        inspection = context.transient(failures.Inspection)
         # With a culprit it is replaced. Without one nothing is done unless every worker was seen and all of
         # them have stood still too long: half a picture has named innocent workers.
         if culprits:
             failures.condemn(context, culprits, cause)
         elif not inspection.unheard and all(v.idle_s >= allowed[v.worker] for v in inspection.views):
-            hangs.nobody_differs(context, cause)
+            failures.nobody_differs(context, cause)
 
     def change_members(self, context: Context) -> None:
         """Members change at a step's edge: see `resize.change_due`."""
@@ -117,7 +111,7 @@ class InProcess:
         # The step in flight is given up, not the job: what was committed is still to be saved, and each case
         # below waits for one thing less than the one before.
         if s.membership.phase is JobPhase.RUNNING:
-            context.request(EndGeneration(causes.Stopping()))
+            generations.break_generation(context, causes.Stopping())
         elif s.membership.phase is JobPhase.BREAKING:
             failures.end_stuck(context)
         # Some have not been told to leave yet because others were saving for them. Those did not finish, so
@@ -150,7 +144,7 @@ class InProcess:
         # a new generation would do steps that nobody needs.
         if shutdown.finishing(context):
             return
-        replica_groups.give_up(context)
+        replicas.give_up(context)
         if membership.phase is JobPhase.BREAKING and not context.count_workers(WorkerPhase.MEMBER):
             generations.gather(context)
             nodes.write_off(context)  # which comes sooner now that nobody trains
@@ -163,12 +157,12 @@ class InProcess:
                 generations.end_at_commit(context, "stop")
             else:
                 context.request(SwapLemons())
-                shard_policy.rebuild(context)  # for those that are to leave since just now: they wait for it
+                replicas.rebuild(context)  # for those that are to leave since just now: they wait for it
                 if (reason := resize.change_due(context)) is not None:
                     generations.end_at_commit(context, reason)
         # Once more after the members have changed: who is spare, and for which shard, depends on it.
         if membership.stop_reason is None:
-            shard_policy.rebuild(context)
+            replicas.rebuild(context)
         if membership.phase is JobPhase.GATHERING:
             if membership.stop_reason is None:
                 generations.try_form(context)

@@ -4,34 +4,81 @@ from __future__ import annotations
 
 from holdfast.coordinator.health import queries as health
 from holdfast.coordinator.kernel import incidents, transitions
-from holdfast.coordinator.kernel.context import Context
-from holdfast.coordinator.kernel.deadlines import Timer, Watched
-from holdfast.coordinator.kernel.events import Recovered
-from holdfast.coordinator.kernel.history import Remembered
-from holdfast.coordinator.kernel.membership_state import Node, Worker
-from holdfast.coordinator.kernel.phases import JobPhase, NodePhase, WorkerPhase
-from holdfast.coordinator.kernel.requests import (
+from holdfast.coordinator.kernel.context import (
     AdmitNode,
     CompareCopies,
+    Context,
     DropCopies,
     HandleReport,
-    LeaveSoon,
     NoteNodeLost,
     RefuseAdmission,
     RepeatOrders,
 )
-from holdfast.coordinator.membership import (
-    environment,
-    lost_places,
-    notices,
-    processes,
-    queries,
-)
+from holdfast.coordinator.kernel.deadlines import Watched
+from holdfast.coordinator.kernel.events import Recovered
+from holdfast.coordinator.kernel.history import Remembered
+from holdfast.coordinator.kernel.state import Incident, JobPhase, Node, NodePhase, Timer, Worker, WorkerPhase
+from holdfast.coordinator.membership import notices, processes, queries, resize
 from holdfast.protocol import causes, ledger
 from holdfast.protocol import messages as m
 from holdfast.protocol.engine_orders import OrderDone, ProvideNode, RebootNode, ReleaseNode, kind_of
+from holdfast.protocol.notices import NoticeCause
 from holdfast.protocol.phases import Phase
-from holdfast.protocol.place import shown
+from holdfast.protocol.place import NodePlace, common, shown
+
+_LOST_WITH_OTHERS = (causes.ConnectionClosed, causes.NodeSilent)
+"""What the loss of a switch or of the power looks like. Whatever else takes a node out is about that node alone."""
+
+
+def began(context: Context, incident: Incident, node: Node, cause: causes.Cause) -> None:
+    """This incident is the loss of a node: others of its place may follow."""
+    if node.place and not incident.lost_nodes and _may_be_shared(incident, cause):
+        incident.lost_nodes, incident.lost_at_s, incident.place = [node.name], context.now, node.place
+
+
+def join(context: Context, node: Node, workers: list[Worker], cause: causes.Cause) -> Incident | None:
+    """The incident of the nodes that are being lost together with this one, which now is a part of it; None: there is
+    none."""
+    if not node.place or not isinstance(cause, _LOST_WITH_OTHERS):
+        return None
+    for incident in reversed(context.state.incidents[-incidents.LOOKED_AT :]):
+        if not incident.lost_nodes or not _may_be_shared(incident, incident.cause):
+            continue
+        # Nodes behind one switch fall silent at the same moment, and the deadlines of their silence differ by the
+        # time between two signs of life; one whose connection closes at once comes earlier by all of it.
+        if context.reached(incident.lost_at_s + context.timing.detection_s + context.timing.heartbeat_s):
+            continue
+        place = common([incident.place, node.place])
+        if not place or not (place == incident.place or _is_lost(context, place, incident)):
+            continue
+        first = incident.cause.first if isinstance(incident.cause, causes.PlaceLost) else str(incident.cause)
+        names = [w.name for w in workers]
+        incidents.lost_together(context.state, context.now, incident, cause, node.name, names)
+        context.concerns(incident.id)
+        incident.place = place
+        count = len(incident.lost_nodes)
+        there = count + len(context.index.nodes_at(place))
+        incident.cause = causes.PlaceLost(place=shown(place), lost=count, nodes=there, first=first)
+        context.record(
+            ledger.IncidentJoined(id=incident.id, node=node.name, cause=str(cause), cause_kind=cause.kind)
+        )
+        return incident
+    return None
+
+
+def _may_be_shared(incident: Incident, cause: causes.Cause) -> bool:
+    """It is not known to be about one node: no rule found something there."""
+    return not (incident.rule or incident.quiet) and isinstance(cause, (*_LOST_WITH_OTHERS, causes.PlaceLost))
+
+
+def _is_lost(context: Context, place: NodePlace, incident: Incident) -> bool:
+    """Most of this place is gone, or has been silent for so long that it soon counts as gone. Two nodes of a large place
+    may be lost by chance at the same time; more than half of it are not."""
+    silent_s = context.timing.detection_s / 2
+    alive = context.index.nodes_at(place)
+    silent = sum(context.reached(n.last_seen_s + silent_s) for n in alive)
+    return 2 * (len(incident.lost_nodes) + 1 + silent) > len(incident.lost_nodes) + 1 + len(alive)
+
 
 KEPT_GONE = 32
 """So many workers and nodes that are gone are remembered, for what is still said about them."""
@@ -108,7 +155,7 @@ def on_joined(context: Context, hello: m.Hello, past: tuple[Remembered, ...] = (
     context.state.orders.withdraw(RebootNode, node.name)
     context.watch.watch(Watched.SILENT, node.name)
     if hello.leaving is not None:
-        context.request(LeaveSoon(node.name, hello.leaving.reason, hello.leaving.within_s))
+        resize.going(context, node.name, hello.leaving.reason, hello.leaving.within_s, NoticeCause.PREEMPTION)
     membership.nodes_joined += known is None
     membership.replacing = max(0, membership.replacing - 1)
     where = shown(node.place) or None
@@ -210,11 +257,11 @@ def lose(context: Context, node: Node, cause: causes.Cause, release: bool = True
         # incident is this node's; a second one would charge the restart budget twice.
         incident = context.mode.explain_earlier(context, node, part, cause)
     if incident is None and announced is None and membership.phase is not JobPhase.STOPPING:
-        incident = lost_places.join(context, node, part, cause)
+        incident = join(context, node, part, cause)
     if incident is None and part and membership.phase is not JobPhase.STOPPING:
         incident = context.open_incident(cause, node=node.name, workers=[w.name for w in part])
     if incident is not None and announced is None:
-        lost_places.began(context, incident, node, cause)
+        began(context, incident, node, cause)
     # Health first, storage second, the engine third, the mode last: what the mode decides (a new generation,
     # a stop) needs the result of the others.
     context.request(NoteNodeLost(node, incident if announced is None else None))
@@ -422,7 +469,7 @@ def staff(context: Context) -> None:
         # A guess, for scripts that read RANK before they start: the real rank is in JoinGeneration.
         rank = len(context.alive_workers())
         processes.start_worker(
-            context, node, slot, environment.environment(context, node, slot, rank, context.spec.target)
+            context, node, slot, processes.environment(context, node, slot, rank, context.spec.target)
         )
     ask(context)
 
@@ -501,7 +548,7 @@ def unavailable(context: Context, reason: str) -> None:
     s.deadlines.set(Timer.ASK_AFTER, context.now + context.timing.form_s)
     context.record(ledger.NodeUnavailable(reason=reason))
     for node in context.nodes_in(NodePhase.LEAVING):
-        if node.then is not None and node.leaving is not None:
+        if node.health.then is not None and node.leaving is not None:
             context.record(ledger.NodeTrainsOn(node=node.name, reason=node.leaving))
 
 
@@ -544,7 +591,11 @@ def forget(context: Context) -> None:
         membership.blames = {
             w: b for w, b in membership.blames.items() if w in membership.workers or w in needed
         }
-    lost = [n.name for n in context.nodes_in(NodePhase.LOST) if n.refused is None and n.boots_until_s is None]
+    lost = [
+        n.name
+        for n in context.nodes_in(NodePhase.LOST)
+        if n.refused is None and n.health.boots_until_s is None
+    ]
     if len(lost) > 2 * KEPT_GONE:
         for name in lost[:-KEPT_GONE]:
             transitions.forget_node(context, name)

@@ -7,7 +7,7 @@ later. So a notice costs one message for each node that it is about.
 from __future__ import annotations
 
 from holdfast.coordinator.kernel.context import Context
-from holdfast.coordinator.kernel.membership_state import Node, Standing
+from holdfast.coordinator.kernel.state import Node, Standing
 from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
 from holdfast.protocol.engine_orders import JobGoing

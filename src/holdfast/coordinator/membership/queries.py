@@ -6,11 +6,8 @@ from collections.abc import Iterable
 
 from holdfast.coordinator.health import queries as health
 from holdfast.coordinator.kernel.context import Context
-from holdfast.coordinator.kernel.membership_state import Node, Worker
-from holdfast.coordinator.kernel.phases import NodePhase, WorkerPhase
-from holdfast.coordinator.kernel.restart_budget import by_the_day
-from holdfast.coordinator.kernel.state import CoreState
-from holdfast.coordinator.membership.locality import Standing, path
+from holdfast.coordinator.kernel.state import CoreState, Node, NodePhase, Worker, WorkerPhase, by_the_day
+from holdfast.coordinator.membership.rank_assignment import Standing, path
 from holdfast.formulas import idle_share
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import Remedy
@@ -142,7 +139,7 @@ def count_staying(context: Context) -> int:
         context.count_nodes(NodePhase.IN_SERVICE)
         - lemons
         + sum(
-            n.then is Remedy.RESET_DEVICE or (deep and n.checking is not None)
+            n.health.then is Remedy.RESET_DEVICE or (deep and n.health.checking is not None)
             for n in context.nodes_in(NodePhase.HELD)
             if not n.lemon
         )
@@ -189,13 +186,15 @@ def coming(context: Context) -> bool:
 
 def under_repair(context: Context) -> bool:
     """Nodes are checked or repaired before they are used, for which there are deadlines."""
-    return any(n.checking is not None for n in context.held_or_leaving()) or health.any_ordered(context)
+    return any(n.health.checking is not None for n in context.held_or_leaving()) or health.any_ordered(
+        context
+    )
 
 
 def mending(context: Context) -> bool:
     """A node is repaired or checked. One that is still to leave first brings nothing before there is training to leave."""
     return any(
-        n.checking is not None or (n.then is not None and n.leaving is None)
+        n.health.checking is not None or (n.health.then is not None and n.leaving is None)
         for n in context.held_or_leaving()
     )
 

@@ -10,22 +10,19 @@ from collections import Counter
 
 from holdfast.coordinator.health import queries as health
 from holdfast.coordinator.kernel import incidents, transitions
-from holdfast.coordinator.kernel.context import Context
-from holdfast.coordinator.kernel.deadlines import Timer
-from holdfast.coordinator.kernel.membership_state import Change, Node, Worker
-from holdfast.coordinator.kernel.phases import JobPhase, NodePhase, WorkerPhase
-from holdfast.coordinator.kernel.requests import ApplyRemedy, DropCopies, HandOver, NoteNodeLost
-from holdfast.coordinator.kernel.state import CoreState
-from holdfast.coordinator.membership import (
-    notices,
-    policy,
-    processes,
-    queries,
-    shard_policy,
-    shutdown,
+from holdfast.coordinator.kernel.context import ApplyRemedy, Context, DropCopies, HandOver, NoteNodeLost
+from holdfast.coordinator.kernel.state import (
+    Change,
+    CoreState,
+    JobPhase,
+    Node,
+    NodePhase,
+    Timer,
+    Worker,
+    WorkerPhase,
 )
-from holdfast.coordinator.membership.locality import pick
-from holdfast.coordinator.membership.rank_assignment import Seating
+from holdfast.coordinator.membership import notices, policy, processes, queries, replicas, shutdown
+from holdfast.coordinator.membership.rank_assignment import Seating, pick
 from holdfast.coordinator.storage import queries as storage
 from holdfast.errors import UsageError
 from holdfast.protocol import ledger
@@ -220,7 +217,7 @@ def change_due(context: Context) -> str | None:
     # its time may be limited; joining can always wait.
     staying = [w for w in members if not queries.leaves(context, w)]
     ready = queries.ready_to_join(context)
-    left, full = shard_policy.strength(context, staying, []), shard_policy.strength(context, staying, ready)
+    left, full = replicas.strength(context, staying, []), replicas.strength(context, staying, ready)
     if len(staying) < len(members) and _may_leave(context, full):
         gone = sorted({w.node for w in members if queries.leaves(context, w)})
         verb = "leaves" if len(gone) == 1 else "leave"
@@ -239,8 +236,8 @@ def _with_newcomers(context: Context) -> tuple[int, int]:
     their seats until they can leave."""
     s = context.state
     there = [w for w in context.members() if s.membership.shard_count > 1 or not queries.leaves(context, w)]
-    return shard_policy.strength(context, there, []), min(
-        shard_policy.strength(context, there, queries.ready_to_join(context)), s.target
+    return replicas.strength(context, there, []), min(
+        replicas.strength(context, there, queries.ready_to_join(context)), s.target
     )
 
 
@@ -333,9 +330,9 @@ def _choose_rows(
     """The same where a replica is several workers. Of each shard one stays that has the newest state; survivors of which
     there are more than replicas are wanted go, and others are started for what is missing."""
     # First without those that leave. Only if that is too little, and they have time, are they seated again.
-    plan = shard_policy.seating(context, staying, fresh)
+    plan = replicas.seating(context, staying, fresh)
     if not _may_leave(context, len(plan.replicas) * context.state.membership.shard_count):
-        plan = shard_policy.seating(context, [*staying, *(w for w in survivors if w not in staying)], fresh)
+        plan = replicas.seating(context, [*staying, *(w for w in survivors if w not in staying)], fresh)
     seated = {w for replica in plan.replicas for w in replica}
     kept = [w for w in survivors if w.name in seated]
     most = context.state.target // context.state.membership.shard_count
@@ -354,7 +351,7 @@ def _choose_rows(
 def seating(context: Context, kept: list[Worker], fresh: list[Worker]) -> Seating:
     """Who sits where. One that is to leave stays beside when others fill its place, which may have the state from it."""
     staying = [w for w in kept if not queries.leaves(context, w)]
-    without, full = shard_policy.seating(context, staying, fresh), shard_policy.seating(context, kept, fresh)
+    without, full = replicas.seating(context, staying, fresh), replicas.seating(context, kept, fresh)
     # It is kept in its seat only if a replica would be missing without it.
     if len(without.replicas) < len(full.replicas):
         return full
@@ -412,7 +409,7 @@ def _holds_on(context: Context, node: Node) -> bool:
     parked = context.workers_in(WorkerPhase.PARKED)
     holders = policy.settle({w.name: policy.Report(w.committed, w.prepared) for w in parked}).holders
     whole = len({w.shard_index for w in parked if w.name in holders}) == membership.shard_count
-    if node.then is Remedy.RESET_DEVICE or (node.then is Remedy.REBOOT and whole):
+    if node.health.then is Remedy.RESET_DEVICE or (node.health.then is Remedy.REBOOT and whole):
         return False  # it loses nothing, or what others have; and the sooner it is back the better
     settled = (
         membership.phase is JobPhase.RUNNING and membership.generation_committed > membership.generation.start
@@ -423,23 +420,29 @@ def _holds_on(context: Context, node: Node) -> bool:
 def _hands_over(context: Context, node: Node) -> bool:
     """Where a replica is several workers, it may have the only copy of a part. A device is reset with the memory kept."""
     in_time = not context.reached(_deadline_s(context, node))
-    return in_time and node.then is not Remedy.RESET_DEVICE and context.request(HandOver(node))
+    return in_time and node.health.then is not Remedy.RESET_DEVICE and context.request(HandOver(node))
 
 
 def _release(context: Context, node: Node) -> None:
-    if node.then is not None and not health.ordered(context, node):
+    if node.health.then is not None and not health.ordered(context, node):
         context.request(ApplyRemedy(node))
         return
     # Orders that its agent has not answered are closed: it is told to end now, and no answer will come.
     context.request(NoteNodeLost(node, None))  # what its agent still does is overtaken
     reason, cause = node.leaving or "", node.notice.cause if node.notice is not None else None
-    # As for a node that is lost, but planned: it is told to end, its copies no longer count, and the engine
-    # gets it back.
+    node_leaves(context, node, reason)
+    context.order(ReleaseNode(node=node.name, reason=reason, planned=True, cause=cause))
+
+
+def node_leaves(context: Context, node: Node, reason: str) -> None:
+    """A node leaves as planned: nothing of the job is on it any more. It is told to end, and its copies no longer count.
+
+    The one way out for a node that is not lost (`nodes.lose`). The caller orders what the engine does with the machine.
+    """
     transitions.lose_node(context, node, as_planned=True)
     context.record(ledger.NodeLeft(node=node.name, reason=reason))
     context.send(node.name, m.Shutdown(reason))
     context.request(DropCopies(node))
-    context.order(ReleaseNode(node=node.name, reason=reason, planned=True, cause=cause))
 
 
 # ---------------------------------------------------------------- what it cost

@@ -10,16 +10,10 @@ import msgspec
 
 from holdfast.coordinator.kernel import incidents, transitions
 from holdfast.coordinator.kernel.context import Context
-from holdfast.coordinator.kernel.deadlines import Timer
-from holdfast.coordinator.kernel.incident_state import Incident
-from holdfast.coordinator.kernel.membership_state import Blame, Node, Worker
-from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
-from holdfast.coordinator.kernel.requests import RefuseNode, StopJob
-from holdfast.coordinator.kernel.script_fault import ScriptFault
+from holdfast.coordinator.kernel.incidents import ScriptFault
+from holdfast.coordinator.kernel.state import Blame, Incident, JobPhase, Node, Timer, Worker, WorkerPhase
 from holdfast.coordinator.membership import (
-    environment,
     failures,
-    hangs,
     nodes,
     policy,
     processes,
@@ -28,7 +22,7 @@ from holdfast.coordinator.membership import (
     step_accounting,
     wall_time,
 )
-from holdfast.coordinator.membership.locality import Standing, in_order, path, pick
+from holdfast.coordinator.membership.rank_assignment import Standing, in_order, path, pick
 from holdfast.coordinator.storage import queries as storage
 from holdfast.protocol import causes, ledger
 from holdfast.protocol import messages as m
@@ -124,7 +118,7 @@ class Restart:
     ) -> None:
         """All start again, unless a suspect is at work."""
         membership = context.state.membership
-        if hangs.at_work(context, {w.name for w in culprits}):
+        if failures.at_work(context, {w.name for w in culprits}):
             # A suspect that uses the processor may be evaluating. It is looked at again, later and later
             # apart, instead of being killed for work that nobody could see at level 0.
             membership.look_again_s = context.now + LOOK_AGAIN * context.timing.detection_s
@@ -199,7 +193,7 @@ class Restart:
         count = min(len(usable), s.wanted_nodes)
         minimum = s.wanted_nodes if spec.wait_for_spare else spec.min_nodes
         if context.budget_spent():
-            context.request(StopJob("the restart budget is used up", "failed", s.membership.blame))
+            shutdown.request(context, "the restart budget is used up", "failed", s.membership.blame)
             self.advance(context)
             return
         if count < minimum:
@@ -210,13 +204,15 @@ class Restart:
                 context.concerns(*(incident.id for incident in incidents.open_ones(s)))
                 context.record(ledger.Waiting(workers=count * spec.nproc, target=s.target))
             if not queries.coming(context):
-                context.request(StopJob("no more nodes can be requested", "failed", s.membership.blame))
+                shutdown.request(context, "no more nodes can be requested", "failed", s.membership.blame)
                 self.advance(context)
             return
         s.deadlines.clear(Timer.WAIT)
         # A node that is repaired soon is worth a short wait: starting now with fewer would mean another
         # restart of all when it comes back.
-        mending = any(n.then is not None or n.checking is not None for n in context.alive_nodes())
+        mending = any(
+            n.health.then is not None or n.health.checking is not None for n in context.alive_nodes()
+        )
         if count < s.wanted_nodes and (s.membership.number == 0 or s.membership.replacing or mending):
             if not s.deadlines.is_set(Timer.FORM):
                 s.deadlines.set(Timer.FORM, context.now + context.timing.form_s)
@@ -260,7 +256,7 @@ def _start_all(context: Context, chosen: list[Node]) -> None:
     for index, node in enumerate(chosen):
         for slot in range(spec.nproc):
             rank = index * spec.nproc + slot
-            env = environment.environment(context, node, slot, rank, world)
+            env = processes.environment(context, node, slot, rank, world)
             env |= {"MASTER_ADDR": chosen[0].host, "GROUP_RANK": str(index)}
             # Another port for each start. The last rendezvous may still hold the old one in TIME_WAIT, or a
             # process that does not end does.
@@ -307,9 +303,9 @@ def _judge(context: Context, worker: Worker, signature: str) -> None:
     match verdict:
         case ScriptFault(reason):
             membership.blame = failures.first_blame(context, signature) or membership.blame
-            context.request(StopJob(reason, "failed"))
+            shutdown.request(context, reason, "failed")
         case policy.NodeFault(name):
-            context.request(RefuseNode(membership.nodes[name], WorkersFail(signature)))
+            nodes.give_up(context, membership.nodes[name], WorkersFail(signature))
         case None:
             pass
 
@@ -350,7 +346,7 @@ def _failed(
     _fault(context, workers, workers[0].node, cause, raised)
     context.state.membership.blame = blame
     if context.spec.max_restarts == 0:
-        context.request(StopJob("no restarts are allowed", "failed", blame))
+        shutdown.request(context, "no restarts are allowed", "failed", blame)
     else:
         _judge(context, workers[0], signature)
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from holdfast.coordinator.kernel import incidents, transitions
-from holdfast.coordinator.kernel.context import Context
-from holdfast.coordinator.kernel.deadlines import Timer
+from holdfast.coordinator.kernel.context import Context, ForgetLast, NoteLast, ReportUnsaved, StoreLast
 from holdfast.coordinator.kernel.events import End
-from holdfast.coordinator.kernel.membership_state import Blame, Worker
-from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
-from holdfast.coordinator.kernel.requests import ForgetLast, NoteLast, ReportUnsaved, StoreLast
+from holdfast.coordinator.kernel.state import Blame, JobPhase, Timer, Worker, WorkerPhase
 from holdfast.coordinator.membership import (
     notices,
     policy,
@@ -267,7 +264,7 @@ def _keep(context: Context, waiting: list[Worker]) -> None:
         processes.end_worker(context, worker, counts=False)
     missing = [p for p in range(s.membership.shard_count) if p not in storage.kept_shards(context, last)]
     todo = context.spec.saving.tiers and last and (s.storage.durable is None or s.storage.durable.step < last)
-    able = {w.shard_index for w in waiting if s.membership.nodes[w.node].snapshot_port}
+    able = {w.shard_index for w in waiting if s.membership.nodes[w.node].memory.port}
     if todo and missing and able.issuperset(missing):
         # At first those that took the snapshots: their nodes have a slot for the copy. If that failed, anyone
         # who holds the shard.
@@ -294,7 +291,7 @@ def _settled(context: Context, waiting: list[Worker]) -> int:
 
 def _keepers(context: Context, column: list[Worker], first: bool) -> list[Worker]:
     """Who keeps a shard: those that took the snapshots, else one."""
-    column = [w for w in column if context.state.membership.nodes[w.node].snapshot_port]
+    column = [w for w in column if context.state.membership.nodes[w.node].memory.port]
     saved = [w for w in column if context.state.membership.seats[w.name].saves]
     return saved if first and saved else column[:1]
 

@@ -5,15 +5,38 @@ from __future__ import annotations
 import msgspec
 
 from holdfast.coordinator.kernel import incidents, transitions
-from holdfast.coordinator.kernel.context import Context
-from holdfast.coordinator.kernel.deadlines import Timer
-from holdfast.coordinator.kernel.membership_state import Worker
-from holdfast.coordinator.kernel.phases import WorkerPhase
-from holdfast.coordinator.kernel.requests import CompareSteps
-from holdfast.coordinator.kernel.state import CoreState
-from holdfast.coordinator.membership import failures, resize, script_metrics, shard_policy, wall_time
+from holdfast.coordinator.kernel.context import CompareSteps, Context
+from holdfast.coordinator.kernel.state import CoreState, Timer, Worker, WorkerPhase
+from holdfast.coordinator.membership import failures, replicas, resize, wall_time
 from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
+
+
+def heard(state: CoreState, told: m.Progress) -> None:
+    """A worker told figures. Names beyond the bounds that `run.log` keeps are not taken: nothing here may grow for ever."""
+    current = (
+        state.membership.generation is not None and told.generation == state.membership.generation.number
+    )
+    for step, values in told.figures:
+        for name, value in values.items():
+            known = state.membership.figures.get(name)
+            if known is None and (
+                len(state.membership.figures) >= m.MOST_FIGURES or len(name) > m.FIGURE_NAME
+            ):
+                continue
+            # A job that went back to a snapshot logs steps again; a word of the generation before may come late.
+            if known is None or current or step >= known[0]:
+                state.membership.figures[name] = step, value
+
+
+def rows(state: CoreState, told: m.Progress) -> list[tuple[str, int, float]]:
+    """For the ledger: (name, step, value) of each figure that was taken."""
+    return [
+        (n, step, v)
+        for step, values in told.figures
+        for n, v in values.items()
+        if n in state.membership.figures
+    ]
 
 
 def started(context: Context, worker: Worker, pid: int, log: str) -> None:
@@ -60,7 +83,7 @@ def ready(context: Context, worker: Worker, ready: m.Ready) -> None:
     attached(context, worker)
     if worker.phase is not WorkerPhase.ATTACHED:
         return
-    if worker.rebuilds not in (None, ready.shard_index) or not shard_policy.fits(context, worker, ready):
+    if worker.rebuilds not in (None, ready.shard_index) or not replicas.fits(context, worker, ready):
         return
     worker.rebuilds = None
     transitions.enter(context, worker, WorkerPhase.READY)
@@ -105,7 +128,7 @@ def progress(context: Context, worker: Worker, message: m.Progress, age_s: float
     worker.median_s = message.median_s if message.median_s is not None else worker.median_s
     if message.losses and message.losses[-1][0] + 1 >= s.membership.committed:
         worker.loss = message.losses[-1][1]
-    script_metrics.heard(s, message)
+    heard(s, message)
     current = s.membership.generation
     if current is None or message.generation != current.number:
         return

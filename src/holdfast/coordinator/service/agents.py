@@ -10,12 +10,11 @@ from contextlib import closing, suppress
 from aiohttp import WSCloseCode, WSMsgType, web
 
 from holdfast.coordinator.kernel import events as ev
-from holdfast.coordinator.service.agent_lines import AgentLines, Line
 from holdfast.coordinator.service.checking import CheckRuns
 from holdfast.coordinator.service.decision_loop import DecisionLoop
-from holdfast.coordinator.service.drain import FAREWELL_S, drain
-from holdfast.coordinator.service.history_writer import Memory
+from holdfast.coordinator.service.history_store import Memory
 from holdfast.coordinator.service.metrics import Readings
+from holdfast.coordinator.service.queues import FAREWELL_S, AgentLines, Line, drain
 from holdfast.coordinator.service.watchers import Watchers
 from holdfast.errors import ProtocolError
 from holdfast.protocol import messages as m
@@ -49,9 +48,9 @@ class AgentConnections:
         self.closes_with = WSCloseCode.OK
         """What agents are told when their connection is closed: SERVICE_RESTART where another coordinator follows."""
         self._imported = m.Imported()
+        """What scripts of this job imported, as far as rank 0 has said it since this process began."""
         self.readings: dict[str, Readings] = {}
         """Node to what its agent read of its machine last. Not in the state: a coordinator that takes over hears it anew."""
-        """What scripts of this job imported, as far as rank 0 has said it since this process began."""
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
         # 16 MiB, the limit of a frame: a hello of a node with many workers and snapshots is the largest

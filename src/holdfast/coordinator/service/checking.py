@@ -13,8 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 import msgspec
 from aiohttp import web
 
-from holdfast.coordinator.kernel.membership_state import Node
-from holdfast.coordinator.kernel.state import CoreState
+from holdfast.coordinator.kernel.state import CoreState, Node
 from holdfast.errors import UsageError
 from holdfast.health.checks import pairs, places
 from holdfast.health.checks.check import unknown

@@ -19,7 +19,7 @@ import msgspec
 from aiohttp import WSCloseCode, WSMsgType, web
 
 from holdfast.coordinator.service.authentication import Entrance, authorized, give_proof
-from holdfast.coordinator.service.drain import FAREWELL_S
+from holdfast.coordinator.service.queues import FAREWELL_S
 from holdfast.coordinator.service.store import FIRST, Page, Store
 from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.protocol import messages as m

@@ -6,8 +6,7 @@ import random
 
 import msgspec
 
-from holdfast.coordinator.kernel.phases import JobPhase
-from holdfast.coordinator.kernel.state import CoreState
+from holdfast.coordinator.kernel.state import CoreState, JobPhase
 from holdfast.protocol import messages as m
 from holdfast.protocol.faults import NODE_FAULTS, PHASES, ArmedFault, FaultKind, FaultSpec, node_name
 from holdfast.protocol.phases import Phase

@@ -11,13 +11,21 @@ from typing import Any
 import msgspec
 
 from holdfast.checkpoint.policy import Retention
-from holdfast.coordinator.kernel import health_state, incidents
-from holdfast.coordinator.kernel.incident_state import Incident
+from holdfast.coordinator.kernel import incidents
 from holdfast.coordinator.kernel.index import Index
-from holdfast.coordinator.kernel.membership_state import Blame, Node, Worker
-from holdfast.coordinator.kernel.phases import JobPhase, NodePhase, WorkerPhase
-from holdfast.coordinator.kernel.state import CoreState
-from holdfast.coordinator.membership import pace, queries, resize, wall_time
+from holdfast.coordinator.kernel.state import (
+    Ask,
+    Blame,
+    CoreState,
+    Incident,
+    JobPhase,
+    Node,
+    NodePhase,
+    Slow,
+    Worker,
+    WorkerPhase,
+)
+from holdfast.coordinator.membership import queries, resize, wall_time
 from holdfast.coordinator.service.all_starts import goodput_totals, time_shares, unknown_classes
 from holdfast.coordinator.service.tally import StepSummary
 from holdfast.coordinator.storage.queries import has_all, how_far
@@ -132,7 +140,7 @@ def status_head(state: CoreState, now: float, loss: float | None, median_s: floa
     )
 
 
-def _ask(ask: health_state.Ask) -> AskView:
+def _ask(ask: Ask) -> AskView:
     return AskView(at_s=ask.at_s, node=ask.node, rule=ask.rule, text=ask.text, incident=ask.incident)
 
 
@@ -151,7 +159,7 @@ def node_row(node: Node) -> NodeRow:
         left=node.left and not node.alive,
         held=node.held or None,
         identity=node.identity,
-        unknown=sorted(node.unknown) if node.alive else [],
+        unknown=sorted(node.health.unknown) if node.alive else [],
     )
 
 
@@ -259,7 +267,7 @@ def _tier(state: CoreState, url: str, now: float) -> TierView:
 
 def pace_of(state: CoreState, now: float) -> Pace:
     """How fast the job gets on, and when it will be done. Of an ended job nothing is to come."""
-    rate, until = pace.steps_per_s(state, now), state.membership.until
+    rate, until = wall_time.steps_per_s(state, now), state.membership.until
     left = None
     if until and state.membership.phase is not JobPhase.ENDED:
         left = max(0, until - (state.step or 0))
@@ -294,7 +302,7 @@ def step_counts(state: CoreState, committed: int | None = None) -> StepCounts:
     )
 
 
-def slow_rank(slow: health_state.Slow) -> SlowRank:
+def slow_rank(slow: Slow) -> SlowRank:
     """A slow rank in the status and the report."""
     return SlowRank(
         rank=slow.rank,

@@ -29,9 +29,7 @@ from prometheus_client.registry import Collector
 import holdfast
 from holdfast.coordinator.kernel.incidents import kind_of
 from holdfast.coordinator.kernel.index import Index
-from holdfast.coordinator.kernel.phases import JobPhase, NodePhase, WorkerPhase
-from holdfast.coordinator.kernel.state import CoreState
-from holdfast.coordinator.kernel.storage_state import Snapshot
+from holdfast.coordinator.kernel.state import CoreState, JobPhase, NodePhase, Snapshot, WorkerPhase
 from holdfast.coordinator.service import job_view
 from holdfast.coordinator.service.tally import BOUNDS_S, Durations, Tally
 from holdfast.observe.traces import trace_id
@@ -446,7 +444,7 @@ class _Rows:
         # Members of a generation never change, so they are not copied.
         self._generation = state.membership.generation
         self._nodes = list(map(_node_facts, there))
-        self._unknown = sum(bool(n.unknown) and n.alive for n in there)
+        self._unknown = sum(bool(n.health.unknown) and n.alive for n in there)
         self._ready = ready
         # By reference: a look at each took 3 ms of 16,000. Of them only the medians are read, each of which is its worker's
         # own and agrees with nothing else; one that is some milliseconds younger is as true.

@@ -15,8 +15,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from holdfast.coordinator.kernel.index import Index
-from holdfast.coordinator.kernel.phases import WorkerPhase
-from holdfast.coordinator.kernel.state import CoreState
+from holdfast.coordinator.kernel.state import CoreState, WorkerPhase
 from holdfast.coordinator.service import job_view, worker_output
 from holdfast.coordinator.service.all_starts import launches
 from holdfast.coordinator.service.store import LedgerEntry, Store, began_utc_s

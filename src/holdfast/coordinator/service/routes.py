@@ -14,10 +14,10 @@ from holdfast.coordinator.kernel import incidents
 from holdfast.coordinator.membership import resize
 from holdfast.coordinator.service.checking import CheckRuns, check_routes
 from holdfast.coordinator.service.decision_loop import DecisionLoop
-from holdfast.coordinator.service.drain import FAREWELL_S
 from holdfast.coordinator.service.job_view import build_report
 from holdfast.coordinator.service.ledger import Ledger, Unreadable
 from holdfast.coordinator.service.metrics import Readings, Scrape
+from holdfast.coordinator.service.queues import FAREWELL_S
 from holdfast.coordinator.service.store import KEEPERS, News, Page, Store
 from holdfast.coordinator.service.tally import Tally
 from holdfast.coordinator.service.watchers import Watcher, Watchers, announcement

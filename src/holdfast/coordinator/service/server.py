@@ -26,20 +26,23 @@ from holdfast import logs
 from holdfast.coordinator.kernel import events as ev
 from holdfast.coordinator.kernel import incidents
 from holdfast.coordinator.machine import Core
-from holdfast.coordinator.service.agent_lines import AgentLines
 from holdfast.coordinator.service.agents import AgentConnections
 from holdfast.coordinator.service.authentication import Entrance, Handler, authorized, give_proof
 from holdfast.coordinator.service.checking import CheckRuns
-from holdfast.coordinator.service.clock import Anchor, CoreClock
-from holdfast.coordinator.service.decision_loop import HANDED_OVER, LAST_S, DecisionLoop, HandedOver
-from holdfast.coordinator.service.drain import FAREWELL_S
-from holdfast.coordinator.service.history_store import FILE_NAME
-from holdfast.coordinator.service.history_writer import Memory
+from holdfast.coordinator.service.decision_loop import (
+    HANDED_OVER,
+    LAST_S,
+    Anchor,
+    CoreClock,
+    DecisionLoop,
+    HandedOver,
+)
+from holdfast.coordinator.service.history_store import FILE_NAME, Memory
 from holdfast.coordinator.service.injector import Injector, Planned
 from holdfast.coordinator.service.job_view import build_report, shown_blame
-from holdfast.coordinator.service.ledger import Ledger, SideThread, Unreadable
-from holdfast.coordinator.service.ledger_copies import LedgerCopies
+from holdfast.coordinator.service.ledger import Ledger, LedgerCopies, SideThread, Unreadable
 from holdfast.coordinator.service.page_host import CoordinatorPage
+from holdfast.coordinator.service.queues import FAREWELL_S, AgentLines
 from holdfast.coordinator.service.routes import Routes
 from holdfast.coordinator.service.store import KEEPERS, Store, own_ledger
 from holdfast.coordinator.service.tally import StepSummary

@@ -20,9 +20,7 @@ from typing import Any, NamedTuple
 import msgspec
 from aiohttp import WSCloseCode, WSMsgType, web
 
-from holdfast.coordinator.kernel.membership_state import Worker
-from holdfast.coordinator.kernel.phases import WorkerPhase
-from holdfast.coordinator.kernel.state import CoreState
+from holdfast.coordinator.kernel.state import CoreState, Worker, WorkerPhase
 from holdfast.coordinator.service import job_view
 from holdfast.coordinator.service.ledger import Unreadable
 from holdfast.coordinator.service.store import LedgerEntry, Store

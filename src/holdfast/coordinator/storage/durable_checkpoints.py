@@ -9,10 +9,8 @@ from collections.abc import Iterable
 
 from holdfast.checkpoint.policy import Retention, parse_cadence
 from holdfast.coordinator.kernel.context import Context
-from holdfast.coordinator.kernel.deadlines import Timer
 from holdfast.coordinator.kernel.events import DurableFound
-from holdfast.coordinator.kernel.membership_state import Node, Worker
-from holdfast.coordinator.kernel.storage_state import Snapshot, Storing, TierTotals
+from holdfast.coordinator.kernel.state import Node, Snapshot, Storing, TierTotals, Timer, Worker
 from holdfast.coordinator.storage import queries
 from holdfast.formulas import daly_interval_s
 from holdfast.protocol import ledger

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from holdfast.checkpoint import placement
 from holdfast.coordinator.kernel.context import Context
-from holdfast.coordinator.kernel.membership_state import Node, Worker
-from holdfast.coordinator.kernel.phases import JobPhase
-from holdfast.coordinator.kernel.storage_state import HeldShard, Rewind, Snapshot
+from holdfast.coordinator.kernel.state import HeldShard, JobPhase, Node, Rewind, Snapshot, Worker
 from holdfast.coordinator.storage import durable_checkpoints, queries
 from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
@@ -96,7 +94,7 @@ def not_held(
         context.record(ledger.SnapshotSkipped(node=node.name, step=key.step, rank=key.rank, reason=reason))
     context.state.storage.skipped += 1
     totals.skipped += 1
-    node.refused_steps[key.rank] = max(node.refused_steps.get(key.rank, -1), key.step)
+    node.memory.refused_steps[key.rank] = max(node.memory.refused_steps.get(key.rank, -1), key.step)
     # The copy that took a slot has failed, so that slot is free again. With Lack.SLOT nothing was freed:
     # asking again at once would be refused again, in a loop.
     if lack is not Lack.SLOT:
@@ -220,7 +218,7 @@ def on_node_joined(context: Context, node: Node, hello: m.Hello) -> None:
     been told is told again.
     """
     # The address first: everything below may ask other nodes to fetch from this one.
-    node.snapshot_port, node.snapshot_server = hello.snapshot_port, hello.snapshot_server
+    node.memory.port, node.memory.server = hello.snapshot_port, hello.snapshot_server
     _slots_freed(context, node)
     # What the agent holds is compared by content. It may have lost a copy and made another of the same name
     # since the coordinator heard of it last.
@@ -243,7 +241,7 @@ def on_node_joined(context: Context, node: Node, hello: m.Hello) -> None:
         for r in context.state.storage.rewinds
         if not any(c.key.generation >= r.number for c in hello.copies)
     ]
-    if missed and node.snapshot_port:
+    if missed and node.memory.port:
         context.send(node.name, m.ForgetSnapshots(missed[0].start))
     durable_checkpoints.on_node_joined(context, node, hello)
     for copy in hello.copies:
@@ -252,7 +250,7 @@ def on_node_joined(context: Context, node: Node, hello: m.Hello) -> None:
     # already.
     before = _newest_step(context)
     spread(context)
-    if node.snapshot_port and before >= 0 and before == _newest_step(context):
+    if node.memory.port and before >= 0 and before == _newest_step(context):
         context.send(node.name, _complete_now(context))
 
 
@@ -524,7 +522,7 @@ def _may_come(context: Context, snapshot: Snapshot, rank: int) -> bool:
 def _buddies(context: Context, entry: HeldShard, taken: list[str]) -> list[str]:
     """Nodes that may keep another copy, the owner's own buddies first, then those that are far away."""
     storage = context.state.storage
-    alive = [n for n in context.alive_nodes() if n.snapshot_port]
+    alive = [n for n in context.alive_nodes() if n.memory.port]
     # Groups are kept in the state and changed as little as possible: if buddies moved with every node that
     # comes or goes, each change would copy all snapshots anew.
     placed = placement.place(

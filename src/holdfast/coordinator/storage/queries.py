@@ -5,9 +5,7 @@ from __future__ import annotations
 from holdfast.checkpoint.policy import mtbf_s
 from holdfast.coordinator.kernel import incidents
 from holdfast.coordinator.kernel.context import Context
-from holdfast.coordinator.kernel.membership_state import Node
-from holdfast.coordinator.kernel.phases import JobPhase
-from holdfast.coordinator.kernel.storage_state import HeldShard, Snapshot, Storing
+from holdfast.coordinator.kernel.state import HeldShard, JobPhase, Node, Snapshot, Storing
 from holdfast.protocol import messages as m
 from holdfast.protocol.place import nearness
 from holdfast.protocol.snapshots import Copy, Holder
@@ -36,7 +34,7 @@ def sources(context: Context, snapshot: Snapshot, rank: int, node: str) -> tuple
 
 def holders(context: Context, entry: HeldShard) -> tuple[Holder, ...]:
     nodes = [context.state.membership.nodes[n] for n in entry.nodes]
-    return tuple(Holder(n.name, n.host, n.snapshot_port, n.snapshot_server) for n in nodes if n.alive)
+    return tuple(Holder(n.name, n.host, n.memory.port, n.memory.server) for n in nodes if n.alive)
 
 
 def savers(context: Context, generation: m.Generation) -> frozenset[int]:
@@ -50,7 +48,7 @@ def savers_of(context: Context, generation: m.Generation, shard_index: int) -> f
     # One saver per node: a second one would put the same bytes into the same memory.
     first: dict[str, int] = {}
     for member in (generation.members[r] for r in generation.column(shard_index)):
-        if context.state.membership.nodes[member.node].snapshot_port:
+        if context.state.membership.nodes[member.node].memory.port:
             first.setdefault(member.node, member.rank)
     wanted = context.spec.saving.copies + 1
     chosen: list[str] = []
@@ -135,7 +133,7 @@ def awaited_shards(context: Context) -> set[int]:
         for n, p in s.storage.last_from
         if n in s.membership.nodes and (n, p) not in answered
     ]
-    return {p for n, p in asked if n.alive and n.refused_steps.get(p, -1) < last}
+    return {p for n, p in asked if n.alive and n.memory.refused_steps.get(p, -1) < last}
 
 
 def moves_until_s(context: Context) -> float:

@@ -20,9 +20,7 @@ from typing import Any
 from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel import incidents
 from holdfast.coordinator.kernel.deadlines import Watched
-from holdfast.coordinator.kernel.membership_state import MembershipState
-from holdfast.coordinator.kernel.phases import JobPhase
-from holdfast.coordinator.kernel.state import CoreState
+from holdfast.coordinator.kernel.state import CoreState, JobPhase, MembershipState
 from holdfast.coordinator.machine import Core
 from holdfast.protocol import ledger
 from holdfast.protocol import messages as m

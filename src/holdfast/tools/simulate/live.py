@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 from holdfast.agent.simulated_sources import xid_line
 from holdfast.coordinator.kernel import events as e
-from holdfast.coordinator.kernel.membership_state import Node, Worker
-from holdfast.coordinator.kernel.phases import JobPhase, NodePhase, WorkerPhase
+from holdfast.coordinator.kernel.state import JobPhase, Node, NodePhase, Worker, WorkerPhase
 from holdfast.errors import UsageError
 from holdfast.health.rule_engine import RuleEngine
 from holdfast.health.ruleset import catalogue

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.coordinator.kernel.phases import JobPhase
+from holdfast.coordinator.kernel.state import JobPhase
 from holdfast.coordinator.service.job_view import build_report
 from holdfast.coordinator.service.store import Store
 from holdfast.coordinator.service.tally import StepSummary
