@@ -80,10 +80,10 @@ async def _replace(job_dir: Path, kind: str) -> Replaced:
     async with JobClient(job_dir) as client:
         async for said in client.watch():
             if said.kind == "status" and not struck:
-                workers = said.value["workers"]
-                members = [w["node"] for w in workers if w["rank"] is not None]
-                ready = any(w["state"] == "ready" for w in workers)
-                if said.value["phase"] == "running" and len(members) == NODES and ready:
+                workers = said.value.workers
+                members = [w.node for w in workers if w.rank is not None]
+                ready = any(w.state == "ready" for w in workers)
+                if said.value.phase == "running" and len(members) == NODES and ready:
                     head = (job_dir / "claims" / "1").read_text()
                     struck, at = next(n for n in members if n != head), time.time()
                     if kind == "xid":

@@ -110,9 +110,9 @@ def holdfast(folder: Path, group: Group, model: str, cycles: int, progress: Prog
             async with JobClient(job_dir) as client:
                 async for said in client.watch():
                     if said.kind == "status":
-                        workers = said.value["workers"]
-                        if any(w["state"] == "ready" for w in workers):
-                            return str(next(w["node"] for w in workers if w["rank"] == 1))
+                        workers = said.value.workers
+                        if any(w.state == "ready" for w in workers):
+                            return str(next(w.node for w in workers if w.rank == 1))
             raise Failed("the job has ended")
 
         drained.append(asyncio.run(asyncio.wait_for(wait(), LIMIT_S)))

@@ -63,6 +63,7 @@ from holdfast.engines.client import JobClient
 from holdfast.engines.jobs import EXIT_STOPPED
 from holdfast.protocol.faults import MACHINE_FAULTS, PHASES, FaultKind
 from holdfast.protocol.job_options import Timing
+from holdfast.protocol.job_view import JobView
 from holdfast.protocol.network.endpoint import read_endpoint
 
 EVERY = 10
@@ -156,7 +157,7 @@ class Kind:
 
 
 def sync(deed: Callable[[JobClient, dict[str, Any]], None]) -> Act:
-    async def act(client: JobClient, status: dict[str, Any]) -> None:
+    async def act(client: JobClient, status: JobView) -> None:
         deed(client, status)
 
     return act
@@ -186,7 +187,7 @@ def in_recovery(job: Job) -> list[Deed]:
     second = job.rng.choice(["kill-worker", "kill-node", "stop-worker", "deadlock", "segfault", "drop-node"])
     rank = job.rng.randrange(2)
 
-    async def act(client: JobClient, status: dict[str, Any]) -> None:
+    async def act(client: JobClient, status: JobView) -> None:
         await client.post("/fault", f"{second}:rank={rank},phase=transfer")
         await client.post("/fault", f"kill-worker:rank={rank}")
 
@@ -196,7 +197,7 @@ def in_recovery(job: Job) -> list[Deed]:
 def signalled(who: str, number: signal.Signals) -> Make:
     def make(job: Job) -> list[Deed]:
         @sync
-        def act(client: JobClient, status: dict[str, Any]) -> None:
+        def act(client: JobClient, status: JobView) -> None:
             if (pid := job.pid_of(who)) is not None:
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
@@ -211,14 +212,14 @@ def agent_stopped(job: Job) -> list[Deed]:
     stopped: list[str] = []
 
     @sync
-    def act(client: JobClient, status: dict[str, Any]) -> None:
+    def act(client: JobClient, status: JobView) -> None:
         there = agents(job.home)
-        node = job.rng.choice(sorted({w["node"] for w in status["workers"]} & there.keys()))
+        node = job.rng.choice(sorted({w.node for w in status.workers} & there.keys()))
         os.kill(there[node], signal.SIGSTOP)
         stopped.append(node)
 
-    def lost(status: dict[str, Any]) -> bool:
-        return stopped[0] not in {w["node"] for w in status["workers"]}
+    def lost(status: JobView) -> bool:
+        return stopped[0] not in {w.node for w in status.workers}
 
     return [Deed(act), Deed(sync(lambda client, status: None), after=0, when=lost)]
 
@@ -228,7 +229,7 @@ def suspended(job: Job) -> list[Deed]:
     seconds = job.rng.uniform(0.5, 6)
 
     @sync
-    def act(client: JobClient, status: dict[str, Any]) -> None:
+    def act(client: JobClient, status: JobView) -> None:
         handles = [os.pidfd_open(pid) for pid in leftovers(job.home)]
         for number in (signal.SIGSTOP, signal.SIGCONT):
             for handle in handles:
@@ -248,14 +249,14 @@ def disk_full(job: Job) -> list[Deed]:
     number = job.rng.choice([None, signal.SIGKILL, signal.SIGTERM])
 
     @sync
-    def fill(client: JobClient, status: dict[str, Any]) -> None:
+    def fill(client: JobClient, status: JobView) -> None:
         assert job.disk is not None
         job.disk.fill()
         if number is not None and (pid := job.pid_of("coordinator")) is not None:
             os.kill(pid, number)
 
     @sync
-    def make_room(client: JobClient, status: dict[str, Any]) -> None:
+    def make_room(client: JobClient, status: JobView) -> None:
         assert job.disk is not None
         job.disk.make_room()
 
@@ -269,7 +270,7 @@ def files_deleted(job: Job) -> list[Deed]:
     victim = job.rng.choice([None, "coordinator", "worker"])
 
     @sync
-    def act(client: JobClient, status: dict[str, Any]) -> None:
+    def act(client: JobClient, status: JobView) -> None:
         pid = job.pid_of(victim) if victim else None
         for name in gone:
             path = job.dir / name
@@ -289,7 +290,7 @@ def no_descriptors(who: str) -> Make:
         limited: list[tuple[int, tuple[int, int]]] = []
 
         @sync
-        def take(client: JobClient, status: dict[str, Any]) -> None:
+        def take(client: JobClient, status: JobView) -> None:
             assert job.launcher is not None
             pid = job.launcher.pid if who == "launcher" else job.pid_of(who)
             if pid is None:
@@ -301,7 +302,7 @@ def no_descriptors(who: str) -> Make:
                 limited.append((pid, before))
 
         @sync
-        def give(client: JobClient, status: dict[str, Any]) -> None:
+        def give(client: JobClient, status: JobView) -> None:
             for pid, before in limited:
                 with suppress(ProcessLookupError):
                     resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
@@ -317,7 +318,7 @@ def cut(job: Job) -> list[Deed]:
     drawn = job.rng.random()
 
     @sync
-    def act(client: JobClient, status: dict[str, Any]) -> None:
+    def act(client: JobClient, status: JobView) -> None:
         if (where := read_endpoint(job.dir)) is None:
             return
         ours = set(agents(job.home).values())
@@ -341,7 +342,7 @@ def flooded(job: Job) -> list[Deed]:
     """Strangers on the ports of the coordinator and of all workers, to the job's end."""
 
     @sync
-    def act(client: JobClient, status: dict[str, Any]) -> None:
+    def act(client: JobClient, status: JobView) -> None:
         ports = [port for ports in workers(job.home).values() for port in ports[:2]]
         if (where := read_endpoint(job.dir)) is not None:
             ports.append(where.port)
@@ -355,7 +356,7 @@ def ledger_damaged(job: Job) -> list[Deed]:
     whole: list[bytes] = []
 
     @sync
-    def damage(client: JobClient, status: dict[str, Any]) -> None:
+    def damage(client: JobClient, status: JobView) -> None:
         assert job.launcher is not None
         if (pid := job.pid_of("coordinator")) is None:
             return
@@ -439,7 +440,7 @@ def named(name: str, job: Job, deeds: list[Deed]) -> list[Deed]:
     first, *rest = deeds
     last_begin = job.script.steps - job.script.over
 
-    async def act(client: JobClient, status: dict[str, Any]) -> None:
+    async def act(client: JobClient, status: JobView) -> None:
         job.done.append(name)
         await first.do(client, status)
 
@@ -447,7 +448,7 @@ def named(name: str, job: Job, deeds: list[Deed]) -> list[Deed]:
         act,
         job.rng.randint(*job.script.gap),
         job.script.world,
-        lambda status: first.when(status) and status["step"] < last_begin,
+        lambda status: first.when(status) and status.step < last_begin,
     )
     return [begin, *rest]
 
@@ -472,7 +473,7 @@ def draw(job: Job, count: int, used: set[str]) -> list[Deed]:
 
 
 def end_of_start(job: Job, how: str) -> Deed:
-    async def act(client: JobClient, status: dict[str, Any]) -> None:
+    async def act(client: JobClient, status: JobView) -> None:
         assert job.launcher is not None
         if how == "kill everything":
             await kill_everything(job.home)(client, status)

@@ -16,6 +16,7 @@ from typing import Any
 from harness import leftovers
 
 from holdfast.engines.client import JobClient, NoAnswer
+from holdfast.protocol.job_view import JobView
 
 Act = Callable[[JobClient, dict[str, Any]], Any]
 """What is done, with the job's client and its status."""
@@ -29,7 +30,7 @@ class Deed:
     do: Act
     after: int = 20
     world: int | None = None
-    when: Callable[[dict[str, Any]], bool] = lambda status: True
+    when: Callable[[JobView], bool] = lambda status: True
 
 
 def resize(nodes: int) -> Act:
@@ -39,8 +40,8 @@ def resize(nodes: int) -> Act:
 def drain(rank: int) -> Act:
     """The node of a rank is to leave."""
 
-    def deed(client: JobClient, status: dict[str, Any]) -> Any:
-        node = next(w["node"] for w in status["workers"] if w["rank"] == rank % status["world"])
+    def deed(client: JobClient, status: JobView) -> Any:
+        node = next(w.node for w in status.workers if w.rank == rank % status.world)
         return client.post("/drain", f'{{"type": "node-going", "node": "{node}", "reason": "test"}}')
 
     return deed
@@ -58,7 +59,7 @@ def fault(spec: str) -> Act:
 def kill_everything(home: Path) -> Act:
     """Every process of the job gets SIGKILL, and none sees another one's end."""
 
-    async def act(client: JobClient, status: dict[str, Any]) -> None:
+    async def act(client: JobClient, status: JobView) -> None:
         handles: dict[int, int] = {}
         while new := set(leftovers(home)) - set(handles):
             for pid in new:
@@ -82,7 +83,7 @@ class Gate:
         self._file = os.open(path, os.O_RDWR)  # both ends: it stays open, and so does what is written
 
     def open(self) -> Act:
-        async def act(client: JobClient, status: dict[str, Any]) -> None:
+        async def act(client: JobClient, status: JobView) -> None:
             os.write(self._file, b"." * 100)  # a byte for everybody who comes
 
         return act
@@ -91,9 +92,9 @@ class Gate:
         os.close(self._file)
 
 
-def newcomer(status: dict[str, Any]) -> bool:
+def newcomer(status: JobView) -> bool:
     """Somebody is ready to be let in."""
-    return any(w["state"] == "ready" for w in status["workers"])
+    return any(w.state == "ready" for w in status.workers)
 
 
 def stop() -> Act:
@@ -132,16 +133,16 @@ class Driver:
                 if said.kind == "status":
                     await self._see(client, said.value)
 
-    async def _see(self, client: JobClient, status: dict[str, Any]) -> None:
-        if not self.left or status["phase"] != "running":
+    async def _see(self, client: JobClient, status: JobView) -> None:
+        if not self.left or status.phase != "running":
             return
         deed = self.left[0]
-        if deed.world not in (None, status["world"]) or status["step"] < self._step + deed.after:
+        if deed.world not in (None, status.world) or status.step < self._step + deed.after:
             return
         if not deed.when(status):
             return
         self.left.pop(0)
-        self._step = status["step"]
+        self._step = status.step
         try:
             await deed.do(client, status)
         except NoAnswer:

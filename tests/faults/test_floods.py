@@ -106,9 +106,9 @@ async def until_all_are_there(home):
     """Its members train, so all of them listen for gloo, and the spare is ready."""
     async with JobClient(home / "jobs" / "job") as client:
         async for told in client.watch():
-            if told.kind != "status" or told.value["phase"] != "running":
+            if told.kind != "status" or told.value.phase != "running":
                 continue
-            if (told.value["step"] or 0) > 3 and any(w["state"] == "ready" for w in told.value["workers"]):
+            if (told.value.step or 0) > 3 and any(w.state == "ready" for w in told.value.workers):
                 return
 
 

@@ -62,7 +62,7 @@ async def reaches(job_dir: Path, step: int) -> None:
     """Returns when the job has committed so many steps."""
     async with asyncio.timeout(60), JobClient(job_dir) as client:
         async for said in client.watch():
-            if said.kind == "status" and said.value["step"] >= step:
+            if said.kind == "status" and said.value.step >= step:
                 return
 
 

@@ -36,8 +36,8 @@ def hooks(folder: Path) -> Path:
 async def until_it_trains(job_dir: Path, nodes: int) -> None:
     async with JobClient(job_dir) as client:
         async for said in client.watch():
-            there = said.kind == "status" and sum(n["alive"] for n in said.value["nodes"]) == nodes
-            if there and said.value["phase"] == "running" and said.value["step"] > 3:
+            there = said.kind == "status" and sum(n.alive for n in said.value.nodes) == nodes
+            if there and said.value.phase == "running" and said.value.step > 3:
                 return
 
 

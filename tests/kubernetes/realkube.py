@@ -26,6 +26,7 @@ from holdfast.kubernetes.client.api import Api, ApiError, NoApiAnswer, connect
 from holdfast.kubernetes.names import NOTE_FAULT, TAINT_UNHEALTHY
 from holdfast.kubernetes.objects.resource import job_path
 from holdfast.kubernetes.objects.schema import crd_text
+from holdfast.protocol.job_view import JobView
 
 CLUSTER = os.environ.get("HOLDFAST_KUBE_CLUSTER", "")
 IMAGE = os.environ.get("HOLDFAST_KUBE_IMAGE", "")
@@ -408,22 +409,22 @@ class Job:
         spares: int = 0,
         at_least: bool = False,
         within_s: float = PATIENCE_S,
-    ) -> dict[str, Any]:
+    ) -> JobView:
         """Waits until so many train, or at least so many, beyond a step, with so many spares ready; returns the status."""
 
         def wanted(said: Announcement) -> Any:
-            if said.kind != "status" or said.value["phase"] != "running":
+            if said.kind != "status" or said.value.phase != "running":
                 return None
-            ready = sum(w["state"] == "ready" for w in said.value["workers"])
-            ranks = sum(w["rank"] is not None for w in said.value["workers"])
+            ready = sum(w.state == "ready" for w in said.value.workers)
+            ranks = sum(w.rank is not None for w in said.value.workers)
             full = (
                 (ranks == nodes or (at_least and ranks > nodes))
                 and ready >= spares
-                and (said.value["step"] or 0) > beyond
+                and (said.value.step or 0) > beyond
             )
             return said.value if full else None
 
-        status: dict[str, Any] = await self.see(wanted, within_s)
+        status: JobView = await self.see(wanted, within_s)
         return status
 
     def client(self) -> AbstractAsyncContextManager[JobClient]:
@@ -439,9 +440,9 @@ class Job:
         """Ends it; each step has the loss that it has without faults, and none is missing. incidents: how many there may be."""
 
         def is_past_them(said: Announcement) -> bool:
-            if said.kind != "status" or said.value["phase"] != "running":
+            if said.kind != "status" or said.value.phase != "running":
                 return False
-            return all((said.value["step"] or 0) > (one["at_step"] or 0) for one in said.value["incidents"])
+            return all((said.value.step or 0) > (one.at_step or 0) for one in said.value.incidents)
 
         # A job that fell back to a checkpoint has steps in its ledger until they are done again: the end is to be after them.
         await self.see(is_past_them)
@@ -538,9 +539,9 @@ async def evict(api: Api, pod: str) -> bool:
     return False
 
 
-def node_of(status: dict[str, Any], rank: int) -> str:
+def node_of(status: JobView, rank: int) -> str:
     """The pod of a rank."""
-    return str(next(w["node"] for w in status["workers"] if w["rank"] == rank))
+    return str(next(w.node for w in status.workers if w.rank == rank))
 
 
 @asynccontextmanager
@@ -550,7 +551,7 @@ async def reached():
         yield api
 
 
-async def trained_apart(job: Job, status: dict[str, Any]) -> tuple[str, str]:
+async def trained_apart(job: Job, status: JobView) -> tuple[str, str]:
     """A node that trains on another machine than the coordinator's, with that machine."""
     seat = await job.machine(await job.coordinator())
     for rank in (0, 1):

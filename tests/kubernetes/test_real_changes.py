@@ -60,7 +60,7 @@ def test_a_job_is_edited_scaled_and_moved_while_it_trains(
             # As `kubectl scale` does it.
             for nodes in (1, 2):
                 await api.merge(f"{path}/scale", {"spec": {"replicas": nodes}})
-                status = await job.training(nodes, beyond=status["step"] + 3)
+                status = await job.training(nodes, beyond=status.step + 3)
             # Nobody may be scheduled there any more: the one that trains there moves, its replacement first.
             node, machine = await trained_apart(job, status)
             await cordon(api, machine)
@@ -69,7 +69,7 @@ def test_a_job_is_edited_scaled_and_moved_while_it_trains(
                 return not await pods_of(api, {"fieldSelector": f"spec.nodeName={machine}"})
 
             await until(has_moved, f"{node} has left {machine}")
-            await job.training(2, beyond=status["step"] + 5)
+            await job.training(2, beyond=status.step + 5)
             await job.stops_as(undisturbed, incidents=(0,))
 
     play(scene)
@@ -82,7 +82,7 @@ def test_an_eviction_with_a_spare_costs_nothing(
         async with pair(api, home, "evicted") as (job, status):
             node, _ = await trained_apart(job, status)
             await until(lambda: evict(api, node), f"{node} is evicted")
-            status = await job.training(2, beyond=status["step"] + 5, spares=1)
+            status = await job.training(2, beyond=status.step + 5, spares=1)
             assert node not in [node_of(status, rank) for rank in (0, 1)]
             await job.stops_as(undisturbed, incidents=(0,))
 
@@ -106,7 +106,7 @@ def test_a_coordinator_s_container_is_killed(
 
             # The kubelet's word of it may come after the next steps.
             assert await until(restarts, "the coordinator's container has been started again") == 1
-            await job.training(2, beyond=status["step"] + 5)
+            await job.training(2, beyond=status.step + 5)
             after = (await job.object())["status"]
             assert (after["coordinator"]["pod"], after["term"]) == (pod["metadata"]["name"], before["term"])
             where = await AddressLookup(pod["status"]["podIP"], 7077).find()
@@ -155,7 +155,7 @@ def test_what_is_deleted_beside_the_pods_is_there_when_it_is_needed(
 
             await until(are_back, "all that was deleted is there again")
             # The spare is in the lost one's place, and the new node is the spare now.
-            await job.training(2, beyond=status["step"] + 5, spares=1)
+            await job.training(2, beyond=status.step + 5, spares=1)
             secret = await api.get(beside[0])
             assert secret["data"] == there[beside[0]]["data"]
             assert base64.b64decode(secret["data"]["token"])
@@ -197,11 +197,11 @@ def test_three_faults_while_there_is_no_operator(
                 for rank in (0, 1):
                     async with client_of(job.dir) as client:
                         await client.post("/fault", f"kill-worker:rank={rank}")
-                    status = await job.training(2, beyond=status["step"] + 3)
+                    status = await job.training(2, beyond=status.step + 3)
                 _, machine = await trained_apart(job, status)
                 cluster("kill", machine)
-                status = await job.training(2, beyond=status["step"] + 3)
-            await job.training(2, beyond=status["step"], spares=1)
+                status = await job.training(2, beyond=status.step + 3)
+            await job.training(2, beyond=status.step, spares=1)
             assert (await job.object())["status"]["nextNumber"] == 4
             await job.stops_as(undisturbed, incidents=(2, 3))
 
@@ -220,7 +220,7 @@ def test_a_machine_that_a_cloud_takes_away(
             cluster("kill", machine)
             await api.delete(f"/api/v1/nodes/{machine}", node["metadata"]["uid"])
             await until(lambda: gone(api, f"{FOLDER}/pods/{lost}"), f"{lost} is collected")
-            status = await job.training(2, beyond=status["step"] + 5, spares=1)
+            status = await job.training(2, beyond=status.step + 5, spares=1)
             assert lost not in [node_of(status, rank) for rank in (0, 1)]
             await job.stops_as(undisturbed, incidents=(1,))
 

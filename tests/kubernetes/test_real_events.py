@@ -46,9 +46,9 @@ def test_a_job_s_life_is_told_by_events_and_its_end_stays_to_be_read(
 ):
     async def scene(api: Api) -> None:
         async with pair(api, home, "told") as (job, status):
-            nodes = sorted(one["node"] for one in status["workers"] if one["rank"] is not None)
+            nodes = sorted(one.node for one in status.workers if one.rank is not None)
             await job.kill_container(nodes[0])
-            await job.training(2, beyond=status["step"] + 10, spares=1)
+            await job.training(2, beyond=status.step + 10, spares=1)
 
             async def heard() -> bool:
                 return {"Started", "Incident", "Recovered"} <= (await told(api, "told")).keys()
@@ -121,7 +121,7 @@ def test_two_jobs_of_one_name_train_side_by_side(play: Callable[[Scene], None], 
 
                 await until(is_over, "the operator has seen its end")
             status = await first.training(1)
-            await first.training(1, beyond=status["step"] + 3)
+            await first.training(1, beyond=status.step + 3)
             await first.stop()
             assert await first.wait() != 0
         await api.delete(at, made["metadata"]["uid"])

@@ -118,12 +118,12 @@ async def replaced(api: Api, job: Job, status: dict[str, Any]) -> dict[str, Any]
     await delete(api, f"{FOLDER}/pods/{lost}")
 
     def left(said: Announcement) -> bool:
-        return said.kind == "status" and all(worker["node"] != lost for worker in said.value["workers"])
+        return said.kind == "status" and all(worker.node != lost for worker in said.value.workers)
 
     await job.see(left)
-    after = await job.training(2, beyond=status["step"] + 10, spares=1)
-    before = {worker["node"] for worker in status["workers"]}
-    assert {worker["node"] for worker in after["workers"]} - before, "no pod was made"
+    after = await job.training(2, beyond=status.step + 10, spares=1)
+    before = {worker.node for worker in status.workers}
+    assert {worker.node for worker in after.workers} - before, "no pod was made"
     return after
 
 

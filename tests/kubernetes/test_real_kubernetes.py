@@ -50,10 +50,10 @@ def test_a_machine_without_power_and_an_agent_killed_cost_no_step(
     async def scene(api: Api) -> None:
         async with pair(api, home, "power") as (job, status):
             cluster("kill", await job.machine(node_of(status, 1)))
-            status = await job.training(2, beyond=status["step"] + 5)
+            status = await job.training(2, beyond=status.step + 5)
             # In its place: the container is started again in its pod, and the node comes back.
             await job.kill_container(killed := node_of(status, 0))
-            await job.training(2, beyond=status["step"] + 5, spares=1)
+            await job.training(2, beyond=status.step + 5, spares=1)
             assert killed in await machines_of(api)
             # Within seconds of each other and in one zone they are one incident.
             await job.stops_as(undisturbed, incidents=(1, 2))
@@ -150,7 +150,7 @@ def test_operators_killed_and_the_coordinators_machine_lost(
 
             await job.succeeds(before)
             # More than was made before the power was gone: the machine may have had a node, too.
-            await job.training(2, beyond=status["step"] + 20)
+            await job.training(2, beyond=status.step + 20)
             await job.stops_as(undisturbed)
 
     play(scene)
@@ -165,7 +165,7 @@ def test_every_machine_is_drained_one_by_one(
             await drain_every_machine(api)
             assert job.process.poll() is None, "the job was over before the last machine was drained"
             # The coordinator may have moved with the last machine.
-            await job.training(2, beyond=status["step"] + 20)
+            await job.training(2, beyond=status.step + 20)
             # Planned changes are no faults.
             await job.stops_as(undisturbed, incidents=(0,))
 

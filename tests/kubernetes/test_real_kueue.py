@@ -273,10 +273,10 @@ def test_a_rack_of_which_a_machine_is_lost(
                 began_s = time.monotonic()
                 words = partial(job.says, "it waits until Kueue chooses its machine")
                 told = asyncio.create_task(until(words, "it is told"))
-                after = await job.training(1, beyond=status["step"] + 4)
+                after = await job.training(1, beyond=status.step + 4)
                 print(f"trains again {time.monotonic() - began_s:.1f} s after the loss")
                 await told
-                after = await job.training(1, beyond=after["step"], spares=1)
+                after = await job.training(1, beyond=after.step, spares=1)
                 print(f"has a spare again {time.monotonic() - began_s:.1f} s after the loss")
                 new = await machines_of(api)
                 assert set(new.values()) == FIRST_RACK - {lost} == await chosen(api, "racked-base")
@@ -305,7 +305,7 @@ def test_a_rack_that_has_no_other_machine(play: Callable[[Scene], None], home: P
                 assert set(there.values()) == FIRST_RACK == await chosen(api, "full-base")
                 lost = there[node_of(status, 1)]
                 cluster("kill", lost)
-                await job.training(2, beyond=status["step"] + 4)
+                await job.training(2, beyond=status.step + 4)
                 words = f"no replacement for unhealthy node(s): {lost}"
                 await until(partial(job.says, words), "Kueue's words are told")
 
@@ -316,7 +316,7 @@ def test_a_rack_that_has_no_other_machine(play: Callable[[Scene], None], home: P
                 await until(one_is_left, "the job is saved, and has given its pods back")
                 assert await admitted(api, "full-base")
                 cluster("boot", lost)
-                await job.training(2, beyond=status["step"] + 4, spares=1)
+                await job.training(2, beyond=status.step + 4, spares=1)
                 assert (await job.object())["status"]["run"] == 2
                 await job.stop()
                 assert await job.wait() == EXIT_STOPPED

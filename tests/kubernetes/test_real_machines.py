@@ -67,14 +67,14 @@ def test_a_machine_that_freezes_and_thaws(
             cluster("freeze", machine)
 
             try:
-                status = await job.training(2, beyond=status["step"] + 5)
+                status = await job.training(2, beyond=status.step + 5)
                 assert lost not in [node_of(status, rank) for rank in (0, 1)]
                 # One that thaws before its pod is deleted may join again, as a spare.
                 await job.gives_up(lost)
             finally:
                 cluster("thaw", machine)
             await until(lambda: gone(api, f"{FOLDER}/pods/{lost}"), f"the pod of {lost} is gone")
-            await job.training(2, beyond=status["step"] + 5)
+            await job.training(2, beyond=status.step + 5)
             await job.stops_as(undisturbed, incidents=(1,))
 
     play(scene)
@@ -92,11 +92,11 @@ def test_a_coordinator_whose_machine_freezes(
             cluster("freeze", machine)
             try:
                 await job.succeeds(first)
-                status = await job.training(2, beyond=status["step"] + 5)
+                status = await job.training(2, beyond=status.step + 5)
             finally:
                 cluster("thaw", machine)
             await until(lambda: gone(api, f"{FOLDER}/pods/{first}"), "the first coordinator is gone")
-            await job.training(2, beyond=status["step"] + 5)
+            await job.training(2, beyond=status.step + 5)
             assert (await job.object())["status"]["run"] == 1
             # The coordinator's, and a node's that stood on the same machine.
             await job.stops_as(undisturbed, incidents=(1, 2))
@@ -113,7 +113,7 @@ def test_a_machine_that_comes_back_after_its_power_loss_is_used_again(
         async with pair(api, home, "returns") as (job, status):
             lost, machine = await trained_apart(job, status)
             cluster("kill", machine)
-            status = await job.training(2, beyond=status["step"] + 5, spares=1)
+            status = await job.training(2, beyond=status.step + 5, spares=1)
             assert "deletionTimestamp" in (await job.pod(lost))["metadata"]
             cluster("boot", machine)
             await until(lambda: gone(api, f"{FOLDER}/pods/{lost}"), f"the old pod on {machine} is gone")
@@ -127,7 +127,7 @@ def test_a_machine_that_comes_back_after_its_power_loss_is_used_again(
                 return machine in now.values() and moved not in now
 
             await until(has_moved, f"another node is on {machine} in the place of {moved}")
-            status = await job.training(2, beyond=status["step"] + 5, spares=1)
+            status = await job.training(2, beyond=status.step + 5, spares=1)
             assert moved not in [node_of(status, rank) for rank in (0, 1)]
             await job.stops_as(undisturbed, incidents=(1,))
 
@@ -147,10 +147,10 @@ def test_two_of_four_machines_are_lost_at_once(
             lost = [machine for machine in MACHINES if machine != seat][:2]
             for machine in lost:
                 cluster("kill", machine)
-            status = await job.training(2, beyond=status["step"] + 5)
+            status = await job.training(2, beyond=status.step + 5)
             for machine in lost:
                 cluster("boot", machine)
-            await job.training(3, beyond=status["step"] + 5, spares=1)
+            await job.training(3, beyond=status.step + 5, spares=1)
             after = (await job.object())["status"]
             assert (after["run"], after["term"]) == (1, 1)
             await job.stops_as(undisturbed, incidents=(1, 2))
@@ -177,7 +177,7 @@ def test_all_nodes_are_lost_at_once(play: Callable[[Scene], None], home: Path, u
             ).values():
                 # It moves, and so does the node: neither goes to a machine that is not to be used.
                 await cordon(api, seat)
-                mover, before = await job.coordinator(), status["step"]
+                mover, before = await job.coordinator(), status.step
 
                 async def has_moved(mover: str = mover) -> bool:
                     await evict(api, mover)
@@ -198,7 +198,7 @@ def test_all_nodes_are_lost_at_once(play: Callable[[Scene], None], home: Path, u
             # Only then: until they are missed the job seems to train, and beyond the step that was seen last.
             for node in there:
                 await job.gives_up(node)
-            await job.training(2, beyond=status["step"] + 5)
+            await job.training(2, beyond=status.step + 5)
             assert (await job.object())["status"]["term"] == term
             assert not set(there) & set(await machines_of(api))
             await job.stops_as(undisturbed, incidents=(1, 2))
@@ -214,11 +214,11 @@ def test_all_agents_end_at_once(play: Callable[[Scene], None], home: Path, undis
             status = await job.training(2, beyond=30)
             there = await machines_of(api)
             await asyncio.gather(*map(job.kill_container, there))
-            await job.training(2, beyond=status["step"] + 5)
+            await job.training(2, beyond=status.step + 5)
             assert await machines_of(api) == there
             await job.stops_as(undisturbed)
             incidents = json.loads((job.dir / "report.json").read_text())["incidents"]
-            assert sum(one["lost_steps"] for one in incidents) < status["step"]
+            assert sum(one["lost_steps"] for one in incidents) < status.step
 
     play(scene)
 
@@ -251,7 +251,7 @@ def test_a_machine_on_which_the_agent_cannot_start(
                     return len(now) == 3 and empty not in now.values()
 
                 await until(is_elsewhere, f"it is on another machine than {empty}", 2 * PATIENCE_S)
-                status = await job.training(2, beyond=status["step"] + 5, spares=1)
+                status = await job.training(2, beyond=status.step + 5, spares=1)
             finally:
                 cluster("exec", empty, "umount", LIBRARIES)
             spec = (await api.get(f"{NODES}/{empty}"))["spec"]
@@ -361,7 +361,7 @@ def test_a_kubelet_that_evicts_a_pod_which_fills_its_disk(
                 return full not in await machines_of(api)
 
             await until(replaced, f"{full} is evicted", 2 * PATIENCE_S)
-            status = await job.training(2, beyond=status["step"] + 5, spares=1)
+            status = await job.training(2, beyond=status.step + 5, spares=1)
             assert full not in [node_of(status, rank) for rank in (0, 1)]
             await job.stops_as(undisturbed, incidents=(0,))
             # Its agent has ended in order, so its pod's status says nothing, and the kubelet's own Event does.
@@ -404,7 +404,7 @@ def test_a_machine_whose_disk_is_full(play: Callable[[Scene], None], home: Path,
                 await cordon(api, full, on=False)
                 status = await job.training(3, beyond=3)
                 await cordon(api, last, on=False)
-                status = await job.training(3, beyond=status["step"], spares=1)
+                status = await job.training(3, beyond=status.step, spares=1)
                 there = await machines_of(api)
                 (node,) = (name for name, machine in there.items() if machine == full)
                 assert node in [node_of(status, rank) for rank in range(3)]
@@ -415,17 +415,17 @@ def test_a_machine_whose_disk_is_full(play: Callable[[Scene], None], home: Path,
                     return node not in await machines_of(api)
 
                 await until(has_left, f"{node} is evicted")
-                status = await job.training(3, beyond=status["step"] + 5)
+                status = await job.training(3, beyond=status.step + 5)
                 assert node not in [node_of(status, rank) for rank in range(3)]
                 assert full not in (await machines_of(api)).values()
                 about = f"reason=Evicted,involvedObject.name={node}"
                 events = (await api.list_all(f"{FOLDER}/events", {"fieldSelector": about}))[0]
                 assert "low on resource: ephemeral-storage" in events[0]["message"]
                 cluster("exec", full, "rm", OTHERS.format(folder=folder))
-                status = await job.training(3, beyond=status["step"] + 5, spares=1)
+                status = await job.training(3, beyond=status.step + 5, spares=1)
                 assert full in (await machines_of(api)).values()
                 assert is_untouched(await api.get(f"{NODES}/{full}"))
-                assert not status["health"]["quarantine"]
+                assert not status.health.quarantine
                 await job.stops_as(undisturbed, incidents=(0, 1))
         finally:
             await has_disk(api, full, ordinary)
@@ -474,7 +474,7 @@ def test_somebody_else_calls_a_machine_sick(
                     return machine not in (await machines_of(api)).values()
 
                 await until(has_left, f"{node} has left {machine}")
-                status = await job.training(2, beyond=status["step"] + 5, spares=1)
+                status = await job.training(2, beyond=status.step + 5, spares=1)
                 metadata = (await api.get(path))["metadata"]
                 assert not [name for name in metadata.get("annotations", {}) if "holdfast" in name]
                 assert node not in [node_of(status, rank) for rank in (0, 1)]
@@ -522,7 +522,7 @@ def test_a_rule_that_calls_every_machine_sick(
                 await until(
                     told, f"{node} has left {machine}, and of the others it is said that they stay in use"
                 )
-                status = await job.training(2, beyond=status["step"] + 5, spares=1)
+                status = await job.training(2, beyond=status.step + 5, spares=1)
                 assert node not in [node_of(status, rank) for rank in (0, 1)]
                 await job.stops_as(undisturbed, incidents=(0,))
             finally:

@@ -130,11 +130,11 @@ def test_a_thousand_nodes_beside_a_job_that_trains(
             await until(are_made, "a part of the pods is made")
             lost, away = await trained_apart(job, status)
             cluster("kill", away)
-            await job.training(2, beyond=status["step"] + 5)
+            await job.training(2, beyond=status.step + 5)
             await job.gives_up(lost)
             await until(there(NODES), f"{NODES} pods run", 2 * PATIENCE_S)
             cluster("boot", away)
-            status = await job.training(2, beyond=status["step"] + 5, spares=1)
+            status = await job.training(2, beyond=status.step + 5, spares=1)
             before = {pod["metadata"]["name"] for pod in await pods_of_large(api)}
             gone = (await pods_of_large(api))[NODES // 2]["metadata"]
             await api.delete(f"{FOLDER}/pods/{gone['name']}", gone["uid"])

@@ -65,7 +65,7 @@ def test_a_machine_that_a_job_blames(
                 assert f"k8s:{first}" in told.stdout, told.stderr
                 assert f"is cleared in {job.name}" in told.stdout
             # Both have passed or were cleared: they are used again.
-            await job.training(2, beyond=status["step"] + 5, spares=1)
+            await job.training(2, beyond=status.step + 5, spares=1)
 
             async def unmarked() -> bool:
                 return not any([on(await api.get(f"{NODES}/{machine}")) for machine in MACHINES])

@@ -240,18 +240,18 @@ async def first_life(api: Api, now: Weather, home: Path, undisturbed: Undisturbe
         status = await job.training(2, beyond=3, spares=1, within_s=PATIENCE_S)
         now.part = "replace"
         await delete(api, node_of(status, 1))
-        status = await job.training(2, beyond=status["step"] + 10, spares=1, within_s=PATIENCE_S)
+        status = await job.training(2, beyond=status.step + 10, spares=1, within_s=PATIENCE_S)
         now.part = "take over"
         before = await job.coordinator()
         await delete(api, before)
 
         await job.succeeds(before, PATIENCE_S)
-        status = await job.training(2, beyond=status["step"] + 10, spares=1, within_s=PATIENCE_S)
+        status = await job.training(2, beyond=status.step + 10, spares=1, within_s=PATIENCE_S)
         now.part = "resize"
         await until(changes(api, path, {"spec": {"nodes": 1}}), "a smaller size", PATIENCE_S)
-        status = await job.training(1, beyond=status["step"] + 5, within_s=PATIENCE_S)
+        status = await job.training(1, beyond=status.step + 5, within_s=PATIENCE_S)
         await until(changes(api, path, {"spec": {"nodes": 2}}), "its size again", PATIENCE_S)
-        await job.training(2, beyond=status["step"] + 5, spares=1, within_s=PATIENCE_S)
+        await job.training(2, beyond=status.step + 5, spares=1, within_s=PATIENCE_S)
         now.part = "end"
         ttl = {"spec": {"runPolicy": {"ttlSecondsAfterFinished": 1}}}
         await until(changes(api, path, ttl), "a time to live", PATIENCE_S)

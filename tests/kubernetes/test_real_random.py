@@ -169,15 +169,13 @@ def test_whatever_comes_the_curve_is_the_undisturbed_one(
                     if fate.dice.random() < 0.7:
                         # Alone, or two of them at once.
                         status = await job.training(
-                            1, beyond=status["step"] + fate.dice.randint(1, 12), at_least=True
+                            1, beyond=status.step + fate.dice.randint(1, 12), at_least=True
                         )
                         await fate.mended()
-                        status = await job.training(
-                            2, beyond=status["step"], spares=1, within_s=2 * PATIENCE_S
-                        )
+                        status = await job.training(2, beyond=status.step, spares=1, within_s=2 * PATIENCE_S)
             finally:
                 await fate.mended()
-            await job.training(2, beyond=status["step"] + 3, spares=1, within_s=2 * PATIENCE_S)
+            await job.training(2, beyond=status.step + 3, spares=1, within_s=2 * PATIENCE_S)
             await job.stops_as(undisturbed)
 
     play(scene)

@@ -65,7 +65,7 @@ def test_another_machine_is_asked_for(
             if kind == "Machine":
                 await api.delete(f"/api/v1/nodes/{machine}", uid)
             await until(lambda: gone(api, f"/api/v1/nodes/{machine}"), f"the Node of {machine} is gone")
-            status = await job.training(2, beyond=status["step"] + 5, spares=1)
+            status = await job.training(2, beyond=status.step + 5, spares=1)
             assert len(json.loads((await api.get(RECORDS))["data"]["records.json"])) == 1
             await job.stops_as(undisturbed, incidents=(1,))
 

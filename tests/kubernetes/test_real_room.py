@@ -66,8 +66,8 @@ def test_a_drain_without_a_spare_shrinks_the_job(
             node, machine = await trained_apart(job, status)
             async with drained(api, machine):
                 await until(lambda: evict(api, node), f"{node} is evicted", 2 * PATIENCE_S)
-                status = await job.training(1, beyond=status["step"] + 3)
-            await job.training(2, beyond=status["step"] + 3)
+                status = await job.training(1, beyond=status.step + 3)
+            await job.training(2, beyond=status.step + 3)
             await job.stops_as(undisturbed, incidents=(0,))
 
     play(scene)
@@ -86,11 +86,11 @@ def test_a_drain_of_a_job_of_fixed_size_waits_for_a_machine(
                 await until(lambda: job.says("untolerated taint"), "what is missing is said")
                 assert not await evict(api, node)
                 assert not await gone(api, f"{FOLDER}/pods/{node}")
-                status = await job.training(2, beyond=status["step"] + 20)
+                status = await job.training(2, beyond=status.step + 20)
                 assert node in [node_of(status, rank) for rank in (0, 1)]
                 assert not await evict(api, node)
             await until(lambda: evict(api, node), f"{node} is evicted")
-            await job.training(2, beyond=status["step"] + 5)
+            await job.training(2, beyond=status.step + 5)
             await job.stops_as(undisturbed, incidents=(0,))
 
     play(scene)
@@ -117,7 +117,7 @@ def test_two_jobs_and_room_for_one_and_a_half(
             assert not is_true(await second.object(), "Training")
             status = await first.training(3, beyond=5)
             await until(lambda: second.says("the next try is at"), "the other gave back", 4 * PATIENCE_S)
-            await first.training(3, beyond=status["step"] + 5)
+            await first.training(3, beyond=status.step + 5)
             await first.stops_as(undisturbed, incidents=(0,))
             await second.condition("Training", 6 * PATIENCE_S)
             await second.training(3, beyond=5)

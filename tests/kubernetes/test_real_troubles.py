@@ -57,14 +57,14 @@ def test_a_cable_that_is_plugged_in_again(
         async with pair(api, home, "cut") as (job, status):
             lost, machine = await trained_apart(job, status)
             cluster("cut", machine)
-            status = await job.training(2, beyond=status["step"] + 5)
+            status = await job.training(2, beyond=status.step + 5)
             assert lost not in [node_of(status, rank) for rank in (0, 1)]
 
             await job.gives_up(lost)
             cluster("heal", machine)
             # The kubelet says so, which was there all the time: its processes have ended.
             await until(lambda: gone(api, f"{PODS}/{lost}"), "the pod behind the cut is gone")
-            status = await job.training(2, beyond=status["step"] + 5)
+            status = await job.training(2, beyond=status.step + 5)
             await job.stops_as(undisturbed, incidents=(1,))
 
     play(scene)
@@ -87,7 +87,7 @@ def test_a_machine_that_the_api_server_alone_does_not_reach(
             cluster("block", machine)
             try:
                 await until(not_ready, f"Kubernetes calls {machine} not ready")
-                status = await job.training(2, beyond=status["step"] + 20, spares=1)
+                status = await job.training(2, beyond=status.step + 20, spares=1)
             finally:
                 cluster("unblock", machine)
             assert node in [node_of(status, rank) for rank in (0, 1)]
@@ -110,10 +110,10 @@ def test_two_coordinators_that_do_not_see_each_other(
             cluster("cut", machine)
 
             await job.succeeds(first)
-            status = await job.training(2, beyond=status["step"] + 5)
+            status = await job.training(2, beyond=status.step + 5)
             cluster("heal", machine)
             await until(lambda: gone(api, f"{PODS}/{first}"), "the coordinator behind the cut is gone")
-            await job.training(2, beyond=status["step"] + 5)
+            await job.training(2, beyond=status.step + 5)
             assert await job.coordinator() != first
             await job.stops_as(undisturbed)
 
@@ -147,7 +147,7 @@ def test_a_coordinator_whose_network_is_broken_while_its_machine_is_ready(
 
             await until(succeeded, "a coordinator of the next term")
             print(f"unplugged: another coordinator after {time.monotonic() - began_s:.1f} s")
-            status = await job.training(2, beyond=status["step"] + 5)
+            status = await job.training(2, beyond=status.step + 5)
             await until(lambda: gone(api, f"{PODS}/{first}"), "the coordinator that nobody reaches is gone")
             assert await job.machine(await job.coordinator()) != machine
             await job.stops_as(undisturbed, incidents=(1,))
@@ -212,7 +212,7 @@ def test_an_agent_is_killed_for_memory_again_and_again(
         options = ("--nnodes", "1:2", "--spares", 0, "--node-cpus", 1, *PATIENT)
         async with Job(api, home, "leaks", *options, script=leaks, steps=STEPS, pace_s=PACE_S) as job:
             status = await job.training(2)
-            (bad,) = (w["node"] for w in status["workers"] if w["node"].endswith("-n1"))
+            (bad,) = (w.node for w in status.workers if w.node.endswith("-n1"))
             restarts = [0]
 
             async def elsewhere() -> bool:
@@ -224,7 +224,7 @@ def test_an_agent_is_killed_for_memory_again_and_again(
 
             await until(elsewhere, f"{bad} has another one in its place", 2 * PATIENCE_S)
             assert max(restarts) == 1
-            status = await job.training(2, beyond=status["step"] + 5)
+            status = await job.training(2, beyond=status.step + 5)
             await job.stops_as(undisturbed)
             incidents = json.loads((job.dir / "report.json").read_text())["incidents"]
             lost = [one["cause"] for one in incidents if one["cause_kind"] == "node"]
@@ -268,7 +268,7 @@ def test_an_operator_that_stood_still_makes_no_second_pod(
                 await until(lambda: evict(api, lost or ""), f"{lost} is evicted")
             else:
                 cluster("kill", await job.machine(lost))
-            status = await job.training(2, beyond=status["step"] + 5)
+            status = await job.training(2, beyond=status.step + 5)
 
             async def replaced() -> bool:
                 return (await job.object())["status"]["nextNumber"] == 4
@@ -336,7 +336,7 @@ def test_a_pod_of_higher_priority_takes_a_machine(
                     return is_true(await api.get(f"{path}/urgent"), "Ready")
 
                 await until(runs, "the urgent pod has the machine")
-                status = await job.training(2, beyond=status["step"])
+                status = await job.training(2, beyond=status.step)
                 assert node not in [node_of(status, rank) for rank in (0, 1)]
                 await job.stops_as(undisturbed, incidents=(0,))
             finally:

@@ -61,12 +61,12 @@ def test_a_coordinator_is_lost_while_the_api_server_is_down(
                 cluster("kill", seat)
             finally:
                 cluster("apiserver", "start")
-            await job.training(2, beyond=status["step"] + 5)
+            await job.training(2, beyond=status.step + 5)
             after = (await job.object())["status"]
             assert after["term"] > term
             assert after["run"] == 1
             cluster("boot", seat)
-            await job.training(2, beyond=status["step"] + 10, spares=1)
+            await job.training(2, beyond=status.step + 10, spares=1)
             await job.stops_as(undisturbed)
 
     play(scene)
@@ -107,7 +107,7 @@ def test_the_leading_operator_is_lost_with_the_coordinator(
             cluster("kill", seat)
             await job.succeeds(before)
             print(f"another coordinator after {time.monotonic() - at:.1f} s")
-            await job.training(2, beyond=status["step"] + 20)
+            await job.training(2, beyond=status.step + 20)
             print(f"training again after {time.monotonic() - at:.1f} s")
             assert (await api.get(LEASE))["spec"]["holderIdentity"] not in ("", holder)
             assert (await job.object())["status"]["term"] == term + 1
@@ -129,13 +129,13 @@ def test_a_coordinator_is_lost_after_the_nodes_that_kept_its_ledger(
                 if (machine := await job.machine(node)) != seat:
                     cluster("kill", machine)
                     dark.append(machine)
-                    status = await job.training(2, beyond=status["step"] + 5)
+                    status = await job.training(2, beyond=status.step + 5)
             cluster("kill", seat)
             # An operator may be on any of them.
             for machine in dark:
                 cluster("boot", machine)
             await job.succeeds(before)
-            await job.training(2, beyond=status["step"] + 5, spares=1)
+            await job.training(2, beyond=status.step + 5, spares=1)
             cluster("boot", seat)
             async with job.client() as client:
                 assert (await client.get("/report"))["steps"]["lost"] == 0
@@ -156,10 +156,10 @@ def test_a_coordinator_is_lost_while_the_name_service_is_down(
             try:
                 cluster("kill", await job.machine(before))
                 await job.succeeds(before)
-                status = await job.training(2, beyond=status["step"] + 20)
+                status = await job.training(2, beyond=status.step + 20)
             finally:
                 cluster("dns", "start")
-            await job.training(2, beyond=status["step"], spares=1)
+            await job.training(2, beyond=status.step, spares=1)
             assert (await job.object())["status"]["run"] == 1
             await job.stops_as(undisturbed)
 
@@ -180,7 +180,7 @@ def test_a_database_that_stands_still(play: Callable[[Scene], None], home: Path,
                     await job.object()
             finally:
                 cluster("etcd", "thaw")
-            status = await job.training(2, beyond=status["step"] + 5, spares=1)
+            status = await job.training(2, beyond=status.step + 5, spares=1)
             assert lost not in [node_of(status, rank) for rank in (0, 1)]
             assert (await job.object())["status"]["nextNumber"] == 4
             await job.stops_as(undisturbed, incidents=(1,))
@@ -218,7 +218,7 @@ def test_the_definition_and_the_operator_are_upgraded_in_a_run(
                 _, machine = await trained_apart(job, status)
                 assert {pod["metadata"]["uid"] for pod in await pods_of(api)} == before
                 cluster("kill", machine)
-                await job.training(2, beyond=status["step"] + 5, spares=1)
+                await job.training(2, beyond=status.step + 5, spares=1)
                 await job.stops_as(undisturbed, incidents=(1,))
             finally:
                 await api.apply(path, yaml.safe_load(crd_text()), manager="tests")
@@ -253,7 +253,7 @@ def test_labels_are_taken_from_all_pods_and_a_stranger_has_them(
                     )
 
                 await until(have_them, "all pods have their labels again")
-                status = await job.training(2, beyond=status["step"] + 5, spares=1)
+                status = await job.training(2, beyond=status.step + 5, spares=1)
             there = {pod["metadata"]["uid"] for pod in await pods_of(api)}
             assert there == {pod["metadata"]["uid"] for pod in mine} | {made["metadata"]["uid"]}
             await job.stops_as(undisturbed, incidents=(0,))
@@ -313,7 +313,7 @@ def test_a_coordinator_that_stands_still_has_a_successor(
             cluster("exec", await job.machine(first), "sh", "-c", STOP)
 
             await job.succeeds(first)
-            status = await job.training(2, beyond=status["step"] + 5)
+            status = await job.training(2, beyond=status.step + 5)
             await until(lambda: gone(api, f"{FOLDER}/pods/{first}"), "the one that stands still is gone")
             await job.stops_as(undisturbed, incidents=(1,))
 

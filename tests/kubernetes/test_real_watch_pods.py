@@ -75,14 +75,14 @@ def test_a_machine_whose_kernel_says_that_it_is_broken(
                 return machine not in (await machines_of(api)).values()
 
             await until(has_left, f"{node} has left {machine}", 2 * PATIENCE_S)
-            status = await job.training(2, beyond=status["step"] + 5, spares=1)
+            status = await job.training(2, beyond=status.step + 5, spares=1)
             assert node not in [node_of(status, rank) for rank in (0, 1)]
             await keeps_away(api, job, machine, status)
             await successor(api, machine)
             assert await is_sick(api, machine)
             await api.merge(f"{NODES}/{machine}", annotation(None))
             await until(lambda: is_well(api, machine), f"{machine} is well")
-            await job.training(2, beyond=status["step"] + 5, spares=1)
+            await job.training(2, beyond=status.step + 5, spares=1)
             assert await is_well(api, machine), "the line of before is found again"
             await job.stops_as(undisturbed, incidents=(0,))
 
@@ -341,7 +341,7 @@ async def is_well(api: Api, machine: str) -> bool:
 async def keeps_away(api: Api, job: Job, machine: str, status: dict[str, Any]) -> None:
     """The machine is the emptiest of all now, and yet the next spare goes elsewhere."""
     ranks = [node_of(status, rank) for rank in (0, 1)]
-    spare = next(w["node"] for w in status["workers"] if w["rank"] is None and w["state"] == "ready")
+    spare = next(w.node for w in status.workers if w.rank is None and w.state == "ready")
     assert spare not in ranks
     pod = await job.pod(spare)
     await api.delete(f"{FOLDER}/pods/{spare}", pod["metadata"]["uid"])

@@ -133,7 +133,7 @@ def test_watches_that_say_nothing(play: Callable[[Scene], None], home: Path, und
             async with changed_unheard(api, home, job) as answered:
                 await answered(SILENT_S + PATIENCE_S)
             assert all(versions(proxy, path, begun) for path in WATCHED)
-            await job.training(2, beyond=status["step"], spares=1)
+            await job.training(2, beyond=status.step, spares=1)
             await job.stops_as(undisturbed)
 
     play(scene)
@@ -172,7 +172,7 @@ def test_a_version_that_the_server_has_forgotten(
                 await answered(PATIENCE_S)
             print(f"{proxy.gone} watches were told that their version is gone")
             assert proxy.gone >= len(WATCHED)
-            await job.training(2, beyond=status["step"], spares=1)
+            await job.training(2, beyond=status.step, spares=1)
             await job.stops_as(undisturbed)
 
     play(scene)

@@ -17,6 +17,7 @@ from typing import Any
 
 from holdfast.coordinator.service.store import Store, newest_ledger
 from holdfast.engines.client import Announcement, JobClient
+from holdfast.protocol.job_view import JobView
 
 CLUSTER = os.environ.get("HOLDFAST_SLURM_CLUSTER", "")
 NODES = [f"n{i}" for i in range(1, 7)]
@@ -218,19 +219,19 @@ class Job:
         value: dict[str, Any] = self.see(wanted, after, within_s).value
         return value
 
-    def training(self, world: int, beyond: int = 0, spares: int = 0) -> dict[str, Any]:
+    def training(self, world: int, beyond: int = 0, spares: int = 0) -> JobView:
         """Waits until so many workers train, beyond a step, and so many spares are ready; returns the status."""
 
         def wanted(said: Announcement) -> bool:
-            if said.kind != "status" or said.value["phase"] != "running":
+            if said.kind != "status" or said.value.phase != "running":
                 return False
-            ready = sum(w["state"] == "ready" for w in said.value["workers"])
-            step = said.value["step"]
+            ready = sum(w.state == "ready" for w in said.value.workers)
+            step = said.value.step
             if step is None:  # at level 0 only the script knows where it went on after a restart
-                step = said.value["steps"]["computed"] or 0
-            return said.value["world"] == world and step > beyond and ready >= spares
+                step = said.value.steps.computed or 0
+            return said.value.world == world and step > beyond and ready >= spares
 
-        value: dict[str, Any] = self.see(wanted).value
+        value: JobView = self.see(wanted).value
         return value
 
     def post(self, path: str, body: str = "") -> None:
@@ -264,10 +265,10 @@ class Job:
         )
 
 
-def members(status: dict[str, Any]) -> list[str]:
+def members(status: JobView) -> list[str]:
     """The nodes that train, by rank."""
-    ranked = [w for w in status["workers"] if w["rank"] is not None]
-    return [w["node"] for w in sorted(ranked, key=lambda w: w["rank"])]
+    ranked = [w for w in status.workers if w.rank is not None]
+    return [w.node for w in sorted(ranked, key=lambda w: w.rank)]
 
 
 def paced(home: Path, name: str) -> list[object]:

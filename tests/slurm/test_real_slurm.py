@@ -64,7 +64,7 @@ def test_nodes_lost_drained_and_the_coordinators_own(home: Path, undisturbed: li
 
         job.training(3, spares=0)
         cluster("kill", head)  # the batch script and the coordinator die with it
-        status = job.training(3, beyond=status["step"] + 40)
+        status = job.training(3, beyond=status.step + 40)
         assert job.coordinator != head
         hurry(job)
         assert job.wait(120) == 0
@@ -85,11 +85,11 @@ def test_a_job_that_makes_room_is_queued_again_and_goes_on(home: Path, undisturb
         stopped = job.report()
         assert stopped["outcome"] == "stopped"
         assert (stopped["cause"], stopped["reason"]) == ("preemption", "Slurm ends the whole allocation")
-        assert stopped["saved"]["step"] >= before["step"]
+        assert stopped["saved"]["step"] >= before.step
         until(lambda: (job.dir / "runs" / "1" / "report.json").exists(), "it begins again")
         status = job.training(3, beyond=stopped["steps"]["committed"])
         # They read their state from disk, and have it.
-        assert {row["state"] for row in status["workers"]} == {"member"}
+        assert {row.state for row in status.workers} == {"member"}
         hurry(job)
         assert job.wait(100) == 0
     assert job.report()["outcome"] == "finished"
@@ -131,11 +131,11 @@ def test_a_node_cut_off_fences_itself(home: Path, undisturbed: list[float]) -> N
             e["seq"] > closed["seq"] and e["fields"].get("node") == victim for e in events(job, "node-joined")
         )
 
-        status = job.training(3, beyond=status["step"])
+        status = job.training(3, beyond=status.step)
         cluster("cut", head)  # the coordinator's: most nodes miss it, so one of them takes over
         until(lambda: job.coordinator != head, "another has the coordinator")
         cluster("heal", head)  # what lives there is turned away, or comes back as a new node
-        status = job.training(3, beyond=status["step"] + 20)
+        status = job.training(3, beyond=status.step + 20)
         assert job.coordinator != head
         hurry(job)
         assert job.wait(100) == 0
@@ -153,12 +153,12 @@ def test_a_batch_host_cut_off_for_long_comes_back(home: Path, undisturbed: list[
         cluster("cut", head)
         until(lambda: job.coordinator != head, "another has the coordinator")
         until(lambda: "down" in state(head), "Slurm gives it up")
-        status = job.training(3, beyond=status["step"])
+        status = job.training(3, beyond=status.step)
         cluster("heal", head)
         until(lambda: (job.dir / "runs" / "1" / "report.json").exists(), "the job is queued again")
         stopped = json.loads((job.dir / "runs" / "1" / "report.json").read_text())
         assert stopped["outcome"] == "stopped"
-        assert stopped["saved"]["step"] >= status["step"]
+        assert stopped["saved"]["step"] >= status.step
         job.training(3, beyond=stopped["steps"]["committed"])
         hurry(job)
         assert job.wait(100) == 0
@@ -197,9 +197,9 @@ def test_an_ordinary_user_has_everything_but_draining(users_home: Path, undistur
         status = job.training(
             3, spares=2
         )  # one of them from a follow-up allocation, which is not the sick node
-        assert sick not in {w["node"] for w in status["workers"] if w["state"] != "gone"}
+        assert sick not in {w.node for w in status.workers if w.state != "gone"}
         cluster("kill", head)
-        status = job.training(3, beyond=status["step"] + 20)
+        status = job.training(3, beyond=status.step + 20)
         assert job.coordinator != head
         hurry(job)
         assert job.wait(100) == 0

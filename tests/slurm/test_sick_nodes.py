@@ -65,9 +65,7 @@ def test_sick_nodes_are_booted_or_replaced(home: Path, undisturbed: list[float])
         job.event("incident-closed", said["seq"])
         until(lambda: switch(booted) not in ("", before), "Slurm has booted it")
         until(lambda: state(booted) in ("idle", "allocated"), "it can be used again")
-        status = job.training(
-            3, beyond=status["step"], spares=2
-        )  # it came back, or another one of a follow-up
+        status = job.training(3, beyond=status.step, spares=2)  # it came back, or another one of a follow-up
 
         replaced = next(n for n in members(status) if n != head)
         assert job.command("fault", "xid=79", f"node={replaced}").returncode == 0
