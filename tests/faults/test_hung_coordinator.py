@@ -25,7 +25,7 @@ def hang(job_dir, number):
         store = Store(job_dir / "job.sqlite", read_only=True)
         pids = {e.fields["worker"]: e.fields["pid"] for e in store.events() if e.kind == "worker-started"}
         store.close()
-        victim = next(w["worker"] for w in status["workers"] if w["rank"] == 1)
+        victim = next(w.worker for w in status.workers if w.rank == 1)
         os.kill(read_endpoint(job_dir).pid, number)
         os.kill(pids[victim], signal.SIGKILL)
 

@@ -33,7 +33,7 @@ def faults(*specs):
 
 def replaced(status):
     """Somebody new is here, or about to be."""
-    return status["world"] == 4 or newcomer(status)
+    return status.world == 4 or newcomer(status)
 
 
 def formed(ran):

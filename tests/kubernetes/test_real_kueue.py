@@ -120,7 +120,7 @@ async def one_node_goes_and_comes_back(api: Api, job: Job) -> None:
     assert await admitted(api, "queued-base")
     assert not await admitted(api, "queued-plus-1")
     await goes(api, "small")
-    await job.training(2, beyond=alone["step"])
+    await job.training(2, beyond=alone.step)
     assert (await api.get(f"{WORKLOADS}/queued-base"))["metadata"]["uid"] == base
     assert (await job.object())["status"]["run"] == 1, "it was not restarted"
     assert (await job.object())["status"]["term"] == 1
