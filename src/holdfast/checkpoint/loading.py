@@ -442,7 +442,7 @@ def read(state: Mapping[str, Any], located: Located, backend: Backend) -> Loaded
                     "determines which of them are needed; initialize the optimizer's state first "
                     "(torch.distributed.checkpoint.state_dict)"
                 )
-            leaf = Leaf(spec.path, torch.empty(spec.shape, dtype=dtype_of(spec)))
+            leaf = Leaf(path=spec.path, local=torch.empty(spec.shape, dtype=dtype_of(spec)))
             tensors.append(leaf.local)
         else:
             piece = piece_of(spec.path, target)

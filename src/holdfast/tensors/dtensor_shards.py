@@ -22,7 +22,7 @@ Submesh = Callable[[tuple[str, ...]], Any]
 """The DeviceMesh of these dimensions."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Leaf:
     """A tensor of the state: what of it is here, and where that begins in the global tensor."""
 
@@ -71,14 +71,14 @@ def piece_of(path: str, tensor: torch.Tensor) -> Leaf:
         UsageError: a DTensor whose placement keeps no contiguous box of it (or sums that are still to be reduced).
     """
     if not isinstance(tensor, DTensor):
-        return Leaf(path, tensor)
+        return Leaf(path=path, local=tensor)
     local = local_of(tensor)
     start = start_of(tensor, local)
     if start is None:
         raise UsageError(
             f"{path}: the local part of a DTensor placed as {tensor.placements} is not a single box of the whole tensor"
         )
-    return Leaf(path, local, tuple(tensor.shape), start)
+    return Leaf(path=path, local=local, global_shape=tuple(tensor.shape), start=start)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

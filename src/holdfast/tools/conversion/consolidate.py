@@ -386,7 +386,12 @@ def _read(located: Located, leaves: Sequence[_Leaf]) -> list[torch.Tensor]:
         if spec.global_shape:
             regions += regions_of(
                 located,
-                Leaf(spec.path, target, spec.global_shape, (0,) * len(spec.global_shape)),
+                Leaf(
+                    path=spec.path,
+                    local=target,
+                    global_shape=spec.global_shape,
+                    start=(0,) * len(spec.global_shape),
+                ),
                 leaf.rank,
                 [],
             )
