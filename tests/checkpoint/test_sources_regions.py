@@ -174,7 +174,7 @@ def boxes(draw):
 @given(st.lists(st.tuples(boxes(), st.sampled_from(DTYPES), st.booleans()), min_size=1, max_size=4))
 def test_any_boxes_of_any_tensors(wanted):
     tensors = [random_tensor(shape, dtype, i) for i, ((shape, _), dtype, _) in enumerate(wanted)]
-    found = found_of([[Leaf(f"t{i}", t) for i, t in enumerate(tensors)]])
+    found = found_of([[Leaf(path=f"t{i}", local=t) for i, t in enumerate(tensors)]])
     regions, right = [], []
     for i, ((_, box), dtype, strided) in enumerate(wanted):
         part = tensors[i][tuple(slice(low, high) for low, high in box)]
@@ -196,7 +196,7 @@ def test_any_boxes_of_any_tensors(wanted):
 def test_columns_of_a_large_matrix(lines, width):
     """5000 lines: more runs than are read one by one."""
     whole = random_tensor((lines, 1024), torch.float32)
-    found = found_of([[Leaf("w", whole)]])
+    found = found_of([[Leaf(path="w", local=whole)]])
     target = torch.empty((lines, width))
     read_regions(found, [Region(0, found.heads[0].index.tensors[0], (0, 1024 - width), target)])
     assert bits(target) == bits(whole[:, 1024 - width :])
@@ -204,7 +204,7 @@ def test_columns_of_a_large_matrix(lines, width):
 
 def test_a_tensor_larger_than_a_read():
     whole = random_tensor((5 << 20,), torch.float64)
-    found = found_of([[Leaf("w", whole)]])
+    found = found_of([[Leaf(path="w", local=whole)]])
     target = torch.empty(whole.shape, dtype=whole.dtype)
     read_regions(found, [Region(0, found.heads[0].index.tensors[0], (0,), target)])
     assert torch.equal(target.view(torch.int64), whole.view(torch.int64))
@@ -212,7 +212,7 @@ def test_a_tensor_larger_than_a_read():
 
 @pytest.mark.parametrize("offsets", [(1, 0), (0, 1), (5, 5)])
 def test_a_box_that_is_not_within_its_piece(offsets):
-    found = found_of([[Leaf("w", torch.zeros(4, 4))]])
+    found = found_of([[Leaf(path="w", local=torch.zeros(4, 4))]])
     region = Region(0, found.heads[0].index.tensors[0], offsets, torch.zeros(4, 4))
     with pytest.raises(StateError, match=r"w: \(4, 4\) at .* is not within \(4, 4\)"):
         read_regions(found, [region])
@@ -220,7 +220,7 @@ def test_a_box_that_is_not_within_its_piece(offsets):
 
 @pytest.mark.parametrize("change", [{"offset": 1 << 40}, {"shape": (1 << 20, 4)}, {"dtype": "float99"}])
 def test_an_index_that_says_what_cannot_be(change):
-    found = found_of([[Leaf("w", torch.zeros(4, 4))]])
+    found = found_of([[Leaf(path="w", local=torch.zeros(4, 4))]])
     spec = found.heads[0].index.tensors[0]
     fields = {f: getattr(spec, f) for f in spec.__struct_fields__} | change
     target = torch.zeros(fields["shape"])
@@ -229,7 +229,7 @@ def test_an_index_that_says_what_cannot_be(change):
 
 
 def test_a_thread_that_fails_ends_the_others():
-    leaves = [Leaf(f"w{i}", random_tensor((600_000,), torch.float64, i)) for i in range(8)]
+    leaves = [Leaf(path=f"w{i}", local=random_tensor((600_000,), torch.float64, i)) for i in range(8)]
     found = found_of([leaves])
     opened = []
 
@@ -257,7 +257,9 @@ def sharded(path, whole, world, rank):
     pieces = torch.chunk(whole, world, 0)
     start = sum(len(p) for p in pieces[:rank])
     local = pieces[rank] if rank < len(pieces) else whole[:0]
-    return Leaf(path, local, tuple(whole.shape), (start, *[0] * (whole.dim() - 1)))
+    return Leaf(
+        path=path, local=local, global_shape=tuple(whole.shape), start=(start, *[0] * (whole.dim() - 1))
+    )
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 3), (2, 8), (3, 4), (8, 1), (1, 5)])
@@ -272,7 +274,12 @@ def test_resharding_reads_hardly_more_than_is_needed(before, after):
         regions, right = [], []
         for path, whole in wholes.items():
             mine = sharded(path, whole, after, rank)
-            target = Leaf(path, torch.empty_like(mine.local), mine.global_shape, mine.start)
+            target = Leaf(
+                path=path,
+                local=torch.empty_like(mine.local),
+                global_shape=mine.global_shape,
+                start=mine.start,
+            )
             regions += regions_of(found, target, rank, [])
             right.append((target.local, mine.local))
             needed += mine.local.numel() * 4
@@ -297,12 +304,16 @@ def test_any_grid_into_any_other(data):
     lines, columns = cuts(shape[0]), cuts(shape[1])
     for top, bottom in pairwise(lines):
         for left, right in pairwise(columns):
-            states.append([Leaf("w", whole[top:bottom, left:right], shape, (top, left))])
+            states.append(
+                [Leaf(path="w", local=whole[top:bottom, left:right], global_shape=shape, start=(top, left))]
+            )
     found = found_of(states)
     top, left = data.draw(st.integers(0, shape[0])), data.draw(st.integers(0, shape[1]))
     bottom, right = data.draw(st.integers(top, shape[0])), data.draw(st.integers(left, shape[1]))
     local = torch.zeros((bottom - top, right - left), dtype=torch.int16)
-    read_regions(found, regions_of(found, Leaf("w", local, shape, (top, left)), 0, []))
+    read_regions(
+        found, regions_of(found, Leaf(path="w", local=local, global_shape=shape, start=(top, left)), 0, [])
+    )
     assert bits(local) == bits(whole[top:bottom, left:right])
 
 
@@ -310,12 +321,12 @@ def test_a_piece_that_is_missing_is_said():
     whole = torch.zeros(8, 4)
     found = found_of([[sharded("w", whole, 2, 0)]])
     with pytest.raises(StateError, match="w: the checkpoint has 16 of the 32 elements needed"):
-        regions_of(found, Leaf("w", whole), 0, [])
+        regions_of(found, Leaf(path="w", local=whole), 0, [])
 
 
 def test_a_reader_takes_its_own_of_equal_pieces_and_others_spread():
-    found = found_of([[Leaf("w", torch.full((4,), float(rank)))] for rank in range(3)])
+    found = found_of([[Leaf(path="w", local=torch.full((4,), float(rank)))] for rank in range(3)])
     for reader in range(6):
         local = torch.empty(4)
-        read_regions(found, regions_of(found, Leaf("w", local), reader, []))
+        read_regions(found, regions_of(found, Leaf(path="w", local=local), reader, []))
         assert local.tolist() == [float(reader % 3)] * 4
