@@ -74,7 +74,9 @@ def _read(
     regions = [
         region
         for name, tensor in mine.items()
-        for region in regions_of(found, Leaf(name, tensor, (rows, columns), (low, 0)), rank, [])
+        for region in regions_of(
+            found, Leaf(path=name, local=tensor, global_shape=(rows, columns), start=(low, 0)), rank, []
+        )
     ]
     read_regions(found, regions)
     for name, tensor in mine.items():
