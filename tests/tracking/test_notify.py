@@ -196,7 +196,7 @@ def test_a_mail_that_is_sent_again_has_the_same_id(tmp_path, clock, monkeypatch)
     program.chmod(0o755)
     monkeypatch.setenv(notify.MAIL_VARIABLE, str(program))
     with closing(Notifier("mail:me@example.org", folder(tmp_path))) as to, monkeypatch.context() as killed:
-        killed.setattr(notify.matters, "sent", lambda notes, now_s: notes)
+        killed.setattr(notify, "sent", lambda notes, now_s: notes)
         tell(to, asked(1))
     with closing(Notifier("mail:me@example.org", folder(tmp_path))) as to:
         tell(to)
