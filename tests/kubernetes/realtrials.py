@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import time
-from typing import Any
 
 import msgspec
 from realkube import (
@@ -21,6 +20,7 @@ from realkube import (
 )
 
 from holdfast.kubernetes.client.api import Api
+from holdfast.protocol.job_view import JobView
 from holdfast.protocol.network.http_client import request
 from holdfast.protocol.network.lookup import AddressLookup
 
@@ -35,7 +35,7 @@ async def drain_every_machine(api: Api) -> None:
         await cordon(api, machine, on=False)
 
 
-async def lose_node_without_api_server(api: Api, job: Job, status: dict[str, Any], outage_s: float) -> None:
+async def lose_node_without_api_server(api: Api, job: Job, status: JobView, outage_s: float) -> None:
     """Stops the API server for so long. In that time a machine whose node trains loses power, and the spare takes over.
 
     job: two nodes and a spare. status: as the job trains.
@@ -57,7 +57,7 @@ async def lose_node_without_api_server(api: Api, job: Job, status: dict[str, Any
             answer = await request(token, where, "GET", "/status", limit_s=5)
             now = msgspec.json.decode(answer.body)
             ranks = [w["node"] for w in now["workers"] if w["rank"] is not None]
-            whole = lost not in ranks and len(ranks) == 2 and now["step"] > status["step"] + 10
+            whole = lost not in ranks and len(ranks) == 2 and now["step"] > status.step + 10
             return whole and time.monotonic() >= over_s
 
         await until(trains_on, "the spare trains, without an API server", outage_s + PATIENCE_S)
