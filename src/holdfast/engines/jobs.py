@@ -18,7 +18,6 @@ import xxhash
 from holdfast.checkpoint.archive import Archive
 from holdfast.checkpoint.memory import memory_base, remove_memory
 from holdfast.coordinator.service.store import FIRST
-from holdfast.engines import starts
 from holdfast.errors import Damaged, HoldfastError, UsageError
 from holdfast.observe.transfer_progress import ByteCount
 from holdfast.protocol.job import Durable, JobSpec, Resume
@@ -400,6 +399,9 @@ class JobFolder:
         old = [p for p in (*ledgers, "report.json", "logs") if (self.path / p).exists()]
         if not old:
             return
+        # Here, because it reads what the core wrote: a process that only opens a job's folder does without the core.
+        from holdfast.engines import starts
+
         runs = self.path / "runs"
         numbers = [int(d.name) for d in runs.glob("*") if d.name.isdigit()]
         to = runs / str(max(numbers, default=0) + 1)
