@@ -17,8 +17,8 @@ from holdfast.coordinator.kernel.events import Tick
 CORE = Path(holdfast.__file__).parent / "coordinator"
 AT_AN_EVENT = {
     "kernel/incidents.py": "which incident a report belongs to is asked when it comes; nothing waits for the answer to change",
-    "kernel/restart_budget.py Daily.roll": "a day begins when something is counted",
-    "health/escalation.py": "what was done before is weighed when something is decided, and not again by itself",
+    "kernel/state.py Daily.roll": "a day begins when something is counted",
+    "health/limits.py": "what was done before is weighed when something is decided, and not again by itself",
     "membership/nodes.py out_of_memory": "two times of the past are compared",
 }
 """Where times are compared otherwise, and why nothing is missed by it."""

@@ -17,7 +17,7 @@ from holdfast.coordinator.machine import Core
 ROOT = Path(holdfast.coordinator.__file__).parent
 KNOWN_TO = {
     "injected": {"kernel/incidents.py", "machine.py"},
-    "injected_at_s": {"kernel/incidents.py", "kernel/incident_state.py"},
+    "injected_at_s": {"kernel/incidents.py", "kernel/state.py"},
     "struck_s": {"kernel/incidents.py", "membership/wall_time.py"},
     "injections": {"kernel/incidents.py"},
     "was_injected": {"service/decision_loop.py"},
