@@ -11,7 +11,7 @@ import msgspec
 from desk import running
 from fakeagents import Plane, serving
 
-from holdfast.coordinator.kernel.state import KEPT, CoreState, OpenOrders
+from holdfast.coordinator.kernel.state import KEPT_ORDERS, CoreState, OpenOrders
 from holdfast.protocol.engine_orders import (
     EngineOrders,
     MarkNode,
@@ -91,9 +91,9 @@ def test_a_node_has_one_open_order_of_a_kind() -> None:
 
 def test_an_engine_that_acknowledges_nothing_does_not_make_the_state_grow() -> None:
     orders = OpenOrders()
-    for count in range(KEPT + 10):
+    for count in range(KEPT_ORDERS + 10):
         orders.add(ReleaseNode(node=f"n{count}", reason="lost"))
-    assert [len(orders.open), next(iter(orders.open))] == [KEPT, 11]
+    assert [len(orders.open), next(iter(orders.open))] == [KEPT_ORDERS, 11]
 
 
 async def announced(plane: Plane, kind: str) -> dict[str, Any]:
