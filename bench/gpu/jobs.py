@@ -211,7 +211,7 @@ class _Job:
         async def wait() -> None:
             async with JobClient(self._folder / "jobs" / self._name) as client:
                 async for said in client.watch():
-                    if said.kind == "status" and any(w["state"] == "ready" for w in said.value["workers"]):
+                    if said.kind == "status" and any(w.state == "ready" for w in said.value.workers):
                         return
 
         asyncio.run(asyncio.wait_for(wait(), LIMIT_S))

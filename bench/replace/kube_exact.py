@@ -55,7 +55,7 @@ async def _measure(api: Any, home: Path, outage_s: float, progress: Progress, fo
     async with realkube.Job(api, home, "drained", "--nnodes", 2, **options) as job:
         status = await job.training(2, beyond=2)
         await realtrials.drain_every_machine(api)
-        await job.training(2, beyond=status["step"] + 20)
+        await job.training(2, beyond=status.step + 20)
         what = f"all {len(realkube.MACHINES)} machines drained, one by one"
         found.append(await _ended(job, undisturbed, what, "changes"))
     progress(f"Holdfast on Kubernetes: the API server is down for {outage_s:.0f} s")

@@ -215,7 +215,7 @@ async def _heard(home: Path, name: str, wanted: Callable[[Any], Any]) -> Any:
 
 def _first_step(said: Any) -> float | None:
     """The status comes five times a second, so this is up to 0.2 s late."""
-    return time.time() if said.kind == "status" and said.value["step"] else None
+    return time.time() if said.kind == "status" and said.value.step else None
 
 
 async def _replace(api: Any, home: Path, name: str) -> tuple[Replaced, float]:
@@ -227,9 +227,9 @@ async def _replace(api: Any, home: Path, name: str) -> tuple[Replaced, float]:
     made = await api.get(realkube.job_path(realkube.NAMESPACE, name))
     pods = f"/api/v1/namespaces/{realkube.NAMESPACE}/pods"
     seat = (await api.get(f"{pods}/{made['status']['coordinator']['pod']}"))["spec"]["nodeName"]
-    for worker in status["workers"]:
-        machine = (await api.get(f"{pods}/{worker['node']}"))["spec"]["nodeName"]
-        if worker["rank"] is not None and machine != seat:
+    for worker in status.workers:
+        machine = (await api.get(f"{pods}/{worker.node}"))["spec"]["nodeName"]
+        if worker.rank is not None and machine != seat:
             break
     at, seen = time.time(), dict[str, float]()
 
@@ -292,11 +292,11 @@ async def _succeed(api: Any, home: Path, name: str) -> float:
 
 def _full(said: Any) -> Any:
     """The status of a job that trains on all nodes, with its spare ready."""
-    if said.kind != "status" or said.value["phase"] != "running":
+    if said.kind != "status" or said.value.phase != "running":
         return None
-    workers = said.value["workers"]
-    members = [one for one in workers if one["rank"] is not None]
-    ready = any(one["state"] == "ready" for one in workers)
+    workers = said.value.workers
+    members = [one for one in workers if one.rank is not None]
+    ready = any(one.state == "ready" for one in workers)
     return said.value if len(members) == NODES and ready else None
 
 

@@ -69,9 +69,9 @@ async def _replace(job_dir: Path, number: int) -> None:
     async with JobClient(job_dir) as client:
         async for said in client.watch():
             if said.kind == "status" and not struck:
-                workers = said.value["workers"]
-                members = [w["node"] for w in workers if w["rank"] is not None]
-                if len(members) == NODES and any(w["state"] == "ready" for w in workers):
+                workers = said.value.workers
+                members = [w.node for w in workers if w.rank is not None]
+                if len(members) == NODES and any(w.state == "ready" for w in workers):
                     node = members[number % NODES].removeprefix("node")
                     await client.post("/fault", f"{FAULT}:code=79,node={node}")
                     struck = True
